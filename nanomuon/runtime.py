@@ -1,0 +1,86 @@
+"""Device, dtype, process group, seeds and rank-0 printing: what every script needs first, none of it on import."""
+
+import errno
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+class InputError(Exception):
+    """The user can fix this. The message is one line that names the thing and says what to do; exit code 2."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where this process computes, and its place among the others."""
+
+    device: torch.device
+    compute_dtype: torch.dtype  # dtype of activations and matrix products; master weights are float32
+    rank: int = 0
+    world_size: int = 1
+
+
+def base_dir() -> Path:
+    """The folder under which everything is written: $NANOMUON_BASE_DIR, else ~/.cache/nanomuon."""
+    return Path(os.environ.get("NANOMUON_BASE_DIR") or Path.home() / ".cache" / "nanomuon").expanduser()
+
+
+def compile_enabled() -> bool:
+    """False where NANOMUON_COMPILE=0: the same kernels then run eagerly."""
+    return os.environ.get("NANOMUON_COMPILE", "1") != "0"
+
+
+def start() -> Runtime:
+    """Pick the device and join the process group when torchrun started us.
+
+    Several processes always form one group (NCCL on CUDA, gloo on CPU), so torchrun never trains independent models.
+    bf16 is the compute dtype where the device multiplies it natively; CPUs stay in float32, which is faster there.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+        dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    else:
+        device, dtype = torch.device("cpu"), torch.float32
+    if world_size > 1:
+        # device_id binds NCCL to our GPU at once, so that a wrong mapping fails here and not in the first collective
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+        )
+    return Runtime(device, dtype, int(os.environ.get("RANK", "0")), world_size)
+
+
+def print0(*values, **keywords) -> None:
+    """print() on rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(*values, **{"flush": True, **keywords})
+
+
+def run_command(main) -> None:
+    """Run a script's main() and exit: 0, or 2 with one line on stderr for what the user can fix.
+
+    Other exceptions keep their traceback: they are bugs. Every rank that fails says so, and the process group is left.
+    """
+    try:
+        code = main() or 0
+    except InputError as error:
+        code = _complain(str(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        code = _complain(f"{error.strerror}: {error.filename or base_dir()}; NANOMUON_BASE_DIR=/folder/with/room helps")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    sys.exit(code)
+
+
+def _complain(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return 2
