@@ -1,0 +1,240 @@
+"""The model: a decoder-only transformer that knows nothing of optimizers, ranks or files.
+
+Pre-norm residual blocks with rotary positions, normalized queries and keys, parameter-free RMSNorm, a ReLU^2 MLP, an
+untied head with capped logits and no biases. Two additions come from the speedrun literature (modded-nanogpt): learned
+scalars mix the running residual and the embedding into every block's input, and every second layer adds a gated
+embedding of the token to its attention values.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanomuon.attention import attention
+
+LOGIT_CAP = 15.0  # logits pass through cap * tanh(x / cap): Gemma 2 (arXiv 2408.00118); 15 as in modded-nanogpt
+GATE_INPUTS = 32  # the value gate reads this many residual channels
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Shape of the model. `from_depth` gives the family that one dial spans; any field may also be set by hand."""
+
+    vocab_size: int
+    seq_len: int  # longest context in tokens
+    depth: int  # number of blocks
+    width: int  # residual channels, a multiple of heads
+    heads: int
+    kv_heads: int  # grouped-query attention: divides heads
+    window_pattern: str = "L"  # tiled over the layers: L sees everything, S the last half context; the last layer is L
+    qk_norm: bool = True
+
+    @classmethod
+    def from_depth(cls, depth: int, vocab_size: int, seq_len: int, **overrides) -> "GPTConfig":
+        """Width 64 per layer; heads of 128 channels from width 512 on, of 64 below, where 128 would leave too few."""
+        width = 64 * depth
+        heads = max(1, width // (128 if width >= 512 else 64))
+        return cls(**{**dict(vocab_size=vocab_size, seq_len=seq_len, depth=depth, width=width, heads=heads,
+                             kv_heads=heads), **overrides})  # fmt: skip
+
+    def __post_init__(self):
+        for field in ("vocab_size", "seq_len", "depth", "width", "heads", "kv_heads"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, not {getattr(self, field)}")
+        if self.width % (2 * self.heads) or self.heads % self.kv_heads:
+            raise ValueError(
+                f"width {self.width} must be an even multiple of heads {self.heads}, "
+                f"and heads a multiple of kv_heads {self.kv_heads}"
+            )
+        if not self.window_pattern or set(self.window_pattern) - set("SL"):
+            raise ValueError(f"window_pattern is a string of S and L, not {self.window_pattern!r}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    def window(self, layer: int) -> int | None:
+        """Attention window of a layer in tokens, None where it sees the whole context."""
+        short = self.window_pattern[layer % len(self.window_pattern)] == "S" and layer < self.depth - 1
+        return max(1, self.seq_len // 2) if short else None
+
+    def has_value_embed(self, layer: int) -> bool:
+        return layer % 2 == (self.depth - 1) % 2
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),))
+
+
+class Linear(nn.Linear):
+    """No bias; the float32 master weight is cast to the dtype of the activations."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE (arXiv 2104.09864): channel pairs (i, i + D/2) of x (B, T, H, D) turned by the tables of (T, 1, D/2)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+
+
+class KVCache:
+    """Keys and values of the positions seen so far, for decoding one token at a time."""
+
+    def __init__(self, config: GPTConfig, batch_size: int, device: torch.device, dtype: torch.dtype):
+        shape = (config.depth, 2, batch_size, config.seq_len, config.kv_heads, config.head_dim)
+        self.tensor = torch.empty(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append k, v (B, T, Hkv, D) of one layer and return all of its keys and values."""
+        end = self.length + k.size(1)
+        self.tensor[layer, 0, :, self.length : end] = k
+        self.tensor[layer, 1, :, self.length : end] = v
+        return self.tensor[layer, 0, :, :end], self.tensor[layer, 1, :, :end]
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.layer, self.window, self.qk_norm = layer, config.window(layer), config.qk_norm
+        self.head_dim = config.head_dim
+        self.q = Linear(config.width, config.heads * config.head_dim)
+        self.k = Linear(config.width, config.kv_heads * config.head_dim)
+        self.v = Linear(config.width, config.kv_heads * config.head_dim)
+        self.o = Linear(config.heads * config.head_dim, config.width)
+        if config.has_value_embed(layer):
+            self.value_gate = Linear(min(GATE_INPUTS, config.width), config.kv_heads)
+
+    def forward(self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache | None):
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)  # (B, T, H or Hkv, D)
+        if value_embed is not None:
+            gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, Hkv), 1 at start
+            v = v + gate[..., None] * value_embed.view(heads)
+        q, k = rotate(q, *rope), rotate(k, *rope)
+        if self.qk_norm:
+            q, k = norm(q), norm(k)
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)
+        return self.o(attention(q, k, v, self.window).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.up = Linear(config.width, 4 * config.width)
+        self.down = Linear(4 * config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)).square())
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.attn = Attention(config, layer)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache | None):
+        x = x + self.attn(norm(x), value_embed, rope, cache)
+        return x + self.mlp(norm(x))
+
+
+class GPT(nn.Module):
+    """Build on the meta device, then `to_empty(device=...)` and `init_weights(seed)`.
+
+    Parameters are float32 whatever `compute_dtype`, the dtype of activations and matrix products; logits are float32.
+    """
+
+    def __init__(self, config: GPTConfig, compute_dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config, self.compute_dtype = config, compute_dtype
+        self.wte = nn.Embedding(config.vocab_size, config.width)
+        self.value_embeds = nn.ModuleDict(
+            {
+                str(i): nn.Embedding(config.vocab_size, config.kv_heads * config.head_dim)
+                for i in range(config.depth)
+                if config.has_value_embed(i)
+            }
+        )
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
+        self.resid_scalars = nn.Parameter(torch.empty(config.depth))
+        self.x0_scalars = nn.Parameter(torch.empty(config.depth))
+        self.lm_head = Linear(config.width, config.vocab_size)
+        for name in ("cos", "sin"):  # rotary tables, filled by init_weights
+            self.register_buffer(name, torch.empty(config.seq_len, 1, config.head_dim // 2), persistent=False)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 0) -> None:
+        """Projections into the residual stream start at zero, so every block starts as the identity."""
+        generator = torch.Generator(device=self.cos.device).manual_seed(seed)
+        bound = (3 / self.config.width) ** 0.5  # of a uniform with deviation 1/sqrt(width): no outliers
+        self.wte.weight.normal_(0, 1, generator=generator)
+        for embed in self.value_embeds.values():
+            embed.weight.uniform_(-bound, bound, generator=generator)
+        for block in self.blocks:
+            for inward in (block.attn.q, block.attn.k, block.attn.v, block.mlp.up):
+                inward.weight.uniform_(-bound, bound, generator=generator)
+            block.attn.o.weight.zero_()
+            block.mlp.down.weight.zero_()
+            if hasattr(block.attn, "value_gate"):
+                block.attn.value_gate.weight.zero_()
+        self.resid_scalars.fill_(1.0)
+        self.x0_scalars.fill_(0.1)
+        self.lm_head.weight.normal_(0, 0.001, generator=generator)
+        self._fill_rope()
+
+    def _fill_rope(self, base: float = 10_000.0) -> None:
+        half = torch.arange(self.cos.size(-1), device=self.cos.device, dtype=torch.float32)
+        angles = torch.outer(torch.arange(self.cos.size(0), device=half.device), base ** (-half / half.numel()))
+        self.cos.copy_(angles.cos()[:, None])
+        self.sin.copy_(angles.sin()[:, None])
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean", cache: KVCache | None = None
+    ) -> Tensor:
+        """tokens (B, T) int64 -> logits (B, T, V) float32; with targets (B, T) the cross-entropy in nats instead.
+
+        Targets of -1 are not predicted. reduction="none" gives one loss per token, (B * T,).
+        """
+        start = cache.length if cache is not None else 0
+        positions = slice(start, start + tokens.size(1))
+        rope = self.cos[positions].to(self.compute_dtype), self.sin[positions].to(self.compute_dtype)
+        x = x0 = norm(self.wte(tokens).to(self.compute_dtype))  # (B, T, width)
+        for i, block in enumerate(self.blocks):
+            x = self.resid_scalars[i] * x + self.x0_scalars[i] * x0
+            value_embed = None
+            if self.config.has_value_embed(i):
+                value_embed = self.value_embeds[str(i)](tokens).to(self.compute_dtype)  # (B, T, Hkv * D)
+            x = block(x, value_embed, rope, cache)
+        if cache is not None:
+            cache.length = positions.stop
+        logits = self.lm_head(norm(x)).float()
+        logits = LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Number of parameters by role, and their total."""
+        counts = dict.fromkeys(("wte", "value_embeds", "lm_head", "matrices", "scalars"), 0)
+        for name, p in self.named_parameters():
+            role = name.split(".")[0]
+            counts[role if role in counts else "matrices" if p.ndim == 2 else "scalars"] += p.numel()
+        return {**counts, "total": sum(counts.values())}
+
+    def estimate_flops(self) -> int:
+        """Training FLOPs per token: 6 per weight of a matrix product, 12 per head channel and visible key.
+
+        The convention of PaLM (arXiv 2204.02311, appendix B), with a causal mask counted as if every key were visible.
+        """
+        counts, config = self.parameter_counts(), self.config
+        keys = sum(config.window(i) or config.seq_len for i in range(config.depth))
+        return 6 * (counts["matrices"] + counts["lm_head"]) + 12 * config.heads * config.head_dim * keys
