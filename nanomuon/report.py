@@ -1,0 +1,206 @@
+"""What a run leaves for people: metrics.jsonl (and wandb) while it runs, loss.png and report.md at its end."""
+
+import json
+import math
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+class MetricsLog:
+    """Appends rows to metrics.jsonl, one JSON object a line, each line whole even if the process dies after it.
+
+    path: the file. resume_step: None starts it empty; otherwise rows of later steps and a torn last line are dropped.
+    wandb: None, or keywords of wandb.init (project, name, config, id); WANDB_MODE=offline needs no network.
+    Only the first rank makes one.
+    """
+
+    def __init__(self, path, resume_step=None, wandb=None):
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [row for row in _rows(path) if row["step"] <= resume_step] if resume_step is not None else []
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.replace(temporary, path)
+        self.file = open(path, "a", buffering=1)
+        self.wandb = None
+        if wandb is not None:
+            import wandb as library
+
+            self.wandb = library.init(dir=path.parent, resume="allow", **wandb)
+
+    def log(self, row) -> None:
+        """row: a dict with `step`, values numbers or text; non-finite numbers are written as null, as JSON has none."""
+        self.file.write(json.dumps({key: None if _non_finite(value) else value for key, value in row.items()}) + "\n")
+        if self.wandb is not None:
+            self.wandb.log(row, step=row["step"])
+
+    def close(self) -> None:
+        self.file.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def read_metrics(path) -> tuple[list[dict], list[dict]]:
+    """(training rows, evaluation rows) of a metrics.jsonl, in order; a torn last line is left out."""
+    rows = _rows(Path(path))
+    return [row for row in rows if "train_loss" in row], [row for row in rows if "val_bpb" in row]
+
+
+def plot_run(metrics, image) -> None:
+    """Draw a run's metrics.jsonl as four panels over tokens into a PNG, made to be read at a README's width."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no global backend, no display
+    from matplotlib.figure import Figure
+
+    training, evaluation = read_metrics(metrics)
+    largest = max([row["tokens"] for row in training + evaluation], default=1)
+    divisor, unit = _unit(largest)
+
+    def curve(rows, key):
+        values = [math.nan if row.get(key) is None else row[key] for row in rows]
+        return [row["tokens"] / divisor for row in rows], values
+
+    figure = Figure(figsize=(9, 5.6), dpi=200, facecolor="white", layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 2, sharex=True, height_ratios=[1.6, 1])
+    (loss, bpb), (rate, speed) = axes
+    blue, orange, grey = "#1f5fa8", "#c8511b", "#5a5a5a"
+
+    tokens, values = curve(training, "train_loss")
+    loss.plot(tokens, values, color=blue, alpha=0.25, linewidth=0.8, label="each step")
+    loss.plot(tokens, _smooth(values), color=blue, linewidth=1.6, label="smoothed")
+    loss.set(title="Training loss", ylabel="nats per token")
+    loss.legend(frameon=False, labelcolor=grey, fontsize=9)
+    finite = sorted(value for value in values if not math.isnan(value))
+    if finite:  # the first steps fall steeply: give the rest of the curve the room
+        top = finite[min(len(finite) - 1, int(0.97 * len(finite)))]
+        loss.set_ylim(finite[0] - 0.05 * (top - finite[0]), top + 0.08 * (top - finite[0]) + 1e-3)
+
+    tokens, values = curve(evaluation, "val_bpb")
+    bpb.plot(tokens, values, color=orange, linewidth=1.6, marker="o", markersize=3.5)
+    bpb.set(title="Validation", ylabel="bits per byte")
+    if values:
+        bpb.annotate(f"{values[-1]:.3f}", (tokens[-1], values[-1]), (0, 8), textcoords="offset points", ha="right",
+                     color=orange, fontweight="bold")  # fmt: skip
+
+    tokens, values = curve(training, "lr_multiplier")
+    rate.plot(tokens, values, color=grey, linewidth=1.4)
+    rate.set(title="Learning rate", ylabel="multiplier", ylim=(0, None))
+
+    tokens, values = curve(training, "tokens_per_second")
+    scale, speed_unit = _unit(max([value for value in values if not math.isnan(value)], default=1))
+    speed.plot(tokens, [value / scale for value in values], color=grey, linewidth=1.0)
+    speed.set(title="Throughput", ylabel=f"{speed_unit}tokens/s", ylim=(0, None))
+
+    for axis in axes.flat:
+        axis.set_title(axis.get_title(), loc="left", fontsize=10.5, fontweight="bold", color="#222222")
+        axis.title.set_text("")
+        axis.grid(color="#e6e6e6", linewidth=0.7)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.spines[["left", "bottom"]].set_color("#b0b0b0")
+        axis.tick_params(colors=grey, labelsize=9)
+        axis.yaxis.label.set(color=grey, fontsize=9.5)
+        axis.margins(x=0.02)
+    for axis in axes[1]:
+        axis.set_xlabel(f"{unit}tokens trained on", color=grey, fontsize=9.5)
+    final = f"   validation {evaluation[-1]['val_bpb']:.4f} bits per byte" if evaluation else ""
+    figure.suptitle(Path(metrics).resolve().parent.name + final, fontsize=12.5, fontweight="bold", color="#222222")
+
+    image = Path(image)
+    temporary = image.with_name(image.name + ".tmp")
+    figure.savefig(temporary, format="png")
+    os.replace(temporary, image)
+
+
+def write_report(run_dir, settings, summary, samples, machine, stages) -> None:
+    """Draw loss.png and write report.md, which shows it, from a run's metrics.jsonl and what its script knows.
+
+    settings, summary: dicts printed as tables. samples: generated texts. machine: machine_description().
+    stages: (name, seconds) pairs in order.
+    """
+    run_dir = Path(run_dir)
+    plot_run(run_dir / "metrics.jsonl", run_dir / "loss.png")
+    name = run_dir.resolve().name
+    parts = [
+        f"# {name}",
+        f"Trained on {machine}.",
+        "## Results\n\n" + _table(("", "value"), summary.items()),
+        "![Training loss, validation bits per byte, learning rate and throughput over tokens](loss.png)",
+        "## Samples\n\n" + "\n\n".join(_fenced(sample) for sample in samples),
+        "## Use it\n\n" + _fenced(
+            f"python -m scripts.sample --run {name}      # more text\n"
+            f"python -m scripts.base_eval --run {name}   # evaluate again"
+        ) + "\n\n`model.safetensors` and `config.json` are the model; opening them runs no code.",
+        "## Time\n\n" + _table(("stage", "seconds"), [*((s, f"{t:.1f}") for s, t in stages),
+                                                      ("total", f"{sum(t for _, t in stages):.1f}")]),
+        "## Settings\n\n" + _table(("setting", "value"), settings.items()),
+    ]  # fmt: skip
+    temporary = run_dir / "report.md.tmp"
+    temporary.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    os.replace(temporary, run_dir / "report.md")
+
+
+def machine_description() -> str:
+    """One line: processor, memory, GPUs, versions: "2 x AMD EPYC, 24 GB, no GPU, torch 2.13.0, Python 3.11.7"."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpu_info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    models = [line.split(":", 1)[1].strip() for line in cpu_info.splitlines() if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    graphics = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
+    return (
+        f"{cores} x {models[0] if models else platform.machine()}, {memory:.0f} GB, {graphics}, "
+        f"torch {torch.__version__}, Python {platform.python_version()}"
+    )
+
+
+def _rows(path):
+    """Rows up to the first line that is not a whole JSON object with a step; what follows a torn line is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+            row["step"]
+        except (ValueError, TypeError, KeyError):
+            break
+        rows.append(row)
+    return rows
+
+
+def _non_finite(value):
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _smooth(values):
+    """Mean over a window of about a thirtieth of the run, centred so that it does not lag."""
+    half = len(values) // 60
+    smoothed = []
+    for index in range(len(values)):
+        reach = min(half, index)
+        window = [value for value in values[index - reach : index + reach + 1] if not math.isnan(value)]
+        smoothed.append(sum(window) / len(window) if window else math.nan)
+    return smoothed
+
+
+def _unit(largest):
+    """(divisor, word) that bring numbers up to `largest` into a readable range."""
+    for divisor, word in ((1e9, "billion "), (1e6, "million "), (1e3, "thousand ")):
+        if largest >= divisor:
+            return divisor, word
+    return 1, ""
+
+
+def _table(header, rows):
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |"
+                     for line in lines)  # fmt: skip
+
+
+def _fenced(text):
+    """A fenced block that no backticks inside can end: the fence is longer than any run of them."""
+    longest = max((len(run) for run in "".join(c if c == "`" else " " for c in text).split()), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}\n{text}\n{fence}"
