@@ -36,6 +36,16 @@ def generate(
         unread = [token]
 
 
+def sample_texts(model: GPT, tokenizer, prompts: list[str], max_tokens: int, seed: int = 0, **how) -> list[str]:
+    """Each prompt, as the beginning of a document, with its continuation; `how` goes to `generate`."""
+    texts = []
+    for prompt in prompts:
+        tokens = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+        tokens += generate(model, tokens, max_tokens, seed=seed, stop=tokenizer.bos_id, **how)
+        texts.append(tokenizer.decode(tokens[1:]))
+    return texts
+
+
 def _draw(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())

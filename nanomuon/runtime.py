@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,26 @@ class Runtime:
 def base_dir() -> Path:
     """The folder under which everything is written: $NANOMUON_BASE_DIR, else ~/.cache/nanomuon."""
     return Path(os.environ.get("NANOMUON_BASE_DIR") or Path.home() / ".cache" / "nanomuon").expanduser()
+
+
+# Dense bf16 peak in FLOP/s by a part of the device's name, from the vendors' data sheets
+PEAK_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """FLOP/s this device can reach in matrix products: bf16 from its data sheet on CUDA, measured in float32 on a CPU.
+
+    None for a GPU that is not in the table.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    matrix = torch.ones(1024, 1024)
+    matrix @ matrix  # the first product starts the threads
+    began = time.perf_counter()
+    for _ in range(8):
+        matrix @ matrix
+    return 8 * 2 * 1024**3 / (time.perf_counter() - began)
 
 
 def compile_enabled() -> bool:

@@ -1,0 +1,442 @@
+"""Pretrain a GPT.
+
+    python -m scripts.base_train --depth 4 --num-iterations 300           # one process, CPU or GPU
+    torchrun --standalone --nproc_per_node=8 -m scripts.base_train --depth 24 --corpus hf:ORG/NAME
+    python -m scripts.base_train --corpus path:my_texts --run mine        # your own text
+    python -m scripts.base_train --optimizer-file my_optim.py             # your own: build_optimizer(model)
+
+What is not given follows from --depth and the device. A run lives in runs/NAME under NANOMUON_BASE_DIR; the same
+command given again carries it on from its last checkpoint.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import statistics
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanomuon import checkpoint, report, schedule, shards
+from nanomuon.dataloader import TrainLoader, validation_batches
+from nanomuon.evaluate import bits_per_byte
+from nanomuon.generate import sample_texts
+from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.optim import DistMuonAdamW, MuonAdamW
+from nanomuon.param_groups import build_param_groups
+from nanomuon.runtime import InputError, Runtime, base_dir, compile_enabled, peak_flops, print0, run_command, start
+from nanomuon.tokenizer import Tokenizer
+
+MAX_BAD_STEPS = 10  # this many non-finite losses in a row end the run
+PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}  # other corpora: none
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.base_train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--run", default="base", help="name of the run, a folder under runs/ (default: %(default)s)")
+    add("--corpus", default="python", help="python, path:FILE_OR_FOLDER or hf:ORG/NAME (default: %(default)s)")
+    add("--vocab-size", type=int, help="tokens in the vocabulary (default: set by the corpus)")
+    add("--depth", type=int, default=4, help="number of layers; width, heads and batch follow (default: %(default)s)")
+    add("--max-seq-len", type=int, help="context in tokens (default: 2048 on a GPU, 256 on a CPU)")
+    add("--window-pattern", default="L", help="attention window by layer: L full, S half the context, e.g. SSSL")
+    add("--device-batch-size", type=int, default=16, help="rows per device and micro-step (default: %(default)s)")
+    add("--total-batch-size", type=int, help="tokens per optimizer step (default: from the length of the run)")
+    add("--num-iterations", type=int, help="optimizer steps (default: from --target-param-data-ratio)")
+    add("--target-param-data-ratio", type=float, default=10.5, help="training tokens per parameter of the matrices and "
+        "the head (default: %(default)s)")  # fmt: skip
+    add("--matrix-lr", type=float, default=0.02, help="Muon learning rate (default: %(default)s)")
+    add("--embedding-lr", type=float, default=0.3, help="AdamW, token and value embeddings (default: %(default)s)")
+    add("--unembedding-lr", type=float, default=0.004, help="AdamW, head (default: %(default)s)")
+    add("--scalar-lr", type=float, default=0.05, help="AdamW, residual scalars (default: %(default)s)")
+    add("--weight-decay", type=float, default=0.2, help="of Muon's matrices, falling to 0 (default: %(default)s)")
+    add("--warmup-ratio", type=float, default=0.0, help="share of the run with rising rates (%(default)s)")
+    add("--warmdown-ratio", type=float, default=0.5, help="share of the run with falling rates (%(default)s)")
+    add("--optimizer-file", help="Python file with build_optimizer(model), used instead of MuonAdamW")
+    add("--eval-every", type=int, default=100, help="steps between evaluations, -1: only at the end (%(default)s)")
+    add("--eval-tokens", type=int, default=131072, help="validation tokens of an evaluation on the way; the last "
+        "takes the whole set (default: %(default)s)")  # fmt: skip
+    add("--save-every", type=int, default=100, help="steps between checkpoints, -1: only at the end (%(default)s)")
+    add("--resume", default="auto", help="auto: the newest checkpoint of the run; step_N: that one; never: start over")
+    add("--seed", type=int, default=0, help="of initial weights, data order and samples (default: %(default)s)")
+    add("--wandb", action="store_true", help="log to Weights & Biases as well (WANDB_MODE=offline works)")
+    add("--no-compile", action="store_true", help="run eagerly: a quick start and slower steps (as NANOMUON_COMPILE=0)")
+    add("--plan", action="store_true", help="print the size of the run, its memory and its time, and stop")
+    args = parser.parse_args(argv)
+    for name in ("depth", "device_batch_size", "max_seq_len", "num_iterations", "total_batch_size", "eval_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if not args.run or set(args.run) & set("/\\") or args.run.startswith("."):
+        raise InputError(f"--run {args.run!r} is not a folder name; use letters, digits, '-' and '_'")
+    return args
+
+
+def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime) -> tuple[GPTConfig, int, int]:
+    """The model's shape, tokens per optimizer step and number of steps that the arguments ask for."""
+    seq_len = args.max_seq_len or (2048 if runtime.device.type == "cuda" else 256)
+    try:
+        config = GPTConfig.from_depth(args.depth, vocab_size, seq_len, window_pattern=args.window_pattern)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    counts = meta_model(config).parameter_counts()
+    tokens = schedule.training_tokens(counts["matrices"] + counts["lm_head"], args.target_param_data_ratio)
+    unit = args.device_batch_size * seq_len * runtime.world_size
+    batch = args.total_batch_size or schedule.total_batch_size(tokens, unit)
+    if batch % unit:
+        sizes = " or ".join(map(str, schedule.nearest_batch_sizes(batch, unit)))
+        raise InputError(
+            f"--total-batch-size {batch} is not a multiple of {unit} ({args.device_batch_size} rows x {seq_len} "
+            f"tokens x {runtime.world_size} processes); the nearest that are: {sizes}, or change --device-batch-size"
+        )
+    return config, batch, args.num_iterations or max(1, tokens // batch)
+
+
+def meta_model(config: GPTConfig) -> GPT:
+    """The model without memory behind it, for counting."""
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def print_plan(args, config: GPTConfig, batch: int, steps: int, runtime: Runtime) -> None:
+    model = meta_model(config)
+    counts, flops = model.parameter_counts(), model.estimate_flops()
+    rows = args.device_batch_size
+    memory = schedule.training_memory(
+        counts, config.depth, config.width, rows * config.seq_len, runtime.world_size, runtime.compute_dtype.itemsize
+    )
+    speed = peak_flops(runtime.device)
+    seconds = speed and batch * steps * flops / (0.4 * speed * runtime.world_size)
+    print0(f"""\
+model      depth {config.depth}, width {config.width}, {config.heads} heads, context {config.seq_len}, vocabulary {config.vocab_size}
+parameters {counts["total"] / 1e6:.1f}M: {", ".join(f"{role} {n / 1e6:.2f}M" for role, n in counts.items() if n and role != "total")}
+training   {steps} steps x {batch} tokens = {batch * steps / 1e6:.1f}M tokens, {flops / 1e6:.0f} MFLOP each
+devices    {runtime.world_size} x {runtime.device.type}, {rows} rows x {batch // (rows * config.seq_len * runtime.world_size)} micro-steps a step
+memory     about {memory / 2**30:.1f} GB per device
+time       {f"about {duration(seconds)} at 40% of this device's peak" if seconds else "not known for this device"}""")  # noqa: E501
+
+
+def build_model(config: GPTConfig, runtime: Runtime, seed: int) -> GPT:
+    with torch.device("meta"):
+        model = GPT(config, runtime.compute_dtype)
+    model.to_empty(device=runtime.device)
+    model.init_weights(seed)
+    return model
+
+
+def build_optimizer(args: argparse.Namespace, model: GPT, runtime: Runtime) -> torch.optim.Optimizer:
+    """MuonAdamW with one learning rate per role, or what the user's file builds."""
+    if args.optimizer_file:
+        return load_function(args.optimizer_file, "build_optimizer")(model)
+    scale = schedule.adamw_lr_scale(model.config.width)
+    adamw = dict(betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
+    embedding = dict(adamw, lr=args.embedding_lr * scale)
+    groups = build_param_groups(
+        model,
+        muon=dict(lr=args.matrix_lr, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=args.weight_decay),
+        adamw=dict(adamw, lr=args.scalar_lr),
+        skip_keys=["value_gate"],
+        roles={"wte": embedding, "value_embeds": embedding, "lm_head": dict(adamw, lr=args.unembedding_lr * scale)},
+    )
+    return DistMuonAdamW(groups) if runtime.world_size > 1 else MuonAdamW(groups)
+
+
+def load_function(file: str, name: str):
+    """A function of that name from the user's Python file."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    if spec is None or not Path(file).is_file():
+        raise InputError(f"--optimizer-file {file}: no such Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise InputError(f"{file} has no function {name}(model) that returns an optimizer")
+    return getattr(module, name)
+
+
+def set_hyperparameters(optimizer, initial: list[dict], step: int, steps: int, args: argparse.Namespace) -> float:
+    """Put the schedules' values for this step (from 0) into the groups; `initial` holds each group as built."""
+    multiplier = schedule.lr_multiplier(step, steps, args.warmup_ratio, args.warmdown_ratio)
+    for group, start_values in zip(optimizer.param_groups, initial, strict=True):
+        group["lr"] = start_values["lr"] * multiplier
+        if group.get("kind") == "muon":
+            group["momentum"] = schedule.muon_momentum(step, steps)
+            group["weight_decay"] = start_values["weight_decay"] * schedule.weight_decay_multiplier(step, steps)
+    return multiplier
+
+
+def average_gradients(model: GPT) -> None:
+    """Mean over all processes, for optimizers that leave this to us; a missing gradient counts as zero."""
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+class Requests:
+    """What signals ask of the loop. SIGTERM, SIGINT: save and stop after this step; SIGUSR1: save."""
+
+    def __init__(self):
+        self.stop = self.save = False
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self.receive)
+
+    def receive(self, number, frame):
+        if number == signal.SIGUSR1:
+            self.save = True
+        else:
+            self.stop = True
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def agree(self, loss: Tensor) -> tuple[float, bool, bool]:
+        """(mean loss over ranks, stop?, save?): what one rank was asked, all do. Waits for the device."""
+        values = torch.stack((loss, *(loss.new_tensor(float(flag)) for flag in (self.stop, self.save))))
+        if dist.is_initialized():
+            dist.all_reduce(values)
+            values[0] /= dist.get_world_size()
+        loss, stop, save = values.tolist()
+        self.save = False
+        return loss, stop > 0, stop + save > 0
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
+
+
+def claim_run_folder(run_dir: Path, settings: dict, args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+    """Start a run's folder with what defines it, or check that the run in it is the same one."""
+    if args.resume == "never":
+        shutil.rmtree(run_dir, ignore_errors=True)
+    file = run_dir / "settings.json"
+    if file.exists():
+        before = json.loads(file.read_text())
+        changed = [
+            f"{key} {before.get(key)!r}, not {value!r}" for key, value in settings.items() if before.get(key) != value
+        ]
+        if changed:
+            raise InputError(
+                f"run {args.run} exists with {'; '.join(changed)}: choose another --run, or start over: --resume never"
+            )
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(run_dir / "tokenizer")  # with it, the folder of a run is all that sampling and evaluation need
+    write_json(file, settings)
+
+
+def write_json(file: Path, content: dict) -> None:
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, file)
+
+
+def finish(run_dir: Path, args, settings: dict, gpt: GPT, tokenizer: Tokenizer, val_bpb: float, seconds: dict) -> None:
+    """Samples, summary.json, report.md and loss.png; the summary is written last and marks the run as complete."""
+    began = time.perf_counter()
+    samples = sample_texts(gpt, tokenizer, PROMPTS.get(args.corpus, [""] * 3), max_tokens=128, seed=args.seed)
+    rows, _ = report.read_metrics(run_dir / "metrics.jsonl")
+    recent = [row["train_loss"] for row in rows[-20:] if row["train_loss"] is not None]
+    on_gpu = gpt.lm_head.weight.is_cuda
+    summary = {
+        "val_bpb": round(val_bpb, 4),
+        "train_loss": round(statistics.fmean(recent), 4) if recent else None,
+        "steps": rows[-1]["step"],
+        "tokens": rows[-1]["tokens"],
+        "seconds": round(sum(row["step_ms"] for row in rows) / 1000, 1),
+        "tokens_per_second": round(statistics.median(row["tokens_per_second"] for row in rows)),
+        "optimizer_ms": round(statistics.median(row["optimizer_ms"] for row in rows), 1),
+        "peak_memory_mb": (torch.cuda.max_memory_allocated() >> 20) if on_gpu
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+        "parameters": gpt.parameter_counts()["total"],
+    }  # fmt: skip
+    seconds = {"training": summary["seconds"], **seconds, "samples": time.perf_counter() - began}
+    with open(run_dir / "stages.jsonl", "a") as stages:
+        stages.writelines(json.dumps({"stage": stage, "seconds": spent}) + "\n" for stage, spent in seconds.items())
+    stages = {row["stage"]: row["seconds"] for row in map(json.loads, open(run_dir / "stages.jsonl"))}
+    options = {key: value for key, value in vars(args).items() if key not in settings and value is not None}
+    report.write_report(
+        run_dir, {**settings, **options}, summary, samples, report.machine_description(), list(stages.items())
+    )
+    write_json(run_dir / "summary.json", summary)
+    for sample in samples:
+        print(f"--- sample\n{sample}")
+    print_summary(summary)
+    print(f"report: {run_dir}/report.md, {run_dir}/loss.png", flush=True)
+
+
+def print_summary(summary: dict) -> None:
+    print0("---\n" + "\n".join(f"{key}: {value}" for key, value in summary.items()))
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    if args.no_compile:
+        os.environ["NANOMUON_COMPILE"] = "0"
+    runtime = start()
+    if args.plan:
+        config, batch, steps = plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime)
+        print_plan(args, config, batch, steps, runtime)
+        return 0
+
+    # Data: the first rank makes what is missing, the others wait for it
+    if args.vocab_size:
+        plan_run(args, args.vocab_size, runtime)  # what is wrong with the arguments should show before the work starts
+    if runtime.rank == 0:
+        folder = shards.prepare(args.corpus, args.vocab_size)
+    if runtime.world_size > 1:
+        dist.barrier()
+        folder = shards.prepare(args.corpus, args.vocab_size) if runtime.rank else folder
+    tokenizer = Tokenizer.load(folder / "tokenizer")
+    config, batch, steps = plan_run(args, tokenizer.vocab_size, runtime)
+    rows = batch // config.seq_len
+    accumulation = rows // (args.device_batch_size * runtime.world_size)
+
+    # Run folder: what defines the run must be what it was started with
+    run_dir = base_dir() / "runs" / args.run
+    settings = {
+        "corpus": args.corpus, "tokenizer": tokenizer.hash, **asdict(config), "total_batch_size": batch,
+        "seed": args.seed, "optimizer_file": args.optimizer_file,
+    }  # fmt: skip
+    if runtime.rank == 0:
+        claim_run_folder(run_dir, settings, args, tokenizer)
+    if runtime.world_size > 1:
+        dist.barrier()
+    if (run_dir / "summary.json").exists():
+        print0(f"run {args.run} is complete: {run_dir}/report.md (--resume never starts it over)")
+        print_summary(json.loads((run_dir / "summary.json").read_text()))
+        return 0
+
+    gpt = build_model(config, runtime, args.seed)
+    optimizer = build_optimizer(args, gpt, runtime)
+    initial = [dict(group) for group in optimizer.param_groups]
+    sharded = isinstance(optimizer, DistMuonAdamW)
+    average = runtime.world_size > 1 and not sharded
+    guards_itself = isinstance(optimizer, MuonAdamW)
+
+    # Resume
+    step, loader_state = 0, None
+    if found := checkpoint.find(run_dir, args.resume):
+        meta = checkpoint.load(found, gpt, optimizer)
+        step, loader_state = meta["step"], meta["loader"]
+        print0(f"resuming run {args.run} at step {step}")
+    checkpoints = checkpoint.Checkpointer(run_dir, step if found else None)
+    loader = TrainLoader(
+        folder, config.seq_len, rows, args.device_batch_size, runtime.rank, runtime.world_size, args.seed,
+        runtime.device, loader_state,
+    )  # fmt: skip
+    log = None
+    if runtime.rank == 0:
+        log = report.MetricsLog(
+            run_dir / "metrics.jsonl",
+            step if found else None,
+            dict(project="nanomuon", name=args.run, id=args.run, config=settings) if args.wandb else None,
+        )
+
+    def evaluate(max_tokens: int | None) -> float:
+        batches = validation_batches(
+            folder, config.seq_len, args.device_batch_size, runtime.rank, runtime.world_size, runtime.device, max_tokens
+        )
+        value = bits_per_byte(gpt, batches, token_bytes)
+        if log:
+            log.log({"step": step, "tokens": step * batch, "val_bpb": value, "whole_set": max_tokens is None})
+        extent = "" if max_tokens else " (whole set)"
+        print0(f"step {step:5d}/{steps} | validation {value:.4f} bits per byte{extent}")
+        return value
+
+    def save() -> None:
+        checkpoints.save(step, gpt, optimizer, {"step": step, "loader": loader.state_dict(), "settings": settings})
+
+    print_plan(args, config, batch, steps, runtime)
+    token_bytes = torch.from_numpy(tokenizer.token_bytes).to(runtime.device)
+    model = torch.compile(gpt, dynamic=False) if compile_enabled() else gpt
+    if compile_enabled() and step < steps:
+        print0("compiling: the first step takes a while (--no-compile starts at once)")
+    requests, bad_steps, step_times, shown = Requests(), 0, [], 0.0
+    while step < steps:
+        began = time.perf_counter()
+        multiplier = set_hyperparameters(optimizer, initial, step, steps, args)
+        loss = torch.zeros((), device=runtime.device)
+        for micro_step in range(accumulation):
+            inputs, targets = next(loader)
+            # in the last backward each gradient is final as it appears: its reduction can start there
+            last = sharded and micro_step == accumulation - 1
+            with optimizer.overlap_backward() if last else contextlib.nullcontext():
+                micro_loss = model(inputs, targets) / accumulation
+                micro_loss.backward()
+            loss += micro_loss.detach()
+        if average:
+            average_gradients(gpt)
+        before_update = time.perf_counter()
+        if guards_itself or torch.isfinite(loss):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        train_loss, stop, save_now = requests.agree(loss)
+        now = time.perf_counter()
+        step, step_ms = step + 1, 1000 * (now - began)
+        step_times.append(step_ms)
+        row = {
+            "step": step, "tokens": step * batch, "train_loss": train_loss, "lr_multiplier": multiplier,
+            "step_ms": step_ms, "tokens_per_second": 1000 * batch / step_ms,
+            "optimizer_ms": 1000 * (now - before_update),
+        }  # fmt: skip
+        if runtime.device.type == "cuda" and peak_flops(runtime.device):
+            per_device = row["tokens_per_second"] * gpt.estimate_flops() / runtime.world_size
+            row["mfu"] = per_device / peak_flops(runtime.device)
+        if log:
+            log.log(row)
+        if now - shown > 5 or step == steps:
+            shown = now
+            left = (steps - step) * statistics.median(step_times[-20:]) / 1000
+            print0(
+                f"step {step:5d}/{steps} | loss {train_loss:.4f} | lr x{multiplier:.2f} | {step_ms:.0f} ms | "
+                f"{row['tokens_per_second']:,.0f} tokens/s | {100 * step / steps:.0f}% | {duration(left)} left"
+            )
+        bad_steps = 0 if math.isfinite(train_loss) else bad_steps + 1
+        if bad_steps:
+            print0(f"step {step}: the loss is {train_loss}; the update is skipped ({bad_steps} in a row)")
+        if bad_steps == MAX_BAD_STEPS:
+            last = (checkpoint.saved_steps(run_dir) or ["none"])[-1]
+            print0(f"error: {bad_steps} losses in a row are not finite; last good checkpoint: {last}; "
+                   "lower the learning rates", file=sys.stderr)  # fmt: skip
+            return 1
+        if args.eval_every > 0 and step % args.eval_every == 0 and step < steps:
+            evaluate(args.eval_tokens)
+        due = args.save_every > 0 and step % args.save_every == 0
+        if due or save_now or step == steps:
+            save()
+        if stop and step < steps:
+            checkpoints.wait()
+            print0(f"stopped at step {step} and saved; the same command carries on")
+            return 0
+    checkpoints.wait()
+
+    # The finished run: evaluate on the whole validation set (once, however often this is interrupted), export, report
+    began = time.perf_counter()
+    _, evaluations = report.read_metrics(run_dir / "metrics.jsonl")
+    whole = [row["val_bpb"] for row in evaluations if row["whole_set"] and row["step"] == steps]
+    val_bpb = whole[0] if whole else evaluate(None)
+    seconds = {"evaluation": time.perf_counter() - began}
+    about = {"step": steps, "val_bpb": val_bpb, "corpus": args.corpus, "tokenizer": tokenizer.hash}
+    checkpoint.export_model(run_dir, gpt, asdict(config), about)
+    if log:
+        log.close()
+        finish(run_dir, args, settings, gpt, tokenizer, val_bpb, seconds)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

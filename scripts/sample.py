@@ -1,0 +1,53 @@
+"""Let a finished run write.
+
+    python -m scripts.sample --run base --prompt "def main():" --max-tokens 200
+    python -m scripts.sample --run base --samples 3 --temperature 0.6
+"""
+
+import argparse
+
+from nanomuon import checkpoint
+from nanomuon.generate import sample_texts
+from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.runtime import InputError, Runtime, base_dir, run_command, start
+from nanomuon.tokenizer import Tokenizer
+from scripts.base_train import build_model
+
+
+def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
+    """(model, tokenizer, facts) of a finished run by name. InputError where the two do not belong together."""
+    run_dir = base_dir() / "runs" / run
+    config, about = checkpoint.load_model_config(run_dir)
+    tokenizer = Tokenizer.load(run_dir / "tokenizer")
+    if tokenizer.hash != about["tokenizer"] or tokenizer.vocab_size != config["vocab_size"]:
+        raise InputError(
+            f"{run_dir}/tokenizer has {tokenizer.vocab_size} tokens and is not the one the model was trained with "
+            f"({config['vocab_size']} tokens); put that one back"
+        )
+    model = build_model(GPTConfig(**config), runtime, seed=0)
+    checkpoint.load_model_weights(run_dir, model)
+    return model, tokenizer, about
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--run", default="base", help="name of a finished run (default: %(default)s)")
+    parser.add_argument("--prompt", default="", help="how the document begins (default: nothing)")
+    parser.add_argument("--samples", type=int, default=1, help="how many (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="length of each (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (%(default)s)")
+    parser.add_argument("--top-k", type=int, default=50, help="draw from this many tokens (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first sample (default: %(default)s)")
+    args = parser.parse_args(argv)
+    model, tokenizer, _ = load_run(args.run, start())
+    for seed in range(args.seed, args.seed + args.samples):
+        texts = sample_texts(
+            model, tokenizer, [args.prompt], args.max_tokens, seed, temperature=args.temperature, top_k=args.top_k
+        )
+        print(f"--- sample, seed {seed}\n{texts[0]}", flush=True)
+
+
+if __name__ == "__main__":
+    run_command(main)

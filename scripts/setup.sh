@@ -1,0 +1,30 @@
+# Makes the Python environment of this checkout; speedrun.sh and tests/run.sh read it with `source`.
+# Afterwards $PYTHON is an interpreter that has everything. Nothing is installed again while pyproject.toml stays the same.
+#
+#   NANOMUON_PYTHON=/path/to/python   use this interpreter, which has torch already, and install nothing
+
+if [ -n "${NANOMUON_PYTHON:-}" ]; then
+    PYTHON=$NANOMUON_PYTHON
+    if ! "$PYTHON" -c "import torch" 2>/dev/null; then
+        echo "error: NANOMUON_PYTHON=$PYTHON cannot import torch; install it there, or unset NANOMUON_PYTHON" >&2
+        exit 2
+    fi
+else
+    PYTHON=.venv/bin/python
+    wanted=$(cksum pyproject.toml)
+    if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
+        echo "environment: installing into .venv (a minute or two)"
+        if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            echo "error: Python 3.10 or newer is needed; install it and its venv module" >&2
+            exit 2
+        fi
+        # torch first and pinned: a plain "torch" would take the newest build, which may not be the one tested
+        { [ -x "$PYTHON" ] || python3 -m venv .venv; } &&
+            "$PYTHON" -m pip install --quiet --disable-pip-version-check torch==2.13.0 &&
+            "$PYTHON" -m pip install --quiet --disable-pip-version-check -e '.[dev]' || {
+            echo "error: the installation failed (see above); run the command again to continue it" >&2
+            exit 2
+        }
+        echo "$wanted" >.venv/installed
+    fi
+fi

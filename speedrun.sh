@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# From nothing to a trained GPT, on the hardware at hand:
+#
+#   bash speedrun.sh           environment -> corpus, tokenizer, shards -> train, evaluate, sample, report
+#   bash speedrun.sh --plan    print what would be done, with sizes, memory and time, and stop
+#   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
+#
+# Stages whose output is complete are skipped, so the same command carries on after an interruption. Override with
+#
+#   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER, hf:ORG/NAME[:CONFIG]
+#   DEPTH=8                 a deeper (and wider) or smaller model
+#   RUN=name                name of the run under $NANOMUON_BASE_DIR/runs
+#   NANOMUON_BASE_DIR=...   where everything is written (~/.cache/nanomuon)
+#   NANOMUON_PYTHON=...     an interpreter that has torch already; nothing is installed then
+set -euo pipefail
+cd "$(dirname "$0")"
+case "${1:-}" in
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit 0 ;;
+esac
+
+began=$SECONDS
+source scripts/setup.sh
+environment_seconds=$((SECONDS - began))
+
+# Presets by hardware
+GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+WEB=hf:karpathy/climbmix-400b-shuffle # or hf:HuggingFaceFW/fineweb-edu:sample-10BT
+case $GPUS in
+    0)
+        CORPUS=${CORPUS:-python} DEPTH=${DEPTH:-4}
+        FLAGS=(--max-seq-len 256 --device-batch-size 16 --total-batch-size 4096 --num-iterations 300
+            --eval-every 75 --save-every 50)
+        ;;
+    1)
+        CORPUS=${CORPUS:-$WEB} DEPTH=${DEPTH:-12}
+        FLAGS=(--device-batch-size 16 --eval-every 250 --save-every 500)
+        ;;
+    *)
+        CORPUS=${CORPUS:-$WEB} DEPTH=${DEPTH:-24}
+        FLAGS=(--device-batch-size 16 --eval-every 250 --save-every 500)
+        ;;
+esac
+RUN=${RUN:-d$DEPTH-$(printf %s "$CORPUS" | tr -c 'A-Za-z0-9._-' '-')}
+FLAGS+=(--run "$RUN" --corpus "$CORPUS" --depth "$DEPTH" "$@")
+LAUNCH=("$PYTHON")
+if [ "$GPUS" -gt 1 ]; then
+    LAUNCH=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$GPUS")
+fi
+run_dir="${NANOMUON_BASE_DIR:-$HOME/.cache/nanomuon}/runs/$RUN"
+
+if [[ " $* " == *" --plan "* ]]; then
+    echo "stages     environment -> corpus $CORPUS -> tokenizer -> shards -> train -> evaluate -> sample -> report"
+    echo "run        $run_dir"
+    exec "${LAUNCH[@]}" -m scripts.base_train "${FLAGS[@]}"
+fi
+
+# record STAGE SECONDS: base_train puts these into the report's table of times
+record() {
+    mkdir -p "$run_dir"
+    echo "{\"stage\": \"$1\", \"seconds\": $2}" >>"$run_dir/stages.jsonl"
+}
+
+stage=$SECONDS
+"$PYTHON" -m scripts.data_prep --corpus "$CORPUS"
+if [ ! -e "$run_dir/stages.jsonl" ]; then
+    record environment "$environment_seconds"
+    record "corpus, tokenizer, shards" $((SECONDS - stage))
+fi
+
+code=0
+"${LAUNCH[@]}" -m scripts.base_train "${FLAGS[@]}" || code=$?
+# torchrun has exit codes of its own; what counts is whether the run on disk is complete
+if [ ! -e "$run_dir/summary.json" ]; then
+    [ $code -ne 0 ] || echo "the run was stopped before its end: bash speedrun.sh carries on"
+    exit $((code ? code : 1))
+fi
+echo "done in $((SECONDS - began)) s. More text: $PYTHON -m scripts.sample --run $RUN"

@@ -1,0 +1,156 @@
+"""The model: attention against an explicit softmax, counts against PyTorch's counter, cache against whole context."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from nanomuon.attention import attention
+from nanomuon.gpt import GPT, GPTConfig, KVCache, rotate
+
+
+def build(seed=0, randomize=True, **fields):
+    config = GPTConfig(**{**dict(vocab_size=97, seq_len=16, depth=3, width=32, heads=4, kv_heads=2), **fields})
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device="cpu")
+    model.init_weights(seed)
+    if randomize:  # the initial model is an identity plus a head: give every weight something to do
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
+@pytest.mark.parametrize("Tq, Tk", [(7, 7), (1, 7), (3, 7)])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_is_the_masked_softmax(window, Tq, Tk, kv_heads):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, Tq, 4, 8), torch.randn(2, Tk, kv_heads, 8), torch.randn(2, Tk, kv_heads, 8)
+    expected = torch.zeros(2, Tq, 4, 8)
+    for h in range(4):
+        kv = h * kv_heads // 4
+        for i in range(Tq):
+            position = Tk - Tq + i
+            seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
+            weights = torch.softmax((q[:, i, None, h] * k[:, seen, kv]).sum(-1) / 8**0.5, -1)
+            expected[:, i, h] = (weights[..., None] * v[:, seen, kv]).sum(1)
+    torch.testing.assert_close(attention(q, k, v, window), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rotation_makes_products_depend_on_distance_only():
+    model = build()
+    q, k = torch.randn(8).view(1, 1, 1, 8), torch.randn(8).view(1, 1, 1, 8)
+
+    def product(i, j):
+        turned = [rotate(x, model.cos[p : p + 1], model.sin[p : p + 1]) for x, p in ((q, i), (k, j))]
+        return (turned[0] * turned[1]).sum()
+
+    torch.testing.assert_close(product(9, 4), product(15, 10))
+    assert not torch.isclose(product(9, 4), product(9, 5))
+
+
+@pytest.mark.parametrize("pattern", ["L", "S"])
+def test_future_tokens_do_not_matter(pattern):
+    model = build(window_pattern=pattern)
+    tokens = torch.randint(97, (2, 16))
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 97
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.isclose(before[:, 9:], after[:, 9:]).all(-1).any()
+
+
+def test_short_window_hides_old_tokens():
+    model = build(window_pattern="S", depth=2)  # layer 0 sees 8 tokens, the last layer all
+    assert [model.config.window(i) for i in range(2)] == [8, None]
+    model.blocks[1].attn.o.weight.data.zero_()  # leaves layer 0 to look
+    tokens = torch.randint(97, (1, 16))
+    changed = tokens.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % 97
+    same = torch.isclose(model(tokens), model(changed)).all(-1)[0]
+    assert not same[:8].any() and same[8:].all()
+
+
+@pytest.mark.parametrize("pattern", ["L", "SL"])
+def test_decoding_with_a_cache_equals_the_whole_context(pattern):
+    model = build(window_pattern=pattern)
+    tokens = torch.randint(97, (2, 16))
+    cache = KVCache(model.config, 2, tokens.device, torch.float32)
+    parts = [model(tokens[:, a:b], cache=cache) for a, b in ((0, 5), (5, 6), (6, 7), (7, 12), (12, 16))]
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_the_initial_model_knows_nothing_and_is_reproducible():
+    first, again, other = build(1, randomize=False), build(1, randomize=False), build(2, randomize=False)
+    tokens = torch.randint(97, (4, 16))
+    loss = first(tokens, torch.randint(97, (4, 16)))
+    assert abs(loss - torch.log(torch.tensor(97.0))) < 0.02
+    assert torch.equal(first(tokens), again(tokens))
+    assert not torch.equal(first(tokens), other(tokens))
+
+
+def test_counts_and_flops():
+    model = build(depth=4, width=64, heads=2, kv_heads=2, vocab_size=1000, seq_len=32)
+    counts = model.parameter_counts()
+    assert counts["total"] == sum(p.numel() for p in model.parameters())
+    assert counts["wte"] == counts["lm_head"] == 64_000
+    assert counts["value_embeds"] == 2 * 64_000  # every second layer
+    assert counts["matrices"] == 4 * 12 * 64**2 + 2 * 2 * 32 and counts["scalars"] == 8
+    tokens = torch.randint(1000, (2, 32))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    # the counter does not see into the fused attention: 2 products forward, 4 backward, 2 * T * width FLOPs a token each
+    attention_flops = 4 * 6 * 2 * 32 * 64
+    assert 64 * (model.estimate_flops() - attention_flops) == counter.get_total_flops()
+
+
+def test_targets_of_minus_one_are_not_scored():
+    model = build()
+    tokens, targets = torch.randint(97, (2, 16)), torch.randint(97, (2, 16))
+    losses = model(tokens, targets, reduction="none")
+    targets[:, 5:] = -1
+    masked = model(tokens, targets, reduction="none").view(2, 16)
+    assert torch.equal(masked[:, :5], losses.view(2, 16)[:, :5]) and not masked[:, 5:].any()
+    torch.testing.assert_close(model(tokens, targets), losses.view(2, 16)[:, :5].mean())
+
+
+def test_from_depth_gives_a_valid_family():
+    for depth in (1, 2, 3, 4, 7, 8, 12, 24, 32):
+        config = GPTConfig.from_depth(depth, 4096, 256)
+        assert config.width == 64 * depth and config.head_dim in (64, 128) and config.window(depth - 1) is None
+
+
+@pytest.mark.parametrize(
+    "fields, name",
+    [(dict(depth=0), "depth"), (dict(vocab_size=0), "vocab_size"), (dict(width=33), "width"),
+     (dict(kv_heads=3), "kv_heads"), (dict(window_pattern="SX"), "window_pattern"), (dict(window_pattern=""), "window_pattern")],
+)  # fmt: skip
+def test_impossible_shapes_are_refused_by_name(fields, name):
+    with pytest.raises(ValueError, match=name):
+        build(**fields)
+
+
+def test_compute_dtype_leaves_float32_weights_and_gradients():
+    with torch.device("meta"):
+        model = GPT(GPTConfig(97, 16, 2, 32, 2, 2), torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    tokens = torch.randint(97, (2, 16))
+    assert model(tokens).dtype == torch.float32
+    model(tokens, tokens).backward()
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_compiled_model_gives_the_same_loss_and_gradients():
+    model = build(depth=2)
+    tokens, targets = torch.randint(97, (2, 16)), torch.randint(97, (2, 16))
+    eager = model(tokens, targets)
+    eager.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    compiled = torch.compile(model, dynamic=False)(tokens, targets)
+    compiled.backward()
+    torch.testing.assert_close(compiled, eager)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,56 @@
+"""Schedules and scaling rules at points where their values are known."""
+
+import pytest
+
+from nanomuon import schedule
+from nanomuon.gpt import GPTConfig
+from scripts.base_train import meta_model
+
+
+def test_learning_rate_is_a_trapezoid():
+    values = [schedule.lr_multiplier(step, 100, warmup=0.1, cooldown=0.4, final=0.2) for step in range(100)]
+    assert values[0] == pytest.approx(0.1) and values[4] == pytest.approx(0.5)  # (step + 1) / 10
+    assert values[9:60] == [1.0] * 51
+    assert values[80] == pytest.approx(0.2 + 0.8 * 0.5)
+    assert values[99] == pytest.approx(0.2 + 0.8 * 1 / 40)
+    assert all(later < earlier for earlier, later in zip(values[60:], values[61:], strict=False))
+
+
+def test_learning_rate_without_warmup_or_cooldown_is_flat():
+    assert {schedule.lr_multiplier(step, 7, 0.0, 0.0) for step in range(7)} == {1.0}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10, 1000])
+def test_no_step_is_wasted(steps):
+    assert all(0 < schedule.lr_multiplier(step, steps, 0.05, 0.5) <= 1 for step in range(steps))
+
+
+def test_momentum_rises_over_300_steps_or_a_third_of_a_short_run():
+    assert schedule.muon_momentum(0, 10_000) == 0.85
+    assert schedule.muon_momentum(150, 10_000) == pytest.approx(0.9)
+    assert schedule.muon_momentum(300, 10_000) == schedule.muon_momentum(9_999, 10_000) == pytest.approx(0.95)
+    assert schedule.muon_momentum(30, 90) == pytest.approx(0.95)
+
+
+def test_weight_decay_falls_to_zero():
+    assert schedule.weight_decay_multiplier(0, 10) == 1 and schedule.weight_decay_multiplier(5, 10) == 0.5
+
+
+def test_batch_grows_with_the_run_and_divides_evenly():
+    assert schedule.total_batch_size(1_200_000_000, 2**15) == 2**19  # the reference point
+    assert schedule.total_batch_size(12_000_000_000, 2**15) == 2**20  # 10^0.383 = 2.4, nearest power of two
+    assert schedule.total_batch_size(1_000, 4096) == 4096
+    assert schedule.total_batch_size(1_200_000_000, 3 * 2**15) % (3 * 2**15) == 0
+
+
+def test_nearest_batch_sizes():
+    assert schedule.nearest_batch_sizes(5000, 4096) == [4096, 8192]
+    assert schedule.nearest_batch_sizes(100, 4096) == [4096]
+
+
+def test_memory_of_weights_gradients_and_state_is_exact():
+    counts = meta_model(GPTConfig.from_depth(2, 512, 64)).parameter_counts()
+    one = schedule.training_memory(counts, 2, 128, 0, 1, 4)
+    two = schedule.training_memory(counts, 2, 128, 0, 2, 4)
+    state = 4 * counts["matrices"] + 8 * (counts["total"] - counts["matrices"])
+    assert one == 8 * counts["total"] + state and two == 8 * counts["total"] + state // 2
