@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
@@ -152,7 +153,7 @@ def find(run_dir, resume="auto") -> Path | None:
             return path
         print0(f"warning: checkpoint step_{step} is damaged and not used: {damage[0]}")
     if steps:
-        raise InputError(f"no undamaged checkpoint in {run_dir / 'checkpoints'}; --resume never starts the run over")
+        raise InputError(f"no undamaged checkpoint: {damage[0]}; --resume never starts the run over")
     return None
 
 
@@ -160,12 +161,12 @@ def read_manifest(path) -> dict:
     """What is known about a checkpoint: step, world_size, versions, meta, files. InputError where it is damaged."""
     file = Path(path) / "manifest.json"
     try:
-        text = file.read_text()
+        text = file.read_bytes()
         manifest = json.loads(text)
         manifest.pop("sha256")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise InputError(f"{file} is damaged or missing ({error}); take another checkpoint") from error
-    if _seal(manifest) != text:
+    if _seal(manifest).encode() != text:
         raise InputError(f"{file} is damaged (its checksum does not match); take another checkpoint")
     return manifest
 
@@ -179,7 +180,10 @@ def load(path, model, optimizer) -> dict:
     """
     manifest = read_manifest(path)
     reader = HuggingFaceStorageReader(path)
-    saved = reader.read_metadata().state_dict_metadata
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except SafetensorError as error:
+        raise InputError(f"{path} does not hold safetensors files: {error}") from error
     state = optimizer.state_dict()
     names = {str(name): name for group in state["param_groups"] for name in group.get("params", ())}
     if not any(_together(lambda: bool(state["state"]))):
@@ -191,10 +195,14 @@ def load(path, model, optimizer) -> dict:
     for name, values in manifest["optimizer_values"].items():
         state["state"].setdefault(names.get(name, name), {}).update(values)
     tensors, _ = _state(model, state)
-    extra = [key for key in saved if key.startswith("model.") and key[6:] not in model.state_dict()]
-    lacking = [key for key in tensors if key not in saved or saved[key].size != tensors[key].size()]
-    if extra or lacking:
-        raise InputError(f"{path} is of another model or optimizer: {(extra + lacking)[0]} is missing or differs")
+
+    def compare():
+        wrong = [key for key in saved if key.startswith("model.") and key[6:] not in model.state_dict()]
+        wrong += [key for key in tensors if key not in saved or saved[key].size != tensors[key].size()]
+        if wrong:
+            raise InputError(f"{path} is of another model or optimizer: {wrong[0]} is missing or differs")
+
+    _together(compare)
     rank, world_size = _place()
     random_state = _random_state(rank) if manifest["world_size"] == world_size else {}
     random_state = {key: tensor for key, tensor in random_state.items() if key in saved}

@@ -1,0 +1,452 @@
+"""Checkpoints: exact, elastic, atomic, and never silently wrong."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import signal
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from nanomuon import checkpoint
+from nanomuon.optim import DistMuonAdamW
+from nanomuon.runtime import InputError
+
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["torch.distributed.checkpoint", "nanomuon.optim"])
+
+
+class Tiny(torch.nn.Module):
+    """Every way of being split: sliced rows (one slice empty on 4 ranks), banks of matrices, one matrix, a vector."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        shapes = {"embedding": (131, 16), "short": (3, 400), "scalars": (6,), "lone": (5, 7)}
+        shapes |= {f"matrix{i}": (16, 24) for i in range(5)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(shape, generator=generator)))
+
+
+def muon(model):
+    os.environ["NANOMUON_COMPILE"] = "0"
+    adamw, matrices = ["embedding", "short", "scalars"], ["lone"] + [f"matrix{i}" for i in range(5)]
+    params = dict(model.named_parameters())
+    return DistMuonAdamW(
+        [
+            dict(kind="adamw", params=[params[n] for n in adamw], names=adamw, lr=0.01, betas=(0.9, 0.95), eps=1e-8,
+                 weight_decay=0.1),
+            dict(kind="muon", params=[params[n] for n in matrices], names=matrices, lr=0.02, momentum=0.9, ns_steps=5,
+                 beta2=0.95, weight_decay=0.1),
+        ]
+    )  # fmt: skip
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+def everything(model, optimizer):
+    """{name: tensor} of parameters and the whole optimizer state."""
+    full = optimizer.full_state_dict() if hasattr(optimizer, "full_state_dict") else optimizer.state_dict()
+    state = {f"{name}/{key}": value.clone() for name, slots in full["state"].items() for key, value in slots.items()}
+    return {**{name: p.detach().clone() for name, p in model.named_parameters()}, **state}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for key in one:
+        assert one[key].dtype == other[key].dtype and torch.equal(one[key], other[key]), key
+
+
+def world(size, tmp_path, work, *args):
+    """Run work(*args) on `size` gloo ranks and fail with the first rank's traceback."""
+    rendezvous = tmp_path / f"rendezvous_{time.monotonic_ns()}"
+    ranks = [processes.Process(target=_rank, args=(rank, size, rendezvous, work, args)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+    errors = [file.read_text() for file in sorted(tmp_path.glob(rendezvous.name + ".*"))]
+    assert not errors, errors[0]
+    assert [process.exitcode for process in ranks] == [0] * size
+
+
+def _rank(rank, size, rendezvous, work, args):
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+        work(*args)
+        dist.destroy_process_group()
+    except BaseException:
+        Path(f"{rendezvous}.{rank}").write_text(traceback.format_exc())
+        raise
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run with two checkpoints, steps 1 and 2: (run folder, what the second one holds)."""
+    run_dir = tmp_path_factory.mktemp("runs") / "original"
+    model = Tiny()
+    optimizer = muon(model)
+    checkpoints = checkpoint.Checkpointer(run_dir)
+    for step in (1, 2):
+        train(model, optimizer, [step])
+        checkpoints.save(step, model, optimizer, {"step": step, "loader": {"epoch": 0, "row": step}})
+    return run_dir, everything(model, optimizer)
+
+
+@pytest.fixture
+def run_dir(saved, tmp_path):
+    return shutil.copytree(saved[0], tmp_path / "run")
+
+
+@pytest.mark.parametrize("make", [muon, lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)])
+def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path, make):
+    model = Tiny()
+    optimizer = make(model)
+    train(model, optimizer, range(3))
+    meta = {"step": 3, "loader": {"row": 96}, "settings": {"name": "über"}}
+    checkpoint.Checkpointer(tmp_path).save(3, model, optimizer, meta)
+    random_number = torch.rand(3)
+    train(model, optimizer, range(3, 6))
+
+    resumed = Tiny(seed=1)
+    resumed_optimizer = make(resumed)
+    torch.manual_seed(99)
+    assert checkpoint.load(checkpoint.find(tmp_path), resumed, resumed_optimizer) == meta
+    assert torch.equal(torch.rand(3), random_number)
+    train(resumed, resumed_optimizer, range(3, 6))
+    states = [everything(m, o) for m, o in ((model, optimizer), (resumed, resumed_optimizer))]
+    assert_same(*states)
+
+
+def test_plain_values_in_an_optimizer_come_back_with_their_type(tmp_path):
+    class Counting(torch.optim.SGD):
+        def step(self):
+            super().step()
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, range(4))
+    checkpoint.Checkpointer(tmp_path).save(4, model, optimizer, {})
+    resumed = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    checkpoint.load(checkpoint.find(tmp_path), model, resumed)
+    entry = resumed.state[model.weight]
+    assert entry["count"] == 4 and type(entry["count"]) is int
+    assert torch.equal(entry["momentum_buffer"], optimizer.state[model.weight]["momentum_buffer"])
+
+
+def test_any_world_size_loads_what_any_other_saved(saved, tmp_path):
+    original, expected = saved
+    previous, run_dir = original, None
+    save_file(expected, tmp_path / "expected.safetensors")
+    for size in (2, 4, 3, 1):
+        run_dir = tmp_path / f"run_of_{size}"
+        world(size, tmp_path, load_compare_save, previous, run_dir, tmp_path / "expected.safetensors")
+        previous = run_dir
+
+
+def load_compare_save(previous, run_dir, expected):
+    model = Tiny(seed=1)
+    optimizer = muon(model)
+    step = checkpoint.load(checkpoint.find(previous), model, optimizer)["step"]
+    assert step == 2
+    assert_same(everything(model, optimizer), load_file(expected))
+    checkpoint.Checkpointer(run_dir).save(step, model, optimizer, {"step": step})
+
+
+def test_sharded_parameters_load_into_whole_ones_and_back(saved, tmp_path):
+    original, expected = saved
+    save_file(expected, tmp_path / "expected.safetensors")
+    world(4, tmp_path, slice_and_save, original, tmp_path / "sharded", tmp_path / "expected.safetensors")
+    model = Tiny(seed=1)
+    optimizer = muon(model)
+    checkpoint.load(checkpoint.find(tmp_path / "sharded"), model, optimizer)
+    assert_same(everything(model, optimizer), expected)
+    weights = load_file(tmp_path / "sharded" / "model.safetensors")
+    assert_same(weights, {name: expected[name] for name in weights})
+
+
+class RowSlices:
+    """A model and an optimizer state that live in row slices on all ranks, as under FSDP2; of 3 rows one has none."""
+
+    def __init__(self, expected):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.model, self.state = torch.nn.Module(), {}
+        for name, tensor in expected.items():
+            sliced = distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(0)]) if tensor.dim() else tensor * 0
+            parameter, _, slot = name.partition("/")
+            if slot:
+                self.state.setdefault(parameter, {})[slot] = sliced
+            else:
+                self.model.register_parameter(name, torch.nn.Parameter(sliced))
+
+    def state_dict(self):
+        return {"state": self.state, "param_groups": []}
+
+    def load_state_dict(self, state):
+        self.state = state["state"]
+
+
+def slice_and_save(original, run_dir, expected):
+    slices = RowSlices(load_file(expected))
+    checkpoint.load(checkpoint.find(original), slices.model, slices)
+    checkpoint.Checkpointer(run_dir).save(2, slices.model, slices, {})
+    checkpoint.export_model(run_dir, slices.model, {}, {})
+
+
+def flip(data, index, bit):
+    return data[:index] + bytes([data[index] ^ 1 << bit]) + data[index + 1 :]
+
+
+@pytest.mark.parametrize("name", [SHARD, "manifest.json"])
+@pytest.mark.parametrize("harm", ["delete", "empty", "truncate", "append", "first byte", "middle byte", "last byte"])
+def test_damage_is_noticed_named_and_the_previous_checkpoint_used(run_dir, capsys, name, harm):
+    file = run_dir / "checkpoints" / "step_2" / name
+    data = file.read_bytes()
+    if harm == "delete":
+        file.unlink()
+    else:
+        index = {"first byte": 0, "middle byte": len(data) // 2, "last byte": len(data) - 1}.get(harm)
+        harmed = {"empty": b"", "truncate": data[:-1], "append": data + b" "}.get(harm)
+        file.write_bytes(flip(data, index, 0) if harmed is None else harmed)
+    assert checkpoint.find(run_dir).name == "step_1"
+    assert str(file) in capsys.readouterr().out
+    with pytest.raises(InputError, match="step_2"):
+        checkpoint.find(run_dir, "step_2")
+    (run_dir / "checkpoints" / "step_1" / SHARD).unlink()
+    with pytest.raises(InputError, match="no undamaged checkpoint"):
+        checkpoint.find(run_dir)
+
+
+def test_any_flipped_bit_of_the_manifest_is_noticed(run_dir):
+    file = run_dir / "checkpoints" / "step_2" / "manifest.json"
+    data = file.read_bytes()
+    for index in range(len(data)):
+        file.write_bytes(flip(data, index, index % 8))
+        with pytest.raises(InputError):
+            checkpoint.read_manifest(file.parent)
+    file.write_bytes(data.replace(b"\n", b"\r"))
+    with pytest.raises(InputError):
+        checkpoint.read_manifest(file.parent)
+
+
+def test_damage_to_another_ranks_file_is_noticed_by_all(saved, tmp_path):
+    original, expected = saved
+    save_file(expected, tmp_path / "expected.safetensors")
+    world(2, tmp_path, load_compare_save, original, tmp_path / "two", tmp_path / "expected.safetensors")
+    second = tmp_path / "two" / "checkpoints" / "step_2" / SHARD.replace("00001", "00002", 1)
+    second.write_bytes(flip(second.read_bytes(), 4000, 3))
+    world(2, tmp_path, refuse, tmp_path / "two")
+
+
+def refuse(run_dir):
+    with pytest.raises(InputError):
+        checkpoint.find(run_dir)
+
+
+def test_what_to_resume_from(run_dir, tmp_path):
+    assert checkpoint.find(run_dir, "auto").name == "step_2"
+    assert checkpoint.find(run_dir, "step_1").name == "step_1"
+    assert checkpoint.find(run_dir, "never") is None
+    assert checkpoint.find(tmp_path / "new", "auto") is None
+    for wrong in ("step_3", "latest", "2"):
+        with pytest.raises(InputError, match=f"{wrong}.*step_1, step_2"):
+            checkpoint.find(run_dir, wrong)
+
+
+def test_an_unfinished_checkpoint_is_no_checkpoint(run_dir):
+    folder = run_dir / "checkpoints"
+    shutil.copytree(folder / "step_2", folder / ".step_3")
+    assert checkpoint.saved_steps(run_dir) == [1, 2] and checkpoint.find(run_dir).name == "step_2"
+    checkpoint.Checkpointer(run_dir, resumed_step=2)
+    assert sorted(path.name for path in folder.iterdir()) == ["step_1", "step_2"]
+
+
+def test_old_and_abandoned_checkpoints_are_removed(run_dir):
+    model = Tiny()
+    checkpoints = checkpoint.Checkpointer(run_dir, resumed_step=1, keep_last=3)
+    assert checkpoint.saved_steps(run_dir) == [1]  # step 2 of the future that was left
+    for step in (9, 10, 11, 12):
+        checkpoints.save(step, model, muon(model), {})
+    assert checkpoint.saved_steps(run_dir) == [10, 11, 12]
+    checkpoint.Checkpointer(run_dir)
+    assert checkpoint.saved_steps(run_dir) == []
+
+
+def test_another_model_is_refused_by_name(run_dir):
+    path = checkpoint.find(run_dir)
+    other = Tiny()
+    other.lone = torch.nn.Parameter(torch.zeros(7, 5))
+    with pytest.raises(InputError, match="model.lone"):
+        checkpoint.load(path, other, muon(Tiny()))
+    del other.lone
+    with pytest.raises(InputError, match="model.lone"):
+        checkpoint.load(path, other, muon(Tiny()))
+
+
+@pytest.mark.parametrize("full", [SHARD, "manifest.json"])
+def test_a_full_disk_leaves_the_previous_checkpoint(run_dir, full):
+    model, optimizer = Tiny(), muon(Tiny())
+    checkpoints = checkpoint.Checkpointer(run_dir, resumed_step=2)
+    hidden = run_dir / "checkpoints" / ".step_3"
+    hidden.mkdir()
+    (hidden / full).symlink_to("/dev/full")  # writing there fails as on a full disk
+    with pytest.raises(InputError, match="No space left on device"):
+        checkpoints.save(3, model, optimizer, {})
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_1", "step_2"]
+    assert checkpoint.find(run_dir).name == "step_2"
+    checkpoints.save(3, model, optimizer, {})  # room again
+    assert checkpoint.find(run_dir).name == "step_3"
+
+
+def test_one_rank_without_space_stops_the_save_on_all(tmp_path):
+    world(2, tmp_path, save_without_space, tmp_path / "run")
+
+
+def save_without_space(run_dir):
+    model = Tiny()
+    optimizer = muon(model)
+    checkpoints = checkpoint.Checkpointer(run_dir, background=True)
+    if dist.get_rank() == 1:
+        (run_dir / "checkpoints" / ".step_1").mkdir()
+        (run_dir / "checkpoints" / ".step_1" / SHARD.replace("00001", "00002", 1)).symlink_to("/dev/full")
+    dist.barrier()
+    checkpoints.save(1, model, optimizer, {})
+    with pytest.raises(InputError, match="No space left on device"):
+        checkpoints.wait()
+    checkpoints.save(2, model, optimizer, {})
+    checkpoints.wait()
+    assert checkpoint.find(run_dir).name == "step_2"
+
+
+def test_a_background_save_holds_the_state_of_its_step(tmp_path):
+    for size in (1, 2):
+        world(size, tmp_path, save_in_background, tmp_path / f"run_of_{size}")
+
+
+def save_in_background(run_dir):
+    model = Tiny()
+    optimizer = muon(model)
+    checkpoints = checkpoint.Checkpointer(run_dir, background=True)
+    train(model, optimizer, [0])
+    before = everything(model, optimizer)
+    checkpoints.save(1, model, optimizer, {"step": 1})
+    train(model, optimizer, range(1, 5))  # its collectives run beside the save's
+    checkpoints.wait()
+    other = Tiny(seed=1)
+    other_optimizer = muon(other)
+    checkpoint.load(checkpoint.find(run_dir), other, other_optimizer)
+    assert_same(everything(other, other_optimizer), before)
+
+
+def test_killed_at_any_moment_the_last_announced_checkpoint_is_there(tmp_path):
+    run_dir, generator = tmp_path / "run", random.Random(0)
+    for background in (False, True, True):
+        before = max(checkpoint.saved_steps(run_dir), default=0)
+        process = processes.Process(target=save_for_ever, args=(run_dir, background))
+        process.start()
+        while max(checkpoint.saved_steps(run_dir), default=0) < before + 3:
+            assert process.is_alive()
+            time.sleep(0.01)
+        time.sleep(generator.uniform(0, 0.1))
+        announced = max(checkpoint.saved_steps(run_dir))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        found = checkpoint.find(run_dir)
+        assert int(found.name[5:]) >= announced
+        model = Tiny(seed=1)
+        assert checkpoint.load(found, model, muon(model))["step"] == int(found.name[5:])
+        assert model.scalars[0].item() == int(found.name[5:])
+
+
+def save_for_ever(run_dir, background):
+    torch.set_num_threads(1)
+    last = max(checkpoint.saved_steps(run_dir), default=None)
+    checkpoints = checkpoint.Checkpointer(run_dir, last, background=background)
+    model = Tiny()
+    optimizer = muon(model)
+    for step in itertools.count((last or 0) + 1):
+        with torch.no_grad():
+            model.scalars.fill_(step)
+        checkpoints.save(step, model, optimizer, {"step": step})
+
+
+class Bomb:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (self.marker,)
+
+
+def test_a_poisoned_checkpoint_runs_nothing(run_dir, tmp_path):
+    marker = str(tmp_path / "exploded")
+    path = run_dir / "checkpoints" / "step_2"
+    with pytest.raises(FileNotFoundError):  # the bomb works
+        pickle.loads(pickle.dumps(Bomb(marker + "/in a folder that is missing")))
+
+    (path / ".metadata").write_bytes(pickle.dumps(Bomb(marker)))  # torch's default reader unpickles this name
+    (path / "__0_0.distcp").write_bytes(pickle.dumps(Bomb(marker)))
+    model = Tiny()
+    checkpoint.load(checkpoint.find(run_dir, "step_2"), model, muon(model))
+
+    (path / "extra.safetensors").write_bytes(pickle.dumps(Bomb(marker)))
+    with pytest.raises(InputError):
+        checkpoint.find(run_dir, "step_2")
+    (path / "extra.safetensors").unlink()
+
+    torch.save(Bomb(marker), path / SHARD)  # with a manifest that vouches for it
+    manifest = checkpoint.read_manifest(path)
+    manifest["files"] = checkpoint._fingerprint(path / SHARD)
+    (path / "manifest.json").write_text(checkpoint._seal(manifest))
+    found = checkpoint.find(run_dir, "step_2")
+    with pytest.raises(InputError, match="step_2 does not hold safetensors"):
+        checkpoint.load(found, model, muon(model))
+
+    checkpoint.export_model(tmp_path, model, {}, {})
+    torch.save(Bomb(marker), tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="model.safetensors"):
+        checkpoint.load_model_weights(tmp_path, model)
+    assert not os.path.exists(marker)
+
+
+def test_an_exported_model_comes_back_exactly(tmp_path):
+    model = Tiny()
+    checkpoint.export_model(tmp_path, model, {"depth": 4}, {"val_bpb": 1.25})
+    assert checkpoint.load_model_config(tmp_path) == ({"depth": 4}, {"val_bpb": 1.25})
+    other = Tiny(seed=1)
+    checkpoint.load_model_weights(tmp_path, other)
+    assert_same(dict(model.state_dict()), dict(other.state_dict()))
+    with pytest.raises(InputError, match="does not fit"):
+        checkpoint.load_model_weights(tmp_path, torch.nn.Linear(2, 2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    for name, content in (
+        ("config.json", "{"),
+        ("config.json", json.dumps({"config": {}})),
+        ("model.safetensors", None),
+    ):
+        file = tmp_path / name
+        file.unlink() if content is None else file.write_text(content)
+        with pytest.raises(InputError, match="base_train --run"):
+            checkpoint.load_model_config(tmp_path)

@@ -1,0 +1,146 @@
+"""What a run leaves for people: rows that survive kills, a picture, a report that says what happened."""
+
+import json
+import math
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from nanomuon import report
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def training_row(step):
+    return {
+        "step": step,
+        "tokens": 4096 * step,
+        "train_loss": 9 * math.exp(-step / 10) + 2,
+        "lr_multiplier": 1 - step / 100,
+        "step_ms": 500.0,
+        "tokens_per_second": 8192.0,
+    }
+
+
+def write_run(path, steps=100):
+    log = report.MetricsLog(path)
+    for step in range(1, steps + 1):
+        log.log(training_row(step))
+        if step % 25 == 0:
+            log.log({"step": step, "tokens": 4096 * step, "val_bpb": 2 - step / 100})
+    log.close()
+
+
+def test_rows_come_back_in_order_and_by_kind(tmp_path):
+    write_run(tmp_path / "metrics.jsonl", 50)
+    training, evaluation = report.read_metrics(tmp_path / "metrics.jsonl")
+    assert training == [training_row(step) for step in range(1, 51)]
+    assert [(row["step"], row["val_bpb"]) for row in evaluation] == [(25, 1.75), (50, 1.5)]
+
+
+def test_a_row_is_on_disk_when_log_returns(tmp_path):
+    code = f"""if True:
+        import os
+        from nanomuon.report import MetricsLog
+        log = MetricsLog({str(tmp_path / "metrics.jsonl")!r})
+        for step in range(3):
+            log.log({{"step": step}})
+        os.kill(os.getpid(), 9)"""
+    subprocess.run([sys.executable, "-c", code])
+    assert rows_of(tmp_path / "metrics.jsonl") == [{"step": 0}, {"step": 1}, {"step": 2}]
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 6, "tra', "12", '{"tokens": 3}'])
+def test_resuming_leaves_each_step_once(tmp_path, torn):
+    path = tmp_path / "runs" / "metrics.jsonl"
+    log = report.MetricsLog(path)
+    for step in range(1, 6):
+        log.log({"step": step, "life": 1})
+    log.close()
+    with open(path, "a") as file:
+        file.write(torn)
+    log = report.MetricsLog(path, resume_step=3)
+    for step in range(4, 7):
+        log.log({"step": step, "life": 2})
+    assert rows_of(path) == [{"step": step, "life": 1 + (step > 3)} for step in range(1, 7)]
+    report.MetricsLog(path)
+    assert path.read_text() == ""
+
+
+def test_numbers_that_json_lacks_are_null(tmp_path):
+    log = report.MetricsLog(tmp_path / "metrics.jsonl")
+    log.log({"step": 1, "train_loss": math.nan, "grad_norm": math.inf, "note": "x", "lr_multiplier": 0.5})
+    (row,) = rows_of(tmp_path / "metrics.jsonl")
+    assert row == {"step": 1, "train_loss": None, "grad_norm": None, "note": "x", "lr_multiplier": 0.5}
+
+
+def test_wandb_offline_needs_no_network(tmp_path, monkeypatch):
+    for key, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "https_proxy": "http://127.0.0.1:9"}.items():
+        monkeypatch.setenv(key, value)
+    for variable in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path / "wandb_home"))
+    log = report.MetricsLog(tmp_path / "metrics.jsonl", wandb={"project": "test", "name": "r", "config": {"depth": 4}})
+    log.log({"step": 1, "train_loss": 2.0})
+    log.close()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert rows_of(tmp_path / "metrics.jsonl") == [{"step": 1, "train_loss": 2.0}]
+
+
+def png_size(path):
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", data[16:24])
+
+
+@pytest.mark.parametrize("steps", [0, 1, 100])
+def test_the_picture_is_drawn_for_runs_of_any_length(tmp_path, steps):
+    write_run(tmp_path / "metrics.jsonl", steps)
+    report.plot_run(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    assert png_size(tmp_path / "loss.png") == (1800, 1120)
+
+
+def test_gaps_in_the_loss_are_no_obstacle(tmp_path):
+    log = report.MetricsLog(tmp_path / "metrics.jsonl")
+    for step in range(1, 200):
+        log.log({**training_row(step), "train_loss": math.nan if step % 3 else 2.0})
+    report.plot_run(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    assert png_size(tmp_path / "loss.png") == (1800, 1120)
+
+
+def test_the_smoothed_curve_follows_a_line_and_averages_noise():
+    line = [float(value) for value in range(300)]
+    smooth = report._smooth(line)
+    assert smooth[:290] == pytest.approx(line[:290])  # no lag
+    noise = [2 + (-1) ** step for step in range(300)]
+    assert max(abs(value - 2) for value in report._smooth(noise)[10:]) < 0.2
+    assert report._smooth([math.nan, 1.0])[1] == 1.0
+
+
+def test_the_report_says_what_happened(tmp_path):
+    run_dir = tmp_path / "my-run"
+    write_run(run_dir / "metrics.jsonl")
+    samples = ["def f():\n    return 1", "```\nfenced\n````python"]
+    report.write_report(
+        run_dir,
+        {"depth": 4, "window": "S|L", "prompt": "two\nlines"},
+        {"val_bpb": 1.234, "steps": 100},
+        samples,
+        "2 x some processor",
+        [("tokenizer", 12.25), ("training", 300)],
+    )
+    text = (run_dir / "report.md").read_text()
+    for part in ("# my-run", "2 x some processor", "| val_bpb | 1.234 |", "](loss.png)", "| depth | 4 |", "S\\|L",
+                 "| prompt | two lines |", "| tokenizer | 12.2 |", "| total | 312.2 |", "--run my-run"):  # fmt: skip
+        assert part in text
+    assert "\n```\n" + samples[0] + "\n```\n" in text
+    assert "\n`````\n" + samples[1] + "\n`````\n" in text  # longer than any fence inside
+    assert sorted(path.name for path in run_dir.iterdir()) == ["loss.png", "metrics.jsonl", "report.md"]
+
+
+def test_the_machine_is_named():
+    text = report.machine_description()
+    assert "torch 2." in text and "GB" in text and f"Python {sys.version.split()[0]}" in text and "\n" not in text
