@@ -1,0 +1,38 @@
+"""Train the tokenizer of a corpus and say how well it compresses.
+
+    python -m scripts.tok_train --corpus python --vocab-size 4096
+"""
+
+import argparse
+from collections import Counter
+
+from nanomuon.corpus import is_validation, open_corpus
+from nanomuon.runtime import run_command
+from nanomuon.shards import default_vocab_size, prepare_tokenizer, tokenizer_folder
+
+SAMPLE_BYTES = 4 << 20  # of validation text
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--corpus", default="python", help="python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG] (default: %(default)s)")
+    add("--vocab-size", type=int, help="tokens in the vocabulary (default: 4096, or 32768 for corpora on the hub)")
+    args = parser.parse_args(argv)
+
+    corpus = open_corpus(args.corpus)
+    vocab_size = args.vocab_size or default_vocab_size(corpus.name)
+    tokenizer = prepare_tokenizer(corpus, vocab_size)
+    size = tokens = 0
+    for text in filter(is_validation, corpus.documents(Counter())):
+        size += len(text.encode())
+        tokens += len(tokenizer.encode_to_numpy(text))
+        if size >= SAMPLE_BYTES:
+            break
+    if tokens:
+        print(f"{size / tokens:.3f} bytes per token on {size:,} bytes of validation text")
+    print(f"tokenizer: {tokenizer_folder(corpus, vocab_size)} (hash {tokenizer.hash})")
+
+
+if __name__ == "__main__":
+    run_command(main)
