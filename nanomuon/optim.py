@@ -1,8 +1,8 @@
-"""MuonAdamW for one process and DistMuonAdamW for many: Muon for matrices, AdamW for the rest.
+"""MuonAdamW for one process and DistMuonAdamW for many: Muon for matrices, AdamW for everything else.
 
     groups = [dict(kind="muon", params=[...], lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.0),
               dict(kind="adamw", params=[...], lr=3e-4, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)]
-    optimizer = DistMuonAdamW(groups)                 # under torchrun; MuonAdamW(groups) in one process
+    optimizer = DistMuonAdamW(groups)  # under torchrun; in one process MuonAdamW(groups)
 
 Every distributed step has the same shape for every piece of work: **collect** the mean gradient where it will be worked
 on, **compute** the update there, **deliver** the result to where the parameter lives. While a collect or a delivery is
@@ -10,10 +10,11 @@ in flight the processor can do other work, so each piece is a generator with two
 
     launch collect  -> yield ->  wait, compute, launch deliver  -> yield ->  wait, write back
 
-and `step` is how the generators are advanced: first all collects are launched, then each piece in turn is computed and
-its delivery launched, then all is written back. One process runs the same generators with nothing to wait for.
+How `step` advances the generators is the whole overlap policy: all collects are launched, then each piece in turn is
+computed and its delivery launched, then all is written back. One process runs the same generators and waits for
+nothing.
 
-The file in order: the kernels (the mathematics), the pieces of work, MuonAdamW, DistMuonAdamW.
+In order: the kernels (the mathematics), the pieces of work, the optimizer (plan, step, transports, state).
 """
 
 import contextlib
@@ -21,42 +22,31 @@ import functools
 import math
 import os
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
-from nanomuon.orthogonalize import gram_pays, orthogonalize, triples, update_scale
+from nanomuon.orthogonalize import newton_schulz_flops, orthogonalize, triples, update_scale
+from nanomuon.param_groups import check_group, default_names
 from nanomuon.runtime import compile_enabled
 
-REQUIRED = {
-    "adamw": {"lr", "betas", "eps", "weight_decay"},
-    "muon": {"lr", "momentum", "ns_steps", "beta2", "weight_decay"},
-}
-MUON_OPTIONS = {
-    "nesterov": True,  # False: the update direction is the momentum itself
-    "coefficients": "polar_express",  # a name in orthogonalize.COEFFICIENTS, or a list of (a, b, c)
-    "scale": "shape",  # see orthogonalize.update_scale
-    "weight_decay_form": "cautious",  # or "decoupled"
-    "row_equilibrate": False,  # MuonEq, arXiv 2603.28254
-    "renormalize": False,  # Muon+, arXiv 2602.21545
-}
-SMALL = (
-    1024  # elements; below this an AdamW parameter is all-reduced with its like, and a kernel is not worth compiling
-)
-BATCH_BYTES = {"cpu": 2**24, "cuda": 2**29}  # Muon works on this much of a bank at a time: bounded temporaries
+STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer", "second_momentum_buffer")}
+SMALL = 1024  # elements; AdamW parameters below this are all-reduced together, kernels below this are not compiled
+BATCH_BYTES = {"cpu": 2**24, "cuda": 2**29}  # Muon computes on this much of a bank at a time: bounded temporaries
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kernels. Hyperparameters arrive as a float64 tensor (1 - 0.999 in float32 is wrong in the fifth digit), so changing
-# one recompiles nothing. `ok` is a 0-D float64 flag: 1, or 0 where some gradient is not finite, which makes every line
-# a no-op.
+# Kernels. Hyperparameters come in one float64 tensor: changing them recompiles nothing, and 1 - 0.999 in float32 would
+# be wrong in the fifth digit. `ok` is a 0-D float64 flag, 0 where some gradient is not finite: every line is then a
+# no-op. The momentum of other projects, M <- mu*M + G, is 1/(1-mu) times the one here: the same direction at constant
+# mu.
 
 
 def adamw_update(param, grad, exp_avg, exp_avg_sq, step, hyper, ok):
-    """AdamW, arXiv 1711.05101, in place. All but step, hyper and ok of one shape.
+    """AdamW (arXiv 1711.05101) in place, on four tensors of one shape.
 
-    step: 0-D, this update included. hyper: (5,) lr, beta1, beta2, eps, weight_decay.
+    step: 0-D, counting this one. hyper: (5,) lr, beta1, beta2, eps, weight_decay. All arithmetic in the state's dtype.
     """
     lr, beta1, beta2, eps, weight_decay = hyper.unbind()
     lr, step, dtype = lr * ok, step.double().clamp(min=1), exp_avg.dtype
@@ -68,18 +58,14 @@ def adamw_update(param, grad, exp_avg, exp_avg_sq, step, hyper, ok):
     param.copy_(param.to(dtype) * (1 - lr * weight_decay).to(dtype) - update)
 
 
-def muon_direction(
-    grad, momentum, second, hyper, ok, *, coefficients, ns_steps, nesterov, row_equilibrate, renormalize
-):  # fmt: skip
+def muon_direction(grad, momentum, second, hyper, ok, coefficients, ns_steps, nesterov, row_equilibrate, renormalize):
     """Momentum, polar factor and variance reduction (NorMuon, arXiv 2510.05491) of a batch of matrices.
 
-    grad: (k, m, n). momentum: (k, m, n), updated. second: (k, m, 1) if m >= n, else (k, 1, n), updated; None for plain
-    Muon. hyper: (5, k, 1, 1) lr, momentum, beta2, weight_decay, scale. Returns X (k, m, n) in the dtype of the
-    iteration and the gain of each of its rows or columns, shaped like `second` (or one of ones), to be multiplied in
-    by `muon_update`.
+    grad, momentum: (k, m, n). second: (k, m, 1) if m >= n, else (k, 1, n); None for plain Muon. hyper: (5, k, 1, 1) lr,
+    momentum, beta2, weight_decay, scale. Updates momentum and second. Returns X (k, m, n) in the dtype of the iteration
+    and its gain, shaped like `second` or (k, 1, 1), in the state's dtype; their product is the direction of the update.
     """
-    dtype = momentum.dtype
-    mu, beta2 = hyper[1], hyper[2]  # (k, 1, 1)
+    dtype, mu, beta2 = momentum.dtype, hyper[1], hyper[2]  # (k, 1, 1)
     grad = torch.where(ok > 0, grad, 0).to(dtype)
     momentum.lerp_(grad, ((1 - mu) * ok).to(dtype))
     U = grad.lerp(momentum, mu.to(dtype)) if nesterov else momentum
@@ -87,27 +73,27 @@ def muon_direction(
         row_norm = torch.linalg.vector_norm(U, dim=2, keepdim=True)  # (k, m, 1)
         U = U * (row_norm.mean(dim=1, keepdim=True) / row_norm.clamp(min=1e-7))
     X = orthogonalize(U, coefficients, ns_steps)
+    gain = torch.ones_like(mu, dtype=dtype)  # (k, 1, 1)
+    short = min(X.shape[1:])
     if renormalize:
-        norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True, dtype=dtype)  # (k, 1, 1)
-        X = X * (math.sqrt(min(X.shape[1:])) / norm.clamp(min=1e-7)).to(X.dtype)
+        gain = math.sqrt(short) / torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True, dtype=dtype).clamp(min=1e-7)
     if second is None:
-        return X, torch.ones_like(mu, dtype=dtype)
-    # The sums of X^2 and (X s)^2 follow from its mean over one side, so X is read once.
-    mean_square = X.to(dtype).square().mean(dim=2 if X.size(1) >= X.size(2) else 1, keepdim=True)
-    second.lerp_(mean_square, ((1 - beta2) * ok).to(dtype))
+        return X, gain
+    # v has one value per element of the long side; ||X||^2 and ||X s||^2 are sums over it, so X is read once
+    v = X.to(dtype).square().mean(dim=2 if X.size(1) >= X.size(2) else 1, keepdim=True) * gain.square()
+    second.lerp_(v, ((1 - beta2) * ok).to(dtype))
     s = second.clamp(min=1e-10).rsqrt()
-    side = min(X.shape[1:])
-    before = (mean_square.sum(dim=(1, 2), keepdim=True) * side).sqrt()  # (k, 1, 1) ||X||_F
-    after = ((mean_square * s.square()).sum(dim=(1, 2), keepdim=True) * side).sqrt()  # ||X s||_F
-    return X, s * before / after.clamp(min=1e-10)
+    before = (v.sum(dim=(1, 2), keepdim=True) * short).sqrt()  # (k, 1, 1) Frobenius norms
+    after = ((v * s.square()).sum(dim=(1, 2), keepdim=True) * short).sqrt()
+    return X, gain * s * before / after.clamp(min=1e-10)
 
 
 def muon_update(param, X, gain, hyper, ok, *, cautious):
-    """One matrix: weight decay and the update, in place. param, X: (m, n); gain: broadcasts to it; hyper: (5, 1, 1)."""
-    dtype = gain.dtype
-    lr, weight_decay, scale = hyper[0, 0, 0] * ok, hyper[3, 0, 0], hyper[4, 0, 0]
+    """Weight decay and update of one matrix in place. param, X: (m, n). gain: (m, 1), (1, n) or (1, 1). hyper: (5, 1,
+    1)."""
+    dtype, lr, weight_decay, scale = gain.dtype, hyper[0, 0, 0] * ok, hyper[3, 0, 0], hyper[4, 0, 0]
     P, X = param.to(dtype), X.to(dtype) * gain
-    if cautious:  # only where the decay and the update agree in sign (arXiv 2411.16085)
+    if cautious:  # decay only what the update also shrinks
         decay = torch.where(X * P >= 0, P, 0) * (lr * scale * weight_decay).to(dtype)
     else:
         decay = P * (lr * weight_decay).to(dtype)
@@ -115,19 +101,19 @@ def muon_update(param, X, gain, hyper, ok, *, cautious):
 
 
 @functools.cache
-def _compiled(kernel, *signature):
-    """One compilation per signature: Dynamo counts recompilations by code object, and 40 shapes would exceed its
-    limit."""
+def compiled(kernel, *signature):
+    """One compilation per signature. Dynamo counts them per code object, up to 8, so each gets its own copy of the
+    code."""
     copy = types.FunctionType(kernel.__code__.replace(), kernel.__globals__, kernel.__name__)
     return torch.compile(copy, dynamic=False, fullgraph=True)
 
 
 def run(kernel, *tensors, **options):
-    """Call a kernel, compiled unless NANOMUON_COMPILE=0 or the work is too small to be worth it."""
+    """Call a kernel: compiled, unless NANOMUON_COMPILE=0 or there is too little work for it to pay."""
     if tensors[0].numel() < SMALL or not compile_enabled():
         return kernel(*tensors, **options)
-    signature = tuple(t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-    return _compiled(kernel, *signature, *options.items())(*tensors, **options)
+    signature = [t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+    return compiled(kernel, *signature, *options.items())(*tensors, **options)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -136,663 +122,546 @@ def run(kernel, *tensors, **options):
 
 @dataclass
 class Rows:
-    """An AdamW parameter, or this rank's slice of one: rows lo to hi."""
+    """Rows lo to hi of a parameter that is updated element by element: all of them, or this rank's slice."""
 
     param: torch.Tensor
     group: dict
-    lo: int = 0
-    hi: int = 1
+    lo: int
+    hi: int
+    split: bool  # over ranks
 
     def of(self, tensor):
-        return tensor[self.lo : self.hi] if tensor.ndim else tensor
+        return tensor[self.lo : self.hi] if self.split else tensor
 
 
 @dataclass
 class Matrix:
-    """One matrix of a Muon parameter: all of a 2-D one, (out, rest) of a convolution, or the index-th of a 3-D one."""
+    """One matrix of a Muon parameter: a 2-D one, (out, rest) of a convolution, or the index-th of a 3-D one."""
 
     param: torch.Tensor
     group: dict
-    index: int | None = None
-    transposed: bool = False  # against the orientation of its bank
-    owner: int = 0
+    index: int | None
+    transposed: bool  # against the shape of its bank
+    slot: int = 0  # row in the stacked bank
+    owner: int = 0  # rank
 
     def of(self, tensor):
         tensor = tensor.flatten(1) if self.index is None else tensor[self.index]
         return tensor.mT if self.transposed else tensor  # (m, n)
 
-    @property
-    def scale(self):
-        m, n = self.of(self.param).mT.shape if self.transposed else self.of(self.param).shape
-        return update_scale(self.group["scale"], m, n)
+    def hyper(self):
+        m, n = reversed(self.of(self.param).shape) if self.transposed else self.of(self.param).shape
+        group = self.group
+        scale = update_scale(group["scale"], m, n)
+        return [group["lr"], group["momentum"], group["beta2"] or 0, group["weight_decay"], scale]
 
 
 @dataclass
 class Bank:
-    """Matrices of one shape, or its transpose, and the same computation: one collective, one batch."""
+    """Matrices of one shape or its transpose, with the same static options: one collective, one batch."""
 
     shape: tuple  # (m, n)
+    options: dict  # of muon_direction
     matrices: list
-    options: dict  # static arguments of muon_direction
-    cautious: bool
-    owned: list = field(default_factory=list)
-    momentum: torch.Tensor = None  # (k, m, n) of the k owned matrices
+    slots: int = 0  # rows of the stacked bank: W*c, or K where every matrix travels alone
+    owned: list = ()  # the k matrices of this rank, in consecutive slots
+    alone: bool = False  # fills less than half of the world: stacking would more than double its bytes
+    momentum: torch.Tensor = None  # (k, m, n)
     second: torch.Tensor = None  # (k, m, 1) or (k, 1, n)
 
     @property
-    def work(self):
-        """Multiply-adds of one matrix's Newton-Schulz, which is what owners are balanced by."""
-        short, long = sorted(self.shape)
-        ratio, steps = long / short, len(triples(self.options["coefficients"], self.options["ns_steps"]))
-        return short**3 * (8 * ratio + 28 if gram_pays(*self.shape, steps) else steps * (4 * ratio + 2)) / 2
+    def flops(self):
+        steps = triples(self.options["coefficients"], self.options["ns_steps"])
+        return newton_schulz_flops(*self.shape, len(steps))
+
+    def batches(self):
+        """Equal runs of the owned matrices, each within BATCH_BYTES, as (lo, hi): one shape to compile."""
+        k, most = len(self.owned), BATCH_BYTES[self.momentum.device.type] // (4 * math.prod(self.shape))
+        size = next((size for size in range(min(k, most), 0, -1) if k % size == 0), 1)
+        return [(lo, lo + size) for lo in range(0, k, size)]
+
+
+@dataclass
+class World:
+    """The ranks that share the work. Transfers are launched here; what is returned waits, and keeps its tensors
+    alive."""
+
+    group: dist.ProcessGroup = None
+    size: int = 1
+    rank: int = 0
+    comm_dtype: torch.dtype = None
+
+    def share(self, rows):
+        """(lo, hi) of this rank's ceil(rows/W) rows, the last ones short or empty: DTensor's Shard(0)."""
+        each = -(-rows // self.size)
+        return min(rows, each * self.rank), min(rows, each * (self.rank + 1))
+
+    def reduce_scatter(self, send):
+        """send: (W*c, ...). Waiting gives (c, ...), the mean over ranks of this rank's part, and lets go of `send`."""
+        received = send.new_empty(len(send) // self.size, *send.shape[1:])
+        work = reduce_scatter_single(received, send, dist.ReduceOp.AVG, group=self.group, async_op=True)
+
+        def wait():
+            nonlocal send
+            work.wait()
+            send = None
+            return received
+
+        return wait
+
+    def all_gather(self, whole):
+        """whole: (W*c, ...) with this rank's c rows in place. Waiting fills and gives all of it."""
+        work = all_gather_single(whole, whole.chunk(self.size)[self.rank], group=self.group, async_op=True)
+        return lambda: (work.wait(), whole)[1]
+
+
+# Since torch 2.13 the collectives on one tensor are called *_single and the old names warn.
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def gradient(param):
+    """p.grad, zero where there is none."""
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
+def padded(tensor, rows):
+    """(rows, ...) with `tensor` at the top, itself if that is all; the padding is whatever was there, nobody reads
+    it."""
+    if len(tensor) == rows:
+        return tensor.contiguous()
+    whole = tensor.new_empty(rows, *tensor.shape[1:])
+    whole[: len(tensor)] = tensor
+    return whole
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon and AdamW in one process. Update rules, options and defaults: see the kernels and MUON_OPTIONS.
+    """Muon and AdamW in one process. The update rules are the kernels above.
 
-    param_groups: a list of dicts with `kind` ("muon" | "adamw"), `params`, every key of REQUIRED and, for Muon, any of
-    MUON_OPTIONS; `beta2=None` is Muon without variance reduction, `ns_steps=None` the set's own length. Optional
-    `names` (aligned with params) name the state; without them names are group{i}.{j}. Hyperparameters are read from
-    the groups at every step. ValueError for anything unknown, missing or impossible.
+    param_groups: dicts with `kind` ("muon" | "adamw"), `params` and every key of REQUIRED; for Muon any of
+    MUON_OPTIONS. `beta2=None` is Muon without variance reduction, `ns_steps=None` the coefficient set's own length.
+    `names`, aligned with params, name the state; without them names are group{i}.{j}. lr, momentum, betas, beta2, eps
+    and weight_decay are read from the groups at every step. ValueError at construction for anything unknown, missing
+    or impossible.
 
-    A gradient of None counts as zero. Gradients are not changed. If any gradient is not finite the step is not applied:
-    parameters and state stay as they were and `skipped_steps`, a 0-D tensor, counts it.
+    A gradient of None counts as zero. `p.grad` is not changed. If any gradient is not finite the step is not applied:
+    parameters and state stay as they were, and `skipped_steps`, a 0-D tensor, counts it.
+
+    Memory of a step beyond parameters, gradients and state: one batch of a bank (BATCH_BYTES) and its temporaries.
     """
 
-    world_size, rank, process_group = 1, 0, None
-
-    def __init__(self, param_groups):
-        self._units = []
-        self._planned = False
+    def __init__(self, param_groups, world=None):
+        self.world = world or World()
+        self._units = []  # the pieces of work, in the order of their collectives: a Bank, or a list of Rows
+        self._running = []  # generators of units whose collect is launched
+        self._load = [0] * self.world.size  # Newton-Schulz FLOPs per rank
+        self._home = {}  # parameter -> "rows" if ranks hold slices of its state, or the rank that holds all of it
         super().__init__(param_groups, {})
-        self._start()
-
-    def _start(self):
-        self._device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
-        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._load = [0.0] * self.world_size  # Muon work per rank
-        self._running = []  # generators whose collect is launched
+        device = next((p.device for group in self.param_groups for p in group["params"]), None)
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._plan(self.param_groups)
-        self._planned = True
 
     def add_param_group(self, group):
-        index = len(self.param_groups)
-        group = _checked(group, index)
-        taken = {id(p): i for i, other in enumerate(self.param_groups) for p in other["params"]}
-        for name, param in zip(group["names"], group["params"], strict=True):
-            if id(param) in taken:
-                raise ValueError(f"param group {index}: {name} is already in group {taken[id(param)]}")
-            taken[id(param)] = index
-        known = {name for other in self.param_groups for name in other["names"]}
-        if twice := known.intersection(group["names"]):
-            raise ValueError(f"param group {index}: the name {min(twice)} is already in use")
-        super().add_param_group(group)
-        if self._planned:
+        super().add_param_group(check_group(group, self.param_groups))
+        if hasattr(self, "skipped_steps"):  # not while the constructor adds the first ones: those share banks
             self._plan(self.param_groups[-1:])
 
+    # ---- the plan: what is worked on together, and where
+
+    @torch.no_grad()
     def _plan(self, groups):
-        """Cut the parameters of these groups into pieces of work, largest Muon work last, and create their state."""
-        small, banks = [], {}
-        for group in groups:
-            for param in group["params"]:
-                if group["kind"] == "adamw":
-                    rows = param.shape[0] if param.ndim else 1
-                    if param.numel() < SMALL or self.world_size == 1:
-                        piece = Rows(param, group, 0, rows)
-                        small.append(piece)
-                    else:
-                        size = -(-rows // self.world_size)
-                        piece = Rows(param, group, min(rows, size * self.rank), min(rows, size * (self.rank + 1)))
-                        self._units.append([piece])
-                    self._init_elementwise(piece)
-                else:
-                    self._add_to_bank(param, group, banks)
-        if small:
-            self._units.append(small)
-        banks = sorted(banks.values(), key=lambda bank: -bank.work)
+        """Cut the parameters of these groups into pieces of work and create their state."""
+        units, small, banks = [], [], {}
+        pairs = [(param, group) for group in groups for param in group["params"]]
+        for param, group in pairs:
+            if self.world.size > 1:  # a different seed per rank must not train different models
+                whole = param.contiguous()
+                dist.broadcast(whole, group=self.world.group, group_src=0)
+                param.copy_(whole)
+            if group["kind"] != "muon":
+                split = self.world.size > 1 and param.numel() >= SMALL
+                piece = Rows(param, group, *(self.world.share(len(param)) if split else (0, 0)), split)
+                units.append([piece]) if split else small.append(piece)
+                if split:
+                    self._home[param] = "rows"
+                self.state[param]["step"] = torch.zeros((), device=param.device)
+                for key in STATE[group["kind"]]:
+                    shape, dtype = piece.of(param).shape, state_dtype(param)
+                    self.state[param][key] = torch.zeros(shape, dtype=dtype, device=param.device)
+            elif param.numel():
+                self._into_bank(banks, param, group)
+        banks = sorted(banks.values(), key=lambda bank: -bank.flops)
         for bank in banks:
-            self._init_bank(bank)
-        self._units += banks
+            self._place(bank)
+        self._units += units + ([small] if small else []) + banks
 
-    def _init_elementwise(self, piece):
-        like = piece.of(piece.param.detach())
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        self.state[piece.param] = {
-            "step": torch.zeros((), device=like.device),
-            "exp_avg": torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format),
-            "exp_avg_sq": torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format),
-        }
-
-    def _add_to_bank(self, param, group, banks):
-        """A bank holds what shares shape and static options; lr, momentum, beta2, weight decay and scale may differ."""
-        options = {
-            key: group[key] for key in ("coefficients", "ns_steps", "nesterov", "row_equilibrate", "renormalize")
-        }
-        options["coefficients"] = _hashable(options["coefficients"])
-        cautious, variance = group["weight_decay_form"] == "cautious", group["beta2"] is not None
-        if param.numel() == 0:
-            self.state[param] = {}
-            return
-        shape = tuple(param.shape[-2:]) if param.ndim == 3 else (param.shape[0], param[0].numel())
-        # A 3-D parameter is a bank by itself, split over ranks like DTensor's Shard(0); rows keep their meaning in
-        # MuonEq.
-        alone = id(param) if param.ndim == 3 else None
-        oriented = shape if options["row_equilibrate"] or alone else tuple(sorted(shape))
-        key = (oriented, alone, *options.items(), cautious, variance, param.dtype, param.device)
-        bank = banks.setdefault(key, Bank(shape, [], options, cautious))
-        for index in range(len(param)) if param.ndim == 3 else (None,):
+    def _into_bank(self, banks, param, group):
+        """lr, momentum, beta2, weight decay and scale may differ inside a bank; what changes the computation may
+        not."""
+        keys = ("coefficients", "ns_steps", "nesterov", "row_equilibrate", "renormalize")
+        options = {key: group[key] for key in keys}
+        if not isinstance(options["coefficients"], str):
+            options["coefficients"] = tuple(map(tuple, options["coefficients"]))
+        batch = param.ndim == 3  # a bank by itself, cut over ranks like Shard(0)
+        shape = tuple(param.shape[1:]) if batch else (len(param), param[0].numel())
+        # Rows must stay rows for MuonEq; otherwise a matrix and a transposed one have transposed polar factors.
+        either_way = shape if batch or group["row_equilibrate"] else tuple(sorted(shape))
+        static = (*options.values(), group["weight_decay_form"], group["beta2"] is None, param.dtype, param.device)
+        bank = banks.setdefault((either_way, batch and id(param), *static), Bank(shape, options, []))
+        for index in range(len(param)) if batch else [None]:
             bank.matrices.append(Matrix(param, group, index, transposed=shape != bank.shape))
 
-    def _init_bank(self, bank):
-        """Owners, then momentum and second moment of the matrices owned here; state entries are views of them."""
-        each = -(-len(bank.matrices) // self.world_size)
-        if bank.matrices[0].index is not None:
-            owners = [i // each for i in range(len(bank.matrices))]
-        else:  # as even as whole matrices allow, what is left over to the ranks with the least work so far
-            even, left = divmod(len(bank.matrices), self.world_size)
-            idlest = sorted(range(self.world_size), key=lambda rank: (self._load[rank], rank))[:left]
-            owners = [rank for rank in range(self.world_size) for _ in range(even + (rank in idlest))]
-        for matrix, owner in zip(bank.matrices, owners, strict=True):
-            matrix.owner = owner
-            self._load[owner] += bank.work
-        bank.owned = [matrix for matrix in bank.matrices if matrix.owner == self.rank]
-        first, k, (m, n) = bank.matrices[0], len(bank.owned), bank.shape
-        create = functools.partial(
-            torch.zeros, dtype=torch.promote_types(first.param.dtype, torch.float32), device=first.param.device
-        )
-        bank.momentum = create(k, m, n)
+    def _place(self, bank):
+        """Owners and slots of the matrices, then momentum and second moment of those owned here.
+
+        Owners are as even as whole matrices allow; what is left over goes to the ranks with the least work so far.
+        """
+        ranks, K, first = range(self.world.size), len(bank.matrices), bank.matrices[0]
+        each = -(-K // self.world.size)
+        if first.index is None:
+            even, left = divmod(K, self.world.size)
+            idlest = sorted(ranks, key=lambda rank: self._load[rank])[:left]
+            owners = [rank for rank in ranks for _ in range(even + (rank in idlest))]
+        else:
+            owners = [i // each for i in range(K)]
+        bank.alone = 2 * K < self.world.size
+        bank.slots = K if bank.alone else each * self.world.size
+        for i, (matrix, owner) in enumerate(zip(bank.matrices, owners, strict=True)):
+            matrix.owner, matrix.slot = owner, i if bank.alone else owner * each + i - owners.index(owner)
+            self._load[owner] += bank.flops
+            if self.world.size > 1:
+                self._home[matrix.param] = owner if matrix.index is None else "rows"
+        bank.owned = [matrix for matrix in bank.matrices if matrix.owner == self.world.rank]
+
+        k, (m, n) = len(bank.owned), bank.shape
+        zeros = functools.partial(torch.zeros, dtype=state_dtype(first.param), device=first.param.device)
+        bank.momentum = zeros(k, m, n)
         if first.group["beta2"] is not None:
-            bank.second = create(k, m, 1) if m >= n else create(k, 1, n)
-        for key, buffer in (("momentum_buffer", bank.momentum), ("second_momentum_buffer", bank.second)):
+            bank.second = zeros(k, m, 1) if m >= n else zeros(k, 1, n)
+        for key, buffer in zip(STATE["muon"], (bank.momentum, bank.second), strict=True):
             if buffer is not None and first.index is not None:
-                self.state[first.param][key] = buffer  # (experts here, m, n)
-            elif buffer is not None:
+                self.state[first.param][key] = buffer
+            elif buffer is not None:  # the state of a parameter is a view of its bank's, in the parameter's orientation
                 for matrix, row in zip(bank.owned, buffer, strict=True):
                     row = row.mT if matrix.transposed else row
-                    is_momentum = key == "momentum_buffer"
-                    self.state[matrix.param][key] = row.view(matrix.param.shape) if is_momentum else row
+                    self.state[matrix.param][key] = row.view(matrix.param.shape) if buffer is bank.momentum else row
 
     # ---- the step
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update from the gradients in `p.grad`, which stay as they are. Returns the closure's loss, if any."""
+        """One update from the gradients in `p.grad`. Returns the closure's loss, if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.world_size == 1:  # nothing to wait for, so one piece after the other and little memory
-            self._ok = self._agree()()
+        if self.world.size == 1:  # one piece after the other: nothing to overlap, and the least memory
+            self._ok = self._agree()
             for unit in self._units:
                 for _ in self._advance(unit):
                     pass
         else:
             while len(self._running) < len(self._units):
-                self._launch_next()
-            agreed = self._agree()
+                self._launch()
             running, self._running = self._running, []
-            self._ok = agreed()
-            for piece in running:
-                next(piece)  # compute, launch delivery
-            for piece in running:
-                next(piece, None)  # write back
-        self.skipped_steps += (self._ok == 0).to(torch.int64)
+            self._ok = self._agree()
+            for piece in running:  # compute, launch delivery; later collects and earlier deliveries are under way
+                next(piece)
+            for piece in running:  # write back
+                next(piece, None)
+        self.skipped_steps += self._ok == 0
         return loss
 
     @contextlib.contextmanager
     def overlap_backward(self):
-        """Around the last micro-batch's backward: launches collects as gradients complete. Nothing to do in one
-        process."""
-        yield
+        """Around the last micro-batch's backward: launches each piece's collect as soon as its gradients are there.
 
-    def _advance(self, unit):
-        return self._muon(unit) if isinstance(unit, Bank) else self._elementwise(unit)
-
-    def _launch_next(self):
-        self._running.append(self._advance(self._units[len(self._running)]))
-        next(self._running[-1])
-
-    def _agree(self):
-        """Start finding out whether every gradient is finite; returns a function that gives the 0-D flag `ok`."""
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        # A sum is finite unless an element is not (or the sum overflows, which the squares of the update would too).
-        sums = [grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)).isfinite() for grad in grads]
-        ok = torch.stack(sums).all() if sums else torch.ones((), device=self._device)
-        bad, wait = self._any_rank(1 - ok.float())
-
-        def result():
-            wait()
-            return 1 - bad.double()
-
-        return result
-
-    def _any_rank(self, bad):
-        return bad, lambda: None
-
-    def _elementwise(self, pieces):
-        """AdamW on whole parameters or slices. pieces: one large parameter's slice, or all the small parameters."""
-        take = self._collect_rows(pieces)
-        yield
-        for piece in pieces:
-            state, group = self.state[piece.param], piece.group
-            hyper = [group["lr"], *group["betas"], group["eps"], group["weight_decay"]]
-            state["step"] += self._ok
-            run(
-                adamw_update, piece.of(piece.param), take(piece), state["exp_avg"], state["exp_avg_sq"], state["step"],
-                self._hyper(hyper, piece.param), self._ok,
-            )  # fmt: skip
-        finish = self._deliver_rows(pieces)
-        yield
-        finish()
-
-    def _muon(self, bank):
-        """Muon on the matrices of a bank that this rank owns, a batch at a time."""
-        take = self._collect_bank(bank)
-        yield
-        for lo, hi in self._batches(bank):
-            owned = bank.owned[lo:hi]
-            hyper = self._hyper(
-                [
-                    [m.group["lr"], m.group["momentum"], m.group["beta2"] or 0, m.group["weight_decay"], m.scale]
-                    for m in owned
-                ],
-                owned[0].param,
-            ).T[..., None, None]  # (5, k, 1, 1)
-            second = None if bank.second is None else bank.second[lo:hi]
-            X, gain = run(muon_direction, take(lo, hi), bank.momentum[lo:hi], second, hyper, self._ok, **bank.options)
-            for i, matrix in enumerate(owned):
-                run(muon_update, matrix.of(matrix.param), X[i], gain[i], hyper[:, i], self._ok, cautious=bank.cautious)
-        finish = self._deliver_bank(bank)
-        yield
-        finish()
-
-    def _batches(self, bank):
-        """Equal batches of the owned matrices (one shape to compile), each within BATCH_BYTES."""
-        k, (m, n) = len(bank.owned), bank.shape
-        most = max(1, BATCH_BYTES.get(bank.momentum.device.type, 2**24) // (4 * m * n))
-        size = next((d for d in range(min(k, most), 0, -1) if k % d == 0), 1)
-        return [(lo, lo + size) for lo in range(0, k, size)]
-
-    def _hyper(self, values, param):
-        return torch.tensor(values, dtype=torch.float64).to(param.device, non_blocking=True)
-
-    # ---- no transport: the gradient is here and so is the parameter
-
-    def _collect_rows(self, pieces):
-        return lambda piece: _grad(piece.param)
-
-    def _deliver_rows(self, pieces):
-        return lambda: None
-
-    def _collect_bank(self, bank):
-        return lambda lo, hi: torch.stack([matrix.of(_grad(matrix.param)) for matrix in bank.owned[lo:hi]])
-
-    def _deliver_bank(self, bank):
-        return lambda: None
-
-    # ---- state, by name
-
-    def _named_params(self):
-        for group in self.param_groups:
-            yield from zip(group["names"], group["params"], strict=True)
-
-    def _portable(self, param, value):
-        """What this rank holds of a state tensor, as a DTensor if it is a slice."""
-        return value
-
-    def state_dict(self):
-        """What this rank owns, without communication: {"state": {name: {key: tensor}}, "param_groups": [...]}.
-
-        Tensors share memory with the optimizer's; a row slice is a DTensor, a matrix is in its owner's dictionary only.
+        Always in the order of the pieces, which all ranks share, whatever order autograd takes; step() launches the
+        rest, and must follow before any gradient changes again. Does nothing in one process.
         """
-        state = {
-            name: {key: self._portable(param, value) for key, value in self.state[param].items()}
-            for name, param in self._named_params()
-            if self.state.get(param)
-        }
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return {"state": state, "param_groups": groups}
-
-    def full_state_dict(self):
-        """The whole state on every rank, as copies. Collective."""
-        saved = self.state_dict()
-        saved["state"] = {
-            name: {key: value.detach().clone() for key, value in entry.items()}
-            for name, entry in saved["state"].items()
-        }
-        return saved
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict):
-        """Restore state, whole or local, from any world size, group order or grouping; hyperparameters stay as
-        constructed.
-
-        State keeps its dtype. ValueError, before anything is changed, for a name or key that is missing, a shape that
-        differs, or unnamed groups that are not the saved ones.
-        """
-        ours, theirs = (
-            [group["names"] for group in groups] for groups in (self.param_groups, state_dict["param_groups"])
-        )
-        if any(group.get("_unnamed") for group in self.param_groups) and ours != theirs:
-            raise ValueError("parameters without names load only into the same groups; give every group names=[...]")
-        copies = []
-        for name, param in self._named_params():
-            for key, mine in self.state.get(param, {}).items():
-                saved = state_dict["state"].get(name, {}).get(key)
-                if saved is None:
-                    raise ValueError(f"the loaded state has no {key} of {name}")
-                mine_as_saved = self._portable(param, mine)
-                if saved.shape != mine_as_saved.shape:
-                    raise ValueError(f"{key} of {name} is {tuple(saved.shape)}, expected {tuple(mine_as_saved.shape)}")
-                if isinstance(saved, DTensor):
-                    same = isinstance(mine_as_saved, DTensor) and saved.to_local().shape == mine.shape
-                    saved = saved.to_local() if same else saved.full_tensor()
-                copies.append((mine, saved, param))
-        for mine, saved, param in copies:
-            mine.copy_(saved if saved.shape == mine.shape else self._own_part(param, saved))
-
-    def _own_part(self, param, whole):
-        return whole
-
-
-class DistMuonAdamW(MuonAdamW):
-    """The same over the ranks of a process group, parameters replicated (ZeRO-2: gradients and state are split).
-
-    process_group: default the whole world; without one, and not under torchrun, a world of one. Every rank constructs
-    it with the same groups; initial parameters are broadcast from rank 0. `p.grad` is this rank's gradient and is not
-    changed; the update uses the mean over ranks. comm_dtype: dtype in which gradients are reduced, default the
-    gradient's own.
-
-      what                          collect                            state held              deliver
-      AdamW, < 1024 elements        one all_reduce for all of them     whole, every rank       nothing
-      AdamW                         reduce_scatter of rows             ceil(rows/W) rows       all_gather of rows
-      Muon bank of K matrices       reduce_scatter, whole matrices     at most ceil(K/W)       all_gather
-      the same, 2K < W              reduce of each to its owner        one or none             broadcast from the owner
-
-    Communication per rank and step: 2(W-1)/W times the parameter bytes, plus padding. After every step all ranks hold
-    bitwise the same parameters.
-    """
-
-    def __init__(self, param_groups, process_group=None, comm_dtype=None):
-        if dist.is_initialized():
-            self.process_group = process_group or dist.group.WORLD
-            self.world_size = dist.get_world_size(self.process_group)
-            self.rank = dist.get_rank(self.process_group)
-        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ValueError("WORLD_SIZE > 1 but torch.distributed is not initialized: call init_process_group first")
-        self.comm_dtype = comm_dtype
-        self._mesh = None
-        super().__init__(param_groups)
-
-    def _start(self):
-        if self.world_size > 1:
-            with torch.no_grad():
-                for _, param in self._named_params():
-                    whole = param.detach().contiguous()
-                    dist.broadcast(whole, group=self.process_group, group_src=0)
-                    param.copy_(whole)
-        super()._start()
-
-    @contextlib.contextmanager
-    def overlap_backward(self):
-        """Around the last micro-batch's backward: launches each piece's collect once all its gradients are there.
-
-        Always in the order of the pieces, which is the same on every rank whatever order autograd takes; what is left
-        is launched by step(), which must follow before gradients change again.
-        """
-        if self.world_size == 1:
-            yield
-            return
         if self._running:
-            raise RuntimeError("overlap_backward: collects of an earlier backward are in flight; call step() first")
-        params = [
-            {id(x.param) for x in (unit.matrices if isinstance(unit, Bank) else unit)} for unit in self._units
-        ]  # still without a gradient, per piece
-        home = {param: waiting for waiting in params for param in waiting}
+            raise RuntimeError("overlap_backward: the collects of an earlier backward are in flight; call step() first")
+        missing = [{piece.param for piece in getattr(unit, "matrices", unit)} for unit in self._units]
+        home = {param: waiting for waiting in missing for param in waiting}
 
         @torch.no_grad()
         def arrived(param):
-            home[id(param)].discard(id(param))
-            while len(self._running) < len(self._units) and not params[len(self._running)]:
-                self._launch_next()
+            home[param].discard(param)
+            while len(self._running) < len(self._units) and not missing[len(self._running)]:
+                self._launch()
 
-        hooks = [param.register_post_accumulate_grad_hook(arrived) for _, param in self._named_params()]
+        hooks = []
+        if self.world.size > 1:
+            hooks = [param.register_post_accumulate_grad_hook(arrived) for param in home if param.requires_grad]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    # ---- transports: each launches, and returns a function that waits. The closures keep in-flight tensors alive.
+    def _advance(self, unit):
+        return self._muon(unit) if isinstance(unit, Bank) else self._elementwise(unit)
 
-    def _any_rank(self, bad):
-        if self.world_size == 1:
-            return super()._any_rank(bad)
-        return bad, dist.all_reduce(bad, dist.ReduceOp.MAX, group=self.process_group, async_op=True).wait
+    def _launch(self):
+        self._running.append(self._advance(self._units[len(self._running)]))
+        next(self._running[-1])
 
-    def _reduce_scatter(self, send):
-        """send: (W*c, ...) -> (c, ...), the mean over ranks of this rank's part."""
-        received = send.new_empty(len(send) // self.world_size, *send.shape[1:])
-        work = _reduce_scatter(received, send, dist.ReduceOp.AVG, group=self.process_group, async_op=True)
+    def _agree(self):
+        """1 if every gradient on every rank is finite, else 0; a 0-D float64 tensor that is not read here."""
+        # A sum is finite unless an element is not, or the sum overflows, as the squares in the update would before it.
+        finite = [
+            param.grad.sum(dtype=state_dtype(param)).isfinite()
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        device = self.skipped_steps.device
+        bad = 1 - (torch.stack(finite).all() if finite else torch.ones((), device=device)).float()
+        if self.world.size > 1:
+            dist.all_reduce(bad, dist.ReduceOp.MAX, group=self.world.group)
+        return 1 - bad.double()
 
-        def wait(keep=send):
-            work.wait()
-            return received
-
-        return wait
-
-    def _all_gather(self, whole):
-        """whole: (W*c, ...) with this rank's part in place; returns a function that waits and gives all of it."""
-        part = whole.chunk(self.world_size)[self.rank]
-        work = _all_gather(whole, part, group=self.process_group, async_op=True)
-
-        def wait(keep=part):
-            work.wait()
-            return whole
-
-        return wait
+    def _elementwise(self, pieces):
+        """pieces: the slice of one large parameter, or all parameters that every rank updates whole."""
+        take = self._collect_rows(pieces)
+        yield
+        for piece in pieces:
+            group, state = piece.group, self.state[piece.param]
+            state["step"] += self._ok
+            param, grad, moments = piece.of(piece.param), take(piece), [state[key] for key in STATE[group["kind"]]]
+            if group["kind"] == "adamw":
+                hyper = tensor([group["lr"], *group["betas"], group["eps"], group["weight_decay"]], param)
+                run(adamw_update, param, grad, *moments, state["step"], hyper, self._ok)
+        del take, grad
+        finish = self._deliver_rows(pieces)
+        yield
+        finish()
 
     def _collect_rows(self, pieces):
-        if self.world_size == 1:
-            return super()._collect_rows(pieces)
-        first = pieces[0].param
-        if first.numel() >= SMALL:
-            rows = -(-len(first) // self.world_size) * self.world_size
-            grad = _grad(first).to(self.comm_dtype or _grad(first).dtype)
-            if rows == len(first):
-                send = grad.contiguous()
-            else:
-                send = grad.new_empty(rows, *first.shape[1:])
-                send[: len(first)] = grad
-            wait = self._reduce_scatter(send)
+        """all_reduce of all small gradients together, or reduce_scatter of the rows of a large one."""
+        if self.world.size == 1:
+            return lambda piece: gradient(piece.param)
+        if pieces[0].split:
+            grad = gradient(pieces[0].param)
+            grad = grad.to(self.world.comm_dtype or grad.dtype)
+            wait = self.world.reduce_scatter(padded(grad, self._padded_rows(grad)))
             return lambda piece: wait()[: piece.hi - piece.lo]
-        grads = [_grad(piece.param).flatten() for piece in pieces]
-        flat = torch.cat(grads)  # promotes where dtypes differ
-        flat = flat.to(self.comm_dtype or flat.dtype)
-        work = dist.all_reduce(flat, dist.ReduceOp.AVG, group=self.process_group, async_op=True)
-        parts = dict(zip(map(id, pieces), flat.split([grad.numel() for grad in grads]), strict=True))
-
-        def take(piece):
-            work.wait()
-            return parts[id(piece)].view(piece.param.shape)
-
-        return take
+        flat = torch.cat([gradient(piece.param).flatten() for piece in pieces])  # promotes different dtypes
+        flat = flat.to(self.world.comm_dtype or flat.dtype)
+        work = dist.all_reduce(flat, dist.ReduceOp.AVG, group=self.world.group, async_op=True)
+        parts = flat.split([piece.param.numel() for piece in pieces])
+        views = {piece.param: part.view_as(piece.param) for piece, part in zip(pieces, parts, strict=True)}
+        return lambda piece: (work.wait(), views[piece.param])[1]
 
     def _deliver_rows(self, pieces):
-        piece, param = pieces[0], pieces[0].param.detach()
-        if self.world_size == 1 or param.numel() < SMALL:
-            return super()._deliver_rows(pieces)
-        rows = -(-len(param) // self.world_size) * self.world_size
-        if rows == len(param) and param.is_contiguous():
-            return self._all_gather(param)
-        whole = param.new_empty(rows, *param.shape[1:])
-        whole[piece.lo : piece.hi] = piece.of(param)
-        wait = self._all_gather(whole)
-        return lambda: param.copy_(wait()[: len(param)])
+        """all_gather of the rows of a large parameter."""
+        if not pieces[0].split:
+            return lambda: None
+        param = pieces[0].param
+        whole = padded(param, self._padded_rows(param))
+        wait = self.world.all_gather(whole)
+        return wait if whole is param else lambda: param.copy_(wait()[: len(param)])
 
-    def _slots(self, bank):
-        """(c, slots): matrices per rank in the stacked bank, and each matrix's row in it."""
-        c, seen = -(-len(bank.matrices) // self.world_size), [0] * self.world_size
-        slots = []
-        for matrix in bank.matrices:
-            slots.append(matrix.owner * c + seen[matrix.owner])
-            seen[matrix.owner] += 1
-        return c, slots
+    def _padded_rows(self, tensor):
+        return -(-len(tensor) // self.world.size) * self.world.size
+
+    def _muon(self, bank):
+        """Muon on the matrices of a bank that this rank owns, a batch at a time."""
+        take = self._collect_bank(bank)
+        yield
+        grads = take()
+        for lo, hi in bank.batches():
+            owned = bank.owned[lo:hi]
+            hyper = tensor([matrix.hyper() for matrix in owned], bank.momentum).T[..., None, None]  # (5, k, 1, 1)
+            state = bank.momentum[lo:hi], bank.second if bank.second is None else bank.second[lo:hi]
+            X, gain = run(muon_direction, grads(lo, hi), *state, hyper, self._ok, **bank.options)
+            for i, matrix in enumerate(owned):
+                cautious = matrix.group["weight_decay_form"] == "cautious"
+                run(muon_update, matrix.of(matrix.param), X[i], gain[i], hyper[:, i], self._ok, cautious=cautious)
+        del take, grads
+        finish = self._deliver_bank(bank)
+        yield
+        finish()
 
     def _collect_bank(self, bank):
-        if self.world_size == 1:
-            return super()._collect_bank(bank)
-        dtype = self.comm_dtype or bank.matrices[0].param.dtype
-        empty = functools.partial(torch.empty, dtype=dtype, device=bank.momentum.device)
-        if 2 * len(bank.matrices) < self.world_size:
-            grads, works = [], []
-            for matrix in bank.matrices:
-                grads.append(empty(bank.shape).copy_(matrix.of(_grad(matrix.param))))
-                works.append(
-                    dist.reduce(
-                        grads[-1], group_dst=matrix.owner, op=dist.ReduceOp.AVG, group=self.process_group, async_op=True
-                    )
-                )
+        """reduce_scatter of the stacked bank by whole matrices, or reduce of each matrix to its owner."""
+        if self.world.size == 1:
+            return lambda: lambda lo, hi: torch.stack([x.of(gradient(x.param)) for x in bank.owned[lo:hi]])
+        send = self._stack(bank, bank.matrices, gradient, self.world.comm_dtype)  # (slots, m, n)
+        if not bank.alone:
+            wait = self.world.reduce_scatter(send)
+            return lambda: lambda lo, hi: wait()[lo:hi]
+        average = functools.partial(dist.reduce, op=dist.ReduceOp.AVG, group=self.world.group, async_op=True)
+        works = [average(send[matrix.slot], group_dst=matrix.owner) for matrix in bank.matrices]
 
-            def take(lo, hi):
-                own = [(g, w) for m, g, w in zip(bank.matrices, grads, works, strict=True) if m.owner == self.rank]
-                for _, work in own[lo:hi]:
-                    work.wait()
-                return torch.stack([grad for grad, _ in own[lo:hi]])
+        def wait():
+            for work in works:
+                work.wait()
+            return lambda lo, hi: torch.stack([send[matrix.slot] for matrix in bank.owned[lo:hi]])
 
-            return take
-        c, slots = self._slots(bank)
-        send = empty(self.world_size * c, *bank.shape)  # padding is whatever was there: nobody computes on it
-        for slot, matrix in zip(slots, bank.matrices, strict=True):
-            send[slot].copy_(matrix.of(_grad(matrix.param)))
-        wait = self._reduce_scatter(send)
-        return lambda lo, hi: wait()[lo:hi]
+        return wait
 
     def _deliver_bank(self, bank):
-        if self.world_size == 1:
-            return super()._deliver_bank(bank)
-        if 2 * len(bank.matrices) < self.world_size:
-            sent = []
-            for matrix in bank.matrices:
-                whole = matrix.of(matrix.param.detach()).contiguous()
-                sent.append(
-                    (
-                        matrix,
-                        whole,
-                        dist.broadcast(whole, group_src=matrix.owner, group=self.process_group, async_op=True),
-                    )
-                )
-
-            def finish():
-                for matrix, whole, work in sent:
-                    work.wait()
-                    matrix.of(matrix.param).copy_(whole)
-
-            return finish
-        c, slots = self._slots(bank)
-        whole = torch.empty(
-            self.world_size * c, *bank.shape, dtype=bank.matrices[0].param.dtype, device=bank.momentum.device
-        )
-        for slot, matrix in zip(slots, bank.matrices, strict=True):
-            if matrix.owner == self.rank:
-                whole[slot].copy_(matrix.of(matrix.param))
-        wait = self._all_gather(whole)
+        """all_gather of the stacked bank, or broadcast of each matrix from its owner."""
+        if self.world.size == 1:
+            return lambda: None
+        whole = self._stack(bank, bank.owned, lambda param: param)  # (slots, m, n)
+        if bank.alone:
+            send = functools.partial(dist.broadcast, group=self.world.group, async_op=True)
+            works = [send(whole[matrix.slot], group_src=matrix.owner).wait for matrix in bank.matrices]
+        else:
+            works = [self.world.all_gather(whole)]
 
         def finish():
-            rows = wait()
-            for slot, matrix in zip(slots, bank.matrices, strict=True):
-                if matrix.owner != self.rank:
-                    matrix.of(matrix.param).copy_(rows[slot])
+            for wait in works:
+                wait()
+            for matrix in bank.matrices:
+                if matrix.owner != self.world.rank:
+                    matrix.of(matrix.param).copy_(whole[matrix.slot])
 
         return finish
 
-    # ---- state that lives in slices
+    def _stack(self, bank, matrices, value, dtype=None):
+        """(slots, m, n) with value(param) of these matrices in their slots; the others are whatever was there."""
+        like = bank.matrices[0].param
+        stacked = torch.empty(bank.slots, *bank.shape, dtype=dtype or like.dtype, device=like.device)
+        for matrix in matrices:
+            stacked[matrix.slot] = matrix.of(value(matrix.param))
+        return stacked
 
-    def _sliced(self, param):
-        return self.world_size > 1 and (
-            param.ndim == 3 if "momentum_buffer" in self.state[param] else param.numel() >= SMALL
-        )
+    # ---- state, by name
 
-    def _portable(self, param, value):
-        if not self._sliced(param) or value.ndim == 0:
-            return value
-        if self._mesh is None:
-            self._mesh = DeviceMesh.from_group(self.process_group, value.device.type)
-        shape = torch.Size((param.shape[0], *value.shape[1:]))
-        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        return DTensor.from_local(value, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    def _named(self):
+        for group in self.param_groups:
+            for name, param in zip(group["names"], group["params"], strict=True):
+                yield name, param, group
 
-    def _own_part(self, param, whole):
-        size = -(-len(param) // self.world_size)
-        return whole[size * self.rank : size * (self.rank + 1)]
+    def state_dict(self):
+        """What this rank holds, without communication: {"state": {name: {key: tensor}}, "param_groups": [...]}.
+
+        Tensors share memory with the optimizer's. Row slices are DTensors; a matrix's state is with its owner only.
+        """
+        state = {}
+        for name, param, _ in self._named():
+            if entry := self.state.get(param):
+                split = self._home.get(param) == "rows"
+                state[name] = {k: self._as_dtensor(param, v) if split and v.ndim else v for k, v in entry.items()}
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return {"state": state, "param_groups": groups}
 
     def full_state_dict(self):
-        """The whole state on every rank, as copies. Collective."""
-        saved = super().state_dict()
-        if self.world_size == 1:
-            return super().full_state_dict()
+        """The same with the whole of every tensor on every rank, as copies. Collective."""
         state = {}
-        owners = {id(m.param): m.owner for unit in self._units if isinstance(unit, Bank) for m in unit.matrices}
-        for name, param in self._named_params():
-            entry = saved["state"].get(name, {})
-            if any(isinstance(value, DTensor) for value in entry.values()):
-                entry = {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in entry.items()}
-            elif id(param) in owners:
-                box = [entry if self.rank == owners[id(param)] else None]
-                dist.broadcast_object_list(box, group=self.process_group, group_src=owners[id(param)])
-                entry = {key: value.to(param.device) for key, value in box[0].items()}
-            else:
-                entry = {key: value.clone() for key, value in entry.items()}
-            state[name] = entry
-        return {"state": state, "param_groups": saved["param_groups"]}
+        for name, param, group in self._named():
+            shapes = state_shapes(param, group) if param.numel() or group["kind"] != "muon" else {}
+            if shapes:
+                state[name] = {key: self._whole(param, key, shape) for key, shape in shapes.items()}
+        return {"state": state, "param_groups": self.state_dict()["param_groups"]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict):
+        """Restore state, whole or local, from any world size, group order or grouping. Hyperparameters stay as they
+        are.
+
+        State keeps its dtype. ValueError, before anything is changed, for a name or key that is missing, a shape that
+        differs, or parameters without names whose groups are not the saved ones.
+        """
+        ours, theirs = ([g["names"] for g in groups] for groups in (self.param_groups, state_dict["param_groups"]))
+        if ours != theirs and any(names == default_names(i, len(names)) for i, names in enumerate(ours) if names):
+            raise ValueError("parameters without names load only into the same groups: give every group names=[...]")
+        copies = []
+        for name, param, group in self._named():
+            for key, mine in self.state.get(param, {}).items():
+                saved, shape = state_dict["state"].get(name, {}).get(key), state_shapes(param, group)[key]
+                if saved is None:
+                    raise ValueError(f"the loaded state has no {key} of {name}")
+                if tuple(saved.shape) != tuple(shape):
+                    raise ValueError(f"{key} of {name} has shape {tuple(saved.shape)}, expected {tuple(shape)}")
+                if isinstance(saved, DTensor):
+                    local = saved.to_local()
+                    saved = local if local.shape == mine.shape else saved.full_tensor()
+                if saved.shape != mine.shape:
+                    saved = saved[slice(*self.world.share(len(saved)))]
+                copies.append((mine, saved))
+        for mine, saved in copies:
+            mine.copy_(saved)
+
+    def _as_dtensor(self, param, rows):
+        mesh = DeviceMesh.from_group(self.world.group, rows.device.type)
+        whole = torch.empty(len(param), *rows.shape[1:], device="meta")
+        return DTensor.from_local(
+            rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    def _whole(self, param, key, shape):
+        mine, home = self.state.get(param, {}).get(key), self._home.get(param)
+        if home is None or key == "step":
+            return mine.clone()
+        if home == "rows":
+            each = -(-len(param) // self.world.size)
+            whole = mine.new_empty(each * self.world.size, *shape[1:])
+            whole[each * self.world.rank :][: len(mine)] = mine
+            return self.world.all_gather(whole)()[: len(param)]
+        whole = torch.empty(shape, dtype=state_dtype(param), device=param.device)
+        if home == self.world.rank:
+            whole.copy_(mine)
+        dist.broadcast(whole, group=self.world.group, group_src=home)
+        return whole
 
 
-def _grad(param):
-    """The gradient, zero where there is none."""
-    return torch.zeros_like(param) if param.grad is None else param.grad
+class DistMuonAdamW(MuonAdamW):
+    """The same over the ranks of a process group, with replicated parameters: gradients and state are split (ZeRO-2).
+
+    process_group: default the whole world; a world of one where torch.distributed is not initialized and torchrun did
+    not start us. Every rank constructs it with the same groups; parameters are broadcast from rank 0. The update uses
+    the mean of `p.grad` over ranks; `p.grad` itself is not changed. comm_dtype: of the reduction, default the
+    gradient's own.
+
+    W ranks, parameters of R rows, banks of K same-shaped matrices:
+
+      parameters                collect                             state on a rank         deliver
+      AdamW, < 1024 elements    one all_reduce for all of them      all of it               nothing
+      AdamW                     reduce_scatter                      ceil(R/W) rows          all_gather
+      Muon                      reduce_scatter, whole matrices      ceil(K/W) matrices      all_gather
+      Muon, 2K < W              reduce of each to its owner         of K ranks one each     broadcast from the owner
+
+    A rank sends 2(W-1)/W times the parameter bytes a step, plus padding. Memory of a step beyond parameters, gradients
+    and state: (1 + 1/W) times the padded bytes of what is in flight, which is everything; AdamW rows that divide by W
+    are sent from `p.grad` and received in the parameter, so they count 1/W.
+    After every step all ranks hold bitwise the same parameters; a world of one does what MuonAdamW does.
+    """
+
+    def __init__(self, param_groups, process_group=None, comm_dtype=None):
+        world = World(comm_dtype=comm_dtype)
+        if dist.is_initialized():
+            group = process_group or dist.group.WORLD
+            world = World(group, dist.get_world_size(group), dist.get_rank(group), comm_dtype)
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError("torchrun started several processes: call torch.distributed.init_process_group first")
+        super().__init__(param_groups, world)
 
 
-def _hashable(coefficients):
-    return coefficients if isinstance(coefficients, str) else tuple(map(tuple, coefficients))
+# ----------------------------------------------------------------------------------------------------------------------
 
 
-def _checked(group, index):
-    """A copy of a user's group with defaults filled in and names; ValueError that names the group and the parameter."""
-    where = f"param group {index}"
-    group = dict(group)
-    kind = group.get("kind")
-    if kind not in REQUIRED:
-        raise ValueError(f"{where}: unknown kind {kind!r}; known: {', '.join(REQUIRED)}")
-    options = MUON_OPTIONS if kind == "muon" else {}
-    given = set(group) - {"kind", "params", "names", "initial_lr"}
-    if missing := REQUIRED[kind] - given:
-        raise ValueError(f"{where} ({kind}): missing {', '.join(sorted(missing))}")
-    if unknown := given - REQUIRED[kind] - set(options):
-        raise ValueError(f"{where} ({kind}): unknown {', '.join(sorted(unknown))}")
-    group = {**options, **group}
-    group["params"] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-    if "names" not in group:
-        group["names"] = [f"group{index}.{i}" for i in range(len(group["params"]))]
-        group["_unnamed"] = True
-    if len(group["names"]) != len(group["params"]) or len(set(group["names"])) != len(group["names"]):
-        raise ValueError(f"{where}: names must be distinct and as many as params")
-    if kind == "muon":
-        for name, param in zip(group["names"], group["params"], strict=True):
-            if not 2 <= param.ndim <= 4:
-                raise ValueError(f"{where}: {name} has shape {tuple(param.shape)}; Muon takes matrices (2-D to 4-D)")
-        triples(group["coefficients"], group["ns_steps"])
-        if group["params"]:
-            update_scale(group["scale"], 1, 1)
-        if group["weight_decay_form"] not in ("cautious", "decoupled"):
-            raise ValueError(
-                f"{where}: unknown weight_decay_form {group['weight_decay_form']!r}; cautious or decoupled"
-            )
-    return group
+def tensor(values, like):
+    """A float64 tensor on the device of `like`; the copy to a GPU does not wait for it."""
+    return torch.tensor(values, dtype=torch.float64).to(like.device, non_blocking=True)
 
 
-# Since torch 2.13 the collectives on one tensor are called *_single, and the old names warn.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+def state_dtype(param):
+    """float32 whatever the parameter, float64 for float64."""
+    return torch.promote_types(param.dtype, torch.float32)
+
+
+def state_shapes(param, group):
+    """Name and shape of everything kept for a parameter, over all ranks."""
+    shapes = {key: tuple(param.shape) for key in STATE[group["kind"]]}
+    if group["kind"] != "muon":
+        return {"step": (), **shapes}
+    *batch, m, n = param.shape if param.ndim < 4 else (len(param), param[0].numel())
+    shapes["second_momentum_buffer"] = (*batch, m, 1) if m >= n else (*batch, 1, n)
+    return {key: shape for key, shape in shapes.items() if key == "momentum_buffer" or group["beta2"] is not None}

@@ -74,6 +74,15 @@ def gram_pays(m, n, steps):
     return max(m, n) > 1.5 * min(m, n) and steps <= 5
 
 
+def newton_schulz_flops(m, n, steps):
+    """FLOPs of `steps` steps on one (m, n) matrix, in the form that `gram_pays` chooses."""
+    s, r = min(m, n), max(m, n) / min(m, n)
+    if not gram_pays(m, n, steps):
+        return s**3 * steps * (4 * r + 2)
+    halves = [k for k in (min(steps, 2), steps - 2) if k > 0]  # steps before and after the restart
+    return s**3 * sum(4 * r + 2 * k + 6 * (k - 1) for k in halves)
+
+
 def orthogonalize(U, coefficients="polar_express", steps=None, gram=None):
     """Approximate polar factor of each matrix.
 

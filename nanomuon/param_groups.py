@@ -1,5 +1,21 @@
-"""Which parameter is trained by which kind: from names and shapes to the groups that MuonAdamW takes."""
+"""Param groups: what each kind needs, and which parameter is trained by which kind, from its name and shape."""
 
+import torch
+
+from nanomuon.orthogonalize import triples, update_scale
+
+REQUIRED = {
+    "adamw": {"lr", "betas", "eps", "weight_decay"},
+    "muon": {"lr", "momentum", "ns_steps", "beta2", "weight_decay"},
+}
+MUON_OPTIONS = {
+    "nesterov": True,  # False: the direction is the momentum itself
+    "coefficients": "polar_express",  # a name in orthogonalize.COEFFICIENTS, or a list of (a, b, c)
+    "scale": "shape",  # see orthogonalize.update_scale
+    "weight_decay_form": "cautious",  # or "decoupled"
+    "row_equilibrate": False,  # MuonEq, arXiv 2603.28254
+    "renormalize": False,  # Muon+, arXiv 2602.21545
+}
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, activation checkpointing
 NOT_MUON = (
     "embed_tokens", "tok_embeddings", "wte", "value_embeds", "lm_head", "output", "mhc_attn", "mhc_ffn", "lambda_proj",
@@ -68,3 +84,47 @@ def _routed(model, skip_keys, expert_keys, is_muon):
             else:
                 kind, why = route(name, param, skip_keys, expert_keys)
             yield name, param, kind, why
+
+
+def default_names(index, count):
+    return [f"group{index}.{i}" for i in range(count)]
+
+
+def check_group(group, others):
+    """A copy of a user's group with options and names filled in. ValueError that names the group and the parameter."""
+    group, where, kind = dict(group), f"param group {len(others)}", group.get("kind")
+    if kind not in REQUIRED:
+        raise ValueError(f"{where}: unknown kind {kind!r}; known: {', '.join(REQUIRED)}")
+    options = MUON_OPTIONS if kind == "muon" else {}
+    given = group.keys() - {"kind", "params", "names", "initial_lr"}
+    if missing := REQUIRED[kind] - given:
+        raise ValueError(f"{where} ({kind}): missing {', '.join(sorted(missing))}")
+    if unknown := given - REQUIRED[kind] - options.keys():
+        raise ValueError(f"{where} ({kind}): unknown {', '.join(sorted(unknown))}")
+    group = {**options, **group}
+    params = group["params"] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+    names = group["names"] = list(group.get("names") or default_names(len(others), len(params)))
+    if len(names) != len(params):
+        raise ValueError(f"{where}: {len(names)} names for {len(params)} params")
+    seen = {param: i for i, other in enumerate(others) for param in other["params"]}
+    seen_names = {name for other in others for name in other["names"]}
+    for name, param in zip(names, params, strict=True):
+        if param in seen:
+            raise ValueError(f"{where}: {name} is already in group {seen[param]}")
+        if name in seen_names:
+            raise ValueError(f"{where}: the name {name} is used twice")
+        seen[param] = len(others)
+        seen_names.add(name)
+        if kind == "muon" and not 2 <= param.ndim <= 4:
+            raise ValueError(f"{where}: {name} has shape {tuple(param.shape)}; Muon takes matrices, 2-D to 4-D")
+        if kind == "muon" and param.ndim == 4 and not param.is_contiguous():
+            raise ValueError(f"{where}: {name} is 4-D and not contiguous, so it cannot be viewed as a matrix")
+    if kind == "muon":
+        try:
+            triples(group["coefficients"], group["ns_steps"])
+            update_scale(group["scale"], 1, 1)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        if group["weight_decay_form"] not in ("cautious", "decoupled"):
+            raise ValueError(f"{where}: unknown weight_decay_form {group['weight_decay_form']!r}; cautious, decoupled")
+    return group
