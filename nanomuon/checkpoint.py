@@ -116,12 +116,14 @@ class Checkpointer:
         if self.rank > 0:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        for hidden in self.folder.glob(".step_*"):
+            shutil.rmtree(hidden)
         steps = saved_steps(self.folder.parent)
         current = [step for step in steps if self.last_step is not None and step <= self.last_step]
         for step in set(steps) - set(current[-self.keep_last :]):
-            os.replace(self.folder / f"step_{step}", self.folder / f".step_{step}")  # hidden first: a kill may come now
-        for folder in self.folder.glob(".step_*"):
-            shutil.rmtree(folder)
+            hidden = self.folder / f".step_{step}"
+            os.replace(self.folder / f"step_{step}", hidden)  # first: a kill may leave half of it
+            shutil.rmtree(hidden)
 
 
 def saved_steps(run_dir) -> list[int]:
@@ -262,10 +264,7 @@ def load_model_weights(run_dir, model) -> None:
 
 
 def _state(model, optimizer):
-    """Flat {name: tensor} of what this rank holds, and the optimizer's plain values {parameter: {name: value}}.
-
-    Rows are left out where a rank holds none of them: nothing to write or read.
-    """
+    """Flat {name: tensor} of what this rank holds, and the optimizer's plain values {parameter: {name: value}}."""
     state = optimizer if isinstance(optimizer, dict) else optimizer.state_dict()
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     values = {}
@@ -275,8 +274,7 @@ def _state(model, optimizer):
                 tensors[f"optimizer.{name}.{slot}"] = value
             else:
                 values.setdefault(str(name), {})[slot] = value
-    local = {key: t.to_local() if isinstance(t, DTensor) else t for key, t in tensors.items()}
-    return {key: tensor for key, tensor in tensors.items() if local[key].numel() > 0}, values
+    return tensors, values
 
 
 def _random_state(rank):

@@ -24,17 +24,18 @@ from nanomuon.optim import DistMuonAdamW
 from nanomuon.runtime import InputError
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["torch.distributed.checkpoint", "nanomuon.optim"])
 
 
 class Tiny(torch.nn.Module):
-    """Every way of being split: sliced rows (one slice empty on 4 ranks), banks of matrices, one matrix, a vector."""
+    """Every way of being split: sliced rows (two slices empty on 4 ranks), banks of matrices, one matrix, a vector."""
 
     def __init__(self, seed=0):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        shapes = {"embedding": (131, 16), "short": (3, 400), "scalars": (6,), "lone": (5, 7)}
+        shapes = {"embedding": (131, 16), "short": (2, 600), "scalars": (6,), "lone": (5, 7)}
         shapes |= {f"matrix{i}": (16, 24) for i in range(5)}
         for name, shape in shapes.items():
             self.register_parameter(name, torch.nn.Parameter(torch.randn(shape, generator=generator)))
@@ -58,7 +59,7 @@ def train(model, optimizer, steps):
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
         optimizer.step()
 
 
@@ -119,20 +120,24 @@ def run_dir(saved, tmp_path):
 
 
 @pytest.mark.parametrize("make", [muon, lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)])
-def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path, make):
-    model = Tiny()
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path, make, device, background):
+    model = Tiny().to(device)
     optimizer = make(model)
     train(model, optimizer, range(3))
     meta = {"step": 3, "loader": {"row": 96}, "settings": {"name": "über"}}
-    checkpoint.Checkpointer(tmp_path).save(3, model, optimizer, meta)
-    random_number = torch.rand(3)
+    checkpoints = checkpoint.Checkpointer(tmp_path, background=background)
+    checkpoints.save(3, model, optimizer, meta)
+    random_number = torch.rand(3, device=device)
     train(model, optimizer, range(3, 6))
+    checkpoints.wait()
 
-    resumed = Tiny(seed=1)
+    resumed = Tiny(seed=1).to(device)
     resumed_optimizer = make(resumed)
     torch.manual_seed(99)
     assert checkpoint.load(checkpoint.find(tmp_path), resumed, resumed_optimizer) == meta
-    assert torch.equal(torch.rand(3), random_number)
+    assert torch.equal(torch.rand(3, device=device), random_number)
     train(resumed, resumed_optimizer, range(3, 6))
     states = [everything(m, o) for m, o in ((model, optimizer), (resumed, resumed_optimizer))]
     assert_same(*states)
@@ -188,7 +193,7 @@ def test_sharded_parameters_load_into_whole_ones_and_back(saved, tmp_path):
 
 
 class RowSlices:
-    """A model and an optimizer state that live in row slices on all ranks, as under FSDP2; of 3 rows one has none."""
+    """A model and an optimizer state that live in row slices on all ranks, as under FSDP2; some ranks hold no row."""
 
     def __init__(self, expected):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
