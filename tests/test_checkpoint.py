@@ -41,8 +41,14 @@ class Tiny(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(torch.randn(shape, generator=generator)))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def eager():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOMUON_COMPILE", "0")
+        yield
+
+
 def muon(model):
-    os.environ["NANOMUON_COMPILE"] = "0"
     adamw, matrices = ["embedding", "short", "scalars"], ["lone"] + [f"matrix{i}" for i in range(5)]
     params = dict(model.named_parameters())
     return DistMuonAdamW(
@@ -91,6 +97,7 @@ def world(size, tmp_path, work, *args):
 
 
 def _rank(rank, size, rendezvous, work, args):
+    os.environ["NANOMUON_COMPILE"] = "0"
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
@@ -386,6 +393,7 @@ def test_killed_at_any_moment_the_last_announced_checkpoint_is_there(tmp_path):
 
 
 def save_for_ever(run_dir, background):
+    os.environ["NANOMUON_COMPILE"] = "0"
     torch.set_num_threads(1)
     last = max(checkpoint.saved_steps(run_dir), default=None)
     checkpoints = checkpoint.Checkpointer(run_dir, last, background=background)
