@@ -1,0 +1,440 @@
+"""MuonAdamW in one process: the update rules, the contract of the class, compilation."""
+
+import functools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nanomuon.optim as optim
+from nanomuon.optim import MuonAdamW
+from tests.reference import ReferenceMuon, distance
+
+MUON = dict(kind="muon", lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.1)
+ADAMW = dict(kind="adamw", lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+
+
+def parameter(*shape, seed=0, dtype=torch.float32):
+    g = torch.Generator().manual_seed(hash(shape) % 1000 + seed)
+    return torch.nn.Parameter((torch.randn(shape, generator=g, dtype=torch.float64) * 0.1).to(dtype))
+
+
+def gradient(param, step, scale=1.0):
+    g = torch.Generator().manual_seed(7919 * step + param.numel())
+    return (torch.randn(param.shape, generator=g, dtype=torch.float64) * scale).to(param.dtype)
+
+
+def muon(*params, **options):
+    return {**MUON, "params": list(params), **options}
+
+
+def adamw(*params, **options):
+    return {**ADAMW, "params": list(params), **options}
+
+
+def train(optimizer, params, steps, start=0):
+    for step in range(start, start + steps):
+        for param in params:
+            param.grad = gradient(param, step)
+        optimizer.step()
+
+
+# ---- the update rules
+
+
+@pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_adamw_is_torchs(dtype, rtol):
+    ours = [parameter(*shape, dtype=dtype) for shape in [(40, 50), (7,), (), (3, 4, 5)]]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    optimizer = MuonAdamW([adamw(*ours)])
+    expected = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    for step in range(20):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad, q.grad = gradient(p, step), gradient(p, step)
+        optimizer.step()
+        expected.step()
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q, rtol=rtol, atol=rtol * 1e-2)
+            for key in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(optimizer.state[p][key], expected.state[q][key], rtol=rtol, atol=1e-9)
+
+
+FORMS = [
+    dict(),
+    dict(weight_decay_form="decoupled"),
+    dict(beta2=None, weight_decay_form="decoupled"),
+    dict(nesterov=False, weight_decay_form="decoupled"),
+    dict(row_equilibrate=True, weight_decay_form="decoupled"),
+    dict(renormalize=True, weight_decay_form="decoupled"),
+    dict(renormalize=True, row_equilibrate=True, beta2=None),
+    dict(scale="match_rms_adamw", weight_decay_form="decoupled"),
+    dict(coefficients=[(2, -1.5, 0.5)] * 4, ns_steps=None, weight_decay_form="decoupled"),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: ",".join(map(str, form)) or "default")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_muon_is_the_formulas(form, dtype):
+    params = [parameter(*shape, dtype=dtype) for shape in [(24, 24), (24, 24), (36, 20), (20, 36), (64, 16), (16, 64)]]
+    options = {key: value for key, value in form.items() if key not in ("coefficients", "ns_steps", "weight_decay_form")}
+    options["decay"] = form.get("weight_decay_form", "cautious")
+    options["triples"] = form.get("coefficients")
+    if form.get("scale"):
+        options["scale"] = lambda m, n: 0.2 * math.sqrt(max(m, n))
+    expected = [ReferenceMuon(p, lr=0.02, weight_decay=0.1, **options) for p in params]
+    optimizer = MuonAdamW([muon(*params, **form)])
+    for step in range(20):
+        for p, reference in zip(params, expected, strict=True):
+            p.grad = gradient(p, step)
+            reference.step(p.grad)
+        optimizer.step()
+    tolerance = 1e-12 if dtype == torch.float64 else 3e-4 if options["decay"] == "cautious" else 1e-5
+    for p, reference in zip(params, expected, strict=True):
+        assert distance(p, reference.P) < tolerance
+        assert distance(optimizer.state[p]["momentum_buffer"], reference.M) < 1e-5
+        if reference.beta2 is not None:
+            assert optimizer.state[p]["second_momentum_buffer"].shape == reference.V.shape
+
+
+def test_plain_muon_is_torchs():
+    ours = [parameter(64, 64), parameter(96, 32), parameter(32, 96)]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    start = [p.detach().clone() for p in ours]
+    form = dict(coefficients="simple", beta2=None, weight_decay_form="decoupled")
+    optimizer = MuonAdamW([muon(*ours, **form)])
+    expected = torch.optim.Muon(theirs, lr=0.02, momentum=0.95, nesterov=True, weight_decay=0.1, ns_steps=5)
+    for step in range(10):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad, q.grad = gradient(p, step), gradient(p, step)
+        optimizer.step()
+        expected.step()
+    for p, q, before in zip(ours, theirs, start, strict=True):
+        assert distance(p - before, q - before) < 0.02  # theirs iterates in bf16
+
+
+def test_a_group_may_mix_hyperparameters_inside_a_bank():
+    """Two groups, one bank: lr, momentum, beta2, weight decay and scale are each matrix's own."""
+    a, b = parameter(16, 40, seed=1), parameter(40, 16, seed=2)
+    other = dict(lr=0.1, momentum=0.5, beta2=0.5, weight_decay=0.3, scale="spectral")
+    optimizer = MuonAdamW([muon(a), muon(b, **other)])
+    assert sum(isinstance(unit, optim.Bank) for unit in optimizer._units) == 1
+    alone_a, alone_b = (torch.nn.Parameter(p.detach().clone()) for p in (a, b))
+    optimizers = [MuonAdamW([muon(alone_a)]), MuonAdamW([muon(alone_b, **other)])]
+    for step in range(5):
+        for p, q in ((a, alone_a), (b, alone_b)):
+            p.grad = q.grad = gradient(p, step)
+        for each in (optimizer, *optimizers):
+            each.step()
+    assert distance(a, alone_a) < 3e-5 and distance(b, alone_b) < 3e-5
+
+
+def test_3d_is_a_batch_of_matrices_and_4d_a_matrix_of_rows():
+    form = dict(weight_decay_form="decoupled")
+    experts, convolution = parameter(5, 12, 20), parameter(12, 3, 3, 3)
+    whole = [*experts.detach().unbind(), convolution.detach().flatten(1)]
+    separate = [torch.nn.Parameter(p.clone()) for p in whole]
+    optimizer, expected = MuonAdamW([muon(experts, convolution, **form)]), MuonAdamW([muon(*separate, **form)])
+    for step in range(5):
+        experts.grad, convolution.grad = gradient(experts, step), gradient(convolution, step)
+        for p, grad in zip(separate, [*experts.grad, convolution.grad.flatten(1)], strict=True):
+            p.grad = grad
+        optimizer.step()
+        expected.step()
+    for p, q in zip([*experts, convolution.flatten(1)], separate, strict=True):
+        assert distance(p, q) < 2e-5
+    assert optimizer.state[convolution]["momentum_buffer"].shape == convolution.shape
+    assert optimizer.state[experts]["second_momentum_buffer"].shape == (5, 1, 20)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8),
+    cuts=st.lists(st.integers(0, 8), max_size=3),
+)
+def test_any_shapes_in_any_groups_are_the_formulas(shapes, cuts):
+    params = [parameter(*shape, seed=i, dtype=torch.float64) for i, shape in enumerate(shapes)]
+    cuts = [0, *sorted(cuts), len(params)]
+    groups = [muon(*params[lo:hi]) for lo, hi in zip(cuts, cuts[1:], strict=False)]
+    expected = [ReferenceMuon(p, lr=0.02, weight_decay=0.1) for p in params]
+    optimizer = MuonAdamW(groups)
+    for step in range(3):
+        for p, reference in zip(params, expected, strict=True):
+            p.grad = gradient(p, step)
+            reference.step(p.grad)
+        optimizer.step()
+    for p, reference in zip(params, expected, strict=True):
+        assert distance(p, reference.P) < 1e-9
+
+
+# ---- what must hold
+
+
+def mixed(dtype=torch.float32):
+    params = [parameter(*s, dtype=dtype) for s in [(24, 24), (24, 12), (12, 24), (3, 8, 8), (50, 30), (5,), ()]]
+    return params, [muon(*params[:4], names=list("abcd")), adamw(*params[4:], names=list("efg"))]
+
+
+def test_none_gradient_counts_as_zero():
+    params, groups = mixed()
+    zeros, zero_groups = mixed()
+    optimizer, expected = MuonAdamW(groups), MuonAdamW(zero_groups)
+    for step in range(3):
+        for i, (p, q) in enumerate(zip(params, zeros, strict=True)):
+            p.grad = q.grad = gradient(p, step)
+            if (i + step) % 3 == 0:
+                p.grad, q.grad = None, torch.zeros_like(q)
+        optimizer.step()
+        expected.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, zeros, strict=True))
+    for p in params:
+        p.grad = None
+    optimizer.step()
+
+
+def test_gradient_is_not_changed_by_step():
+    params, groups = mixed()
+    optimizer = MuonAdamW(groups)
+    for p in params:
+        p.grad = gradient(p, 0)
+    optimizer.step()
+    assert all(torch.equal(p.grad, gradient(p, 0)) for p in params)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", [0, 3, 4, 6])
+def test_non_finite_gradient_skips_the_step(value, where):
+    params, groups = mixed()
+    optimizer = MuonAdamW(groups)
+    train(optimizer, params, 2)
+    before = optimizer.full_state_dict()["state"], [p.detach().clone() for p in params]
+    for p in params:
+        p.grad = gradient(p, 2)
+    params[where].grad.view(-1)[-1] = value
+    optimizer.step()
+    assert optimizer.skipped_steps.item() == 1 and optimizer.skipped_steps.ndim == 0
+    assert all(torch.equal(p, q) for p, q in zip(params, before[1], strict=True))
+    after = optimizer.state_dict()["state"]
+    assert all(torch.equal(after[name][key], value) for name in after for key, value in before[0][name].items())
+    train(optimizer, params, 1, start=2)
+    uninterrupted, groups = mixed()
+    train(MuonAdamW(groups), uninterrupted, 3)
+    assert all(torch.equal(p, q) for p, q in zip(params, uninterrupted, strict=True))
+    assert optimizer.skipped_steps.item() == 1
+
+
+def test_non_finite_gradient_on_the_first_step_changes_nothing():
+    params, groups = mixed()
+    optimizer = MuonAdamW(groups)
+    for p in params:
+        p.grad = torch.full_like(p, math.nan)
+    optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, mixed()[0], strict=True))
+    assert all(not value.any() for entry in optimizer.state.values() for value in entry.values())
+
+
+def test_different_dtypes_in_one_model_and_float32_state():
+    params = [parameter(24, 24), parameter(24, 24, dtype=torch.bfloat16), parameter(50, 30, dtype=torch.bfloat16)]
+    optimizer = MuonAdamW([muon(*params[:2]), adamw(params[2])])
+    train(optimizer, params, 3)
+    assert [p.dtype for p in params] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert all(v.dtype == torch.float32 for state in optimizer.state.values() for v in state.values())
+    reference = ReferenceMuon(parameter(24, 24, dtype=torch.bfloat16), lr=0.02, weight_decay=0.1)
+    for step in range(3):
+        reference.step(gradient(params[1], step))
+    assert distance(params[1], reference.P) < 0.01
+
+
+def test_empty_groups_and_empty_parameters():
+    empty = torch.nn.Parameter(torch.empty(0, 5))
+    p = parameter(8, 8)
+    optimizer = MuonAdamW([muon(), muon(p, empty), adamw(), adamw(torch.nn.Parameter(torch.empty(0)))])
+    train(optimizer, [p], 2)
+    assert not torch.equal(p, parameter(8, 8))
+    optimizer.load_state_dict(optimizer.full_state_dict())
+
+
+def test_state_exists_before_the_first_step_under_its_names():
+    params, groups = mixed()
+    state = MuonAdamW(groups).state_dict()["state"]
+    assert set(state["a"]) == {"momentum_buffer", "second_momentum_buffer"}
+    assert set(state["e"]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert state["b"]["momentum_buffer"].shape == (24, 12) and state["b"]["second_momentum_buffer"].shape == (24, 1)
+    assert state["c"]["momentum_buffer"].shape == (12, 24) and state["c"]["second_momentum_buffer"].shape == (1, 24)
+
+
+def test_state_loads_into_other_groups_and_keeps_its_dtype():
+    params, groups = mixed()
+    optimizer = MuonAdamW(groups)
+    train(optimizer, params, 3)
+    saved = optimizer.full_state_dict()
+    saved["state"] = {name: {k: v.double() for k, v in entry.items()} for name, entry in saved["state"].items()}
+    again = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    a, b, c, d, e, f, g = again
+    other = MuonAdamW(
+        [adamw(g, names=["g"]), muon(d, b, names=["d", "b"]), adamw(f, e, names=["f", "e"]), muon(c, a, names=["c", "a"])]
+    )
+    other.load_state_dict(saved)
+    assert all(v.dtype == torch.float32 for state in other.state.values() for v in state.values())
+    train(optimizer, params, 3, start=3)
+    train(other, again, 3, start=3)
+    assert all(distance(p, q) < 3e-5 for p, q in zip(again, params, strict=True))
+
+
+def test_given_hyperparameters_win_over_the_saved_ones():
+    params, groups = mixed()
+    saved = MuonAdamW(groups).state_dict()
+    assert saved["param_groups"][0]["lr"] == 0.02
+    params, groups = mixed()
+    groups[0]["lr"] = 0.5
+    optimizer = MuonAdamW(groups)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
+    params, groups = mixed()
+    optimizer = MuonAdamW(groups)
+    train(optimizer, params, 1)
+    whole = optimizer.full_state_dict()
+    for name, key, wrong, message in [
+        ("f", "exp_avg", None, "no exp_avg of f"),
+        ("g", "step", None, "no step of g"),
+        ("a", "momentum_buffer", torch.zeros(3, 3), r"momentum_buffer of a has shape \(3, 3\), expected \(24, 24\)"),
+    ]:
+        saved = {"state": {n: {k: v + 1 for k, v in e.items()} for n, e in whole["state"].items()}, "param_groups": groups}
+        saved["param_groups"] = whole["param_groups"]
+        if wrong is None:
+            del saved["state"][name][key]
+        else:
+            saved["state"][name][key] = wrong
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(saved)
+        state = optimizer.state_dict()["state"]
+        assert all(torch.equal(v, state[n][k]) for n, entry in whole["state"].items() for k, v in entry.items())
+
+
+def test_without_names_a_regrouped_load_is_refused():
+    a, b = parameter(8, 8), parameter(8, 8, seed=1)
+    saved = MuonAdamW([muon(a, b)]).state_dict()
+    assert list(saved["state"]) == ["group0.0", "group0.1"]
+    MuonAdamW([muon(a, b)]).load_state_dict(saved)
+    with pytest.raises(ValueError, match="names"):
+        MuonAdamW([muon(a), muon(b)]).load_state_dict(saved)
+
+
+def test_bad_groups_are_refused_at_construction():
+    p, q = parameter(8, 8), parameter(8)
+    cases = [
+        ([dict(muon(p), kind="sgd")], "group 0: unknown kind 'sgd'"),
+        ([muon(p), {k: v for k, v in adamw(q).items() if k != "eps"}], r"group 1 \(adamw\): missing eps"),
+        ([{k: v for k, v in muon(p).items() if k != "beta2"}], r"group 0 \(muon\): missing beta2"),
+        ([muon(p, nestrov=True)], r"group 0 \(muon\): unknown nestrov"),
+        ([adamw(p, momentum=0.9)], r"group 0 \(adamw\): unknown momentum"),
+        ([adamw(q), muon(p, names=["w"]), adamw(p)], "group 2: group2.0 is already in group 1"),
+        ([muon(p, p)], "group 0: group0.1 is already in group 0"),
+        ([muon(p, q, names=["w", "bias"])], r"group 0: bias has shape \(8,\)"),
+        ([muon(p, names=["w"]), adamw(q, names=["w"])], "group 1: the name w is used twice"),
+        ([muon(p, names=["a", "b"])], "group 0: 2 names for 1 params"),
+        ([muon(p, coefficients="newton")], "group 0: unknown coefficients 'newton'"),
+        ([muon(p, ns_steps=0)], "group 0: .*at least one step"),
+        ([muon(p, scale="big")], "group 0: unknown scale 'big'"),
+        ([muon(p, weight_decay_form="coupled")], "group 0: unknown weight_decay_form 'coupled'"),
+    ]
+    for groups, message in cases:
+        with pytest.raises(ValueError, match=message):
+            MuonAdamW(groups)
+    MuonAdamW([muon(p, initial_lr=0.1, names=["w"])])
+
+
+def test_it_is_a_torch_optimizer():
+    """Closures, schedulers that write group["lr"], add_param_group, zero_grad."""
+    p, q, late = parameter(8, 8), parameter(5), parameter(8, 8, seed=3)
+    groups = [muon(p), adamw(q)]
+    optimizer = MuonAdamW(groups)
+    assert "initial_lr" not in groups[0] and groups[0]["params"] == [p]  # the caller's dicts stay the caller's
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.square().sum() + q.square().sum() + late.square().sum()
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    assert torch.equal(late, parameter(8, 8, seed=3))
+    optimizer.add_param_group(muon(late))
+    assert optimizer.state[late]["momentum_buffer"].shape == (8, 8)
+    assert optimizer.step(closure) < first
+    assert not torch.equal(late, parameter(8, 8, seed=3))
+    with pytest.raises(ValueError, match="group 3: group3.0 is already in group 2"):
+        optimizer.add_param_group(adamw(late))
+    with optimizer.overlap_backward():  # nothing to overlap, but the same training loop runs
+        closure()
+    optimizer.step()
+
+
+def test_a_big_bank_in_batches_is_the_same(monkeypatch):
+    params, groups = [parameter(8, 16, seed=i) for i in range(6)], []
+    for limit in (2**24, 4 * 8 * 16 * 2):
+        monkeypatch.setitem(optim.BATCH_BYTES, "cpu", limit)
+        mine = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        optimizer = MuonAdamW([muon(*mine)])
+        groups.append(mine)
+        (bank,) = optimizer._units
+        assert len(bank.batches()) == (1 if limit == 2**24 else 3)
+        train(optimizer, mine, 3)
+    assert all(distance(p, q) < 1e-6 for p, q in zip(*groups, strict=True))
+
+
+# ---- compilation
+
+
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_compiled_and_eager_agree_and_a_new_learning_rate_recompiles_nothing(monkeypatch):
+    def model():
+        params = [parameter(64, 64), parameter(64, 64, seed=1), parameter(32, 64), parameter(64, 32), parameter(60, 30)]
+        return params, MuonAdamW([muon(*params[:4], weight_decay_form="decoupled"), adamw(params[4])])
+
+    eager_params, eager_optimizer = model()
+    train(eager_optimizer, eager_params, 4)
+    monkeypatch.setenv("NANOMUON_COMPILE", "1")
+    params, optimizer = model()
+    train(optimizer, params, 2)
+    compiled = graphs()
+    assert compiled >= 5
+    for group, change in zip(optimizer.param_groups, (dict(lr=0.1, momentum=0.8), dict(lr=0.3)), strict=True):
+        group.update(change)
+    train(optimizer, params, 1)
+    assert graphs() == compiled
+    for group, change in zip(optimizer.param_groups, (dict(lr=0.02, momentum=0.95), dict(lr=1e-2)), strict=True):
+        group.update(change)
+    params, optimizer = model()
+    train(optimizer, params, 4)  # a second optimizer of the same shapes compiles nothing either
+    assert graphs() == compiled
+    assert all(distance(p, q) < 2e-5 for p, q in zip(params, eager_params, strict=True))
+
+
+def test_forty_shapes_compile(monkeypatch):
+    monkeypatch.setenv("NANOMUON_COMPILE", "1")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    before = graphs()
+    params = [parameter(32 + i, 32) for i in range(40)]
+    optimizer = MuonAdamW([muon(*params, ns_steps=1)])
+    train(optimizer, params, 2)
+    assert graphs() - before == 80  # a direction and an update each, nothing twice
+    expected = [parameter(32 + i, 32) for i in range(40)]
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+    train(MuonAdamW([muon(*expected, ns_steps=1)]), expected, 2)
+    assert all(distance(p, q) < 1e-4 for p, q in zip(params, expected, strict=True))

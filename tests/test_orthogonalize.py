@@ -1,0 +1,125 @@
+"""orthogonalize against the SVD: the polar factor, and the scalar polynomial on the singular values."""
+
+import pytest
+import torch
+
+from nanomuon.orthogonalize import COEFFICIENTS, gram_pays, newton_schulz_flops, orthogonalize, triples, update_scale
+
+# images of the singular values in [0.01, 1], in exact arithmetic
+RANGES = {
+    "simple": (0.68, 1.13),
+    "quintic": (0.978, 1.032),
+    "polar_express": (0.86, 1.14),
+    "cans": (0.88, 1.12),
+    "deepseekv4": (1.000, 1.001),
+}
+SHAPES = [(24, 24), (48, 24), (24, 48), (24, 100), (130, 24), (3, 24, 40), (2, 2, 30, 24), (1, 17), (17, 1)]
+
+
+def matrix(shape, condition, seed=0):
+    """Singular values from 1 down to 1/condition, in a geometric row; returns U, s, Vh too."""
+    g = torch.Generator().manual_seed(seed)
+    U, _, Vh = torch.linalg.svd(torch.randn(shape, generator=g, dtype=torch.float64), full_matrices=False)
+    s = torch.logspace(0, -torch.log10(torch.tensor(float(condition))).item(), min(shape[-2:]), dtype=torch.float64)
+    return U @ torch.diag(s) @ Vh, U, s, Vh
+
+
+def image(s, steps):
+    for a, b, c in steps:
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
+@pytest.mark.parametrize("name", COEFFICIENTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_singular_value_takes_its_image_and_the_vectors_stay(name, shape):
+    for condition in (1, 1e2, 1e4, 1e6):
+        G, U, s, Vh = matrix(shape, condition)
+        norm = s.square().sum().sqrt()
+        start = s / (1.02 * norm + 1e-6) if name == "polar_express" else s / norm
+        expected = U @ torch.diag(image(start, COEFFICIENTS[name])) @ Vh
+        # the steps amplify a small singular value, and its rounding with it
+        tolerance = 1e-7 if name == "deepseekv4" else 1e-10
+        for gram in (None, False):
+            actual = orthogonalize(G, name, gram=gram)
+            assert actual.dtype == torch.float64 and actual.shape == G.shape
+            torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_the_published_range_of_each_set(name):
+    low, high = RANGES[name]
+    values = image(torch.linspace(0.01, 1, 100_001, dtype=torch.float64), COEFFICIENTS[name])
+    assert low - 0.006 < values.min() and values.max() < high + 0.006
+    assert values.min() < low + 0.02 and values.max() > high - 0.02
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (96, 32), (32, 96)], ids=str)
+def test_it_is_the_polar_factor_of_the_svd(shape):
+    G, U, _, Vh = matrix(shape, 10)
+    assert (orthogonalize(G, "deepseekv4") - U @ Vh).norm() / min(shape) ** 0.5 < 2e-3
+    more = orthogonalize(G, "polar_express", 9)  # five, then (1.875, -1.25, .375), which converges to exactly 1
+    torch.testing.assert_close(more, U @ Vh, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in COEFFICIENTS if name != "deepseekv4"])
+def test_gram_form_equals_plain(name):
+    for shape in [(40, 200), (200, 40), (2, 40, 64), (40, 40)]:
+        for condition, tolerance in ((1, 2e-5), (1e3, 3e-4)):
+            G = matrix(shape, condition)[0].float()
+            plain, gram = orthogonalize(G, name, gram=False), orthogonalize(G, name, gram=True)
+            assert (plain - gram).norm() / plain.norm() < tolerance
+    for steps in (1, 2, 3, 4):  # fewer steps, with and without the restart
+        G = matrix((40, 200), 100)[0]
+        torch.testing.assert_close(orthogonalize(G, name, steps, True), orthogonalize(G, name, steps, False))
+
+
+def test_the_form_follows_the_shape_and_the_number_of_steps():
+    assert gram_pays(512, 2048, 5) and gram_pays(2048, 512, 5)
+    assert not gram_pays(512, 512, 5) and not gram_pays(512, 768, 5) and not gram_pays(512, 2048, 10)
+    s = 64
+    assert newton_schulz_flops(s, s, 5) == 30 * s**3
+    assert newton_schulz_flops(4 * s, s, 5) == newton_schulz_flops(s, 4 * s, 5) == (8 * 4 + 28) * s**3
+
+
+def test_flops_are_those_of_the_products_made():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for shape, steps in [((32, 32), 5), ((32, 128), 5), ((128, 32), 5), ((32, 128), 10), ((128, 32), 3), ((64, 32), 2)]:
+        with FlopCounterMode(display=False) as counter:
+            orthogonalize(torch.randn(shape), "deepseekv4", steps)
+        assert counter.get_total_flops() == newton_schulz_flops(*shape, steps)
+
+
+def test_number_of_steps():
+    assert triples("simple") == COEFFICIENTS["simple"] and len(triples("deepseekv4")) == 10
+    assert triples("quintic", 3) == COEFFICIENTS["quintic"][:3]
+    assert triples("quintic", 7)[4:] == (COEFFICIENTS["quintic"][-1],) * 3
+    assert triples("polar_express", 7) == COEFFICIENTS["polar_express"] + ((1.875, -1.25, 0.375),) * 2
+    assert triples([[2, -1.5, 0.5]], 2) == ((2.0, -1.5, 0.5),) * 2
+    for wrong in (("newton", None), ("simple", 0), ([], None), ([(1, 2)], None)):
+        with pytest.raises(ValueError):
+            triples(*wrong)
+
+
+def test_dtypes_and_degenerate_matrices():
+    G = matrix((24, 60), 10)[0]
+    assert orthogonalize(G.float()).dtype == torch.float32
+    assert orthogonalize(G.bfloat16()).dtype == torch.float32  # on a CPU
+    for name in COEFFICIENTS:
+        assert orthogonalize(torch.zeros(3, 8, 20), name).eq(0).all()
+    for size in (1e-20, 1e-8, 1e15):  # the norm of tiny and huge matrices neither vanishes nor overflows
+        assert orthogonalize(G.float() * size, "simple").isfinite().all()
+    row = orthogonalize(torch.tensor([[3.0, 4.0]]), "deepseekv4")
+    torch.testing.assert_close(row, torch.tensor([[0.6, 0.8]]), rtol=2e-3, atol=0)
+    rank_one = torch.outer(torch.arange(1.0, 9), torch.arange(1.0, 6)).double()
+    assert (orthogonalize(rank_one, "deepseekv4") - rank_one / rank_one.norm()).abs().max() < 2e-3
+
+
+def test_scale_rules():
+    assert update_scale("shape", 8, 2) == 2 and update_scale("shape", 2, 8) == 1
+    assert update_scale("match_rms_adamw", 4, 25) == pytest.approx(1.0)
+    assert update_scale("spectral", 4, 25) == 5 and update_scale("unit_rms_norm", 2, 8) == 0.5
+    assert update_scale(lambda m, n: m + n, 2, 3) == 5
+    with pytest.raises(ValueError, match="unknown scale 'shapes'"):
+        update_scale("shapes", 2, 2)

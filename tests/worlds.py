@@ -1,0 +1,82 @@
+"""Worlds of 1 to 4 gloo ranks for the tests: four processes started once and kept, a process group for each size.
+
+    def ranks(group, x):                       # a module-level function of a test file
+        return x + dist.get_rank(group)
+
+    run_world(3, ranks, 10) == [10, 11, 12]    # one result per rank
+"""
+
+import atexit
+import multiprocessing
+import os
+import tempfile
+import traceback
+
+LARGEST = 4
+_workers = []  # (process, connection)
+
+
+def run_world(size, function, *args, timeout=120):
+    """Call function(group, *args) on `size` ranks at once and return their results.
+
+    RuntimeError with the rank's traceback if one raises; TimeoutError, and fresh processes next time, if one hangs.
+    """
+    if not _workers:
+        _start()
+    for _, connection in _workers[:size]:
+        connection.send((size, function, args))
+    answers = []
+    for rank, (_, connection) in enumerate(_workers[:size]):
+        if not connection.poll(timeout):
+            _stop()
+            raise TimeoutError(f"rank {rank} of {size} gave no answer in {timeout} s")
+        try:
+            answers.append(connection.recv())
+        except EOFError:
+            _stop()
+            raise RuntimeError(f"rank {rank} of {size} died") from None
+    for rank, (error, _) in enumerate(answers):
+        if error:
+            _stop()  # the others may be waiting in a collective of their own
+            raise RuntimeError(f"rank {rank} of {size}:\n{error}")
+    return [result for _, result in answers]
+
+
+def _start():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor"])
+    folder = tempfile.mkdtemp(prefix="worlds-")
+    for rank in range(LARGEST):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(rank, theirs, os.path.join(folder, "store")), daemon=True)
+        process.start()
+        theirs.close()
+        _workers.append((process, ours))
+    atexit.register(_stop)
+
+
+def _stop():
+    for process, connection in _workers:
+        process.kill()
+        process.join()
+        connection.close()
+    _workers.clear()
+
+
+def _serve(rank, connection, store):
+    os.environ.update(NANOMUON_COMPILE="0", OMP_NUM_THREADS="1")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=LARGEST)
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, LARGEST + 1)}
+    while True:
+        try:
+            size, function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((None, function(groups[size], *args)))
+        except Exception:
+            connection.send((traceback.format_exc(), None))
