@@ -8,6 +8,7 @@
 # Stages whose output is complete are skipped, so the same command carries on after an interruption. Override with
 #
 #   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER, hf:ORG/NAME[:CONFIG]
+#   VOCAB_SIZE=1024         a smaller vocabulary, for a small corpus
 #   DEPTH=8                 a deeper (and wider) or smaller model
 #   RUN=name                name of the run under $NANOMUON_BASE_DIR/runs
 #   NANOMUON_BASE_DIR=...   where everything is written (~/.cache/nanomuon)
@@ -41,17 +42,18 @@ case $GPUS in
         ;;
 esac
 RUN=${RUN:-d$DEPTH-$(printf %s "$CORPUS" | tr -c 'A-Za-z0-9._-' '-')}
-FLAGS+=(--run "$RUN" --corpus "$CORPUS" --depth "$DEPTH" "$@")
-LAUNCH=("$PYTHON")
-if [ "$GPUS" -gt 1 ]; then
-    LAUNCH=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$GPUS")
+DATA=(--corpus "$CORPUS" ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"})
+FLAGS+=(--run "$RUN" "${DATA[@]}" --depth "$DEPTH" "$@")
+TRAIN=("$PYTHON" -m scripts.base_train)
+if [ "$GPUS" -gt 1 ]; then # the last -- keeps torchrun from taking --run for its own --run-path
+    TRAIN=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$GPUS" -m scripts.base_train --)
 fi
 run_dir="${NANOMUON_BASE_DIR:-$HOME/.cache/nanomuon}/runs/$RUN"
 
 if [[ " $* " == *" --plan "* ]]; then
     echo "stages     environment -> corpus $CORPUS -> tokenizer -> shards -> train -> evaluate -> sample -> report"
     echo "run        $run_dir"
-    exec "${LAUNCH[@]}" -m scripts.base_train "${FLAGS[@]}"
+    exec "${TRAIN[@]}" "${FLAGS[@]}"
 fi
 
 # record STAGE SECONDS: base_train puts these into the report's table of times
@@ -61,14 +63,14 @@ record() {
 }
 
 stage=$SECONDS
-"$PYTHON" -m scripts.data_prep --corpus "$CORPUS"
+"$PYTHON" -m scripts.data_prep "${DATA[@]}"
 if [ ! -e "$run_dir/stages.jsonl" ]; then
     record environment "$environment_seconds"
     record "corpus, tokenizer, shards" $((SECONDS - stage))
 fi
 
 code=0
-"${LAUNCH[@]}" -m scripts.base_train "${FLAGS[@]}" || code=$?
+"${TRAIN[@]}" "${FLAGS[@]}" || code=$?
 # torchrun has exit codes of its own; what counts is whether the run on disk is complete
 if [ ! -e "$run_dir/summary.json" ]; then
     [ $code -ne 0 ] || echo "the run was stopped before its end: bash speedrun.sh carries on"

@@ -1,12 +1,12 @@
 """Pretrain a GPT.
 
     python -m scripts.base_train --depth 4 --num-iterations 300           # one process, CPU or GPU
-    torchrun --standalone --nproc_per_node=8 -m scripts.base_train --depth 24 --corpus hf:ORG/NAME
+    torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth 24 --corpus hf:ORG/NAME
     python -m scripts.base_train --corpus path:my_texts --run mine        # your own text
     python -m scripts.base_train --optimizer-file my_optim.py             # your own: build_optimizer(model)
 
-What is not given follows from --depth and the device. A run lives in runs/NAME under NANOMUON_BASE_DIR; the same
-command given again carries it on from its last checkpoint.
+The -- keeps torchrun from taking --run for its own --run-path. What is not given follows from --depth and the device.
+A run lives in runs/NAME under NANOMUON_BASE_DIR; the same command given again carries it on from its last checkpoint.
 """
 
 import argparse
@@ -129,6 +129,15 @@ memory     about {memory / 2**30:.1f} GB per device
 time       {f"about {duration(seconds)} at 40% of this device's peak" if seconds else "not known for this device"}""")  # noqa: E501
 
 
+def prepare_data(corpus: str, vocab_size: int | None, runtime: Runtime) -> Path:
+    """The folder of the corpus' shards; the first rank makes what is missing while the others wait."""
+    if runtime.rank == 0:
+        folder = shards.prepare(corpus, vocab_size)
+    if runtime.world_size > 1:
+        dist.barrier()
+    return folder if runtime.rank == 0 else shards.prepare(corpus, vocab_size)
+
+
 def build_model(config: GPTConfig, runtime: Runtime, seed: int) -> GPT:
     with torch.device("meta"):
         model = GPT(config, runtime.compute_dtype)
@@ -218,24 +227,26 @@ def duration(seconds: float) -> str:
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
 
 
-def claim_run_folder(run_dir: Path, settings: dict, args: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    """Start a run's folder with what defines it, or check that the run in it is the same one."""
-    if args.resume == "never":
-        shutil.rmtree(run_dir, ignore_errors=True)
-    file = run_dir / "settings.json"
-    if file.exists():
-        before = json.loads(file.read_text())
-        changed = [
-            f"{key} {before.get(key)!r}, not {value!r}" for key, value in settings.items() if before.get(key) != value
-        ]
-        if changed:
-            raise InputError(
-                f"run {args.run} exists with {'; '.join(changed)}: choose another --run, or start over: --resume never"
-            )
+def check_run_folder(run_dir: Path, settings: dict) -> None:
+    """Refuse to go on with a run that was started as another one."""
+    if not (run_dir / "settings.json").exists():
         return
+    before = json.loads((run_dir / "settings.json").read_text())
+    changed = [f"{key} {before.get(key)!r}, not {now!r}" for key, now in settings.items() if before.get(key) != now]
+    if changed:
+        raise InputError(
+            f"run {run_dir.name} exists with {'; '.join(changed)}: choose another --run, or start over: --resume never"
+        )
+
+
+def start_run_folder(run_dir: Path, settings: dict, tokenizer: Tokenizer, afresh: bool) -> None:
+    """Write what defines the run, once everything that could be wrong with it has been looked at."""
+    if afresh:
+        shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(run_dir / "tokenizer")  # with it, the folder of a run is all that sampling and evaluation need
-    write_json(file, settings)
+    if not (run_dir / "settings.json").exists():
+        tokenizer.save(run_dir / "tokenizer")  # with it, this folder is all that sampling and evaluation need
+        write_json(run_dir / "settings.json", settings)
 
 
 def write_json(file: Path, content: dict) -> None:
@@ -292,14 +303,9 @@ def main(argv: list[str] | None = None) -> int:
         print_plan(args, config, batch, steps, runtime)
         return 0
 
-    # Data: the first rank makes what is missing, the others wait for it
-    if args.vocab_size:
-        plan_run(args, args.vocab_size, runtime)  # what is wrong with the arguments should show before the work starts
-    if runtime.rank == 0:
-        folder = shards.prepare(args.corpus, args.vocab_size)
-    if runtime.world_size > 1:
-        dist.barrier()
-        folder = shards.prepare(args.corpus, args.vocab_size) if runtime.rank else folder
+    # What is wrong with the arguments should show before the data is worked on
+    plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime)
+    folder = prepare_data(args.corpus, args.vocab_size, runtime)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     config, batch, steps = plan_run(args, tokenizer.vocab_size, runtime)
     rows = batch // config.seq_len
@@ -311,11 +317,10 @@ def main(argv: list[str] | None = None) -> int:
         "corpus": args.corpus, "tokenizer": tokenizer.hash, **asdict(config), "total_batch_size": batch,
         "seed": args.seed, "optimizer_file": args.optimizer_file,
     }  # fmt: skip
-    if runtime.rank == 0:
-        claim_run_folder(run_dir, settings, args, tokenizer)
-    if runtime.world_size > 1:
-        dist.barrier()
-    if (run_dir / "summary.json").exists():
+    afresh = args.resume == "never"
+    if not afresh:
+        check_run_folder(run_dir, settings)
+    if (run_dir / "summary.json").exists() and not afresh:
         print0(f"run {args.run} is complete: {run_dir}/report.md (--resume never starts it over)")
         print_summary(json.loads((run_dir / "summary.json").read_text()))
         return 0
@@ -333,11 +338,13 @@ def main(argv: list[str] | None = None) -> int:
         meta = checkpoint.load(found, gpt, optimizer)
         step, loader_state = meta["step"], meta["loader"]
         print0(f"resuming run {args.run} at step {step}")
-    checkpoints = checkpoint.Checkpointer(run_dir, step if found else None)
     loader = TrainLoader(
         folder, config.seq_len, rows, args.device_batch_size, runtime.rank, runtime.world_size, args.seed,
         runtime.device, loader_state,
     )  # fmt: skip
+    if runtime.rank == 0:
+        start_run_folder(run_dir, settings, tokenizer, afresh)
+    checkpoints = checkpoint.Checkpointer(run_dir, step if found else None)
     log = None
     if runtime.rank == 0:
         log = report.MetricsLog(

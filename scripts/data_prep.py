@@ -1,7 +1,7 @@
 """Make whatever is missing of corpus, tokenizer and token shards. Run it again after any interruption: it carries on.
 
-    python -m scripts.data_prep                                            # the Python standard library, no download
-    python -m scripts.data_prep --corpus path:my_texts --vocab-size 8192   # your own text
+python -m scripts.data_prep                                            # the Python standard library, no download
+python -m scripts.data_prep --corpus path:my_texts --vocab-size 8192   # your own text
 """
 
 import argparse

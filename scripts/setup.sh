@@ -26,5 +26,7 @@ else
             exit 2
         }
         echo "$wanted" >.venv/installed
+    else
+        echo "environment: .venv is complete, skipped"
     fi
 fi

@@ -1,6 +1,6 @@
 """Train the tokenizer of a corpus and say how well it compresses.
 
-    python -m scripts.tok_train --corpus python --vocab-size 4096
+python -m scripts.tok_train --corpus python --vocab-size 4096
 """
 
 import argparse

@@ -1,0 +1,282 @@
+"""The training script as people use it: whole runs on a small corpus, interrupted, repeated, on several processes."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanomuon.report import read_metrics
+from nanomuon.runtime import InputError, run_command
+from scripts import base_eval, base_train, sample
+
+SMALL = (
+    "--depth 2 --max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --vocab-size 300 --eval-tokens 512"
+).split()
+ADAMW_FILE = """
+import torch
+def build_optimizer(model):
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base folder, and a corpus of 200 short documents with something to learn in them."""
+    folder = tmp_path_factory.mktemp("base")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(50)]
+    (folder / "texts").mkdir()
+    for i in range(200):
+        (folder / "texts" / f"{i:03}.txt").write_text(" ".join(rng.choices(words, k=80)) + ".\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def environment(base, monkeypatch):
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(base))
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def arguments(base, run, steps, *more):
+    return [*SMALL, "--corpus", f"path:{base}/texts", "--run", run, "--num-iterations", str(steps), *more]
+
+
+def launch(base, run, steps, *more, processes=1, **keywords):
+    module = ["-m", "scripts.base_train"]
+    if processes > 1:
+        module = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *module, "--"]
+    command = [sys.executable, *module, *arguments(base, run, steps, *more)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **keywords)
+
+
+def losses(base, run):
+    rows, _ = read_metrics(base / "runs" / run / "metrics.jsonl")
+    return [row["train_loss"] for row in rows]
+
+
+def wait_for_step(base, run, step, process):
+    """Return as soon as the run has logged that step."""
+    for _ in range(1200):
+        if (base / "runs" / run / "metrics.jsonl").exists() and len(losses(base, run)) >= step:
+            return
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not reached")
+
+
+@pytest.fixture(scope="module")
+def whole_run(base):
+    """40 steps without interruption, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOMUON_BASE_DIR", str(base))
+        patch.setenv("NANOMUON_COMPILE", "0")
+        assert base_train.main(arguments(base, "whole", 40, "--eval-every", "10", "--save-every", "15")) == 0
+    return base / "runs" / "whole"
+
+
+def test_a_finished_run_has_everything(whole_run, capsys):
+    training, evaluation = read_metrics(whole_run / "metrics.jsonl")
+    assert [row["step"] for row in training] == list(range(1, 41))
+    assert [row["tokens"] for row in training] == list(range(256, 41 * 256, 256))
+    assert set(training[0]) >= {"train_loss", "lr_multiplier", "step_ms", "tokens_per_second"}
+    assert [row["step"] for row in evaluation] == [10, 20, 30, 40]
+    assert training[0]["train_loss"] == pytest.approx(5.7, abs=0.05)  # ln 300: it starts knowing nothing
+    assert evaluation[-1]["val_bpb"] < 0.8 * evaluation[0]["val_bpb"]
+    summary = json.loads((whole_run / "summary.json").read_text())
+    assert summary["val_bpb"] == round(evaluation[-1]["val_bpb"], 4) and summary["tokens"] == 40 * 256
+    assert set(summary) >= {"train_loss", "steps", "seconds", "tokens_per_second", "optimizer_ms", "peak_memory_mb",
+                            "parameters"}  # fmt: skip
+    for name in ("report.md", "loss.png", "model.safetensors", "config.json", "tokenizer", "checkpoints/step_40"):
+        assert (whole_run / name).exists(), name
+    assert str(summary["val_bpb"]) in (whole_run / "report.md").read_text()
+    assert not list(whole_run.rglob("*.tmp")) and not list(whole_run.rglob("*.pt")) + list(whole_run.rglob("*.pkl"))
+
+
+def test_a_finished_run_is_left_alone(base, whole_run, capsys):
+    before = (whole_run / "metrics.jsonl").read_bytes()
+    assert base_train.main(arguments(base, "whole", 40)) == 0
+    output = capsys.readouterr().out
+    assert "is complete" in output and "val_bpb: " in output
+    assert (whole_run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_killed_run_resumed_equals_the_uninterrupted_one_bit_for_bit(base, whole_run):
+    options = ("--eval-every", "10", "--save-every", "5")
+    process = launch(base, "killed", 40, *options)
+    wait_for_step(base, "killed", 13, process)
+    process.kill()
+    process.wait()
+    output, _ = (resumed := launch(base, "killed", 40, *options)).communicate()
+    assert resumed.returncode == 0, output
+    assert "resuming run killed at step" in output
+    assert losses(base, "killed") == losses(base, "whole")
+    ours, theirs = (load_file(base / "runs" / run / "model.safetensors") for run in ("killed", "whole"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_0(base, number):
+    run = f"signal-{number.name}"
+    process = launch(base, run, 5000, "--save-every", "-1", "--eval-every", "-1")
+    wait_for_step(base, run, 3, process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    step = len(losses(base, run))
+    assert f"stopped at step {step} and saved" in output
+    assert (base / "runs" / run / "checkpoints" / f"step_{step}").exists()
+
+
+def test_two_processes_train_the_model_that_one_trains(base):
+    """100 steps; the rest of the run agrees as well, but rounding grows there."""
+    for run, processes in (("one", 1), ("two", 2)):
+        process = launch(base, run, 100, "--eval-every", "-1", "--save-every", "-1", processes=processes)
+        output, _ = process.communicate()
+        assert process.returncode == 0, output
+    one, two = losses(base, "one"), losses(base, "two")
+    assert len(one) == len(two) == 100
+    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-4
+    assert one[-1] < one[0] - 1
+
+
+def test_the_users_optimizer_sees_averaged_gradients(base):
+    file = base / "adamw.py"
+    file.write_text(ADAMW_FILE)
+    for run, processes in (("adamw-1", 1), ("adamw-2", 2)):
+        options = ("--optimizer-file", str(file), "--eval-every", "-1", "--save-every", "-1")
+        output, _ = (process := launch(base, run, 20, *options, processes=processes)).communicate()
+        assert process.returncode == 0, output
+    assert losses(base, "adamw-1") == pytest.approx(losses(base, "adamw-2"), abs=1e-4)
+    assert losses(base, "adamw-1")[-1] < losses(base, "adamw-1")[0] - 0.5
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_message(base, capsys):
+    file = base / "explode.py"
+    file.write_text(ADAMW_FILE.replace("AdamW", "SGD").replace("3e-3", "1e30"))
+    options = ("--optimizer-file", str(file), "--eval-every", "-1", "--save-every", "-1")
+    assert base_train.main(arguments(base, "explode", 100, *options)) == 1
+    captured = capsys.readouterr()
+    assert "10 losses in a row are not finite" in captured.err and "last good checkpoint: none" in captured.err
+    assert len(losses(base, "explode")) < 20
+
+
+BAD_INPUT = {
+    "unknown corpus": (["--corpus", "pyhton"], "unknown corpus 'pyhton'"),
+    "no such folder": (["--corpus", "path:/no/such/folder"], "/no/such/folder"),
+    "too small": (["--total-batch-size", "2560000"], "fewer than one step"),
+    "does not divide": (["--total-batch-size", "1000"], "896 or 1024"),
+    "depth 0": (["--depth", "0"], "--depth must be at least 1"),
+    "run name": (["--run", "../x"], "is not a folder name"),
+    "other settings": (["--run", "whole", "--seed", "7"], "exists with seed 0, not 7"),
+    "window pattern": (["--window-pattern", "XL"], "window_pattern"),
+    "optimizer file": (["--optimizer-file", "nothing.py"], "no such Python file"),
+    "no such step": (["--run", "fresh", "--resume", "step_7"], "step_7"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_named_in_one_line(base, whole_run, case):
+    extra, message = BAD_INPUT[case]
+    with pytest.raises(InputError) as caught:
+        base_train.main(arguments(base, "bad", 3, *extra))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not (base / "runs" / "bad" / "summary.json").exists()
+
+
+def test_bad_input_exits_with_2_and_one_line(base):
+    output, _ = (process := launch(base, "bad", 3, "--depth", "0")).communicate()
+    assert process.returncode == 2
+    assert output == "error: --depth must be at least 1, not 0\n"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device", "/data/shard"), InputError("no\nsuch thing")])
+def test_run_command_turns_what_the_user_can_fix_into_one_line(error, capsys):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        run_command(main)
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1
+    assert "/data/shard" in message or "no such thing" in message
+
+
+def test_evaluating_a_finished_run_gives_its_figure_again(whole_run, capsys):
+    base_eval.main(["--run", "whole"])
+    summary = json.loads((whole_run / "summary.json").read_text())
+    assert f"val_bpb: {summary['val_bpb']:.4f}" in capsys.readouterr().out
+
+
+def test_sampling_from_a_finished_run(whole_run, capsys):
+    outputs = []
+    for _ in range(2):
+        sample.main("--run whole --prompt abc --max-tokens 40 --samples 2".split())
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] and outputs[0].count("--- sample") == 2
+    assert set(outputs[0].split("seed 0\n")[1].split("---")[0]) <= set("abcdefghij .\n")  # the letters of the corpus
+
+
+def test_a_run_with_another_tokenizer_is_refused(base, whole_run, tmp_path):
+    stranger = base / "runs" / "stranger"
+    subprocess.run(["cp", "-r", whole_run, stranger], check=True)
+    settings = json.loads((stranger / "config.json").read_text())
+    settings["meta"]["tokenizer"] = "of another run"
+    (stranger / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match="not the one the model was trained with"):
+        sample.main(["--run", "stranger"])
+
+
+def test_unfinished_runs_are_named(base):
+    with pytest.raises(InputError, match="no finished model"):
+        sample.main(["--run", "nobody"])
+
+
+def test_plan_tells_the_size_and_trains_nothing(base, capsys):
+    assert base_train.main(arguments(base, "planned", 7, "--plan")) == 0
+    output = capsys.readouterr().out
+    assert "7 steps x 256 tokens" in output and "depth 2, width 128" in output
+    assert not (base / "runs" / "planned").exists()
+
+
+@pytest.mark.parametrize("module", [base_train, base_eval, sample])
+def test_help_teaches(module, capsys):
+    with pytest.raises(SystemExit) as caught:
+        module.main(["--help"])
+    assert caught.value.code == 0 and "python -m scripts." in capsys.readouterr().out
+
+
+def test_wandb_works_offline(base, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert base_train.main(arguments(base, "logged", 3, "--wandb", "--eval-every", "-1", "--save-every", "-1")) == 0
+    assert list((base / "runs" / "logged" / "wandb").glob("offline-run-*"))
+
+
+def test_speedrun_finishes_after_being_killed_and_then_skips_everything(base):
+    """A small speedrun killed at several moments, then left to finish, then run again."""
+    command = ["bash", "speedrun.sh", "--num-iterations", "60", *SMALL, "--save-every", "5"]
+
+    environment = {**os.environ, "CORPUS": f"path:{base}/texts", "NANOMUON_PYTHON": sys.executable, "RUN": "speedrun",
+                   "VOCAB_SIZE": "300", "NANOMUON_BASE_DIR": str(base / "speedrun")}  # fmt: skip
+    keywords = dict(env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for moment in (2.5, 5, 8):
+        process = subprocess.Popen(command, start_new_session=True, **keywords)
+        time.sleep(moment)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    finished = subprocess.run(command, **keywords)
+    assert finished.returncode == 0, finished.stdout
+    run = base / "speedrun" / "runs" / "speedrun"
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")[0]] == list(range(1, 61))
+    began = time.time()
+    again = subprocess.run(command, **keywords)
+    assert again.returncode == 0 and "is complete" in again.stdout
+    assert time.time() - began < 20
