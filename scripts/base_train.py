@@ -195,6 +195,10 @@ def average_gradients(model: GPT) -> None:
         parameter.grad /= dist.get_world_size()
 
 
+def gradients_are_finite(model: GPT) -> bool:
+    return all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
 class Requests:
     """What signals ask of the loop. SIGTERM, SIGINT: save and stop after this step; SIGUSR1: save."""
 
@@ -297,14 +301,16 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     if args.no_compile:
         os.environ["NANOMUON_COMPILE"] = "0"
+    elif compile_enabled() and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        print0("no C++ compiler found: running eagerly, which is slower (install g++ to compile)")
+        os.environ["NANOMUON_COMPILE"] = "0"
     runtime = start()
+    # What is wrong with the arguments shows here, before the data is worked on
+    config, batch, steps = plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime)
     if args.plan:
-        config, batch, steps = plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime)
         print_plan(args, config, batch, steps, runtime)
         return 0
 
-    # What is wrong with the arguments should show before the data is worked on
-    plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime)
     folder = prepare_data(args.corpus, args.vocab_size, runtime)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     config, batch, steps = plan_run(args, tokenizer.vocab_size, runtime)
@@ -388,7 +394,7 @@ def main(argv: list[str] | None = None) -> int:
         if average:
             average_gradients(gpt)
         before_update = time.perf_counter()
-        if guards_itself or torch.isfinite(loss):
+        if guards_itself or gradients_are_finite(gpt):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         train_loss, stop, save_now = requests.agree(loss)
@@ -416,8 +422,8 @@ def main(argv: list[str] | None = None) -> int:
         if bad_steps:
             print0(f"step {step}: the loss is {train_loss}; the update is skipped ({bad_steps} in a row)")
         if bad_steps == MAX_BAD_STEPS:
-            last = (checkpoint.saved_steps(run_dir) or ["none"])[-1]
-            print0(f"error: {bad_steps} losses in a row are not finite; last good checkpoint: {last}; "
+            newest = (checkpoint.saved_steps(run_dir) or ["none"])[-1]
+            print0(f"error: {bad_steps} losses in a row are not finite; last good checkpoint: {newest}; "
                    "lower the learning rates", file=sys.stderr)  # fmt: skip
             return 1
         if args.eval_every > 0 and step % args.eval_every == 0 and step < steps:
