@@ -195,10 +195,6 @@ def average_gradients(model: GPT) -> None:
         parameter.grad /= dist.get_world_size()
 
 
-def gradients_are_finite(model: GPT) -> bool:
-    return all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
-
-
 class Requests:
     """What signals ask of the loop. SIGTERM, SIGINT: save and stop after this step; SIGUSR1: save."""
 
@@ -393,11 +389,13 @@ def main(argv: list[str] | None = None) -> int:
             loss += micro_loss.detach()
         if average:
             average_gradients(gpt)
+        train_loss, stop, save_now = requests.agree(loss)
         before_update = time.perf_counter()
-        if guards_itself or gradients_are_finite(gpt):
+        if guards_itself or math.isfinite(train_loss):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        train_loss, stop, save_now = requests.agree(loss)
+        if runtime.device.type == "cuda":
+            torch.cuda.synchronize()
         now = time.perf_counter()
         step, step_ms = step + 1, 1000 * (now - began)
         step_times.append(step_ms)
