@@ -1,8 +1,8 @@
 """Checkpoints that survive kills, full disks and another world size, and hold nothing that runs when it is opened.
 
     runs/<name>/checkpoints/step_500/
-        shard-00001-model-00001-of-00001.safetensors    what the first rank wrote, one such file a rank
-        manifest.json                                   step, settings, versions; SHA-256 of every file, itself too
+        rank_0.safetensors    what the first rank wrote, one such file a rank
+        manifest.json         step, settings, versions; SHA-256 of every file, itself too
 
 Tensors go through torch.distributed.checkpoint with its safetensors storage: each rank writes what it holds (a
 replicated tensor is written once, by one of them) and reads what it needs, so W ranks load what V ranks saved, row
@@ -86,14 +86,8 @@ class Checkpointer:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: as meant
-                dcp.save(
-                    {name: tensor.contiguous() for name, tensor in tensors.items()},
-                    storage_writer=HuggingFaceStorageWriter(hidden, save_distributed=True),
-                    process_group=self.group,
-                    no_dist=self.group is None,
-                )
-            # the file name is torch's: ranks count from one there
-            mine = hidden / f"shard-{self.rank + 1:05}-model-00001-of-00001.safetensors"
+                mine = hidden / f"rank_{self.rank}.safetensors"
+                dcp.save(tensors, storage_writer=_Writer(mine), process_group=self.group, no_dist=self.group is None)
             files = _together(lambda: _fingerprint(mine) if mine.exists() else {}, self.group)
             manifest["files"] = {name: value for part in files for name, value in part.items()}
             _together(lambda: self.rank == 0 and _publish(hidden, final, manifest), self.group)
@@ -124,6 +118,29 @@ class Checkpointer:
             hidden = self.folder / f".step_{step}"
             os.replace(self.folder / f"step_{step}", hidden)  # first: a kill may leave half of it
             shutil.rmtree(hidden)
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """torch's writer with its inner loop replaced: that one assembles a file in memory while it holds the interpreter's
+    lock, which stopped a training thread for 2 s a GB; safetensors writing by itself stops it not at all (measured).
+    """
+
+    def __init__(self, file):
+        super().__init__(file.parent, save_distributed=True)
+        self.file = file
+
+    def write_data(self, plan, planner):
+        tensors, offsets = {}, {}
+        for item in plan.items:
+            tensor = planner.resolve_data(item).detach().cpu().contiguous()
+            view = tensor.untyped_storage().nbytes() != tensor.nbytes
+            tensors[item.index.fqn] = tensor.clone() if view else tensor  # safetensors refuses shared storage
+            offsets[item.index.fqn] = {"saved_offsets": item.tensor_data.chunk.offsets}
+        if tensors:
+            _write_tensors(tensors, self.file, {"DCP_SHARDING_INFO": json.dumps(offsets)})
+        done = torch.futures.Future()
+        done.set_result([])
+        return done
 
 
 def saved_steps(run_dir) -> list[int]:
@@ -233,7 +250,7 @@ def export_model(run_dir, model, config, meta) -> None:
         (run_dir / "model.safetensors").unlink(missing_ok=True)  # written last: where it exists, the two match
         (run_dir / "config.json.tmp").write_text(json.dumps({"config": config, "meta": meta}, indent=1) + "\n")
         os.replace(run_dir / "config.json.tmp", run_dir / "config.json")
-        save_file(weights, run_dir / "model.safetensors.tmp", metadata={"format": "pt"})
+        _write_tensors(weights, run_dir / "model.safetensors.tmp", {"format": "pt"})
         os.replace(run_dir / "model.safetensors.tmp", run_dir / "model.safetensors")
 
     run_dir = Path(run_dir)
@@ -332,8 +349,20 @@ def _publish(hidden, final, manifest):
     _sync(final.parent)
 
 
-def _sync(folder):
-    descriptor = os.open(folder, os.O_RDONLY)
+def _write_tensors(tensors, file, metadata):
+    """A safetensors file on disk, readable by whoever may read its folder. OSError where it cannot be written."""
+    try:
+        save_file(tensors, file, metadata=metadata)
+    except SafetensorError as error:
+        if number := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+        raise
+    os.chmod(file, file.parent.stat().st_mode & 0o666)  # safetensors makes it private to the user
+    _sync(file)
+
+
+def _sync(path):
+    descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 

@@ -1,11 +1,13 @@
 """Checkpoints: exact, elastic, atomic, and never silently wrong."""
 
+import contextlib
 import itertools
 import json
 import multiprocessing
 import os
 import pickle
 import random
+import resource
 import shutil
 import signal
 import time
@@ -23,7 +25,7 @@ from nanomuon import checkpoint
 from nanomuon.optim import DistMuonAdamW
 from nanomuon.runtime import InputError
 
-SHARD = "shard-00001-model-00001-of-00001.safetensors"
+FILE = "rank_0.safetensors"
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["torch.distributed.checkpoint", "nanomuon.optim"])
@@ -231,7 +233,7 @@ def flip(data, index, bit):
     return data[:index] + bytes([data[index] ^ 1 << bit]) + data[index + 1 :]
 
 
-@pytest.mark.parametrize("name", [SHARD, "manifest.json"])
+@pytest.mark.parametrize("name", [FILE, "manifest.json"])
 @pytest.mark.parametrize("harm", ["delete", "empty", "truncate", "append", "first byte", "middle byte", "last byte"])
 def test_damage_is_noticed_named_and_the_previous_checkpoint_used(run_dir, capsys, name, harm):
     file = run_dir / "checkpoints" / "step_2" / name
@@ -246,7 +248,7 @@ def test_damage_is_noticed_named_and_the_previous_checkpoint_used(run_dir, capsy
     assert str(file) in capsys.readouterr().out
     with pytest.raises(InputError, match="step_2"):
         checkpoint.find(run_dir, "step_2")
-    (run_dir / "checkpoints" / "step_1" / SHARD).unlink()
+    (run_dir / "checkpoints" / "step_1" / FILE).unlink()
     with pytest.raises(InputError, match="no undamaged checkpoint"):
         checkpoint.find(run_dir)
 
@@ -267,7 +269,7 @@ def test_damage_to_another_ranks_file_is_noticed_by_all(saved, tmp_path):
     original, expected = saved
     save_file(expected, tmp_path / "expected.safetensors")
     world(2, tmp_path, load_compare_save, original, tmp_path / "two", tmp_path / "expected.safetensors")
-    second = tmp_path / "two" / "checkpoints" / "step_2" / SHARD.replace("00001", "00002", 1)
+    second = tmp_path / "two" / "checkpoints" / "step_2" / "rank_1.safetensors"
     second.write_bytes(flip(second.read_bytes(), 4000, 3))
     world(2, tmp_path, refuse, tmp_path / "two")
 
@@ -317,15 +319,28 @@ def test_another_model_is_refused_by_name(run_dir):
         checkpoint.load(path, other, muon(Tiny()))
 
 
-@pytest.mark.parametrize("full", [SHARD, "manifest.json"])
-def test_a_full_disk_leaves_the_previous_checkpoint(run_dir, full):
+@contextlib.contextmanager
+def little_space(size=20_000):
+    """No file of this process can grow beyond `size` bytes: writing fails half way, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(run_dir):
     model, optimizer = Tiny(), muon(Tiny())
     checkpoints = checkpoint.Checkpointer(run_dir, resumed_step=2)
     hidden = run_dir / "checkpoints" / ".step_3"
+    with little_space(), pytest.raises(InputError, match=f"File too large.*{FILE}"):
+        checkpoints.save(3, model, optimizer, {})
     hidden.mkdir()
-    (hidden / full).symlink_to("/dev/full")  # writing there fails as on a full disk
+    (hidden / "manifest.json").symlink_to("/dev/full")
     with pytest.raises(InputError, match="No space left on device"):
         checkpoints.save(3, model, optimizer, {})
+    with little_space(), pytest.raises(OSError, match="File too large.*model.safetensors"):
+        checkpoint.export_model(run_dir, model, {}, {})
+    assert not (run_dir / "model.safetensors").exists()
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_1", "step_2"]
     assert checkpoint.find(run_dir).name == "step_2"
     checkpoints.save(3, model, optimizer, {})  # room again
@@ -340,13 +355,10 @@ def save_without_space(run_dir):
     model = Tiny()
     optimizer = muon(model)
     checkpoints = checkpoint.Checkpointer(run_dir, background=True)
-    if dist.get_rank() == 1:
-        (run_dir / "checkpoints" / ".step_1").mkdir()
-        (run_dir / "checkpoints" / ".step_1" / SHARD.replace("00001", "00002", 1)).symlink_to("/dev/full")
-    dist.barrier()
-    checkpoints.save(1, model, optimizer, {})
-    with pytest.raises(InputError, match="No space left on device"):
-        checkpoints.wait()
+    with little_space() if dist.get_rank() == 1 else contextlib.nullcontext():
+        checkpoints.save(1, model, optimizer, {})
+        with pytest.raises(InputError, match="File too large.*rank_1"):
+            checkpoints.wait()
     checkpoints.save(2, model, optimizer, {})
     checkpoints.wait()
     assert checkpoint.find(run_dir).name == "step_2"
@@ -429,9 +441,9 @@ def test_a_poisoned_checkpoint_runs_nothing(run_dir, tmp_path):
         checkpoint.find(run_dir, "step_2")
     (path / "extra.safetensors").unlink()
 
-    torch.save(Bomb(marker), path / SHARD)  # with a manifest that vouches for it
+    torch.save(Bomb(marker), path / FILE)  # with a manifest that vouches for it
     manifest = checkpoint.read_manifest(path)
-    manifest["files"] = checkpoint._fingerprint(path / SHARD)
+    manifest["files"] = checkpoint._fingerprint(path / FILE)
     (path / "manifest.json").write_text(checkpoint._seal(manifest))
     found = checkpoint.find(run_dir, "step_2")
     with pytest.raises(InputError, match="step_2 does not hold safetensors"):
