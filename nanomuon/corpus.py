@@ -11,20 +11,29 @@ corpus reads the same documents in the same order. Repairs and skips follow stat
     nul          NUL characters are text and stay; the documents that have some are counted
 """
 
+import errno
 import gzip
 import hashlib
 import io
 import json
+import os
 import platform
 import re
 import sysconfig
+import threading
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanomuon.runtime import InputError
+from nanomuon.runtime import InputError, base_dir
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+HUB_SUFFIXES = SUFFIXES + (".json", ".json.gz", ".json.zst")  # JSON lines too, as a rule of the hub
+PRESETS = {
+    "climbmix": "hf:karpathy/climbmix-400b-shuffle",
+    "fineweb-edu": "hf:HuggingFaceFW/fineweb-edu:sample-10BT",
+}
 # bytes: a lone .txt file would be one document, and one document has no training and validation part
 BOOK_PIECE = 4096
 
@@ -41,43 +50,54 @@ class Corpus:
     name: str
     revision: str
     slug: str
-    files: tuple  # of Path
+    files: tuple  # of Path; of names inside the repository `repo` for a corpus on the hub
     text_field: str = "text"
     separator: str | None = None
-    needs_download: bool = False
+    repo: str | None = None
+
+    @property
+    def needs_download(self) -> bool:
+        """Whether reading the corpus may have to fetch files from the hub."""
+        return self.repo is not None
 
     def documents(self, counts: Counter):
-        """Yield str documents in their fixed order; `counts` gathers what was skipped and repaired.
-
-        counts["documents"] and counts["bytes"] are the number and UTF-8 size of those yielded so far.
-        """
+        """Yield all documents, str, in their fixed order."""
         seen = set()
-        for path in self.files:
-            for text in self._records(path, counts):
-                if text is None:
-                    counts["null"] += 1
-                    continue
-                if not text:
-                    counts["empty"] += 1
-                    continue
-                try:
-                    data = text.encode()
-                except UnicodeEncodeError:
-                    counts["surrogates"] += 1
-                    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                    data = text.encode()
-                if not self.needs_download:
-                    digest = hashlib.sha256(data).digest()
-                    if digest in seen:
-                        counts["duplicate"] += 1
-                        continue
-                    seen.add(digest)
-                counts["nul"] += "\0" in text
-                counts["documents"] += 1
-                counts["bytes"] += len(data)
-                yield text
+        for number in range(len(self.files)):
+            yield from self.read(number, counts, seen)
 
-    def _records(self, path, counts):
+    def read(self, number: int, counts: Counter, seen: set):
+        """Yield the documents of one file. `counts` gathers what was kept, skipped and repaired, `seen` what was met.
+
+        counts["documents"] and counts["bytes"] are the number and UTF-8 size of the documents yielded.
+        """
+        for text in self._records(number, counts):
+            if text is None:
+                counts["null"] += 1
+                continue
+            if not text:
+                counts["empty"] += 1
+                continue
+            try:
+                data = text.encode()
+            except UnicodeEncodeError:
+                counts["surrogates"] += 1
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                data = text.encode()
+            if not self.needs_download:
+                digest = hashlib.sha256(data).digest()
+                if digest in seen:
+                    counts["duplicate"] += 1
+                    continue
+                seen.add(digest)
+            if "\0" in text:
+                counts["nul"] += 1
+            counts["documents"] += 1
+            counts["bytes"] += len(data)
+            yield text
+
+    def _records(self, number, counts):
+        path = self._fetch(number)
         if self.name == "python":
             return _python_file(path, counts)
         if path.name.endswith(".parquet"):
@@ -86,15 +106,50 @@ class Corpus:
             return _text_file(path, self.separator, book=len(self.files) == 1)
         return _json_lines(path, self.text_field)
 
+    def _fetch(self, number) -> Path:
+        """The file on this machine. The next one is fetched meanwhile."""
+        if self.repo is None:
+            return self.files[number]
+        path = self._download(number)
+        if number + 1 < len(self.files):
+            threading.Thread(target=self._download, args=(number + 1, True), daemon=True).start()
+        return path
+
+    def _download(self, number, ahead=False):
+        from huggingface_hub import hf_hub_download
+
+        try:  # resumes a partial file, checks the size and, where the hub knows it, the hash
+            return Path(
+                _patiently(
+                    lambda: hf_hub_download(
+                        self.repo,
+                        self.files[number],
+                        repo_type="dataset",
+                        revision=self.revision,
+                        cache_dir=base_dir() / "corpus" / "hub",
+                    ),
+                    f"fetching {self.files[number]} of {self.repo}",
+                )
+            )
+        except Exception:
+            if not ahead:  # who asks for the file itself will hear of it
+                raise
+
 
 def open_corpus(name: str, text_field: str | None = None, separator: str | None = None) -> Corpus:
     """The corpus called `name`; InputError where there is none.
 
     python          the standard library of the running interpreter: about 30 MB, no download
-    path:PLACE      a .txt, .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, or a folder of them (sorted by path).
-                    Records take `text_field` (default "text"). A .txt file is one document, or several split at
-                    `separator`; a corpus of a single .txt file without separator is cut at line ends every 4 KB.
+    path:PLACE      a .txt, .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, or a folder of them (sorted by path)
+    hf:ORG/NAME     the train split of a dataset on the hub; hf:ORG/NAME:CONFIG@REVISION names more. The revision is
+                    pinned when the corpus is first opened; later the hub is asked for missing files only
+    climbmix, fineweb-edu   short for the two web corpora that speedruns use
+
+    Records take their text from `text_field` (default "text"). A .txt file is one document, or several split at
+    `separator`; a corpus of a single .txt file without separator is cut at line ends every 4 KB. Both options are
+    remembered for later commands that name the same corpus.
     """
+    name = PRESETS.get(name, name)
     if name == "python":
         root = Path(sysconfig.get_path("stdlib"))
         outside = {"site-packages", "dist-packages", "__pycache__"}
@@ -111,16 +166,100 @@ def open_corpus(name: str, text_field: str | None = None, separator: str | None 
         files = [path for path in files if path.name.endswith(SUFFIXES)]
         if not files:
             raise InputError(f"corpus {name} has no file that ends in {', '.join(SUFFIXES)}: name such a place")
-        return _local(name, root, files, "", text_field or "text", separator)
-    raise InputError(f"unknown corpus {name!r}: use python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG]")
+        record = _recall(f"path:{root}", text_field=text_field, separator=separator)
+        return _local(f"path:{root}", root, files, "", record["text_field"] or "text", record["separator"])
+    if name.startswith("hf:"):
+        record = _recall(name, text_field=text_field, separator=separator)
+        if "files" not in record:
+            record = _recall(name, **_resolve(name))
+        revision, repo, field = record["revision"], record.get("repo"), record["text_field"] or "text"
+        files = tuple(record["files"] if repo else map(Path, record["files"]))
+        digest = _digest([revision, field, record["separator"]])
+        slug = f"{_readable(name.replace(':', '-'))}-{digest[:8]}"
+        return Corpus(name, revision, slug, files, field, record["separator"], repo)
+    known = ", ".join(["python", "path:FILE_OR_FOLDER", "hf:ORG/NAME[:CONFIG]", *PRESETS])
+    raise InputError(f"unknown corpus {name!r}: use one of {known}")
 
 
 def _local(name, root, files, version, text_field, separator) -> Corpus:
     # Names, sizes and times stand for the content: hashing 100 GB at every start would not be worth the certainty
     listing = [(path.relative_to(root).as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    digest = hashlib.sha256(json.dumps([name, listing, text_field, separator]).encode()).hexdigest()
-    readable = "python" if name == "python" else "path-" + re.sub(r"[^A-Za-z0-9._-]+", "-", root.name)[:40]
+    digest = _digest([name, listing, text_field, separator])
+    readable = "python" if name == "python" else "path-" + _readable(root.name)
     return Corpus(name, version + digest[:16], f"{readable}-{digest[:8]}", tuple(files), text_field, separator)
+
+
+def _digest(value) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _readable(name) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:60]
+
+
+def _recall(name, **options) -> dict:
+    """What is remembered of a corpus, options that are not None included; written back where they change it."""
+    folder = base_dir() / "corpus" / f"{_readable(name.replace(':', '-'))}-{_digest(name)[:8]}"
+    try:
+        record = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        record = {"text_field": None, "separator": None}
+    given = {key: value for key, value in options.items() if value is not None}
+    if any(record.get(key) != value for key, value in given.items()):
+        record |= given
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f"corpus.json.{os.getpid()}"
+        temporary.write_text(json.dumps({"name": name, **record}, indent=1), encoding="utf-8")
+        os.replace(temporary, folder / "corpus.json")
+    return record
+
+
+def _resolve(name) -> dict:
+    """The revision and the files of a dataset. A folder stands for a dataset, as it does in `datasets`."""
+    path, _, revision = name.removeprefix("hf:").partition("@")
+    path, _, config = path.partition(":")
+    on_hub = not Path(path).is_dir()
+
+    def ask():
+        from datasets import load_dataset_builder
+        from huggingface_hub import HfApi
+
+        # HfApi fails at once where there is no network; the other call alone would try for half a minute
+        sha = HfApi().dataset_info(path, revision=revision or None, timeout=10).sha if on_hub else None
+        builder = load_dataset_builder(path, config or None, revision=sha, cache_dir=str(base_dir() / "corpus" / "hub"))
+        return sha or builder.hash, builder.config.data_files or {}
+
+    revision, files = _patiently(ask, f"opening {name}", begun=False)
+    if "train" not in files:
+        raise InputError(f"corpus {name} has no train split (it has: {', '.join(files) or 'no data files'})")
+    files = [file.split(f"@{revision}/", 1)[-1] for file in files["train"]]
+    for file in files:
+        if not file.endswith(HUB_SUFFIXES):
+            raise InputError(f"corpus {name} holds {file}, which is none of {', '.join(HUB_SUFFIXES)}")
+    return {"revision": revision, "repo": path if on_hub else None, "files": files}
+
+
+def _patiently(call, what, begun=True):
+    """call(), again after 1, 2, 4, 8 and 16 s where the trouble may pass.
+
+    That is the hub's answer of 429 or 5xx and, once a transfer was `begun`, a lost connection. A machine without
+    network thus fails at its first question.
+    """
+    for wait in (1, 2, 4, 8, 16, None):
+        try:
+            return call()
+        except Exception as error:  # the clients of the hub raise their own kinds, httpx's and OSError's
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            passing = status == 429 or status >= 500 if status else begun
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if wait is None or not passing:
+                raise InputError(
+                    f"{what} failed: {reason}. Check name and network; offline, CORPUS=python bash speedrun.sh works"
+                ) from error
+            print(f"{what}: {reason}; again in {wait} s", flush=True)
+            time.sleep(wait)
 
 
 def _python_file(path, counts):

@@ -6,15 +6,17 @@ that depends on the shards, the seed, the epoch and seq_len only. Ranks and micr
 position in the data is (epoch, window, row) of the next row, the same on every rank.
 """
 
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from nanomuon.runtime import InputError
-from nanomuon.shards import Shard, read_manifest
+from nanomuon.shards import WINDOW, Shard, read_manifest, wait_for_window, window_is_there
 
-WINDOW = 8  # shards; about 32 million tokens
+AHEAD = 2  # micro-batches that wait, packed, for the training loop
 
 
 def pack_rows(starts, lengths, capacity, cut=True):
@@ -110,8 +112,8 @@ class TrainLoader:
     alone; rows_per_step counts rows over all ranks and micro-batches. ValueError where the ranks' micro-batches do not
     divide it, InputError where the corpus is smaller than one step.
 
-    `state_dict()` is the position after the last micro-batch returned. Passed as `state` it resumes there at once, on any
-    number of ranks.
+    `state_dict()` is the position after the last micro-batch returned. Passed as `state` it resumes there at once, on
+    any number of ranks. A thread packs and fills AHEAD micro-batches in advance.
     """
 
     def __init__(
@@ -121,11 +123,11 @@ class TrainLoader:
             raise ValueError(
                 f"{rows_per_step} rows a step do not divide by {device_batch_size} rows on each of {world_size} ranks"
             )
-        self.folder, self.seq_len, self.seed, self.device = Path(folder), seq_len, seed, device
+        self.folder, self.seq_len, self.seed, self.device = Path(folder), seq_len, seed, torch.device(device)
         self.batch, self.rank, self.world_size = device_batch_size, rank, world_size
-        self.manifest = read_manifest(folder)
+        self.manifest = _manifest(folder)
         text = sum(shard["tokens"] for shard in self.manifest["train"])
-        if text < rows_per_step * seq_len:
+        if self.manifest["complete"] and text < rows_per_step * seq_len:
             raise InputError(
                 f"corpus {self.manifest['corpus']} has {text} training tokens, fewer than one step of {rows_per_step} "
                 f"rows of {seq_len}: use more text, a smaller --total-batch-size or a smaller --max-seq-len"
@@ -133,13 +135,23 @@ class TrainLoader:
         self._state = state or {"epoch": 0, "window": 0, "row": 0}
         self._counted = self._cropped = 0
         self._batches = self._generate(**self._state)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._ahead = deque(self._thread.submit(next, self._batches) for _ in range(AHEAD))
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        rows, self._state = next(self._batches)
-        rows = torch.from_numpy(rows).to(self.device)
+        rows = None
+        while rows is None:
+            rows, state = self._ahead.popleft().result()
+            self._ahead.append(self._thread.submit(next, self._batches))
+            if rows is None:
+                command = f"python -m scripts.data_prep --corpus {self.manifest['corpus']}"
+                self.manifest = wait_for_window(self.folder, state["window"], command)
+        self._state = state
+        # pinned memory goes back to PyTorch's pool, which hands it out again only after this copy has run
+        rows = rows.to(self.device, non_blocking=True)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     next = __next__
@@ -159,17 +171,23 @@ class TrainLoader:
         return self._cropped / max(1, self._counted)
 
     def _generate(self, epoch, window, row):
-        rows = self._rows(epoch, window)
+        """Yield (rows of this rank, state after them), or (None, state) where shards of state["window"] are to come."""
+        rows = None
         while True:
-            batch = np.empty((self.batch, self.seq_len + 1), dtype=np.int64)
+            batch = torch.empty(
+                (self.batch, self.seq_len + 1), dtype=torch.int64, pin_memory=self.device.type == "cuda"
+            )
             for index in range(self.world_size * self.batch):
-                while row >= len(rows):
-                    row, window = 0, window + 1
+                while rows is None or row >= len(rows):
+                    if rows is not None:
+                        row, window = 0, window + 1
+                    while not window_is_there(self.manifest, window):
+                        yield None, {"window": window}
                     if window * WINDOW >= len(self.manifest["train"]):
                         epoch, window = epoch + 1, 0
                     rows = self._rows(epoch, window)
                 if index // self.batch == self.rank:
-                    rows.fill(row, batch[index % self.batch])
+                    rows.fill(row, batch[index % self.batch].numpy())
                 row += 1
             yield batch, {"epoch": epoch, "window": window, "row": row}
 
@@ -191,7 +209,7 @@ def validation_batches(
     Documents are packed whole; those longer than a row are cut into pieces that begin with <|bos|>. max_tokens takes
     that many tokens from the beginning of the set. Every rank yields the same number of batches.
     """
-    manifest = read_manifest(folder)
+    manifest = _manifest(folder)
     rows = _Rows(_open(Path(folder), manifest, "val"), manifest["bos_id"], seq_len, max_tokens=max_tokens)
     per_round = world_size * device_batch_size
     for first in range(rank * device_batch_size, -(-len(rows) // per_round) * per_round, per_round):
@@ -200,6 +218,13 @@ def validation_batches(
             rows.fill(index, batch[place])
         targets = np.where(batch == manifest["bos_id"], -1, batch)[:, 1:]
         yield torch.tensor(batch[:, :-1], device=device), torch.tensor(targets, device=device)
+
+
+def _manifest(folder):
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise InputError(f"no shards in {folder}: python -m scripts.data_prep makes them")
+    return manifest
 
 
 def _open(folder, manifest, kind, window=0):

@@ -35,6 +35,8 @@ MAGIC, VERSION = b"nanomuon", 1
 SHARD_BYTES = 16 << 20  # of text; about 4 million tokens
 BATCH_BYTES = 1 << 20  # of text, handed to one worker at a time
 TRAINING_BYTES = 512 << 20  # of text, from which the tokenizer is trained
+WINDOW = 8  # consecutive training shards whose documents are shuffled together; about 32 million tokens
+PATIENCE = 30  # seconds to wait for somebody to start on shards that are missing
 
 
 class Shard:
@@ -118,13 +120,29 @@ def write_whole(path):
 def locked(folder: Path):
     """Hold the folder for this process, waiting while another one does. The system frees it if we are killed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(f".{folder.name}.lock"), "a") as file:
+    with open(_lock_file(folder), "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"another process is preparing {folder.name}: waiting for it", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def being_written(folder: Path) -> bool:
+    """Whether some process holds the folder."""
+    try:
+        with open(_lock_file(folder)) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _lock_file(folder):
+    return folder.with_name(f".{folder.name}.lock")
 
 
 def read_manifest(folder) -> dict | None:
@@ -147,9 +165,12 @@ def tokenizer_folder(corpus: Corpus, vocab_size: int) -> Path:
     return base_dir() / "tokenizer" / f"{corpus.slug}-{vocab_size}"
 
 
-def shard_folder(corpus: Corpus, vocab_size: int) -> Path:
-    """Where the shards of a corpus lie."""
-    return base_dir() / "shards" / f"{corpus.slug}-{vocab_size}"
+def shard_folder(corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None = None) -> Path:
+    """Where the shards of a corpus lie; a tokenizer that is not the corpus's own has a folder of its own."""
+    folder = base_dir() / "shards" / f"{corpus.slug}-{vocab_size}"
+    if tokenizer is None or (read_manifest(folder) or {}).get("tokenizer") == tokenizer.hash:
+        return folder
+    return folder.with_name(f"{folder.name}-{tokenizer.hash[:8]}")
 
 
 def prepare_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
@@ -158,10 +179,10 @@ def prepare_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
     if not folder.exists():
         with locked(folder):
             if not folder.exists():
+                print(f"training a tokenizer of {vocab_size} tokens on {corpus.name}", flush=True)
                 started = time.time()
                 Tokenizer.train(_training_text(corpus), vocab_size).save(folder)
-                seconds = time.time() - started
-                print(f"tokenizer of {vocab_size} tokens trained in {seconds:.1f} s: {folder}", flush=True)
+                print(f"tokenizer trained in {time.time() - started:.1f} s: {folder}", flush=True)
     return Tokenizer.load(folder)
 
 
@@ -174,40 +195,111 @@ def _training_text(corpus):
             return
 
 
-def prepare(corpus: Corpus | str, vocab_size: int | None = None, workers: int | None = None) -> Path:
+def prepare(
+    corpus: Corpus | str,
+    vocab_size: int | None = None,
+    workers: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    max_tokens: int | None = None,
+) -> Path:
     """Make whatever is missing of tokenizer and shards of a corpus, and return the folder of the shards.
 
     Quick where nothing is missing. Carries on where an earlier call was stopped, at whatever moment. A second call at
-    the same time waits for the first. `workers` threads tokenize (default: one per core): tiktoken works outside the
-    GIL, so threads scale like processes and need no copies of the text.
+    the same time waits for the first. A shard that was deleted is written again, and those after it.
+
+    workers: threads that tokenize (default: one per core). tiktoken works outside the GIL, so they scale like processes
+    and need no copies of the text. tokenizer: use this one instead of the corpus's own. max_tokens: stop after the
+    shard that brings this many training tokens, 0 for the validation set only; a later call may ask for more.
     """
     corpus = open_corpus(corpus) if isinstance(corpus, str) else corpus
-    vocab_size = vocab_size or default_vocab_size(corpus.name)
-    folder = shard_folder(corpus, vocab_size)
-    if not (read_manifest(folder) or {}).get("complete"):
-        tokenizer = prepare_tokenizer(corpus, vocab_size)
+    vocab_size = tokenizer.vocab_size if tokenizer else vocab_size or default_vocab_size(corpus.name)
+    folder = shard_folder(corpus, vocab_size, tokenizer)
+    if not _enough(folder, max_tokens):
         with locked(folder):
-            folder.mkdir(exist_ok=True)
-            tokenizer.save(folder / "tokenizer")
-            manifest = read_manifest(folder) or {
-                "corpus": corpus.name,
-                "revision": corpus.revision,
-                "tokenizer": tokenizer.hash,
-                "vocab_size": vocab_size,
-                "bos_id": tokenizer.bos_id,
-                "complete": False,
-                "counts": {},
-                "val": [],
-                "train": [],
-            }
-            if manifest["tokenizer"] != tokenizer.hash:
-                raise InputError(f"{folder} was written with another tokenizer: delete it and run scripts.data_prep")
-            if not manifest["complete"]:
-                _write_shards(folder, manifest, corpus, tokenizer, workers or len(os.sched_getaffinity(0)))
+            if not _enough(folder, max_tokens):
+                tokenizer = tokenizer or prepare_tokenizer(corpus, vocab_size)
+                _write_shards(folder, corpus, tokenizer, workers or len(os.sched_getaffinity(0)), max_tokens)
     return folder
 
 
-def _write_shards(folder, manifest, corpus, tokenizer, workers):
+def prepare_for_training(corpus: Corpus | str, vocab_size: int | None = None) -> Path:
+    """The folder of the shards as soon as training can start: prepare() for a corpus on this machine.
+
+    A corpus on the hub is left to scripts.data_prep, which may stay at work during the training: this waits for the
+    validation set and the first WINDOW training shards. InputError where no process works on what is missing.
+    """
+    corpus = open_corpus(corpus) if isinstance(corpus, str) else corpus
+    if not corpus.needs_download:
+        return prepare(corpus, vocab_size)
+    vocab_size = vocab_size or default_vocab_size(corpus.name)
+    folder = shard_folder(corpus, vocab_size)
+    wait_for_window(folder, 0, f"python -m scripts.data_prep --corpus {corpus.name} --vocab-size {vocab_size}")
+    return folder
+
+
+def window_is_there(manifest: dict | None, window: int) -> bool:
+    """Whether the validation set and the shards of training window 0, 1, ... are complete."""
+    return bool(manifest) and (
+        manifest["complete"] or len(manifest["val"]) > 0 and len(manifest["train"]) >= (window + 1) * WINDOW
+    )
+
+
+def wait_for_window(folder: Path, window: int, command: str) -> dict:
+    """The manifest once window_is_there(); InputError, naming `command`, where no process is at work on the folder."""
+    idle = 0
+    while not window_is_there(manifest := read_manifest(folder), window):
+        if not idle:
+            print(
+                f"waiting for training shards {window * WINDOW} to {(window + 1) * WINDOW - 1} of {folder}", flush=True
+            )
+        # one that was started together with us may need a moment before it takes the lock
+        idle = 1 if being_written(folder) else idle + 1
+        if idle > PATIENCE:
+            raise InputError(f"{folder} is incomplete and no process is writing it: run {command}")
+        time.sleep(1)
+    return manifest
+
+
+def _enough(folder, max_tokens):
+    manifest = read_manifest(folder)
+    if not manifest or not manifest["complete"] or _lost(folder, manifest):
+        return False
+    limit = manifest["max_tokens"]
+    return limit is None or max_tokens is not None and max_tokens <= limit
+
+
+def _lost(folder, manifest):
+    return [
+        shard["name"] for kind in ("val", "train") for shard in manifest[kind] if not (folder / shard["name"]).exists()
+    ]
+
+
+def _write_shards(folder, corpus, tokenizer, workers, max_tokens):
+    folder.mkdir(exist_ok=True)
+    manifest = read_manifest(folder)
+    if manifest is None:
+        tokenizer.save(folder / "tokenizer")
+        manifest = {
+            "corpus": corpus.name,
+            "revision": corpus.revision,
+            "tokenizer": tokenizer.hash,
+            "vocab_size": tokenizer.vocab_size,
+            "bos_id": tokenizer.bos_id,
+            "val": [],
+            "train": [],
+        }
+    if manifest["tokenizer"] != tokenizer.hash:
+        raise InputError(f"{folder} was written with another tokenizer: delete it and run scripts.data_prep")
+    manifest |= {"complete": False, "max_tokens": None}
+    lost = _lost(folder, manifest)
+    for kind in ("val", "train"):
+        names = [shard["name"] for shard in manifest[kind]]
+        keep = next((index for index, name in enumerate(names) if name in lost), len(names))
+        manifest[kind] = manifest[kind][:keep]
+    for shard in manifest["val"] + manifest["train"]:
+        Shard.open(folder / shard["name"], tokenizer.hash)
+    write_manifest(folder, manifest)
+
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     arrays = {"train": [], "val": []}  # encoded documents of the shards being filled
     started = reported = time.time()
@@ -216,82 +308,123 @@ def _write_shards(folder, manifest, corpus, tokenizer, workers):
     def encode(texts):
         return [tokenizer.encode_to_numpy(text).astype(dtype) for text in texts]
 
-    def collect(kind, size, shard, future):
+    def collect(kind, size, end, future):
         nonlocal reported, encoded
         arrays[kind] += future.result()
         encoded += size
-        if shard is not None:
-            header = {"kind": kind, "corpus": corpus.name, "revision": corpus.revision, "tokenizer": tokenizer.hash}
+        if end is not None:
             name = f"{kind}-{len(manifest[kind]):05d}.bin"
+            header = {"kind": kind, "corpus": corpus.name, "revision": corpus.revision, "tokenizer": tokenizer.hash}
             header = write_shard(folder / name, arrays[kind], header)
             arrays[kind] = []
-            manifest[kind].append({"name": name} | {key: header[key] for key in ("documents", "tokens", "sha256")})
-            manifest["counts"] = shard
+            shard = {key: header[key] for key in ("documents", "tokens", "sha256")}
+            manifest[kind].append({"name": name, **shard, "end": end})
             write_manifest(folder, manifest)
-        if time.time() - reported > 2 or shard is not None:
+        if end is not None or time.time() - reported > 5:
             reported = time.time()
-            print(
-                f"tokenized {encoded / 1e6:.0f} MB at {encoded / 1e6 / (reported - started):.1f} MB/s, "
-                f"{len(manifest['train'])} training shards",
-                flush=True,
-            )
+            rate = encoded / 1e6 / (reported - started)
+            done = len(manifest["train"])
+            print(f"tokenized {encoded / 1e6:.0f} MB at {rate:.1f} MB/s: {done} training shards", flush=True)
+
+    def enough():
+        return (
+            max_tokens is not None
+            and len(manifest["val"]) > 0
+            and sum(shard["tokens"] for shard in manifest["train"]) >= max_tokens
+        )
 
     pending = deque()
     counts = Counter()
     with ThreadPoolExecutor(workers) as pool:
         try:
-            for kind, texts, size, shard in _batches(corpus, counts, len(manifest["train"]), len(manifest["val"])):
-                pending.append((kind, size, shard, pool.submit(encode, texts)))
-                if len(pending) > 2 * workers:
+            for kind, texts, size, end in _batches(corpus, manifest, counts, train=max_tokens != 0):
+                pending.append((kind, size, end, pool.submit(encode, texts)))
+                while len(pending) > 2 * workers and not enough():
                     collect(*pending.popleft())
-            while pending:
+                if enough():
+                    break
+            while pending and not enough():
                 collect(*pending.popleft())
         finally:
             pool.shutdown(cancel_futures=True)
-    for kind in ("train", "val"):
+    for kind in ("val",) if max_tokens == 0 else ("val", "train"):
         if not manifest[kind]:
             raise InputError(
                 f"corpus {corpus.name} has {counts['documents']} documents and none for {kind} (one in 20 is for "
                 "validation, by its hash): add documents, or cut them with --separator"
             )
-    manifest |= {"complete": True, "counts": dict(counts)}
+    manifest |= {"complete": True, "max_tokens": max_tokens if enough() else None, "counts": dict(counts)}
     write_manifest(folder, manifest)
 
 
-def _batches(corpus, counts, train_done, val_done):
-    """Yield (kind, texts, bytes, shard): work for one thread; `shard` holds the counts where the batch ends a shard.
+def _batches(corpus, manifest, counts, train):
+    """Yield (kind, texts, bytes, end), work for one thread; `end` is the place in the corpus if the batch ends a shard.
 
     Shards already there are read past. Validation documents beyond the first shard are left out, not trained on.
     """
-    texts, sizes = {"train": [], "val": []}, {"train": 0, "val": 0}  # of the batch
-    filled, index = {"train": 0, "val": 0}, {"train": 0, "val": 0}  # bytes in the current shard, its number
-    done = {"train": train_done, "val": val_done}
+    done = {kind: len(manifest[kind]) for kind in ("train", "val")}
+    index = {"train": 0, "val": 0}  # of the shard being filled
+    file, skip = 0, 0
+    if corpus.needs_download and manifest["train"] and manifest["val"]:
+        # straight on: no earlier document is needed, neither for validation nor to tell duplicates
+        index = dict(done)
+        end = manifest["train"][-1]["end"]
+        file, skip = end["file"], end["documents"]
+        counts.update(end["counts"])
+    texts, sizes, filled = {"train": [], "val": []}, {"train": 0, "val": 0}, {"train": 0, "val": 0}
 
-    def flush(kind, ends):
+    def flush(kind, end):
         batch, size = texts[kind], sizes[kind]
         texts[kind], sizes[kind] = [], 0
-        if ends:
+        if end:
             filled[kind], index[kind] = 0, index[kind] + 1
-        return kind, batch, size, dict(counts) if ends else None
+        return kind, batch, size, end
 
-    for text in corpus.documents(counts):
-        kind = "val" if is_validation(text) else "train"
-        if kind == "val" and index[kind] == 1:
-            continue
-        size = len(text.encode())
-        filled[kind] += size
-        ends = filled[kind] >= SHARD_BYTES
-        if index[kind] < done[kind]:
-            if ends:
-                flush(kind, ends)
-            continue
-        texts[kind].append(text)
-        sizes[kind] += size
-        if ends or sizes[kind] >= BATCH_BYTES:
-            yield flush(kind, ends)
+    seen = set()
+    for number in range(file, len(corpus.files)):
+        before = dict(counts)
+        for document, text in enumerate(corpus.read(number, counts, seen)):
+            if document < skip:
+                continue
+            kind = "val" if is_validation(text) else "train"
+            if kind == "val" and index["val"] == 1:
+                counts["validation_left_out"] += 1
+                continue
+            if kind == "train" and not train:
+                continue
+            size = len(text.encode())
+            filled[kind] += size
+            end = None
+            if filled[kind] >= SHARD_BYTES:
+                end = {"file": number, "documents": document + 1, "counts": before}
+            if index[kind] < done[kind]:
+                if end:
+                    flush(kind, end)
+                continue
+            texts[kind].append(text)
+            sizes[kind] += size
+            if end or sizes[kind] >= BATCH_BYTES:
+                yield flush(kind, end)
+        skip = 0
     for kind in ("train", "val"):
         if filled[kind] and index[kind] >= done[kind]:
-            yield flush(kind, True)
+            yield flush(kind, {"file": len(corpus.files), "documents": 0, "counts": dict(counts)})
+
+
+def verify(folder: Path) -> int:
+    """Check every shard of a complete or growing folder, checksums included, and return how many there are."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise InputError(f"no shards in {folder}: run scripts.data_prep without --verify first")
+    if Tokenizer.load(folder / "tokenizer").hash != manifest["tokenizer"]:
+        raise InputError(f"{folder}/tokenizer is not the one of the shards: delete {folder} and run scripts.data_prep")
+    listed = manifest["val"] + manifest["train"]
+    for entry in listed:
+        shard = Shard.open(folder / entry["name"], manifest["tokenizer"])
+        shard.verify()
+        if shard.header["sha256"] != entry["sha256"]:
+            raise InputError(f"shard {shard.path} is not the one in the manifest: delete it and run scripts.data_prep")
+    return len(listed)
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:

@@ -60,8 +60,9 @@ class Tokenizer:
     def save(self, folder) -> None:
         """Write the folder whole or not at all; an existing one is replaced."""
         folder = Path(folder)
-        temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-        temporary.mkdir(parents=True, exist_ok=True)
+        temporary = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
         try:
             (temporary / "vocab.txt").write_text(self._vocab_text(), encoding="ascii")
             (temporary / "tokenizer.json").write_text(json.dumps(self._settings(), indent=2) + "\n", encoding="utf-8")

@@ -1,10 +1,15 @@
 """Make whatever is missing of corpus, tokenizer and token shards. Run it again after any interruption: it carries on.
 
-python -m scripts.data_prep                                            # the Python standard library, no download
-python -m scripts.data_prep --corpus path:my_texts --vocab-size 8192   # your own text
+    python -m scripts.data_prep                                            # the Python standard library, no download
+    python -m scripts.data_prep --corpus path:my_texts --vocab-size 8192   # your own text
+    python -m scripts.data_prep --corpus hf:HuggingFaceFW/fineweb-edu:sample-10BT --max-tokens 2000000000
+    python -m scripts.data_prep --corpus path:my_texts --verify            # check every shard
+
+For a corpus on the hub it may run beside the training, which starts with the first shards and waits for the next ones.
 """
 
 import argparse
+import os
 
 from nanomuon import shards
 from nanomuon.corpus import open_corpus
@@ -12,22 +17,32 @@ from nanomuon.runtime import run_command
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.data_prep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--corpus", default="python", help="python or path:FILE_OR_FOLDER (default: %(default)s)")
+    add("--corpus", default="python", help="python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG] (default: %(default)s)")
     add("--vocab-size", type=int, help="tokens in the vocabulary (default: 4096, or 32768 for corpora on the hub)")
-    add("--text-field", help="field of the records that holds the text (default: text)")
-    add("--separator", help="cut .txt files into documents at this string")
-    add("--workers", type=int, help="threads that tokenize (default: one per core)")
+    add("--text-field", help="field of the records that holds the text (default: text); remembered")
+    add("--separator", help="cut .txt files into documents at this string; remembered")
+    add("--max-tokens", type=int, help="stop after so many training tokens (default: the whole corpus)")
+    add(
+        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads that tokenize (default: %(default)s)"
+    )
+    add("--verify", action="store_true", help="check the shards instead of writing them")
     args = parser.parse_args(argv)
 
     corpus = open_corpus(args.corpus, args.text_field, args.separator)
-    folder = shards.prepare(corpus, args.vocab_size, args.workers)
+    if args.verify:
+        folder = shards.shard_folder(corpus, args.vocab_size or shards.default_vocab_size(corpus.name))
+        print(f"{shards.verify(folder)} shards are sound")
+    else:
+        folder = shards.prepare(corpus, args.vocab_size, args.workers, max_tokens=args.max_tokens)
     manifest = shards.read_manifest(folder)
     for kind in ("train", "val"):
         tokens, documents = (sum(shard[key] for shard in manifest[kind]) for key in ("tokens", "documents"))
         print(f"{kind}: {tokens:,} tokens of {documents:,} documents in {len(manifest[kind])} shards")
-    print(f"counts: {manifest['counts']}")
+    print("read: " + ", ".join(f"{value:,} {key}" for key, value in manifest.get("counts", {}).items()))
     print(f"shards: {folder}")
 
 
