@@ -132,9 +132,7 @@ class _Writer(HuggingFaceStorageWriter):
     def write_data(self, plan, planner):
         tensors, offsets = {}, {}
         for item in plan.items:
-            tensor = planner.resolve_data(item).detach().cpu().contiguous()
-            view = tensor.untyped_storage().nbytes() != tensor.nbytes
-            tensors[item.index.fqn] = tensor.clone() if view else tensor  # safetensors refuses shared storage
+            tensors[item.index.fqn] = planner.resolve_data(item).detach().cpu()
             offsets[item.index.fqn] = {"saved_offsets": item.tensor_data.chunk.offsets}
         if tensors:
             _write_tensors(tensors, self.file, {"DCP_SHARDING_INFO": json.dumps(offsets)})
@@ -243,7 +241,7 @@ def export_model(run_dir, model, config, meta) -> None:
     for name, tensor in model.state_dict().items():
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if _place()[0] == 0:
-            weights[name] = tensor.contiguous().cpu()
+            weights[name] = tensor.cpu()
 
     def write():
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -351,8 +349,16 @@ def _publish(hidden, final, manifest):
 
 def _write_tensors(tensors, file, metadata):
     """A safetensors file on disk, readable by whoever may read its folder. OSError where it cannot be written."""
+    storages, separate = set(), {}
+    for (
+        name,
+        tensor,
+    ) in tensors.items():  # the format has neither transposes nor two names for one storage (tied weights)
+        tensor = tensor.contiguous()
+        separate[name] = tensor.clone() if tensor.untyped_storage().data_ptr() in storages else tensor
+        storages.add(tensor.untyped_storage().data_ptr())
     try:
-        save_file(tensors, file, metadata=metadata)
+        save_file(separate, file, metadata=metadata)
     except SafetensorError as error:
         if number := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error

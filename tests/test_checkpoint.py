@@ -170,6 +170,22 @@ def test_plain_values_in_an_optimizer_come_back_with_their_type(tmp_path):
     assert torch.equal(entry["momentum_buffer"], optimizer.state[model.weight]["momentum_buffer"])
 
 
+def test_tensors_that_share_storage_or_are_transposed(tmp_path):
+    bank = torch.arange(48.0).reshape(2, 4, 6)
+    model = torch.nn.Module()
+    model.rows, model.columns = torch.nn.Parameter(bank[0]), torch.nn.Parameter(bank[1].T)
+    model.tied, model.wide = model.rows, torch.nn.Parameter(torch.arange(6.0).expand(3, 6))
+    optimizer = torch.optim.SGD(model.parameters())
+    checkpoint.Checkpointer(tmp_path).save(1, model, optimizer, {})
+    checkpoint.export_model(tmp_path, model, {}, {})
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    bank.zero_()
+    model.wide = torch.nn.Parameter(torch.zeros(3, 6))
+    checkpoint.load(checkpoint.find(tmp_path), model, optimizer)
+    assert_same(dict(model.state_dict()), expected)
+    assert_same(load_file(tmp_path / "model.safetensors"), expected)
+
+
 def test_any_world_size_loads_what_any_other_saved(saved, tmp_path):
     original, expected = saved
     previous, run_dir = original, None
@@ -458,7 +474,11 @@ def test_a_poisoned_checkpoint_runs_nothing(run_dir, tmp_path):
 
 def test_an_exported_model_comes_back_exactly(tmp_path):
     model = Tiny()
+    tmp_path.chmod(0o755)
     checkpoint.export_model(tmp_path, model, {"depth": 4}, {"val_bpb": 1.25})
+    assert (
+        tmp_path / "model.safetensors"
+    ).stat().st_mode & 0o777 == 0o644  # others may read it, as they may the folder
     assert checkpoint.load_model_config(tmp_path) == ({"depth": 4}, {"val_bpb": 1.25})
     other = Tiny(seed=1)
     checkpoint.load_model_weights(tmp_path, other)
