@@ -18,7 +18,6 @@ import shutil
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -65,7 +64,7 @@ class Checkpointer:
         manifest = {
             "step": step,
             "world_size": self.world_size,
-            "versions": {"nanomuon": version("nanomuon"), "torch": torch.__version__, "python": sys.version.split()[0]},
+            "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
             "meta": meta,
             "optimizer_values": values,
         }
