@@ -83,7 +83,8 @@ FORMS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_muon_is_the_formulas(form, dtype):
     params = [parameter(*shape, dtype=dtype) for shape in [(24, 24), (24, 24), (36, 20), (20, 36), (64, 16), (16, 64)]]
-    options = {key: value for key, value in form.items() if key not in ("coefficients", "ns_steps", "weight_decay_form")}
+    ours_only = ("coefficients", "ns_steps", "weight_decay_form")
+    options = {key: value for key, value in form.items() if key not in ours_only}
     options["decay"] = form.get("weight_decay_form", "cautious")
     options["triples"] = form.get("coefficients")
     if form.get("scale"):
@@ -277,9 +278,8 @@ def test_state_loads_into_other_groups_and_keeps_its_dtype():
     saved["state"] = {name: {k: v.double() for k, v in entry.items()} for name, entry in saved["state"].items()}
     again = [torch.nn.Parameter(p.detach().clone()) for p in params]
     a, b, c, d, e, f, g = again
-    other = MuonAdamW(
-        [adamw(g, names=["g"]), muon(d, b, names=["d", "b"]), adamw(f, e, names=["f", "e"]), muon(c, a, names=["c", "a"])]
-    )
+    groups = [adamw(g, names=["g"]), muon(d, b, names=["d", "b"]), adamw(f, e, names=["f", "e"])]
+    other = MuonAdamW([*groups, muon(c, a, names=["c", "a"])])
     other.load_state_dict(saved)
     assert all(v.dtype == torch.float32 for state in other.state.values() for v in state.values())
     train(optimizer, params, 3, start=3)
@@ -308,14 +308,13 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
         ("g", "step", None, "no step of g"),
         ("a", "momentum_buffer", torch.zeros(3, 3), r"momentum_buffer of a has shape \(3, 3\), expected \(24, 24\)"),
     ]:
-        saved = {"state": {n: {k: v + 1 for k, v in e.items()} for n, e in whole["state"].items()}, "param_groups": groups}
-        saved["param_groups"] = whole["param_groups"]
+        saved = {n: {k: v + 1 for k, v in entry.items()} for n, entry in whole["state"].items()}
         if wrong is None:
-            del saved["state"][name][key]
+            del saved[name][key]
         else:
-            saved["state"][name][key] = wrong
+            saved[name][key] = wrong
         with pytest.raises(ValueError, match=message):
-            optimizer.load_state_dict(saved)
+            optimizer.load_state_dict({"state": saved, "param_groups": whole["param_groups"]})
         state = optimizer.state_dict()["state"]
         assert all(torch.equal(v, state[n][k]) for n, entry in whole["state"].items() for k, v in entry.items())
 
