@@ -353,6 +353,9 @@ def _write_shards(folder, corpus, tokenizer, workers, max_tokens):
                 f"corpus {corpus.name} has {counts['documents']} documents and none for {kind} (one in 20 is for "
                 "validation, by its hash): add documents, or cut them with --separator"
             )
+    if not enough():
+        stored = sum(shard["documents"] for shard in manifest["val"] + manifest["train"])
+        counts["validation_left_out"] = counts["documents"] - stored
     manifest |= {"complete": True, "max_tokens": max_tokens if enough() else None, "counts": dict(counts)}
     write_manifest(folder, manifest)
 
@@ -364,13 +367,12 @@ def _batches(corpus, manifest, counts, train):
     """
     done = {kind: len(manifest[kind]) for kind in ("train", "val")}
     index = {"train": 0, "val": 0}  # of the shard being filled
-    file, skip = 0, 0
+    start = {"file": 0, "documents": 0, "counts": {}}
     if corpus.needs_download and manifest["train"] and manifest["val"]:
         # straight on: no earlier document is needed, neither for validation nor to tell duplicates
         index = dict(done)
-        end = manifest["train"][-1]["end"]
-        file, skip = end["file"], end["documents"]
-        counts.update(end["counts"])
+        start = manifest["train"][-1]["end"]
+        counts.update(start["counts"])
     texts, sizes, filled = {"train": [], "val": []}, {"train": 0, "val": 0}, {"train": 0, "val": 0}
 
     def flush(kind, end):
@@ -381,22 +383,20 @@ def _batches(corpus, manifest, counts, train):
         return kind, batch, size, end
 
     seen = set()
-    for number in range(file, len(corpus.files)):
-        before = dict(counts)
+    for number in range(start["file"], len(corpus.files)):
         for document, text in enumerate(corpus.read(number, counts, seen)):
-            if document < skip:
+            if number == start["file"] and document < start["documents"]:
+                counts.clear()  # they were counted before
+                counts.update(start["counts"])
                 continue
             kind = "val" if is_validation(text) else "train"
-            if kind == "val" and index["val"] == 1:
-                counts["validation_left_out"] += 1
-                continue
-            if kind == "train" and not train:
+            if kind == "val" and index["val"] == 1 or kind == "train" and not train:
                 continue
             size = len(text.encode())
             filled[kind] += size
             end = None
             if filled[kind] >= SHARD_BYTES:
-                end = {"file": number, "documents": document + 1, "counts": before}
+                end = {"file": number, "documents": document + 1, "counts": dict(counts)}
             if index[kind] < done[kind]:
                 if end:
                     flush(kind, end)
@@ -405,7 +405,6 @@ def _batches(corpus, manifest, counts, train):
             sizes[kind] += size
             if end or sizes[kind] >= BATCH_BYTES:
                 yield flush(kind, end)
-        skip = 0
     for kind in ("train", "val"):
         if filled[kind] and index[kind] >= done[kind]:
             yield flush(kind, {"file": len(corpus.files), "documents": 0, "counts": dict(counts)})

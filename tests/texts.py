@@ -1,0 +1,27 @@
+"""Small corpora for the tests of shards and loader."""
+
+import json
+import random
+
+from nanomuon.tokenizer import Tokenizer
+
+WORDS = "def return import self value for in the of and 12 345 été 数据 \n\n    == () [x] 'text' # note".split(" ")
+
+
+def random_texts(count, seed=0, longest=600):
+    """Distinct texts of 1 to `longest` words, most of them short."""
+    rng = random.Random(seed)
+    lengths = (int(longest ** rng.random()) for _ in range(count))
+    return [f"{i} " + " ".join(rng.choices(WORDS, k=length)) for i, length in enumerate(lengths)]
+
+
+def write_corpus(folder, texts, files=3):
+    """A folder of .jsonl files; returns the name of the corpus."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(files):
+        part = texts[i * len(texts) // files : (i + 1) * len(texts) // files]
+        (folder / f"{i}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+    return f"path:{folder}"
+
+
+TOKENIZER = Tokenizer.train(random_texts(200), 300)
