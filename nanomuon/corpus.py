@@ -160,7 +160,7 @@ def open_corpus(name: str, text_field: str | None = None, separator: str | None 
         if root.is_file():
             files = [root]
         elif root.is_dir():
-            files = sorted(path for path in root.rglob("*") if path.is_file() and not path.name.startswith("."))
+            files = sorted(path for path in root.rglob("*") if path.is_file() and not _hidden(path.relative_to(root)))
         else:
             raise InputError(f"corpus {name}: no such file or folder")
         files = [path for path in files if path.name.endswith(SUFFIXES)]
@@ -170,7 +170,7 @@ def open_corpus(name: str, text_field: str | None = None, separator: str | None 
         return _local(f"path:{root}", root, files, "", record["text_field"] or "text", record["separator"])
     if name.startswith("hf:"):
         record = _recall(name, text_field=text_field, separator=separator)
-        if "files" not in record:
+        if not record.get("repo"):  # a folder may have changed since
             record = _recall(name, **_resolve(name))
         revision, repo, field = record["revision"], record.get("repo"), record["text_field"] or "text"
         files = tuple(record["files"] if repo else map(Path, record["files"]))
@@ -187,6 +187,10 @@ def _local(name, root, files, version, text_field, separator) -> Corpus:
     digest = _digest([name, listing, text_field, separator])
     readable = "python" if name == "python" else "path-" + _readable(root.name)
     return Corpus(name, version + digest[:16], f"{readable}-{digest[:8]}", tuple(files), text_field, separator)
+
+
+def _hidden(path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _digest(value) -> str:

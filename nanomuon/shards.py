@@ -303,13 +303,13 @@ def _write_shards(folder, corpus, tokenizer, workers, max_tokens):
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     arrays = {"train": [], "val": []}  # encoded documents of the shards being filled
     started = reported = time.time()
-    encoded = 0
+    encoded = file = 0
 
     def encode(texts):
         return [tokenizer.encode_to_numpy(text).astype(dtype) for text in texts]
 
     def collect(kind, size, end, future):
-        nonlocal reported, encoded
+        nonlocal reported, encoded, file
         arrays[kind] += future.result()
         encoded += size
         if end is not None:
@@ -320,11 +320,15 @@ def _write_shards(folder, corpus, tokenizer, workers, max_tokens):
             shard = {key: header[key] for key in ("documents", "tokens", "sha256")}
             manifest[kind].append({"name": name, **shard, "end": end})
             write_manifest(folder, manifest)
-        if end is not None or time.time() - reported > 5:
+            file = end["file"]
+        if time.time() - reported > 2:
             reported = time.time()
             rate = encoded / 1e6 / (reported - started)
-            done = len(manifest["train"])
-            print(f"tokenized {encoded / 1e6:.0f} MB at {rate:.1f} MB/s: {done} training shards", flush=True)
+            print(
+                f"tokenized {encoded / 1e6:.0f} MB at {rate:.1f} MB/s: {len(manifest['train'])} training shards, "
+                f"{file} of {len(corpus.files)} files",
+                flush=True,
+            )
 
     def enough():
         return (

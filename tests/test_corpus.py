@@ -70,6 +70,8 @@ def test_text_files(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b/a.txt").write_text("first<|end|>second<|end|>")
     (tmp_path / "notes.md").write_text("not a document")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git/a.txt").write_text("nor is this")
     assert read(f"path:{tmp_path}")[0] == ["first<|end|>second<|end|>", book]
     documents, counts = read(f"path:{tmp_path}", separator="<|end|>")
     assert documents == ["first", "second", book] and counts["empty"] == 1

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -305,3 +306,15 @@ def test_data_prep_command(tmp_path, capsys):
     began = time.monotonic()
     data_prep.main(arguments)
     assert time.monotonic() - began < 2
+
+
+def test_data_bench_command(tmp_path, capsys):
+    from scripts import data_bench
+
+    name = write_corpus(tmp_path / "texts", random_texts(1500))
+    data_bench.main(["--corpus", name, "--vocab-size", "300", "--max-seq-len", "64"])
+    out = capsys.readouterr().out
+    peaks = re.search(r"loader memory +([\d.]+), [\d.]+, ([\d.]+) MB", out)
+    assert float(peaks[2]) < 1.5 * float(peaks[1])  # four times the corpus, the same memory
+    for line in ("tiktoken alone", "data_prep, 1 thread", "loader, world size 8", "waiting for data"):
+        assert line in out
