@@ -92,8 +92,8 @@ class _Rows:
     def __len__(self):
         return len(self.row_ends)
 
-    def fill(self, index, row) -> int:
-        """Write row `index` into row (seq_len + 1,) and return how many places it takes."""
+    def fill(self, index, row) -> None:
+        """Write row `index` into the places of row (seq_len + 1,) that it takes."""
         index = self.order[index]
         place = 0
         for segment in range(self.row_ends[index - 1] if index else 0, self.row_ends[index]):
@@ -101,7 +101,6 @@ class _Rows:
             row[place] = self.bos_id
             row[place + 1 : place + 1 + length] = self.tokens[self.sources[segment]][start : start + length]
             place += length + 1
-        return place
 
 
 class TrainLoader:

@@ -110,15 +110,13 @@ def waiting(folder, seq_len, vocab_size):
     model.init_weights()
     loader, waited = TrainLoader(folder, seq_len, 4, 4), 0.0
     began = time.perf_counter()
-    for _ in range(10):
+    for _ in range(6):
         asked = time.perf_counter()
         inputs, targets = next(loader)
         waited += time.perf_counter() - asked
         model(inputs, targets).backward()
     total = time.perf_counter() - began
-    print(
-        f"waiting for data      {100 * waited / total:6.3f}% of a step at depth 4 ({total / 10 * 1000:.0f} ms a step)"
-    )
+    print(f"waiting for data      {100 * waited / total:6.3f}% of a step at depth 4 ({total / 6 * 1000:.0f} ms a step)")
 
 
 def memory(folder, place, seq_len):
