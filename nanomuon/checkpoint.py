@@ -10,6 +10,7 @@ slices (DTensor) included. Ranks share one file system. A checkpoint is written 
 rename, after every rank has finished; whatever a kill leaves behind is never taken for one.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -36,7 +37,7 @@ class Checkpointer:
 
     run_dir: runs/<name>. resumed_step: where this process starts from, None for a fresh start; checkpoints of later
     steps belong to a future that will not happen and are removed. keep_last: how many to keep. background: save()
-    copies the state to host memory and returns, a thread writes it.
+    copies the state to host memory and returns, a thread writes it; what fails there is said at once.
     """
 
     def __init__(self, run_dir, resumed_step=None, keep_last=2, background=False):
@@ -54,9 +55,10 @@ class Checkpointer:
 
         meta: what else resuming needs (settings, loader state), of JSON types; the first rank's is kept.
         Raises InputError on every rank where the disk is full or not writable; earlier checkpoints are then intact. A
-        background save raises from the next save() or wait().
+        background save raises from wait(); the next save() goes on without it.
         """
-        self.wait()
+        with contextlib.suppress(InputError):
+            self.wait()
         if step == self.last_step:
             return
         tensors, values = _state(model, optimizer)
@@ -99,10 +101,10 @@ class Checkpointer:
                 shutil.rmtree(hidden, ignore_errors=True)
             if not isinstance(failure, OSError):
                 raise RuntimeError(f"checkpoint {final} was not written") from failure
-            raise InputError(
-                f"checkpoint {final} was not written: {failure}; earlier checkpoints are intact, make room or set"
-                " NANOMUON_BASE_DIR to a folder with room"
-            ) from failure
+            error = f"checkpoint {final} was not written: {failure}; earlier checkpoints are intact, make room"
+            if self.thread is not None:
+                print0(f"warning: {error}")
+            raise InputError(error) from failure
 
     def _clean(self):
         """Remove abandoned and unfinished checkpoints and those beyond the newest keep_last."""

@@ -1,5 +1,6 @@
 """What a run leaves for people: metrics.jsonl (and wandb) while it runs, loss.png and report.md at its end."""
 
+import contextlib
 import json
 import math
 import os
@@ -10,7 +11,8 @@ import torch
 
 
 class MetricsLog:
-    """Appends rows to metrics.jsonl, one JSON object a line, each line whole even if the process dies after it.
+    """Appends rows to metrics.jsonl, one JSON object a line, each line whole even if the process dies after it. Rows
+    for which the disk has no room wait for the next call.
 
     path: the file. resume_step: None starts it empty; otherwise rows of later steps and a torn last line are dropped.
     wandb: None, or keywords of wandb.init (project, name, config, id); WANDB_MODE=offline needs no network.
@@ -24,7 +26,7 @@ class MetricsLog:
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
         os.replace(temporary, path)
-        self.file = open(path, "a", buffering=1)
+        self.file, self.waiting = open(path, "ab", buffering=0), b""
         self.wandb = None
         if wandb is not None:
             import wandb as library
@@ -33,11 +35,20 @@ class MetricsLog:
 
     def log(self, row) -> None:
         """row: a dict with `step`, values numbers or text; non-finite numbers are written as null, as JSON has none."""
-        self.file.write(json.dumps({key: None if _non_finite(value) else value for key, value in row.items()}) + "\n")
+        line = json.dumps({key: None if _non_finite(value) else value for key, value in row.items()})
+        self.waiting += line.encode() + b"\n"
+        with contextlib.suppress(OSError):
+            self.flush()
         if self.wandb is not None:
             self.wandb.log(row, step=row["step"])
 
+    def flush(self) -> None:
+        """Write what waits. OSError where there is no room; a checkpoint must not get ahead of its rows."""
+        while self.waiting:
+            self.waiting = self.waiting[self.file.write(self.waiting) :]
+
     def close(self) -> None:
+        self.flush()
         self.file.close()
         if self.wandb is not None:
             self.wandb.finish()

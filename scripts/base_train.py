@@ -17,10 +17,11 @@ import math
 import os
 import resource
 import shutil
-import signal
 import statistics
 import sys
+import tempfile
 import time
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 
@@ -33,16 +34,19 @@ from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.guards import Requests, Watchdog, is_spike
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.param_groups import build_param_groups
 from nanomuon.runtime import InputError, Runtime, base_dir, compile_enabled, peak_flops, print0, run_command, start
 from nanomuon.tokenizer import Tokenizer
 
-MAX_BAD_STEPS = 10  # this many non-finite losses in a row end the run
+MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
+OF_THE_LAUNCH = ("run", "resume", "plan", "wandb", "no_compile")  # arguments that a run does not remember
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}  # other corpora: none
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namespace:
+    """What is given, else what is remembered, else the default."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.base_train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -70,19 +74,38 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--eval-tokens", type=int, default=131072, help="validation tokens of an evaluation on the way; the last "
         "takes the whole set (default: %(default)s)")  # fmt: skip
     add("--save-every", type=int, default=100, help="steps between checkpoints, -1: only at the end (%(default)s)")
+    add("--save-minutes", type=float, default=-1, help="minutes between checkpoints, -1: off (%(default)s)")
+    add("--keep-last", type=int, default=2, help="how many checkpoints to keep (default: %(default)s)")
     add("--resume", default="auto", help="auto: the newest checkpoint of the run; step_N: that one; never: start over")
     add("--seed", type=int, default=0, help="of initial weights, data order and samples (default: %(default)s)")
     add("--wandb", action="store_true", help="log to Weights & Biases as well (WANDB_MODE=offline works)")
     add("--no-compile", action="store_true", help="run eagerly: a quick start and slower steps (as NANOMUON_COMPILE=0)")
     add("--plan", action="store_true", help="print the size of the run, its memory and its time, and stop")
-    args = parser.parse_args(argv)
-    for name in ("depth", "device_batch_size", "max_seq_len", "num_iterations", "total_batch_size", "eval_tokens"):
+    args = parser.parse_args(argv, argparse.Namespace(**remembered))
+    for name in ("depth", "device_batch_size", "max_seq_len", "num_iterations", "total_batch_size", "eval_tokens",
+                 "keep_last"):  # fmt: skip
         value = getattr(args, name)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if not args.run or set(args.run) & set("/\\") or args.run.startswith("."):
         raise InputError(f"--run {args.run!r} is not a folder name; use letters, digits, '-' and '_'")
     return args
+
+
+def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The arguments, and in words what they change in a run that exists: it keeps what is not given anew."""
+    args = parse_arguments(argv, {})
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # torchrun has replaced a rank that died on the way
+        args.resume = "auto"
+    file = base_dir() / "runs" / args.run / "settings.json"
+    if args.resume == "never" or not file.exists():
+        return args, []
+    before = json.loads(file.read_text())["options"]
+    ratio_given = parse_arguments(argv, {"target_param_data_ratio": None}).target_param_data_ratio is not None
+    now = parse_arguments(argv, {**before, "num_iterations": None} if ratio_given else before)
+    now.resume = args.resume
+    changed = {key: was for key, was in before.items() if getattr(now, key) != was}
+    return now, [f"--{key.replace('_', '-')} {getattr(now, key)} (was {was})" for key, was in changed.items()]
 
 
 def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime) -> tuple[GPTConfig, int, int]:
@@ -186,39 +209,18 @@ def set_hyperparameters(optimizer, initial: list[dict], step: int, steps: int, a
     return multiplier
 
 
-def average_gradients(model: GPT) -> None:
-    """Mean over all processes, for optimizers that leave this to us; a missing gradient counts as zero."""
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
+def prepare_gradients(model: GPT) -> Tensor:
+    """For optimizers that leave it to us: the mean over all processes, where a missing gradient counts as zero.
 
-
-class Requests:
-    """What signals ask of the loop. SIGTERM, SIGINT: save and stop after this step; SIGUSR1: save."""
-
-    def __init__(self):
-        self.stop = self.save = False
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self.receive)
-
-    def receive(self, number, frame):
-        if number == signal.SIGUSR1:
-            self.save = True
-        else:
-            self.stop = True
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    def agree(self, loss: Tensor) -> tuple[float, bool, bool]:
-        """(mean loss over ranks, stop?, save?): what one rank was asked, all do. Waits for the device."""
-        values = torch.stack((loss, *(loss.new_tensor(float(flag)) for flag in (self.stop, self.save))))
-        if dist.is_initialized():
-            dist.all_reduce(values)
-            values[0] /= dist.get_world_size()
-        loss, stop, save = values.tolist()
-        self.save = False
-        return loss, stop > 0, stop + save > 0
+    Returns 0, or NaN where a gradient is not finite: added to the loss it makes the step be skipped.
+    """
+    if dist.is_initialized():
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+    return 0 * torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
 def duration(seconds: float) -> str:
@@ -239,14 +241,25 @@ def check_run_folder(run_dir: Path, settings: dict) -> None:
         )
 
 
-def start_run_folder(run_dir: Path, settings: dict, tokenizer: Tokenizer, afresh: bool) -> None:
+def check_writable(folder: Path) -> None:
+    """Refuse a place that cannot be written to before any work is done; makes nothing."""
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InputError(f"cannot write to {folder}: {error.strerror}; set NANOMUON_BASE_DIR to another") from error
+
+
+def start_run_folder(run_dir: Path, settings: dict, options: dict, tokenizer: Tokenizer, afresh: bool) -> None:
     """Write what defines the run, once everything that could be wrong with it has been looked at."""
     if afresh:
         shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "summary.json").unlink(missing_ok=True)  # a run that goes on is not complete
     if not (run_dir / "settings.json").exists():
         tokenizer.save(run_dir / "tokenizer")  # with it, this folder is all that sampling and evaluation need
-        write_json(run_dir / "settings.json", settings)
+    write_json(run_dir / "settings.json", {**settings, "options": options})
 
 
 def write_json(file: Path, content: dict) -> None:
@@ -294,7 +307,8 @@ def print_summary(summary: dict) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_arguments(argv)
+    args, changed = resolve_arguments(argv)
+    run_dir = base_dir() / "runs" / args.run
     if args.no_compile:
         os.environ["NANOMUON_COMPILE"] = "0"
     elif compile_enabled() and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
@@ -306,6 +320,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.plan:
         print_plan(args, config, batch, steps, runtime)
         return 0
+    check_writable(run_dir)
 
     folder = prepare_data(args.corpus, args.vocab_size, runtime)
     tokenizer = Tokenizer.load(folder / "tokenizer")
@@ -313,40 +328,47 @@ def main(argv: list[str] | None = None) -> int:
     rows = batch // config.seq_len
     accumulation = rows // (args.device_batch_size * runtime.world_size)
 
-    # Run folder: what defines the run must be what it was started with
-    run_dir = base_dir() / "runs" / args.run
+    # Run folder: what defines the run must be what it was started with; the other options it remembers
     settings = {
         "corpus": args.corpus, "tokenizer": tokenizer.hash, **asdict(config), "total_batch_size": batch,
         "seed": args.seed, "optimizer_file": args.optimizer_file,
     }  # fmt: skip
+    options = {key: value for key, value in vars(args).items() if key not in OF_THE_LAUNCH}
+    options |= {"total_batch_size": batch, "max_seq_len": config.seq_len}
     afresh = args.resume == "never"
     if not afresh:
         check_run_folder(run_dir, settings)
-    if (run_dir / "summary.json").exists() and not afresh:
+    complete = args.resume == "auto" and (run_dir / "summary.json").exists()
+    if complete and (summary := json.loads((run_dir / "summary.json").read_text()))["steps"] >= steps:
         print0(f"run {args.run} is complete: {run_dir}/report.md (--resume never starts it over)")
-        print_summary(json.loads((run_dir / "summary.json").read_text()))
+        print_summary(summary)
         return 0
 
     gpt = build_model(config, runtime, args.seed)
     optimizer = build_optimizer(args, gpt, runtime)
     initial = [dict(group) for group in optimizer.param_groups]
-    sharded = isinstance(optimizer, DistMuonAdamW)
-    average = runtime.world_size > 1 and not sharded
-    guards_itself = isinstance(optimizer, MuonAdamW)
+    guards_itself, sharded = isinstance(optimizer, MuonAdamW), isinstance(optimizer, DistMuonAdamW)
 
     # Resume
-    step, loader_state = 0, None
+    step, skipped, loader_state = 0, 0, None
     if found := checkpoint.find(run_dir, args.resume):
         meta = checkpoint.load(found, gpt, optimizer)
-        step, loader_state = meta["step"], meta["loader"]
-        print0(f"resuming run {args.run} at step {step}")
+        step, skipped, loader_state = meta["step"], meta["skipped_steps"], meta["loader"]
+        print0("; ".join([f"resuming run {args.run} at step {step}", *changed]))
+        if steps < step:
+            print0(f"step {step} is beyond --num-iterations {steps}: nothing is left to train")
+            steps = step
+        if guards_itself:
+            optimizer.skipped_steps.fill_(skipped)
+    elif complete:
+        raise InputError(f"run {args.run} is complete and has no checkpoint to go on from: choose another --run")
     loader = TrainLoader(
         folder, config.seq_len, rows, args.device_batch_size, runtime.rank, runtime.world_size, args.seed,
         runtime.device, loader_state,
     )  # fmt: skip
     if runtime.rank == 0:
-        start_run_folder(run_dir, settings, tokenizer, afresh)
-    checkpoints = checkpoint.Checkpointer(run_dir, step if found else None)
+        start_run_folder(run_dir, settings, options, tokenizer, afresh)
+    checkpoints = checkpoint.Checkpointer(run_dir, step if found else None, args.keep_last, background=True)
     log = None
     if runtime.rank == 0:
         log = report.MetricsLog(
@@ -354,6 +376,10 @@ def main(argv: list[str] | None = None) -> int:
             step if found else None,
             dict(project="nanomuon", name=args.run, id=args.run, config=settings) if args.wandb else None,
         )
+    training, evaluations = report.read_metrics(run_dir / "metrics.jsonl") if found else ([], [])
+    evaluations = {row["step"]: row for row in evaluations if row["step"] <= step}
+    losses = [row["train_loss"] for row in training if row["step"] <= step and row["train_loss"] is not None]
+    recent = deque(losses, maxlen=128)
 
     def evaluate(max_tokens: int | None) -> float:
         batches = validation_batches(
@@ -367,16 +393,23 @@ def main(argv: list[str] | None = None) -> int:
         return value
 
     def save() -> None:
-        checkpoints.save(step, gpt, optimizer, {"step": step, "loader": loader.state_dict(), "settings": settings})
+        if log:
+            log.flush()
+        meta = {"step": step, "skipped_steps": skipped, "loader": loader.state_dict(), "settings": settings}
+        checkpoints.save(step, gpt, optimizer, meta)
 
     print_plan(args, config, batch, steps, runtime)
     token_bytes = torch.from_numpy(tokenizer.token_bytes).to(runtime.device)
     model = torch.compile(gpt, dynamic=False) if compile_enabled() else gpt
     if compile_enabled() and step < steps:
         print0("compiling: the first step takes a while (--no-compile starts at once)")
-    requests, bad_steps, step_times, shown = Requests(), 0, [], 0.0
+    requests, watchdog, bad_steps, shown, saved_at = Requests(), Watchdog(), 0, 0.0, time.monotonic()
     while step < steps:
+        # Before the next step, not after the last: a signal need not wait for it, and a resumed run makes up for it
+        if step and args.eval_every > 0 and step % args.eval_every == 0 and step not in evaluations:
+            evaluate(args.eval_tokens)
         began = time.perf_counter()
+        watchdog.begin(step + 1)
         multiplier = set_hyperparameters(optimizer, initial, step, steps, args)
         loss = torch.zeros((), device=runtime.device)
         for micro_step in range(accumulation):
@@ -387,22 +420,32 @@ def main(argv: list[str] | None = None) -> int:
                 micro_loss = model(inputs, targets) / accumulation
                 micro_loss.backward()
             loss += micro_loss.detach()
-        if average:
-            average_gradients(gpt)
+        if not guards_itself:
+            loss += prepare_gradients(gpt)
+        requests.save |= 0 <= args.save_minutes * 60 < time.monotonic() - saved_at
         train_loss, stop, save_now = requests.agree(loss)
         before_update = time.perf_counter()
-        if guards_itself or math.isfinite(train_loss):
+        finite = math.isfinite(train_loss)
+        if guards_itself:  # skips on all ranks what is not finite on one, and counts it
+            if not finite:
+                gpt.lm_head.weight.grad.fill_(math.nan)
             optimizer.step()
+            bad = int(optimizer.skipped_steps) > skipped  # waits for the device
+        else:
+            bad = not finite
+            if finite:
+                optimizer.step()
+            if runtime.device.type == "cuda":
+                torch.cuda.synchronize()
         optimizer.zero_grad(set_to_none=True)
-        if runtime.device.type == "cuda":
-            torch.cuda.synchronize()
         now = time.perf_counter()
         step, step_ms = step + 1, 1000 * (now - began)
-        step_times.append(step_ms)
+        watchdog.end(step_ms)
+        skipped, bad_steps = skipped + bad, bad_steps + 1 if bad else 0
         row = {
             "step": step, "tokens": step * batch, "train_loss": train_loss, "lr_multiplier": multiplier,
             "step_ms": step_ms, "tokens_per_second": 1000 * batch / step_ms,
-            "optimizer_ms": 1000 * (now - before_update),
+            "optimizer_ms": 1000 * (now - before_update), "skipped_steps": skipped,
         }  # fmt: skip
         if runtime.device.type == "cuda" and peak_flops(runtime.device):
             per_device = row["tokens_per_second"] * gpt.estimate_flops() / runtime.world_size
@@ -411,35 +454,40 @@ def main(argv: list[str] | None = None) -> int:
             log.log(row)
         if now - shown > 5 or step == steps:
             shown = now
-            left = (steps - step) * statistics.median(step_times[-20:]) / 1000
+            left = (steps - step) * watchdog.median() / 1000
             print0(
                 f"step {step:5d}/{steps} | loss {train_loss:.4f} | lr x{multiplier:.2f} | {step_ms:.0f} ms | "
                 f"{row['tokens_per_second']:,.0f} tokens/s | {100 * step / steps:.0f}% | {duration(left)} left"
             )
-        bad_steps = 0 if math.isfinite(train_loss) else bad_steps + 1
-        if bad_steps:
-            print0(f"step {step}: the loss is {train_loss}; the update is skipped ({bad_steps} in a row)")
+        if bad:
+            print0(f"step {step}: loss {train_loss}; it or a gradient is not finite: no update ({bad_steps} in a row)")
+        elif is_spike(train_loss, recent):
+            print0(f"step {step}: the loss jumps to {train_loss:.4f} from a mean of {statistics.fmean(recent):.4f}")
+        if finite:
+            recent.append(train_loss)
         if bad_steps == MAX_BAD_STEPS:
-            newest = (checkpoint.saved_steps(run_dir) or ["none"])[-1]
-            print0(f"error: {bad_steps} losses in a row are not finite; last good checkpoint: {newest}; "
-                   "lower the learning rates", file=sys.stderr)  # fmt: skip
+            checkpoints.wait()
+            # a checkpoint is good if the step after it was
+            good = [f"step_{saved}" for saved in checkpoint.saved_steps(run_dir) if saved < step - bad_steps]
+            print0(f"error: {bad_steps} losses in a row are not finite, or their gradients; last good checkpoint: "
+                   f"{(good or ['none'])[-1]}; go on from there with --resume and lower learning rates",
+                   file=sys.stderr)  # fmt: skip
             return 1
-        if args.eval_every > 0 and step % args.eval_every == 0 and step < steps:
-            evaluate(args.eval_tokens)
-        due = args.save_every > 0 and step % args.save_every == 0
+        due = args.save_every > 0 and step % args.save_every == 0 and not bad  # the good ones must stay
         if due or save_now or step == steps:
             save()
-        if stop and step < steps:
+            saved_at = time.monotonic()
+        if stop:
             checkpoints.wait()
             print0(f"stopped at step {step} and saved; the same command carries on")
             return 0
     checkpoints.wait()
+    requests.exit_at_once()
 
     # The finished run: evaluate on the whole validation set (once, however often this is interrupted), export, report
     began = time.perf_counter()
-    _, evaluations = report.read_metrics(run_dir / "metrics.jsonl")
-    whole = [row["val_bpb"] for row in evaluations if row["whole_set"] and row["step"] == steps]
-    val_bpb = whole[0] if whole else evaluate(None)
+    last = evaluations.get(steps, {"whole_set": False})
+    val_bpb = last["val_bpb"] if last["whole_set"] else evaluate(None)
     seconds = {"evaluation": time.perf_counter() - began}
     about = {"step": steps, "val_bpb": val_bpb, "corpus": args.corpus, "tokenizer": tokenizer.hash}
     checkpoint.export_model(run_dir, gpt, asdict(config), about)
