@@ -22,7 +22,7 @@ import functools
 import math
 import os
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -34,76 +34,91 @@ from nanomuon.runtime import compile_enabled
 
 STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer", "second_momentum_buffer")}
 SMALL = 1024  # elements; AdamW parameters below this are all-reduced together, kernels below this are not compiled
-BATCH_BYTES = {"cpu": 2**24, "cuda": 2**29}  # Muon computes on this much of a bank at a time: bounded temporaries
+BLOCK = 2**18  # elements; see `blocks`
+BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29}  # Muon computes on this much of a bank at a time: bounded temporaries
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kernels. Hyperparameters come in one float64 tensor: changing them recompiles nothing, and 1 - 0.999 in float32 would
-# be wrong in the fifth digit. `ok` is a 0-D float64 flag, 0 where some gradient is not finite: every line is then a
-# no-op. The momentum of other projects, M <- mu*M + G, is 1/(1-mu) times the one here: the same direction at constant
-# mu.
+# Kernels. Hyperparameters come ready to use in one tensor, so changing them recompiles nothing; they are prepared in
+# float64, because 1 - 0.999 in float32 is wrong in the fifth digit. `ok` is 0-D, 0 where some gradient is not finite;
+# it is multiplied into them, and every line is then a no-op. All arithmetic is in the dtype of the state.
 
 
-def adamw_update(param, grad, exp_avg, exp_avg_sq, step, hyper, ok):
-    """AdamW (arXiv 1711.05101) in place, on four tensors of one shape.
+def adamw_update(param, grad, exp_avg, exp_avg_sq, hyper, ok):
+    """AdamW (arXiv 1711.05101) in place, on four tensors of one shape. hyper: (6,), see `adamw_hyper`."""
+    weight1, weight2, step_size, decay, rescale, eps = hyper.unbind()
+    grad = torch.where(ok > 0, grad, 0).to(exp_avg.dtype)
+    exp_avg.lerp_(grad, weight1)
+    exp_avg_sq.lerp_(grad.square(), weight2)
+    update = exp_avg * step_size / (exp_avg_sq.sqrt() * rescale + eps)
+    param.copy_(param.to(exp_avg.dtype) * (1 - decay) - update)
 
-    step: 0-D, counting this one. hyper: (5,) lr, beta1, beta2, eps, weight_decay. All arithmetic in the state's dtype.
+
+def adamw_hyper(group, step, ok):
+    """(6,) 1-b1, 1-b2, lr/(1-b1^t), lr*wd, (1-b2^t)^-1/2, eps in float64. step: 0-D, t."""
+    lr, beta1, beta2 = group["lr"], *group["betas"]
+    bias = 1 - tensor([beta1, beta2], step) ** step.clamp(min=1)  # (2,)
+    hyper = tensor([1 - beta1, 1 - beta2, lr, lr * group["weight_decay"]], step) * ok
+    hyper[2] /= bias[0]
+    return torch.cat([hyper, bias[1:].rsqrt(), tensor([group["eps"]], step)])
+
+
+def muon_momentum(U, grad, momentum, hyper, ok, nesterov):
+    """Momentum of one matrix in place, and what is to be orthogonalized into U. All (m, n); hyper: (5, 1, 1)."""
+    grad = torch.where(ok > 0, grad, 0).to(momentum.dtype)
+    momentum.lerp_(grad, hyper[0, 0, 0])
+    U.copy_(grad.lerp(momentum, hyper[1, 0, 0]) if nesterov else momentum)
+
+
+def muon_direction(U, second, hyper, coefficients, ns_steps, row_equilibrate, renormalize):
+    """Polar factor and variance reduction (NorMuon, arXiv 2510.05491) of a batch of matrices.
+
+    U: (k, m, n). second: (k, m, 1) if m >= n, else (k, 1, n), updated; None for plain Muon. hyper: (5, k, 1, 1).
+    Returns X (k, m, n) in the dtype of the iteration and its gain, shaped like `second` or (k, 1, 1), in the dtype of
+    the state: their product is the direction of the update.
     """
-    lr, beta1, beta2, eps, weight_decay = hyper.unbind()
-    lr, step, dtype = lr * ok, step.double().clamp(min=1), exp_avg.dtype
-    grad = torch.where(ok > 0, grad, 0).to(dtype)
-    exp_avg.lerp_(grad, ((1 - beta1) * ok).to(dtype))
-    exp_avg_sq.lerp_(grad.square(), ((1 - beta2) * ok).to(dtype))
-    denominator = (exp_avg_sq / (1 - beta2**step).to(dtype)).sqrt() + eps.to(dtype)
-    update = exp_avg / denominator * (lr / (1 - beta1**step)).to(dtype)
-    param.copy_(param.to(dtype) * (1 - lr * weight_decay).to(dtype) - update)
-
-
-def muon_direction(grad, momentum, second, hyper, ok, coefficients, ns_steps, nesterov, row_equilibrate, renormalize):
-    """Momentum, polar factor and variance reduction (NorMuon, arXiv 2510.05491) of a batch of matrices.
-
-    grad, momentum: (k, m, n). second: (k, m, 1) if m >= n, else (k, 1, n); None for plain Muon. hyper: (5, k, 1, 1) lr,
-    momentum, beta2, weight_decay, scale. Updates momentum and second. Returns X (k, m, n) in the dtype of the iteration
-    and its gain, shaped like `second` or (k, 1, 1), in the state's dtype; their product is the direction of the update.
-    """
-    dtype, mu, beta2 = momentum.dtype, hyper[1], hyper[2]  # (k, 1, 1)
-    grad = torch.where(ok > 0, grad, 0).to(dtype)
-    momentum.lerp_(grad, ((1 - mu) * ok).to(dtype))
-    U = grad.lerp(momentum, mu.to(dtype)) if nesterov else momentum
     if row_equilibrate:
         row_norm = torch.linalg.vector_norm(U, dim=2, keepdim=True)  # (k, m, 1)
         U = U * (row_norm.mean(dim=1, keepdim=True) / row_norm.clamp(min=1e-7))
     X = orthogonalize(U, coefficients, ns_steps)
-    gain = torch.ones_like(mu, dtype=dtype)  # (k, 1, 1)
-    short = min(X.shape[1:])
+    gain, short = torch.ones_like(hyper[2]), min(X.shape[1:])  # (k, 1, 1)
     if renormalize:
-        gain = math.sqrt(short) / torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True, dtype=dtype).clamp(min=1e-7)
+        norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True, dtype=gain.dtype)
+        gain = math.sqrt(short) / norm.clamp(min=1e-7)
     if second is None:
         return X, gain
     # v has one value per element of the long side; ||X||^2 and ||X s||^2 are sums over it, so X is read once
-    v = X.to(dtype).square().mean(dim=2 if X.size(1) >= X.size(2) else 1, keepdim=True) * gain.square()
-    second.lerp_(v, ((1 - beta2) * ok).to(dtype))
+    v = X.to(gain.dtype).square().mean(dim=2 if X.size(1) >= X.size(2) else 1, keepdim=True) * gain.square()
+    second.lerp_(v, hyper[2])
     s = second.clamp(min=1e-10).rsqrt()
     before = (v.sum(dim=(1, 2), keepdim=True) * short).sqrt()  # (k, 1, 1) Frobenius norms
     after = ((v * s.square()).sum(dim=(1, 2), keepdim=True) * short).sqrt()
     return X, gain * s * before / after.clamp(min=1e-10)
 
 
-def muon_update(param, X, gain, hyper, ok, *, cautious):
-    """Weight decay and update of one matrix in place. param, X: (m, n). gain: (m, 1), (1, n) or (1, 1). hyper: (5, 1,
-    1)."""
-    dtype, lr, weight_decay, scale = gain.dtype, hyper[0, 0, 0] * ok, hyper[3, 0, 0], hyper[4, 0, 0]
-    P, X = param.to(dtype), X.to(dtype) * gain
-    if cautious:  # decay only what the update also shrinks
-        decay = torch.where(X * P >= 0, P, 0) * (lr * scale * weight_decay).to(dtype)
-    else:
-        decay = P * (lr * weight_decay).to(dtype)
-    param.copy_(P - X * (lr * scale).to(dtype) - decay)
+def muon_update(param, X, gain, hyper, cautious):
+    """Weight decay and update of one matrix, in place.
+
+    param, X: (m, n). gain: (m, 1), (1, n) or (1, 1). hyper: (5, 1, 1).
+    """
+    step_size, decay = hyper[3, 0, 0], hyper[4, 0, 0]
+    P, X = param.to(gain.dtype), X.to(gain.dtype) * gain
+    # cautious: decay only what the update also shrinks
+    param.copy_(P - X * step_size - (torch.where(X * P >= 0, P, 0) if cautious else P) * decay)
+
+
+def muon_hyper(group, m, n):
+    """1-mu, mu, 1-beta2, lr', weight decay per element, for a matrix whose parameter is (m, n); lr' = lr * scale.
+
+    M <- lerp(M, G, 1-mu) is 1-mu times the M <- mu*M + G of other projects: the same direction at constant mu.
+    """
+    lr, mu, scaled = group["lr"], group["momentum"], group["lr"] * update_scale(group["scale"], m, n)
+    decay = (scaled if group["weight_decay_form"] == "cautious" else lr) * group["weight_decay"]
+    return [1 - mu, mu, 1 - (group["beta2"] or 0), scaled, decay]
 
 
 @functools.cache
 def compiled(kernel, *signature):
-    """One compilation per signature. Dynamo counts them per code object, up to 8, so each gets its own copy of the
-    code."""
+    """One compilation per signature. Dynamo allows a code object eight of them, so each gets its own copy."""
     copy = types.FunctionType(kernel.__code__.replace(), kernel.__globals__, kernel.__name__)
     return torch.compile(copy, dynamic=False, fullgraph=True)
 
@@ -150,10 +165,8 @@ class Matrix:
         return tensor.mT if self.transposed else tensor  # (m, n)
 
     def hyper(self):
-        m, n = reversed(self.of(self.param).shape) if self.transposed else self.of(self.param).shape
-        group = self.group
-        scale = update_scale(group["scale"], m, n)
-        return [group["lr"], group["momentum"], group["beta2"] or 0, group["weight_decay"], scale]
+        m, n = self.of(self.param).shape
+        return muon_hyper(self.group, *((n, m) if self.transposed else (m, n)))
 
 
 @dataclass
@@ -162,7 +175,9 @@ class Bank:
 
     shape: tuple  # (m, n)
     options: dict  # of muon_direction
-    matrices: list
+    nesterov: bool
+    cautious: bool
+    matrices: list = field(default_factory=list)
     slots: int = 0  # rows of the stacked bank: W*c, or K where every matrix travels alone
     owned: list = ()  # the k matrices of this rank, in consecutive slots
     alone: bool = False  # fills less than half of the world: stacking would more than double its bytes
@@ -183,8 +198,7 @@ class Bank:
 
 @dataclass
 class World:
-    """The ranks that share the work. Transfers are launched here; what is returned waits, and keeps its tensors
-    alive."""
+    """The ranks that share the work. Transfers start here; what they return waits, and keeps their tensors alive."""
 
     group: dist.ProcessGroup = None
     size: int = 1
@@ -195,6 +209,12 @@ class World:
         """(lo, hi) of this rank's ceil(rows/W) rows, the last ones short or empty: DTensor's Shard(0)."""
         each = -(-rows // self.size)
         return min(rows, each * self.rank), min(rows, each * (self.rank + 1))
+
+    def padded(self, tensor):
+        """(W*c, ...) with `tensor` at the top, itself if it is as long; nobody reads the rest."""
+        rows = -(-len(tensor) // self.size) * self.size
+        rest = tensor.new_empty(rows - len(tensor), *tensor.shape[1:])
+        return torch.cat([tensor, rest]) if len(rest) else tensor.contiguous()
 
     def reduce_scatter(self, send):
         """send: (W*c, ...). Waiting gives (c, ...), the mean over ranks of this rank's part, and lets go of `send`."""
@@ -225,14 +245,13 @@ def gradient(param):
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
-def padded(tensor, rows):
-    """(rows, ...) with `tensor` at the top, itself if that is all; the padding is whatever was there, nobody reads
-    it."""
-    if len(tensor) == rows:
-        return tensor.contiguous()
-    whole = tensor.new_empty(rows, *tensor.shape[1:])
-    whole[: len(tensor)] = tensor
-    return whole
+def blocks(tensors):
+    """The tensors cut into rows that stay in the cache, where kernels run eagerly and pass over them many times."""
+    first = tensors[0]
+    if compile_enabled() or first.numel() <= BLOCK or first.device.type != "cpu":
+        return [tensors]
+    rows = max(1, BLOCK * len(first) // first.numel())
+    return zip(*(each.split(rows) for each in tensors), strict=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -274,8 +293,7 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def _plan(self, groups):
         """Cut the parameters of these groups into pieces of work and create their state."""
-        units, small, banks = [], [], {}
-        pairs = [(param, group) for group in groups for param in group["params"]]
+        units, pairs = {}, [(param, group) for group in groups for param in group["params"]]
         for param, group in pairs:
             if self.world.size > 1:  # a different seed per rank must not train different models
                 whole = param.contiguous()
@@ -284,24 +302,22 @@ class MuonAdamW(torch.optim.Optimizer):
             if group["kind"] != "muon":
                 split = self.world.size > 1 and param.numel() >= SMALL
                 piece = Rows(param, group, *(self.world.share(len(param)) if split else (0, 0)), split)
-                units.append([piece]) if split else small.append(piece)
+                units.setdefault(param if split else "small", []).append(piece)
                 if split:
                     self._home[param] = "rows"
                 self.state[param]["step"] = torch.zeros((), device=param.device)
-                for key in STATE[group["kind"]]:
-                    shape, dtype = piece.of(param).shape, state_dtype(param)
-                    self.state[param][key] = torch.zeros(shape, dtype=dtype, device=param.device)
+                zeros = torch.zeros(piece.of(param).shape, dtype=state_dtype(param), device=param.device)
+                self.state[param].update({key: zeros.clone() for key in STATE[group["kind"]]})
             elif param.numel():
-                self._into_bank(banks, param, group)
-        banks = sorted(banks.values(), key=lambda bank: -bank.flops)
-        for bank in banks:
+                self._into_bank(units, param, group)
+        banks = [unit for unit in units.values() if isinstance(unit, Bank)]
+        for bank in sorted(banks, key=lambda bank: -bank.flops):
             self._place(bank)
-        self._units += units + ([small] if small else []) + banks
+        self._units += reversed(units.values())  # groups in the order of the model: its last gradients come first
 
-    def _into_bank(self, banks, param, group):
-        """lr, momentum, beta2, weight decay and scale may differ inside a bank; what changes the computation may
-        not."""
-        keys = ("coefficients", "ns_steps", "nesterov", "row_equilibrate", "renormalize")
+    def _into_bank(self, units, param, group):
+        """A bank may mix lr, momentum, beta2, weight decay and scale, but not what changes the computation."""
+        keys = ("coefficients", "ns_steps", "row_equilibrate", "renormalize")
         options = {key: group[key] for key in keys}
         if not isinstance(options["coefficients"], str):
             options["coefficients"] = tuple(map(tuple, options["coefficients"]))
@@ -309,8 +325,9 @@ class MuonAdamW(torch.optim.Optimizer):
         shape = tuple(param.shape[1:]) if batch else (len(param), param[0].numel())
         # Rows must stay rows for MuonEq; otherwise a matrix and a transposed one have transposed polar factors.
         either_way = shape if batch or group["row_equilibrate"] else tuple(sorted(shape))
-        static = (*options.values(), group["weight_decay_form"], group["beta2"] is None, param.dtype, param.device)
-        bank = banks.setdefault((either_way, batch and id(param), *static), Bank(shape, options, []))
+        forms = group["nesterov"], group["weight_decay_form"] == "cautious"
+        key = (either_way, batch and id(param), *options.values(), *forms, group["beta2"] is None)
+        bank = units.setdefault((*key, param.dtype, param.device), Bank(shape, options, *forms))
         for index in range(len(param)) if batch else [None]:
             bank.matrices.append(Matrix(param, group, index, transposed=shape != bank.shape))
 
@@ -354,10 +371,8 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """One update from the gradients in `p.grad`. Returns the closure's loss, if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure else None
         if self.world.size == 1:  # one piece after the other: nothing to overlap, and the least memory
             self._ok = self._agree()
             for unit in self._units:
@@ -412,14 +427,10 @@ class MuonAdamW(torch.optim.Optimizer):
     def _agree(self):
         """1 if every gradient on every rank is finite, else 0; a 0-D float64 tensor that is not read here."""
         # A sum is finite unless an element is not, or the sum overflows, as the squares in the update would before it.
-        finite = [
-            param.grad.sum(dtype=state_dtype(param)).isfinite()
-            for group in self.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
-        device = self.skipped_steps.device
-        bad = 1 - (torch.stack(finite).all() if finite else torch.ones((), device=device)).float()
+        grads = [param.grad for _, param, _ in self._named() if param.grad is not None]
+        finite = [grad.sum(dtype=state_dtype(grad)).isfinite() for grad in grads]
+        finite.append(torch.ones_like(self.skipped_steps, dtype=torch.bool))
+        bad = 1 - torch.stack(finite).all().float()
         if self.world.size > 1:
             dist.all_reduce(bad, dist.ReduceOp.MAX, group=self.world.group)
         return 1 - bad.double()
@@ -431,11 +442,12 @@ class MuonAdamW(torch.optim.Optimizer):
         for piece in pieces:
             group, state = piece.group, self.state[piece.param]
             state["step"] += self._ok
-            param, grad, moments = piece.of(piece.param), take(piece), [state[key] for key in STATE[group["kind"]]]
+            tensors = [piece.of(piece.param), take(piece), *(state[key] for key in STATE[group["kind"]])]
             if group["kind"] == "adamw":
-                hyper = tensor([group["lr"], *group["betas"], group["eps"], group["weight_decay"]], param)
-                run(adamw_update, param, grad, *moments, state["step"], hyper, self._ok)
-        del take, grad
+                hyper = adamw_hyper(group, state["step"], self._ok).to(tensors[2].dtype)
+                for block in blocks(tensors):
+                    run(adamw_update, *block, hyper, self._ok)
+        del take, tensors
         finish = self._deliver_rows(pieces)
         yield
         finish()
@@ -447,7 +459,7 @@ class MuonAdamW(torch.optim.Optimizer):
         if pieces[0].split:
             grad = gradient(pieces[0].param)
             grad = grad.to(self.world.comm_dtype or grad.dtype)
-            wait = self.world.reduce_scatter(padded(grad, self._padded_rows(grad)))
+            wait = self.world.reduce_scatter(self.world.padded(grad))
             return lambda piece: wait()[: piece.hi - piece.lo]
         flat = torch.cat([gradient(piece.param).flatten() for piece in pieces])  # promotes different dtypes
         flat = flat.to(self.world.comm_dtype or flat.dtype)
@@ -461,12 +473,9 @@ class MuonAdamW(torch.optim.Optimizer):
         if not pieces[0].split:
             return lambda: None
         param = pieces[0].param
-        whole = padded(param, self._padded_rows(param))
+        whole = self.world.padded(param)
         wait = self.world.all_gather(whole)
         return wait if whole is param else lambda: param.copy_(wait()[: len(param)])
-
-    def _padded_rows(self, tensor):
-        return -(-len(tensor) // self.world.size) * self.world.size
 
     def _muon(self, bank):
         """Muon on the matrices of a bank that this rank owns, a batch at a time."""
@@ -475,12 +484,15 @@ class MuonAdamW(torch.optim.Optimizer):
         grads = take()
         for lo, hi in bank.batches():
             owned = bank.owned[lo:hi]
-            hyper = tensor([matrix.hyper() for matrix in owned], bank.momentum).T[..., None, None]  # (5, k, 1, 1)
-            state = bank.momentum[lo:hi], bank.second if bank.second is None else bank.second[lo:hi]
-            X, gain = run(muon_direction, grads(lo, hi), *state, hyper, self._ok, **bank.options)
+            hyper = tensor([matrix.hyper() for matrix in owned], bank.momentum) * self._ok
+            hyper = hyper.to(bank.momentum.dtype).T.contiguous()[..., None, None]  # (5, k, 1, 1)
+            U = torch.empty_like(bank.momentum[lo:hi])  # (k, m, n)
+            for i, grad in enumerate(grads(lo, hi)):
+                run(muon_momentum, U[i], grad, bank.momentum[lo + i], hyper[:, i], self._ok, nesterov=bank.nesterov)
+            second = None if bank.second is None else bank.second[lo:hi]
+            X, gain = run(muon_direction, U, second, hyper, **bank.options)
             for i, matrix in enumerate(owned):
-                cautious = matrix.group["weight_decay_form"] == "cautious"
-                run(muon_update, matrix.of(matrix.param), X[i], gain[i], hyper[:, i], self._ok, cautious=cautious)
+                run(muon_update, matrix.of(matrix.param), X[i], gain[i], hyper[:, i], cautious=bank.cautious)
         del take, grads
         finish = self._deliver_bank(bank)
         yield
@@ -489,7 +501,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def _collect_bank(self, bank):
         """reduce_scatter of the stacked bank by whole matrices, or reduce of each matrix to its owner."""
         if self.world.size == 1:
-            return lambda: lambda lo, hi: torch.stack([x.of(gradient(x.param)) for x in bank.owned[lo:hi]])
+            return lambda: lambda lo, hi: [matrix.of(gradient(matrix.param)) for matrix in bank.owned[lo:hi]]
         send = self._stack(bank, bank.matrices, gradient, self.world.comm_dtype)  # (slots, m, n)
         if not bank.alone:
             wait = self.world.reduce_scatter(send)
@@ -500,7 +512,7 @@ class MuonAdamW(torch.optim.Optimizer):
         def wait():
             for work in works:
                 work.wait()
-            return lambda lo, hi: torch.stack([send[matrix.slot] for matrix in bank.owned[lo:hi]])
+            return lambda lo, hi: [send[matrix.slot] for matrix in bank.owned[lo:hi]]
 
         return wait
 
@@ -556,18 +568,16 @@ class MuonAdamW(torch.optim.Optimizer):
         """The same with the whole of every tensor on every rank, as copies. Collective."""
         state = {}
         for name, param, group in self._named():
-            shapes = state_shapes(param, group) if param.numel() or group["kind"] != "muon" else {}
-            if shapes:
+            if shapes := state_shapes(param, group):
                 state[name] = {key: self._whole(param, key, shape) for key, shape in shapes.items()}
         return {"state": state, "param_groups": self.state_dict()["param_groups"]}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
-        """Restore state, whole or local, from any world size, group order or grouping. Hyperparameters stay as they
-        are.
+        """Restore state, whole or local, from any world size, group order or grouping.
 
-        State keeps its dtype. ValueError, before anything is changed, for a name or key that is missing, a shape that
-        differs, or parameters without names whose groups are not the saved ones.
+        Hyperparameters stay as constructed and state keeps its dtype. ValueError, before anything is changed, for a
+        name or key that is missing, a shape that differs, or parameters without names in other groups than the saved.
         """
         ours, theirs = ([g["names"] for g in groups] for groups in (self.param_groups, state_dict["param_groups"]))
         if ours != theirs and any(names == default_names(i, len(names)) for i, names in enumerate(ours) if names):
@@ -592,9 +602,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def _as_dtensor(self, param, rows):
         mesh = DeviceMesh.from_group(self.world.group, rows.device.type)
         whole = torch.empty(len(param), *rows.shape[1:], device="meta")
-        return DTensor.from_local(
-            rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
     def _whole(self, param, key, shape):
         mine, home = self.state.get(param, {}).get(key), self._home.get(param)
@@ -629,8 +637,8 @@ class DistMuonAdamW(MuonAdamW):
       Muon, 2K < W              reduce of each to its owner         of K ranks one each     broadcast from the owner
 
     A rank sends 2(W-1)/W times the parameter bytes a step, plus padding. Memory of a step beyond parameters, gradients
-    and state: (1 + 1/W) times the padded bytes of what is in flight, which is everything; AdamW rows that divide by W
-    are sent from `p.grad` and received in the parameter, so they count 1/W.
+    and state: (1 + 1/W) times the padded bytes of what is in flight, which is everything (AdamW rows that divide by W
+    are sent from `p.grad` and received in the parameter, so they count 1/W), one batch of a bank, its temporaries.
     After every step all ranks hold bitwise the same parameters; a world of one does what MuonAdamW does.
     """
 
@@ -662,6 +670,8 @@ def state_shapes(param, group):
     shapes = {key: tuple(param.shape) for key in STATE[group["kind"]]}
     if group["kind"] != "muon":
         return {"step": (), **shapes}
+    if param.numel() == 0:
+        return {}
     *batch, m, n = param.shape if param.ndim < 4 else (len(param), param[0].numel())
     shapes["second_momentum_buffer"] = (*batch, m, 1) if m >= n else (*batch, 1, n)
     return {key: shape for key, shape in shapes.items() if key == "momentum_buffer" or group["beta2"] is not None}

@@ -28,14 +28,12 @@ def clean_name(name):
 
 
 def matches(name, key):
-    """Whether `key` is a run of whole components of `name`: `output` is in `model.output.weight`, not in
-    `output_proj`."""
+    """Whether `key` is a run of whole components of `name`: `output` matches `output.weight`, not `output_proj`."""
     return f".{key}." in f".{clean_name(name)}."
 
 
 def route(name, param, skip_keys=(), expert_keys=()):
-    """(kind, why) of one parameter. An expert's leading dimension counts matrices, so it leaves one fewer for the 2-D
-    test."""
+    """(kind, why) of one parameter. An expert's leading dimension counts matrices and not for the 2-D test."""
     for key in (*NOT_MUON, *skip_keys):
         if matches(name, key):
             return "adamw", f"name has {key}"

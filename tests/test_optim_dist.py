@@ -261,9 +261,9 @@ def test_owners_hold_whole_matrices_evenly_and_leftovers_balance():
     results = run_world(4, plan, model)
     owners, alone, load, _ = results[0]
     assert all(result[:3] == (owners, alone, load) for result in results)
-    assert [sorted(map(o.count, range(4))) for o in owners] == [[1, 1, 1, 2], [0, 1, 1, 1], [0, 0, 1, 1]]
-    big, middle, small = owners
-    loaded = big.index(max(big, key=big.count)) and max(big, key=big.count)
+    assert [sorted(map(o.count, range(4))) for o in owners] == [[0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 2]]
+    small, middle, big = owners  # in the order in which backward finishes them
+    loaded = max(big, key=big.count)
     assert loaded not in middle, "the rank with two big matrices gets none of the middle ones"
     assert loaded not in small and not any(alone)
     # state is split: momentum and row moments of every matrix once, two moments of 1030 rows, a step count per rank
@@ -422,8 +422,9 @@ def test_memory_of_a_step_is_what_the_docstring_says():
     model = [("muon", (128, 128))] * 5 + [("adamw", (3000, 100)), ("adamw", (1000, 100))]
     padded, even, odd = 6 * 128 * 128 * 4, 3000 * 100 * 4, 1002 * 100 * 4
     expected = (1 + 1 / size) * (padded + odd) + even / size
+    batch = 2 * 128 * 128 * 4
     for peak in run_world(size, peak_of_a_step, model):
-        assert expected <= peak < expected + 4000  # flags and hyperparameters
+        assert expected <= peak < expected + batch + 4000  # flags and hyperparameters
 
 
 def counted_bytes(group, model):

@@ -1,0 +1,253 @@
+"""Time optimizer steps on a model's real shapes, beside the floor: the same matrix products alone, plus the bytes.
+
+    python -m scripts.optim_bench --depth 8                        # one process, all contestants
+    python -m scripts.optim_bench --depth 8 --world 2              # the distributed step and its bytes (gloo or NCCL)
+    python -m scripts.optim_bench --depth 4 --peer my_optim:MyOptimizer --json bench.json
+
+The contestants run in turn, round after round, so that a busy machine slows all of them; medians, the spread (half of
+the rounds lie within it) and the median of the ratio to the floor in the same round are printed.
+Floor: the products of the cheapest form of Newton-Schulz (see orthogonalize), into buffers that exist, plus 20 bytes
+per float32 Muon parameter (gradient read; momentum and parameter read and written) and 28 per AdamW parameter at the
+bandwidth of a large copy.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.optim import Bank, DistMuonAdamW, MuonAdamW
+from nanomuon.orthogonalize import gram_pays, newton_schulz_flops
+from nanomuon.param_groups import build_param_groups
+from nanomuon.runtime import InputError, run_command
+
+NS_STEPS = 5
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--depth", type=int, default=8, help="model size, as in base_train (default: %(default)s)")
+    add("--vocab-size", type=int, default=8192, help="rows of the embeddings (default: %(default)s)")
+    add("--rounds", type=int, default=7, help="measured rounds after one that warms up (default: %(default)s)")
+    add("--world", type=int, default=1, help="processes: the distributed step instead of the comparison")
+    add("--peer", help="module:Class of another optimizer that takes the same param groups")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda (default: %(default)s)")
+    add("--json", help="also write the numbers to this file")
+    args = parser.parse_args(argv)
+    if min(args.depth, args.rounds, args.world) < 1:
+        raise InputError("--depth, --rounds and --world are at least 1")
+    result = distributed(args) if args.world > 1 else compare(args)
+    result["machine"] = dict(
+        device=torch.cuda.get_device_name() if args.device == "cuda" else f"{os.cpu_count()} CPU cores",
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+    )
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1))
+
+
+def model_groups(args, seed=0):
+    """Param groups of a real model with random values, and a gradient for every parameter."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig.from_depth(args.depth, vocab_size=args.vocab_size, seq_len=128))
+    model.to_empty(device=args.device)
+    generator = torch.Generator(args.device).manual_seed(seed)
+    for param in model.parameters():
+        param.data.normal_(0, 0.02, generator=generator)
+        param.grad = torch.randn(param.shape, device=args.device, generator=generator)
+    return build_param_groups(
+        model,
+        muon=dict(lr=1e-3, momentum=0.95, ns_steps=NS_STEPS, beta2=0.95, weight_decay=0.1),
+        adamw=dict(lr=1e-4, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0),
+        skip_keys=["value_gate"],
+    )
+
+
+def timed(run, device):
+    """Milliseconds of one call, the queue of the device included."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def copy_bandwidth(device):
+    """Bytes read and written per second by a copy of 256 MB."""
+    source, target = (torch.ones(2**26, device=device) for _ in range(2))
+    return 2 * source.nbytes / min(timed(lambda: target.copy_(source), device) for _ in range(5)) * 1e3
+
+
+def products(optimizer, device):
+    """A function that makes the products of every Muon bank and nothing else."""
+    calls = []
+    for bank in optimizer._units:
+        if isinstance(bank, Bank):
+            batches = bank.batches()
+            k, (short, long) = batches[0][1], sorted(bank.shape)
+            gram = gram_pays(short, long, NS_STEPS)
+            dtype = torch.float32 if device == "cpu" else torch.float16 if gram else torch.bfloat16
+            X, Y = (torch.randn(k, short, long, device=device, dtype=dtype) / long for _ in range(2))
+            A, B = (torch.randn(k, short, short, device=device, dtype=dtype) / short for _ in range(2))
+            # the long side is touched 4 times in Gram form (2 products to R, 2 from Q), twice a step in the plain one
+            sides, shorts = (4, 14) if gram else (2 * NS_STEPS, NS_STEPS)
+            for _ in batches:
+                calls += [(X, X.mT, A), (A, X, Y)] * (sides // 2) + [(A, A, B)] * shorts
+
+    def run():
+        for left, right, out in calls:
+            torch.bmm(left, right, out=out)
+
+    return run
+
+
+@contextlib.contextmanager
+def compilation(on):
+    with mock.patch.dict(os.environ, NANOMUON_COMPILE="1" if on else "0"):
+        yield
+
+
+class TorchMuonAdamW:
+    """torch.optim.Muon and fused torch.optim.AdamW. Muon takes 2-D parameters and iterates in bf16; float32=True makes
+    that cast the identity."""
+
+    def __init__(self, groups, float32):
+        muon, adamw = ([p for g in groups if g["kind"] == kind for p in g["params"]] for kind in ("muon", "adamw"))
+        self.parts = [torch.optim.Muon(muon, lr=1e-3, weight_decay=0.1)] if muon else []
+        self.parts += [torch.optim.AdamW(adamw, lr=1e-4, fused=True)] if adamw else []
+        self.float32 = float32
+
+    def step(self):
+        cast = mock.patch.object(torch.Tensor, "bfloat16", lambda t: t) if self.float32 else contextlib.nullcontext()
+        with cast:
+            for part in self.parts:
+                part.step()
+
+
+def compare(args):
+    groups = model_groups(args)
+    bandwidth = copy_bandwidth(args.device)
+    tables = {}
+    for part, chosen in (
+        ("Muon", [g for g in groups if g["kind"] == "muon"]),
+        ("AdamW", [g for g in groups if g["kind"] == "adamw"]),
+        ("whole step", groups),
+    ):
+        ours = MuonAdamW(chosen)
+        multiply = products(ours, args.device)
+        traffic = sum((20 if g["kind"] == "muon" else 28) * p.numel() for g in chosen for p in g["params"])
+        torchs, torchs32 = TorchMuonAdamW(chosen, False), TorchMuonAdamW(chosen, True)
+
+        def step(compiled, optimizer=ours):
+            with compilation(compiled):
+                optimizer.step()
+
+        contestants = {
+            "floor": multiply,
+            "MuonAdamW compiled": lambda step=step: step(True),
+            "MuonAdamW eager": lambda step=step: step(False),
+            "torch.optim, float32": torchs32.step,
+            "torch.optim, as shipped": torchs.step,
+        }
+        if args.peer:
+            module, _, name = args.peer.partition(":")
+            contestants[args.peer] = getattr(importlib.import_module(module), name)(chosen).step
+        first = timed(contestants["MuonAdamW compiled"], args.device)
+        times = {name: [] for name in contestants}
+        for round in range(-1, args.rounds):
+            for name, run in contestants.items():
+                if part != "AdamW" or name != "floor":
+                    ms = timed(run, args.device)
+                else:
+                    ms = 0.0
+                if round >= 0:
+                    times[name].append(ms + (1e3 * traffic / bandwidth if name == "floor" else 0))
+        tables[part] = report(part, times, first)
+    flops = sum(
+        newton_schulz_flops(*matrix.of(matrix.param).shape, NS_STEPS)
+        for bank in ours._units
+        if isinstance(bank, Bank)
+        for matrix in bank.matrices
+    )
+    parameters = sum(p.numel() for g in groups for p in g["params"])
+    print(f"depth {args.depth}: {parameters / 1e6:.1f} M parameters, Newton-Schulz {flops / 1e9:.1f} GFLOP a step, ")
+    print(f"copy bandwidth {bandwidth / 1e9:.1f} GB/s, {args.rounds} rounds")
+    return dict(depth=args.depth, parameters=parameters, flops=flops, copy_bandwidth=bandwidth, milliseconds=tables)
+
+
+def report(part, times, first):
+    print(f"\n{part:24} {'median ms':>10} {'spread':>15} {'x floor':>8}")
+    rows = {}
+    for name, values in times.items():
+        low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+        ratio = statistics.median(v / f for v, f in zip(values, times["floor"], strict=True))
+        rows[name] = dict(median=median, low=low, high=high, times_floor=ratio)
+        print(f"{name:24} {median:10.1f} {low:7.1f}-{high:<7.1f} {ratio:8.2f}")
+    print(f"{'first step, compiling':24} {first:10.1f}")
+    return dict(rows, first_step=first)
+
+
+class SentBytes(TorchDispatchMode):
+    """Bytes one rank sends through collectives by the usual ring algorithms: (W-1)/W of the whole, twice for
+    all_reduce."""
+
+    total = 0.0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        if name.startswith("c10d."):
+            whole = max((t.nbytes for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)), default=0)
+            world = dist.get_world_size()
+            self.total += whole * (world - 1) / world * (2 if "allreduce" in name else 1)
+        return function(*args, **(kwargs or {}))
+
+
+def distributed(args):
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(rank_main, (args, folder), nprocs=args.world)
+        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(args.world)]
+    slowest = [max(times) for times in zip(*(rank["times"] for rank in ranks), strict=True)]
+    median, sent, parameters = statistics.median(slowest), ranks[0]["bytes"], ranks[0]["parameters"]
+    print(f"\n{args.world} ranks, depth {args.depth}, DistMuonAdamW compiled: {median:.1f} ms a step (slowest rank)")
+    print(f"bytes sent per rank and step: {sent / 1e6:.1f} MB, {sent / parameters / 4:.3f} times the parameters' bytes")
+    return dict(depth=args.depth, world=args.world, milliseconds=median, bytes_per_rank=sent, parameters=parameters)
+
+
+def rank_main(rank, args, folder):
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    if args.device == "cuda":
+        torch.cuda.set_device(rank)
+    torch.set_num_threads(max(1, os.cpu_count() // args.world))
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=args.world)
+    groups = model_groups(args, seed=rank)
+    optimizer = DistMuonAdamW(groups)
+    with compilation(False), SentBytes() as sent:
+        optimizer.step()
+    times = []
+    for round in range(-1, args.rounds):
+        dist.barrier()
+        ms = timed(optimizer.step, args.device)
+        if round >= 0:
+            times.append(ms)
+    parameters = sum(p.numel() for g in groups for p in g["params"])
+    Path(folder, f"{rank}.json").write_text(json.dumps(dict(times=times, bytes=sent.total, parameters=parameters)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_command(main)
