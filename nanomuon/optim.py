@@ -32,7 +32,10 @@ from nanomuon.orthogonalize import newton_schulz_flops, orthogonalize, triples, 
 from nanomuon.param_groups import check_group, default_names
 from nanomuon.runtime import compile_enabled
 
-STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer", "second_momentum_buffer")}
+STATE = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "muon": ("momentum_buffer", "second_momentum_buffer"),
+}
 SMALL = 1024  # elements; AdamW parameters below this are all-reduced together, kernels below this are not compiled
 BLOCK = 2**18  # elements; see `blocks`
 BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29}  # Muon computes on this much of a bank at a time: bounded temporaries

@@ -1,0 +1,65 @@
+"""The patch in docs/add_your_optimizer.md applies to this source and makes an optimizer for one rank and two."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+TRAIN = """
+import sys
+import torch
+import torch.distributed as dist
+from nanomuon.optim import DistMuonAdamW
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+lone = dist.new_group([0]), dist.new_group([1])
+
+def train(group):
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in [(1030, 3), (7,), (8, 8)]]
+    groups = [dict(kind="lion", params=params[:2], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1),
+              dict(kind="muon", params=params[2:], lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.0)]
+    optimizer = DistMuonAdamW(groups, group)
+    expected = [(p.detach().clone(), torch.zeros_like(p)) for p in params[:2]]
+    for step in range(5):
+        for i, p in enumerate(params):
+            seeds = [torch.Generator().manual_seed(97 * step + 7 * i + r) for r in (0, 1)]
+            grads = [torch.randn(p.shape, generator=seed) for seed in seeds]
+            mean = (grads[0] + grads[1]) / 2
+            p.grad = mean if group is lone[rank] else grads[rank]
+            if i < 2:
+                P, M = expected[i]
+                P -= 0.01 * (torch.sign(0.9 * M + 0.1 * mean) + 0.1 * P)
+                M.mul_(0.99).add_(mean, alpha=0.01)
+        optimizer.step()
+    for p, (P, M), name in zip(params, expected, ("group0.0", "group0.1")):
+        torch.testing.assert_close(p.detach(), P, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(optimizer.full_state_dict()["state"][name]["exp_avg"], M, rtol=1e-5, atol=1e-6)
+
+train(lone[rank])
+train(dist.group.WORLD)
+print("trained")
+"""
+
+
+def test_the_documented_patch_makes_lion(tmp_path):
+    (patch,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/add_your_optimizer.md").read_text(), re.DOTALL)
+    shutil.copytree(ROOT / "nanomuon", tmp_path / "nanomuon", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=patch, text=True, check=True)
+    (tmp_path / "train.py").write_text(TRAIN)
+    env = {**os.environ, "NANOMUON_COMPILE": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "train.py", str(rank), str(tmp_path / "store")], cwd=tmp_path, env=env,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        output, _ = rank.communicate(timeout=100)
+        assert rank.returncode == 0 and "trained" in output, output
