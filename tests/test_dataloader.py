@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanomuon import dataloader, shards
@@ -75,14 +75,32 @@ def test_same_global_batches_whatever_the_ranks_and_micro_batches(folder):
             assert steps(folder, count, batch, world_size) == expected, (world_size, batch)
 
 
-def test_seed_and_epoch_change_the_order_only(folder):
-    count = steps_per_epoch(folder)
-    assert not set(steps(folder, count, seed=1)) & set(steps(folder, count))
-    epochs = micro_batches(folder, 2 * count)
-    tokens = [Counter(torch.cat([t for _, t in part]).flatten().tolist()) for part in (epochs[:count], epochs[count:])]
-    differing = sum((tokens[0] - tokens[1]).values())
-    assert differing < 0.05 * tokens[0].total()
-    assert not torch.equal(epochs[0][0], epochs[count][0])
+def epochs(folder, count, **options):
+    """All rows of the first epochs, each a list of (T + 1) token lists."""
+    loader = TrainLoader(folder, T, 1, 1, **options)
+    rows = [[] for _ in range(count + 1)]
+    while loader.epoch < count:
+        inputs, targets = next(loader)
+        rows[loader.epoch].append(inputs[0].tolist() + targets[0, -1:].tolist())
+    return rows[:count]
+
+
+def test_epochs_hold_all_text_but_the_crop_in_new_orders(folder):
+    training = [TOKENIZER.encode(text) for text in TEXTS if not is_validation(text)]
+    windows = [TrainLoader(folder, T, 1, 1)._rows(0, window) for window in range(3)]
+    first, second = epochs(folder, 2)
+    for rows in (first, second):
+        tokens = Counter(token for row in rows for token in row if token != TOKENIZER.bos_id)
+        assert tokens <= Counter(token for ids in training for token in ids)
+        assert tokens.total() == sum(map(len, training)) - sum(window.cropped for window in windows)
+    # rows come in another order, and documents meet in other rows
+    assert sum(row == other for row, other in zip(first, second, strict=False)) < 0.05 * len(first)
+    mixed = [row for row in first if row.count(TOKENIZER.bos_id) > 1]
+    assert sum(row in second for row in mixed) < 0.3 * len(mixed)
+    # so that consecutive rows are not consecutive in the corpus, nor sorted by how full they are of one document
+    assert 0.2 < sum(row.count(TOKENIZER.bos_id) > 1 for row in first[:100]) / 100 / (len(mixed) / len(first)) < 5
+    (other,) = epochs(folder, 1, seed=1)
+    assert other[0] != first[0] and len(other) == len(first)
 
 
 def test_resume_at_every_step_and_on_other_worlds(folder):
@@ -135,6 +153,7 @@ def test_rows_are_documents_and_nothing_is_lost(folder):
     st.integers(2, 50),
     st.booleans(),
 )
+@example([48] * 200, 50, True)
 @settings(max_examples=200, deadline=None)
 def test_packing_neither_loses_nor_repeats(lengths, capacity, cut):
     lengths = np.minimum(np.array(lengths, dtype=np.int64), capacity - 1)
