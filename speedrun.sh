@@ -29,7 +29,7 @@ WEB=hf:karpathy/climbmix-400b-shuffle # or hf:HuggingFaceFW/fineweb-edu:sample-1
 case $GPUS in
     0)
         CORPUS=${CORPUS:-python} DEPTH=${DEPTH:-4}
-        FLAGS=(--max-seq-len 256 --device-batch-size 16 --total-batch-size 4096 --num-iterations 300
+        FLAGS=(--max-seq-len 256 --device-batch-size 16 --total-batch-size 4096 --num-iterations 300 --matrix-lr 0.04
             --eval-every 75 --save-every 50)
         ;;
     1)
