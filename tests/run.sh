@@ -3,5 +3,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
-"$PYTHON" -m ruff check .
-exec "$PYTHON" -m pytest "$@"
+has() { "$PYTHON" -c "import $1" 2>/dev/null; } # an interpreter given by NANOMUON_PYTHON may lack these two
+if has ruff; then "$PYTHON" -m ruff check .; fi
+parallel=()
+# Two files at a time; the tests of one file share their runs and their process groups
+if has xdist; then parallel=(--numprocesses 2 --dist loadfile); fi
+exec "$PYTHON" -m pytest "${parallel[@]}" "$@"
