@@ -100,7 +100,7 @@ def test_counts_and_flops():
     tokens = torch.randint(1000, (2, 32))
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
-    # the counter does not see into the fused attention: 2 products forward, 4 backward, 2 * T * width FLOPs a token each
+    # the counter does not see the fused attention: 2 products forward, 4 backward, 2 T width FLOPs a token each
     attention_flops = 4 * 6 * 2 * 32 * 64
     assert 64 * (model.estimate_flops() - attention_flops) == counter.get_total_flops()
 
@@ -124,7 +124,8 @@ def test_from_depth_gives_a_valid_family():
 @pytest.mark.parametrize(
     "fields, name",
     [(dict(depth=0), "depth"), (dict(vocab_size=0), "vocab_size"), (dict(width=33), "width"),
-     (dict(kv_heads=3), "kv_heads"), (dict(window_pattern="SX"), "window_pattern"), (dict(window_pattern=""), "window_pattern")],
+     (dict(kv_heads=3), "kv_heads"), (dict(window_pattern="SX"), "window_pattern"),
+     (dict(window_pattern=""), "window_pattern")],
 )  # fmt: skip
 def test_impossible_shapes_are_refused_by_name(fields, name):
     with pytest.raises(ValueError, match=name):
