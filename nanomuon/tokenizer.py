@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from functools import cached_property
 from pathlib import Path
 
@@ -34,12 +35,20 @@ class Tokenizer:
         self.vocab, self.pattern = vocab, pattern
         self.bos_id = len(vocab)
         self.vocab_size = len(vocab) + 1
-        self._bpe = tiktoken.Encoding(
-            "nanomuon",
-            pat_str=pattern,
-            mergeable_ranks={token: rank for rank, token in enumerate(vocab)},
-            special_tokens={BOS: self.bos_id},
-        )
+        self._local = threading.local()
+
+    @property
+    def _bpe(self) -> tiktoken.Encoding:
+        # One for each thread: the regex engine is fast for the thread that used it first, and others would take 20%
+        # longer (measured with tiktoken 0.14)
+        if not hasattr(self._local, "bpe"):
+            self._local.bpe = tiktoken.Encoding(
+                "nanomuon",
+                pat_str=self.pattern,
+                mergeable_ranks={token: rank for rank, token in enumerate(self.vocab)},
+                special_tokens={BOS: self.bos_id},
+            )
+        return self._local.bpe
 
     @classmethod
     def train(cls, texts, vocab_size: int) -> "Tokenizer":
