@@ -70,10 +70,16 @@ def start() -> Runtime:
     else:
         device, dtype = torch.device("cpu"), torch.float32
     if world_size > 1:
+        store = None
+        if (restarts := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+            # torchrun's ranks meet in one store, where torch 2.13 finds the addresses of those before the restart
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            store = dist.PrefixStore(f"restart_{restarts}", store)
         # device_id binds NCCL to our GPU at once, so that a wrong mapping fails here and not in the first collective
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
-        )
+            "nccl" if device.type == "cuda" else "gloo", store=store, rank=int(os.environ["RANK"]),
+            world_size=world_size, device_id=device if device.type == "cuda" else None,
+        )  # fmt: skip
     return Runtime(device, dtype, int(os.environ.get("RANK", "0")), world_size)
 
 

@@ -95,7 +95,7 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
 def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The arguments, and in words what they change in a run that exists: it keeps what is not given anew."""
     args = parse_arguments(argv, {})
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # torchrun has replaced a rank that died on the way
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun has replaced a rank that died on the way
         args.resume = "auto"
     file = base_dir() / "runs" / args.run / "settings.json"
     if args.resume == "never" or not file.exists():
@@ -146,19 +146,20 @@ def print_plan(args, config: GPTConfig, batch: int, steps: int, runtime: Runtime
     print0(f"""\
 model      depth {config.depth}, width {config.width}, {config.heads} heads, context {config.seq_len}, vocabulary {config.vocab_size}
 parameters {counts["total"] / 1e6:.1f}M: {", ".join(f"{role} {n / 1e6:.2f}M" for role, n in counts.items() if n and role != "total")}
-training   {steps} steps x {batch} tokens = {batch * steps / 1e6:.1f}M tokens, {flops / 1e6:.0f} MFLOP each
+training   {steps} steps x {batch} tokens = {batch * steps:,} tokens, {flops / 1e6:.0f} MFLOP each
 devices    {runtime.world_size} x {runtime.device.type}, {rows} rows x {batch // (rows * config.seq_len * runtime.world_size)} micro-steps a step
 memory     about {memory / 2**30:.1f} GB per device
 time       {f"about {duration(seconds)} at 40% of this device's peak" if seconds else "not known for this device"}""")  # noqa: E501
 
 
-def prepare_data(corpus: str, vocab_size: int | None, runtime: Runtime) -> Path:
-    """The folder of the corpus' shards; the first rank makes what is missing while the others wait."""
-    if runtime.rank == 0:
-        folder = shards.prepare(corpus, vocab_size)
-    if runtime.world_size > 1:
+def first_rank_first(work, runtime: Runtime):
+    """work() on the first rank, then on the others, which find what it wrote."""
+    if runtime.rank > 0:
         dist.barrier()
-    return folder if runtime.rank == 0 else shards.prepare(corpus, vocab_size)
+    result = work()
+    if runtime.rank == 0 and runtime.world_size > 1:
+        dist.barrier()
+    return result
 
 
 def build_model(config: GPTConfig, runtime: Runtime, seed: int) -> GPT:
@@ -322,7 +323,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     check_writable(run_dir)
 
-    folder = prepare_data(args.corpus, args.vocab_size, runtime)
+    folder = first_rank_first(lambda: shards.prepare_for_training(args.corpus, args.vocab_size), runtime)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     config, batch, steps = plan_run(args, tokenizer.vocab_size, runtime)
     rows = batch // config.seq_len

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -15,10 +14,8 @@ from safetensors.torch import load_file
 from nanomuon.report import read_metrics
 from nanomuon.runtime import InputError, run_command
 from scripts import base_eval, base_train, sample
+from tests.training import SMALL, arguments, launch, losses, wait_until, write_corpus
 
-SMALL = (
-    "--depth 2 --max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --vocab-size 300 --eval-tokens 512"
-).split()
 ADAMW_FILE = """
 import torch
 def build_optimizer(model):
@@ -30,11 +27,7 @@ def build_optimizer(model):
 def base(tmp_path_factory):
     """A base folder, and a corpus of 200 short documents with something to learn in them."""
     folder = tmp_path_factory.mktemp("base")
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(50)]
-    (folder / "texts").mkdir()
-    for i in range(200):
-        (folder / "texts" / f"{i:03}.txt").write_text(" ".join(rng.choices(words, k=80)) + ".\n")
+    write_corpus(folder / "texts")
     return folder
 
 
@@ -45,31 +38,9 @@ def environment(base, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def arguments(base, run, steps, *more):
-    return [*SMALL, "--corpus", f"path:{base}/texts", "--run", run, "--num-iterations", str(steps), *more]
-
-
-def launch(base, run, steps, *more, processes=1, **keywords):
-    module = ["-m", "scripts.base_train"]
-    if processes > 1:
-        module = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *module, "--"]
-    command = [sys.executable, *module, *arguments(base, run, steps, *more)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **keywords)
-
-
-def losses(base, run):
-    rows, _ = read_metrics(base / "runs" / run / "metrics.jsonl")
-    return [row["train_loss"] for row in rows]
-
-
 def wait_for_step(base, run, step, process):
     """Return as soon as the run has logged that step."""
-    for _ in range(1200):
-        if (base / "runs" / run / "metrics.jsonl").exists() and len(losses(base, run)) >= step:
-            return
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.05)
-    raise AssertionError(f"step {step} was not reached")
+    wait_until(lambda: len(losses(base, run)) >= step, lambda: process.poll() is None)
 
 
 @pytest.fixture(scope="module")

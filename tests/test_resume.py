@@ -1,0 +1,329 @@
+"""Runs that survive: killed, stopped, moved to other world sizes, out of disk, out of finite numbers."""
+
+import os
+import random
+import re
+import resource
+import signal
+import time
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanomuon import checkpoint
+from nanomuon.guards import is_spike
+from nanomuon.runtime import InputError
+from scripts import base_train
+from tests.training import Ranks, arguments, launch, losses, rows, wait_until, write_corpus
+
+QUIET = ("--eval-every", "-1", "--save-every", "-1")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    write_corpus(folder / "texts")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def environment(base, monkeypatch):
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(base))
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+OPTIONS = ("--eval-every", "25", "--save-every", "4")
+
+
+@pytest.fixture(scope="module")
+def whole(base):
+    """100 steps without interruption."""
+    ranks = Ranks(base, "whole", 100, *OPTIONS)
+    assert ranks.join() == [0], ranks.output()
+    return base / "runs" / "whole"
+
+
+def final_state(run_dir):
+    """Model, optimizer state and random state after the last step."""
+    return load_file(checkpoint.find(run_dir) / "rank_0.safetensors")
+
+
+def samples(run_dir):
+    return (run_dir / "report.md").read_text().split("## Samples")[1].split("##")[0]
+
+
+def assert_same_run(ours, theirs):
+    """Bit for bit: every row in order, parameters and state, the model and what it writes."""
+    assert rows(ours.parent.parent, ours.name) == rows(theirs.parent.parent, theirs.name)
+    for read in (final_state, lambda run: load_file(run / "model.safetensors")):
+        mine, other = read(ours), read(theirs)
+        assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
+    assert samples(ours) == samples(theirs)
+
+
+def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(base, whole):
+    """And as if its newest checkpoint had not been damaged."""
+    generator, run_dir = random.Random(0), base / "runs" / "killed"
+    for _ in range(3):
+        saved = max(checkpoint.saved_steps(run_dir), default=0)
+        ranks, far = Ranks(base, "killed", 100, *OPTIONS), saved + generator.randint(8, 28)
+        wait_until(lambda far=far: len(losses(base, "killed")) >= far, ranks.alive)
+        time.sleep(generator.uniform(0, 0.03))
+        ranks.kill(signal.SIGKILL)
+        assert ranks.join() == [-signal.SIGKILL]
+        assert max(checkpoint.saved_steps(run_dir)) > saved
+    previous, newest = checkpoint.saved_steps(run_dir)
+    file = run_dir / "checkpoints" / f"step_{newest}" / "rank_0.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    ranks = Ranks(base, "killed", 100, *OPTIONS)
+    assert ranks.join() == [0]
+    assert f"{file} is not what was written" in ranks.output()
+    assert f"resuming run killed at step {previous}\n" in ranks.output()
+    assert_same_run(run_dir, whole)
+
+
+def test_one_process_becomes_two(base, whole):
+    ranks = Ranks(base, "grown", 100, *OPTIONS)
+    wait_until(lambda: 48 in checkpoint.saved_steps(base / "runs" / "grown"), ranks.alive)
+    ranks.kill(signal.SIGKILL)
+    ranks.join()
+    ranks = Ranks(base, "grown", 100, *OPTIONS, processes=2)
+    assert ranks.join() == [0, 0], ranks.output()
+    ours, theirs = rows(base, "grown"), rows(base, "whole")
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        key = "train_loss" if "train_loss" in mine else "val_bpb"
+        assert mine[key] == pytest.approx(other[key], abs=1e-4)
+
+
+def children(pid):
+    stats = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            stats.append((int(file.parent.name), int(file.read_text().rsplit(")", 1)[1].split()[1])))
+        except OSError:  # it ended meanwhile
+            pass
+    return [child for child, parent in stats if parent == pid]
+
+
+def test_torchrun_replaces_a_dead_rank_and_hands_on_sigterm(base, whole):
+    process = launch(base, "torchrun", 100, "--eval-every", "25", "--save-every", "5", processes=2, restarts=1)
+    alive = lambda: process.poll() is None  # noqa: E731
+    wait_until(lambda: len(losses(base, "torchrun")) > 11, alive)
+    first = children(process.pid)
+    os.kill(first[1], signal.SIGKILL)
+    wait_until(lambda: len(children(process.pid)) == 2 and not set(first) & set(children(process.pid)), alive)
+    wait_until(lambda: len(losses(base, "torchrun")) > 30, alive)
+    workers = children(process.pid)
+    process.terminate()
+    output, _ = process.communicate(timeout=30)
+    assert "resuming run torchrun at step" in output
+    trained = losses(base, "torchrun")
+    assert len(trained) < 100 and f"stopped at step {len(trained)} and saved" in output, output
+    assert checkpoint.saved_steps(base / "runs" / "torchrun")[-1] == len(trained)
+    assert not any(os.path.exists(f"/proc/{worker}") for worker in workers)
+    assert max(abs(a - b) for a, b in zip(trained, losses(base, "whole"), strict=False)) < 1e-4
+
+
+def test_a_second_sigint_stops_at_once(base):
+    file = base / "sleeper.py"
+    file.write_text("""
+import time
+import torch
+class Sleeper(torch.optim.SGD):
+    def step(self):
+        time.sleep(60)
+def build_optimizer(model):
+    return Sleeper(model.parameters(), lr=0.1)
+""")
+    ranks = Ranks(base, "sleeper", 5, "--optimizer-file", str(file), *QUIET)
+    wait_until(lambda: "micro-steps a step" in ranks.output(), ranks.alive)
+    time.sleep(1)
+    ranks.kill(signal.SIGINT)
+    time.sleep(0.2)
+    assert ranks.alive()
+    ranks.kill(signal.SIGINT)
+    assert ranks.join(5) == [-signal.SIGINT]
+
+
+POISON = """
+import torch
+import torch.distributed as dist
+from nanomuon.optim import DistMuonAdamW
+from nanomuon.param_groups import build_param_groups
+def build_optimizer(model):
+    calls = 0
+    def poison(gradient):
+        nonlocal calls
+        calls += 1
+        bad = dist.get_rank() == 1 and calls in (5, 7)  # a micro-step each
+        return gradient * float("nan") if bad else gradient
+    model.lm_head.weight.register_hook(poison)
+    BUILD
+"""
+MUON = """return DistMuonAdamW(build_param_groups(
+        model, muon=dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.0),
+        adamw=dict(lr=1e-3, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)))"""
+ADAMW = "return torch.optim.AdamW(model.parameters(), lr=1e-3)"
+
+
+@pytest.mark.parametrize("name,build", [("muon", MUON), ("adamw", ADAMW)])
+def test_nan_on_one_rank_skips_the_step_on_all(base, name, build):
+    file = base / f"poison-{name}.py"
+    file.write_text(POISON.replace("BUILD", build))
+    run, asked = f"poison-{name}", ("--save-minutes", "0.0001", "--keep-last", "20")
+    ranks = Ranks(base, run, 12, "--optimizer-file", str(file), *QUIET, *asked, processes=2)
+    assert ranks.join() == [0, 0], ranks.output()
+    trained = rows(base, run)[:-1]
+    assert [row["skipped_steps"] for row in trained] == [0] * 4 + [1] * 2 + [2] * 6
+    assert ranks.output().count("not finite: no update (1 in a row)") == 2
+    states = {}
+    for path in (base / "runs" / run / "checkpoints").glob("step_*"):  # --save-minutes: after (almost) every step
+        tensors = {}
+        for part in path.glob("*.safetensors"):
+            tensors |= load_file(part)
+        states[int(path.name[5:])] = {key: value for key, value in tensors.items() if not key.startswith("random")}
+    assert len(states) > 3
+    for before, after, same in ((4, 5, True), (5, 6, False), (6, 7, True)):
+        if {before, after} <= states.keys():
+            equal = [torch.equal(states[before][key], states[after][key]) for key in states[before]]
+            assert all(equal) == same, (before, after)
+    assert all(value.isfinite().all() for value in states[12].values())
+
+
+def test_too_many_bad_steps_name_the_last_checkpoint_that_trained_on(base, capsys):
+    file = base / "late.py"
+    file.write_text("""
+import torch
+class Late(torch.optim.SGD):
+    calls = 0
+    def step(self):
+        self.calls += 1
+        if self.calls == 6:  # explodes just before a checkpoint
+            self.param_groups[0]["lr"] = 1e30
+        super().step()
+def build_optimizer(model):
+    return Late(model.parameters(), lr=1e-3)
+""")
+    options = ("--optimizer-file", str(file), "--eval-every", "-1", "--save-every", "3")
+    assert base_train.main(arguments(base, "late", 100, *options)) == 1
+    message = "10 losses in a row are not finite, or their gradients; last good checkpoint: step_3;"
+    assert message in capsys.readouterr().err
+    assert len(losses(base, "late")) == 16 and checkpoint.saved_steps(base / "runs" / "late") == [3, 6]
+
+
+def test_a_loss_spike_and_a_slow_step_are_reported(base, capsys):
+    file = base / "bumps.py"
+    file.write_text("""
+import time
+import torch
+class Bumps(torch.optim.SGD):
+    calls = 0
+    def step(self):
+        self.calls += 1
+        factor = {30: 50, 31: 1 / 50}.get(self.calls, 1)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].mul_(factor)
+        if self.calls == 12:
+            time.sleep(1.6)
+def build_optimizer(model):
+    with torch.no_grad():
+        model.lm_head.weight.normal_(std=0.1)
+    return Bumps([model.lm_head.weight, *model.parameters()][:1], lr=0.0)
+""")
+    assert base_train.main(arguments(base, "bumps", 40, "--optimizer-file", str(file), *QUIET)) == 0
+    output = capsys.readouterr().out
+    assert re.findall(r"step (\d+): the loss jumps", output) == ["31"]
+    assert re.findall(r"step (\d+) takes more than 10 times the median", output) == ["12"]
+
+
+def test_what_a_spike_is():
+    generator = random.Random(0)
+    noise = deque(generator.gauss(3, 0.1) for _ in range(128))
+    assert is_spike(3.8, noise) and not is_spike(3.4, noise) and not is_spike(2.0, noise)
+    falling = deque(6 - 0.02 * step for step in range(128))
+    assert not is_spike(3.6, falling)
+    assert not is_spike(9.0, deque([3.0, 3.1]))  # too few to tell
+
+
+def test_sigusr1_saves_and_training_goes_on(base):
+    ranks = Ranks(base, "asked", 5000, *QUIET)
+    wait_until(lambda: len(rows(base, "asked")) > 3, ranks.alive)
+    ranks.kill(signal.SIGUSR1)
+    wait_until(lambda: checkpoint.saved_steps(base / "runs" / "asked"), ranks.alive)
+    saved = checkpoint.saved_steps(base / "runs" / "asked")[0]
+    wait_until(lambda: len(rows(base, "asked")) > saved + 3, ranks.alive)
+    ranks.kill(signal.SIGTERM)
+    assert ranks.join() == [0]
+
+
+def without_space(work, *args):
+    """No file of this process can grow beyond 100 kB meanwhile: a checkpoint fails half way, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        return work(*args)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_training_goes_on_where_a_save_finds_no_room(base, whole, monkeypatch, capsys):
+    write = checkpoint._write_tensors
+
+    def write_or_not(tensors, file, metadata):
+        if file.parent.name in full:
+            return without_space(write, tensors, file, metadata)
+        return write(tensors, file, metadata)
+
+    monkeypatch.setattr(checkpoint, "_write_tensors", write_or_not)
+    run_dir = base / "runs" / "full"
+    full = {".step_16", ".step_20"}
+    with pytest.raises(InputError, match="step_20 was not written: .*File too large.*earlier checkpoints are intact"):
+        base_train.main(arguments(base, "full", 20, *OPTIONS))
+    assert "warning: checkpoint" in (output := capsys.readouterr().out) and "step_16 was not written" in output
+    assert len(losses(base, "full")) == 20 and not (run_dir / "summary.json").exists()
+    assert checkpoint.saved_steps(run_dir) == [8, 12] and checkpoint.find(run_dir).name == "step_12"
+    full = {".step_16"}  # a periodic one fails, a later one has room
+    assert base_train.main(arguments(base, "full", 20, *OPTIONS)) == 0
+    assert "resuming run full at step 12" in (output := capsys.readouterr().out) and "step_16 was not" in output
+    assert checkpoint.saved_steps(run_dir) == [12, 20]
+    assert [row["step"] for row in rows(base, "full")] == [*range(1, 21), 20]
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_at_the_start(base, tmp_path, monkeypatch):
+    (tmp_path / "runs").write_text("a file where a folder should be")
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
+    with pytest.raises(InputError, match=f"cannot write to {tmp_path}/runs"):
+        base_train.main(arguments(base, "any", 20))
+    assert os.listdir(tmp_path) == ["runs"]
+
+
+def test_a_run_keeps_its_options_and_takes_new_ones_that_are_given(base, capsys):
+    run = ["--run", "options"]
+    assert base_train.main(arguments(base, "options", 10, "--matrix-lr", "0.01", *QUIET)) == 0
+    assert base_train.main(run) == 0  # all as it was
+    assert "run options is complete" in capsys.readouterr().out
+    assert base_train.main([*run, "--num-iterations", "6"]) == 0
+    assert "run options is complete" in capsys.readouterr().out
+
+    assert base_train.main([*run, "--num-iterations", "20", "--embedding-lr", "0.2"]) == 0
+    line = "resuming run options at step 10; --num-iterations 20 (was 10); --embedding-lr 0.2 (was 0.3)"
+    assert line in capsys.readouterr().out
+    assert [row["step"] for row in rows(base, "options")] == [*range(1, 11), 10, *range(11, 21), 20]
+    assert rows(base, "options")[11]["lr_multiplier"] == 1.0  # step 11 of 20
+    file = base / "runs" / "options" / "settings.json"
+    assert '"matrix_lr": 0.01' in file.read_text() and '"embedding_lr": 0.2' in file.read_text()
+
+    with pytest.raises(InputError, match="exists with seed 0, not 1"):
+        base_train.main([*run, "--seed", "1", "--num-iterations", "30"])
+    assert base_train.main([*run, "--resume", "step_10"]) == 0  # back in time, though complete
+    output = capsys.readouterr().out
+    assert "resuming run options at step 10\n" in output and "is complete" not in output
+    assert [row["step"] for row in rows(base, "options")] == [*range(1, 11), 10, *range(11, 21), 20]
+
+    assert base_train.main([*run, "--target-param-data-ratio", "0.006"]) == 0  # fewer steps than it has
+    assert "run options is complete" in capsys.readouterr().out

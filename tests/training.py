@@ -1,0 +1,115 @@
+"""Whole training runs for the tests: a small corpus, and base_train in processes of its own."""
+
+import atexit
+import json
+import multiprocessing
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+
+SMALL = (
+    "--depth 2 --max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --vocab-size 300 --eval-tokens 512"
+).split()
+TIMES = ("step_ms", "tokens_per_second", "optimizer_ms")  # what differs between two runs of the same
+
+
+def write_corpus(folder):
+    """200 short documents with something to learn in them."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(50)]
+    folder.mkdir()
+    for i in range(200):
+        (folder / f"{i:03}.txt").write_text(" ".join(rng.choices(words, k=80)) + ".\n")
+
+
+def arguments(base, run, steps, *more):
+    return [*SMALL, "--corpus", f"path:{base}/texts", "--run", run, "--num-iterations", str(steps), *more]
+
+
+def launch(base, run, steps, *more, processes=1, restarts=0, **keywords):
+    """The command a user types, in a process of its own."""
+    module = ["-m", "scripts.base_train"]
+    if processes > 1:
+        options = [f"--nproc_per_node={processes}", f"--max-restarts={restarts}"]
+        module = ["-m", "torch.distributed.run", "--standalone", *options, *module, "--"]
+    command = [sys.executable, *module, *arguments(base, run, steps, *more)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **keywords)
+
+
+class Ranks:
+    """The same without torchrun and without the seconds an interpreter takes to import torch: forks of one that has.
+
+    output() is what all ranks have printed.
+    """
+
+    def __init__(self, base, run, steps, *more, processes=1):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["scripts.base_train"])
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.file = base / f"{run}.{time.monotonic_ns()}.out"
+        self.processes = []
+        for rank in range(processes):
+            environment = {"NANOMUON_BASE_DIR": str(base), "NANOMUON_COMPILE": "0", "MASTER_ADDR": "127.0.0.1",
+                           "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(processes)}  # fmt: skip
+            argv = arguments(base, run, steps, *more)
+            process = context.Process(target=_train, args=(environment, argv, str(self.file)), daemon=True)
+            process.start()
+            atexit.register(process.kill)  # multiprocessing would ask it to end, and it would finish its step
+            self.processes.append(process)
+
+    def alive(self):
+        return all(process.is_alive() for process in self.processes)
+
+    def kill(self, number, rank=None):
+        for process in self.processes if rank is None else [self.processes[rank]]:
+            os.kill(process.pid, number)
+
+    def join(self, timeout=60):
+        """Exit codes of the ranks; None for one that does not end."""
+        for process in self.processes:
+            process.join(timeout)
+        codes = [process.exitcode for process in self.processes]
+        for process in self.processes:
+            process.kill()
+        return codes
+
+    def output(self):
+        return self.file.read_text() if self.file.exists() else ""
+
+
+def _train(environment, argv, output):
+    for descriptor in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.update(environment)
+    import torch
+
+    from nanomuon.runtime import run_command
+    from scripts import base_train
+
+    torch.set_num_threads(1)
+    run_command(lambda: base_train.main(argv))
+
+
+def rows(base, run):
+    """metrics.jsonl as far as it is whole, without the times."""
+    file = base / "runs" / run / "metrics.jsonl"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+
+
+def losses(base, run):
+    return [row["train_loss"] for row in rows(base, run) if "train_loss" in row]
+
+
+def wait_until(condition, alive, seconds=60):
+    """Return as soon as condition() holds, while alive() does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert alive(), "ended too early"
+        assert time.monotonic() < deadline, "took too long"
+        time.sleep(0.01)
