@@ -63,7 +63,16 @@ record() {
 }
 
 stage=$SECONDS
-"$PYTHON" -m scripts.data_prep "${DATA[@]}"
+case $CORPUS in
+    python | path:*) "$PYTHON" -m scripts.data_prep "${DATA[@]}" ;;
+    *) # from the hub: what the run needs is downloaded and tokenized beside the training, which waits where it must
+        tokens=$("${TRAIN[@]}" "${FLAGS[@]}" --plan | sed -n 's/^training .* = \([0-9,]*\) tokens.*/\1/p' | tr -d ,)
+        mkdir -p "$run_dir"
+        echo "data: ${tokens:?} tokens of $CORPUS, progress in $run_dir/data_prep.log"
+        trap 'kill $(jobs -p) 2>/dev/null' EXIT
+        "$PYTHON" -m scripts.data_prep "${DATA[@]}" --max-tokens "$tokens" >"$run_dir/data_prep.log" 2>&1 &
+        ;;
+esac
 if [ ! -e "$run_dir/stages.jsonl" ]; then
     record environment "$environment_seconds"
     record "corpus, tokenizer, shards" $((SECONDS - stage))

@@ -37,11 +37,14 @@ def generate(
 
 
 def sample_texts(model: GPT, tokenizer, prompts: list[str], max_tokens: int, seed: int = 0, **how) -> list[str]:
-    """Each prompt, as the beginning of a document, with its continuation; `how` goes to `generate`."""
+    """Each prompt, as the beginning of a document, with its continuation; `how` goes to `generate`.
+
+    The i-th text is drawn with seed + i, so that equal prompts go on differently.
+    """
     texts = []
-    for prompt in prompts:
+    for i, prompt in enumerate(prompts):
         tokens = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-        tokens += generate(model, tokens, max_tokens, seed=seed, stop=tokenizer.bos_id, **how)
+        tokens += generate(model, tokens, max_tokens, seed=seed + i, stop=tokenizer.bos_id, **how)
         texts.append(tokenizer.decode(tokens[1:]))
     return texts
 

@@ -42,11 +42,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first sample (default: %(default)s)")
     args = parser.parse_args(argv)
     model, tokenizer, _ = load_run(args.run, start())
-    for seed in range(args.seed, args.seed + args.samples):
-        texts = sample_texts(
-            model, tokenizer, [args.prompt], args.max_tokens, seed, temperature=args.temperature, top_k=args.top_k
-        )
-        print(f"--- sample, seed {seed}\n{texts[0]}", flush=True)
+    texts = sample_texts(
+        model, tokenizer, [args.prompt] * args.samples, args.max_tokens, args.seed,
+        temperature=args.temperature, top_k=args.top_k,
+    )  # fmt: skip
+    for seed, text in enumerate(texts, start=args.seed):
+        print(f"--- sample, seed {seed}\n{text}", flush=True)
 
 
 if __name__ == "__main__":
