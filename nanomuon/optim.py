@@ -411,9 +411,8 @@ class MuonAdamW(torch.optim.Optimizer):
             while len(self._running) < len(self._units) and not missing[len(self._running)]:
                 self._launch()
 
-        hooks = []
-        if self.world.size > 1:
-            hooks = [param.register_post_accumulate_grad_hook(arrived) for param in home if param.requires_grad]
+        trained = [param for param in home if param.requires_grad and self.world.size > 1]
+        hooks = [param.register_post_accumulate_grad_hook(arrived) for param in trained]
         try:
             yield
         finally:

@@ -171,12 +171,9 @@ def compare(args):
         times = {name: [] for name in contestants}
         for round in range(-1, args.rounds):
             for name, run in contestants.items():
-                if part != "AdamW" or name != "floor":
-                    ms = timed(run, args.device)
-                else:
-                    ms = 0.0
+                ms = timed(run, args.device) + (1e3 * traffic / bandwidth if name == "floor" else 0)
                 if round >= 0:
-                    times[name].append(ms + (1e3 * traffic / bandwidth if name == "floor" else 0))
+                    times[name].append(ms)
         tables[part] = report(part, times, first)
     flops = sum(
         newton_schulz_flops(*matrix.of(matrix.param).shape, NS_STEPS)
@@ -185,7 +182,7 @@ def compare(args):
         for matrix in bank.matrices
     )
     parameters = sum(p.numel() for g in groups for p in g["params"])
-    print(f"depth {args.depth}: {parameters / 1e6:.1f} M parameters, Newton-Schulz {flops / 1e9:.1f} GFLOP a step, ")
+    print(f"\ndepth {args.depth}: {parameters / 1e6:.1f} M parameters, Newton-Schulz {flops / 1e9:.1f} GFLOP a step")
     print(f"copy bandwidth {bandwidth / 1e9:.1f} GB/s, {args.rounds} rounds")
     return dict(depth=args.depth, parameters=parameters, flops=flops, copy_bandwidth=bandwidth, milliseconds=tables)
 
