@@ -59,7 +59,7 @@ def start() -> Runtime:
     """Pick the device and join the process group when torchrun started us.
 
     Several processes always form one group (NCCL on CUDA, gloo on CPU), so torchrun never trains independent models.
-    bf16 is the compute dtype where the device multiplies it natively; CPUs stay in float32, which is faster there.
+    bf16 is the compute dtype where the device multiplies it natively; CPUs stay in float32, which all of them do well.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if torch.cuda.is_available():

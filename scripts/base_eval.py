@@ -8,11 +8,12 @@ import argparse
 
 import torch
 
+from nanomuon import shards
 from nanomuon.dataloader import validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.runtime import InputError, print0, run_command, start
 from nanomuon.tokenizer import Tokenizer
-from scripts.base_train import prepare_data
+from scripts.base_train import first_rank_first
 from scripts.sample import load_run
 
 
@@ -25,14 +26,15 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     runtime = start()
     model, tokenizer, about = load_run(args.run, runtime)
-    folder = prepare_data(about["corpus"], tokenizer.vocab_size, runtime)
+    corpus, vocab_size = about["corpus"], tokenizer.vocab_size
+    folder = first_rank_first(lambda: shards.prepare(corpus, vocab_size, max_tokens=0), runtime)
     if Tokenizer.load(folder / "tokenizer").hash != tokenizer.hash:
         raise InputError(f"{folder} was made with another tokenizer than run {args.run}: delete that folder")
     batches = validation_batches(
         folder, model.config.seq_len, args.device_batch_size, runtime.rank, runtime.world_size, runtime.device
     )
     value = bits_per_byte(model, batches, torch.from_numpy(tokenizer.token_bytes).to(runtime.device))
-    print0(f"run: {args.run}\ncorpus: {about['corpus']}\nstep: {about['step']}\nval_bpb: {value:.4f}")
+    print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {about['step']}\nval_bpb: {value:.4f}")
 
 
 if __name__ == "__main__":
