@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from nanomuon.report import read_metrics
 from nanomuon.runtime import InputError, run_command
 from scripts import base_eval, base_train, sample
-from tests.training import SMALL, arguments, launch, losses, wait_until, write_corpus
+from tests.training import SMALL, Ranks, arguments, launch, losses, wait_until, write_corpus
 
 ADAMW_FILE = """
 import torch
@@ -109,9 +109,8 @@ def test_a_signal_saves_and_exits_0(base, number):
 def test_two_processes_train_the_model_that_one_trains(base):
     """100 steps; the rest of the run agrees as well, but rounding grows there."""
     for run, processes in (("one", 1), ("two", 2)):
-        process = launch(base, run, 100, "--eval-every", "-1", "--save-every", "-1", processes=processes)
-        output, _ = process.communicate()
-        assert process.returncode == 0, output
+        ranks = Ranks(base, run, 100, "--eval-every", "-1", "--save-every", "-1", processes=processes)
+        assert ranks.join() == [0] * processes, ranks.output()
     one, two = losses(base, "one"), losses(base, "two")
     assert len(one) == len(two) == 100
     assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-4
@@ -123,8 +122,8 @@ def test_the_users_optimizer_sees_averaged_gradients(base):
     file.write_text(ADAMW_FILE)
     for run, processes in (("adamw-1", 1), ("adamw-2", 2)):
         options = ("--optimizer-file", str(file), "--eval-every", "-1", "--save-every", "-1")
-        output, _ = (process := launch(base, run, 20, *options, processes=processes)).communicate()
-        assert process.returncode == 0, output
+        ranks = Ranks(base, run, 20, *options, processes=processes)
+        assert ranks.join() == [0] * processes, ranks.output()
     assert losses(base, "adamw-1") == pytest.approx(losses(base, "adamw-2"), abs=1e-4)
     assert losses(base, "adamw-1")[-1] < losses(base, "adamw-1")[0] - 0.5
 
