@@ -29,6 +29,8 @@ WEB=hf:karpathy/climbmix-400b-shuffle # or hf:HuggingFaceFW/fineweb-edu:sample-1
 case $GPUS in
     0)
         CORPUS=${CORPUS:-python} DEPTH=${DEPTH:-4}
+        # Threads that sleep instead of spin: 2% slower alone, a third faster beside another busy process (docs/log.md)
+        export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
         FLAGS=(--max-seq-len 256 --device-batch-size 16 --total-batch-size 4096 --num-iterations 300 --matrix-lr 0.04
             --eval-every 75 --save-every 50)
         ;;
