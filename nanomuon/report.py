@@ -94,8 +94,8 @@ def plot_run(metrics, image) -> None:
     bpb.plot(tokens, values, color=orange, linewidth=1.6, marker="o", markersize=3.5)
     bpb.set(title="Validation", ylabel="bits per byte")
     if values:
-        bpb.annotate(f"{values[-1]:.3f}", (tokens[-1], values[-1]), (-9, 0), textcoords="offset points", ha="right", va="center",
-                     color=orange, fontweight="bold")  # fmt: skip
+        bpb.annotate(f"{values[-1]:.3f}", (tokens[-1], values[-1]), (-9, 0), textcoords="offset points", ha="right",
+                     va="center", color=orange, fontweight="bold")  # fmt: skip
 
     tokens, values = curve(training, "lr_multiplier")
     rate.plot(tokens, values, color=grey, linewidth=1.4)
