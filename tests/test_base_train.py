@@ -14,28 +14,15 @@ from safetensors.torch import load_file
 from nanomuon.report import read_metrics
 from nanomuon.runtime import InputError, run_command
 from scripts import base_eval, base_train, sample
-from tests.training import SMALL, Ranks, arguments, launch, losses, wait_until, write_corpus
+from tests.training import SMALL, Ranks, arguments, launch, losses, wait_until
+
+pytestmark = pytest.mark.usefixtures("environment")
 
 ADAMW_FILE = """
 import torch
 def build_optimizer(model):
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
 """
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A base folder, and a corpus of 200 short documents with something to learn in them."""
-    folder = tmp_path_factory.mktemp("base")
-    write_corpus(folder / "texts")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def environment(base, monkeypatch):
-    monkeypatch.setenv("NANOMUON_BASE_DIR", str(base))
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def wait_for_step(base, run, step, process):

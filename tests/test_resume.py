@@ -17,25 +17,11 @@ from nanomuon import checkpoint
 from nanomuon.guards import is_spike
 from nanomuon.runtime import InputError
 from scripts import base_train
-from tests.training import Ranks, arguments, launch, losses, rows, wait_until, write_corpus
+from tests.training import Ranks, arguments, launch, losses, rows, wait_until
+
+pytestmark = pytest.mark.usefixtures("environment")
 
 QUIET = ("--eval-every", "-1", "--save-every", "-1")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    write_corpus(folder / "texts")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def environment(base, monkeypatch):
-    monkeypatch.setenv("NANOMUON_BASE_DIR", str(base))
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 OPTIONS = ("--eval-every", "25", "--save-every", "4")
 
 
