@@ -175,7 +175,8 @@ def build_optimizer(args: argparse.Namespace, model: GPT, runtime: Runtime) -> t
     if args.optimizer_file:
         return load_function(args.optimizer_file, "build_optimizer")(model)
     scale = schedule.adamw_lr_scale(model.config.width)
-    adamw = dict(betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
+    # a smaller eps makes rounding into updates, and two world sizes into two runs (docs/log.md)
+    adamw = dict(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
     embedding = dict(adamw, lr=args.embedding_lr * scale)
     groups = build_param_groups(
         model,
