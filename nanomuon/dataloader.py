@@ -153,8 +153,6 @@ class TrainLoader:
         rows = rows.to(self.device, non_blocking=True)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
-    next = __next__
-
     def state_dict(self) -> dict:
         """{epoch, window, row}: three ints, the same on every rank."""
         return dict(self._state)
