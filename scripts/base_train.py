@@ -270,233 +270,300 @@ def write_json(file: Path, content: dict) -> None:
     os.replace(temporary, file)
 
 
-def finish(run_dir: Path, args, settings: dict, gpt: GPT, tokenizer: Tokenizer, val_bpb: float, seconds: dict) -> None:
-    """Samples, summary.json, report.md and loss.png; the summary is written last and marks the run as complete."""
-    began = time.perf_counter()
-    samples = sample_texts(gpt, tokenizer, PROMPTS.get(args.corpus, [""] * 3), max_tokens=128, seed=args.seed)
-    rows, _ = report.read_metrics(run_dir / "metrics.jsonl")
-    recent = [row["train_loss"] for row in rows[-20:] if row["train_loss"] is not None]
-    on_gpu = gpt.lm_head.weight.is_cuda
-    summary = {
-        "val_bpb": round(val_bpb, 4),
-        "train_loss": round(statistics.fmean(recent), 4) if recent else None,
-        "steps": rows[-1]["step"],
-        "tokens": rows[-1]["tokens"],
-        "seconds": round(sum(row["step_ms"] for row in rows) / 1000, 1),
-        "tokens_per_second": round(statistics.median(row["tokens_per_second"] for row in rows)),
-        "optimizer_ms": round(statistics.median(row["optimizer_ms"] for row in rows), 1),
-        "peak_memory_mb": (torch.cuda.max_memory_allocated() >> 20) if on_gpu
-        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
-        "parameters": gpt.parameter_counts()["total"],
-    }  # fmt: skip
-    seconds = {"training": summary["seconds"], **seconds, "samples": time.perf_counter() - began}
-    with open(run_dir / "stages.jsonl", "a") as stages:
-        stages.writelines(json.dumps({"stage": stage, "seconds": spent}) + "\n" for stage, spent in seconds.items())
-    stages = {row["stage"]: row["seconds"] for row in map(json.loads, open(run_dir / "stages.jsonl"))}
-    options = {key: value for key, value in vars(args).items() if key not in settings and value is not None}
-    report.write_report(
-        run_dir, {**settings, **options}, summary, samples, report.machine_description(), list(stages.items())
-    )
-    write_json(run_dir / "summary.json", summary)
-    for sample in samples:
-        print(f"--- sample\n{sample}")
-    print_summary(summary)
-    print(f"report: {run_dir}/report.md, {run_dir}/loss.png", flush=True)
-
-
 def print_summary(summary: dict) -> None:
     print0("---\n" + "\n".join(f"{key}: {value}" for key, value in summary.items()))
 
 
-def main(argv: list[str] | None = None) -> int:
-    args, changed = resolve_arguments(argv)
-    run_dir = base_dir() / "runs" / args.run
+class Run:
+    """One run: what it is, where it stands, and everything that trains it. All ranks call its methods together."""
+
+    def __init__(self, args, runtime: Runtime, config: GPTConfig, batch: int, steps: int, data: Path):
+        """batch: tokens per optimizer step. data: folder of the shards and their tokenizer."""
+        self.args, self.runtime, self.config, self.batch, self.steps, self.data = (
+            args, runtime, config, batch, steps, data
+        )  # fmt: skip
+        self.dir = base_dir() / "runs" / args.run
+        self.tokenizer = Tokenizer.load(data / "tokenizer")
+        self.rows = batch // config.seq_len
+        self.accumulation = self.rows // (args.device_batch_size * runtime.world_size)
+        # What defines the run must be what it was started with; the other options it remembers
+        self.settings = {
+            "corpus": args.corpus, "tokenizer": self.tokenizer.hash, **asdict(config), "total_batch_size": batch,
+            "seed": args.seed, "optimizer_file": args.optimizer_file,
+        }  # fmt: skip
+        self.step = self.skipped = self.bad_steps = 0  # done; of these without an update; of these the last ones
+
+    def is_complete(self) -> bool:
+        """Whether nothing is left to do; says so. InputError where the folder holds another run."""
+        if self.args.resume != "never":
+            check_run_folder(self.dir, self.settings)
+        if self.args.resume != "auto" or not (self.dir / "summary.json").exists():
+            return False
+        summary = json.loads((self.dir / "summary.json").read_text())
+        if summary["steps"] < self.steps:
+            return False
+        print0(f"run {self.args.run} is complete: {self.dir}/report.md (--resume never starts it over)")
+        print_summary(summary)
+        return True
+
+    def start(self, changed: list[str]) -> None:
+        """Model, optimizer, data and folder, all at the step where an earlier process left them."""
+        args, runtime = self.args, self.runtime
+        self.gpt = build_model(self.config, runtime, args.seed)
+        self.optimizer = build_optimizer(args, self.gpt, runtime)
+        self.initial = [dict(group) for group in self.optimizer.param_groups]
+        self.guards_itself = isinstance(self.optimizer, MuonAdamW)
+
+        loader_state = None
+        if found := checkpoint.find(self.dir, args.resume):
+            meta = checkpoint.load(found, self.gpt, self.optimizer)
+            self.step, self.skipped, loader_state = meta["step"], meta["skipped_steps"], meta["loader"]
+            print0("; ".join([f"resuming run {args.run} at step {self.step}", *changed]))
+            if self.steps < self.step:
+                print0(f"step {self.step} is beyond --num-iterations {self.steps}: nothing is left to train")
+                self.steps = self.step
+            if self.guards_itself:
+                self.optimizer.skipped_steps.fill_(self.skipped)
+        elif args.resume == "auto" and (self.dir / "summary.json").exists():
+            raise InputError(f"run {args.run} is complete and has no checkpoint to go on from: choose another --run")
+        resumed = self.step if found else None
+        self.loader = TrainLoader(
+            self.data, self.config.seq_len, self.rows, args.device_batch_size, runtime.rank, runtime.world_size,
+            args.seed, runtime.device, loader_state,
+        )  # fmt: skip
+        if runtime.rank == 0:
+            options = {key: value for key, value in vars(args).items() if key not in OF_THE_LAUNCH}
+            options |= {"total_batch_size": self.batch, "max_seq_len": self.config.seq_len}
+            start_run_folder(self.dir, self.settings, options, self.tokenizer, afresh=args.resume == "never")
+        self.checkpoints = checkpoint.Checkpointer(self.dir, resumed, args.keep_last, background=True)
+        self.log = None
+        if runtime.rank == 0:
+            wandb = dict(project="nanomuon", name=args.run, id=args.run, config=self.settings) if args.wandb else None
+            self.log = report.MetricsLog(self.dir / "metrics.jsonl", resumed, wandb)
+        training, evaluations = report.read_metrics(self.dir / "metrics.jsonl") if found else ([], [])
+        self.evaluations = {row["step"]: row for row in evaluations if row["step"] <= self.step}
+        losses = [row["train_loss"] for row in training if row["step"] <= self.step and row["train_loss"] is not None]
+        self.recent = deque(losses, maxlen=128)
+        self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes).to(runtime.device)
+        print_plan(args, self.config, self.batch, self.steps, runtime)
+        self.model = torch.compile(self.gpt, dynamic=False) if compile_enabled() else self.gpt
+        if compile_enabled() and self.step < self.steps:
+            print0("compiling: the first step takes a while (--no-compile starts at once)")
+
+    def train(self) -> int | None:
+        """The loop. Returns None where the run has all of its steps, else the exit code."""
+        args, requests, watchdog, shown, saved_at = self.args, Requests(), Watchdog(), 0.0, time.monotonic()
+        while self.step < self.steps:
+            # Before the next step, not after the last: a signal need not wait for it, and a resumed run makes up for it
+            due = args.eval_every > 0 and self.step % args.eval_every == 0
+            if self.step and due and self.step not in self.evaluations:
+                self.evaluate(args.eval_tokens)
+            watchdog.begin(self.step + 1)
+            requests.save |= 0 <= args.save_minutes * 60 < time.monotonic() - saved_at
+            row, stop, save_now = self.train_step(requests)
+            watchdog.end(row["step_ms"])
+            if self.log:
+                self.log.log(row)
+            now = time.perf_counter()
+            if now - shown > 5 or self.step == self.steps:
+                shown = now
+                self.print_progress(row, watchdog.median())
+            self.look_at_loss(row["train_loss"])
+            if self.bad_steps == MAX_BAD_STEPS:
+                return self.give_up()
+            due = args.save_every > 0 and self.step % args.save_every == 0
+            if due and not self.bad_steps or save_now or self.step == self.steps:  # the good ones must stay
+                self.save()
+                saved_at = time.monotonic()
+            if stop:
+                self.checkpoints.wait()
+                print0(f"stopped at step {self.step} and saved; the same command carries on")
+                return 0
+        self.checkpoints.wait()
+        requests.exit_at_once()
+        return None
+
+    def train_step(self, requests: Requests) -> tuple[dict, bool, bool]:
+        """One update. Returns its line of metrics.jsonl and what the ranks were asked: (row, stop?, save?)."""
+        began = time.perf_counter()
+        multiplier = set_hyperparameters(self.optimizer, self.initial, self.step, self.steps, self.args)
+        loss = self.backward()
+        if not self.guards_itself:
+            loss += prepare_gradients(self.gpt)
+        train_loss, stop, save_now = requests.agree(loss)
+        before_update = time.perf_counter()
+        bad = self.update(math.isfinite(train_loss))
+        now = time.perf_counter()
+        self.step += 1
+        self.skipped, self.bad_steps = self.skipped + bad, self.bad_steps + 1 if bad else 0
+        step_ms = 1000 * (now - began)
+        row = {
+            "step": self.step, "tokens": self.step * self.batch, "train_loss": train_loss,
+            "lr_multiplier": multiplier, "step_ms": step_ms, "tokens_per_second": 1000 * self.batch / step_ms,
+            "optimizer_ms": 1000 * (now - before_update), "skipped_steps": self.skipped,
+        }  # fmt: skip
+        if self.runtime.device.type == "cuda" and (peak := peak_flops(self.runtime.device)):
+            per_device = row["tokens_per_second"] * self.gpt.estimate_flops() / self.runtime.world_size
+            row["mfu"] = per_device / peak
+        return row, stop, save_now
+
+    def backward(self) -> Tensor:
+        """The gradients of a step. Returns this rank's mean loss, 0-D and not read here."""
+        loss = torch.zeros((), device=self.runtime.device)
+        for micro_step in range(self.accumulation):
+            inputs, targets = next(self.loader)
+            # in the last backward each gradient is final as it appears: its reduction can start there
+            last = isinstance(self.optimizer, DistMuonAdamW) and micro_step == self.accumulation - 1
+            with self.optimizer.overlap_backward() if last else contextlib.nullcontext():
+                micro_loss = self.model(inputs, targets) / self.accumulation
+                micro_loss.backward()
+            loss += micro_loss.detach()
+        return loss
+
+    def update(self, finite: bool) -> bool:
+        """The optimizer's step, waited for, unless the loss or a gradient is not finite; returns whether one is not."""
+        if self.guards_itself:  # skips on all ranks what is not finite on one, and counts it
+            if not finite:
+                self.gpt.lm_head.weight.grad.fill_(math.nan)
+            self.optimizer.step()
+            bad = int(self.optimizer.skipped_steps) > self.skipped  # waits for the device
+        else:
+            bad = not finite
+            if finite:
+                self.optimizer.step()
+            if self.runtime.device.type == "cuda":
+                torch.cuda.synchronize()
+        self.optimizer.zero_grad(set_to_none=True)
+        return bad
+
+    def print_progress(self, row: dict, median_ms: float) -> None:
+        print0(
+            f"step {self.step:5d}/{self.steps} | loss {row['train_loss']:.4f} | lr x{row['lr_multiplier']:.2f} | "
+            f"{row['step_ms']:.0f} ms | {row['tokens_per_second']:,.0f} tokens/s | "
+            f"{100 * self.step / self.steps:.0f}% | {duration((self.steps - self.step) * median_ms / 1000)} left"
+        )
+
+    def look_at_loss(self, loss: float) -> None:
+        """Say what is wrong with the last step."""
+        if self.bad_steps:
+            print0(f"step {self.step}: loss {loss}; it or a gradient is not finite: no update "
+                   f"({self.bad_steps} in a row)")  # fmt: skip
+        elif is_spike(loss, self.recent):
+            mean = statistics.fmean(self.recent)
+            print0(f"step {self.step}: the loss jumps to {loss:.4f} from a mean of {mean:.4f}")
+        if math.isfinite(loss):
+            self.recent.append(loss)
+
+    def give_up(self) -> int:
+        self.checkpoints.wait()
+        # a checkpoint is good if the step after it was
+        good = [f"step_{saved}" for saved in checkpoint.saved_steps(self.dir) if saved < self.step - self.bad_steps]
+        print0(f"error: {self.bad_steps} losses in a row are not finite, or their gradients; last good checkpoint: "
+               f"{(good or ['none'])[-1]}; go on from there with --resume and lower learning rates",
+               file=sys.stderr)  # fmt: skip
+        return 1
+
+    def evaluate(self, max_tokens: int | None) -> float:
+        """Bits per byte of that many validation tokens, None: of all; logged."""
+        batches = validation_batches(
+            self.data, self.config.seq_len, self.args.device_batch_size, self.runtime.rank, self.runtime.world_size,
+            self.runtime.device, max_tokens,
+        )  # fmt: skip
+        value = bits_per_byte(self.gpt, batches, self.token_bytes)
+        if self.log:
+            tokens = self.step * self.batch
+            self.log.log({"step": self.step, "tokens": tokens, "val_bpb": value, "whole_set": max_tokens is None})
+        extent = "" if max_tokens else " (whole set)"
+        print0(f"step {self.step:5d}/{self.steps} | validation {value:.4f} bits per byte{extent}")
+        return value
+
+    def save(self) -> None:
+        if self.log:
+            self.log.flush()
+        meta = {"step": self.step, "skipped_steps": self.skipped, "loader": self.loader.state_dict(),
+                "settings": self.settings}  # fmt: skip
+        self.checkpoints.save(self.step, self.gpt, self.optimizer, meta)
+
+    def finish(self) -> None:
+        """Evaluate on the whole validation set (once, however often this is interrupted), export, report."""
+        began = time.perf_counter()
+        last = self.evaluations.get(self.steps, {"whole_set": False})
+        val_bpb = last["val_bpb"] if last["whole_set"] else self.evaluate(None)
+        seconds = {"evaluation": time.perf_counter() - began}
+        about = {"step": self.steps, "val_bpb": val_bpb, "corpus": self.args.corpus, "tokenizer": self.tokenizer.hash}
+        checkpoint.export_model(self.dir, self.gpt, asdict(self.config), about)
+        if self.log:
+            self.log.close()
+            self.write_report(val_bpb, seconds)
+
+    def write_report(self, val_bpb: float, seconds: dict) -> None:
+        """Samples, report.md, loss.png and summary.json; the summary is written last and marks the run as complete."""
+        began, args = time.perf_counter(), self.args
+        prompts = PROMPTS.get(args.corpus, [""] * 3)
+        samples = sample_texts(self.gpt, self.tokenizer, prompts, max_tokens=128, seed=args.seed)
+        rows, _ = report.read_metrics(self.dir / "metrics.jsonl")
+        summary = self.summary(rows, val_bpb)
+        seconds = {"training": summary["seconds"], **seconds, "samples": time.perf_counter() - began}
+        with open(self.dir / "stages.jsonl", "a") as stages:
+            stages.writelines(json.dumps({"stage": stage, "seconds": spent}) + "\n" for stage, spent in seconds.items())
+        stages = {row["stage"]: row["seconds"] for row in map(json.loads, open(self.dir / "stages.jsonl"))}
+        options = {key: value for key, value in vars(args).items() if key not in self.settings and value is not None}
+        report.write_report(
+            self.dir, {**self.settings, **options}, summary, samples, report.machine_description(),
+            list(stages.items()),
+        )  # fmt: skip
+        write_json(self.dir / "summary.json", summary)
+        for sample in samples:
+            print(f"--- sample\n{sample}")
+        print_summary(summary)
+        print(f"report: {self.dir}/report.md, {self.dir}/loss.png", flush=True)
+
+    def summary(self, rows: list[dict], val_bpb: float) -> dict:
+        recent = [row["train_loss"] for row in rows[-20:] if row["train_loss"] is not None]
+        on_gpu = self.runtime.device.type == "cuda"
+        return {
+            "val_bpb": round(val_bpb, 4),
+            "train_loss": round(statistics.fmean(recent), 4) if recent else None,
+            "steps": rows[-1]["step"],
+            "tokens": rows[-1]["tokens"],
+            "seconds": round(sum(row["step_ms"] for row in rows) / 1000, 1),
+            "tokens_per_second": round(statistics.median(row["tokens_per_second"] for row in rows)),
+            "optimizer_ms": round(statistics.median(row["optimizer_ms"] for row in rows), 1),
+            "peak_memory_mb": (torch.cuda.max_memory_allocated() >> 20) if on_gpu
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+            "parameters": self.gpt.parameter_counts()["total"],
+        }  # fmt: skip
+
+
+def choose_compilation(args) -> None:
     if args.no_compile:
         os.environ["NANOMUON_COMPILE"] = "0"
     elif compile_enabled() and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
         print0("no C++ compiler found: running eagerly, which is slower (install g++ to compile)")
         os.environ["NANOMUON_COMPILE"] = "0"
+
+
+def main(argv: list[str] | None = None) -> int | None:
+    args, changed = resolve_arguments(argv)
+    choose_compilation(args)
     runtime = start()
     # What is wrong with the arguments shows here, before the data is worked on
     config, batch, steps = plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime)
     if args.plan:
         print_plan(args, config, batch, steps, runtime)
         return 0
-    check_writable(run_dir)
+    check_writable(base_dir() / "runs" / args.run)
+    data = first_rank_first(lambda: shards.prepare_for_training(args.corpus, args.vocab_size), runtime)
+    config, batch, steps = plan_run(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime)
 
-    folder = first_rank_first(lambda: shards.prepare_for_training(args.corpus, args.vocab_size), runtime)
-    tokenizer = Tokenizer.load(folder / "tokenizer")
-    config, batch, steps = plan_run(args, tokenizer.vocab_size, runtime)
-    rows = batch // config.seq_len
-    accumulation = rows // (args.device_batch_size * runtime.world_size)
-
-    # Run folder: what defines the run must be what it was started with; the other options it remembers
-    settings = {
-        "corpus": args.corpus, "tokenizer": tokenizer.hash, **asdict(config), "total_batch_size": batch,
-        "seed": args.seed, "optimizer_file": args.optimizer_file,
-    }  # fmt: skip
-    options = {key: value for key, value in vars(args).items() if key not in OF_THE_LAUNCH}
-    options |= {"total_batch_size": batch, "max_seq_len": config.seq_len}
-    afresh = args.resume == "never"
-    if not afresh:
-        check_run_folder(run_dir, settings)
-    complete = args.resume == "auto" and (run_dir / "summary.json").exists()
-    if complete and (summary := json.loads((run_dir / "summary.json").read_text()))["steps"] >= steps:
-        print0(f"run {args.run} is complete: {run_dir}/report.md (--resume never starts it over)")
-        print_summary(summary)
+    run = Run(args, runtime, config, batch, steps, data)
+    if run.is_complete():
         return 0
-
-    gpt = build_model(config, runtime, args.seed)
-    optimizer = build_optimizer(args, gpt, runtime)
-    initial = [dict(group) for group in optimizer.param_groups]
-    guards_itself, sharded = isinstance(optimizer, MuonAdamW), isinstance(optimizer, DistMuonAdamW)
-
-    # Resume
-    step, skipped, loader_state = 0, 0, None
-    if found := checkpoint.find(run_dir, args.resume):
-        meta = checkpoint.load(found, gpt, optimizer)
-        step, skipped, loader_state = meta["step"], meta["skipped_steps"], meta["loader"]
-        print0("; ".join([f"resuming run {args.run} at step {step}", *changed]))
-        if steps < step:
-            print0(f"step {step} is beyond --num-iterations {steps}: nothing is left to train")
-            steps = step
-        if guards_itself:
-            optimizer.skipped_steps.fill_(skipped)
-    elif complete:
-        raise InputError(f"run {args.run} is complete and has no checkpoint to go on from: choose another --run")
-    loader = TrainLoader(
-        folder, config.seq_len, rows, args.device_batch_size, runtime.rank, runtime.world_size, args.seed,
-        runtime.device, loader_state,
-    )  # fmt: skip
-    if runtime.rank == 0:
-        start_run_folder(run_dir, settings, options, tokenizer, afresh)
-    checkpoints = checkpoint.Checkpointer(run_dir, step if found else None, args.keep_last, background=True)
-    log = None
-    if runtime.rank == 0:
-        log = report.MetricsLog(
-            run_dir / "metrics.jsonl",
-            step if found else None,
-            dict(project="nanomuon", name=args.run, id=args.run, config=settings) if args.wandb else None,
-        )
-    training, evaluations = report.read_metrics(run_dir / "metrics.jsonl") if found else ([], [])
-    evaluations = {row["step"]: row for row in evaluations if row["step"] <= step}
-    losses = [row["train_loss"] for row in training if row["step"] <= step and row["train_loss"] is not None]
-    recent = deque(losses, maxlen=128)
-
-    def evaluate(max_tokens: int | None) -> float:
-        batches = validation_batches(
-            folder, config.seq_len, args.device_batch_size, runtime.rank, runtime.world_size, runtime.device, max_tokens
-        )
-        value = bits_per_byte(gpt, batches, token_bytes)
-        if log:
-            log.log({"step": step, "tokens": step * batch, "val_bpb": value, "whole_set": max_tokens is None})
-        extent = "" if max_tokens else " (whole set)"
-        print0(f"step {step:5d}/{steps} | validation {value:.4f} bits per byte{extent}")
-        return value
-
-    def save() -> None:
-        if log:
-            log.flush()
-        meta = {"step": step, "skipped_steps": skipped, "loader": loader.state_dict(), "settings": settings}
-        checkpoints.save(step, gpt, optimizer, meta)
-
-    print_plan(args, config, batch, steps, runtime)
-    token_bytes = torch.from_numpy(tokenizer.token_bytes).to(runtime.device)
-    model = torch.compile(gpt, dynamic=False) if compile_enabled() else gpt
-    if compile_enabled() and step < steps:
-        print0("compiling: the first step takes a while (--no-compile starts at once)")
-    requests, watchdog, bad_steps, shown, saved_at = Requests(), Watchdog(), 0, 0.0, time.monotonic()
-    while step < steps:
-        # Before the next step, not after the last: a signal need not wait for it, and a resumed run makes up for it
-        if step and args.eval_every > 0 and step % args.eval_every == 0 and step not in evaluations:
-            evaluate(args.eval_tokens)
-        began = time.perf_counter()
-        watchdog.begin(step + 1)
-        multiplier = set_hyperparameters(optimizer, initial, step, steps, args)
-        loss = torch.zeros((), device=runtime.device)
-        for micro_step in range(accumulation):
-            inputs, targets = next(loader)
-            # in the last backward each gradient is final as it appears: its reduction can start there
-            last = sharded and micro_step == accumulation - 1
-            with optimizer.overlap_backward() if last else contextlib.nullcontext():
-                micro_loss = model(inputs, targets) / accumulation
-                micro_loss.backward()
-            loss += micro_loss.detach()
-        if not guards_itself:
-            loss += prepare_gradients(gpt)
-        requests.save |= 0 <= args.save_minutes * 60 < time.monotonic() - saved_at
-        train_loss, stop, save_now = requests.agree(loss)
-        before_update = time.perf_counter()
-        finite = math.isfinite(train_loss)
-        if guards_itself:  # skips on all ranks what is not finite on one, and counts it
-            if not finite:
-                gpt.lm_head.weight.grad.fill_(math.nan)
-            optimizer.step()
-            bad = int(optimizer.skipped_steps) > skipped  # waits for the device
-        else:
-            bad = not finite
-            if finite:
-                optimizer.step()
-            if runtime.device.type == "cuda":
-                torch.cuda.synchronize()
-        optimizer.zero_grad(set_to_none=True)
-        now = time.perf_counter()
-        step, step_ms = step + 1, 1000 * (now - began)
-        watchdog.end(step_ms)
-        skipped, bad_steps = skipped + bad, bad_steps + 1 if bad else 0
-        row = {
-            "step": step, "tokens": step * batch, "train_loss": train_loss, "lr_multiplier": multiplier,
-            "step_ms": step_ms, "tokens_per_second": 1000 * batch / step_ms,
-            "optimizer_ms": 1000 * (now - before_update), "skipped_steps": skipped,
-        }  # fmt: skip
-        if runtime.device.type == "cuda" and peak_flops(runtime.device):
-            per_device = row["tokens_per_second"] * gpt.estimate_flops() / runtime.world_size
-            row["mfu"] = per_device / peak_flops(runtime.device)
-        if log:
-            log.log(row)
-        if now - shown > 5 or step == steps:
-            shown = now
-            left = (steps - step) * watchdog.median() / 1000
-            print0(
-                f"step {step:5d}/{steps} | loss {train_loss:.4f} | lr x{multiplier:.2f} | {step_ms:.0f} ms | "
-                f"{row['tokens_per_second']:,.0f} tokens/s | {100 * step / steps:.0f}% | {duration(left)} left"
-            )
-        if bad:
-            print0(f"step {step}: loss {train_loss}; it or a gradient is not finite: no update ({bad_steps} in a row)")
-        elif is_spike(train_loss, recent):
-            print0(f"step {step}: the loss jumps to {train_loss:.4f} from a mean of {statistics.fmean(recent):.4f}")
-        if finite:
-            recent.append(train_loss)
-        if bad_steps == MAX_BAD_STEPS:
-            checkpoints.wait()
-            # a checkpoint is good if the step after it was
-            good = [f"step_{saved}" for saved in checkpoint.saved_steps(run_dir) if saved < step - bad_steps]
-            print0(f"error: {bad_steps} losses in a row are not finite, or their gradients; last good checkpoint: "
-                   f"{(good or ['none'])[-1]}; go on from there with --resume and lower learning rates",
-                   file=sys.stderr)  # fmt: skip
-            return 1
-        due = args.save_every > 0 and step % args.save_every == 0 and not bad  # the good ones must stay
-        if due or save_now or step == steps:
-            save()
-            saved_at = time.monotonic()
-        if stop:
-            checkpoints.wait()
-            print0(f"stopped at step {step} and saved; the same command carries on")
-            return 0
-    checkpoints.wait()
-    requests.exit_at_once()
-
-    # The finished run: evaluate on the whole validation set (once, however often this is interrupted), export, report
-    began = time.perf_counter()
-    last = evaluations.get(steps, {"whole_set": False})
-    val_bpb = last["val_bpb"] if last["whole_set"] else evaluate(None)
-    seconds = {"evaluation": time.perf_counter() - began}
-    about = {"step": steps, "val_bpb": val_bpb, "corpus": args.corpus, "tokenizer": tokenizer.hash}
-    checkpoint.export_model(run_dir, gpt, asdict(config), about)
-    if log:
-        log.close()
-        finish(run_dir, args, settings, gpt, tokenizer, val_bpb, seconds)
-    return 0
+    run.start(changed)
+    code = run.train()
+    if code is None:
+        run.finish()
+    return code or 0
 
 
 if __name__ == "__main__":
