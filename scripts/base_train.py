@@ -11,7 +11,7 @@ A run lives in runs/NAME under NANOMUON_BASE_DIR; the same command given again c
 
 import argparse
 import contextlib
-import importlib.util
+import functools
 import json
 import math
 import os
@@ -29,14 +29,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanomuon import checkpoint, report, schedule, shards
+from nanomuon import checkpoint, recipe, report, schedule, shards
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.guards import Requests, Watchdog, is_spike
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.param_groups import build_param_groups
 from nanomuon.runtime import InputError, Runtime, base_dir, compile_enabled, peak_flops, print0, run_command, start
 from nanomuon.tokenizer import Tokenizer
 
@@ -62,14 +61,15 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
     add("--num-iterations", type=int, help="optimizer steps (default: from --target-param-data-ratio)")
     add("--target-param-data-ratio", type=float, default=10.5, help="training tokens per parameter of the matrices and "
         "the head (default: %(default)s)")  # fmt: skip
-    add("--matrix-lr", type=float, default=0.02, help="Muon learning rate (default: %(default)s)")
-    add("--embedding-lr", type=float, default=0.3, help="AdamW, token and value embeddings (default: %(default)s)")
-    add("--unembedding-lr", type=float, default=0.004, help="AdamW, head (default: %(default)s)")
-    add("--scalar-lr", type=float, default=0.05, help="AdamW, residual scalars (default: %(default)s)")
-    add("--weight-decay", type=float, default=0.2, help="of Muon's matrices, falling to 0 (default: %(default)s)")
-    add("--warmup-ratio", type=float, default=0.0, help="share of the run with rising rates (%(default)s)")
-    add("--warmdown-ratio", type=float, default=0.5, help="share of the run with falling rates (%(default)s)")
-    add("--optimizer-file", help="Python file with build_optimizer(model), used instead of MuonAdamW")
+    add("--matrix-lr", type=float, help="Muon learning rate (default: %(default)s)")
+    add("--embedding-lr", type=float, help="AdamW, token and value embeddings (default: %(default)s)")
+    add("--unembedding-lr", type=float, help="AdamW, head (default: %(default)s)")
+    add("--scalar-lr", type=float, help="AdamW, residual scalars (default: %(default)s)")
+    add("--weight-decay", type=float, help="of Muon's matrices, falling to 0 (default: %(default)s)")
+    add("--warmup-ratio", type=float, help="share of the run with rising rates (%(default)s)")
+    add("--warmdown-ratio", type=float, help="share of the run with falling rates (%(default)s)")
+    add("--optimizer-file", help="Python file with build_optimizer(model) or param_groups(model), used instead "
+        "of the recipe (see nanomuon/recipe.py)")  # fmt: skip
     add("--eval-every", type=int, default=100, help="steps between evaluations, -1: only at the end (%(default)s)")
     add("--eval-tokens", type=int, default=131072, help="validation tokens of an evaluation on the way; the last "
         "takes the whole set (default: %(default)s)")  # fmt: skip
@@ -81,6 +81,7 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
     add("--wandb", action="store_true", help="log to Weights & Biases as well (WANDB_MODE=offline works)")
     add("--no-compile", action="store_true", help="run eagerly: a quick start and slower steps (as NANOMUON_COMPILE=0)")
     add("--plan", action="store_true", help="print the size of the run, its memory and its time, and stop")
+    parser.set_defaults(**recipe.param_groups.__kwdefaults__, **recipe.schedule.__kwdefaults__)
     args = parser.parse_args(argv, argparse.Namespace(**remembered))
     for name in ("depth", "device_batch_size", "max_seq_len", "num_iterations", "total_batch_size", "eval_tokens",
                  "keep_last"):  # fmt: skip
@@ -170,45 +171,15 @@ def build_model(config: GPTConfig, runtime: Runtime, seed: int) -> GPT:
     return model
 
 
-def build_optimizer(args: argparse.Namespace, model: GPT, runtime: Runtime) -> torch.optim.Optimizer:
-    """MuonAdamW with one learning rate per role, or what the user's file builds."""
+def build_optimizer(args: argparse.Namespace, model: GPT, runtime: Runtime):
+    """The optimizer, and the schedule that moves its groups: the recipe, or what the user's file has."""
+    options = {key: getattr(args, key) for key in recipe.schedule.__kwdefaults__}
+    scheduled = functools.partial(recipe.schedule, **options)
     if args.optimizer_file:
-        return load_function(args.optimizer_file, "build_optimizer")(model)
-    scale = schedule.adamw_lr_scale(model.config.width)
-    # a smaller eps makes rounding into updates, and two world sizes into two runs (docs/log.md)
-    adamw = dict(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
-    embedding = dict(adamw, lr=args.embedding_lr * scale)
-    groups = build_param_groups(
-        model,
-        muon=dict(lr=args.matrix_lr, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=args.weight_decay),
-        adamw=dict(adamw, lr=args.scalar_lr),
-        skip_keys=["value_gate"],
-        roles={"wte": embedding, "value_embeds": embedding, "lm_head": dict(adamw, lr=args.unembedding_lr * scale)},
-    )
-    return DistMuonAdamW(groups) if runtime.world_size > 1 else MuonAdamW(groups)
-
-
-def load_function(file: str, name: str):
-    """A function of that name from the user's Python file."""
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    if spec is None or not Path(file).is_file():
-        raise InputError(f"--optimizer-file {file}: no such Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
-        raise InputError(f"{file} has no function {name}(model) that returns an optimizer")
-    return getattr(module, name)
-
-
-def set_hyperparameters(optimizer, initial: list[dict], step: int, steps: int, args: argparse.Namespace) -> float:
-    """Put the schedules' values for this step (from 0) into the groups; `initial` holds each group as built."""
-    multiplier = schedule.lr_multiplier(step, steps, args.warmup_ratio, args.warmdown_ratio)
-    for group, start_values in zip(optimizer.param_groups, initial, strict=True):
-        group["lr"] = start_values["lr"] * multiplier
-        if group.get("kind") == "muon":
-            group["momentum"] = schedule.muon_momentum(step, steps)
-            group["weight_decay"] = start_values["weight_decay"] * schedule.weight_decay_multiplier(step, steps)
-    return multiplier
+        build, own_schedule = recipe.load_recipe(args.optimizer_file)
+        return recipe.make_optimizer(build(model), runtime.world_size), own_schedule or scheduled
+    groups = recipe.param_groups(model, **{key: getattr(args, key) for key in recipe.param_groups.__kwdefaults__})
+    return recipe.make_optimizer(groups, runtime.world_size), scheduled
 
 
 def prepare_gradients(model: GPT) -> Tensor:
@@ -310,7 +281,7 @@ class Run:
         """Model, optimizer, data and folder, all at the step where an earlier process left them."""
         args, runtime = self.args, self.runtime
         self.gpt = build_model(self.config, runtime, args.seed)
-        self.optimizer = build_optimizer(args, self.gpt, runtime)
+        self.optimizer, self.schedule = build_optimizer(args, self.gpt, runtime)
         self.initial = [dict(group) for group in self.optimizer.param_groups]
         self.guards_itself = isinstance(self.optimizer, MuonAdamW)
 
@@ -386,7 +357,9 @@ class Run:
     def train_step(self, requests: Requests) -> tuple[dict, bool, bool]:
         """One update. Returns its line of metrics.jsonl and what the ranks were asked: (row, stop?, save?)."""
         began = time.perf_counter()
-        multiplier = set_hyperparameters(self.optimizer, self.initial, self.step, self.steps, self.args)
+        for group, start_values in zip(self.optimizer.param_groups, self.initial, strict=True):
+            group.update(self.schedule(start_values, self.step, self.steps))
+        multiplier = self.optimizer.param_groups[0]["lr"] / (self.initial[0]["lr"] or 1)
         loss = self.backward()
         if not self.guards_itself:
             loss += prepare_gradients(self.gpt)

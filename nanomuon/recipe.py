@@ -1,0 +1,65 @@
+"""The recipe: which parameter is trained how, and how that changes over a run. Its keywords are flags of base_train.
+
+Both functions are pure, so the laboratory (scripts/optim_race.py) compares them with others, and a user's own file may
+define either in their place (see `load_recipe`).
+"""
+
+import importlib.util
+from pathlib import Path
+
+from nanomuon import schedule as rules
+from nanomuon.optim import DistMuonAdamW, MuonAdamW
+from nanomuon.param_groups import build_param_groups
+from nanomuon.runtime import InputError
+
+
+def param_groups(model, *, matrix_lr=0.02, embedding_lr=0.3, unembedding_lr=0.004, scalar_lr=0.05, weight_decay=0.2):
+    """Groups of a GPT: Muon for the matrices, AdamW with a learning rate per role for the rest.
+
+    weight_decay is of Muon's matrices. AdamW's rates are those of width 768 and follow schedule.adamw_lr_scale.
+    """
+    scale = rules.adamw_lr_scale(model.config.width)
+    # a smaller eps makes rounding into updates, and two world sizes into two runs (docs/log.md)
+    adamw = dict(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
+    embedding = dict(adamw, lr=embedding_lr * scale)
+    return build_param_groups(
+        model,
+        muon=dict(lr=matrix_lr, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=weight_decay),
+        adamw=dict(adamw, lr=scalar_lr),
+        skip_keys=["value_gate"],
+        roles={"wte": embedding, "value_embeds": embedding, "lm_head": dict(adamw, lr=unembedding_lr * scale)},
+    )
+
+
+def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=0.5):
+    """What a group, as it was built, has in its place at `step` (from 0) of `steps`: {hyperparameter: value}."""
+    values = {"lr": group["lr"] * rules.lr_multiplier(step, steps, warmup_ratio, warmdown_ratio)}
+    if group.get("kind") == "muon":
+        values["momentum"] = rules.muon_momentum(step, steps)
+        values["weight_decay"] = group["weight_decay"] * rules.weight_decay_multiplier(step, steps)
+    return values
+
+
+def make_optimizer(groups, world_size=1):
+    """MuonAdamW of param groups, on one process or many; an optimizer that a user's file has built stays as it is."""
+    if not isinstance(groups, list):
+        return groups
+    return DistMuonAdamW(groups) if world_size > 1 else MuonAdamW(groups)
+
+
+def load_recipe(file):
+    """(build, schedule or None) of a user's Python file.
+
+    The file defines `param_groups(model)`, a list of groups for MuonAdamW, or `build_optimizer(model)`, any
+    torch.optim.Optimizer; and if it likes `schedule(group, step, steps)`, else the one above is meant.
+    InputError where there is no such file or function.
+    """
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    if spec is None or not Path(file).is_file():
+        raise InputError(f"{file}: no such Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    build = getattr(module, "param_groups", None) or getattr(module, "build_optimizer", None)
+    if not callable(build):
+        raise InputError(f"{file} has neither param_groups(model) nor build_optimizer(model)")
+    return build, getattr(module, "schedule", None)
