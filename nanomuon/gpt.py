@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanomuon.attention import attention
+from nanomuon.moe import MoE
+from nanomuon.qk_clip import record_largest_
 
 LOGIT_CAP = 15.0  # logits pass through cap * tanh(x / cap): Gemma 2 (arXiv 2408.00118); 15 as in modded-nanogpt
 GATE_INPUTS = 32  # the value gate reads this many residual channels
@@ -30,6 +32,8 @@ class GPTConfig:
     kv_heads: int  # grouped-query attention: divides heads
     window_pattern: str = "L"  # tiled over the layers: L sees everything, S the last half context; the last layer is L
     qk_norm: bool = True
+    experts: int = 0  # MLPs to choose from, 0: one for all tokens
+    experts_per_token: int = 2
 
     @classmethod
     def from_depth(cls, depth: int, vocab_size: int, seq_len: int, **overrides) -> "GPTConfig":
@@ -50,6 +54,12 @@ class GPTConfig:
             )
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise ValueError(f"window_pattern is a string of S and L, not {self.window_pattern!r}")
+        chosen = self.experts_per_token
+        if self.experts and (not 1 <= chosen <= self.experts or 4 * self.width % chosen):
+            raise ValueError(
+                f"experts_per_token {chosen} must be between 1 and experts {self.experts}, "
+                f"and divide the {4 * self.width} hidden channels of an MLP"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -111,6 +121,7 @@ class Attention(nn.Module):
         self.o = Linear(config.heads * config.head_dim, config.width)
         if config.has_value_embed(layer):
             self.value_gate = Linear(min(GATE_INPUTS, config.width), config.kv_heads)
+        self.register_buffer("largest_logits", None, persistent=False)  # a tensor where qk_clip.watch_ asks for it
 
     def forward(self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache | None):
         heads = (*x.shape[:2], -1, self.head_dim)
@@ -121,6 +132,8 @@ class Attention(nn.Module):
         q, k = rotate(q, *rope), rotate(k, *rope)
         if self.qk_norm:
             q, k = norm(q), norm(k)
+        if self.largest_logits is not None and torch.is_grad_enabled():
+            record_largest_(self.largest_logits, q.detach(), k.detach(), self.window)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         return self.o(attention(q, k, v, self.window).flatten(2))
@@ -140,7 +153,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.attn = Attention(config, layer)
-        self.mlp = MLP(config)
+        self.mlp = MoE(config.width, config.experts, config.experts_per_token) if config.experts else MLP(config)
 
     def forward(self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache | None):
         x = x + self.attn(norm(x), value_embed, rope, cache)
@@ -180,10 +193,14 @@ class GPT(nn.Module):
         for embed in self.value_embeds.values():
             embed.weight.uniform_(-bound, bound, generator=generator)
         for block in self.blocks:
-            for inward in (block.attn.q, block.attn.k, block.attn.v, block.mlp.up):
-                inward.weight.uniform_(-bound, bound, generator=generator)
-            block.attn.o.weight.zero_()
-            block.mlp.down.weight.zero_()
+            attn, mlp = block.attn, block.mlp
+            inward, outward = [attn.q.weight, attn.k.weight, attn.v.weight], [attn.o.weight]
+            inward += [mlp.router, mlp.w1] if self.config.experts else [mlp.up.weight]
+            outward += [mlp.w2, mlp.bias, mlp.load] if self.config.experts else [mlp.down.weight]
+            for weight in inward:
+                weight.uniform_(-bound, bound, generator=generator)
+            for weight in outward:
+                weight.zero_()
             if hasattr(block.attn, "value_gate"):
                 block.attn.value_gate.weight.zero_()
         self.resid_scalars.fill_(1.0)
@@ -223,11 +240,15 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
 
     def parameter_counts(self) -> dict[str, int]:
-        """Number of parameters by role, and their total."""
-        counts = dict.fromkeys(("wte", "value_embeds", "lm_head", "matrices", "scalars"), 0)
+        """Number of parameters by role, and their total. matrices holds the experts that one token visits, idle_experts
+        as many numbers as it passes by."""
+        counts = dict.fromkeys(("wte", "value_embeds", "lm_head", "matrices", "idle_experts", "scalars"), 0)
         for name, p in self.named_parameters():
-            role = name.split(".")[0]
-            counts[role if role in counts else "matrices" if p.ndim == 2 else "scalars"] += p.numel()
+            role, idle = name.split(".")[0], 0
+            if p.ndim == 3:  # (E, m, n)
+                idle = (self.config.experts - self.config.experts_per_token) * p[0].numel()
+            counts[role if role in counts else "matrices" if p.ndim > 1 else "scalars"] += p.numel() - idle
+            counts["idle_experts"] += idle
         return {**counts, "total": sum(counts.values())}
 
     def estimate_flops(self) -> int:
