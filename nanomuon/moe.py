@@ -3,11 +3,11 @@
 Routing: sigmoid scores, the k largest win, no token is dropped. The output is the sum of the chosen experts, each times
 2 * sigmoid, which is 1 for a score of nothing: with k experts of 4/k of the usual width, a token costs what it costs in
 the dense MLP, and a router that knows nothing makes the chosen experts together such an MLP. Sigmoid scores are those
-of DeepSeek-V3 (arXiv 2412.19437, eq. 15); they are not normalised over the chosen, because one chosen expert would then
+of DeepSeek-V3 (arXiv 2412.19437); they are not normalised over the chosen, because one chosen expert would then
 always count 1 and its router get no gradient.
 
 Balance: without an auxiliary loss (arXiv 2408.15664). A bias joins the scores in the choice of experts only; after
-every optimizer step `balance_` raises it where an expert got fewer tokens than the mean and lowers it where it got more.
+every optimizer step `balance_` raises it where an expert got fewer tokens than the mean, and lowers the others'.
 """
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BALANCE_SPEED = 1e-3  # change of the bias per step: the best of arXiv 2408.15664, section 4.3
+BALANCE_SPEED = 1e-3  # change of the bias per step, arXiv 2408.15664
 
 
 class MoE(nn.Module):

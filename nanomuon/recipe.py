@@ -21,13 +21,14 @@ def param_groups(model, *, matrix_lr=0.02, embedding_lr=0.3, unembedding_lr=0.00
     scale = rules.adamw_lr_scale(model.config.width)
     # a smaller eps makes rounding into updates, and two world sizes into two runs (docs/log.md)
     adamw = dict(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
-    embedding = dict(adamw, lr=embedding_lr * scale)
+    embedding, head = dict(adamw, lr=embedding_lr * scale), dict(adamw, lr=unembedding_lr * scale)
     return build_param_groups(
         model,
         muon=dict(lr=matrix_lr, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=weight_decay),
         adamw=dict(adamw, lr=scalar_lr),
-        skip_keys=["value_gate"],
-        roles={"wte": embedding, "value_embeds": embedding, "lm_head": dict(adamw, lr=unembedding_lr * scale)},
+        skip_keys=["value_gate", "router"],
+        expert_keys=["mlp.w1", "mlp.w2"],
+        roles={"wte": embedding, "value_embeds": embedding, "lm_head": head, "router": head},  # a head over experts
     )
 
 

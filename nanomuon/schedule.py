@@ -64,7 +64,8 @@ def training_memory(
     float32 weights and gradients on every device; optimizer state (two numbers for AdamW, one for Muon) shared among
     `world_size`; per token of a micro-step 26 saved activations per layer and channel, and the logits three times.
     """
-    matrices, rest = counts["matrices"], counts["total"] - counts["matrices"]
+    matrices = counts["matrices"] + counts["idle_experts"]
+    rest = counts["total"] - matrices
     state = 4 * (matrices + 2 * rest) // world_size
     vocabulary = counts["lm_head"] // width
     return 8 * counts["total"] + state + tokens * (26 * depth * width * activation_bytes + 12 * vocabulary)

@@ -35,7 +35,9 @@ from nanomuon.evaluate import bits_per_byte
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.guards import Requests, Watchdog, is_spike
+from nanomuon.moe import balance_
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
+from nanomuon.qk_clip import clip_, watch_
 from nanomuon.runtime import InputError, Runtime, base_dir, compile_enabled, peak_flops, print0, run_command, start
 from nanomuon.tokenizer import Tokenizer
 
@@ -56,6 +58,11 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
     add("--depth", type=int, default=4, help="number of layers; width, heads and batch follow (default: %(default)s)")
     add("--max-seq-len", type=int, help="context in tokens (default: 2048 on a GPU, 256 on a CPU)")
     add("--window-pattern", default="L", help="attention window by layer: L full, S half the context, e.g. SSSL")
+    add("--experts", type=int, default=0, help="MLPs per layer among which a router picks, 0: one (%(default)s)")
+    add("--experts-per-token", type=int, default=2, help="how many it picks, each 1/this as wide (%(default)s)")
+    add("--no-qk-norm", action="store_true", help="do not normalize queries and keys")
+    add("--qk-clip", type=float, metavar="TAU", help="with --no-qk-norm: scale heads whose largest attention logit is "
+        "above TAU back to it, say 100 (default: off)")  # fmt: skip
     add("--device-batch-size", type=int, default=16, help="rows per device and micro-step (default: %(default)s)")
     add("--total-batch-size", type=int, help="tokens per optimizer step (default: from the length of the run)")
     add("--num-iterations", type=int, help="optimizer steps (default: from --target-param-data-ratio)")
@@ -88,6 +95,8 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
         value = getattr(args, name)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if args.qk_clip is not None and not (args.no_qk_norm and args.qk_clip > 0):
+        raise InputError("--qk-clip is a positive number, for models with --no-qk-norm: the norm bounds logits itself")
     if not args.run or set(args.run) & set("/\\") or args.run.startswith("."):
         raise InputError(f"--run {args.run!r} is not a folder name; use letters, digits, '-' and '_'")
     return args
@@ -113,7 +122,10 @@ def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime) -> tup
     """The model's shape, tokens per optimizer step and number of steps that the arguments ask for."""
     seq_len = args.max_seq_len or (2048 if runtime.device.type == "cuda" else 256)
     try:
-        config = GPTConfig.from_depth(args.depth, vocab_size, seq_len, window_pattern=args.window_pattern)
+        config = GPTConfig.from_depth(
+            args.depth, vocab_size, seq_len, window_pattern=args.window_pattern, qk_norm=not args.no_qk_norm,
+            experts=args.experts, experts_per_token=args.experts_per_token,
+        )  # fmt: skip
     except ValueError as error:
         raise InputError(str(error)) from error
     counts = meta_model(config).parameter_counts()
@@ -281,6 +293,8 @@ class Run:
         """Model, optimizer, data and folder, all at the step where an earlier process left them."""
         args, runtime = self.args, self.runtime
         self.gpt = build_model(self.config, runtime, args.seed)
+        if args.qk_clip:
+            watch_(self.gpt, args.qk_clip)
         self.optimizer, self.schedule = build_optimizer(args, self.gpt, runtime)
         self.initial = [dict(group) for group in self.optimizer.param_groups]
         self.guards_itself = isinstance(self.optimizer, MuonAdamW)
@@ -406,6 +420,9 @@ class Run:
                 self.optimizer.step()
             if self.runtime.device.type == "cuda":
                 torch.cuda.synchronize()
+        balance_(self.gpt)
+        if self.args.qk_clip:
+            clip_(self.gpt, self.args.qk_clip)
         self.optimizer.zero_grad(set_to_none=True)
         return bad
 

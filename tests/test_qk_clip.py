@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -12,7 +13,10 @@ from nanomuon import qk_clip
 from nanomuon.optim import MuonAdamW
 from nanomuon.param_groups import build_param_groups
 from nanomuon.qk_clip import clip_, clip_qk_, record_largest_, watch_
+from nanomuon.runtime import InputError
+from scripts import base_train
 from tests.test_gpt import build
+from tests.training import arguments, losses
 from tests.worlds import run_world
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 6, 3, 4, 10
@@ -201,6 +205,7 @@ def train(clip, tau=50.0, steps=200):
     )  # fmt: skip
     optimizer = MuonAdamW(groups)
     tokens = torch.randint(97, (8, 17), generator=torch.Generator().manual_seed(1))
+    tokens[:, 9:] = tokens[:, :8]  # something for attention to find
     attn = model.blocks[0].attn
     for _ in range(steps):
         watch_(model, -1e9)  # to see them all
@@ -219,3 +224,24 @@ def test_logits_that_explode_stay_at_tau(monkeypatch):
     without, tame = train(clip=False), train(clip=True)
     assert without[-1] > 4 * 50
     assert tame[-1] > 50 and max(tame) < 1.1 * 50
+
+
+@pytest.mark.usefixtures("environment")
+def test_base_train_clips_between_steps(base):
+    options = ("--no-qk-norm", "--eval-every", "-1", "--save-every", "-1", "--matrix-lr", "0.1", "--seed", "1")
+    for run, more in (("free", ()), ("loose", ("--qk-clip", "1e9")), ("clipped", ("--qk-clip", "0.5"))):
+        assert base_train.main(arguments(base, run, 10, *options, *more)) == 0
+    assert losses(base, "free") == losses(base, "loose") and losses(base, "free")[-1] != losses(base, "clipped")[-1]
+    norms = {}
+    for run in ("free", "clipped"):
+        weights = load_file(base / "runs" / run / "model.safetensors")
+        norms[run] = weights["blocks.1.attn.q.weight"].norm()
+        assert "blocks.1.attn.largest_logits" not in weights
+    assert norms["clipped"] < 0.7 * norms["free"]
+
+
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize("options", [("--qk-clip", "100"), ("--no-qk-norm", "--qk-clip", "0")])
+def test_clipping_where_it_means_nothing_is_refused(base, options):
+    with pytest.raises(InputError, match="--no-qk-norm"):
+        base_train.main(arguments(base, "refused", 1, *options))
