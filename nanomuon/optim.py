@@ -14,7 +14,8 @@ How `step` advances the generators is the whole overlap policy: all collects are
 computed and its delivery launched, then all is written back. One process runs the same generators and waits for
 nothing.
 
-In order: the kernels (the mathematics), the pieces of work, the optimizer (plan, step, transports, state).
+In order: the kernels (the mathematics), the optimizer (plan, step, transports of replicated parameters, state). The
+pieces of work, and the transports of parameters that are themselves in pieces, are in `sharded.py`.
 """
 
 import contextlib
@@ -22,15 +23,18 @@ import functools
 import math
 import os
 import types
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.profiler import record_function
 
-from nanomuon.orthogonalize import newton_schulz_flops, orthogonalize, triples, update_scale
-from nanomuon.param_groups import check_group, default_names
+from nanomuon.orthogonalize import orthogonalize, total, update_scale
+from nanomuon.param_groups import check_group, default_names, split_rows
 from nanomuon.runtime import compile_enabled
+from nanomuon.sharded import Bank, Kept, Rows, World, cuts, gradient, layout, local, state_dtype, to_owners, to_shards
 
 STATE = {
     "adamw": ("exp_avg", "exp_avg_sq"),
@@ -38,7 +42,6 @@ STATE = {
 }
 SMALL = 1024  # elements; AdamW parameters below this are all-reduced together, kernels below this are not compiled
 BLOCK = 2**18  # elements; see `blocks`
-BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29}  # Muon computes on this much of a bank at a time: bounded temporaries
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Kernels. Hyperparameters come ready to use in one tensor, so changing them recompiles nothing; they are prepared in
@@ -66,44 +69,72 @@ def adamw_hyper(group, step, ok):
 
 
 def muon_momentum(U, grad, momentum, hyper, ok, nesterov):
-    """Momentum of one matrix in place, and what is to be orthogonalized into U. All (m, n); hyper: (5, 1, 1)."""
+    """Momentum in place, and what is to be orthogonalized into U. All (m, n), or (K, m, n); hyper: (5, [K,] 1, 1)."""
     grad = torch.where(ok > 0, grad, 0).to(momentum.dtype)
-    momentum.lerp_(grad, hyper[0, 0, 0])
-    U.copy_(grad.lerp(momentum, hyper[1, 0, 0]) if nesterov else momentum)
+    momentum.lerp_(grad, hyper[0])
+    U.copy_(grad.lerp(momentum, hyper[1]) if nesterov else momentum)
 
 
-def muon_direction(U, second, hyper, coefficients, ns_steps, row_equilibrate, renormalize):
+def muon_direction(U, second, weight, coefficients, ns_steps, row_equilibrate, renormalize, split=None, tp=None):
     """Polar factor and variance reduction (NorMuon, arXiv 2510.05491) of a batch of matrices.
 
-    U: (k, m, n). second: (k, m, 1) if m >= n, else (k, 1, n), updated; None for plain Muon. hyper: (5, k, 1, 1).
+    U: (k, m, n). second: (k, m, 1) if m >= n, else (k, 1, n), updated; None for plain Muon. weight: (k, 1, 1), 1-beta2.
     Returns X (k, m, n) in the dtype of the iteration and its gain, shaped like `second` or (k, 1, 1), in the dtype of
-    the state: their product is the direction of the update.
+    the state: their product is the direction of the update. split: see `muon_parts`. tp: see `orthogonalize`; second
+    is whole on every rank.
     """
+    if split is not None:
+        return muon_parts(U, second, weight, split, tp, coefficients, ns_steps, row_equilibrate, renormalize)
+    m, n = U.shape[1:] if tp is None else tp.shape
     if row_equilibrate:
-        row_norm = torch.linalg.vector_norm(U, dim=2, keepdim=True)  # (k, m, 1)
-        U = U * (row_norm.mean(dim=1, keepdim=True) / row_norm.clamp(min=1e-7))
-    X = orthogonalize(U, coefficients, ns_steps)
-    gain, short = torch.ones_like(hyper[2]), min(X.shape[1:])  # (k, 1, 1)
+        row_norm = total(U.square().sum(dim=2, keepdim=True), tp, 2).sqrt()  # (k, m, 1)
+        U = U * (total(row_norm.sum(dim=1, keepdim=True), tp, 1) / m / row_norm.clamp(min=1e-7))
+    X = orthogonalize(U, coefficients, ns_steps, tp=tp)
+    gain, short = torch.ones_like(weight), min(m, n)  # (k, 1, 1)
     if renormalize:
-        norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True, dtype=gain.dtype)
+        norm = total(X.to(gain.dtype).square().sum(dim=(1, 2), keepdim=True), tp, 1, 2).sqrt()
         gain = math.sqrt(short) / norm.clamp(min=1e-7)
     if second is None:
         return X, gain
     # v has one value per element of the long side; ||X||^2 and ||X s||^2 are sums over it, so X is read once
-    v = X.to(gain.dtype).square().mean(dim=2 if X.size(1) >= X.size(2) else 1, keepdim=True) * gain.square()
-    second.lerp_(v, hyper[2])
+    side = 2 if m >= n else 1
+    v = total(X.to(gain.dtype).square().sum(dim=side, keepdim=True), tp, side) / short * gain.square()
+    if tp is not None:
+        v = tp.gather(v) if tp.dim != side else v
+    second.lerp_(v, weight)
     s = second.clamp(min=1e-10).rsqrt()
     before = (v.sum(dim=(1, 2), keepdim=True) * short).sqrt()  # (k, 1, 1) Frobenius norms
     after = ((v * s.square()).sum(dim=(1, 2), keepdim=True) * short).sqrt()
-    return X, gain * s * before / after.clamp(min=1e-10)
+    gain = gain * s * before / after.clamp(min=1e-10)
+    return X, gain if tp is None else tp.mine(gain)
+
+
+def muon_parts(U, second, weight, split, tp, *options):
+    """`muon_direction` of the parts of fused matrices, each a matrix of its own (split: see `split_rows`).
+
+    second: (k, S, 1), the second moments of the parts one after the other. The gain is one.
+    """
+    heads, groups, rows = split
+    k, n = len(U), U.size(2) if tp is None else tp.shape[1]
+    parts = U.view(k * heads, groups, -1, U.size(2)).split(rows, dim=2)  # each (k*heads, groups, rows, n)
+    seconds, X = [None] * len(rows), []
+    if second is not None:
+        seconds = second.view(k * heads, -1, 1).split([max(groups * each, n) for each in rows], dim=1)
+    for part, v in zip(parts, seconds, strict=True):
+        matrix = part.flatten(1, 2)
+        v = v if v is None or matrix.size(1) >= n else v.mT
+        part_tp = tp and replace(tp, shape=(matrix.size(1), n))
+        direction, gain = muon_direction(matrix, v, weight.repeat_interleave(heads, 0), *options, tp=part_tp)
+        X.append((direction * gain).view(part.shape))
+    return torch.cat(X, dim=2).view(U.shape), torch.ones_like(weight)
 
 
 def muon_update(param, X, gain, hyper, cautious):
-    """Weight decay and update of one matrix, in place.
+    """Weight decay and update, in place.
 
-    param, X: (m, n). gain: (m, 1), (1, n) or (1, 1). hyper: (5, 1, 1).
+    param, X: (m, n), or (K, m, n). gain: (m, 1), (1, n) or (1, 1). hyper: (5, [K,] 1 or m, 1).
     """
-    step_size, decay = hyper[3, 0, 0], hyper[4, 0, 0]
+    step_size, decay = hyper[3], hyper[4]
     P, X = param.to(gain.dtype), X.to(gain.dtype) * gain
     # cautious: decay only what the update also shrinks
     param.copy_(P - X * step_size - (torch.where(X * P >= 0, P, 0) if cautious else P) * decay)
@@ -122,7 +153,7 @@ def muon_hyper(group, m, n):
 @functools.cache
 def compiled(kernel, *signature):
     """One compilation per signature. Dynamo allows a code object eight of them, so each gets its own copy."""
-    copy = types.FunctionType(kernel.__code__.replace(), kernel.__globals__, kernel.__name__)
+    copy = types.FunctionType(kernel.__code__.replace(), kernel.__globals__, kernel.__name__, kernel.__defaults__)
     return torch.compile(copy, dynamic=False, fullgraph=True)
 
 
@@ -132,120 +163,6 @@ def run(kernel, *tensors, **options):
         return kernel(*tensors, **options)
     signature = [t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
     return compiled(kernel, *signature, *options.items())(*tensors, **options)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Pieces of work
-
-
-@dataclass
-class Rows:
-    """Rows lo to hi of a parameter that is updated element by element: all of them, or this rank's slice."""
-
-    param: torch.Tensor
-    group: dict
-    lo: int
-    hi: int
-    split: bool  # over ranks
-
-    def of(self, tensor):
-        return tensor[self.lo : self.hi] if self.split else tensor
-
-
-@dataclass
-class Matrix:
-    """One matrix of a Muon parameter: a 2-D one, (out, rest) of a convolution, or the index-th of a 3-D one."""
-
-    param: torch.Tensor
-    group: dict
-    index: int | None
-    transposed: bool  # against the shape of its bank
-    slot: int = 0  # row in the stacked bank
-    owner: int = 0  # rank
-
-    def of(self, tensor):
-        tensor = tensor.flatten(1) if self.index is None else tensor[self.index]
-        return tensor.mT if self.transposed else tensor  # (m, n)
-
-    def hyper(self):
-        m, n = self.of(self.param).shape
-        return muon_hyper(self.group, *((n, m) if self.transposed else (m, n)))
-
-
-@dataclass
-class Bank:
-    """Matrices of one shape or its transpose, with the same static options: one collective, one batch."""
-
-    shape: tuple  # (m, n)
-    options: dict  # of muon_direction
-    nesterov: bool
-    cautious: bool
-    matrices: list = field(default_factory=list)
-    slots: int = 0  # rows of the stacked bank: W*c, or K where every matrix travels alone
-    owned: list = ()  # the k matrices of this rank, in consecutive slots
-    alone: bool = False  # fills less than half of the world: stacking would more than double its bytes
-    momentum: torch.Tensor = None  # (k, m, n)
-    second: torch.Tensor = None  # (k, m, 1) or (k, 1, n)
-
-    @property
-    def flops(self):
-        steps = triples(self.options["coefficients"], self.options["ns_steps"])
-        return newton_schulz_flops(*self.shape, len(steps))
-
-    def batches(self):
-        """Equal runs of the owned matrices, each within BATCH_BYTES, as (lo, hi): one shape to compile."""
-        k, most = len(self.owned), BATCH_BYTES[self.momentum.device.type] // (4 * math.prod(self.shape))
-        size = next((size for size in range(min(k, most), 0, -1) if k % size == 0), 1)
-        return [(lo, lo + size) for lo in range(0, k, size)]
-
-
-@dataclass
-class World:
-    """The ranks that share the work. Transfers start here; what they return waits, and keeps their tensors alive."""
-
-    group: dist.ProcessGroup = None
-    size: int = 1
-    rank: int = 0
-    comm_dtype: torch.dtype = None
-
-    def share(self, rows):
-        """(lo, hi) of this rank's ceil(rows/W) rows, the last ones short or empty: DTensor's Shard(0)."""
-        each = -(-rows // self.size)
-        return min(rows, each * self.rank), min(rows, each * (self.rank + 1))
-
-    def padded(self, tensor):
-        """(W*c, ...) with `tensor` at the top, itself if it is as long; nobody reads the rest."""
-        rows = -(-len(tensor) // self.size) * self.size
-        rest = tensor.new_empty(rows - len(tensor), *tensor.shape[1:])
-        return torch.cat([tensor, rest]) if len(rest) else tensor.contiguous()
-
-    def reduce_scatter(self, send):
-        """send: (W*c, ...). Waiting gives (c, ...), the mean over ranks of this rank's part, and lets go of `send`."""
-        received = send.new_empty(len(send) // self.size, *send.shape[1:])
-        work = reduce_scatter_single(received, send, dist.ReduceOp.AVG, group=self.group, async_op=True)
-
-        def wait():
-            nonlocal send
-            work.wait()
-            send = None
-            return received
-
-        return wait
-
-    def all_gather(self, whole):
-        """whole: (W*c, ...) with this rank's c rows in place. Waiting fills and gives all of it."""
-        work = all_gather_single(whole, whole.chunk(self.size)[self.rank], group=self.group, async_op=True)
-        return lambda: (work.wait(), whole)[1]
-
-
-# Since torch 2.13 the collectives on one tensor are called *_single and the old names warn.
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def gradient(param):
-    """p.grad, zero where there is none."""
-    return torch.zeros_like(param) if param.grad is None else param.grad
 
 
 def blocks(tensors):
@@ -275,12 +192,16 @@ class MuonAdamW(torch.optim.Optimizer):
     Memory of a step beyond parameters, gradients and state: one batch of a bank (BATCH_BYTES) and its temporaries.
     """
 
-    def __init__(self, param_groups, world=None):
+    max_in_flight, chunk_size, free_grads = 3, None, False  # see DistMuonAdamW
+
+    def __init__(self, param_groups, world=None, *, matmul_precision=None):
         self.world = world or World()
+        self.matmul_precision = matmul_precision
         self._units = []  # the pieces of work, in the order of their collectives: a Bank, or a list of Rows
+        self._chunks = []  # banks of sharded matrices, which go through the pipeline
         self._running = []  # generators of units whose collect is launched
-        self._load = [0] * self.world.size  # Newton-Schulz FLOPs per rank
-        self._home = {}  # parameter -> "rows" if ranks hold slices of its state, or the rank that holds all of it
+        self._worlds = {}  # process group -> World
+        self._kept = {}  # parameter -> {name of its state: Kept}
         super().__init__(param_groups, {})
         device = next((p.device for group in self.param_groups for p in group["params"]), None)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
@@ -296,78 +217,73 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def _plan(self, groups):
         """Cut the parameters of these groups into pieces of work and create their state."""
-        units, pairs = {}, [(param, group) for group in groups for param in group["params"]]
-        for param, group in pairs:
-            if self.world.size > 1:  # a different seed per rank must not train different models
-                whole = param.contiguous()
+        units = {}
+        for name, param, group in self._named():
+            if not any(group is each for each in groups):
+                continue
+            if self.world.size == 1 and cuts(param):
+                raise ValueError(f"{name} is sharded over {param.device_mesh}: DistMuonAdamW trains it")
+            if self.world.size > 1 and not cuts(param):  # a different seed per rank must not train different models
+                mine = local(param)
+                whole = mine.contiguous()
                 dist.broadcast(whole, group=self.world.group, group_src=0)
-                param.copy_(whole)
+                mine.copy_(whole)
             if group["kind"] != "muon":
-                split = self.world.size > 1 and param.numel() >= SMALL
-                piece = Rows(param, group, *(self.world.share(len(param)) if split else (0, 0)), split)
-                units.setdefault(param if split else "small", []).append(piece)
-                if split:
-                    self._home[param] = "rows"
-                self.state[param]["step"] = torch.zeros((), device=param.device)
-                zeros = torch.zeros(piece.of(param).shape, dtype=state_dtype(param), device=param.device)
-                self.state[param].update({key: zeros.clone() for key in STATE[group["kind"]]})
+                self._into_rows(units, param, group)
             elif param.numel():
-                self._into_bank(units, param, group)
+                try:
+                    self._into_bank(units, param, group)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
         banks = [unit for unit in units.values() if isinstance(unit, Bank)]
-        for bank in sorted(banks, key=lambda bank: -bank.flops):
-            self._place(bank)
-        self._units += reversed(units.values())  # groups in the order of the model: its last gradients come first
+        chunks = [chunk for bank in banks if bank.layout.dim for chunk in bank.chunks(self.chunk_size)]
+        for bank in sorted([bank for bank in banks if not bank.layout.dim] + chunks, key=lambda bank: -bank.flops):
+            bank.place()
+            for param, entries in bank.state():
+                self._kept[param] = {key: kept for key, (_, kept) in zip(STATE["muon"], entries, strict=False)}
+                entries = [(key, mine) for key, (mine, _) in zip(STATE["muon"], entries, strict=False)]
+                self.state[param].update({key: mine for key, mine in entries if mine is not None})
+        # groups in the order of the model: its last gradients come first
+        self._units += [unit for unit in reversed(units.values()) if isinstance(unit, list) or not unit.layout.dim]
+        self._chunks += chunks
+
+    def _world_of(self, group):
+        if group not in self._worlds:
+            self._worlds[group] = World.of(group, self.world.comm_dtype)
+        return self._worlds[group]
+
+    def _into_rows(self, units, param, group):
+        """Large replicated parameters are cut over ranks; of the others each rank updates all that it holds."""
+        whole, shape = not cuts(param), tuple(param.shape)
+        if whole and self.world.size > 1 and param.numel() >= SMALL:
+            piece = Rows(param, group, self.world, *self.world.share(len(param)), split=True)
+            kept = Kept(shape, self.world.mesh, (Shard(0),))
+        else:
+            piece = Rows(param, group, self.world if whole else World())
+            kept = Kept(shape) if whole else Kept(shape, param.device_mesh, param.placements)
+        units.setdefault(param if piece.split else ("small", whole), []).append(piece)
+        self._kept[param] = {"step": Kept(()), **dict.fromkeys(STATE[group["kind"]], kept)}
+        self.state[param]["step"] = torch.zeros((), device=param.device)
+        zeros = torch.zeros(piece.of(param).shape, dtype=state_dtype(param), device=param.device)
+        self.state[param].update({key: zeros.clone() for key in STATE[group["kind"]]})
 
     def _into_bank(self, units, param, group):
         """A bank may mix lr, momentum, beta2, weight decay and scale, but not what changes the computation."""
-        keys = ("coefficients", "ns_steps", "row_equilibrate", "renormalize")
+        keys = ("coefficients", "ns_steps", "row_equilibrate", "renormalize", "split")
         options = {key: group[key] for key in keys}
         if not isinstance(options["coefficients"], str):
             options["coefficients"] = tuple(map(tuple, options["coefficients"]))
         batch = param.ndim == 3  # a bank by itself, cut over ranks like Shard(0)
-        shape = tuple(param.shape[1:]) if batch else (len(param), param[0].numel())
-        # Rows must stay rows for MuonEq; otherwise a matrix and a transposed one have transposed polar factors.
-        either_way = shape if batch or group["row_equilibrate"] else tuple(sorted(shape))
-        forms = group["nesterov"], group["weight_decay_form"] == "cautious"
-        key = (either_way, batch and id(param), *options.values(), *forms, group["beta2"] is None)
-        bank = units.setdefault((*key, param.dtype, param.device), Bank(shape, options, *forms))
-        for index in range(len(param)) if batch else [None]:
-            bank.matrices.append(Matrix(param, group, index, transposed=shape != bank.shape))
-
-    def _place(self, bank):
-        """Owners and slots of the matrices, then momentum and second moment of those owned here.
-
-        Owners are as even as whole matrices allow; what is left over goes to the ranks with the least work so far.
-        """
-        ranks, K, first = range(self.world.size), len(bank.matrices), bank.matrices[0]
-        each = -(-K // self.world.size)
-        if first.index is None:
-            even, left = divmod(K, self.world.size)
-            idlest = sorted(ranks, key=lambda rank: self._load[rank])[:left]
-            owners = [rank for rank in ranks for _ in range(even + (rank in idlest))]
-        else:
-            owners = [i // each for i in range(K)]
-        bank.alone = 2 * K < self.world.size
-        bank.slots = K if bank.alone else each * self.world.size
-        for i, (matrix, owner) in enumerate(zip(bank.matrices, owners, strict=True)):
-            matrix.owner, matrix.slot = owner, i if bank.alone else owner * each + i - owners.index(owner)
-            self._load[owner] += bank.flops
-            if self.world.size > 1:
-                self._home[matrix.param] = owner if matrix.index is None else "rows"
-        bank.owned = [matrix for matrix in bank.matrices if matrix.owner == self.world.rank]
-
-        k, (m, n) = len(bank.owned), bank.shape
-        zeros = functools.partial(torch.zeros, dtype=state_dtype(first.param), device=first.param.device)
-        bank.momentum = zeros(k, m, n)
-        if first.group["beta2"] is not None:
-            bank.second = zeros(k, m, 1) if m >= n else zeros(k, 1, n)
-        for key, buffer in zip(STATE["muon"], (bank.momentum, bank.second), strict=True):
-            if buffer is not None and first.index is not None:
-                self.state[first.param][key] = buffer
-            elif buffer is not None:  # the state of a parameter is a view of its bank's, in the parameter's orientation
-                for matrix, row in zip(bank.owned, buffer, strict=True):
-                    row = row.mT if matrix.transposed else row
-                    self.state[matrix.param][key] = row.view(matrix.param.shape) if buffer is bank.momentum else row
+        if options["split"] is not None:
+            options["split"] = split_rows(options["split"], param.size(1 if batch else 0))
+        at = layout(param, group["tensor_parallel"], options["split"], self.world, self._world_of)
+        where = bool(cuts(param)), at.world.group, at.dim, at.tp and (at.tp.world.group, at.tp.dim, at.tp.mode)
+        # Rows must stay rows for MuonEq and parts; else a matrix and a transposed one have transposed polar factors.
+        fixed = batch or where[0] or group["row_equilibrate"] or options["split"]
+        forms = group["nesterov"], group["weight_decay_form"] == "cautious", group["beta2"] is not None
+        key = (at.shape if fixed else tuple(sorted(at.shape)), batch and id(param), *options.values(), *forms, *where)
+        bank = units.setdefault((*key, param.dtype, param.device), Bank(at, options, *forms, param, []))
+        bank.add(param, group, transposed=at.shape != bank.shape)
 
     # ---- the step
 
@@ -376,22 +292,50 @@ class MuonAdamW(torch.optim.Optimizer):
         """One update from the gradients in `p.grad`. Returns the closure's loss, if there is one."""
         with torch.enable_grad():
             loss = closure() if closure else None
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self.matmul_precision or precision)
+        try:
+            self._update()
+        finally:
+            torch.set_float32_matmul_precision(precision)
+        self.skipped_steps += self._ok == 0
+        return loss
+
+    def _update(self):
         if self.world.size == 1:  # one piece after the other: nothing to overlap, and the least memory
             self._ok = self._agree()
             for unit in self._units:
                 for _ in self._advance(unit):
                     pass
-        else:
+            return
+        with record_function("optimizer.collect"):
             while len(self._running) < len(self._units):
                 self._launch()
-            running, self._running = self._running, []
-            self._ok = self._agree()
+        running, self._running = self._running, []
+        self._ok = self._agree()
+        chunks, flying = deque(self._chunks), deque()
+        self._round(chunks, flying)  # the collect of the first chunk runs under the other pieces
+        with record_function("optimizer.compute"):
             for piece in running:  # compute, launch delivery; later collects and earlier deliveries are under way
                 next(piece)
+        while flying:
+            self._round(chunks, flying)
+        with record_function("optimizer.deliver"):
             for piece in running:  # write back
                 next(piece, None)
-        self.skipped_steps += self._ok == 0
-        return loss
+
+    def _round(self, chunks, flying):
+        """Admit one chunk to the pipeline and advance the earlier ones: its collect runs under their compute."""
+        if chunks and len(flying) == self.max_in_flight:
+            for _ in flying.popleft():  # to its end
+                pass
+        earlier = list(flying)
+        if chunks:
+            flying.append(self._sharded(chunks.popleft()))
+            next(flying[-1])
+        for piece in reversed(earlier):  # the oldest last: its delivery runs under the others' compute
+            if next(piece, "done"):
+                flying.remove(piece)
 
     @contextlib.contextmanager
     def overlap_backward(self):
@@ -402,7 +346,8 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         if self._running:
             raise RuntimeError("overlap_backward: the collects of an earlier backward are in flight; call step() first")
-        missing = [{piece.param for piece in getattr(unit, "matrices", unit)} for unit in self._units]
+        pieces = [getattr(unit, "matrices", unit) for unit in self._units]
+        missing = [{piece.param for piece in unit if not cuts(piece.param)} for unit in pieces]
         home = {param: waiting for waiting in missing for param in waiting}
 
         @torch.no_grad()
@@ -429,7 +374,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def _agree(self):
         """1 if every gradient on every rank is finite, else 0; a 0-D float64 tensor that is not read here."""
         # A sum is finite unless an element is not, or the sum overflows, as the squares in the update would before it.
-        grads = [param.grad for _, param, _ in self._named() if param.grad is not None]
+        grads = [gradient(param) for _, param, _ in self._named() if param.grad is not None]
         finite = [grad.sum(dtype=state_dtype(grad)).isfinite() for grad in grads]
         finite.append(torch.ones_like(self.skipped_steps, dtype=torch.bool))
         bad = 1 - torch.stack(finite).all().float()
@@ -450,13 +395,14 @@ class MuonAdamW(torch.optim.Optimizer):
                 for block in blocks(tensors):
                     run(adamw_update, *block, hyper, self._ok)
         del take, tensors
+        self._free(pieces)
         finish = self._deliver_rows(pieces)
         yield
         finish()
 
     def _collect_rows(self, pieces):
         """all_reduce of all small gradients together, or reduce_scatter of the rows of a large one."""
-        if self.world.size == 1:
+        if pieces[0].world.size == 1:
             return lambda piece: gradient(piece.param)
         if pieces[0].split:
             grad = gradient(pieces[0].param)
@@ -474,7 +420,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """all_gather of the rows of a large parameter."""
         if not pieces[0].split:
             return lambda: None
-        param = pieces[0].param
+        param = local(pieces[0].param)
         whole = self.world.padded(param)
         wait = self.world.all_gather(whole)
         return wait if whole is param else lambda: param.copy_(wait()[: len(param)])
@@ -486,23 +432,74 @@ class MuonAdamW(torch.optim.Optimizer):
         grads = take()
         for lo, hi in bank.batches():
             owned = bank.owned[lo:hi]
-            hyper = tensor([matrix.hyper() for matrix in owned], bank.momentum) * self._ok
-            hyper = hyper.to(bank.momentum.dtype).T.contiguous()[..., None, None]  # (5, k, 1, 1)
+            hyper = self._hyper(bank, owned)  # (5, k, 1, 1)
             U = torch.empty_like(bank.momentum[lo:hi])  # (k, m, n)
             for i, grad in enumerate(grads(lo, hi)):
-                run(muon_momentum, U[i], grad, bank.momentum[lo + i], hyper[:, i], self._ok, nesterov=bank.nesterov)
-            second = None if bank.second is None else bank.second[lo:hi]
-            X, gain = run(muon_direction, U, second, hyper, **bank.options)
+                momentum = bank.momentum[lo + i]
+                run(muon_momentum, U[i], grad, momentum, hyper[:, i, :1], self._ok, nesterov=bank.nesterov)
+            X, gain = self._direction(bank, U, lo, hi, hyper[2, :, :1])
+            hyper = hyper[:, :, bank.part_of_row]
             for i, matrix in enumerate(owned):
                 run(muon_update, matrix.of(matrix.param), X[i], gain[i], hyper[:, i], cautious=bank.cautious)
         del take, grads
+        self._free(bank.matrices)
         finish = self._deliver_bank(bank)
         yield
         finish()
 
+    def _sharded(self, chunk):
+        """Momentum of the shards, direction at the owners, decay and update of the shards; all of a chunk at once."""
+        at, dtype, owners = chunk.layout, chunk.momentum.dtype, [matrix.owner for matrix in chunk.matrices]
+        with record_function("muon.collect"):
+            hyper = self._hyper(chunk, chunk.matrices)  # (5, K, 1, 1)
+            grads = torch.stack([matrix.of(gradient(matrix.param)) for matrix in chunk.matrices])  # (K, rows, columns)
+            U = torch.empty_like(grads, dtype=self.world.comm_dtype or grads.dtype)
+            run(muon_momentum, U, grads, chunk.momentum, hyper[:, :, :1], self._ok, nesterov=chunk.nesterov)
+            self._free(chunk.matrices)
+            wait, comm_dtype = to_owners(at, U, owners), U.dtype
+            del grads, U
+        yield
+        with record_function("muon.compute"):
+            X = wait().to(dtype)  # (k, m, n)
+            weight = hyper[2, [owner == at.world.rank for owner in owners], :1]
+            for lo, hi in chunk.batches():
+                direction, gain = self._direction(chunk, X[lo:hi], lo, hi, weight[lo:hi])
+                torch.mul(direction, gain, out=X[lo:hi])
+            wait = to_shards(at, X.to(comm_dtype), owners)
+            del X
+        yield
+        with record_function("muon.deliver"):
+            params = [matrix.of(matrix.param) for matrix in chunk.matrices]
+            P = torch.stack(params)
+            run(
+                muon_update, P, wait(), hyper.new_ones(1, 1, 1), hyper[:, :, chunk.part_of_row], cautious=chunk.cautious
+            )
+            torch._foreach_copy_(params, P.unbind())
+
+    def _hyper(self, bank, matrices):
+        """(5, k, 1, 1) hyperparameters of matrices of a bank; (5, k, parts, 1) if they are fused."""
+        heads, groups, rows = bank.options["split"] or (1, 1, bank.shape[:1])
+        shapes = [(groups * each, bank.shape[1]) for each in rows]
+        values = [[muon_hyper(m.group, *(s[::-1] if m.transposed else s)) for s in shapes] for m in matrices]
+        return (tensor(values, self._ok) * self._ok).to(bank.momentum.dtype).permute(2, 0, 1)[..., None].contiguous()
+
+    def _direction(self, bank, U, lo, hi, weight):
+        """`muon_direction` of owned matrices lo to hi: (k, m, n) and its gain, or this rank's part of them."""
+        tp, second = bank.layout.tp, None if bank.second is None else bank.second[lo:hi]
+        if tp is None or tp.mode == "blockwise":
+            return run(muon_direction, U, second, weight, **bank.options)
+        if tp.mode == "distributed":  # communicates inside, so it is not compiled
+            return muon_direction(U, second, weight, **bank.options, tp=tp)
+        X, gain = run(muon_direction, tp.gather(U), second, weight, **bank.options)
+        return tp.mine(X), tp.mine(gain)
+
+    def _free(self, pieces):
+        for piece in pieces if self.free_grads else ():
+            piece.param.grad = None
+
     def _collect_bank(self, bank):
         """reduce_scatter of the stacked bank by whole matrices, or reduce of each matrix to its owner."""
-        if self.world.size == 1:
+        if bank.layout.world.size == 1:
             return lambda: lambda lo, hi: [matrix.of(gradient(matrix.param)) for matrix in bank.owned[lo:hi]]
         send = self._stack(bank, bank.matrices, gradient, self.world.comm_dtype)  # (slots, m, n)
         if not bank.alone:
@@ -520,7 +517,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _deliver_bank(self, bank):
         """all_gather of the stacked bank, or broadcast of each matrix from its owner."""
-        if self.world.size == 1:
+        if bank.layout.world.size == 1:
             return lambda: None
         whole = self._stack(bank, bank.owned, lambda param: param)  # (slots, m, n)
         if bank.alone:
@@ -556,22 +553,22 @@ class MuonAdamW(torch.optim.Optimizer):
     def state_dict(self):
         """What this rank holds, without communication: {"state": {name: {key: tensor}}, "param_groups": [...]}.
 
-        Tensors share memory with the optimizer's. Row slices are DTensors; a matrix's state is with its owner only.
+        Tensors share memory with the optimizer's. Pieces are DTensors; what a rank owns alone is with it only.
         """
         state = {}
         for name, param, _ in self._named():
             if entry := self.state.get(param):
-                split = self._home.get(param) == "rows"
-                state[name] = {k: self._as_dtensor(param, v) if split and v.ndim else v for k, v in entry.items()}
+                state[name] = {key: self._kept[param][key].as_dtensor(mine) for key, mine in entry.items()}
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return {"state": state, "param_groups": groups}
 
     def full_state_dict(self):
         """The same with the whole of every tensor on every rank, as copies. Collective."""
         state = {}
-        for name, param, group in self._named():
-            if shapes := state_shapes(param, group):
-                state[name] = {key: self._whole(param, key, shape) for key, shape in shapes.items()}
+        for name, param, _ in self._named():
+            if kept := self._kept.get(param):
+                mine = self.state.get(param, {})
+                state[name] = {key: each.whole(mine.get(key), param) for key, each in kept.items()}
         return {"state": state, "param_groups": self.state_dict()["param_groups"]}
 
     @torch.no_grad()
@@ -585,41 +582,21 @@ class MuonAdamW(torch.optim.Optimizer):
         if ours != theirs and any(names == default_names(i, len(names)) for i, names in enumerate(ours) if names):
             raise ValueError("parameters without names load only into the same groups: give every group names=[...]")
         copies = []
-        for name, param, group in self._named():
-            for key, mine in self.state.get(param, {}).items():
-                saved, shape = state_dict["state"].get(name, {}).get(key), state_shapes(param, group)[key]
-                if saved is None:
+        for name, param, _ in self._named():
+            for key, kept in self._kept.get(param, {}).items():
+                mine, saved = self.state.get(param, {}).get(key), state_dict["state"].get(name, {}).get(key)
+                if mine is not None and saved is None:
                     raise ValueError(f"the loaded state has no {key} of {name}")
-                if tuple(saved.shape) != tuple(shape):
-                    raise ValueError(f"{key} of {name} has shape {tuple(saved.shape)}, expected {tuple(shape)}")
-                if isinstance(saved, DTensor):
-                    local = saved.to_local()
-                    saved = local if local.shape == mine.shape else saved.full_tensor()
-                if saved.shape != mine.shape:
-                    saved = saved[slice(*self.world.share(len(saved)))]
-                copies.append((mine, saved))
+                if saved is not None and tuple(saved.shape) != kept.shape:
+                    raise ValueError(f"{key} of {name} has shape {tuple(saved.shape)}, expected {kept.shape}")
+                if mine is not None or isinstance(saved, DTensor):  # other ranks may need this rank's piece of it
+                    copies.append((mine, kept.mine(saved)))
         for mine, saved in copies:
-            mine.copy_(saved)
+            if mine is not None:
+                mine.copy_(saved)
 
-    def _as_dtensor(self, param, rows):
-        mesh = DeviceMesh.from_group(self.world.group, rows.device.type)
-        whole = torch.empty(len(param), *rows.shape[1:], device="meta")
-        return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
-    def _whole(self, param, key, shape):
-        mine, home = self.state.get(param, {}).get(key), self._home.get(param)
-        if home is None or key == "step":
-            return mine.clone()
-        if home == "rows":
-            each = -(-len(param) // self.world.size)
-            whole = mine.new_empty(each * self.world.size, *shape[1:])
-            whole[each * self.world.rank :][: len(mine)] = mine
-            return self.world.all_gather(whole)()[: len(param)]
-        whole = torch.empty(shape, dtype=state_dtype(param), device=param.device)
-        if home == self.world.rank:
-            whole.copy_(mine)
-        dist.broadcast(whole, group=self.world.group, group_src=home)
-        return whole
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class DistMuonAdamW(MuonAdamW):
@@ -644,14 +621,17 @@ class DistMuonAdamW(MuonAdamW):
     After every step all ranks hold bitwise the same parameters; a world of one does what MuonAdamW does.
     """
 
-    def __init__(self, param_groups, process_group=None, comm_dtype=None):
+    def __init__(
+        self, param_groups, process_group=None, comm_dtype=None, *,
+        max_in_flight=3, chunk_size=None, free_grads=False, matmul_precision=None,
+    ):  # fmt: skip
         world = World(comm_dtype=comm_dtype)
         if dist.is_initialized():
-            group = process_group or dist.group.WORLD
-            world = World(group, dist.get_world_size(group), dist.get_rank(group), comm_dtype)
+            world = World.of(process_group or dist.group.WORLD, comm_dtype)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("torchrun started several processes: call torch.distributed.init_process_group first")
-        super().__init__(param_groups, world)
+        self.max_in_flight, self.chunk_size, self.free_grads = max_in_flight, chunk_size, free_grads
+        super().__init__(param_groups, world, matmul_precision=matmul_precision)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -660,20 +640,3 @@ class DistMuonAdamW(MuonAdamW):
 def tensor(values, like):
     """A float64 tensor on the device of `like`; the copy to a GPU does not wait for it."""
     return torch.tensor(values, dtype=torch.float64).to(like.device, non_blocking=True)
-
-
-def state_dtype(param):
-    """float32 whatever the parameter, float64 for float64."""
-    return torch.promote_types(param.dtype, torch.float32)
-
-
-def state_shapes(param, group):
-    """Name and shape of everything kept for a parameter, over all ranks."""
-    shapes = {key: tuple(param.shape) for key in STATE[group["kind"]]}
-    if group["kind"] != "muon":
-        return {"step": (), **shapes}
-    if param.numel() == 0:
-        return {}
-    *batch, m, n = param.shape if param.ndim < 4 else (len(param), param[0].numel())
-    shapes["second_momentum_buffer"] = (*batch, m, 1) if m >= n else (*batch, 1, n)
-    return {key: shape for key, shape in shapes.items() if key == "momentum_buffer" or group["beta2"] is not None}

@@ -15,6 +15,8 @@ MUON_OPTIONS = {
     "weight_decay_form": "cautious",  # or "decoupled"
     "row_equilibrate": False,  # MuonEq, arXiv 2603.28254
     "renormalize": False,  # Muon+, arXiv 2602.21545
+    "split": None,  # the parts of a fused matrix, see split_rows
+    "tensor_parallel": None,  # duplicated | distributed | blockwise; None: by shape, see optim.DistMuonAdamW
 }
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, activation checkpointing
 NOT_MUON = (
@@ -84,6 +86,25 @@ def _routed(model, skip_keys, expert_keys, is_muon):
             yield name, param, kind, why
 
 
+def split_rows(split, m):
+    """The parts of a fused matrix of m rows as (heads, groups, rows): `heads` equal matrices one after the other, each
+    of `groups` equal runs, which hold rows[i] rows of part i.
+
+    split: ("qkv", (q, k, v)), the rows of each in a query group; a tuple of row counts, the parts one after the other;
+    or the number of heads, each a part. ValueError where m rows are not so many.
+    """
+    if isinstance(split, int):
+        heads, groups, rows = split, 1, (m // max(split, 1),)
+    elif split and split[0] == "qkv":
+        heads, rows = 1, tuple(split[1])
+        groups = m // max(sum(rows), 1)
+    else:
+        heads, groups, rows = 1, 1, tuple(split)
+    if not rows or min(rows) < 1 or heads * groups * sum(rows) != m:
+        raise ValueError(f"split={split!r} does not divide {m} rows")
+    return heads, groups, rows
+
+
 def default_names(index, count):
     return [f"group{index}.{i}" for i in range(count)]
 
@@ -121,8 +142,12 @@ def check_group(group, others):
         try:
             triples(group["coefficients"], group["ns_steps"])
             update_scale(group["scale"], 1, 1)
+            for param in params if group["split"] is not None else ():
+                split_rows(group["split"], param.size(1 if param.ndim == 3 else 0))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
+        if group["tensor_parallel"] not in (None, "duplicated", "distributed", "blockwise"):
+            raise ValueError(f"{where}: unknown tensor_parallel {group['tensor_parallel']!r}")
         if group["weight_decay_form"] not in ("cautious", "decoupled"):
             raise ValueError(f"{where}: unknown weight_decay_form {group['weight_decay_form']!r}; cautious, decoupled")
     return group

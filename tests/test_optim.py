@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanomuon.optim as optim
+import nanomuon.sharded as sharded
 from nanomuon.optim import MuonAdamW
 from tests.reference import ReferenceMuon, distance
 
@@ -384,7 +385,7 @@ def test_it_is_a_torch_optimizer():
 def test_a_big_bank_in_batches_is_the_same(monkeypatch):
     params, groups = [parameter(8, 16, seed=i) for i in range(6)], []
     for limit in (2**22, 4 * 8 * 16 * 2):
-        monkeypatch.setitem(optim.BATCH_BYTES, "cpu", limit)
+        monkeypatch.setitem(sharded.BATCH_BYTES, "cpu", limit)
         mine = [torch.nn.Parameter(p.detach().clone()) for p in params]
         optimizer = MuonAdamW([muon(*mine)])
         groups.append(mine)

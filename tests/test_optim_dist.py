@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import nanomuon.optim as optim
+import nanomuon.sharded as sharded
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from tests.reference import distance
 from tests.worlds import run_world
@@ -253,7 +254,8 @@ def plan(group, model):
     optimizer = DistMuonAdamW(groups, group)
     banks = [unit for unit in optimizer._units if isinstance(unit, optim.Bank)]
     kept = sum(v.numel() for entry in optimizer.state.values() for v in entry.values())
-    return [[m.owner for m in bank.matrices] for bank in banks], [bank.alone for bank in banks], optimizer._load, kept
+    owners, alone = [[m.owner for m in bank.matrices] for bank in banks], [bank.alone for bank in banks]
+    return owners, alone, optimizer.world.load, kept
 
 
 def test_owners_hold_whole_matrices_evenly_and_leftovers_balance():
@@ -432,7 +434,7 @@ def counted_bytes(group, model):
     size, sent = dist.get_world_size(group), 0
     params, groups = build(model, torch.float32)
     optimizer = DistMuonAdamW(groups, group)
-    originals = optim.reduce_scatter_single, optim.all_gather_single, dist.all_reduce
+    originals = sharded.reduce_scatter_single, sharded.all_gather_single, dist.all_reduce
 
     def counting(function, share):
         def call(*args, **kwargs):
@@ -443,13 +445,13 @@ def counted_bytes(group, model):
 
         return call
 
-    optim.reduce_scatter_single, optim.all_gather_single = counting(originals[0], 1), counting(originals[1], 1)
+    sharded.reduce_scatter_single, sharded.all_gather_single = counting(originals[0], 1), counting(originals[1], 1)
     dist.all_reduce = counting(originals[2], 2)
     try:
         set_local_gradients(group, params, model, torch.float32, 0, 0)
         optimizer.step()
     finally:
-        optim.reduce_scatter_single, optim.all_gather_single, dist.all_reduce = originals
+        sharded.reduce_scatter_single, sharded.all_gather_single, dist.all_reduce = originals
     return sent
 
 
