@@ -7,6 +7,7 @@ import os
 import platform
 from pathlib import Path
 
+import numpy as np
 import torch
 
 
@@ -107,23 +108,43 @@ def plot_run(metrics, image) -> None:
     speed.set(title="Throughput", ylabel=f"{speed_unit}tokens/s", ylim=(0, None))
 
     for axis in axes.flat:
-        axis.set_title(axis.get_title(), loc="left", fontsize=10.5, fontweight="bold", color="#222222")
-        axis.title.set_text("")
-        axis.grid(color="#e6e6e6", linewidth=0.7)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.spines[["left", "bottom"]].set_color("#b0b0b0")
-        axis.tick_params(colors=grey, labelsize=9)
-        axis.yaxis.label.set(color=grey, fontsize=9.5)
-        axis.margins(x=0.02)
+        _style(axis)
     for axis in axes[1]:
         axis.set_xlabel(f"{unit}tokens trained on", color=grey, fontsize=9.5)
     final = f"   validation {evaluation[-1]['val_bpb']:.4f} bits per byte" if evaluation else ""
     figure.suptitle(Path(metrics).resolve().parent.name + final, fontsize=12.5, fontweight="bold", color="#222222")
 
-    image = Path(image)
-    temporary = image.with_name(image.name + ".tmp")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, image)
+    _save(figure, image)
+
+
+def plot_race(curves, unit, image) -> None:
+    """Draw validation curves, one line a contender, into a PNG.
+
+    curves: {name: runs}, each run a list of (step, loss) at the same steps. Line: mean over runs; band: its standard
+    error.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), dpi=200, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    top, bottom = -math.inf, math.inf
+    for name, runs in curves.items():
+        steps, losses = np.array(runs)[0, :, 0], np.array(runs)[:, :, 1]
+        means = losses.mean(axis=0)
+        errors = losses.std(axis=0, ddof=1) / len(runs) ** 0.5 if len(runs) > 1 else 0 * means
+        (line,) = axis.plot(steps, means, linewidth=1.6, label=f"{name}  {means[-1]:.4f}")
+        axis.fill_between(steps, means - errors, means + errors, color=line.get_color(), alpha=0.25, linewidth=0)
+        later = means[(steps >= steps[-1] / 8) & np.isfinite(means)]
+        top, bottom = max([top, *later]), min([bottom, *later])
+    if math.isfinite(top):  # the first steps fall steeply: give the rest of the curves the room
+        margin = 0.05 * (top - bottom) + 1e-3
+        axis.set_ylim(bottom - margin, top + margin)
+    axis.set(title="Validation loss, mean and standard error over seeds", xlabel="step", ylabel=unit)
+    axis.legend(frameon=False, fontsize=9)
+    _style(axis)
+    _save(figure, image)
 
 
 def write_report(run_dir, settings, summary, samples, machine, stages) -> None:
@@ -166,6 +187,25 @@ def machine_description() -> str:
         f"{cores} x {models[0] if models else platform.machine()}, {memory:.0f} GB, {graphics}, "
         f"torch {torch.__version__}, Python {platform.python_version()}"
     )
+
+
+def _style(axis):
+    grey = "#5a5a5a"
+    axis.set_title(axis.get_title(), loc="left", fontsize=10.5, fontweight="bold", color="#222222")
+    axis.title.set_text("")
+    axis.grid(color="#e6e6e6", linewidth=0.7)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color("#b0b0b0")
+    axis.tick_params(colors=grey, labelsize=9)
+    axis.yaxis.label.set(color=grey, fontsize=9.5)
+    axis.margins(x=0.02)
+
+
+def _save(figure, image):
+    image = Path(image)
+    temporary = image.with_name(image.name + ".tmp")
+    figure.savefig(temporary, format="png")
+    os.replace(temporary, image)
 
 
 def _rows(path):

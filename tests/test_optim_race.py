@@ -1,0 +1,261 @@
+"""The laboratory as people use it: a small race that is killed, resumed, enlarged and refused."""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from nanomuon import race
+from nanomuon.runtime import InputError
+from scripts import optim_race
+from tests.training import wait_until
+
+SMALL = "--model depth=1 width=32 heads=2 kv_heads=2 seq_len=16 --steps 50 --targets 3.0 --jobs 1".split()
+
+
+class Inline:
+    """A pool that works in this process, and counts."""
+
+    submitted = []
+
+    def __init__(self, *_):
+        self.submitted.clear()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, function, *arguments):
+        self.submitted.append(arguments)
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Words in random order: something to learn, the same letters in both parts."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(20)]
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(" ".join(rng.choices(words, k=3000)))
+    return file
+
+
+@pytest.fixture
+def lab(text, tmp_path, monkeypatch):
+    """race(*arguments) runs the script in this process."""
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+    monkeypatch.setattr(race, "ProcessPoolExecutor", Inline)
+    return lambda *more: optim_race.main(["--text", str(text), *SMALL, *map(str, more)])
+
+
+def results(folder):
+    runs = [json.loads(file.read_text()) for file in (folder / "races" / "shakespeare").glob("*-seed*.json")]
+    return {(run["contender"], run["seed"]): run for run in runs}
+
+
+def test_a_race_killed_and_resumed(lab, text, tmp_path, capsys):
+    arguments = ["--contenders", "default", "adamw", "--seeds", "2"]
+    command = [sys.executable, "-m", "scripts.optim_race", "--text", str(text), *SMALL, *arguments]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+    folder = tmp_path / "races" / "shakespeare"
+    wait_until(lambda: list(folder.glob("*-seed*.json")), lambda: process.poll() is None)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = {file: file.stat().st_mtime_ns for file in folder.glob("*-seed*.json")}
+    assert 1 <= len(kept) < 4
+
+    lab(*arguments)
+    assert all(file.stat().st_mtime_ns == when for file, when in kept.items())
+    runs = results(tmp_path)
+    assert set(runs) == {(name, seed) for name in ("default", "adamw") for seed in (0, 1)}
+    for seed in (0, 1):  # one start and the same rows for all contenders, others with another seed
+        a, b, other = runs["default", seed], runs["adamw", seed], runs["default", 1 - seed]
+        assert a["initial"] == b["initial"] != other["initial"] and a["rows"] == b["rows"] != other["rows"]
+    output = capsys.readouterr().out
+    assert f"{len(kept)} of 4 runs are there already" in output
+    assert "adamw: " in output and (folder / "race.png").stat().st_size > 10_000
+    assert "adamw: " in (folder / "race.md").read_text() and not list(folder.glob("*.tmp"))
+
+    # the same again trains nothing; one more contender and seed train only what is new
+    Inline.submitted.clear()
+    lab(*arguments)
+    assert not Inline.submitted
+    lab("--contenders", "default", "adamw", "adamw:matrix_lr=0.01", "--seeds", "2")
+    assert [(run[2], run[3]) for run in Inline.submitted] == [("adamw:matrix_lr=0.01", 0), ("adamw:matrix_lr=0.01", 1)]
+    lab(*arguments[:-1], "3")
+    assert [(run[2], run[3]) for run in Inline.submitted] == [("default", 2), ("adamw", 2)]
+
+    # a run in a process of its own and one in this process are the same run
+    first = runs[min(runs)]
+    again = race.train(*open_small(text), first["contender"], first["seed"], tmp_path / "again.json")
+    assert again["score"] == first["score"] and [list(at) for at in again["curve"]] == first["curve"]
+
+    # what would not be a comparison
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text()[::-1])
+    with pytest.raises(InputError, match="data .*choose another --name"):
+        optim_race.main(["--text", str(other), *SMALL, *arguments])
+    with pytest.raises(InputError, match="steps 50, not 49"):
+        lab(*arguments, "--steps", 49)
+    with pytest.raises(InputError, match="model .*choose another --name"):
+        lab(*arguments, "--model", "depth=1", "width=64", "heads=2", "kv_heads=2", "seq_len=16")
+
+
+def open_small(text, **model):
+    """Place and task of a small race, in the order of race.train."""
+    model = dict(depth=1, width=32, heads=2, kv_heads=2, seq_len=16) | model
+    place, task = race.open_task("shakespeare", str(text), None, 50, model)
+    return task, place
+
+
+def test_a_contender_that_changes_the_model_is_refused(lab, tmp_path):
+    file = tmp_path / "cheat.py"
+    file.write_text("""
+import torch
+def build_optimizer(model):
+    torch.nn.init.zeros_(model.wte.weight)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+""")
+    with pytest.raises(InputError, match="differ in initial weights or rows"):
+        lab("--contenders", "adamw", file, "--seeds", 1, "--steps", 2)
+
+
+def test_a_diverging_contender_is_said_to_diverge(lab, tmp_path, capsys):
+    file = tmp_path / "wild.py"
+    file.write_text("""
+import torch
+def build_optimizer(model, *, lr=float("inf")):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+""")
+    lab("--contenders", "adamw", file, f"{file}:lr=0", "--seeds", 2, "--steps", 5)
+    output = capsys.readouterr().out
+    assert f"{file}: diverged with seed 0, 1" in output
+    assert f"{file}:lr=0: worse by" in output or f"{file}:lr=0: not distinguishable" in output
+    with pytest.raises(InputError, match="baseline .* diverged"):
+        lab("--contenders", "adamw", file, "--baseline", file, "--seeds", 2, "--steps", 5)
+
+
+def test_evaluations_use_the_weights_that_eval_puts_in_place(text, tmp_path, monkeypatch):
+    """Here a head of zeros, and the trained one comes back: only evaluations see it."""
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+    file = tmp_path / "swapping.py"
+    file.write_text("""
+import torch
+class Swapping(torch.optim.SGD):
+    def eval(self):
+        self.kept = self.head.detach().clone()
+        self.head.data.zero_()
+    def train(self):
+        self.head.data.copy_(self.kept)
+    def step(self):
+        assert self.head.abs().sum() > 0
+        super().step()
+def build_optimizer(model):
+    optimizer = Swapping(model.parameters(), lr=0.5)
+    optimizer.head = model.lm_head.weight
+    return optimizer
+""")
+    task, place = open_small(text)
+    run = race.train(task | {"steps": 4}, place, str(file), 0, tmp_path / "run.json")
+    assert run["score"] == pytest.approx(math.log(len(set(text.read_text()))), abs=1e-5)
+
+
+def test_the_users_schedule_is_followed(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+    file = tmp_path / "printing.py"
+    file.write_text("""
+import torch
+class Printing(torch.optim.SGD):
+    def step(self):
+        print("rate", self.param_groups[0]["lr"])
+def build_optimizer(model, *, lr=0.5):
+    return Printing(model.parameters(), lr=lr)
+def schedule(group, step, steps, *, floor=0.0):
+    return {"lr": group["lr"] * max(floor, 1 - step / steps)}
+""")
+    task, place = open_small(text)
+    race.train(task | {"steps": 4}, place, f"{file}:lr=0.25,floor=0.5,lr_scale=2", 0, tmp_path / "run.json")
+    assert capsys.readouterr().out.split() == "rate 0.5 rate 0.375 rate 0.25 rate 0.25".split()
+
+
+def test_a_contender_is_its_code_and_its_hyperparameters(text, tmp_path):
+    task, _ = open_small(text)
+    key = race.Contender("default").key(task)
+    lr = race.recipe.param_groups.__kwdefaults__["matrix_lr"]
+    assert race.Contender(f"default:matrix_lr={lr}").key(task) == key
+    assert race.Contender(f"default:matrix_lr={lr},lr_scale=1").key(task) == key
+    others = ["default:lr_scale=2", "default:warmdown_ratio=0.123", "muon", "normuon", "adamw"]
+    file = tmp_path / "mine.py"
+    for body in ("0", "1"):
+        file.write_text(f"from nanomuon.recipe import param_groups\nunused = {body}\n")
+        others.append(race.Contender(str(file)).key(task))
+    keys = [other if other.isalnum() and len(other) == 12 else race.Contender(other).key(task) for other in others]
+    assert len({key, *keys}) == 8
+    assert race.Contender("adamw:matrix_lr=0.01").scaled(2).name == "adamw:matrix_lr=0.01,lr_scale=2"
+
+
+@pytest.mark.parametrize("contender,message", [
+    ("nobody", "neither a file nor one of adamw, muon, normuon, default"),
+    ("adamw:momentum=0.9", "adamw has no momentum; it has lr_scale, matrix_lr"),
+    ("adamw:0.9", "'0.9' is not key=value"),
+])  # fmt: skip
+def test_what_is_no_contender(contender, message):
+    with pytest.raises(InputError, match=message):
+        race.Contender(contender)
+
+
+def test_training_rows_and_validation_windows(tmp_path):
+    """Training never sees the last tenth; each of its characters but the first is scored once, in whole windows."""
+    file = tmp_path / "parts.txt"
+    train, held = "abcdefgh" * 900, "".join(chr(0x4E00 + i) for i in range(800))
+    file.write_text(train + held)
+    task, place = open_small(file)
+    batches, validation, _ = race.shakespeare_data(task, place, 3, "cpu")
+    characters = sorted(set(train + held))
+    for inputs, targets in (next(batches) for _ in range(20)):
+        assert inputs.shape == (12, 16) and torch.equal(inputs[:, 1:], targets[:, :-1])
+        assert {characters[i] for i in targets.unique()} <= set("abcdefgh")
+    inputs, targets = (torch.cat(part) for part in zip(*validation, strict=True))
+    scored = [(characters[i], characters[j]) for i, j in zip(inputs[targets >= 0], targets[targets >= 0], strict=True)]
+    assert sorted(scored) == list(zip(held, held[1 : 1 + 16 * (799 // 16)], strict=False))
+    assert len(validation) == 1 and inputs.shape == (64, 16)
+
+
+def test_a_sweep_has_seeds_of_its_own_and_takes_each_at_its_best(lab, tmp_path, monkeypatch, capsys):
+    trained = []
+
+    def run_all(folder, task, place, contenders, seeds, jobs):
+        """Scores that are best for adamw at 2 and for default at 1."""
+        folder.mkdir(parents=True, exist_ok=True)
+        trained.append(({contender.name for contender in contenders}, set(seeds)))
+        wish = {"adamw": 2, "default": 1}
+        runs = {}
+        for contender in contenders:
+            off = abs(contender.options.get("lr_scale", 1) - wish[contender.source])
+            runs[contender.name] = []
+            for seed in seeds:
+                score = 1.5 + off + 0.001 * (seed % 7)
+                curve = [(0, 4.0, 4.0), (50, score, score)]
+                runs[contender.name].append(dict(seed=seed, score=score, curve=curve, step_ms=1.0, optimizer_ms=0.1))
+        return runs
+
+    monkeypatch.setattr(race, "run_all", run_all)
+    lab("--contenders", "default", "adamw", "--sweep", "0.5,1,2", "--seeds", 3)
+    (swept, sweep_seeds), (raced, seeds) = trained
+    assert swept == {name + scale for name in ("default", "adamw") for scale in (":lr_scale=0.5", "", ":lr_scale=2.0")}
+    assert raced == {"default", "adamw:lr_scale=2.0"} and len(seeds) == 3 and not seeds & sweep_seeds
+    output = capsys.readouterr().out
+    assert "2 (edge)" in output and "1 (edge)" not in output and "a wider sweep" in output
+    assert "not distinguishable" in output
