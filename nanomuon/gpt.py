@@ -234,7 +234,8 @@ class GPT(nn.Module):
         if cache is not None:
             cache.length = positions.stop
         logits = self.lm_head(norm(x)).float()
-        logits = LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
+        # cap * tanh(x / cap) by way of the sigmoid, which compiles to half the CPU time of the tanh (docs/log.md)
+        logits = LOGIT_CAP * (2 * torch.sigmoid(logits * (2 / LOGIT_CAP)) - 1)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)

@@ -15,7 +15,6 @@ import functools
 import json
 import math
 import os
-import resource
 import shutil
 import statistics
 import sys
@@ -38,7 +37,17 @@ from nanomuon.guards import Requests, Watchdog, is_spike
 from nanomuon.moe import balance_
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.qk_clip import clip_, watch_
-from nanomuon.runtime import InputError, Runtime, base_dir, compile_enabled, peak_flops, print0, run_command, start
+from nanomuon.runtime import (
+    InputError,
+    Runtime,
+    base_dir,
+    compile_enabled,
+    peak_flops,
+    peak_memory_mb,
+    print0,
+    run_command,
+    start,
+)
 from nanomuon.tokenizer import Tokenizer
 
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
@@ -510,7 +519,6 @@ class Run:
 
     def summary(self, rows: list[dict], val_bpb: float) -> dict:
         recent = [row["train_loss"] for row in rows[-20:] if row["train_loss"] is not None]
-        on_gpu = self.runtime.device.type == "cuda"
         return {
             "val_bpb": round(val_bpb, 4),
             "train_loss": round(statistics.fmean(recent), 4) if recent else None,
@@ -519,8 +527,7 @@ class Run:
             "seconds": round(sum(row["step_ms"] for row in rows) / 1000, 1),
             "tokens_per_second": round(statistics.median(row["tokens_per_second"] for row in rows)),
             "optimizer_ms": round(statistics.median(row["optimizer_ms"] for row in rows), 1),
-            "peak_memory_mb": (torch.cuda.max_memory_allocated() >> 20) if on_gpu
-            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+            "peak_memory_mb": peak_memory_mb(self.runtime.device),
             "parameters": self.gpt.parameter_counts()["total"],
         }  # fmt: skip
 

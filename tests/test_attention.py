@@ -1,0 +1,126 @@
+"""Attention backends against the definition, and how one is chosen. test_gpt.py checks what the model calls."""
+
+import pytest
+import torch
+
+from nanomuon import attention as module
+from nanomuon.attention import attention, choose, flash_implementations, measure, plain_attention, sdpa
+
+CPU = torch.device("cpu")
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen(monkeypatch):
+    monkeypatch.setattr(module, "_chosen", {})
+
+
+def tensors(B=2, T=48, H=4, Hkv=2, D=16):
+    torch.manual_seed(0)
+    return [torch.randn(B, T, heads, D) for heads in (H, Hkv, Hkv)]
+
+
+def definition(q, k, v, window=None):
+    """One query and one head at a time."""
+    out = torch.empty_like(q)
+    for i in range(q.size(1)):
+        seen = slice(0 if window is None else max(0, i - window + 1), i + 1)
+        for h in range(q.size(2)):
+            kv = h * k.size(2) // q.size(2)
+            weights = torch.softmax((k[:, seen, kv] @ q[:, i, h, :, None])[..., 0] / q.size(3) ** 0.5, -1)
+            out[:, i, h] = (weights[..., None] * v[:, seen, kv]).sum(1)
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 10])
+@pytest.mark.parametrize("backend", [sdpa, plain_attention])
+def test_backends_of_the_cpu_are_the_definition(backend, window):
+    q, k, v = tensors()
+    torch.testing.assert_close(backend(q, k, v, window), definition(q, k, v, window), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_varlen_asks_for_the_rows_and_keys_that_count(monkeypatch, window):
+    """The kernel needs a GPU: in its place stands its documented meaning, (left, right) keys around the query's own."""
+
+    def varlen_attn(q, k, v, ends, ends_k, longest, longest_k, *, window_size, enable_gqa):
+        assert torch.equal(ends, ends_k) and longest == longest_k and ends.dtype == torch.int32
+        assert enable_gqa == (q.size(1) != k.size(1)) and window_size[1] == 0
+        visible = None if window_size[0] == -1 else window_size[0] + 1
+        bounds = ends.tolist()
+        assert max(b - a for a, b in zip(bounds, bounds[1:], strict=False)) == longest
+        rows = [definition(q[None, a:b], k[None, a:b], v[None, a:b], visible)[0]
+                for a, b in zip(bounds, bounds[1:], strict=False)]  # fmt: skip
+        return torch.cat(rows)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    q, k, v = tensors()
+    torch.testing.assert_close(module.varlen(q, k, v, window), definition(q, k, v, window))
+
+
+def test_flex_compiled_into_a_graph_is_the_definition():
+    q, k, v = tensors()
+    module.make_block_mask(48, 10, CPU)
+    module._chosen[module._key(q, k, 10)] = module.flex
+    compiled = torch.compile(attention, dynamic=False, fullgraph=True)
+    with torch.no_grad():  # on CPUs it has no backward pass
+        torch.testing.assert_close(compiled(q, k, v, 10), definition(q, k, v, 10), rtol=1e-4, atol=1e-5)
+
+
+@on_cuda
+@pytest.mark.parametrize("window", [None, 1, 100, 128])
+@pytest.mark.parametrize("implementation", flash_implementations(torch.device("cuda")))
+def test_backends_of_the_gpu_are_the_definition(implementation, window):
+    q, k, v = (x.cuda().bfloat16() for x in tensors(T=256, D=64))
+    expected = plain_attention(q, k, v, window)
+    module.use_flash_implementation(implementation)
+    try:
+        module.make_block_mask(256, window, q.device)
+        for backend in (sdpa, module.varlen, module.flex):
+            torch.testing.assert_close(backend(q, k, v, window), expected, rtol=3e-2, atol=3e-2)
+    finally:
+        module.use_flash_implementation(None)
+
+
+@on_cuda
+def test_the_gpu_has_a_windowed_kernel():
+    best = choose(2, 512, 4, 2, 64, windows=[None, 128], device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert not best[128][1].startswith("sdpa"), "masked products for a window"
+
+
+def test_measure_times_what_is_right_and_names_what_is_not(monkeypatch):
+    right = measure(2, 48, 4, 2, 16, [None, 10], CPU, torch.float32, rounds=1)
+    assert right.keys() == {None} and right[None].keys() == {None, 10}
+    assert all(row["sdpa"] > 0 for row in right[None].values())
+
+    def one_key_too_many(q, k, v, window):
+        return plain_attention(q, k, v, window and window + 1)
+
+    def broken(q, k, v, window):
+        raise NotImplementedError("no such kernel\nhere")
+
+    for backend, complaint in ((one_key_too_many, "wrong: off by"), (broken, "NotImplementedError: no such kernel")):
+        backend.__name__ = "sdpa"
+        monkeypatch.setattr(module, "sdpa", backend)
+        row = measure(2, 48, 4, 2, 16, [10], CPU, torch.float32, rounds=1)[None][10]
+        assert row["sdpa"].startswith(complaint) and "\n" not in row["sdpa"]
+
+
+def test_the_fastest_is_chosen_for_its_shape_and_switch(monkeypatch):
+    table = {
+        None: {None: dict(sdpa=2.0, varlen=3.0, flex=9.0), 10: dict(sdpa=4.0, varlen=1.5, flex="wrong: off by 1")},
+        "FA3": {None: dict(sdpa=1.0, varlen=3.0), 10: dict(sdpa=4.0, varlen=1.4)},
+        "FA4": {None: dict(sdpa="RuntimeError", varlen="RuntimeError"), 10: dict(sdpa=0.1, varlen=0.1)},
+    }
+    switched = []
+    monkeypatch.setattr(module, "measure", lambda *_: table)
+    monkeypatch.setattr(module, "use_flash_implementation", switched.append)
+    monkeypatch.setattr(module, "varlen", lambda q, k, v, window: ("varlen", window))
+    best = choose(2, 48, 4, 2, 16, windows=[None, 10], device=CPU, dtype=torch.float32)
+    assert best == {None: (1.0, "sdpa (FA3)"), 10: (1.4, "varlen (FA3)")} and switched == ["FA3"]
+    q, k, v = tensors()
+    assert attention(q, k, v, 10) == ("varlen", 10)
+    assert torch.equal(attention(q, k, v), sdpa(q, k, v, None))
+    assert torch.equal(attention(q, k, v, 48), sdpa(q, k, v, None))  # hides nothing
+    for other in (tensors(T=47), [x.double() for x in (q, k, v)], [q[:, -1:], k, v]):  # what was not measured
+        assert torch.equal(attention(*other, 10), sdpa(*other, 10))

@@ -1,0 +1,61 @@
+"""The step benchmark: its floor has exactly the model's products, and its parts make up the step."""
+
+import json
+import resource
+
+import torch
+
+from nanomuon import runtime
+from nanomuon.gpt import GPT, GPTConfig
+from scripts import train_bench
+from tests.training import arguments
+
+
+def flops(calls):
+    return sum(2 * left.shape.numel() * right.size(-1) for _, (left, right), _ in calls)
+
+
+def test_the_floor_makes_the_products_of_the_step():
+    B, T, width = 3, 16, 64
+    config = GPTConfig(vocab_size=97, seq_len=T, depth=3, width=width, heads=4, kv_heads=4, window_pattern="SL")
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    products = train_bench.model_products(model, torch.randint(97, (B, T)))
+    weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    linear = 6 * weights * B * T
+    # a query of a full layer sees (1 + ... + 16) / 16 = 8.5 keys, with a window of 8 (1 + ... + 8 + 8 * 8) / 16 = 6.25
+    seen = 8 + 6 + 8
+    assert flops(products.calls) == linear + 12 * B * T * width * seen
+    assert all(parameter.grad is None for parameter in model.parameters())
+    products.run()  # into buffers of the right shapes, else an error
+
+
+def test_the_table_of_a_step(base, environment, tmp_path, capsys):
+    """Parts and floor of a small run, and the file with the numbers."""
+    file = tmp_path / "step.json"
+    train_bench.main([*arguments(base, "bench", 5), "--rounds", "2", "--json", str(file)])
+    result = json.loads(file.read_text())
+    table = result["milliseconds"]
+    parts = ("data", "forward", "backward", "optimizer", "logging")
+    assert all(table[part]["low"] <= table[part]["median"] <= table[part]["high"] for part in parts)
+    assert table["floor"]["median"] > 0 and table["floor"]["times_floor"] == 1
+    assert table["whole step"]["median"] >= max(table[part]["median"] for part in parts)
+    assert result["tokens"] == 256 and result["peak_memory_mb"] > 0
+    assert "tokens/s" in capsys.readouterr().out
+    assert not (base / "runs" / "bench").exists()
+
+
+def test_the_table_of_attention_backends(base, environment, capsys):
+    train_bench.main([*arguments(base, "bench", 5), "--attention", "--rounds", "1"])
+    out = capsys.readouterr().out
+    assert "4 rows x 32 tokens" in out and "sdpa full" in out and "sdpa window 16" in out
+
+
+def test_freed_memory_is_used_again():
+    runtime.keep_freed_memory()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.ones(2**22)  # 4,096 pages
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 3 * 4096
