@@ -77,6 +77,7 @@ class Products(TorchDispatchMode):
             self.calls.append((function, args, {}))
         return out
 
+    @torch.no_grad()
     def run(self):
         for multiply, operands, out in self.calls:
             multiply(*operands, **out)
