@@ -3,7 +3,9 @@
 Pre-norm residual blocks with rotary positions, normalized queries and keys, parameter-free RMSNorm, a ReLU^2 MLP, an
 untied head with capped logits and no biases. Two additions come from the speedrun literature (modded-nanogpt): learned
 scalars mix the running residual and the embedding into every block's input, and every second layer adds a gated
-embedding of the token to its attention values.
+embedding of the token to its attention values. A third lets every MLP see the tokens just before its own: a short
+causal convolution of its input (Primer, arXiv 2109.08668; Canon layers, Allen-Zhu 2025), which costs next to nothing
+and was the largest single gain of all that was tried (docs/recipe.md).
 """
 
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from nanomuon.qk_clip import record_largest_
 
 LOGIT_CAP = 15.0  # logits pass through cap * tanh(x / cap): Gemma 2 (arXiv 2408.00118); 15 as in modded-nanogpt
 GATE_INPUTS = 32  # the value gate reads this many residual channels
+TAPS = 4  # tokens that the convolution of an MLP's input spans, its own included
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of the positions seen so far, for decoding one token at a time."""
+    """Keys, values and last convolution inputs of the positions seen so far, for decoding one token at a time."""
 
     def __init__(self, config: GPTConfig, batch_size: int, device: torch.device, dtype: torch.dtype):
         shape = (config.depth, 2, batch_size, config.seq_len, config.kv_heads, config.head_dim)
         self.tensor = torch.empty(shape, device=device, dtype=dtype)
+        self.recent = torch.zeros(config.depth, batch_size, TAPS - 1, config.width, device=device, dtype=dtype)
         self.length = 0
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,6 +143,25 @@ class Attention(nn.Module):
         return self.o(attention(q, k, v, self.window).flatten(2))
 
 
+class Convolution(nn.Module):
+    """x_t + sum over j < TAPS of taps_j * x_(t-j), channel by channel: the identity at the start."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.taps = nn.Parameter(torch.empty(TAPS * width))  # flat: not a matrix for Muon to orthogonalize
+
+    def forward(self, x: Tensor, recent: Tensor | None) -> Tensor:
+        """x (B, T, width); recent (B, TAPS - 1, width), the inputs before x, replaced by the last ones of x."""
+        before = x.new_zeros(len(x), TAPS - 1, x.size(2)) if recent is None else recent
+        padded, T = torch.cat((before, x), dim=1), x.size(1)
+        if recent is not None:
+            recent.copy_(padded[:, T:])
+        taps = self.taps.to(x.dtype).view(TAPS, -1)
+        for j in range(TAPS):
+            x = x + taps[j] * padded[:, TAPS - 1 - j :][:, :T]
+        return x
+
+
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -152,12 +175,14 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
+        self.layer = layer
         self.attn = Attention(config, layer)
+        self.conv = Convolution(config.width)
         self.mlp = MoE(config.width, config.experts, config.experts_per_token) if config.experts else MLP(config)
 
     def forward(self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache | None):
         x = x + self.attn(norm(x), value_embed, rope, cache)
-        return x + self.mlp(norm(x))
+        return x + self.mlp(self.conv(norm(x), None if cache is None else cache.recent[self.layer]))
 
 
 class GPT(nn.Module):
@@ -194,7 +219,7 @@ class GPT(nn.Module):
             embed.weight.uniform_(-bound, bound, generator=generator)
         for block in self.blocks:
             attn, mlp = block.attn, block.mlp
-            inward, outward = [attn.q.weight, attn.k.weight, attn.v.weight], [attn.o.weight]
+            inward, outward = [attn.q.weight, attn.k.weight, attn.v.weight], [attn.o.weight, block.conv.taps]
             inward += [mlp.router, mlp.w1] if self.config.experts else [mlp.up.weight]
             outward += [mlp.w2, mlp.bias, mlp.load] if self.config.experts else [mlp.down.weight]
             for weight in inward:
