@@ -28,7 +28,13 @@ def param_groups(model, *, matrix_lr=0.02, embedding_lr=0.3, unembedding_lr=0.00
         adamw=dict(adamw, lr=scalar_lr),
         skip_keys=["value_gate", "router"],
         expert_keys=["mlp.w1", "mlp.w2"],
-        roles={"taps": dict(adamw, lr=0.02), "wte": embedding, "value_embeds": embedding, "lm_head": head, "router": head},  # a head over experts
+        roles={
+            "wte": embedding,
+            "value_embeds": embedding,
+            "lm_head": head,
+            "router": head,  # a head over experts
+            "taps": dict(adamw, lr=0.02),
+        },
     )
 
 

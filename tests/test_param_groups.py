@@ -38,7 +38,7 @@ def test_our_own_model():
     routed = kinds(model, skip_keys=("value_gate",))
     assert routed.keys() == {name for name, _ in model.named_parameters()}
     for name, kind in routed.items():
-        matrix = name.startswith("blocks.") and "value_gate" not in name
+        matrix = name.startswith("blocks.") and not {"value_gate", "taps"} & set(name.split("."))
         assert kind == ("muon" if matrix else "adamw"), name
 
 
