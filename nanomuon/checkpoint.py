@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from .runtime import InputError, print0
 
@@ -133,6 +133,7 @@ class _Writer(HuggingFaceStorageWriter):
     def write_data(self, plan, planner):
         tensors, offsets = {}, {}
         for item in plan.items:
+            assert item.index.fqn not in tensors  # a DTensor has one piece a rank, and the file one tensor a name
             tensors[item.index.fqn] = planner.resolve_data(item).detach().cpu()
             offsets[item.index.fqn] = {"saved_offsets": item.tensor_data.chunk.offsets}
         if tensors:
@@ -194,7 +195,8 @@ def load(path, model, optimizer) -> dict:
 
     Called by all ranks. At the world size it was saved with, each rank's random state is restored too. Dtypes and
     hyperparameters stay those of model and optimizer. An optimizer that creates its state lazily (torch.optim's) gets
-    it whole on every rank. Raises InputError where the tensors are not those of this model and optimizer.
+    it whole on every rank, for a DTensor in the same pieces. Raises InputError where the tensors are not those of this
+    model and optimizer.
     """
     manifest = read_manifest(path)
     reader = HuggingFaceStorageReader(path)
@@ -205,10 +207,14 @@ def load(path, model, optimizer) -> dict:
     state = optimizer.state_dict()
     names = {str(name): name for group in state["param_groups"] for name in group.get("params", ())}
     if not any(_together(lambda: bool(state["state"]))):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = dict(zip(names, params, strict=True))
         for key, entry in saved.items():
             if key.startswith("optimizer."):
                 name, slot = key.removeprefix("optimizer.").rsplit(".", 1)
                 tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+                if isinstance(param := params.get(name), DTensor) and param.shape == tensor.shape:
+                    tensor = torch.empty_like(param, dtype=tensor.dtype)
                 state["state"].setdefault(names.get(name, name), {})[slot] = tensor
     for name, values in manifest["optimizer_values"].items():
         state["state"].setdefault(names.get(name, name), {}).update(values)
@@ -240,7 +246,7 @@ def export_model(run_dir, model, config, meta) -> None:
     """
     weights = {}
     for name, tensor in model.state_dict().items():
-        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensor = whole(tensor) if isinstance(tensor, DTensor) else tensor
         if _place()[0] == 0:
             weights[name] = tensor.cpu()
 
@@ -254,6 +260,18 @@ def export_model(run_dir, model, config, meta) -> None:
 
     run_dir = Path(run_dir)
     _together(lambda: _place()[0] == 0 and write())
+
+
+def whole(tensor: DTensor) -> torch.Tensor:
+    """All of a DTensor on every rank of its mesh. Collective.
+
+    One mesh dimension after the other: those that cut the same dimension of the tensor need that order.
+    """
+    placements = list(tensor.placements)
+    for i in range(len(placements)):
+        placements[i] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def load_model_config(run_dir) -> tuple[dict, dict]:

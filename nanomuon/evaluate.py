@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: what FSDP2 gathers here, training uses too
 def bits_per_byte(model: torch.nn.Module, batches: Iterable[tuple[Tensor, Tensor]], token_bytes: Tensor) -> float:
     """Cross-entropy of the text in bits, divided by the UTF-8 bytes of the text.
 

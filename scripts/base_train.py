@@ -2,6 +2,7 @@
 
     python -m scripts.base_train --depth 4 --num-iterations 300           # one process, CPU or GPU
     torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth 24 --corpus hf:ORG/NAME
+    torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth 48 --shard fsdp --tensor-parallel 2
     python -m scripts.base_train --corpus path:my_texts --run mine        # your own text
     python -m scripts.base_train --optimizer-file my_optim.py             # your own: build_optimizer(model)
 
@@ -27,8 +28,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from nanomuon import checkpoint, recipe, report, schedule, shards
+from nanomuon import checkpoint, parallel, recipe, report, schedule, shards
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.generate import sample_texts
@@ -51,7 +54,8 @@ from nanomuon.runtime import (
 from nanomuon.tokenizer import Tokenizer
 
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
-OF_THE_LAUNCH = ("run", "resume", "plan", "wandb", "no_compile")  # arguments that a run does not remember
+# arguments that a run does not remember
+OF_THE_LAUNCH = ("run", "resume", "plan", "wandb", "no_compile", "shard", "tensor_parallel")
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}  # other corpora: none
 
 
@@ -93,6 +97,10 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
     add("--save-minutes", type=float, default=-1, help="minutes between checkpoints, -1: off (%(default)s)")
     add("--keep-last", type=int, default=2, help="how many checkpoints to keep (default: %(default)s)")
     add("--resume", default="auto", help="auto: the newest checkpoint of the run; step_N: that one; never: start over")
+    add("--shard", default="none", choices=["none", "fsdp"], help="fsdp: parameters, gradients and optimizer state in "
+        "pieces over the processes (FSDP2); none: whole parameters on each (default: %(default)s)")  # fmt: skip
+    add("--tensor-parallel", type=int, default=1, help="processes that share every matrix and see the same rows; "
+        "divides the key-value heads (default: %(default)s)")  # fmt: skip
     add("--seed", type=int, default=0, help="of initial weights, data order and samples (default: %(default)s)")
     add("--wandb", action="store_true", help="log to Weights & Biases as well (WANDB_MODE=offline works)")
     add("--no-compile", action="store_true", help="run eagerly: a quick start and slower steps (as NANOMUON_COMPILE=0)")
@@ -100,7 +108,7 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
     parser.set_defaults(**recipe.param_groups.__kwdefaults__, **recipe.schedule.__kwdefaults__)
     args = parser.parse_args(argv, argparse.Namespace(**remembered))
     for name in ("depth", "device_batch_size", "max_seq_len", "num_iterations", "total_batch_size", "eval_tokens",
-                 "keep_last"):  # fmt: skip
+                 "keep_last", "tensor_parallel"):  # fmt: skip
         value = getattr(args, name)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
@@ -137,15 +145,16 @@ def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime) -> tup
         )  # fmt: skip
     except ValueError as error:
         raise InputError(str(error)) from error
+    data_parallel = parallel.data_parallel_size(runtime.world_size, args.tensor_parallel, config)
     counts = meta_model(config).parameter_counts()
     tokens = schedule.training_tokens(counts["matrices"] + counts["lm_head"], args.target_param_data_ratio)
-    unit = args.device_batch_size * seq_len * runtime.world_size
+    unit = args.device_batch_size * seq_len * data_parallel
     batch = args.total_batch_size or schedule.total_batch_size(tokens, unit)
     if batch % unit:
         sizes = " or ".join(map(str, schedule.nearest_batch_sizes(batch, unit)))
         raise InputError(
-            f"--total-batch-size {batch} is not a multiple of {unit} ({args.device_batch_size} rows x {seq_len} "
-            f"tokens x {runtime.world_size} processes); the nearest that are: {sizes}, or change --device-batch-size"
+            f"--total-batch-size {batch} is not a multiple of {unit} ({args.device_batch_size} rows x {seq_len} tokens "
+            f"x {data_parallel} data-parallel processes); the nearest that are: {sizes}, or change --device-batch-size"
         )
     return config, batch, args.num_iterations or max(1, tokens // batch)
 
@@ -159,7 +168,7 @@ def meta_model(config: GPTConfig) -> GPT:
 def print_plan(args, config: GPTConfig, batch: int, steps: int, runtime: Runtime) -> None:
     model = meta_model(config)
     counts, flops = model.parameter_counts(), model.estimate_flops()
-    rows = args.device_batch_size
+    rows, ranks = args.device_batch_size, runtime.world_size // args.tensor_parallel
     memory = schedule.training_memory(
         counts, config.depth, config.width, rows * config.seq_len, runtime.world_size, runtime.compute_dtype.itemsize
     )
@@ -169,7 +178,7 @@ def print_plan(args, config: GPTConfig, batch: int, steps: int, runtime: Runtime
 model      depth {config.depth}, width {config.width}, {config.heads} heads, context {config.seq_len}, vocabulary {config.vocab_size}
 parameters {counts["total"] / 1e6:.1f}M: {", ".join(f"{role} {n / 1e6:.2f}M" for role, n in counts.items() if n and role != "total")}
 training   {steps} steps x {batch} tokens = {batch * steps:,} tokens, {flops / 1e6:.0f} MFLOP each
-devices    {runtime.world_size} x {runtime.device.type}, {rows} rows x {batch // (rows * config.seq_len * runtime.world_size)} micro-steps a step
+devices    {runtime.world_size} x {runtime.device.type}, {rows} rows x {batch // (rows * config.seq_len * ranks)} micro-steps a step
 memory     about {memory / 2**30:.1f} GB per device
 time       {f"about {duration(seconds)} at 40% of this device's peak" if seconds else "not known for this device"}""")  # noqa: E501
 
@@ -184,11 +193,14 @@ def first_rank_first(work, runtime: Runtime):
     return result
 
 
-def build_model(config: GPTConfig, runtime: Runtime, seed: int) -> GPT:
+def build_model(config: GPTConfig, runtime: Runtime, seed: int, mesh: DeviceMesh | None = None, fsdp=False) -> GPT:
+    """The initial model, whole or cut over a mesh ("dp", "tp"): the same numbers."""
     with torch.device("meta"):
         model = GPT(config, runtime.compute_dtype)
+    if mesh:
+        parallel.parallelize(model, mesh, fsdp)
     model.to_empty(device=runtime.device)
-    model.init_weights(seed)
+    parallel.init_weights(model, seed)
     return model
 
 
@@ -206,15 +218,18 @@ def build_optimizer(args: argparse.Namespace, model: GPT, runtime: Runtime):
 def prepare_gradients(model: GPT) -> Tensor:
     """For optimizers that leave it to us: the mean over all processes, where a missing gradient counts as zero.
 
-    Returns 0, or NaN where a gradient is not finite: added to the loss it makes the step be skipped.
+    Those of DTensors are means already. Returns 0, or NaN where a gradient held here is not finite: added to the loss
+    it makes the step be skipped.
     """
     if dist.is_initialized():
         for parameter in model.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-    return 0 * torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            if not isinstance(parameter, DTensor):
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return 0 * torch.nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads])
 
 
 def duration(seconds: float) -> str:
@@ -277,7 +292,13 @@ class Run:
         self.dir = base_dir() / "runs" / args.run
         self.tokenizer = Tokenizer.load(data / "tokenizer")
         self.rows = batch // config.seq_len
-        self.accumulation = self.rows // (args.device_batch_size * runtime.world_size)
+        self.data_parallel = runtime.world_size // args.tensor_parallel
+        self.data_rank = runtime.rank // args.tensor_parallel  # tensor-parallel ranks see the same rows
+        self.accumulation = self.rows // (args.device_batch_size * self.data_parallel)
+        in_pieces = args.shard == "fsdp" or args.tensor_parallel > 1
+        self.mesh = None
+        if in_pieces and runtime.world_size > 1:
+            self.mesh = parallel.device_mesh(runtime.device.type, self.data_parallel, args.tensor_parallel)
         # What defines the run must be what it was started with; the other options it remembers
         self.settings = {
             "corpus": args.corpus, "tokenizer": self.tokenizer.hash, **asdict(config), "total_batch_size": batch,
@@ -301,7 +322,7 @@ class Run:
     def start(self, changed: list[str]) -> None:
         """Model, optimizer, data and folder, all at the step where an earlier process left them."""
         args, runtime = self.args, self.runtime
-        self.gpt = build_model(self.config, runtime, args.seed)
+        self.gpt = build_model(self.config, runtime, args.seed, self.mesh, args.shard == "fsdp")
         if args.qk_clip:
             watch_(self.gpt, args.qk_clip)
         self.optimizer, self.schedule = build_optimizer(args, self.gpt, runtime)
@@ -322,7 +343,7 @@ class Run:
             raise InputError(f"run {args.run} is complete and has no checkpoint to go on from: choose another --run")
         resumed = self.step if found else None
         self.loader = TrainLoader(
-            self.data, self.config.seq_len, self.rows, args.device_batch_size, runtime.rank, runtime.world_size,
+            self.data, self.config.seq_len, self.rows, args.device_batch_size, self.data_rank, self.data_parallel,
             args.seed, runtime.device, loader_state,
         )  # fmt: skip
         if runtime.rank == 0:
@@ -340,7 +361,12 @@ class Run:
         self.recent = deque(losses, maxlen=128)
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes).to(runtime.device)
         print_plan(args, self.config, self.batch, self.steps, runtime)
-        self.model = torch.compile(self.gpt, dynamic=False) if compile_enabled() else self.gpt
+        self.model = self.gpt
+        if compile_enabled() and self.mesh:
+            for block in self.gpt.blocks:  # what FSDP2 does between blocks stays outside
+                block.compile(dynamic=False)
+        elif compile_enabled():
+            self.model = torch.compile(self.gpt, dynamic=False)
         if compile_enabled() and self.step < self.steps:
             print0("compiling: the first step takes a while (--no-compile starts at once)")
 
@@ -409,11 +435,13 @@ class Run:
         for micro_step in range(self.accumulation):
             inputs, targets = next(self.loader)
             # in the last backward each gradient is final as it appears: its reduction can start there
-            last = isinstance(self.optimizer, DistMuonAdamW) and micro_step == self.accumulation - 1
+            last = isinstance(self.optimizer, DistMuonAdamW) and not self.mesh and micro_step == self.accumulation - 1
             with self.optimizer.overlap_backward() if last else contextlib.nullcontext():
                 micro_loss = self.model(inputs, targets) / self.accumulation
                 micro_loss.backward()
             loss += micro_loss.detach()
+        if self.mesh and self.args.shard == "none":
+            parallel.average_gradients(self.gpt, self.mesh)
         return loss
 
     def update(self, finite: bool) -> bool:
@@ -465,7 +493,7 @@ class Run:
     def evaluate(self, max_tokens: int | None) -> float:
         """Bits per byte of that many validation tokens, None: of all; logged."""
         batches = validation_batches(
-            self.data, self.config.seq_len, self.args.device_batch_size, self.runtime.rank, self.runtime.world_size,
+            self.data, self.config.seq_len, self.args.device_batch_size, self.data_rank, self.data_parallel,
             self.runtime.device, max_tokens,
         )  # fmt: skip
         value = bits_per_byte(self.gpt, batches, self.token_bytes)
@@ -499,7 +527,12 @@ class Run:
         """Samples, report.md, loss.png and summary.json; the summary is written last and marks the run as complete."""
         began, args = time.perf_counter(), self.args
         prompts = PROMPTS.get(args.corpus, [""] * 3)
-        samples = sample_texts(self.gpt, self.tokenizer, prompts, max_tokens=128, seed=args.seed)
+        if self.mesh:  # this rank writes alone, so it needs a whole model
+            gpt = build_model(self.config, self.runtime, args.seed)
+            checkpoint.load_model_weights(self.dir, gpt)
+        else:
+            gpt = self.gpt
+        samples = sample_texts(gpt, self.tokenizer, prompts, max_tokens=128, seed=args.seed)
         rows, _ = report.read_metrics(self.dir / "metrics.jsonl")
         summary = self.summary(rows, val_bpb)
         seconds = {"training": summary["seconds"], **seconds, "samples": time.perf_counter() - began}

@@ -1,0 +1,101 @@
+"""Models that outgrow one device: PyTorch's own engines on a mesh ("dp", "tp") of devices.
+
+FSDP2 (`fully_shard`) cuts every parameter by rows over "dp" and gathers a block's whenever the block runs. Tensor
+parallelism (arXiv 1909.08053) cuts the heads and the MLP's channels over "tp": q, k, v and up by rows, o and down by
+columns, so that a block needs one all_reduce after its attention and one after its MLP, and two in its backward. The
+value embeddings and gates follow the key heads; token embedding, head and scalars stay whole on every "tp" rank.
+The ranks of one "dp" coordinate see the same rows of data. Parameters in pieces are DTensors.
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.overrides import TorchFunctionMode
+
+from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.runtime import InputError
+
+COLUMNS = ("attn.q", "attn.k", "attn.v", "attn.value_gate", "mlp.up")  # outputs cut: rows of the (out, in) weight
+ROWS = ("attn.o", "mlp.down")  # inputs cut: columns of the weight
+
+
+def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig | None = None) -> int:
+    """How many ranks see different rows. InputError where the ranks, or the model's heads, do not divide."""
+    if world_size % tensor_parallel:
+        raise InputError(
+            f"--tensor-parallel {tensor_parallel} does not divide {world_size} processes: start a multiple of it"
+        )
+    if config and config.kv_heads % tensor_parallel:
+        fitting = [str(n) for n in range(1, config.kv_heads + 1) if config.kv_heads % n == 0]
+        raise InputError(
+            f"--tensor-parallel {tensor_parallel} does not divide {config.kv_heads} key-value heads (of "
+            f"{config.heads} heads): choose {' or '.join(fitting)}, or another --depth"
+        )
+    return world_size // tensor_parallel
+
+
+def device_mesh(device_type: str, data_parallel: int, tensor_parallel: int) -> DeviceMesh:
+    """("dp", "tp"): consecutive ranks, which share a machine, are tensor parallel."""
+    return init_device_mesh(device_type, (data_parallel, tensor_parallel), mesh_dim_names=("dp", "tp"))
+
+
+def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
+    """Cut the parameters of a GPT on the meta device, in place; `to_empty` and `init_weights` below then fill them."""
+    if mesh["tp"].size() > 1:
+        styles = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(ROWS, RowwiseParallel())
+        for block in gpt.blocks:  # a block may lack the gate, or have experts in place of the MLP
+            present = dict(block.named_modules())
+            block.attn.register_forward_pre_hook(functools.partial(_as_replicated, mesh["tp"]))
+            parallelize_module(block, mesh["tp"], {name: styles[name] for name in styles if name in present})
+        parallelize_module(gpt.value_embeds, mesh["tp"], {"*": ColwiseParallel()})
+    if fsdp:
+        # Blocks are gathered in the dtype they compute in; their gradients are averaged in float32
+        lower = gpt.compute_dtype.itemsize < 4
+        policy = MixedPrecisionPolicy(gpt.compute_dtype, torch.float32) if lower else MixedPrecisionPolicy()
+        for block in gpt.blocks:
+            fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+        fully_shard(gpt, mesh=mesh["dp"])
+
+
+def _as_replicated(mesh, module, inputs):
+    """q, k, v and the gate read one DTensor, so that the partial sums of its gradient are added before they travel."""
+    return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False), *inputs[1:]
+
+
+def init_weights(gpt: GPT, seed: int) -> None:
+    """gpt.init_weights with the same numbers however the parameters are cut; holds one whole parameter at a time."""
+    with _DrawnWhole():
+        gpt.init_weights(seed)
+
+
+class _DrawnWhole(TorchFunctionMode):
+    """Random numbers for a DTensor are drawn for all of it on every rank, which keeps its piece."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.normal_, torch.Tensor.uniform_) and isinstance(param := args[0], DTensor):
+            whole = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+            return param.copy_(cut(function(whole, *args[1:], **kwargs), param))
+        return function(*args, **(kwargs or {}))
+
+
+def cut(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """A tensor that every rank holds, placed like `like`; no communication."""
+    mesh = like.device_mesh
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
+        placements=like.placements
+    )
+
+
+def average_gradients(gpt: GPT, mesh: DeviceMesh) -> None:
+    """The mean over "dp" of the gradients of tensor-parallel parameters that FSDP2 does not average."""
+    grads = [p.grad.to_local() for p in gpt.parameters() if isinstance(p, DTensor) and p.grad is not None]
+    if mesh["dp"].size() > 1 and grads:
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, dist.ReduceOp.AVG, group=mesh["dp"].get_group())
+        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
