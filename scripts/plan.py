@@ -1,0 +1,140 @@
+"""What a run would take on many GPUs: memory by kind, communication, Newton-Schulz work, and what fits.
+
+    python -m scripts.plan --depth 24 --gpus 8
+    python -m scripts.plan --depth 64 --gpus 512 --shard fsdp --tensor-parallel 8 --gpu-memory 141
+
+Everything is computed from shapes (nanomuon/footprint.py), here and now: no GPU, no data, no weights. `communicated` is
+what a GPU sends in an optimizer step, `Newton-Schulz` what it multiplies for Muon; the GPU that has most of it counts.
+"""
+
+import argparse
+import bisect
+import math
+
+from nanomuon import footprint, parallel, schedule
+from nanomuon.gpt import GPTConfig
+from nanomuon.runtime import InputError, run_command
+
+MEMORY = ("weights", "gradients", "state", "activations", "buffers")
+HEADROOM = 0.9  # of the memory; the rest is for the allocator, the libraries and what is not foreseen
+DEEPEST = 256
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--depth", type=int, default=24, help="layers; width, heads and batch follow as in base_train (%(default)s)")
+    add("--gpus", type=int, default=8, help="how many (default: %(default)s)")
+    add("--shard", choices=["none", "fsdp"], help="only this layout, with --tensor-parallel (default: compare them)")
+    add("--tensor-parallel", type=int, help="GPUs that share every matrix (default: the most up to 8 that divide "
+        "--gpus and the key-value heads; with --shard: 1)")  # fmt: skip
+    add("--gpu-memory", type=float, default=80, help="GiB of a GPU (default: %(default)s)")
+    add("--device-batch-size", type=int, default=16, help="rows per GPU and micro-step (default: %(default)s)")
+    add("--total-batch-size", type=int, help="tokens per optimizer step (default: from the length of the run)")
+    add("--max-seq-len", type=int, default=2048, help="context in tokens (default: %(default)s)")
+    add("--vocab-size", type=int, default=32768, help="tokens in the vocabulary (default: %(default)s)")
+    add("--target-param-data-ratio", type=float, default=10.5, help="training tokens per parameter of the matrices and "
+        "the head (default: %(default)s)")  # fmt: skip
+    args = parser.parse_args(argv)
+    for name, value in vars(args).items():
+        if isinstance(value, int | float) and value <= 0:
+            raise InputError(f"--{name.replace('_', '-')} must be above 0, not {value}")
+    config = model(args, args.depth)
+    tensor_parallel = args.tensor_parallel or (1 if args.shard else most_tensor_parallel(args.gpus, config))
+    parallel.data_parallel_size(args.gpus, tensor_parallel, config)
+    if args.shard:
+        layouts = [(args.shard == "fsdp", tensor_parallel)]
+    else:
+        layouts = [(fsdp, n) for n in sorted({1, tensor_parallel}) for fsdp in (False, True)]
+    counts = footprint.parts(config)
+    parameters = sum(count * math.prod(part.whole) for part, count in counts.items())
+    print(f"depth {args.depth}, width {config.width}, {config.heads} heads, context {config.seq_len}, "
+          f"vocabulary {config.vocab_size}: {parameters / 1e6:,.1f}M parameters")  # fmt: skip
+    print(f"{args.gpus} GPUs of {args.gpu_memory:g} GiB, {args.device_batch_size} rows each, bf16\n")
+    print_layouts(args, config, layouts)
+    print_what_fits(args, layouts)
+
+
+def model(args, depth: int) -> GPTConfig:
+    try:
+        return GPTConfig.from_depth(depth, args.vocab_size, args.max_seq_len)
+    except ValueError as error:
+        raise InputError(f"--depth {depth}: {error}") from error
+
+
+def most_tensor_parallel(gpus: int, config: GPTConfig) -> int:
+    return max(n for n in (1, 2, 4, 8) if gpus % n == 0 and config.kv_heads % n == 0)
+
+
+def label(layout: tuple[bool, int]) -> str:
+    fsdp, tensor_parallel = layout
+    shard = "fsdp" if fsdp else "replicated (ZeRO-2)"
+    return f"{shard} x tp {tensor_parallel}" if tensor_parallel > 1 else shard
+
+
+def of(args, config: GPTConfig, gpus: int, layout: tuple[bool, int]) -> dict:
+    """The footprint of a layout, with as many micro-steps as the batch needs."""
+    fsdp, tensor_parallel = layout
+    counts = footprint.parts(config)
+    scaling = sum(count * math.prod(part.whole) for part, count in counts.items() if part.muon)
+    scaling += config.vocab_size * config.width
+    unit = args.device_batch_size * config.seq_len * gpus // tensor_parallel
+    batch = args.total_batch_size or schedule.total_batch_size(
+        schedule.training_tokens(scaling, args.target_param_data_ratio), unit
+    )
+    micro_steps = max(1, math.ceil(batch / unit))
+    return footprint.footprint(config, gpus, fsdp, tensor_parallel, args.device_batch_size, micro_steps, 2)
+
+
+def print_table(rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        print("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip())
+
+
+def print_layouts(args, config: GPTConfig, layouts) -> None:
+    rows = [["GiB on a GPU", *MEMORY, "together", "fits", "communicated GB", "Newton-Schulz TFLOP"]]
+    for layout in layouts:
+        found = of(args, config, args.gpus, layout)
+        together = footprint.memory(found)
+        rows.append([label(layout), *(f"{found[kind] / 2**30:.2f}" for kind in MEMORY), f"{together / 2**30:.1f}",
+                     "yes" if together <= fitting(args) else "no", f"{found['communicated'] / 1e9:.2f}",
+                     f"{found['newton_schulz'] / 1e12:.2f}"])  # fmt: skip
+    print_table(rows)
+
+
+def print_what_fits(args, layouts) -> None:
+    print(f"\nThe deepest model that fits, of even depths up to {DEEPEST}, and its parameters")
+    sizes = [2**i for i in range(13)]
+    rows = [["GPUs", *map(label, layouts)]]
+    for gpus in sizes:
+        rows.append([str(gpus), *(deepest(args, gpus, layout) for layout in layouts)])
+    print_table(rows)
+
+
+def fitting(args) -> float:
+    return HEADROOM * args.gpu_memory * 2**30
+
+
+def deepest(args, gpus: int, layout: tuple[bool, int]) -> str:
+    """By bisection: memory grows with depth."""
+    fsdp, tensor_parallel = layout
+    if gpus % tensor_parallel:
+        return "-"
+    depths = [depth for depth in range(2, DEEPEST + 1, 2) if model(args, depth).kv_heads % tensor_parallel == 0]
+
+    def fits(depth):
+        return footprint.memory(of(args, model(args, depth), gpus, layout)) <= fitting(args)
+
+    count = bisect.bisect_left(depths, True, key=lambda depth: not fits(depth))
+    if not count:
+        return "-"
+    config = model(args, depths[count - 1])
+    parameters = sum(n * math.prod(part.whole) for part, n in footprint.parts(config).items())
+    return f"{depths[count - 1]} ({parameters / 1e9:.1f}B)"
+
+
+if __name__ == "__main__":
+    run_command(main)

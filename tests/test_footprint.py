@@ -1,0 +1,127 @@
+"""What nanomuon.footprint computes, against small runs: bytes held, saved and sent, products of Newton-Schulz."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from nanomuon import footprint, parallel, recipe
+from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.optim import DistMuonAdamW
+from nanomuon.runtime import InputError, Runtime
+from nanomuon.sharded import local
+from scripts import plan
+from scripts.base_train import build_model
+from tests.worlds import run_world
+
+UNEVEN = GPTConfig(vocab_size=67, seq_len=16, depth=3, width=36, heads=2, kv_heads=2)
+GROUPED = GPTConfig(vocab_size=130, seq_len=16, depth=4, width=64, heads=8, kv_heads=4)
+CASES = [(config, fsdp, tp) for config in (UNEVEN, GROUPED) for fsdp in (False, True) for tp in (1, 2)]
+CASES += [(GROUPED, False, 4), (GROUPED, True, 4)]  # of 4 ranks
+ROWS, MICRO_STEPS = 3, 2
+
+
+class SentBytes(TorchDispatchMode):
+    """Bytes this rank sends through collectives, by ring algorithms."""
+
+    total = 0.0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name, leaves = str(function), tree_leaves((args, kwargs))
+        size = max((t.nbytes for t in leaves if torch.is_tensor(t)), default=0)
+        if name.startswith("_c10d_functional.all_reduce"):
+            self.count(2 * size, dist.distributed_c10d._resolve_process_group(args[2]))
+        elif name.startswith("c10d."):
+            group = next(dist.ProcessGroup.unbox(leaf) for leaf in leaves if isinstance(leaf, torch.ScriptObject))
+            if "alltoall_base" in name:
+                sent = args[4]
+                self.total += (sum(sent) - sent[group.rank()]) * args[1].itemsize
+            else:
+                self.count(2 * size if "allreduce" in name else size, group)
+        elif name.startswith("_c10d_functional.") and not name.split(".")[1].startswith(("wait", "_wrap")):
+            raise AssertionError(f"not counted: {name}")
+        return function(*args, **(kwargs or {}))
+
+    def count(self, size, group):
+        self.total += size * (group.size() - 1) / group.size()
+
+
+def nbytes(tensors):
+    return sum(local(t).nbytes for t in tensors)
+
+
+def measured(group, config, fsdp, tensor_parallel):
+    ranks = dist.get_world_size(group)
+    mesh = parallel.device_mesh("cpu", ranks // tensor_parallel, tensor_parallel) if fsdp or tensor_parallel > 1 else None
+    model = build_model(config, Runtime(torch.device("cpu"), torch.float32, 0, ranks), 0, mesh, fsdp)
+    optimizer = DistMuonAdamW(recipe.param_groups(model), group)
+    with SentBytes() as sent:
+        for _ in range(MICRO_STEPS):
+            tokens = torch.zeros(ROWS, config.seq_len, dtype=torch.int64)
+            model(tokens, tokens).backward()
+        if mesh and not fsdp:
+            parallel.average_gradients(model, mesh)
+        with FlopCounterMode(display=False) as flops:
+            optimizer.step()
+    return {
+        "weights": nbytes(model.parameters()),
+        "gradients": nbytes(p.grad for p in model.parameters()),
+        "state": nbytes(t for entry in optimizer.state.values() for t in entry.values()),
+        "communicated": round(sent.total),
+        "newton_schulz": flops.get_total_flops(),
+    }
+
+
+@pytest.mark.parametrize("config,fsdp,tensor_parallel", CASES)
+def test_bytes_and_products_are_those_of_a_run(config, fsdp, tensor_parallel):
+    found = run_world(4, measured, config, fsdp, tensor_parallel)
+    expected = footprint.footprint(config, 4, fsdp, tensor_parallel, ROWS, MICRO_STEPS, 4)
+    for kind in found[0]:
+        assert max(each[kind] for each in found) == expected[kind], kind
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_replicated_on_other_numbers_of_ranks(ranks):
+    found = run_world(ranks, measured, UNEVEN, False, 1)
+    expected = footprint.footprint(UNEVEN, ranks, False, 1, ROWS, MICRO_STEPS, 4)
+    for kind in found[0]:
+        assert max(each[kind] for each in found) == expected[kind], kind
+
+
+def saved_bytes(group, config, tensor_parallel, dtype):
+    """Of a forward, each storage once and the parameters not."""
+    mesh = parallel.device_mesh("cpu", dist.get_world_size() // tensor_parallel, tensor_parallel) if group else None
+    model = build_model(config, Runtime(torch.device("cpu"), dtype), 0, mesh)
+    own = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
+    storages = {}
+
+    def pack(tensor):
+        storage = local(tensor).untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    tokens = torch.zeros(ROWS, config.seq_len, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens, tokens)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [dict(), dict(kv_heads=1), dict(qk_norm=False), dict(vocab_size=4000)], ids=str)
+def test_activations_are_those_that_a_forward_saves(shape, dtype):
+    config = GPTConfig.from_depth(**{**dict(depth=4, vocab_size=500, seq_len=128), **shape})
+    expected = footprint.activations(config, ROWS * 128, 1, dtype.itemsize)
+    assert saved_bytes(None, config, 1, dtype) == pytest.approx(expected, rel=0.1)
+
+
+def test_activations_of_a_tensor_parallel_rank():
+    config = GPTConfig.from_depth(4, 500, 128)
+    expected = footprint.activations(config, ROWS * 128, 4, 4)
+    for found in run_world(4, saved_bytes, config, 4, torch.float32):
+        assert found == pytest.approx(expected, rel=0.1)
