@@ -30,7 +30,7 @@ class Part(NamedTuple):
     muon: bool
     steps: int = 0  # of Newton-Schulz
     variance: bool = False  # a second moment
-    block: bool = False  # of a block, or of the model around them
+    place: str = "root"  # or "block" or "embedding": what FSDP2 gathers together
 
     @property
     def second(self):
@@ -51,10 +51,12 @@ def parts(config: GPTConfig, tensor_parallel: int = 1) -> Counter:
             options = dict(steps=steps, variance=group["beta2"] is not None)
         for name, param in zip(group["names"], group["params"], strict=True):
             held, module, cut = list(param.shape), name.split(".", 2)[-1].removesuffix(".weight"), None
+            count = held.pop(0) if param.ndim == 3 else 1  # experts count as so many matrices
             if tensor_parallel > 1 and (name.startswith("value_embeds") or module in COLUMNS + ROWS):
                 cut = 0 if module in COLUMNS else 1
                 held[cut] //= tensor_parallel
-            found[Part(tuple(param.shape), tuple(held), cut, muon, **options, block=name.startswith("blocks"))] += 1
+            place = {"blocks": "block", "wte": "embedding", "value_embeds": "embedding"}.get(name.split(".")[0], "root")
+            found[Part(tuple(param.shape[-len(held) :]), tuple(held), cut, muon, **options, place=place)] += count
     return found
 
 
@@ -78,14 +80,16 @@ def footprint(
     buffers += 2 * NUMBER * tokens * config.vocab_size  # the gradient of the logits before and after their cap
     sent = optimizer["sent"]
     if fsdp:
-        block, root = (
-            sum(count * data * math.prod(_rows(part.held, data)) for part, count in model.items() if part.block == each)
-            for each in (True, False)
-        )
+        numbers, largest = Counter(), 0  # padded to equal pieces
+        for part, count in model.items():
+            padded = data * math.prod(_rows(part.held, data))
+            numbers[part.place] += count * padded
+            largest = max(largest, padded if part.place == "embedding" else 0)
+        block, rest = numbers.pop("block"), sum(numbers.values())
         # all_gather of a block before its forward and its backward, of what is around them once; reduce_scatter of all
-        gathered = 2 * min(compute_bytes, NUMBER) * block + NUMBER * root
-        sent += micro_steps * (gathered + NUMBER * (block + root)) * (data - 1) / data
-        buffers += 2 * NUMBER * root + 2 * (min(compute_bytes, NUMBER) + NUMBER) * block / config.depth
+        sent += micro_steps * (2 * compute_bytes * block + NUMBER * (block + 2 * rest)) * (data - 1) / data
+        # weights and gradients: two blocks, two embeddings and the head
+        buffers += 2 * (compute_bytes + NUMBER) * block / config.depth + 2 * NUMBER * (2 * largest + numbers["root"])
     if tensor_parallel > 1:
         # an all_reduce after the attention and one after the MLP, in the backward before them
         sent += micro_steps * 4 * config.depth * _all_reduce(tokens * config.width * compute_bytes, tensor_parallel)

@@ -55,10 +55,12 @@ def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
         parallelize_module(gpt.value_embeds, mesh["tp"], {"*": ColwiseParallel()})
     if fsdp:
         # Blocks are gathered in the dtype they compute in; their gradients are averaged in float32
-        lower = gpt.compute_dtype.itemsize < 4
+        lower = gpt.compute_dtype.itemsize < 4 and not gpt.config.experts  # whose router computes in float32
         policy = MixedPrecisionPolicy(gpt.compute_dtype, torch.float32) if lower else MixedPrecisionPolicy()
         for block in gpt.blocks:
             fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+        for embed in [gpt.wte, *gpt.value_embeds.values()]:
+            fully_shard(embed, mesh=mesh["dp"]).set_unshard_in_backward(False)  # its gradient needs the tokens only
         fully_shard(gpt, mesh=mesh["dp"])
 
 

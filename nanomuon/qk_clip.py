@@ -40,7 +40,8 @@ def watch_(model: nn.Module, tau: float) -> None:
     """Let every attention layer (a module with a buffer `largest_logits`) record from now on; see `record_largest_`."""
     for layer in _layers(model):
         device = layer.q.weight.device
-        layer.largest_logits = torch.full((layer.q.weight.size(0) // layer.head_dim,), tau, device=device)  # (H,)
+        heads = layer.q.weight.size(0) // layer.head_dim
+        layer.largest_logits = torch.full((heads,), tau, device=device)[_computed(layer, heads)]  # (H,)
 
 
 @torch.no_grad()
@@ -48,12 +49,25 @@ def clip_(model: nn.Module, tau: float, alpha: float = 0.5, group: dist.ProcessG
     """After an optimizer step: clip_qk_ on every layer, by the largest logits since the last call, over all ranks and
     micro-batches. Collective: one MAX all_reduce of one number per head."""
     layers = _layers(model)
-    largest = torch.stack([layer.largest_logits for layer in layers])  # (layers, H)
+    heads = layers[0].q.weight.size(0) // layers[0].head_dim
+    largest = layers[0].largest_logits.new_full((len(layers), heads), tau)
+    for found, layer in zip(largest, layers, strict=True):
+        found[_computed(layer, heads)] = layer.largest_logits
     if dist.is_initialized():
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     for layer, S in zip(layers, largest, strict=True):
         clip_qk_(layer.q.weight, layer.k.weight, S, tau, alpha)
         layer.largest_logits.fill_(tau)
+
+
+def _computed(layer, heads):
+    """Which query heads this rank computes: all, or its share in tensor parallelism."""
+    weight = layer.q.weight
+    if not isinstance(weight, DTensor) or "tp" not in weight.device_mesh.mesh_dim_names:
+        return slice(None)
+    each = heads // weight.device_mesh["tp"].size()
+    first = each * weight.device_mesh["tp"].get_local_rank()
+    return slice(first, first + each)
 
 
 def _layers(model):

@@ -54,18 +54,3 @@ def weight_decay_multiplier(step: int, steps: int) -> float:
 def adamw_lr_scale(width: int) -> float:
     """AdamW learning rates are tuned at width 768 and follow width^-1/2."""
     return (width / 768) ** -0.5
-
-
-def training_memory(
-    counts: dict[str, int], depth: int, width: int, tokens: int, world_size: int, activation_bytes: int
-) -> int:
-    """Bytes a device holds at the height of a training step with MuonAdamW, for counts from GPT.parameter_counts().
-
-    float32 weights and gradients on every device; optimizer state (two numbers for AdamW, one for Muon) shared among
-    `world_size`; per token of a micro-step 26 saved activations per layer and channel, and the logits three times.
-    """
-    matrices = counts["matrices"] + counts["idle_experts"]
-    rest = counts["total"] - matrices
-    state = 4 * (matrices + 2 * rest) // world_size
-    vocabulary = counts["lm_head"] // width
-    return 8 * counts["total"] + state + tokens * (26 * depth * width * activation_bytes + 12 * vocabulary)

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from nanomuon import checkpoint, parallel, recipe, report, schedule, shards
+from nanomuon import checkpoint, footprint, parallel, recipe, report, schedule, shards
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.generate import sample_texts
@@ -169,16 +169,20 @@ def print_plan(args, config: GPTConfig, batch: int, steps: int, runtime: Runtime
     model = meta_model(config)
     counts, flops = model.parameter_counts(), model.estimate_flops()
     rows, ranks = args.device_batch_size, runtime.world_size // args.tensor_parallel
-    memory = schedule.training_memory(
-        counts, config.depth, config.width, rows * config.seq_len, runtime.world_size, runtime.compute_dtype.itemsize
-    )
+    micro_steps = batch // (rows * config.seq_len * ranks)
+    memory = footprint.memory(
+        footprint.footprint(
+            config, runtime.world_size, args.shard == "fsdp", args.tensor_parallel, rows, micro_steps,
+            runtime.compute_dtype.itemsize,
+        )
+    )  # fmt: skip
     speed = peak_flops(runtime.device)
     seconds = speed and batch * steps * flops / (0.4 * speed * runtime.world_size)
     print0(f"""\
 model      depth {config.depth}, width {config.width}, {config.heads} heads, context {config.seq_len}, vocabulary {config.vocab_size}
 parameters {counts["total"] / 1e6:.1f}M: {", ".join(f"{role} {n / 1e6:.2f}M" for role, n in counts.items() if n and role != "total")}
 training   {steps} steps x {batch} tokens = {batch * steps:,} tokens, {flops / 1e6:.0f} MFLOP each
-devices    {runtime.world_size} x {runtime.device.type}, {rows} rows x {batch // (rows * config.seq_len * ranks)} micro-steps a step
+devices    {runtime.world_size} x {runtime.device.type}, {rows} rows x {micro_steps} micro-steps a step
 memory     about {memory / 2**30:.1f} GB per device
 time       {f"about {duration(seconds)} at 40% of this device's peak" if seconds else "not known for this device"}""")  # noqa: E501
 

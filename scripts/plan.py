@@ -18,6 +18,7 @@ from nanomuon.runtime import InputError, run_command
 MEMORY = ("weights", "gradients", "state", "activations", "buffers")
 HEADROOM = 0.9  # of the memory; the rest is for the allocator, the libraries and what is not foreseen
 DEEPEST = 256
+MOST_ROWS = 64
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -31,7 +32,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--tensor-parallel", type=int, help="GPUs that share every matrix (default: the most up to 8 that divide "
         "--gpus and the key-value heads; with --shard: 1)")  # fmt: skip
     add("--gpu-memory", type=float, default=80, help="GiB of a GPU (default: %(default)s)")
-    add("--device-batch-size", type=int, default=16, help="rows per GPU and micro-step (default: %(default)s)")
+    add("--device-batch-size", type=int, help="rows per GPU and micro-step (default: the largest power of two that "
+        "fits)")  # fmt: skip
     add("--total-batch-size", type=int, help="tokens per optimizer step (default: from the length of the run)")
     add("--max-seq-len", type=int, default=2048, help="context in tokens (default: %(default)s)")
     add("--vocab-size", type=int, default=32768, help="tokens in the vocabulary (default: %(default)s)")
@@ -52,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     parameters = sum(count * math.prod(part.whole) for part, count in counts.items())
     print(f"depth {args.depth}, width {config.width}, {config.heads} heads, context {config.seq_len}, "
           f"vocabulary {config.vocab_size}: {parameters / 1e6:,.1f}M parameters")  # fmt: skip
-    print(f"{args.gpus} GPUs of {args.gpu_memory:g} GiB, {args.device_batch_size} rows each, bf16\n")
+    print(f"{args.gpus} GPUs of {args.gpu_memory:g} GiB, bf16\n")
     print_layouts(args, config, layouts)
     print_what_fits(args, layouts)
 
@@ -74,18 +76,22 @@ def label(layout: tuple[bool, int]) -> str:
     return f"{shard} x tp {tensor_parallel}" if tensor_parallel > 1 else shard
 
 
-def of(args, config: GPTConfig, gpus: int, layout: tuple[bool, int]) -> dict:
+def of(args, config: GPTConfig, gpus: int, layout: tuple[bool, int], rows: int) -> dict:
     """The footprint of a layout, with as many micro-steps as the batch needs."""
     fsdp, tensor_parallel = layout
     counts = footprint.parts(config)
     scaling = sum(count * math.prod(part.whole) for part, count in counts.items() if part.muon)
     scaling += config.vocab_size * config.width
-    unit = args.device_batch_size * config.seq_len * gpus // tensor_parallel
+    unit = rows * config.seq_len * gpus // tensor_parallel
     batch = args.total_batch_size or schedule.total_batch_size(
         schedule.training_tokens(scaling, args.target_param_data_ratio), unit
     )
     micro_steps = max(1, math.ceil(batch / unit))
-    return footprint.footprint(config, gpus, fsdp, tensor_parallel, args.device_batch_size, micro_steps, 2)
+    return footprint.footprint(config, gpus, fsdp, tensor_parallel, rows, micro_steps, 2)
+
+
+def fits(args, found: dict) -> bool:
+    return footprint.memory(found) <= HEADROOM * args.gpu_memory * 2**30
 
 
 def print_table(rows: list[list[str]]) -> None:
@@ -95,40 +101,35 @@ def print_table(rows: list[list[str]]) -> None:
 
 
 def print_layouts(args, config: GPTConfig, layouts) -> None:
-    rows = [["GiB on a GPU", *MEMORY, "together", "fits", "communicated GB", "Newton-Schulz TFLOP"]]
+    table = [["GiB on a GPU", "rows", *MEMORY, "together", "fits", "communicated GB", "Newton-Schulz TFLOP"]]
     for layout in layouts:
-        found = of(args, config, args.gpus, layout)
-        together = footprint.memory(found)
-        rows.append([label(layout), *(f"{found[kind] / 2**30:.2f}" for kind in MEMORY), f"{together / 2**30:.1f}",
-                     "yes" if together <= fitting(args) else "no", f"{found['communicated'] / 1e9:.2f}",
-                     f"{found['newton_schulz'] / 1e12:.2f}"])  # fmt: skip
-    print_table(rows)
+        rows = args.device_batch_size or MOST_ROWS
+        while not fits(args, found := of(args, config, args.gpus, layout, rows)):
+            if args.device_batch_size or rows == 1:
+                break
+            rows //= 2
+        table.append([label(layout), str(rows), *(f"{found[kind] / 2**30:.2f}" for kind in MEMORY),
+                      f"{footprint.memory(found) / 2**30:.1f}", "yes" if fits(args, found) else "no",
+                      f"{found['communicated'] / 1e9:.2f}", f"{found['newton_schulz'] / 1e12:.2f}"])  # fmt: skip
+    print_table(table)
 
 
 def print_what_fits(args, layouts) -> None:
-    print(f"\nThe deepest model that fits, of even depths up to {DEEPEST}, and its parameters")
-    sizes = [2**i for i in range(13)]
-    rows = [["GPUs", *map(label, layouts)]]
-    for gpus in sizes:
-        rows.append([str(gpus), *(deepest(args, gpus, layout) for layout in layouts)])
-    print_table(rows)
-
-
-def fitting(args) -> float:
-    return HEADROOM * args.gpu_memory * 2**30
+    print(f"\nThe deepest model, of even depths up to {DEEPEST}, that fits with one row on a GPU, and its parameters")
+    table = [["GPUs", *map(label, layouts)]]
+    for gpus in (2**i for i in range(13)):
+        table.append([str(gpus), *(deepest(args, gpus, layout) for layout in layouts)])
+    print_table(table)
 
 
 def deepest(args, gpus: int, layout: tuple[bool, int]) -> str:
     """By bisection: memory grows with depth."""
-    fsdp, tensor_parallel = layout
+    _, tensor_parallel = layout
     if gpus % tensor_parallel:
         return "-"
     depths = [depth for depth in range(2, DEEPEST + 1, 2) if model(args, depth).kv_heads % tensor_parallel == 0]
-
-    def fits(depth):
-        return footprint.memory(of(args, model(args, depth), gpus, layout)) <= fitting(args)
-
-    count = bisect.bisect_left(depths, True, key=lambda depth: not fits(depth))
+    too_deep = lambda depth: not fits(args, of(args, model(args, depth), gpus, layout, 1))  # noqa: E731
+    count = bisect.bisect_left(depths, True, key=too_deep)
     if not count:
         return "-"
     config = model(args, depths[count - 1])

@@ -1,8 +1,5 @@
 """What nanomuon.footprint computes, against small runs: bytes held, saved and sent, products of Newton-Schulz."""
 
-import contextlib
-import io
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanomuon import footprint, parallel, recipe
-from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.gpt import GPTConfig
 from nanomuon.optim import DistMuonAdamW
 from nanomuon.runtime import InputError, Runtime
 from nanomuon.sharded import local
@@ -24,6 +21,14 @@ GROUPED = GPTConfig(vocab_size=130, seq_len=16, depth=4, width=64, heads=8, kv_h
 CASES = [(config, fsdp, tp) for config in (UNEVEN, GROUPED) for fsdp in (False, True) for tp in (1, 2)]
 CASES += [(GROUPED, False, 4), (GROUPED, True, 4)]  # of 4 ranks
 ROWS, MICRO_STEPS = 3, 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def eager():
+    """As in the worlds, which do not compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOMUON_COMPILE", "0")
+        yield
 
 
 class SentBytes(TorchDispatchMode):
@@ -57,7 +62,8 @@ def nbytes(tensors):
 
 def measured(group, config, fsdp, tensor_parallel):
     ranks = dist.get_world_size(group)
-    mesh = parallel.device_mesh("cpu", ranks // tensor_parallel, tensor_parallel) if fsdp or tensor_parallel > 1 else None
+    in_pieces = fsdp or tensor_parallel > 1
+    mesh = parallel.device_mesh("cpu", ranks // tensor_parallel, tensor_parallel) if in_pieces else None
     model = build_model(config, Runtime(torch.device("cpu"), torch.float32, 0, ranks), 0, mesh, fsdp)
     optimizer = DistMuonAdamW(recipe.param_groups(model), group)
     with SentBytes() as sent:
@@ -96,7 +102,8 @@ def test_replicated_on_other_numbers_of_ranks(ranks):
 def saved_bytes(group, config, tensor_parallel, dtype):
     """Of a forward, each storage once and the parameters not."""
     mesh = parallel.device_mesh("cpu", dist.get_world_size() // tensor_parallel, tensor_parallel) if group else None
-    model = build_model(config, Runtime(torch.device("cpu"), dtype), 0, mesh)
+    device = torch.device("cuda" if dtype == torch.bfloat16 else "cpu")
+    model = build_model(config, Runtime(device, dtype), 0, mesh)
     own = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
     storages = {}
 
@@ -106,7 +113,7 @@ def saved_bytes(group, config, tensor_parallel, dtype):
             storages[storage.data_ptr()] = storage
         return tensor
 
-    tokens = torch.zeros(ROWS, config.seq_len, dtype=torch.int64)
+    tokens = torch.zeros(ROWS, config.seq_len, dtype=torch.int64, device=device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(tokens, tokens)
     return sum(storage.nbytes() for storage in storages.values())
@@ -115,6 +122,8 @@ def saved_bytes(group, config, tensor_parallel, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [dict(), dict(kv_heads=1), dict(qk_norm=False), dict(vocab_size=4000)], ids=str)
 def test_activations_are_those_that_a_forward_saves(shape, dtype):
+    if dtype == torch.bfloat16 and not torch.cuda.is_available():
+        pytest.skip("CPUs compute in float32")
     config = GPTConfig.from_depth(**{**dict(depth=4, vocab_size=500, seq_len=128), **shape})
     expected = footprint.activations(config, ROWS * 128, 1, dtype.itemsize)
     assert saved_bytes(None, config, 1, dtype) == pytest.approx(expected, rel=0.1)
@@ -125,3 +134,26 @@ def test_activations_of_a_tensor_parallel_rank():
     expected = footprint.activations(config, ROWS * 128, 4, 4)
     for found in run_world(4, saved_bytes, config, 4, torch.float32):
         assert found == pytest.approx(expected, rel=0.1)
+
+
+def test_plan_prints_layouts_and_what_fits(capsys):
+    plan.main(["--depth", "12", "--gpus", "16", "--vocab-size", "8192"])
+    output = capsys.readouterr().out
+    assert "depth 12, width 768" in output
+    for layout in ("replicated (ZeRO-2) ", "fsdp ", "replicated (ZeRO-2) x tp 2 ", "fsdp x tp 2 "):
+        assert f"\n{layout}" in output, layout
+    assert "\n4096 " in output
+
+
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        (["--gpus", "0"], "--gpus must be above 0"),
+        (["--depth", "12", "--tensor-parallel", "4"], "does not divide 6 key-value heads"),
+        (["--gpus", "6", "--tensor-parallel", "4"], "does not divide 6 processes"),
+        (["--depth", "11"], "--depth 11"),
+    ],
+)
+def test_plan_names_what_is_wrong(argv, message):
+    with pytest.raises(InputError, match=message):
+        plan.main(argv)

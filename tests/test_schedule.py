@@ -3,8 +3,6 @@
 import pytest
 
 from nanomuon import schedule
-from nanomuon.gpt import GPTConfig
-from scripts.base_train import meta_model
 
 
 def test_learning_rate_is_a_trapezoid():
@@ -46,11 +44,3 @@ def test_batch_grows_with_the_run_and_divides_evenly():
 def test_nearest_batch_sizes():
     assert schedule.nearest_batch_sizes(5000, 4096) == [4096, 8192]
     assert schedule.nearest_batch_sizes(100, 4096) == [4096]
-
-
-def test_memory_of_weights_gradients_and_state_is_exact():
-    counts = meta_model(GPTConfig.from_depth(2, 512, 64)).parameter_counts()
-    one = schedule.training_memory(counts, 2, 128, 0, 1, 4)
-    two = schedule.training_memory(counts, 2, 128, 0, 2, 4)
-    state = 4 * counts["matrices"] + 8 * (counts["total"] - counts["matrices"])
-    assert one == 8 * counts["total"] + state and two == 8 * counts["total"] + state // 2

@@ -1,0 +1,167 @@
+"""Models in pieces: FSDP2, tensor parallelism and both train what one process trains, and move between each other."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanomuon import checkpoint, parallel
+from nanomuon.gpt import GPTConfig
+from nanomuon.optim import DistMuonAdamW, MuonAdamW
+from nanomuon.param_groups import build_param_groups
+from nanomuon.runtime import InputError, Runtime
+from nanomuon.sharded import local
+from scripts import base_train
+from scripts.base_train import build_model
+from tests.reference import distance
+from tests.training import Ranks, arguments, losses
+from tests.worlds import run_world
+
+# On 4 ranks rows of the embeddings and of most matrices are uneven, and ranks have no row of the gates
+UNEVEN = GPTConfig(vocab_size=67, seq_len=16, depth=3, width=18, heads=3, kv_heads=3)
+HEADS = GPTConfig(vocab_size=67, seq_len=16, depth=3, width=16, heads=4, kv_heads=2)
+# data parallel, tensor parallel, fsdp
+REPLICATED, FSDP, TP, BOTH = (4, 1, False), (4, 1, True), (2, 2, False), (2, 2, True)
+OPTIONS = dict(momentum=0.9, ns_steps=5, beta2=0.95)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def eager():
+    """As in the worlds, which do not compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOMUON_COMPILE", "0")
+        yield
+
+
+def batch(step, rank=0, ranks=1):
+    """This rank's rows of the four of a step."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(67, (4, 17), generator=generator).chunk(ranks)[rank]
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+class Trained:
+    """A model and its optimizer in one layout. Gates are Muon's too: they have fewer rows than there are ranks."""
+
+    def __init__(self, config, layout=None, dtype=torch.float64, seed=0, **muon):
+        torch.set_default_dtype(dtype)
+        self.mesh, self.fsdp = None, False
+        if layout is not None:
+            data, tensor, self.fsdp = layout
+            self.mesh = parallel.device_mesh("cpu", data, tensor)
+        self.model = build_model(config, Runtime(torch.device("cpu"), dtype), seed, self.mesh, self.fsdp)
+        torch.set_default_dtype(torch.float32)
+        options = dict(OPTIONS, lr=0.02, weight_decay=0.1, **muon)
+        adamw = dict(lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
+        groups = build_param_groups(self.model, muon=options, adamw=adamw)
+        self.optimizer = DistMuonAdamW(groups) if self.mesh else MuonAdamW(groups)
+
+    def train(self, steps):
+        for step in steps:
+            place = (self.mesh.get_local_rank("dp"), self.mesh["dp"].size()) if self.mesh else (0, 1)
+            self.model(*batch(step, *place)).backward()
+            if self.mesh and not self.fsdp:
+                parallel.average_gradients(self.model, self.mesh)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def weights(self):
+        state = self.model.state_dict().items()
+        return {name: checkpoint.whole(t) if local(t) is not t else t.clone() for name, t in state}
+
+
+def trained(group, config, layout, options):
+    return Trained(config, layout, **options).train(range(10)).weights()
+
+
+def assert_close(ours, theirs, tolerance):
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert distance(ours[name], theirs[name]) < tolerance, name
+
+
+# the sign mask of cautious decay flips on rounding
+PRECISE = dict(dtype=torch.float64, weight_decay_form="decoupled")
+CASES = [(UNEVEN, REPLICATED, None), (UNEVEN, FSDP, None), (HEADS, BOTH, None)]
+CASES += [(HEADS, layout, mode) for layout in (TP, BOTH) for mode in ("duplicated", "distributed")]
+
+
+@pytest.mark.parametrize("options,tolerance", [(PRECISE, 1e-9), ({"dtype": torch.float32}, 5e-4)], ids=["64", "32"])
+@pytest.mark.parametrize("config,layout,mode", CASES)
+def test_ten_steps_equal_those_of_one_process(config, layout, mode, options, tolerance):
+    expected = trained(None, config, None, options)
+    for found in run_world(4, trained, config, layout, {**options, "tensor_parallel": mode}):
+        assert_close(found, expected, tolerance)
+
+
+def save(group, layout, folder):
+    run = Trained(HEADS, layout, **PRECISE).train(range(3))
+    checkpoint.Checkpointer(folder).save(3, run.model, run.optimizer, {"step": 3})
+    checkpoint.export_model(folder, run.model, {}, {})
+
+
+def resume(group, layout, folder):
+    run = Trained(HEADS, layout, seed=1, **PRECISE)
+    assert checkpoint.load(checkpoint.find(folder), run.model, run.optimizer) == {"step": 3}
+    return run.train(range(3, 6)).weights()
+
+
+@pytest.mark.parametrize("before", [None, REPLICATED, FSDP, TP, BOTH])
+def test_a_checkpoint_of_one_layout_goes_on_in_every_other(before, tmp_path):
+    expected = Trained(HEADS, **PRECISE).train(range(3))
+    exported, expected = expected.weights(), expected.train(range(3, 6)).weights()
+    save(None, None, tmp_path) if before is None else run_world(4, save, before, tmp_path)
+    assert_close(load_file(tmp_path / "model.safetensors"), exported, 1e-9)
+    assert_close(resume(None, None, tmp_path), expected, 1e-9)
+    for after in (REPLICATED, FSDP, TP, BOTH):
+        for found in run_world(4, resume, after, tmp_path):
+            assert_close(found, expected, 1e-9)
+
+
+FLAGS = {
+    "fsdp": (2, ["--shard", "fsdp"]),
+    "tensor-parallel": (2, ["--tensor-parallel", "2"]),
+    "both": (4, ["--shard", "fsdp", "--tensor-parallel", "2"]),
+}
+QUIET = ["--eval-every", "-1", "--save-every", "10"]
+
+
+@pytest.mark.usefixtures("environment")
+def test_base_train_in_every_layout_and_from_one_into_the_next(base):
+    """20 steps each; the second 10 once more from the checkpoint of the layout before."""
+    assert Ranks(base, "one", 20, *QUIET).join() == [0]
+    expected, previous = losses(base, "one"), "one"
+    for name, (processes, flags) in FLAGS.items():
+        ranks = Ranks(base, name, 20, *QUIET, *flags, processes=processes)
+        assert ranks.join() == [0] * processes, ranks.output()
+        moved = shutil.copytree(base / "runs" / previous, base / "runs" / f"{previous}-{name}").name
+        ranks = Ranks(base, moved, 20, *QUIET, *flags, "--resume", "step_10", processes=processes)
+        assert ranks.join() == [0] * processes, ranks.output()
+        assert f"resuming run {moved} at step 10\n" in ranks.output()
+        for run in (name, moved):
+            assert losses(base, run) == pytest.approx(expected, abs=1e-4), run
+        one, ours = (json.loads((base / "runs" / run / "summary.json").read_text()) for run in ("one", name))
+        assert ours["parameters"] == one["parameters"] and ours["val_bpb"] == pytest.approx(one["val_bpb"], abs=2e-4)
+        previous = name
+    assert expected[-1] < expected[0] - 0.5
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        (["--tensor-parallel", "2"], "--tensor-parallel 2 does not divide 1 processes"),
+        (["--tensor-parallel", "0"], "--tensor-parallel must be at least 1"),
+    ],
+)
+@pytest.mark.usefixtures("environment")
+def test_base_train_names_what_does_not_divide(base, flags, message):
+    with pytest.raises(InputError, match=message):
+        base_train.main(arguments(base, "bad", 3, *flags))
+
+
+def test_heads_that_do_not_divide_are_named_with_what_does():
+    with pytest.raises(InputError, match="does not divide 6 key-value heads.*choose 1 or 2 or 3 or 6"):
+        parallel.data_parallel_size(8, 4, GPTConfig.from_depth(12, 100, 16))
