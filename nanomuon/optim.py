@@ -463,8 +463,7 @@ class MuonAdamW(torch.optim.Optimizer):
             X = wait().to(dtype)  # (k, m, n)
             weight = hyper[2, [owner == at.world.rank for owner in owners], :1]
             for lo, hi in chunk.batches():
-                direction, gain = self._direction(chunk, X[lo:hi], lo, hi, weight[lo:hi])
-                torch.mul(direction, gain, out=X[lo:hi])
+                torch.mul(*self._direction(chunk, X[lo:hi], lo, hi, weight[lo:hi]), out=X[lo:hi])
             wait = to_shards(at, X.to(comm_dtype), owners)
             del X
         yield

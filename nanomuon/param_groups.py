@@ -93,14 +93,16 @@ def split_rows(split, m):
     split: ("qkv", (q, k, v)), the rows of each in a query group; a tuple of row counts, the parts one after the other;
     or the number of heads, each a part. ValueError where m rows are not so many.
     """
+    heads, groups = split if isinstance(split, int) else 1, 1
     if isinstance(split, int):
-        heads, groups, rows = split, 1, (m // max(split, 1),)
-    elif split and split[0] == "qkv":
-        heads, rows = 1, tuple(split[1])
-        groups = m // max(sum(rows), 1)
+        rows = (m // max(split, 1),)
     else:
-        heads, groups, rows = 1, 1, tuple(split)
-    if not rows or min(rows) < 1 or heads * groups * sum(rows) != m:
+        rows = tuple(split[1] if split and split[0] == "qkv" else split)
+    if not rows or not all(isinstance(each, int) and each > 0 for each in rows):
+        raise ValueError(f"split={split!r}: neither a number of heads nor row counts")
+    if not isinstance(split, int) and split[0] == "qkv":
+        groups = m // sum(rows)
+    if heads * groups * sum(rows) != m:
         raise ValueError(f"split={split!r} does not divide {m} rows")
     return heads, groups, rows
 

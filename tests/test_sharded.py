@@ -1,14 +1,25 @@
 """DTensor parameters in DistMuonAdamW, in gloo worlds of 2 to 4 ranks, against MuonAdamW on the whole parameters."""
 
+import math
 import os
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import nanomuon.optim as optim
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from tests.test_optim_dist import assert_close, assert_same_everywhere, build, mean_gradient
+from nanomuon.param_groups import build_param_groups
+from tests.reference import distance
+from tests.test_optim_dist import ADAMW, MUON, LiveBytes, assert_close, assert_same_everywhere, build, mean_gradient
 from tests.worlds import run_world
 
 
@@ -62,13 +73,13 @@ def one_process(model, steps, dtype, holes=0, **options):
     return [p.detach() for p in params], optimizer.full_state_dict()["state"]
 
 
-def sharded_model(group, model, names, placements, dtype, options=(), settings=(), seed=0):
+def sharded_model(group, model, names, placements, dtype, options=(), settings=(), seed=0, make=DistMuonAdamW):
     mesh = mesh_of(group, names)
     params, groups = build(model, dtype, seed=seed, **dict(options))
     pieces = {p: torch.nn.Parameter(cut(p.detach(), mesh, placements)) for p in params}
     for each in groups:
         each["params"] = [pieces[p] for p in each["params"]]
-    return mesh, list(pieces.values()), DistMuonAdamW(groups, group, **dict(settings))
+    return mesh, list(pieces.values()), make(groups, group, **dict(settings))
 
 
 def full(params):
@@ -103,3 +114,427 @@ def test_sharded_is_one_process(where, dtype, tolerance):
     results = run_world(size, many_processes, MODEL, names, placements, 10, dtype, 5)
     assert_same_everywhere(results)
     assert_close(results[0], one_process(MODEL, 10, dtype, 5), tolerance)
+
+
+# ---- PyTorch's engines
+
+
+class Net(nn.Module):
+    """Embedding, norm with a weight, an MLP that tensor parallelism cuts by columns and rows, and a head of 3 rows."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.wte, self.norm = nn.Embedding(11, 12), nn.RMSNorm(12)
+        self.up, self.down = nn.Linear(12, 32, bias=False), nn.Linear(32, 12, bias=False)
+        self.square, self.narrow = nn.Linear(12, 12, bias=False), nn.Linear(12, 3, bias=False)
+        generator = torch.Generator().manual_seed(0)
+        for param in self.to(dtype).parameters():
+            param.data.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float64) * 0.3)
+
+    def forward(self, tokens):
+        x = self.norm(self.wte(tokens))
+        x = x + self.down(torch.tanh(self.up(x)))
+        return self.narrow(torch.tanh(self.square(x)))
+
+
+def train_net(net, optimizer, shards, rank, dtype):
+    """Ten steps on 12 rows, of which this data-parallel rank has every shards-th."""
+    for step in range(10):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(11, (12,), generator=generator)[rank::shards]
+        targets = torch.randn(12, 3, generator=generator, dtype=torch.float64).to(dtype)[rank::shards]
+        (net(tokens) - targets).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def net_groups(net, **options):
+    return build_param_groups(
+        net, muon={**{k: v for k, v in MUON.items() if k != "kind"}, **options},
+        adamw={k: v for k, v in ADAMW.items() if k != "kind"},
+    )  # fmt: skip
+
+
+def engines(group, how, dtype, mode):
+    net, mesh, rank, size = Net(dtype), None, dist.get_rank(group), dist.get_world_size(group)
+    dp, tp = (2, 2) if how == "both" else (size, 1) if how == "fsdp" else (1, size)
+    mesh = mesh_of(group, {"both": ("dp", "tp"), "fsdp": ("dp",), "tp": ("tp",)}[how])
+    if tp > 1:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(net, mesh["tp"], plan)
+    if dp > 1:
+        for module in (net.up, net.down, net):
+            fully_shard(module, mesh=mesh["dp"])
+    optimizer = DistMuonAdamW(net_groups(net, tensor_parallel=mode), group)
+    train_net(net, optimizer, dp, rank // tp, dtype)
+    return full(net.parameters())
+
+
+@pytest.mark.parametrize(
+    "size, how, mode",
+    [(2, "fsdp", None), (3, "fsdp", None), (4, "fsdp", None), (2, "tp", "duplicated"), (2, "tp", "distributed"),
+     (4, "tp", None), (4, "both", "duplicated"), (4, "both", "distributed")],
+)  # fmt: skip
+def test_fully_shard_and_parallelize_module_train_what_one_process_trains(size, how, mode):
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 5e-4)):
+        net = Net(dtype)
+        start = full(net.parameters())
+        start = [p.clone() for p in start]
+        train_net(net, MuonAdamW(net_groups(net)), 1, 0, dtype)
+        results = run_world(size, engines, how, dtype, mode)
+        for params in results:
+            for p, q, before in zip(params, net.parameters(), start, strict=True):
+                assert distance(p, q) < tolerance < distance(p, before)
+
+
+# ---- the pipeline
+
+
+class Watched(DistMuonAdamW):
+    """Records when transfers are launched and waited for, and when directions are computed, of which chunk."""
+
+    def _sharded(self, chunk):
+        index, stages = self._chunks.index(chunk), super()._sharded(chunk)
+        self.flying += 1
+        self.most = max(self.most, self.flying)
+        while True:
+            self.now = index
+            if next(stages, "done"):
+                break
+            yield
+        self.flying -= 1
+
+    def step(self):
+        self.events, self.flying, self.most = [], 0, 0
+        transfer, direction, adamw = dist.all_to_all_single, optim.muon_direction, optim.adamw_update
+
+        def launch(*args, **options):
+            work, chunk = transfer(*args, **options), self.now
+            self.events.append(("launch", chunk))
+            return SimpleNamespace(wait=lambda: (self.events.append(("wait", chunk)), work.wait()))
+
+        def compute(*args, **options):
+            self.events.append(("compute", self.now))
+            return direction(*args, **options)
+
+        def elementwise(*args, **options):
+            self.events.append(("adamw", None))
+            return adamw(*args, **options)
+
+        with (
+            mock.patch.object(dist, "all_to_all_single", launch),
+            mock.patch.object(optim, "muon_direction", compute),
+            mock.patch.object(optim, "adamw_update", elementwise),
+        ):
+            super().step()
+
+
+CHUNKED = [("muon", (48, 64))] * 12 + [("adamw", (20, 3))]
+
+
+def watched(group, max_in_flight, chunk_size):
+    settings = dict(max_in_flight=max_in_flight, chunk_size=chunk_size)
+    model = group, CHUNKED, ("dp",), ROWS, torch.float32
+    mesh, params, optimizer = sharded_model(*model, settings=settings, make=Watched)
+    for step in range(3):
+        train(optimizer, params, CHUNKED, 1, torch.float32, start=step, mesh=mesh, placements=ROWS)
+        flat = [event for event in optimizer.events]
+    with LiveBytes() as live:
+        DistMuonAdamW.step(optimizer)
+    return flat, optimizer.most, live.peak, full(params)
+
+
+def test_communication_of_a_chunk_runs_under_the_compute_of_the_one_before():
+    rows = {}
+    for max_in_flight, chunk_size in ((1, 2), (2, 2), (3, 2), (3, 4), (3, None)):
+        for events, most, peak, params in run_world(2, watched, max_in_flight, chunk_size):
+            rows[max_in_flight, chunk_size] = peak, params
+            chunks = max(chunk for _, chunk in events if chunk is not None) + 1
+            assert chunks == {2: 6, 4: 3, None: 1}[chunk_size]
+            assert most == min(max_in_flight, chunks)
+            at = {}
+            for i, event in enumerate(events):
+                at.setdefault(event, []).append(i)
+            assert at["launch", 0][0] < at["adamw", None][0] < at["wait", 0][0], "the first collect is launched early"
+            for i in range(chunks - 1):
+                computed = at["compute", i][-1]
+                if max_in_flight > 1:
+                    assert at["launch", i + 1][0] < computed < at["wait", i + 1][0]
+                if max_in_flight > 2:  # the delivery of a chunk is waited for after the next one is computed
+                    assert at["launch", i][1] < at["compute", i + 1][0] < at["wait", i][1]
+    assert all(torch.equal(p, q) for _, params in rows.values() for p, q in zip(params, rows[1, 2][1], strict=True))
+    one = 2 * 48 * 64 * 4 / 2  # bytes of a rank's shards of a chunk of two
+    assert rows[1, 2][0] < rows[2, 2][0] < rows[3, 2][0] < rows[3, 4][0] < rows[3, None][0]
+    assert rows[3, 2][0] - rows[1, 2][0] < 2 * 2 * one + 2000  # in flight a chunk holds what is sent and received
+
+
+# ---- fused matrices
+
+SPLITS = [
+    # (split, rows of each part), of 48 rows
+    (("qkv", (4, 2, 2)), [[r for r in range(48) if r % 8 in part] for part in (range(4), (4, 5), (6, 7))]),
+    ((30, 10, 8), [range(30), range(30, 40), range(40, 48)]),
+    (6, [range(8 * head, 8 * head + 8) for head in range(6)]),
+]
+FUSED = [("muon", (48, 20)), ("muon", (48, 64)), ("muon", (48, 20)), ("adamw", (5,))]
+
+
+def parts_apart(split, rows, steps, **options):
+    """The fused parameters after training the parts as parameters of their own."""
+    params, groups = build(FUSED, torch.float64, **options)
+    for group in groups:
+        if group["kind"] == "muon":
+            fused = group["params"]
+            group["names"] = [f"{name}.{i}" for name in group["names"] for i in range(len(rows))]
+            group["params"] = [nn.Parameter(p[list(part)].detach().clone()) for p in fused for part in rows]
+            group["fused"] = fused
+    apart = {p: group["params"][i * len(rows) :][: len(rows)]
+             for group in groups if group["kind"] == "muon" for i, p in enumerate(group.pop("fused"))}  # fmt: skip
+    optimizer = MuonAdamW(groups)
+    for step in range(steps):
+        for i, (param, (_, shape)) in enumerate(zip(params, FUSED, strict=True)):
+            param.grad = mean_gradient(i, shape, torch.float64, step, 1, 0)
+            for piece, part in zip(apart.get(param, ()), rows, strict=False):
+                piece.grad = param.grad[list(part)]
+        optimizer.step()
+    for param, pieces in apart.items():
+        for piece, part in zip(pieces, rows, strict=True):
+            param.data[list(part)] = piece.detach()
+    return [p.detach() for p in params]
+
+
+@pytest.mark.parametrize("split, rows", SPLITS, ids=["qkv", "blocks", "heads"])
+@pytest.mark.parametrize(
+    "form", [dict(), dict(weight_decay_form="decoupled", beta2=None), dict(scale="match_rms_adamw")]
+)
+def test_the_parts_of_a_fused_matrix_are_parameters_of_their_own(split, rows, form):
+    expected = parts_apart(split, rows, 5, **form)
+    one = one_process(FUSED, 5, torch.float64, split=split, **form)
+    assert all(distance(p, q) < 1e-12 for p, q in zip(one[0], expected, strict=True))
+    for where in ("replicated", "fsdp-3", "tp-rows", "tp-columns", "fsdp-x-tp-rows", "fsdp-x-tp-columns"):
+        size, names, placements = LAYOUTS[where]
+        results = run_world(
+            size, many_processes, FUSED, names, placements, 5, torch.float64, 0, dict(form, split=split)
+        )
+        assert_same_everywhere(results)
+        assert_close(results[0], one, 1e-10)
+
+
+def test_per_head_is_a_3d_view():
+    heads, state = one_process([("muon", (48, 20))], 5, torch.float64, split=6)
+    view, expected = one_process([("muon", (6, 8, 20))], 5, torch.float64)
+    assert distance(heads[0].view(6, 8, 20), view[0]) < 1e-12
+    for key, value in expected["p0"].items():
+        assert distance(state["p0"][key].view(value.shape), value) < 1e-12
+
+
+# ---- tensor parallelism and experts
+
+
+def blocks_apart(shape, dim, size, steps):
+    whole = build([("muon", shape)])[0][0].detach()
+    pieces = [nn.Parameter(piece.clone()) for piece in whole.chunk(size, dim)]
+    optimizer = MuonAdamW([dict(MUON, lr=0.03, params=pieces)])
+    for step in range(steps):
+        for piece, grad in zip(
+            pieces, mean_gradient(0, shape, torch.float64, step, 1, 0).chunk(size, dim), strict=True
+        ):
+            piece.grad = grad.clone()
+        optimizer.step()
+    return torch.cat([p.detach() for p in pieces], dim)
+
+
+@pytest.mark.parametrize(
+    "where, dim, size", [("tp-rows", 0, 2), ("tp-columns", 1, 4), ("fsdp-x-tp-rows", 0, 2), ("fsdp-x-tp-columns", 1, 2)]
+)
+def test_blockwise_orthogonalizes_each_block_alone(where, dim, size):
+    for shape in ((24, 12), (12, 24), (16, 16)):
+        world, names, placements = LAYOUTS[where]
+        model, blockwise = [("muon", shape)], dict(tensor_parallel="blockwise")
+        results = run_world(world, many_processes, model, names, placements, 5, torch.float64, 0, blockwise)
+        assert_same_everywhere(results)
+        assert distance(results[0][0][0], blocks_apart(shape, dim, size, 5)) < 1e-10
+        assert distance(results[0][0][0], one_process(model, 5, torch.float64)[0][0]) > 1e-3
+
+
+@pytest.mark.parametrize("form", [dict(row_equilibrate=True), dict(renormalize=True, beta2=None), dict(ns_steps=7)])
+def test_options_under_tensor_parallelism(form):
+    model = [("muon", s) for s in [(16, 16), (24, 12), (12, 24), (3, 20), (5, 8)]]
+    expected = one_process(model, 5, torch.float64, **form)
+    for where in ("tp-rows-uneven", "tp-columns", "fsdp-x-tp-columns"):
+        size, names, placements = LAYOUTS[where]
+        results = run_world(size, many_processes, model, names, placements, 5, torch.float64, 0, form)
+        assert_same_everywhere(results)
+        assert_close(results[0], expected, 1e-10)
+
+
+def experts(group, names, placements):
+    """Five experts, over 4 ranks: two, two, one and none; and their tensor-parallel matrices."""
+    model = [("muon", (5, 12, 8)), ("muon", (5, 8, 24)), ("muon", (12, 12))]
+    mesh, params, optimizer = sharded_model(
+        group, model, names, [Shard(0)] + [Replicate()] * (len(names) - 1), torch.float64
+    )
+    pieces = [nn.Parameter(distribute_tensor(full([p])[0], mesh, placements)) for p in params[:2]]
+    groups = [
+        dict(g, params=[dict(zip(params[:2], pieces, strict=True)).get(p, p) for p in g["params"]])
+        for g in optimizer.param_groups
+    ]
+    params[:2], optimizer = pieces, DistMuonAdamW(groups, group)
+    for step in range(5):
+        for i, param in enumerate(params):
+            grad = mean_gradient(i, tuple(param.shape), torch.float64, step, 1, 0)
+            param.grad = distribute_tensor(grad, mesh, param.placements)
+        with mock.patch.object(dist, "all_to_all_single", mock.Mock(side_effect=dist.all_to_all_single)) as moved:
+            optimizer.step()
+        assert moved.call_count == 2  # the 2-D matrix alone
+    return full(params), optimizer.full_state_dict()["state"]
+
+
+@pytest.mark.parametrize(
+    "names, placements",
+    [(("ep",), [Shard(0)]), (("ep", "tp"), [Shard(0), Shard(1)]), (("ep", "tp"), [Shard(0), Shard(2)])],
+)
+def test_sharded_experts_are_replicated_experts_and_send_nothing(names, placements):
+    results = run_world(4, experts, names, placements)
+    assert_same_everywhere(results)
+    model = [("muon", (5, 12, 8)), ("muon", (5, 8, 24)), ("muon", (12, 12))]
+    assert_close(results[0], one_process(model, 5, torch.float64), 1e-10)
+
+
+# ---- what must hold
+
+
+def with_a_bad_gradient(group, names, placements, value):
+    mesh, params, optimizer = sharded_model(group, MODEL, names, placements, torch.float32)
+    train(optimizer, params, MODEL, 2, torch.float32, mesh=mesh, placements=placements)
+    before = full(params), optimizer.full_state_dict()["state"]
+    for i in (0, 12, 15):  # a matrix, a convolution, an AdamW parameter
+        for param, (_, shape) in zip(params, MODEL, strict=True):
+            param.grad = cut(torch.ones(shape), mesh, placements)
+        if params[i].grad.to_local().numel() and dist.get_rank(group) == dist.get_world_size(group) - 1:
+            params[i].grad.to_local().view(-1)[-1] = value
+        optimizer.step()
+    assert optimizer.skipped_steps == 3
+    after = full(params), optimizer.full_state_dict()["state"]
+    assert all(torch.equal(p, q) for p, q in zip(before[0], after[0], strict=True))
+    assert all(torch.equal(v, after[1][n][k]) for n, entry in before[1].items() for k, v in entry.items())
+
+
+@pytest.mark.parametrize("where", ["fsdp-2", "tp-rows", "fsdp-x-tp-rows"])
+def test_a_non_finite_gradient_on_one_rank_changes_nothing_anywhere(where):
+    size, names, placements = LAYOUTS[where]
+    run_world(size, with_a_bad_gradient, names, placements, math.nan)
+    run_world(size, with_a_bad_gradient, names, placements, math.inf)
+
+
+def half_way(group, where, state, params, settings=()):
+    """Three more steps from a whole state in this layout; returns what three more would need."""
+    _, names, placements = where
+    mesh, mine, optimizer = sharded_model(group, MODEL, names, placements, torch.float64, settings=settings, seed=3)
+    for p, q in zip(mine, params, strict=True):
+        p.data.copy_(cut(q, mesh, placements))
+    optimizer.load_state_dict(state)
+    optimizer.load_state_dict(optimizer.state_dict())  # a local state fits its own layout
+    train(optimizer, mine, MODEL, 3, torch.float64, start=state["step"], mesh=mesh, placements=placements)
+    return full(mine), {**optimizer.full_state_dict(), "step": state["step"] + 3}
+
+
+def test_state_moves_between_layouts():
+    params, groups = build(MODEL)
+    optimizer = MuonAdamW(groups)
+    state, result = {**optimizer.full_state_dict(), "step": 0}, [p.detach() for p in params]
+    route = ["fsdp-3", "replicated", "fsdp-x-tp-rows", "tp-rows-uneven", "fsdp-x-tp-columns", "fsdp-columns", "hsdp"]
+    for where in route:
+        size = LAYOUTS[where][0]
+        result, state = run_world(size, half_way, LAYOUTS[where], state, result)[0]
+    train(optimizer, params, MODEL, 3 * len(route), torch.float64)
+    expected = [p.detach() for p in params], optimizer.full_state_dict()["state"]
+    assert_close((result, state["state"]), expected, 1e-9)
+
+
+def on_disk(group, folder, where, save):
+    _, names, placements = where
+    mesh, params, optimizer = sharded_model(group, MODEL, names, placements, torch.float64, seed=7)
+    if save:
+        train(optimizer, params, MODEL, 2, torch.float64, mesh=mesh, placements=placements)
+    state = optimizer.state_dict()
+    flat = {f"{name}/{key}": value for name, entry in state["state"].items() for key, value in entry.items()}
+    if save:
+        dcp.save(flat, checkpoint_id=folder, process_group=group)
+    else:
+        dcp.load(flat, checkpoint_id=folder, process_group=group)
+        optimizer.load_state_dict(state)
+    return optimizer.full_state_dict()["state"]
+
+
+def test_a_local_state_goes_through_torchs_checkpoints(tmp_path):
+    for source in ("fsdp-x-tp-rows", "fsdp-3", "tp-columns"):
+        saved = run_world(LAYOUTS[source][0], on_disk, tmp_path / source, LAYOUTS[source], True)[0]
+        for target in ("fsdp-x-tp-columns", "fsdp-2", "replicated"):
+            loaded = run_world(LAYOUTS[target][0], on_disk, tmp_path / source, LAYOUTS[target], False)[0]
+            assert all(torch.equal(v, loaded[n][k]) for n, entry in saved.items() for k, v in entry.items())
+
+
+def comm_and_free(group):
+    settings = dict(comm_dtype=torch.bfloat16, free_grads=True, matmul_precision="highest")
+    model = [("muon", (24, 12))] * 3 + [("adamw", (64, 32))]
+    mesh, params, optimizer = sharded_model(group, model, ("dp",), ROWS, torch.float32, settings=settings)
+    sent, transfer = [], dist.all_to_all_single
+
+    def recorded(out, send, *args, **options):
+        sent.append(send.dtype)
+        return transfer(out, send, *args, **options)
+
+    torch.set_float32_matmul_precision("high")
+    try:
+        with mock.patch.object(dist, "all_to_all_single", recorded):
+            train(optimizer, params, model, 3, torch.float32, mesh=mesh, placements=ROWS)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert set(sent) == {torch.bfloat16} and all(p.grad is None for p in params)
+    return full(params)
+
+
+def test_comm_dtype_and_free_grads():
+    model = [("muon", (24, 12))] * 3 + [("adamw", (64, 32))]
+    expected = one_process(model, 3, torch.float32)[0]
+    for params in run_world(2, comm_and_free):
+        assert all(distance(p, q) < 0.02 for p, q in zip(params, expected, strict=True))
+
+
+def refused(group):
+    def construct(shape, names, placements, **options):
+        mesh = mesh_of(group, names)
+        param = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, placements))
+        with pytest.raises(ValueError) as error:
+            DistMuonAdamW([dict(MUON, params=[param], names=["w"], **options)], group)
+        return str(error.value)
+
+    both = ("dp", "tp")
+    return [
+        construct((8, 8), both, [Shard(0), Shard(0)]),
+        construct((8, 8), ("a", "b"), [Shard(0), Shard(1)]),
+        construct((4, 8, 8), ("dp", "tp"), [Shard(1), Replicate()]),
+        construct((9, 8), both, [Shard(1), Shard(0)], tensor_parallel="blockwise"),
+        construct((8, 8), both, [Replicate(), Shard(0)], tensor_parallel="blockwise", split=(4, 4)),
+    ]
+
+
+def test_what_has_no_transport_is_refused_by_name():
+    for errors in run_world(4, refused):
+        assert all(error.startswith("w: ") for error in errors)
+        assert "parallelize_module before fully_shard" in errors[0]
+        assert all("no transport" in error for error in errors[1:3])
+        assert all("use duplicated" in error for error in errors[3:])
+
+
+@pytest.mark.parametrize("split", [0, 7, (10, 20), ("qkv", (3, 2, 2)), ("qkv", ()), (), "qk"])
+def test_a_split_that_does_not_divide_is_refused(split):
+    with pytest.raises(ValueError, match="split"):
+        MuonAdamW([dict(MUON, params=[nn.Parameter(torch.ones(48, 20))], split=split)])
+
+
+def test_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="tensor_parallel"):
+        MuonAdamW([dict(MUON, params=[nn.Parameter(torch.ones(48, 20))], tensor_parallel="both")])
