@@ -183,8 +183,10 @@ class MuonAdamW(torch.optim.Optimizer):
     param_groups: dicts with `kind` ("muon" | "adamw"), `params` and every key of REQUIRED; for Muon any of
     MUON_OPTIONS. `beta2=None` is Muon without variance reduction, `ns_steps=None` the coefficient set's own length.
     `names`, aligned with params, name the state; without them names are group{i}.{j}. lr, momentum, betas, beta2, eps
-    and weight_decay are read from the groups at every step. ValueError at construction for anything unknown, missing
-    or impossible.
+    and weight_decay are read from the groups at every step. `split` names the parts of a fused matrix
+    (`param_groups.split_rows`): each is orthogonalized by itself, with its own second moment and the scale of its own
+    shape; their second moments are saved one after the other, (S, 1). ValueError at construction for anything unknown,
+    missing or impossible.
 
     A gradient of None counts as zero. `p.grad` is not changed. If any gradient is not finite the step is not applied:
     parameters and state stay as they were, and `skipped_steps`, a 0-D tensor, counts it.
@@ -257,7 +259,7 @@ class MuonAdamW(torch.optim.Optimizer):
         whole, shape = not cuts(param), tuple(param.shape)
         if whole and self.world.size > 1 and param.numel() >= SMALL:
             piece = Rows(param, group, self.world, *self.world.share(len(param)), split=True)
-            kept = Kept(shape, self.world.mesh, (Shard(0),))
+            kept = Kept(shape, self.world.mesh(param), (Shard(0),))
         else:
             piece = Rows(param, group, self.world if whole else World())
             kept = Kept(shape) if whole else Kept(shape, param.device_mesh, param.placements)
@@ -292,12 +294,14 @@ class MuonAdamW(torch.optim.Optimizer):
         """One update from the gradients in `p.grad`. Returns the closure's loss, if there is one."""
         with torch.enable_grad():
             loss = closure() if closure else None
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(self.matmul_precision or precision)
+        if self.matmul_precision is not None:
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision(self.matmul_precision)
         try:
             self._update()
         finally:
-            torch.set_float32_matmul_precision(precision)
+            if self.matmul_precision is not None:
+                torch.set_float32_matmul_precision(before)
         self.skipped_steps += self._ok == 0
         return loss
 
@@ -599,13 +603,16 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 class DistMuonAdamW(MuonAdamW):
-    """The same over the ranks of a process group, with replicated parameters: gradients and state are split (ZeRO-2).
+    """The same over the ranks of a process group: gradients and state of replicated parameters are split (ZeRO-2),
+    parameters that are themselves in pieces (DTensor: FSDP2, tensor parallelism) are worked on where they live.
 
     process_group: default the whole world; a world of one where torch.distributed is not initialized and torchrun did
-    not start us. Every rank constructs it with the same groups; parameters are broadcast from rank 0. The update uses
-    the mean of `p.grad` over ranks; `p.grad` itself is not changed. comm_dtype: of the reduction, default the
-    gradient's own.
+    not start us. It holds the ranks of all device meshes. Every rank constructs it with the same groups. comm_dtype: of
+    the reduction, and of both transfers of sharded matrices; default the gradient's own. free_grads: set `p.grad` to
+    None as soon as it is used; otherwise it is not changed. matmul_precision: None, or highest | high | medium
+    (torch.set_float32_matmul_precision) during the step.
 
+    **Replicated parameters.** They are broadcast from rank 0, and the update uses the mean of `p.grad` over ranks.
     W ranks, parameters of R rows, banks of K same-shaped matrices:
 
       parameters                collect                             state on a rank         deliver
@@ -618,6 +625,33 @@ class DistMuonAdamW(MuonAdamW):
     and state: (1 + 1/W) times the padded bytes of what is in flight, which is everything (AdamW rows that divide by W
     are sent from `p.grad` and received in the parameter, so they count 1/W), one batch of a bank, its temporaries.
     After every step all ranks hold bitwise the same parameters; a world of one does what MuonAdamW does.
+
+    **Parameters in pieces.** A DTensor that is not cut anywhere counts as replicated. Otherwise its gradient is final
+    over its mesh and nothing is averaged again. Momentum and AdamW's moments are cut like the parameter. The mesh
+    dimension called "tp" is tensor parallelism, any other that cuts is data parallelism; W ranks of the latter:
+
+      parameters                collect                             second moment           deliver
+      AdamW                     nothing                             pieces                  nothing
+      Muon, (E, m, n) by E      nothing                             pieces                  nothing
+      Muon                      all_to_all of momentum shards       whole, at the owner     all_to_all of update shards
+
+    The last row goes through a pipeline: one chunk of same-shaped matrices is admitted a round, so that its collect
+    runs under the compute of the one before; the first one's runs under the AdamW groups and the experts. A rank sends
+    2(W-1)/W times the bytes of its shards. chunk_size: matrices in a chunk (default: about CHUNK_BYTES of them on each
+    owner). max_in_flight: chunks that hold buffers at once, each what it sends and what it receives; 3 hide both
+    transfers, 2 the collect, 1 nothing.
+
+    tensor_parallel (of a Muon group) says how T ranks orthogonalize an (m, n) matrix cut by rows or columns; s and l
+    are its short and its long side:
+
+      mode          default where               sent by a rank                  computed by a rank       result
+      distributed   the long side is cut, or    2(T-1)/T s^2 a step, twice      products with X: 1/T,    the whole
+                    a square                    in all in Gram form             of s x s: all of them    matrix's
+      duplicated    the short side is cut, or   (T-1)/T l s                     all of it                the whole
+                    the rows of fused parts                                                              matrix's
+      blockwise     never                       nothing                         its block: 1/T or less   each block's
+
+    `distributed` falls back to `duplicated` where that is the default.
     """
 
     def __init__(
@@ -629,6 +663,8 @@ class DistMuonAdamW(MuonAdamW):
             world = World.of(process_group or dist.group.WORLD, comm_dtype)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("torchrun started several processes: call torch.distributed.init_process_group first")
+        if max_in_flight < 1 or chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"{max_in_flight=} and {chunk_size=} must be at least 1")
         self.max_in_flight, self.chunk_size, self.free_grads = max_in_flight, chunk_size, free_grads
         super().__init__(param_groups, world, matmul_precision=matmul_precision)
 

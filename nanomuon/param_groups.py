@@ -93,15 +93,15 @@ def split_rows(split, m):
     split: ("qkv", (q, k, v)), the rows of each in a query group; a tuple of row counts, the parts one after the other;
     or the number of heads, each a part. ValueError where m rows are not so many.
     """
-    heads, groups = split if isinstance(split, int) else 1, 1
+    heads, grouped, rows = 1, False, split
     if isinstance(split, int):
-        rows = (m // max(split, 1),)
-    else:
-        rows = tuple(split[1] if split and split[0] == "qkv" else split)
+        heads, rows = split, (m // max(split, 1),)
+    elif len(split) == 2 and split[0] == "qkv":
+        grouped, rows = True, split[1]
+    rows = tuple(rows)
     if not rows or not all(isinstance(each, int) and each > 0 for each in rows):
         raise ValueError(f"split={split!r}: neither a number of heads nor row counts")
-    if not isinstance(split, int) and split[0] == "qkv":
-        groups = m // sum(rows)
+    groups = m // sum(rows) if grouped else 1
     if heads * groups * sum(rows) != m:
         raise ValueError(f"split={split!r} does not divide {m} rows")
     return heads, groups, rows

@@ -45,9 +45,8 @@ class World:
         size = dist.get_world_size(group)
         return cls(group, size, dist.get_rank(group), comm_dtype, [0] * size)
 
-    @functools.cached_property
-    def mesh(self):
-        return DeviceMesh.from_group(self.group, "cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+    def mesh(self, like):
+        return DeviceMesh.from_group(self.group, like.device.type)
 
     def share(self, rows, rank=None):
         """(lo, hi) of a rank's ceil(rows/W) rows, the last ones short or empty: DTensor's Shard. Default this rank."""
@@ -422,7 +421,7 @@ def keep(bank, matrix):
     if not cuts(param):
         home = {} if world.size == 1 else dict(world=world, owner=matrix.owner)
         if batch and home:  # cut over ranks like Shard(0)
-            home = dict(mesh=world.mesh, placements=(Shard(0),))
+            home = dict(mesh=world.mesh(param), placements=(Shard(0),))
         return Kept(momentum, **home), Kept(second, **home)
     mesh = param.device_mesh
     places = [Shard(0) if batch and (axis, 0) in cuts(param) else Replicate() for axis in range(mesh.ndim)]

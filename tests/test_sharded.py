@@ -1,5 +1,6 @@
 """DTensor parameters in DistMuonAdamW, in gloo worlds of 2 to 4 ranks, against MuonAdamW on the whole parameters."""
 
+import functools
 import math
 import os
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -137,12 +138,17 @@ class Net(nn.Module):
         return self.narrow(torch.tanh(self.square(x)))
 
 
+def net_batch(step, rank, shards, dtype):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(11, (12,), generator=generator)
+    targets = torch.randn(12, 3, generator=generator, dtype=torch.float64).to(dtype)
+    return tokens[rank::shards], targets[rank::shards]
+
+
 def train_net(net, optimizer, shards, rank, dtype):
     """Ten steps on 12 rows, of which this data-parallel rank has every shards-th."""
     for step in range(10):
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(11, (12,), generator=generator)[rank::shards]
-        targets = torch.randn(12, 3, generator=generator, dtype=torch.float64).to(dtype)[rank::shards]
+        tokens, targets = net_batch(step, rank, shards, dtype)
         (net(tokens) - targets).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -503,12 +509,74 @@ def test_comm_dtype_and_free_grads():
         assert all(distance(p, q) < 0.02 for p, q in zip(params, expected, strict=True))
 
 
+def partial_sums(group):
+    """Gradients that tensor parallelism left as partial sums, or whole on every rank."""
+    mesh, size = mesh_of(group, ("tp",)), dist.get_world_size(group)
+    _, params, optimizer = sharded_model(group, FUSED, ("tp",), ROWS, torch.float64)
+    for step in range(3):
+        for i, (param, (_, shape)) in enumerate(zip(params, FUSED, strict=True)):
+            grad = mean_gradient(i, shape, torch.float64, step, 1, 0)
+            whole = DTensor.from_local(grad, mesh, [Replicate()])
+            param.grad = DTensor.from_local(grad / size, mesh, [Partial()]) if i % 2 else whole
+        optimizer.step()
+    return full(params)
+
+
+def test_gradients_that_are_placed_otherwise():
+    expected = one_process(FUSED, 3, torch.float64)[0]
+    for params in run_world(3, partial_sums):
+        assert all(distance(p, q) < 1e-10 for p, q in zip(params, expected, strict=True))
+
+
+def beside_plain_ones(group):
+    """FSDP2 and plain parameters in one model; the plain ones' gradients are each rank's own, and averaged here."""
+    net, rank, size = Net(torch.float64), dist.get_rank(group), dist.get_world_size(group)
+    fully_shard(net.up, mesh=mesh_of(group, ("dp",)))
+    fully_shard(net.square, mesh=mesh_of(group, ("dp",)))
+    optimizer, launched = DistMuonAdamW(net_groups(net), group), []
+    for step in range(10):
+        tokens, targets = net_batch(step, rank, size, torch.float64)
+        with optimizer.overlap_backward():
+            (net(tokens) - targets).square().mean().backward()
+        launched.append(len(optimizer._running))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert launched == [len(optimizer._units)] * 10 and optimizer._chunks
+    return full(net.parameters())
+
+
+def test_sharded_and_plain_parameters_in_one_model():
+    net = Net(torch.float64)
+    train_net(net, MuonAdamW(net_groups(net)), 1, 0, torch.float64)
+    for params in run_world(3, beside_plain_ones):
+        assert all(distance(p, q) < 1e-9 for p, q in zip(params, net.parameters(), strict=True))
+
+
+def compiled(group, placements, mode):
+    os.environ["NANOMUON_COMPILE"] = "1"
+    try:
+        with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+            model = [("muon", (48, 32))] * 2 + [("adamw", (64, 40))]
+            names, options = (("tp",) if mode else ("dp",)), dict(split=("qkv", (8, 4, 4)), tensor_parallel=mode)
+            return many_processes(group, model, names, placements, 2, torch.float32, 0, options)
+    finally:
+        os.environ["NANOMUON_COMPILE"] = "0"
+
+
+def test_compiled():
+    expected = one_process([("muon", (48, 32))] * 2 + [("adamw", (64, 40))], 2, torch.float32, split=("qkv", (8, 4, 4)))
+    for placements, mode in ((ROWS, None), (COLUMNS, "duplicated")):
+        for result in run_world(2, compiled, placements, mode):
+            assert_close(result, expected, 5e-4)
+
+
 def refused(group):
-    def construct(shape, names, placements, **options):
+    def construct(shape, names, placements, single=False, **options):
         mesh = mesh_of(group, names)
         param = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, placements))
         with pytest.raises(ValueError) as error:
-            DistMuonAdamW([dict(MUON, params=[param], names=["w"], **options)], group)
+            groups = [dict(MUON, params=[param], names=["w"], **options)]
+            MuonAdamW(groups) if single else DistMuonAdamW(groups, group)
         return str(error.value)
 
     both = ("dp", "tp")
@@ -518,15 +586,17 @@ def refused(group):
         construct((4, 8, 8), ("dp", "tp"), [Shard(1), Replicate()]),
         construct((9, 8), both, [Shard(1), Shard(0)], tensor_parallel="blockwise"),
         construct((8, 8), both, [Replicate(), Shard(0)], tensor_parallel="blockwise", split=(4, 4)),
+        construct((8, 8), both, [Shard(0), Replicate()], single=True),
     ]
 
 
 def test_what_has_no_transport_is_refused_by_name():
     for errors in run_world(4, refused):
-        assert all(error.startswith("w: ") for error in errors)
+        assert all(error.startswith("w") for error in errors)
         assert "parallelize_module before fully_shard" in errors[0]
         assert all("no transport" in error for error in errors[1:3])
-        assert all("use duplicated" in error for error in errors[3:])
+        assert all("use duplicated" in error for error in errors[3:5])
+        assert "DistMuonAdamW" in errors[5]
 
 
 @pytest.mark.parametrize("split", [0, 7, (10, 20), ("qkv", (3, 2, 2)), ("qkv", ()), (), "qk"])
