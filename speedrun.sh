@@ -36,11 +36,11 @@ case $GPUS in
         ;;
     1)
         CORPUS=${CORPUS:-$WEB} DEPTH=${DEPTH:-12}
-        FLAGS=(--device-batch-size 16 --eval-every 250 --save-every 500)
+        FLAGS=(--eval-every 250 --save-every 500)
         ;;
     *)
         CORPUS=${CORPUS:-$WEB} DEPTH=${DEPTH:-24}
-        FLAGS=(--device-batch-size 16 --eval-every 250 --save-every 500)
+        FLAGS=(--eval-every 250 --save-every 500)
         ;;
 esac
 RUN=${RUN:-d$DEPTH-$(printf %s "$CORPUS" | tr -c 'A-Za-z0-9._-' '-')}

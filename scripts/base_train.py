@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from nanomuon import checkpoint, footprint, parallel, recipe, report, schedule, shards
+from nanomuon.attention import choose
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.generate import sample_texts
@@ -53,9 +54,10 @@ from nanomuon.runtime import (
 )
 from nanomuon.tokenizer import Tokenizer
 
+EAGER_STEPS = 3  # before it is decided whether to compile
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
 # arguments that a run does not remember
-OF_THE_LAUNCH = ("run", "resume", "plan", "wandb", "no_compile", "shard", "tensor_parallel")
+OF_THE_LAUNCH = ("run", "resume", "plan", "wandb", "shard", "tensor_parallel")
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}  # other corpora: none
 
 
@@ -76,7 +78,8 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
     add("--no-qk-norm", action="store_true", help="do not normalize queries and keys")
     add("--qk-clip", type=float, metavar="TAU", help="with --no-qk-norm: scale heads whose largest attention logit is "
         "above TAU back to it, say 100 (default: off)")  # fmt: skip
-    add("--device-batch-size", type=int, default=16, help="rows per device and micro-step (default: %(default)s)")
+    add("--device-batch-size", type=int, help="rows per device and micro-step (default: a power of two that fits into "
+        "the memory of the GPU, 16 on a CPU)")  # fmt: skip
     add("--total-batch-size", type=int, help="tokens per optimizer step (default: from the length of the run)")
     add("--num-iterations", type=int, help="optimizer steps (default: from --target-param-data-ratio)")
     add("--target-param-data-ratio", type=float, default=10.5, help="training tokens per parameter of the matrices and "
@@ -103,7 +106,8 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
         "divides the key-value heads (default: %(default)s)")  # fmt: skip
     add("--seed", type=int, default=0, help="of initial weights, data order and samples (default: %(default)s)")
     add("--wandb", action="store_true", help="log to Weights & Biases as well (WANDB_MODE=offline works)")
-    add("--no-compile", action="store_true", help="run eagerly: a quick start and slower steps (as NANOMUON_COMPILE=0)")
+    add("--compile", action=argparse.BooleanOptionalAction, help="compile model and optimizer, or run eagerly, as "
+        "NANOMUON_COMPILE=1 or 0 (default: after some eager steps, where the run then ends sooner)")  # fmt: skip
     add("--plan", action="store_true", help="print the size of the run, its memory and its time, and stop")
     parser.set_defaults(**recipe.param_groups.__kwdefaults__, **recipe.schedule.__kwdefaults__)
     args = parser.parse_args(argv, argparse.Namespace(**remembered))
@@ -136,7 +140,10 @@ def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[
 
 
 def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime) -> tuple[GPTConfig, int, int]:
-    """The model's shape, tokens per optimizer step and number of steps that the arguments ask for."""
+    """The model's shape, tokens per optimizer step and number of steps that the arguments ask for.
+
+    Puts into the arguments the rows of a micro-step where they leave them open.
+    """
     seq_len = args.max_seq_len or (2048 if runtime.device.type == "cuda" else 256)
     try:
         config = GPTConfig.from_depth(
@@ -148,6 +155,9 @@ def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime) -> tup
     data_parallel = parallel.data_parallel_size(runtime.world_size, args.tensor_parallel, config)
     counts = meta_model(config).parameter_counts()
     tokens = schedule.training_tokens(counts["matrices"] + counts["lm_head"], args.target_param_data_ratio)
+    if args.device_batch_size is None:
+        wanted = args.total_batch_size or schedule.total_batch_size(tokens, seq_len * data_parallel)
+        args.device_batch_size = choose_device_batch_size(args, config, wanted // (seq_len * data_parallel), runtime)
     unit = args.device_batch_size * seq_len * data_parallel
     batch = args.total_batch_size or schedule.total_batch_size(tokens, unit)
     if batch % unit:
@@ -157,6 +167,73 @@ def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime) -> tup
             f"x {data_parallel} data-parallel processes); the nearest that are: {sizes}, or change --device-batch-size"
         )
     return config, batch, args.num_iterations or max(1, tokens // batch)
+
+
+def choose_device_batch_size(args, config: GPTConfig, rows: int, runtime: Runtime) -> int:
+    """Rows of a micro-step, a power of two that divides the `rows` of a step: what fits into memory; on a CPU 16 at
+    most, where more gain nothing.
+
+    On CUDA one row and two are tried, eagerly, which takes more memory than the compiled model does; where parameters
+    live in pieces the formula stands for it.
+    """
+    rows, device = max(1, rows), runtime.device
+    fsdp, itemsize = args.shard == "fsdp", runtime.compute_dtype.itemsize
+    one, two = (
+        footprint.footprint(config, runtime.world_size, fsdp, args.tensor_parallel, tried, 1, itemsize)
+        for tried in (1, 2)
+    )
+    needed = [footprint.memory(one), footprint.memory(two)]
+    if device.type == "cpu":
+        capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // runtime.world_size
+        return schedule.rows_that_fit(math.gcd(rows, 16), *needed, capacity)
+    capacity = torch.cuda.mem_get_info(device)[0]
+    if not fsdp and args.tensor_parallel == 1:
+        needed = [one["state"] + one["buffers"] + peak for peak in probe_memory(config, runtime)]
+    fitting = torch.tensor(schedule.rows_that_fit(rows, *needed, capacity), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(fitting, op=dist.ReduceOp.MIN)
+    return int(fitting)
+
+
+def probe_memory(config: GPTConfig, runtime: Runtime) -> list[int]:
+    """Bytes on the GPU at the height of forward and backward for one row and for two, with weights and gradients."""
+    gpt, peaks = build_model(config, runtime, seed=0), []
+    for rows in (1, 2):
+        torch.cuda.reset_peak_memory_stats(runtime.device)
+        tokens = torch.zeros(rows, config.seq_len, dtype=torch.int64, device=runtime.device)
+        gpt(tokens, tokens).backward()
+        gpt.zero_grad(set_to_none=True)
+        peaks.append(torch.cuda.max_memory_allocated(runtime.device))
+    del gpt
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(runtime.device)
+    return peaks
+
+
+def choose_attention(args, config: GPTConfig, runtime: Runtime, new: bool) -> GPTConfig:
+    """On CUDA, take the fastest attention kernels. A new run whose window costs more than full attention goes without.
+
+    Returns the config.
+    """
+    windows = sorted({config.window(layer) for layer in range(config.depth)} - {None})
+    if runtime.device.type == "cpu":
+        if windows:
+            print0("attention windows save no time on a CPU: what they hide is computed and masked")
+        return config
+    best = choose(
+        args.device_batch_size, config.seq_len, config.heads // args.tensor_parallel,
+        config.kv_heads // args.tensor_parallel, config.head_dim, windows=[None, *windows], device=runtime.device,
+        dtype=runtime.compute_dtype,
+    )  # fmt: skip
+    print0("attention: " + ", ".join(f"{f'window {window}' if window else 'full'} {name} {ms:.2f} ms"
+                                     for window, (ms, name) in best.items()))  # fmt: skip
+    excess = torch.tensor([best[window][0] - best[None][0] for window in windows] or [0.0], device=runtime.device).max()
+    if dist.is_initialized():
+        dist.broadcast(excess, 0)
+    if new and excess > 0:
+        print0("a window costs more than full attention on this device: using full attention")
+        return replace(config, window_pattern="L")
+    return config
 
 
 def meta_model(config: GPTConfig) -> GPT:
@@ -351,9 +428,7 @@ class Run:
             args.seed, runtime.device, loader_state,
         )  # fmt: skip
         if runtime.rank == 0:
-            options = {key: value for key, value in vars(args).items() if key not in OF_THE_LAUNCH}
-            options |= {"total_batch_size": self.batch, "max_seq_len": self.config.seq_len}
-            start_run_folder(self.dir, self.settings, options, self.tokenizer, afresh=args.resume == "never")
+            start_run_folder(self.dir, self.settings, self.options(), self.tokenizer, afresh=args.resume == "never")
         self.checkpoints = checkpoint.Checkpointer(self.dir, resumed, args.keep_last, background=True)
         self.log = None
         if runtime.rank == 0:
@@ -366,13 +441,39 @@ class Run:
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes).to(runtime.device)
         print_plan(args, self.config, self.batch, self.steps, runtime)
         self.model = self.gpt
-        if compile_enabled() and self.mesh:
-            for block in self.gpt.blocks:  # what FSDP2 does between blocks stays outside
-                block.compile(dynamic=False)
-        elif compile_enabled():
-            self.model = torch.compile(self.gpt, dynamic=False)
         if compile_enabled() and self.step < self.steps:
             print0("compiling: the first step takes a while (--no-compile starts at once)")
+            self.compile()
+
+    def compile(self) -> None:
+        if self.mesh:
+            for block in self.gpt.blocks:  # what FSDP2 does between blocks stays outside
+                block.compile(dynamic=False)
+        else:
+            self.model = torch.compile(self.gpt, dynamic=False)
+
+    def options(self) -> dict:
+        """What the run remembers of its arguments."""
+        options = {key: value for key, value in vars(self.args).items() if key not in OF_THE_LAUNCH}
+        of_config = {"max_seq_len": self.config.seq_len, "window_pattern": self.config.window_pattern}
+        return options | {"total_batch_size": self.batch} | of_config
+
+    def decide_compilation(self, eager_ms: float) -> None:
+        """Compile from here on if the run then ends sooner. Written down: compiled and eager steps round differently,
+        and a resumed run shall repeat this one."""
+        seconds = torch.tensor(eager_ms / 1000, device=self.runtime.device)
+        if dist.is_initialized():
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # all ranks decide the same
+        left = self.steps - self.step
+        costs, saves = schedule.compilation(self.runtime.device.type, self.config.depth, left * seconds.item())
+        self.args.compile = costs < saves
+        print0(f"{'compiling' if self.args.compile else 'staying eager'}: to compile takes about {duration(costs)} and "
+               f"saves about {duration(saves)} in {left} steps (--compile and --no-compile decide it)")  # fmt: skip
+        if self.runtime.rank == 0:
+            write_json(self.dir / "settings.json", {**self.settings, "options": self.options()})
+        if self.args.compile:
+            os.environ["NANOMUON_COMPILE"] = "1"
+            self.compile()
 
     def train(self) -> int | None:
         """The loop. Returns None where the run has all of its steps, else the exit code."""
@@ -386,6 +487,8 @@ class Run:
             requests.save |= 0 <= args.save_minutes * 60 < time.monotonic() - saved_at
             row, stop, save_now = self.train_step(requests)
             watchdog.end(row["step_ms"])
+            if args.compile is None and EAGER_STEPS <= self.step < self.steps:
+                self.decide_compilation(min(watchdog.times))
             if self.log:
                 self.log.log(row)
             now = time.perf_counter()
@@ -570,11 +673,13 @@ class Run:
 
 
 def choose_compilation(args) -> None:
-    if args.no_compile:
-        os.environ["NANOMUON_COMPILE"] = "0"
-    elif compile_enabled() and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+    """What the environment says, and else the arguments; None, to be decided on the way, starts eagerly."""
+    if "NANOMUON_COMPILE" in os.environ:
+        args.compile = compile_enabled()
+    if args.compile is not False and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
         print0("no C++ compiler found: running eagerly, which is slower (install g++ to compile)")
-        os.environ["NANOMUON_COMPILE"] = "0"
+        args.compile = False
+    os.environ["NANOMUON_COMPILE"] = "1" if args.compile else "0"
 
 
 def main(argv: list[str] | None = None) -> int | None:
@@ -590,6 +695,8 @@ def main(argv: list[str] | None = None) -> int | None:
     data = first_rank_first(lambda: shards.prepare_for_training(args.corpus, args.vocab_size), runtime)
     config, batch, steps = plan_run(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime)
 
+    new = args.resume == "never" or not (base_dir() / "runs" / args.run / "settings.json").exists()
+    config = choose_attention(args, config, runtime, new)
     run = Run(args, runtime, config, batch, steps, data)
     if run.is_complete():
         return 0

@@ -42,6 +42,7 @@ def main(argv=None):
     if own.rounds < 1:
         raise InputError(f"--rounds must be at least 1, not {own.rounds}")
     args = base_train.parse_arguments(rest, {})
+    args.compile = args.compile is not False  # no run to end sooner
     base_train.choose_compilation(args)
     runtime = start()
     if runtime.world_size > 1:

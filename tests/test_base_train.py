@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nanomuon.gpt import GPT
 from nanomuon.report import read_metrics
 from nanomuon.runtime import InputError, run_command
 from scripts import base_eval, base_train, sample
@@ -209,6 +210,42 @@ def test_help_teaches(module, capsys):
     with pytest.raises(SystemExit) as caught:
         module.main(["--help"])
     assert caught.value.code == 0 and "python -m scripts." in capsys.readouterr().out
+
+
+def test_compiling_is_decided_by_what_it_saves_and_remembered(base, monkeypatch, capsys):
+    """With a compiler that changes nothing and takes no time: what counts is when it is called."""
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
+    for pays in (False, True):
+        monkeypatch.delenv("NANOMUON_COMPILE", raising=False)
+        monkeypatch.setattr("nanomuon.schedule.compilation", lambda *_, pays=pays: (60.0, 61.0 if pays else 59.0))
+        name, compiled[:] = f"decided_{pays}", []
+        assert base_train.main(arguments(base, name, 4, "--eval-every", "-1", "--save-every", "-1")) == 0
+        assert ("compiling: to compile" if pays else "staying eager: to compile") in capsys.readouterr().out
+        assert any(isinstance(each, GPT) for each in compiled) is pays
+        options = json.loads((base / "runs" / name / "settings.json").read_text())["options"]
+        assert options["compile"] is pays
+
+        monkeypatch.delenv("NANOMUON_COMPILE")
+        compiled.clear()
+        assert base_train.main(arguments(base, name, 6, "--eval-every", "-1", "--save-every", "-1")) == 0
+        assert "to compile takes" not in capsys.readouterr().out
+        assert any(isinstance(each, GPT) for each in compiled) is pays
+
+    for flag in ("--compile", "--no-compile"):  # given: nothing to decide
+        monkeypatch.delenv("NANOMUON_COMPILE")
+        compiled.clear()
+        options = "--eval-every", "-1", "--save-every", "-1", flag
+        assert base_train.main(arguments(base, f"given{flag}", 4, *options)) == 0
+        assert "to compile takes" not in capsys.readouterr().out
+        assert any(isinstance(each, GPT) for each in compiled) is (flag == "--compile")
+
+
+def test_rows_of_a_micro_step_are_chosen_to_divide_the_batch(base, capsys):
+    flags = f"--depth 2 --max-seq-len 32 --corpus path:{base}/texts --vocab-size 300 --plan --total-batch-size".split()
+    for rows, chosen in ((64, 16), (24, 8), (5, 1)):
+        assert base_train.main([*flags, str(32 * rows)]) == 0
+        assert f"{chosen} rows x {rows // chosen} micro-steps" in capsys.readouterr().out
 
 
 def test_wandb_works_offline(base, monkeypatch):

@@ -44,3 +44,21 @@ def test_batch_grows_with_the_run_and_divides_evenly():
 def test_nearest_batch_sizes():
     assert schedule.nearest_batch_sizes(5000, 4096) == [4096, 8192]
     assert schedule.nearest_batch_sizes(100, 4096) == [4096]
+
+
+def test_rows_that_fit_divide_the_batch_and_leave_a_margin():
+    # 100 bytes and 50 a row: 16 rows take 900 bytes, 85% of 1,059
+    assert schedule.rows_that_fit(64, 150, 200, 1059) == 16
+    assert schedule.rows_that_fit(64, 150, 200, 1058) == 8
+    assert schedule.rows_that_fit(64, 150, 200, 10**6) == 64
+    assert schedule.rows_that_fit(24, 150, 200, 10**6) == 8
+    assert schedule.rows_that_fit(64, 150, 200, 10) == 1  # one row is the least there is
+
+
+def test_compilation_pays_in_long_runs_only():
+    for device in ("cpu", "cuda"):
+        costs, saves = schedule.compilation(device, 4, 10.0)
+        assert 0 < saves < 10 and costs > saves
+        costs, saves = schedule.compilation(device, 4, 3600.0)
+        assert saves > costs
+        assert schedule.compilation(device, 12, 10.0)[0] > costs
