@@ -294,7 +294,7 @@ def train(task, place, text, seed, file):
     for step in range(task["steps"] + 1):
         last = step == task["steps"]
         if step % task["eval_every"] == 0 or last:
-            whole = step % task["whole_every"] == 0 or last
+            whole = last or (step > 0 and step % task["whole_every"] == 0)
             curve.append((step, evaluate(part), evaluate(validation) if whole else None))
         if last:
             break

@@ -259,3 +259,24 @@ def test_a_sweep_has_seeds_of_its_own_and_takes_each_at_its_best(lab, tmp_path, 
     output = capsys.readouterr().out
     assert "2 (edge)" in output and "1 (edge)" not in output and "a wider sweep" in output
     assert "not distinguishable" in output
+
+
+def test_a_corpus_is_raced_on_with_the_loader_of_base_train(base, environment, tmp_path):
+    """In micro-steps or in one, the same step; an untrained model needs ln(vocabulary) nats for a token."""
+    options = dict(micro_rows=4, steps=2, eval_every=1, eval_batches=2, whole_every=1, unit="bits per byte")
+    place, task = race.corpus_task(f"path:{base}/texts", 300, dict(depth=1), seq_len=32, rows=8, **options)
+    task["name"] = "python"
+    halves = race.train(task, place, "default", 0, tmp_path / "halves.json")
+    whole = race.train(task | {"micro_rows": 8}, place, "default", 0, tmp_path / "whole.json")
+    assert halves["score"] == pytest.approx(whole["score"], abs=1e-4) and halves["initial"] == whole["initial"]
+    assert [point[2] is None for point in halves["curve"]] == [True, False, False]
+    task |= {"unit": "nats per token", "steps": 1}
+    tokens = race.train(task, place, "default:lr_scale=0", 0, tmp_path / "tokens.json")
+    assert tokens["score"] == pytest.approx(math.log(task["model"]["vocab_size"]), abs=0.01)
+    assert halves["score"] < halves["curve"][0][1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the task runs on this machine")
+def test_the_speedrun_refuses_a_cpu():
+    with pytest.raises(InputError, match="needs a GPU"):
+        optim_race.main(["--task", "speedrun", "--contenders", "default"])

@@ -1,0 +1,78 @@
+"""The recipe and the files that may stand in its place."""
+
+import functools
+
+import pytest
+import torch
+
+from nanomuon import recipe
+from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.optim import MuonAdamW
+from nanomuon.runtime import InputError
+from scripts import base_train
+from tests.training import arguments
+
+
+@functools.cache
+def model():
+    gpt = GPT(GPTConfig.from_depth(2, vocab_size=64, seq_len=16))
+    gpt.init_weights(0)
+    return gpt
+
+
+def test_every_parameter_is_trained_and_only_matrices_by_muon():
+    optimizer = recipe.make_optimizer(recipe.param_groups(model()))
+    assert isinstance(optimizer, MuonAdamW)
+    trained = [name for group in optimizer.param_groups for name in group["names"]]
+    assert sorted(trained) == sorted(name for name, _ in model().named_parameters())
+    muon = {name for group in optimizer.param_groups if group["kind"] == "muon" for name in group["names"]}
+    assert muon == {name for name in trained if name.startswith("blocks.") and "value_gate" not in name}
+
+
+def test_keywords_reach_their_groups():
+    groups = recipe.param_groups(model(), matrix_lr=0.125, weight_decay=0.5)
+    muon = [group for group in groups if group["kind"] == "muon"]
+    assert muon and all(group["lr"] == 0.125 and group["weight_decay"] == 0.5 for group in muon)
+
+
+def test_the_flags_of_base_train_have_the_defaults_of_the_recipe():
+    args = base_train.parse_arguments([], {})
+    for defaults in (recipe.param_groups.__kwdefaults__, recipe.schedule.__kwdefaults__):
+        assert defaults and all(getattr(args, name) == value for name, value in defaults.items())
+
+
+def test_the_learning_rate_falls_in_the_cooldown_and_leaves_the_group_as_it_was():
+    group = dict(kind="adamw", lr=0.5, betas=(0.9, 0.95))
+    rates = [recipe.schedule(group, step, 100, warmup_ratio=0.0, warmdown_ratio=0.5)["lr"] for step in (0, 49, 75, 99)]
+    assert rates[:2] == [0.5, 0.5] and 0.5 > rates[2] > rates[3] > 0 and group["lr"] == 0.5
+
+
+PARAM_GROUPS = """
+def param_groups(model):
+    return [dict(kind="adamw", params=list(model.parameters()), lr=0.25, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)]
+def schedule(group, step, steps):
+    return {"lr": group["lr"] / (1 + step)}
+"""
+
+
+def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, environment, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(PARAM_GROUPS)
+    build, schedule = recipe.load_recipe(file)
+    assert build(model())[0]["lr"] == 0.25 and schedule({"lr": 1.0}, 3, 4) == {"lr": 0.25}
+    base_train.main(arguments(base, "file", 3, "--optimizer-file", str(file), "--eval-every", "-1"))
+    rows = base_train.report.read_metrics(base / "runs" / "file" / "metrics.jsonl")[0]
+    assert [row["lr_multiplier"] for row in rows] == [1.0, 0.5, pytest.approx(1 / 3)]
+
+
+@pytest.mark.parametrize("text,message", [(None, "no such Python file"), ("x = 1", "has neither param_groups")])
+def test_a_file_that_is_no_recipe(text, message, tmp_path):
+    if text:
+        (tmp_path / "file.py").write_text(text)
+    with pytest.raises(InputError, match=message):
+        recipe.load_recipe(tmp_path / "file.py")
+
+
+def test_any_torch_optimizer_stays_what_it_is():
+    adamw = torch.optim.AdamW(model().parameters())
+    assert recipe.make_optimizer(adamw) is adamw
