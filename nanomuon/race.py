@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import statistics
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanomuon import attention, gpt, optim, orthogonalize, recipe, report, shards
+from nanomuon import attention, gpt, moe, optim, orthogonalize, qk_clip, recipe, report, shards
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.gpt import GPT, GPTConfig
@@ -41,7 +42,8 @@ def preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr):
         model,
         muon={},
         adamw=dict(adamw, lr=scalar_lr),
-        skip_keys=["value_gate"],
+        skip_keys=["value_gate", "router"],
+        expert_keys=["mlp.w1", "mlp.w2"],
         roles={"wte": dict(adamw, lr=embedding_lr), "value_embeds": dict(adamw, lr=embedding_lr),
                "lm_head": dict(adamw, lr=unembedding_lr)},
     )  # fmt: skip
@@ -248,7 +250,7 @@ def open_task(name, text, vocab_size, steps, model):
         task["model"] = asdict(GPTConfig(**task["model"]))
     except (TypeError, ValueError) as error:
         raise InputError(f"--model: {error}") from error
-    task["model_code"] = digest(*(Path(module.__file__).read_bytes() for module in (gpt, attention)))
+    task["model_code"] = digest(*(Path(module.__file__).read_bytes() for module in (gpt, attention, moe, qk_clip)))
     return place, task
 
 
@@ -324,7 +326,7 @@ def train(task, place, text, seed, file):
 def run_all(folder, task, place, contenders, seeds, jobs):
     """{name: its results, one a seed} of every contender; only what is not in `folder` yet is trained.
 
-    `jobs` runs at a time, each in a process with its share of the cores. InputError where `folder` holds runs of
+    `jobs` runs at a time, each in a process of one thread or on a GPU. InputError where `folder` holds runs of
     another task, or where two contenders had not the same start and the same rows.
     """
     check_task(folder, task)
@@ -337,8 +339,8 @@ def run_all(folder, task, place, contenders, seeds, jobs):
     if len(pending) < len(files):
         print(f"{len(files) - len(pending)} of {len(files)} runs are there already", flush=True)
     if pending:
-        context, jobs = multiprocessing.get_context("spawn"), min(jobs, len(pending))
-        with ProcessPoolExecutor(jobs, context, start_worker, (context.Value("i", 0), jobs)) as pool:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(jobs, len(pending)), context, start_worker, (context.Value("i", 0),)) as pool:
             running = [pool.submit(train, task, place, name, seed, files[name, seed]) for name, seed in pending]
             try:
                 for done, future in enumerate(as_completed(running), len(files) - len(pending) + 1):
@@ -362,10 +364,12 @@ def run_all(folder, task, place, contenders, seeds, jobs):
     return results
 
 
-def start_worker(counter, jobs):
+def start_worker(counter):
+    """One thread, or a GPU, for this process; it ends with the one that started it, however that ends."""
+    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
     with counter.get_lock():
         index, counter.value = counter.value, counter.value + 1
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // jobs))
+    torch.set_num_threads(1)
     if torch.cuda.is_available():
         os.environ["LOCAL_RANK"] = str(index % torch.cuda.device_count())
 

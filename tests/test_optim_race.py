@@ -4,10 +4,10 @@ import json
 import math
 import os
 import random
-import signal
 import subprocess
 import sys
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,11 +68,13 @@ def results(folder):
 def test_a_race_killed_and_resumed(lab, text, tmp_path, capsys):
     arguments = ["--contenders", "default", "adamw", "--seeds", "2"]
     command = [sys.executable, "-m", "scripts.optim_race", "--text", str(text), *SMALL, *arguments]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     folder = tmp_path / "races" / "shakespeare"
-    wait_until(lambda: list(folder.glob("*-seed*.json")), lambda: process.poll() is None)
-    os.killpg(process.pid, signal.SIGKILL)
+    wait_until(lambda: list(folder.glob("*-seed*.json")), lambda: process.poll() is None, seconds=240)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
     process.wait()
+    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children), lambda: True)
     kept = {file: file.stat().st_mtime_ns for file in folder.glob("*-seed*.json")}
     assert 1 <= len(kept) < 4
 
