@@ -115,15 +115,15 @@ def memory(footprint: dict[str, int]) -> int:
 def activations(config: GPTConfig, tokens: int, tensor_parallel: int, compute_bytes: int) -> int:
     """Bytes saved for the backward of `tokens` tokens, run eagerly; a compiled model saves less.
 
-    Per layer and channel 5 times the residual: running, mixed, between attention and MLP, and twice normalized. Divided
-    by tensor parallelism: queries and keys before and after their norm, values, value embeddings, what attention puts
-    out, and 2 times the 4 widths of the MLP. After the blocks the residual twice, and the logits twice in float32.
-    Below float32 also the weights of the products, in the lower precision.
+    Per layer and channel 6 times the residual: running, mixed, between attention and MLP, twice normalized, and after
+    the convolution. Divided by tensor parallelism: queries and keys before and after their norm, values, value
+    embeddings, what attention puts out, and 2 times the 4 widths of the MLP. After the blocks the residual twice, and
+    the logits twice in float32. Below float32 also the weights of the products, in the lower precision.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     embeds = sum(map(config.has_value_embed, range(config.depth))) / config.depth
     cut = (1 + config.qk_norm) * (queries + keys) + (1 + embeds) * keys + queries + 8 * config.width
-    channels = config.depth * (5 * config.width + cut / tensor_parallel) + 2 * config.width
+    channels = config.depth * (6 * config.width + cut / tensor_parallel) + 2 * config.width
     copies = config.vocab_size * config.width if compute_bytes < NUMBER else 0
     for part, count in parts(config, tensor_parallel).items():
         copies += count * math.prod(part.held) if part.muon and compute_bytes < NUMBER else 0

@@ -8,6 +8,7 @@ The ranks of one "dp" coordinate see the same rows of data. Parameters in pieces
 """
 
 import functools
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,8 @@ def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
         policy = MixedPrecisionPolicy(gpt.compute_dtype, torch.float32) if lower else MixedPrecisionPolicy()
         for block in gpt.blocks:
             fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+        # with tensor parallelism an embedding's output is a view, which would matter to operations in place
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         for embed in [gpt.wte, *gpt.value_embeds.values()]:
             fully_shard(embed, mesh=mesh["dp"]).set_unshard_in_backward(False)  # its gradient needs the tokens only
         fully_shard(gpt, mesh=mesh["dp"])

@@ -20,8 +20,8 @@ from tests.training import Ranks, arguments, losses
 from tests.worlds import run_world
 
 # On 4 ranks rows of the embeddings and of most matrices are uneven, and ranks have no row of the gates
-UNEVEN = GPTConfig(vocab_size=67, seq_len=16, depth=3, width=18, heads=3, kv_heads=3)
-HEADS = GPTConfig(vocab_size=67, seq_len=16, depth=3, width=16, heads=4, kv_heads=2)
+UNEVEN = GPTConfig(vocab_size=67, seq_len=32, depth=3, width=18, heads=3, kv_heads=3)
+HEADS = GPTConfig(vocab_size=67, seq_len=32, depth=3, width=16, heads=4, kv_heads=2)
 # data parallel, tensor parallel, fsdp
 REPLICATED, FSDP, TP, BOTH = (4, 1, False), (4, 1, True), (2, 2, False), (2, 2, True)
 OPTIONS = dict(momentum=0.9, ns_steps=5, beta2=0.95)
@@ -36,9 +36,10 @@ def eager():
 
 
 def batch(step, rank=0, ranks=1):
-    """This rank's rows of the four of a step."""
+    """This rank's rows of a step. Enough tokens that no hidden unit is all but dead: dividing by the second moment
+    would raise the rounding of its gradient 1e5 times."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(67, (4, 17), generator=generator).chunk(ranks)[rank]
+    tokens = torch.randint(67, (8, 33), generator=generator).chunk(ranks)[rank]
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -53,7 +54,7 @@ class Trained:
             self.mesh = parallel.device_mesh("cpu", data, tensor)
         self.model = build_model(config, Runtime(torch.device("cpu"), dtype), seed, self.mesh, self.fsdp)
         torch.set_default_dtype(torch.float32)
-        options = dict(OPTIONS, lr=0.02, weight_decay=0.1, **muon)
+        options = {**OPTIONS, "lr": 0.02, "weight_decay": 0.1, **muon}
         adamw = dict(lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
         groups = build_param_groups(self.model, muon=options, adamw=adamw)
         self.optimizer = DistMuonAdamW(groups) if self.mesh else MuonAdamW(groups)
