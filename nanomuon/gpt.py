@@ -242,7 +242,7 @@ class GPT(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean", cache: KVCache | None = None
     ) -> Tensor:
-        """tokens (B, T) int64 -> logits (B, T, V) float32; with targets (B, T) the cross-entropy in nats instead.
+        """tokens (B, T) int64 -> logits (B, T, V), float32 or better; with targets (B, T) the cross-entropy in nats.
 
         Targets of -1 are not predicted. reduction="none" gives one loss per token, (B * T,).
         """
@@ -258,7 +258,8 @@ class GPT(nn.Module):
             x = block(x, value_embed, rope, cache)
         if cache is not None:
             cache.length = positions.stop
-        logits = self.lm_head(norm(x)).float()
+        logits = self.lm_head(norm(x))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # cap * tanh(x / cap) by way of the sigmoid, which compiles to half the CPU time of the tanh (docs/log.md)
         logits = LOGIT_CAP * (2 * torch.sigmoid(logits * (2 / LOGIT_CAP)) - 1)
         if targets is None:
