@@ -122,10 +122,11 @@ class Contender:
             raise InputError(f"contender {self.source} has no {', '.join(unknown)}; it has {', '.join(known)}")
         return bound
 
-    def prepare(self, model):
-        """(optimizer, its groups as built, schedule) for a model."""
+    def prepare(self, model, task):
+        """(optimizer, its groups as built, schedule) for a model. A `batch` of the builder is the tokens of a step."""
         build, schedule = self.functions()
-        optimizer = recipe.make_optimizer(build(model))
+        batch = {"batch": task["rows"] * model.config.seq_len} if "batch" in inspect.signature(build).parameters else {}
+        optimizer = recipe.make_optimizer(build(model, **batch))
         for group in optimizer.param_groups:
             group["lr"] *= self.options.get("lr_scale", 1)
         return optimizer, [dict(group) for group in optimizer.param_groups], schedule
@@ -134,7 +135,7 @@ class Contender:
         """Changes with whatever could change what it does: its code, and its hyperparameters at every step."""
         code = [Path(module.__file__).read_bytes() for module in (optim, orthogonalize)]
         code += [Path(self.source).read_bytes()] if self.source not in PRESETS else []
-        _, groups, schedule = self.prepare(empty_model(task, "cpu"))
+        _, groups, schedule = self.prepare(empty_model(task, "cpu"), task)
         course = [[schedule(group, step, task["steps"]) for group in groups] for step in range(task["steps"])]
         return digest(*code, described(groups), course)
 
@@ -274,7 +275,7 @@ def train(task, place, text, seed, file):
     torch.manual_seed(seed)
     model = empty_model(task, runtime.device, runtime.compute_dtype)
     model.init_weights(seed)
-    optimizer, built, schedule = contender.prepare(model)
+    optimizer, built, schedule = contender.prepare(model, task)
     initial = digest(*(p.detach().cpu().numpy().tobytes() for p in model.parameters()))
     forward = torch.compile(model, dynamic=False) if compile_enabled() else model
     batches, validation, token_bytes = TASKS[task["name"]][1](task, place, seed, runtime.device)

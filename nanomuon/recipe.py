@@ -13,11 +13,15 @@ from nanomuon.param_groups import build_param_groups
 from nanomuon.runtime import InputError
 
 
-def param_groups(model, *, matrix_lr=0.02, embedding_lr=0.3, unembedding_lr=0.004, scalar_lr=0.05, weight_decay=0.2):
-    """Groups of a GPT: Muon for the matrices, AdamW with a learning rate per role for the rest.
+def param_groups(
+    model, batch=None, *, matrix_lr=0.02, embedding_lr=0.3, unembedding_lr=0.004, scalar_lr=0.01, weight_decay=0.2
+):  # fmt: skip
+    """Groups of a GPT: Muon for the matrices, AdamW with a learning rate per role for the rest (docs/recipe.md).
 
-    weight_decay is of Muon's matrices. AdamW's rates are those of width 768 and follow schedule.adamw_lr_scale.
+    batch: tokens per step; below some thousand the matrices' rate falls (schedule.matrix_lr_scale). weight_decay is of
+    Muon's matrices. AdamW's rates are those of width 768 and follow schedule.adamw_lr_scale.
     """
+    matrix_lr *= rules.matrix_lr_scale(batch) if batch else 1
     scale = rules.adamw_lr_scale(model.config.width)
     # a smaller eps makes rounding into updates, and two world sizes into two runs (docs/log.md)
     adamw = dict(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
@@ -38,7 +42,7 @@ def param_groups(model, *, matrix_lr=0.02, embedding_lr=0.3, unembedding_lr=0.00
     )
 
 
-def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=0.5):
+def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
     """What a group, as it was built, has in its place at `step` (from 0) of `steps`: {hyperparameter: value}."""
     values = {"lr": group["lr"] * rules.lr_multiplier(step, steps, warmup_ratio, warmdown_ratio)}
     if group.get("kind") == "muon":

@@ -285,14 +285,15 @@ def build_model(config: GPTConfig, runtime: Runtime, seed: int, mesh: DeviceMesh
     return model
 
 
-def build_optimizer(args: argparse.Namespace, model: GPT, runtime: Runtime):
+def build_optimizer(args: argparse.Namespace, model: GPT, batch: int, runtime: Runtime):
     """The optimizer, and the schedule that moves its groups: the recipe, or what the user's file has."""
     options = {key: getattr(args, key) for key in recipe.schedule.__kwdefaults__}
     scheduled = functools.partial(recipe.schedule, **options)
     if args.optimizer_file:
         build, own_schedule = recipe.load_recipe(args.optimizer_file)
         return recipe.make_optimizer(build(model), runtime.world_size), own_schedule or scheduled
-    groups = recipe.param_groups(model, **{key: getattr(args, key) for key in recipe.param_groups.__kwdefaults__})
+    dials = {key: getattr(args, key) for key in recipe.param_groups.__kwdefaults__}
+    groups = recipe.param_groups(model, batch, **dials)
     return recipe.make_optimizer(groups, runtime.world_size), scheduled
 
 
@@ -406,7 +407,7 @@ class Run:
         self.gpt = build_model(self.config, runtime, args.seed, self.mesh, args.shard == "fsdp")
         if args.qk_clip:
             watch_(self.gpt, args.qk_clip)
-        self.optimizer, self.schedule = build_optimizer(args, self.gpt, runtime)
+        self.optimizer, self.schedule = build_optimizer(args, self.gpt, self.batch, runtime)
         self.initial = [dict(group) for group in self.optimizer.param_groups]
         self.guards_itself = isinstance(self.optimizer, MuonAdamW)
 

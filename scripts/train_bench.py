@@ -115,7 +115,7 @@ def step_table(args, rounds, runtime):
     config, batch, steps = base_train.plan_run(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime)
     rows = batch // config.seq_len
     model = base_train.build_model(config, runtime, args.seed)
-    optimizer, _ = base_train.build_optimizer(args, model, runtime)
+    optimizer, _ = base_train.build_optimizer(args, model, batch, runtime)
     loader = TrainLoader(data, config.seq_len, rows, args.device_batch_size, 0, 1, args.seed, runtime.device)
     products = model_products(model, next(loader)[0])
     newton_schulz = optim_bench.products(optimizer, runtime.device.type)

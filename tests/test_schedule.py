@@ -34,6 +34,12 @@ def test_weight_decay_falls_to_zero():
     assert schedule.weight_decay_multiplier(0, 10) == 1 and schedule.weight_decay_multiplier(5, 10) == 0.5
 
 
+def test_learning_rates_follow_width_and_small_batches():
+    assert schedule.adamw_lr_scale(768) == 1 and schedule.adamw_lr_scale(192) == 2
+    assert schedule.matrix_lr_scale(1024) == 0.5
+    assert schedule.matrix_lr_scale(4096) == schedule.matrix_lr_scale(2**19) == 1
+
+
 def test_batch_grows_with_the_run_and_divides_evenly():
     assert schedule.total_batch_size(1_200_000_000, 2**15) == 2**19  # the reference point
     assert schedule.total_batch_size(12_000_000_000, 2**15) == 2**20  # 10^0.383 = 2.4, nearest power of two
