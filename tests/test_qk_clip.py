@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from nanomuon import qk_clip
 from nanomuon.optim import MuonAdamW
@@ -172,6 +172,32 @@ def test_the_maximum_is_over_ranks_and_micro_batches():
     with torch.no_grad():
         model(inputs)
     assert all((block.attn.largest_logits == 3).all() for block in model.blocks)  # only training forwards are recorded
+
+
+def clip_in_tensor_parallel(group):
+    model = loud_model(depth=2)
+    styles = dict.fromkeys("qkv", ColwiseParallel()) | {"o": RowwiseParallel()}
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    parallelize_module(model.blocks[0].attn, mesh, styles)  # which has no value embedding
+    watch_(model, 3.0)
+    model(batch(0)).sum().backward()
+    clip_(model, 3.0, group=group)
+    return [model.blocks[0].attn.q.weight.full_tensor().detach().numpy(),
+            model.blocks[0].attn.k.weight.full_tensor().detach().numpy(),
+            model.blocks[1].attn.q.weight.detach().numpy()]  # fmt: skip
+
+
+def test_heads_spread_over_a_tensor_parallel_group_are_clipped_as_one_process_does():
+    model = loud_model(depth=2)
+    watch_(model, 3.0)
+    model(batch(0))
+    clip_(model, 3.0)
+    expected = [model.blocks[0].attn.q.weight, model.blocks[0].attn.k.weight, model.blocks[1].attn.q.weight]
+    before = loud_model(depth=2).blocks[0].attn.q.weight
+    assert not any(torch.equal(a, b) for a, b in zip(before.split(8), expected[0].split(8), strict=True))  # every head
+    for weights in run_world(2, clip_in_tensor_parallel):
+        for ours, theirs in zip(expected, weights, strict=True):
+            torch.testing.assert_close(torch.from_numpy(theirs), ours)
 
 
 def test_watching_is_one_graph_and_absent_when_off():
