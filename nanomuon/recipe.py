@@ -36,7 +36,8 @@ def param_groups(
             "wte": embedding,
             "value_embeds": embedding,
             "lm_head": head,
-            "router": head,  # a head over experts
+            # ten times as fast, the fullest of 8 experts gets 2.7 times the mean in place of 1.2 (docs/log.md)
+            "router": dict(head, lr=head["lr"] / 10),
             "taps": dict(adamw, lr=0.02),
         },
     )
