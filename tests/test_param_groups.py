@@ -59,6 +59,9 @@ LLAMA = {
 def test_llama_style_names():
     model = tree({name: shape for name, (shape, _) in LLAMA.items()})
     assert kinds(model) == {name: kind for name, (_, kind) in LLAMA.items()}
+    rows = [line.split(maxsplit=3) for line in routing_table(model).splitlines()[1:]]
+    shown = {name: (tuple(map(int, shape.split("x"))), kind) for name, shape, kind, _ in rows}
+    assert shown == LLAMA
 
 
 def test_names_are_compared_by_whole_components():
