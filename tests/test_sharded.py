@@ -458,6 +458,22 @@ def test_state_moves_between_layouts():
     assert_close((result, state["state"]), expected, 1e-9)
 
 
+def rows_into_columns(group):
+    """The local state of one layout in another one of the same ranks: pieces are gathered and cut anew."""
+    model = [("muon", s) for s in [(16, 16), (16, 16), (12, 9)]] + [("adamw", (16, 16)), ("adamw", (7,))]
+    mesh, params, optimizer = sharded_model(group, model, ("dp",), ROWS, torch.float64)
+    train(optimizer, params, model, 2, torch.float64, mesh=mesh, placements=ROWS)
+    _, _, other = sharded_model(group, model, ("dp",), COLUMNS, torch.float64)
+    other.load_state_dict(optimizer.state_dict())
+    saved, loaded = optimizer.full_state_dict()["state"], other.full_state_dict()["state"]
+    assert all(torch.equal(v, loaded[n][k]) for n, entry in saved.items() for k, v in entry.items())
+
+
+def test_pieces_load_into_pieces_cut_otherwise():
+    run_world(2, rows_into_columns)
+    run_world(3, rows_into_columns)
+
+
 def on_disk(group, folder, where, save):
     _, names, placements = where
     mesh, params, optimizer = sharded_model(group, MODEL, names, placements, torch.float64, seed=7)
