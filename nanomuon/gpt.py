@@ -273,7 +273,7 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             role, idle = name.split(".")[0], 0
             if p.ndim == 3:  # (E, m, n)
-                idle = (self.config.experts - self.config.experts_per_token) * p[0].numel()
+                idle = (self.config.experts - self.config.experts_per_token) * p.shape[1:].numel()  # p[0] of a DTensor would communicate
             counts[role if role in counts else "matrices" if p.ndim > 1 else "scalars"] += p.numel() - idle
             counts["idle_experts"] += idle
         return {**counts, "total": sum(counts.values())}

@@ -1,7 +1,9 @@
 """Models in pieces: FSDP2, tensor parallelism and both train what one process trains, and move between each other."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,6 +154,15 @@ def test_base_train_in_every_layout_is_the_run_of_one_process(base):
     assert len(expected) == 12 and expected[-1] < expected[0] - 0.5
 
 
+@pytest.mark.usefixtures("environment")
+def test_experts_and_qk_clip_in_pieces(base):
+    options = ["--experts", "4", "--no-qk-norm", "--qk-clip", "0.5", "--matrix-lr", "0.1", *QUIET]
+    for run, processes, flags in (("whole-experts", 1, []), ("experts", *FLAGS["both"])):
+        ranks = Ranks(base, run, 6, *options, *flags, processes=processes)
+        assert ranks.join() == [0] * processes, ranks.output()
+    assert losses(base, "experts") == pytest.approx(losses(base, "whole-experts"), abs=1e-3)
+
+
 @pytest.mark.parametrize(
     "flags,message",
     [
@@ -168,3 +179,12 @@ def test_base_train_names_what_does_not_divide(base, flags, message):
 def test_heads_that_do_not_divide_are_named_with_what_does():
     with pytest.raises(InputError, match="does not divide 6 key-value heads.*choose 1 or 2 or 3 or 6"):
         parallel.data_parallel_size(8, 4, GPTConfig.from_depth(12, 100, 16))
+
+
+def test_the_tables_of_capabilities_name_tests_that_exist():
+    tests = Path(__file__).parent
+    text, file = (tests.parent / "docs" / "distributed.md").read_text(), None
+    for named, test in re.findall(r"`(?:(test_\w+\.py)(?:::)?)?(test_\w+)?`", text):
+        file = named or file
+        if file:
+            assert not test or f"def {test}(" in (tests / file).read_text(), (file, test)
