@@ -272,8 +272,8 @@ class GPT(nn.Module):
         counts = dict.fromkeys(("wte", "value_embeds", "lm_head", "matrices", "idle_experts", "scalars"), 0)
         for name, p in self.named_parameters():
             role, idle = name.split(".")[0], 0
-            if p.ndim == 3:  # (E, m, n)
-                idle = (self.config.experts - self.config.experts_per_token) * p.shape[1:].numel()  # p[0] of a DTensor would communicate
+            if p.ndim == 3:  # (E, m, n), which may be a DTensor: p[0] would communicate
+                idle = (self.config.experts - self.config.experts_per_token) * p.shape[1:].numel()
             counts[role if role in counts else "matrices" if p.ndim > 1 else "scalars"] += p.numel() - idle
             counts["idle_experts"] += idle
         return {**counts, "total": sum(counts.values())}
