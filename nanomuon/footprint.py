@@ -135,47 +135,48 @@ def _optimizer(model, ranks, data, tensor_parallel, fsdp, product_bytes):
     world = data if fsdp else ranks  # who shares the work on what tensor parallelism does not cut
     everyone = range(world)
     state, sent, flops, load = ([0.0] * world for _ in range(4))
-    buffers, small = 0, 0
+    by_all, small, buffers, matrices = _all_reduce(4, ranks), 0, 0, 0  # 4: whether all gradients are finite
     for part, count in model.items():
         if part.muon:
             continue
-        numbers, alone = math.prod(part.held), fsdp or part.cut is not None
-        if not alone and world > 1 and numbers >= SMALL:
-            padded = world * math.prod(_rows(part.held, world))
-            buffers += count * NUMBER * (padded / world + (padded if padded > numbers else 0))
-        elif not alone:
+        numbers = math.prod(part.held)
+        slices = world if fsdp or part.cut is None and numbers >= SMALL else 1
+        if not fsdp and slices > 1:  # reduce_scatter and all_gather
+            padded = count * NUMBER * slices * math.prod(_rows(part.held, slices))
+            by_all += _all_reduce(padded, slices)
+            buffers += padded / slices + (padded if part.held[0] % slices else 0)
+        elif not fsdp and part.cut is None:
             small += count * numbers
         for rank in everyone:
-            if not alone and numbers >= SMALL:
-                sent[rank] += count * 2 * NUMBER * padded * (world - 1) / world if world > 1 else 0
-            mine = math.prod(_rows(part.held, world, rank)) if fsdp or not alone and numbers >= SMALL else numbers
+            mine = math.prod(_rows(part.held, slices, rank % slices))
             state[rank] += count * (2 * NUMBER * mine + 4)  # and the step
+    by_all += _all_reduce(NUMBER * small, ranks)
     for bank, count in _banks(model, fsdp):
-        m, n = bank.held
-        whole_flops = newton_schulz_flops(*bank.whole, bank.steps)
-        spread = world if fsdp or bank.cut is None else 1
-        even, left = divmod(count, spread)
-        idlest = sorted(everyone, key=load.__getitem__)[:left] if spread > 1 else []
-        matrix = NUMBER * m * n
-        if not fsdp and spread > 1:
-            stacked = matrix * (count if 2 * count < world else -(-count // world) * world)
-            buffers += stacked * (1 + 1 / world)
+        matrix, whole_flops = NUMBER * math.prod(bank.held), newton_schulz_flops(*bank.whole, bank.steps)
+        owners = world if fsdp or bank.cut is None else 1
+        even, left = divmod(count, owners)
+        idlest = set(sorted(everyone, key=load.__getitem__)[:left])
+        tp_sent, tp_share = _tensor_parallel(bank, tensor_parallel, product_bytes)
+        matrices = max(matrices, count * NUMBER * math.prod(bank.whole))
+        if not fsdp and owners > 1:  # reduce_scatter and all_gather of a padded bank, or of each matrix by itself
+            stacked = matrix * (count if 2 * count < owners else -(-count // owners) * owners)
+            by_all += _all_reduce(stacked, owners)
+            buffers += stacked * (1 + 1 / owners)
         for rank in everyone:
-            owned = even + (rank in idlest) if spread > 1 else count
+            owned = even + (rank in idlest)
             load[rank] += owned * whole_flops
-            shard = NUMBER * math.prod(_rows(bank.held, world, rank))
-            state[rank] += (count * shard if fsdp else owned * matrix) + owned * NUMBER * bank.second
-            if fsdp:
-                sent[rank] += (count - owned) * shard + owned * (matrix - shard)
-            elif spread > 1:
-                sent[rank] += 2 * stacked * (world - 1) / world
-            tp_sent, share = _tensor_parallel(bank, tensor_parallel, product_bytes)
+            flops[rank] += owned * whole_flops * tp_share
             sent[rank] += owned * tp_sent
-            flops[rank] += owned * share * whole_flops
-    largest = max((NUMBER * math.prod(part.whole) * count for part, count in model.items() if part.muon), default=0)
-    buffers += 4 * min(largest, BATCH_BYTES["cuda"]) + 2 * IN_FLIGHT * min(largest, CHUNK_BYTES["cuda"]) * fsdp
-    shared = _all_reduce(NUMBER * small, ranks) + _all_reduce(4, ranks)  # and whether all gradients are finite
-    return dict(state=round(max(state)), sent=max(sent) + shared, flops=max(flops), buffers=buffers)
+            state[rank] += owned * NUMBER * bank.second
+            if fsdp:  # momentum shards to the owners, update shards back
+                shard = NUMBER * math.prod(_rows(bank.held, world, rank))
+                state[rank] += count * shard
+                sent[rank] += (count - owned) * shard + owned * (matrix - shard)
+            else:
+                state[rank] += owned * matrix
+    # a batch of Newton-Schulz with its products, and what the chunks of the pipeline send and receive
+    buffers += 4 * min(matrices, BATCH_BYTES["cuda"]) + 2 * IN_FLIGHT * min(matrices, CHUNK_BYTES["cuda"]) * fsdp
+    return dict(state=round(max(state)), sent=max(sent) + by_all, flops=max(flops), buffers=buffers)
 
 
 def _banks(model, fsdp):
