@@ -38,25 +38,33 @@ class Part(NamedTuple):
         return max(self.whole) if self.variance else 0
 
 
-@functools.lru_cache(64)
-def parts(config: GPTConfig, tensor_parallel: int = 1) -> Counter:
-    """{Part: how many parameters are like it} of a GPT under the recipe."""
+@functools.cache
+def _parameters(config):
+    """[(name, shape, kind and options of a Part)] of a GPT under the recipe."""
     with torch.device("meta"):
         model = GPT(config)
-    found = Counter()
+    found = []
     for group in recipe.param_groups(model):
-        muon, options = group["kind"] == "muon", {}
-        if muon:
+        kind = dict(muon=group["kind"] == "muon")
+        if kind["muon"]:
             steps = len(triples(group.get("coefficients", "polar_express"), group["ns_steps"]))
-            options = dict(steps=steps, variance=group["beta2"] is not None)
-        for name, param in zip(group["names"], group["params"], strict=True):
-            held, module, cut = list(param.shape), name.split(".", 2)[-1].removesuffix(".weight"), None
-            count = held.pop(0) if param.ndim == 3 else 1  # experts count as so many matrices
-            if tensor_parallel > 1 and (name.startswith("value_embeds") or module in COLUMNS + ROWS):
-                cut = 0 if module in COLUMNS else 1
-                held[cut] //= tensor_parallel
-            place = {"blocks": "block", "wte": "embedding", "value_embeds": "embedding"}.get(name.split(".")[0], "root")
-            found[Part(tuple(param.shape[-len(held) :]), tuple(held), cut, muon, **options, place=place)] += count
+            kind |= dict(steps=steps, variance=group["beta2"] is not None)
+        found += [(name, tuple(p.shape), kind) for name, p in zip(group["names"], group["params"], strict=True)]
+    return found
+
+
+@functools.cache
+def parts(config: GPTConfig, tensor_parallel: int = 1) -> Counter:
+    """{Part: how many parameters are like it} of a GPT under the recipe; of (E, m, n) experts, E matrices each."""
+    found = Counter()
+    for name, shape, kind in _parameters(config):
+        count, whole = (shape[0], shape[1:]) if len(shape) == 3 else (1, shape)
+        held, module, cut = list(whole), name.split(".", 2)[-1].removesuffix(".weight"), None
+        if tensor_parallel > 1 and (name.startswith("value_embeds") or module in COLUMNS + ROWS):
+            cut = 0 if module in COLUMNS else 1
+            held[cut] //= tensor_parallel
+        place = {"blocks": "block", "wte": "embedding", "value_embeds": "embedding"}.get(name.split(".")[0], "root")
+        found[Part(whole, tuple(held), cut, **kind, place=place)] += count
     return found
 
 
