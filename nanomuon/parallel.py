@@ -84,7 +84,8 @@ class _DrawnWhole(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in (torch.Tensor.normal_, torch.Tensor.uniform_) and isinstance(param := args[0], DTensor):
             whole = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-            return param.copy_(cut(function(whole, *args[1:], **kwargs), param))
+            param.to_local().copy_(cut(function(whole, *args[1:], **kwargs), param).to_local())
+            return param
         return function(*args, **(kwargs or {}))
 
 

@@ -164,7 +164,7 @@ def layout(param, mode, split, replicated, world_of):
     the World of parameters that are not cut. world_of: the World of a process group.
     """
     batch = param.ndim == 3
-    shape = m, n = tuple(param.shape[1:]) if batch else (len(param), param[0].numel())
+    shape = m, n = tuple(param.shape[1:]) if batch else (len(param), param.shape[1:].numel())
     if not cuts(param):
         return Layout(replicated, shape, shape)
     found, mesh, names = Layout(World(), shape, shape), param.device_mesh, param.device_mesh.mesh_dim_names or ()
