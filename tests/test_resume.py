@@ -300,7 +300,7 @@ def test_a_run_keeps_its_options_and_takes_new_ones_that_are_given(base, capsys)
     line = "resuming run options at step 10; --num-iterations 20 (was 10); --embedding-lr 0.2 (was 0.3)"
     assert line in capsys.readouterr().out
     assert [row["step"] for row in rows(base, "options")] == [*range(1, 11), 10, *range(11, 21), 20]
-    assert rows(base, "options")[11]["lr_multiplier"] == 1.0  # step 11 of 20
+    assert rows(base, "options")[11]["lr_multiplier"] == 0.5  # step 11 of 20, not the end of 10
     file = base / "runs" / "options" / "settings.json"
     assert '"matrix_lr": 0.01' in file.read_text() and '"embedding_lr": 0.2' in file.read_text()
 
