@@ -21,7 +21,8 @@ def param_groups(
     batch: tokens per step; below some thousand the matrices' rate falls (schedule.matrix_lr_scale). weight_decay is of
     Muon's matrices. AdamW's rates are those of width 768 and follow schedule.adamw_lr_scale.
     """
-    matrix_lr *= rules.matrix_lr_scale(batch) if batch else 1
+    batch_scale = rules.matrix_lr_scale(batch) if batch else 1
+    matrix_lr, weight_decay = matrix_lr * batch_scale, weight_decay / batch_scale  # a step decays by their product
     scale = rules.adamw_lr_scale(model.config.width)
     # a smaller eps makes rounding into updates, and two world sizes into two runs (docs/log.md)
     adamw = dict(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
