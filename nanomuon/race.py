@@ -123,10 +123,9 @@ class Contender:
         return bound
 
     def prepare(self, model, task):
-        """(optimizer, its groups as built, schedule) for a model. A `batch` of the builder is the tokens of a step."""
+        """(optimizer, its groups as built, schedule) for a model."""
         build, schedule = self.functions()
-        batch = {"batch": task["rows"] * model.config.seq_len} if "batch" in inspect.signature(build).parameters else {}
-        optimizer = recipe.make_optimizer(build(model, **batch))
+        optimizer = recipe.make_optimizer(build, model, task["rows"] * model.config.seq_len)
         for group in optimizer.param_groups:
             group["lr"] *= self.options.get("lr_scale", 1)
         return optimizer, [dict(group) for group in optimizer.param_groups], schedule

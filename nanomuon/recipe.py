@@ -5,6 +5,7 @@ define either in their place (see `load_recipe`).
 """
 
 import importlib.util
+import inspect
 from pathlib import Path
 
 from nanomuon import schedule as rules
@@ -53,8 +54,12 @@ def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
     return values
 
 
-def make_optimizer(groups, world_size=1):
-    """MuonAdamW of param groups, on one process or many; an optimizer that a user's file has built stays as it is."""
+def make_optimizer(build, model, batch, world_size=1):
+    """MuonAdamW, on one process or many, of what build(model) gives; an optimizer that it has built stays as it is.
+
+    A builder with a parameter `batch` is told the tokens of a step.
+    """
+    groups = build(model, **({"batch": batch} if "batch" in inspect.signature(build).parameters else {}))
     if not isinstance(groups, list):
         return groups
     return DistMuonAdamW(groups) if world_size > 1 else MuonAdamW(groups)

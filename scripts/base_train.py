@@ -84,7 +84,7 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
     add("--num-iterations", type=int, help="optimizer steps (default: from --target-param-data-ratio)")
     add("--target-param-data-ratio", type=float, default=10.5, help="training tokens per parameter of the matrices and "
         "the head (default: %(default)s)")  # fmt: skip
-    add("--matrix-lr", type=float, help="Muon learning rate (default: %(default)s)")
+    add("--matrix-lr", type=float, help="Muon learning rate, from 4,096 tokens a step on (default: %(default)s)")
     add("--embedding-lr", type=float, help="AdamW, token and value embeddings (default: %(default)s)")
     add("--unembedding-lr", type=float, help="AdamW, head (default: %(default)s)")
     add("--scalar-lr", type=float, help="AdamW, residual scalars (default: %(default)s)")
@@ -291,10 +291,10 @@ def build_optimizer(args: argparse.Namespace, model: GPT, batch: int, runtime: R
     scheduled = functools.partial(recipe.schedule, **options)
     if args.optimizer_file:
         build, own_schedule = recipe.load_recipe(args.optimizer_file)
-        return recipe.make_optimizer(build(model), runtime.world_size), own_schedule or scheduled
+        return recipe.make_optimizer(build, model, batch, runtime.world_size), own_schedule or scheduled
     dials = {key: getattr(args, key) for key in recipe.param_groups.__kwdefaults__}
-    groups = recipe.param_groups(model, batch, **dials)
-    return recipe.make_optimizer(groups, runtime.world_size), scheduled
+    build = functools.partial(recipe.param_groups, **dials)
+    return recipe.make_optimizer(build, model, batch, runtime.world_size), scheduled
 
 
 def prepare_gradients(model: GPT) -> Tensor:

@@ -21,7 +21,7 @@ def model():
 
 
 def test_every_parameter_is_trained_and_only_matrices_by_muon():
-    optimizer = recipe.make_optimizer(recipe.param_groups(model()))
+    optimizer = recipe.make_optimizer(recipe.param_groups, model(), 4096)
     assert isinstance(optimizer, MuonAdamW)
     trained = [name for group in optimizer.param_groups for name in group["names"]]
     assert sorted(trained) == sorted(name for name, _ in model().named_parameters())
@@ -34,6 +34,14 @@ def test_keywords_reach_their_groups():
     groups = recipe.param_groups(model(), matrix_lr=0.125, weight_decay=0.5)
     muon = [group for group in groups if group["kind"] == "muon"]
     assert muon and all(group["lr"] == 0.125 and group["weight_decay"] == 0.5 for group in muon)
+
+
+def test_small_batches_have_small_rates_and_the_same_decay_a_step():
+    rates = {}
+    for batch in (1024, 4096, 2**19):
+        groups = recipe.make_optimizer(recipe.param_groups, model(), batch).param_groups
+        rates[batch] = next((group["lr"], group["weight_decay"]) for group in groups if group["kind"] == "muon")
+    assert rates[2**19] == rates[4096] == (0.02, 0.2) and rates[1024] == (0.01, 0.4)
 
 
 def test_the_flags_of_base_train_have_the_defaults_of_the_recipe():
@@ -76,4 +84,4 @@ def test_a_file_that_is_no_recipe(text, message, tmp_path):
 
 def test_any_torch_optimizer_stays_what_it_is():
     adamw = torch.optim.AdamW(model().parameters())
-    assert recipe.make_optimizer(adamw) is adamw
+    assert recipe.make_optimizer(lambda model: adamw, model(), 4096) is adamw
