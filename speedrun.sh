@@ -31,7 +31,7 @@ case $GPUS in
         CORPUS=${CORPUS:-python} DEPTH=${DEPTH:-4}
         # Threads that sleep instead of spin: 2% slower alone, a third faster beside another busy process (docs/log.md)
         export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
-        FLAGS=(--max-seq-len 256 --device-batch-size 16 --total-batch-size 4096 --num-iterations 300 --matrix-lr 0.04
+        FLAGS=(--max-seq-len 256 --device-batch-size 16 --total-batch-size 4096 --num-iterations 350
             --eval-every 75 --eval-tokens 32768 --save-every 50)
         ;;
     1)
