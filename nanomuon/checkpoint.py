@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor, Replicate
 
-from .runtime import InputError, print0
+from .runtime import InputError, print0, write_json
 
 
 class Checkpointer:
@@ -253,8 +253,7 @@ def export_model(run_dir, model, config, meta) -> None:
     def write():
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "model.safetensors").unlink(missing_ok=True)  # written last: where it exists, the two match
-        (run_dir / "config.json.tmp").write_text(json.dumps({"config": config, "meta": meta}, indent=1) + "\n")
-        os.replace(run_dir / "config.json.tmp", run_dir / "config.json")
+        write_json(run_dir / "config.json", {"config": config, "meta": meta})
         _write_tensors(weights, run_dir / "model.safetensors.tmp", {"format": "pt"})
         os.replace(run_dir / "model.safetensors.tmp", run_dir / "model.safetensors")
 

@@ -16,7 +16,6 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import platform
 import re
 import sysconfig
@@ -26,7 +25,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanomuon.runtime import InputError, base_dir
+from nanomuon.runtime import InputError, base_dir, write_json
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 HUB_SUFFIXES = SUFFIXES + (".json", ".json.gz", ".json.zst")  # JSON lines too, as a rule of the hub
@@ -212,9 +211,7 @@ def _recall(name, **options) -> dict:
     if any(record.get(key) != value for key, value in given.items()):
         record |= given
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f"corpus.json.{os.getpid()}"
-        temporary.write_text(json.dumps({"name": name, **record}, indent=1), encoding="utf-8")
-        os.replace(temporary, folder / "corpus.json")
+        write_json(folder / "corpus.json", {"name": name, **record})
     return record
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.overrides import TorchFunctionMode
 
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.runtime import InputError
+from nanomuon.runtime import InputError, Runtime
 
 COLUMNS = ("attn.q", "attn.k", "attn.v", "attn.value_gate", "mlp.up")  # outputs cut: rows of the (out, in) weight
 ROWS = ("attn.o", "mlp.down")  # inputs cut: columns of the weight
@@ -43,6 +43,17 @@ def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig 
 def device_mesh(device_type: str, data_parallel: int, tensor_parallel: int) -> DeviceMesh:
     """("dp", "tp"): consecutive ranks, which share a machine, are tensor parallel."""
     return init_device_mesh(device_type, (data_parallel, tensor_parallel), mesh_dim_names=("dp", "tp"))
+
+
+def build_model(config: GPTConfig, runtime: Runtime, seed: int, mesh: DeviceMesh | None = None, fsdp=False) -> GPT:
+    """The initial model, whole or cut over a mesh ("dp", "tp"): the same numbers."""
+    with torch.device("meta"):
+        model = GPT(config, runtime.compute_dtype)
+    if mesh:
+        parallelize(model, mesh, fsdp)
+    model.to_empty(device=runtime.device)
+    init_weights(model, seed)
+    return model
 
 
 def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:

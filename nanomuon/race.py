@@ -25,7 +25,7 @@ from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.param_groups import build_param_groups
-from nanomuon.runtime import InputError, compile_enabled, start
+from nanomuon.runtime import InputError, compile_enabled, start, write_json, write_text
 from nanomuon.schedule import lr_multiplier
 from nanomuon.tokenizer import Tokenizer
 
@@ -319,7 +319,7 @@ def train(task, place, text, seed, file):
         "rows": rows.hexdigest()[:12], "groups": described(built), "compiled": compile_enabled(),
         "machine": report.machine_description(),
     }  # fmt: skip
-    write_json(file, result)
+    write_text(file, json.dumps(result, indent=1, default=_text) + "\n")
     return result
 
 
@@ -383,13 +383,3 @@ def check_task(folder, task):
     before = json.loads(file.read_text())
     if changed := [f"{key} {before.get(key)}, not {task[key]}" for key in task if before.get(key) != task[key]]:
         raise InputError(f"race {folder.name} was run with {'; '.join(changed)}: choose another --name")
-
-
-def write_json(file, content):
-    write(file, json.dumps(content, indent=1, default=_text))
-
-
-def write(file, text):
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, file)

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from nanomuon.runtime import write_text, write_whole
+
 
 class MetricsLog:
     """Appends rows to metrics.jsonl, one JSON object a line, each line whole even if the process dies after it. Rows
@@ -24,9 +26,7 @@ class MetricsLog:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [row for row in _rows(path) if row["step"] <= resume_step] if resume_step is not None else []
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        os.replace(temporary, path)
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
         self.file, self.waiting = open(path, "ab", buffering=0), b""
         self.wandb = None
         if wandb is not None:
@@ -170,9 +170,7 @@ def write_report(run_dir, settings, summary, samples, machine, stages) -> None:
                                                       ("total", f"{sum(t for _, t in stages):.1f}")]),
         "## Settings\n\n" + _table(("setting", "value"), settings.items()),
     ]  # fmt: skip
-    temporary = run_dir / "report.md.tmp"
-    temporary.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    os.replace(temporary, run_dir / "report.md")
+    write_text(run_dir / "report.md", "\n\n".join(parts) + "\n")
 
 
 def machine_description() -> str:
@@ -202,10 +200,8 @@ def _style(axis):
 
 
 def _save(figure, image):
-    image = Path(image)
-    temporary = image.with_name(image.name + ".tmp")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, image)
+    with write_whole(image) as file:
+        figure.savefig(file, format="png")
 
 
 def _rows(path):

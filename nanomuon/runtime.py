@@ -1,11 +1,13 @@
-"""Device, dtype, process group, seeds and rank-0 printing: what every script needs first, none of it on import."""
+"""Device, dtype, process group, rank-0 printing and whole files: what every script needs, none of it on import."""
 
 import ctypes
 import errno
+import json
 import os
 import resource
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,30 @@ class Runtime:
 def base_dir() -> Path:
     """The folder under which everything is written: $NANOMUON_BASE_DIR, else ~/.cache/nanomuon."""
     return Path(os.environ.get("NANOMUON_BASE_DIR") or Path.home() / ".cache" / "nanomuon").expanduser()
+
+
+@contextmanager
+def write_whole(path):
+    """A binary file that appears at `path` once it is complete and on disk, and never before."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path, text: str) -> None:
+    with write_whole(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path, content) -> None:
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 # Dense bf16 peak in FLOP/s by a part of the device's name, from the vendors' data sheets

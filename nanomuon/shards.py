@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from nanomuon.corpus import Corpus, is_validation, open_corpus
-from nanomuon.runtime import InputError, base_dir
+from nanomuon.runtime import InputError, base_dir, write_json, write_whole
 from nanomuon.tokenizer import Tokenizer
 
 MAGIC, VERSION = b"nanomuon", 1
@@ -100,20 +100,6 @@ def write_shard(path, documents: list[np.ndarray], header: dict) -> dict:
         file.write(offsets.data)
         file.write(tokens.data)
     return header
-
-
-@contextmanager
-def write_whole(path):
-    """A binary file that appears at `path` once it is complete and on disk, and never before."""
-    temporary = Path(path).with_name(f".{Path(path).name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -276,6 +262,8 @@ def _lost(folder, manifest):
 
 def _write_shards(folder, corpus, tokenizer, workers, max_tokens):
     folder.mkdir(exist_ok=True)
+    for unfinished in folder.glob(".*.tmp"):  # of a process that was killed
+        unfinished.unlink()
     manifest = read_manifest(folder)
     if manifest is None:
         tokenizer.save(folder / "tokenizer")
@@ -431,9 +419,7 @@ def verify(folder: Path) -> int:
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Replace manifest.json in one step."""
-    with write_whole(folder / "manifest.json") as file:
-        file.write(json.dumps(manifest, indent=1).encode())
+    write_json(folder / "manifest.json", manifest)
 
 
 def _aligned(size):

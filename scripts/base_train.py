@@ -22,17 +22,15 @@ import sys
 import tempfile
 import time
 from collections import deque
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from nanomuon import checkpoint, footprint, parallel, recipe, report, schedule, shards
-from nanomuon.attention import choose
+from nanomuon import checkpoint, footprint, parallel, recipe, report, schedule, shards, sizing
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.generate import sample_texts
@@ -51,6 +49,7 @@ from nanomuon.runtime import (
     print0,
     run_command,
     start,
+    write_json,
 )
 from nanomuon.tokenizer import Tokenizer
 
@@ -157,7 +156,9 @@ def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime) -> tup
     tokens = schedule.training_tokens(counts["matrices"] + counts["lm_head"], args.target_param_data_ratio)
     if args.device_batch_size is None:
         wanted = args.total_batch_size or schedule.total_batch_size(tokens, seq_len * data_parallel)
-        args.device_batch_size = choose_device_batch_size(args, config, wanted // (seq_len * data_parallel), runtime)
+        args.device_batch_size = sizing.device_batch_size(
+            config, wanted // (seq_len * data_parallel), args.shard == "fsdp", args.tensor_parallel, runtime
+        )
     unit = args.device_batch_size * seq_len * data_parallel
     batch = args.total_batch_size or schedule.total_batch_size(tokens, unit)
     if batch % unit:
@@ -167,73 +168,6 @@ def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime) -> tup
             f"x {data_parallel} data-parallel processes); the nearest that are: {sizes}, or change --device-batch-size"
         )
     return config, batch, args.num_iterations or max(1, tokens // batch)
-
-
-def choose_device_batch_size(args, config: GPTConfig, rows: int, runtime: Runtime) -> int:
-    """Rows of a micro-step, a power of two that divides the `rows` of a step: what fits into memory; on a CPU 16 at
-    most, where more gain nothing.
-
-    On CUDA one row and two are tried, eagerly, which takes more memory than the compiled model does; where parameters
-    live in pieces the formula stands for it.
-    """
-    rows, device = max(1, rows), runtime.device
-    fsdp, itemsize = args.shard == "fsdp", runtime.compute_dtype.itemsize
-    one, two = (
-        footprint.footprint(config, runtime.world_size, fsdp, args.tensor_parallel, tried, 1, itemsize)
-        for tried in (1, 2)
-    )
-    needed = [footprint.memory(one), footprint.memory(two)]
-    if device.type == "cpu":
-        capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // runtime.world_size
-        return schedule.rows_that_fit(math.gcd(rows, 16), *needed, capacity)
-    capacity = torch.cuda.mem_get_info(device)[0]
-    if not fsdp and args.tensor_parallel == 1:
-        needed = [one["state"] + one["buffers"] + peak for peak in probe_memory(config, runtime)]
-    fitting = torch.tensor(schedule.rows_that_fit(rows, *needed, capacity), device=device)
-    if dist.is_initialized():
-        dist.all_reduce(fitting, op=dist.ReduceOp.MIN)
-    return int(fitting)
-
-
-def probe_memory(config: GPTConfig, runtime: Runtime) -> list[int]:
-    """Bytes on the GPU at the height of forward and backward for one row and for two, with weights and gradients."""
-    gpt, peaks = build_model(config, runtime, seed=0), []
-    for rows in (1, 2):
-        torch.cuda.reset_peak_memory_stats(runtime.device)
-        tokens = torch.zeros(rows, config.seq_len, dtype=torch.int64, device=runtime.device)
-        gpt(tokens, tokens).backward()
-        gpt.zero_grad(set_to_none=True)
-        peaks.append(torch.cuda.max_memory_allocated(runtime.device))
-    del gpt
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(runtime.device)
-    return peaks
-
-
-def choose_attention(args, config: GPTConfig, runtime: Runtime, new: bool) -> GPTConfig:
-    """On CUDA, take the fastest attention kernels. A new run whose window costs more than full attention goes without.
-
-    Returns the config.
-    """
-    windows = sorted({config.window(layer) for layer in range(config.depth)} - {None})
-    if runtime.device.type == "cpu":
-        if windows:
-            print0("attention windows save no time on a CPU: what they hide is computed and masked")
-        return config
-    best = choose(
-        args.device_batch_size, config.seq_len, config.heads // args.tensor_parallel,
-        config.kv_heads // args.tensor_parallel, config.head_dim, windows=[None, *windows], device=runtime.device,
-        dtype=runtime.compute_dtype,
-    )  # fmt: skip
-    print0("attention: " + ", ".join(f"{f'window {window}' if window else 'full'} {name} {ms:.2f} ms"
-                                     for window, (ms, name) in best.items()))  # fmt: skip
-    excess = torch.tensor([best[window][0] - best[None][0] for window in windows] or [0.0], device=runtime.device).max()
-    if dist.is_initialized():
-        dist.broadcast(excess, 0)
-    if new and excess > 0:
-        print0("a window costs more than full attention on this device: using full attention")
-        return replace(config, window_pattern="L")
-    return config
 
 
 def meta_model(config: GPTConfig) -> GPT:
@@ -272,17 +206,6 @@ def first_rank_first(work, runtime: Runtime):
     if runtime.rank == 0 and runtime.world_size > 1:
         dist.barrier()
     return result
-
-
-def build_model(config: GPTConfig, runtime: Runtime, seed: int, mesh: DeviceMesh | None = None, fsdp=False) -> GPT:
-    """The initial model, whole or cut over a mesh ("dp", "tp"): the same numbers."""
-    with torch.device("meta"):
-        model = GPT(config, runtime.compute_dtype)
-    if mesh:
-        parallel.parallelize(model, mesh, fsdp)
-    model.to_empty(device=runtime.device)
-    parallel.init_weights(model, seed)
-    return model
 
 
 def build_optimizer(args: argparse.Namespace, model: GPT, batch: int, runtime: Runtime):
@@ -342,6 +265,15 @@ def check_writable(folder: Path) -> None:
         raise InputError(f"cannot write to {folder}: {error.strerror}; set NANOMUON_BASE_DIR to another") from error
 
 
+@contextlib.contextmanager
+def held(run_dir: Path):
+    """The run is this process's alone: two would write into each other's checkpoints. The system frees it if we die."""
+    if shards.being_written(run_dir):
+        raise InputError(f"run {run_dir.name} is being trained by another process: choose another --run, or stop that")
+    with shards.locked(run_dir):
+        yield
+
+
 def start_run_folder(run_dir: Path, settings: dict, options: dict, tokenizer: Tokenizer, afresh: bool) -> None:
     """Write what defines the run, once everything that could be wrong with it has been looked at."""
     if afresh:
@@ -351,12 +283,6 @@ def start_run_folder(run_dir: Path, settings: dict, options: dict, tokenizer: To
     if not (run_dir / "settings.json").exists():
         tokenizer.save(run_dir / "tokenizer")  # with it, this folder is all that sampling and evaluation need
     write_json(run_dir / "settings.json", {**settings, "options": options})
-
-
-def write_json(file: Path, content: dict) -> None:
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, file)
 
 
 def print_summary(summary: dict) -> None:
@@ -404,7 +330,7 @@ class Run:
     def start(self, changed: list[str]) -> None:
         """Model, optimizer, data and folder, all at the step where an earlier process left them."""
         args, runtime = self.args, self.runtime
-        self.gpt = build_model(self.config, runtime, args.seed, self.mesh, args.shard == "fsdp")
+        self.gpt = parallel.build_model(self.config, runtime, args.seed, self.mesh, args.shard == "fsdp")
         if args.qk_clip:
             watch_(self.gpt, args.qk_clip)
         self.optimizer, self.schedule = build_optimizer(args, self.gpt, self.batch, runtime)
@@ -636,7 +562,7 @@ class Run:
         began, args = time.perf_counter(), self.args
         prompts = PROMPTS.get(args.corpus, [""] * 3)
         if self.mesh:  # this rank writes alone, so it needs a whole model
-            gpt = build_model(self.config, self.runtime, args.seed)
+            gpt = parallel.build_model(self.config, self.runtime, args.seed)
             checkpoint.load_model_weights(self.dir, gpt)
         else:
             gpt = self.gpt
@@ -692,20 +618,21 @@ def main(argv: list[str] | None = None) -> int | None:
     if args.plan:
         print_plan(args, config, batch, steps, runtime)
         return 0
-    check_writable(base_dir() / "runs" / args.run)
-    data = first_rank_first(lambda: shards.prepare_for_training(args.corpus, args.vocab_size), runtime)
-    config, batch, steps = plan_run(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime)
-
-    new = args.resume == "never" or not (base_dir() / "runs" / args.run / "settings.json").exists()
-    config = choose_attention(args, config, runtime, new)
-    run = Run(args, runtime, config, batch, steps, data)
-    if run.is_complete():
-        return 0
-    run.start(changed)
-    code = run.train()
-    if code is None:
-        run.finish()
-    return code or 0
+    run_dir = base_dir() / "runs" / args.run
+    check_writable(run_dir)
+    with held(run_dir) if runtime.rank == 0 else contextlib.nullcontext():
+        data = first_rank_first(lambda: shards.prepare_for_training(args.corpus, args.vocab_size), runtime)
+        config, batch, steps = plan_run(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime)
+        new = args.resume == "never" or not (run_dir / "settings.json").exists()
+        config = sizing.choose_attention(config, args.device_batch_size, args.tensor_parallel, runtime, new)
+        run = Run(args, runtime, config, batch, steps, data)
+        if run.is_complete():
+            return 0
+        run.start(changed)
+        code = run.train()
+        if code is None:
+            run.finish()
+        return code or 0
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from nanomuon import compare, race, report
-from nanomuon.runtime import InputError, base_dir, run_command
+from nanomuon.runtime import InputError, base_dir, run_command, write_text
 
 SWEEP_SEED = 1000  # the seeds of a sweep begin here: those of the race must not have chosen what they judge
 
@@ -60,7 +60,7 @@ def main(argv=None):
     curves = {name: [curve(run) for run in runs] for name, runs in results.items()}
     report.plot_race(curves, task["unit"], folder / "race.png")
     text = "\n\n".join([f"# {folder.name}", *(f"```\n{part}\n```" for part in parts), "![curves](race.png)"])
-    race.write(folder / "race.md", text)
+    write_text(folder / "race.md", text + "\n")
     print(f"\n{folder}/race.md, {folder}/race.png")
 
 

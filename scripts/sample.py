@@ -9,9 +9,9 @@ import argparse
 from nanomuon import checkpoint
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.parallel import build_model
 from nanomuon.runtime import InputError, Runtime, base_dir, run_command, start
 from nanomuon.tokenizer import Tokenizer
-from scripts.base_train import build_model
 
 
 def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanomuon import attention, report, shards
+from nanomuon import attention, parallel, report, shards
 from nanomuon.dataloader import TrainLoader
 from nanomuon.runtime import InputError, compile_enabled, peak_flops, peak_memory_mb, run_command, start
 from nanomuon.tokenizer import Tokenizer
@@ -114,7 +114,7 @@ def step_table(args, rounds, runtime):
     data = shards.prepare_for_training(args.corpus, args.vocab_size)
     config, batch, steps = base_train.plan_run(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime)
     rows = batch // config.seq_len
-    model = base_train.build_model(config, runtime, args.seed)
+    model = parallel.build_model(config, runtime, args.seed)
     optimizer, _ = base_train.build_optimizer(args, model, batch, runtime)
     loader = TrainLoader(data, config.seq_len, rows, args.device_batch_size, 0, 1, args.seed, runtime.device)
     products = model_products(model, next(loader)[0])

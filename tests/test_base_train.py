@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nanomuon import shards
 from nanomuon.gpt import GPT
 from nanomuon.report import read_metrics
 from nanomuon.runtime import InputError, run_command
@@ -203,6 +204,12 @@ def test_plan_tells_the_size_and_trains_nothing(base, capsys):
     output = capsys.readouterr().out
     assert "7 steps x 256 tokens" in output and "depth 2, width 128" in output
     assert not (base / "runs" / "planned").exists()
+
+
+def test_a_second_launch_of_a_run_is_refused(base):
+    with shards.locked(base / "runs" / "held"), pytest.raises(InputError, match="run held is being trained by another"):
+        base_train.main(arguments(base, "held", 3))
+    assert not (base / "runs" / "held").exists()
 
 
 @pytest.mark.parametrize("module", [base_train, base_eval, sample])

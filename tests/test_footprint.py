@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanomuon import footprint, parallel, recipe
 from nanomuon.gpt import GPTConfig
 from nanomuon.optim import DistMuonAdamW
+from nanomuon.parallel import build_model
 from nanomuon.runtime import InputError, Runtime
 from nanomuon.sharded import local
 from scripts import plan
-from scripts.base_train import build_model
 from tests.worlds import run_world
 
 UNEVEN = GPTConfig(vocab_size=67, seq_len=16, depth=3, width=36, heads=2, kv_heads=2)

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from nanomuon import checkpoint, parallel
 from nanomuon.gpt import GPTConfig
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
+from nanomuon.parallel import build_model
 from nanomuon.param_groups import build_param_groups
 from nanomuon.runtime import InputError, Runtime
 from nanomuon.sharded import local
 from scripts import base_train
-from scripts.base_train import build_model
 from tests.reference import distance
 from tests.training import Ranks, arguments, losses
 from tests.worlds import run_world

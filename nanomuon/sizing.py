@@ -1,0 +1,76 @@
+"""What this device has room and speed for: the rows of a micro-step, and the kernels of attention."""
+
+import math
+import os
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from nanomuon import attention, footprint, parallel, schedule
+from nanomuon.gpt import GPTConfig
+from nanomuon.runtime import Runtime, print0
+
+
+def device_batch_size(config: GPTConfig, rows: int, fsdp: bool, tensor_parallel: int, runtime: Runtime) -> int:
+    """Rows of a micro-step, a power of two that divides the `rows` of a step: what fits into memory; on a CPU 16 at
+    most, where more gain nothing.
+
+    On CUDA one row and two are tried, eagerly, which takes more memory than the compiled model does; where parameters
+    live in pieces the formula stands for it.
+    """
+    rows, device, itemsize = max(1, rows), runtime.device, runtime.compute_dtype.itemsize
+    one, two = (
+        footprint.footprint(config, runtime.world_size, fsdp, tensor_parallel, tried, 1, itemsize) for tried in (1, 2)
+    )
+    needed = [footprint.memory(one), footprint.memory(two)]
+    if device.type == "cpu":
+        capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // runtime.world_size
+        return schedule.rows_that_fit(math.gcd(rows, 16), *needed, capacity)
+    capacity = torch.cuda.mem_get_info(device)[0]
+    if not fsdp and tensor_parallel == 1:
+        needed = [one["state"] + one["buffers"] + peak for peak in probe_memory(config, runtime)]
+    fitting = torch.tensor(schedule.rows_that_fit(rows, *needed, capacity), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(fitting, op=dist.ReduceOp.MIN)
+    return int(fitting)
+
+
+def probe_memory(config: GPTConfig, runtime: Runtime) -> list[int]:
+    """Bytes on the GPU at the height of forward and backward for one row and for two, with weights and gradients."""
+    gpt, peaks = parallel.build_model(config, runtime, seed=0), []
+    for rows in (1, 2):
+        torch.cuda.reset_peak_memory_stats(runtime.device)
+        tokens = torch.zeros(rows, config.seq_len, dtype=torch.int64, device=runtime.device)
+        gpt(tokens, tokens).backward()
+        gpt.zero_grad(set_to_none=True)
+        peaks.append(torch.cuda.max_memory_allocated(runtime.device))
+    del gpt
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(runtime.device)
+    return peaks
+
+
+def choose_attention(config: GPTConfig, rows: int, tensor_parallel: int, runtime: Runtime, new: bool) -> GPTConfig:
+    """On CUDA, take the fastest attention kernels. A new run whose window costs more than full attention goes without.
+
+    Returns the config.
+    """
+    windows = sorted({config.window(layer) for layer in range(config.depth)} - {None})
+    if runtime.device.type == "cpu":
+        if windows:
+            print0("attention windows save no time on a CPU: what they hide is computed and masked")
+        return config
+    best = attention.choose(
+        rows, config.seq_len, config.heads // tensor_parallel, config.kv_heads // tensor_parallel, config.head_dim,
+        windows=[None, *windows], device=runtime.device, dtype=runtime.compute_dtype,
+    )  # fmt: skip
+    print0("attention: " + ", ".join(f"{f'window {window}' if window else 'full'} {name} {ms:.2f} ms"
+                                     for window, (ms, name) in best.items()))  # fmt: skip
+    excess = torch.tensor([best[window][0] - best[None][0] for window in windows] or [0.0], device=runtime.device).max()
+    if dist.is_initialized():
+        dist.broadcast(excess, 0)
+    if new and excess > 0:
+        print0("a window costs more than full attention on this device: using full attention")
+        return replace(config, window_pattern="L")
+    return config
