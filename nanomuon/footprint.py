@@ -24,17 +24,18 @@ IN_FLIGHT = 3  # chunks of the pipeline, the default of DistMuonAdamW
 class Part(NamedTuple):
     """One parameter."""
 
-    whole: tuple  # shape
-    held: tuple  # shape on a tensor-parallel rank
+    whole: tuple  # shape, (m, n) of each matrix where it is (E, m, n) of experts
+    held: tuple  # shape on a tensor-parallel rank, experts included
     cut: int | None  # the dimension in which they differ
     muon: bool
     steps: int = 0  # of Newton-Schulz
     variance: bool = False  # a second moment
     place: str = "root"  # or "block" or "embedding": what FSDP2 gathers together
+    experts: int = 0
 
     @property
     def second(self):
-        """Numbers of the second moment."""
+        """Numbers of the second moment of a matrix."""
         return max(self.whole) if self.variance else 0
 
 
@@ -55,16 +56,16 @@ def _parameters(config):
 
 @functools.cache
 def parts(config: GPTConfig, tensor_parallel: int = 1) -> Counter:
-    """{Part: how many parameters are like it} of a GPT under the recipe; of (E, m, n) experts, E matrices each."""
+    """{Part: how many parameters are like it} of a GPT under the recipe."""
     found = Counter()
     for name, shape, kind in _parameters(config):
-        count, whole = (shape[0], shape[1:]) if len(shape) == 3 else (1, shape)
-        held, module, cut = list(whole), name.split(".", 2)[-1].removesuffix(".weight"), None
+        experts = shape[0] if len(shape) == 3 else 0
+        held, module, cut = list(shape), name.split(".", 2)[-1].removesuffix(".weight"), None
         if tensor_parallel > 1 and (name.startswith("value_embeds") or module in COLUMNS + ROWS):
             cut = 0 if module in COLUMNS else 1
             held[cut] //= tensor_parallel
         place = {"blocks": "block", "wte": "embedding", "value_embeds": "embedding"}.get(name.split(".")[0], "root")
-        found[Part(whole, tuple(held), cut, **kind, place=place)] += count
+        found[Part(shape[-2:], tuple(held), cut, **kind, place=place, experts=experts)] += 1
     return found
 
 
@@ -88,6 +89,7 @@ def footprint(
     buffers += 2 * NUMBER * tokens * config.vocab_size  # the gradient of the logits before and after their cap
     sent = optimizer["sent"]
     if fsdp:
+        gathered = NUMBER if config.experts else compute_bytes  # parallel.parallelize: the router computes in float32
         numbers, largest = Counter(), 0  # padded to equal pieces
         for part, count in model.items():
             padded = data * math.prod(_rows(part.held, data))
@@ -95,12 +97,13 @@ def footprint(
             largest = max(largest, padded if part.place == "embedding" else 0)
         block, rest = numbers.pop("block"), sum(numbers.values())
         # all_gather of a block before its forward and its backward, of what is around them once; reduce_scatter of all
-        sent += micro_steps * (2 * compute_bytes * block + NUMBER * (block + 2 * rest)) * (data - 1) / data
+        sent += micro_steps * (2 * gathered * block + NUMBER * (block + 2 * rest)) * (data - 1) / data
         # weights and gradients: two blocks, two embeddings and the head
-        buffers += 2 * (compute_bytes + NUMBER) * block / config.depth + 2 * NUMBER * (2 * largest + numbers["root"])
+        buffers += 2 * (gathered + NUMBER) * block / config.depth + 2 * NUMBER * (2 * largest + numbers["root"])
     if tensor_parallel > 1:
-        # an all_reduce after the attention and one after the MLP, in the backward before them
-        sent += micro_steps * 4 * config.depth * _all_reduce(tokens * config.width * compute_bytes, tensor_parallel)
+        # an all_reduce after the attention and one after the MLP, in the backward before them; experts are not cut
+        sums = 2 if config.experts else 4
+        sent += micro_steps * sums * config.depth * _all_reduce(tokens * config.width * compute_bytes, tensor_parallel)
     if tensor_parallel > 1 and not fsdp:  # the mean of the gradients
         held = sum(count * math.prod(part.held) for part, count in model.items() if part.cut is not None)
         sent += _all_reduce(NUMBER * held, data)
@@ -125,13 +128,17 @@ def activations(config: GPTConfig, tokens: int, tensor_parallel: int, compute_by
 
     Per layer and channel 6 times the residual: running, mixed, between attention and MLP, twice normalized, and after
     the convolution. Divided by tensor parallelism: queries and keys before and after their norm, values, value
-    embeddings, what attention puts out, and 2 times the 4 widths of the MLP. After the blocks the residual twice, and
-    the logits twice in float32. Below float32 also the weights of the products, in the lower precision.
+    embeddings, what attention puts out, and 2 times the 4 widths of the MLP; experts are not divided and save what goes
+    into and comes out of each that a token visits. After the blocks the residual twice, and the logits twice in
+    float32. Below float32 also the weights of the products, in the lower precision.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     embeds = sum(map(config.has_value_embed, range(config.depth))) / config.depth
-    cut = (1 + config.qk_norm) * (queries + keys) + (1 + embeds) * keys + queries + 8 * config.width
-    channels = config.depth * (6 * config.width + cut / tensor_parallel) + 2 * config.width
+    cut = (1 + config.qk_norm) * (queries + keys) + (1 + embeds) * keys + queries
+    mlp = 8 * config.width / tensor_parallel
+    if config.experts:
+        mlp = (8 + 2 * config.experts_per_token) * config.width
+    channels = config.depth * (6 * config.width + cut / tensor_parallel + mlp) + 2 * config.width
     copies = config.vocab_size * config.width if compute_bytes < NUMBER else 0
     for part, count in parts(config, tensor_parallel).items():
         copies += count * math.prod(part.held) if part.muon and compute_bytes < NUMBER else 0
@@ -160,10 +167,11 @@ def _optimizer(model, ranks, data, tensor_parallel, fsdp, product_bytes):
             state[rank] += count * (2 * NUMBER * mine + 4)  # and the step
     by_all += _all_reduce(NUMBER * small, ranks)
     for bank, count in _banks(model, fsdp):
-        matrix, whole_flops = NUMBER * math.prod(bank.held), newton_schulz_flops(*bank.whole, bank.steps)
+        matrix, whole_flops = NUMBER * math.prod(bank.held[-2:]), newton_schulz_flops(*bank.whole, bank.steps)
         owners = world if fsdp or bank.cut is None else 1
         even, left = divmod(count, owners)
         idlest = set(sorted(everyone, key=load.__getitem__)[:left])
+        experts_of = [_rows(bank.held, owners, rank)[0] for rank in everyone]  # like Shard(0)
         tp_sent, tp_share = _tensor_parallel(bank, tensor_parallel, product_bytes)
         matrices = max(matrices, count * NUMBER * math.prod(bank.whole))
         if not fsdp and owners > 1:  # reduce_scatter and all_gather of a padded bank, or of each matrix by itself
@@ -171,12 +179,13 @@ def _optimizer(model, ranks, data, tensor_parallel, fsdp, product_bytes):
             by_all += _all_reduce(stacked, owners)
             buffers += stacked * (1 + 1 / owners)
         for rank in everyone:
-            owned = even + (rank in idlest)
-            load[rank] += owned * whole_flops
+            owned = experts_of[rank] if bank.experts else even + (rank in idlest)
+            if not (fsdp and bank.experts):
+                load[rank] += owned * whole_flops
             flops[rank] += owned * whole_flops * tp_share
             sent[rank] += owned * tp_sent
             state[rank] += owned * NUMBER * bank.second
-            if fsdp:  # momentum shards to the owners, update shards back
+            if fsdp and not bank.experts:  # momentum shards to the owners, update shards back
                 shard = NUMBER * math.prod(_rows(bank.held, world, rank))
                 state[rank] += count * shard
                 sent[rank] += (count - owned) * shard + owned * (matrix - shard)
@@ -189,12 +198,14 @@ def _optimizer(model, ranks, data, tensor_parallel, fsdp, product_bytes):
 
 def _banks(model, fsdp):
     """(Part, how many matrices) in the order in which the optimizer finds owners for them."""
-    banks = Counter()
+    banks, of_experts = Counter(), []
     for part, count in model.items():
-        if part.muon:  # whole matrices and their transposes share a bank
+        if part.experts:  # each parameter a bank by itself
+            of_experts += [(part, part.experts)] * count
+        elif part.muon:  # whole matrices and their transposes share a bank
             shape = tuple(sorted(part.whole))
             banks[part if fsdp or part.cut is not None else part._replace(whole=shape, held=shape)] += count
-    return sorted(banks.items(), key=lambda item: -newton_schulz_flops(*item[0].whole, item[0].steps))
+    return sorted([*banks.items(), *of_experts], key=lambda item: -newton_schulz_flops(*item[0].whole, item[0].steps))
 
 
 def _tensor_parallel(part, ranks, product_bytes):

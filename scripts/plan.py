@@ -35,13 +35,15 @@ def main(argv: list[str] | None = None) -> None:
     add("--device-batch-size", type=int, help="rows per GPU and micro-step (default: the largest power of two that "
         "fits)")  # fmt: skip
     add("--total-batch-size", type=int, help="tokens per optimizer step (default: from the length of the run)")
+    add("--experts", type=int, default=0, help="MLPs per layer among which a router picks, 0: one (%(default)s)")
+    add("--experts-per-token", type=int, default=2, help="how many it picks (default: %(default)s)")
     add("--max-seq-len", type=int, default=2048, help="context in tokens (default: %(default)s)")
     add("--vocab-size", type=int, default=32768, help="tokens in the vocabulary (default: %(default)s)")
     add("--target-param-data-ratio", type=float, default=10.5, help="training tokens per parameter of the matrices and "
         "the head (default: %(default)s)")  # fmt: skip
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
-        if isinstance(value, int | float) and value <= 0:
+        if isinstance(value, int | float) and value <= 0 and (name, value) != ("experts", 0):
             raise InputError(f"--{name.replace('_', '-')} must be above 0, not {value}")
     config = model(args, args.depth)
     tensor_parallel = args.tensor_parallel or (1 if args.shard else most_tensor_parallel(args.gpus, config))
@@ -50,8 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         layouts = [(args.shard == "fsdp", tensor_parallel)]
     else:
         layouts = [(fsdp, n) for n in sorted({1, tensor_parallel}) for fsdp in (False, True)]
-    counts = footprint.parts(config)
-    parameters = sum(count * math.prod(part.whole) for part, count in counts.items())
+    parameters = sum(count * math.prod(part.held) for part, count in footprint.parts(config).items())
     print(f"depth {args.depth}, width {config.width}, {config.heads} heads, context {config.seq_len}, "
           f"vocabulary {config.vocab_size}: {parameters / 1e6:,.1f}M parameters")  # fmt: skip
     print(f"{args.gpus} GPUs of {args.gpu_memory:g} GiB, bf16\n")
@@ -61,7 +62,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def model(args, depth: int) -> GPTConfig:
     try:
-        return GPTConfig.from_depth(depth, args.vocab_size, args.max_seq_len)
+        return GPTConfig.from_depth(
+            depth, args.vocab_size, args.max_seq_len, experts=args.experts, experts_per_token=args.experts_per_token
+        )
     except ValueError as error:
         raise InputError(f"--depth {depth}: {error}") from error
 
@@ -80,7 +83,10 @@ def of(args, config: GPTConfig, gpus: int, layout: tuple[bool, int], rows: int) 
     """The footprint of a layout, with as many micro-steps as the batch needs."""
     fsdp, tensor_parallel = layout
     counts = footprint.parts(config)
-    scaling = sum(count * math.prod(part.whole) for part, count in counts.items() if part.muon)
+    visited = config.experts_per_token / (config.experts or 1)
+    scaling = sum(
+        count * math.prod(part.held) * (visited if part.experts else 1) for part, count in counts.items() if part.muon
+    )
     scaling += config.vocab_size * config.width
     unit = rows * config.seq_len * gpus // tensor_parallel
     batch = args.total_batch_size or schedule.total_batch_size(
@@ -133,7 +139,7 @@ def deepest(args, gpus: int, layout: tuple[bool, int]) -> str:
     if not count:
         return "-"
     config = model(args, depths[count - 1])
-    parameters = sum(n * math.prod(part.whole) for part, n in footprint.parts(config).items())
+    parameters = sum(n * math.prod(part.held) for part, n in footprint.parts(config).items())
     return f"{depths[count - 1]} ({parameters / 1e9:.1f}B)"
 
 

@@ -18,7 +18,8 @@ from tests.worlds import run_world
 
 UNEVEN = GPTConfig(vocab_size=67, seq_len=16, depth=3, width=36, heads=2, kv_heads=2)
 GROUPED = GPTConfig(vocab_size=130, seq_len=16, depth=4, width=64, heads=8, kv_heads=4)
-CASES = [(config, fsdp, tp) for config in (UNEVEN, GROUPED) for fsdp in (False, True) for tp in (1, 2)]
+EXPERTS = GPTConfig(vocab_size=130, seq_len=16, depth=2, width=64, heads=8, kv_heads=4, experts=6)
+CASES = [(config, fsdp, tp) for config in (UNEVEN, GROUPED, EXPERTS) for fsdp in (False, True) for tp in (1, 2)]
 CASES += [(GROUPED, False, 4), (GROUPED, True, 4)]  # of 4 ranks
 ROWS, MICRO_STEPS = 3, 2
 
@@ -120,7 +121,9 @@ def saved_bytes(group, config, tensor_parallel, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [dict(), dict(kv_heads=1), dict(qk_norm=False), dict(vocab_size=4000)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [dict(), dict(kv_heads=1), dict(qk_norm=False), dict(vocab_size=4000), dict(experts=6)], ids=str
+)
 def test_activations_are_those_that_a_forward_saves(shape, dtype):
     if dtype == torch.bfloat16 and not torch.cuda.is_available():
         pytest.skip("CPUs compute in float32")
@@ -129,8 +132,9 @@ def test_activations_are_those_that_a_forward_saves(shape, dtype):
     assert saved_bytes(None, config, 1, dtype) == pytest.approx(expected, rel=0.1)
 
 
-def test_activations_of_a_tensor_parallel_rank():
-    config = GPTConfig.from_depth(4, 500, 128)
+@pytest.mark.parametrize("experts", [0, 6])
+def test_activations_of_a_tensor_parallel_rank(experts):
+    config = GPTConfig.from_depth(4, 500, 128, experts=experts)
     expected = footprint.activations(config, ROWS * 128, 4, 4)
     for found in run_world(4, saved_bytes, config, 4, torch.float32):
         assert found == pytest.approx(expected, rel=0.1)
@@ -152,6 +156,7 @@ def test_plan_prints_layouts_and_what_fits(capsys):
         (["--depth", "12", "--tensor-parallel", "4"], "does not divide 6 key-value heads"),
         (["--gpus", "6", "--tensor-parallel", "4"], "does not divide 6 processes"),
         (["--depth", "11"], "--depth 11"),
+        (["--depth", "12", "--experts", "1"], "experts_per_token 2 must be between 1 and experts 1"),
     ],
 )
 def test_plan_names_what_is_wrong(argv, message):
