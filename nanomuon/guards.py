@@ -49,15 +49,26 @@ class Requests:
 
 
 class Watchdog:
-    """Says when a step takes 10 times the median of those before it, while it does: one that hangs shows as well."""
+    """Says when a step takes 10 times the median of those before it, while it does: one that hangs shows as well.
+
+    A context manager, whose thread ends with it.
+    """
 
     def __init__(self):
         self.times, self.step, self.deadline = deque(maxlen=20), 0, math.inf
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._closed.set()
+        self._thread.join()
 
     def _watch(self):
-        while True:
-            time.sleep(0.2)
+        while not self._closed.wait(0.2):
             if time.perf_counter() > self.deadline:
                 self.deadline = math.inf
                 print0(f"warning: step {self.step} takes more than 10 times the median, {self.median():.0f} ms")

@@ -402,9 +402,9 @@ class Run:
             os.environ["NANOMUON_COMPILE"] = "1"
             self.compile()
 
-    def train(self) -> int | None:
+    def train(self, watchdog: Watchdog) -> int | None:
         """The loop. Returns None where the run has all of its steps, else the exit code."""
-        args, requests, watchdog, shown, saved_at = self.args, Requests(), Watchdog(), 0.0, time.monotonic()
+        args, requests, shown, saved_at = self.args, Requests(), 0.0, time.monotonic()
         while self.step < self.steps:
             # Before the next step, not after the last: a signal need not wait for it, and a resumed run makes up for it
             due = args.eval_every > 0 and self.step % args.eval_every == 0
@@ -629,7 +629,8 @@ def main(argv: list[str] | None = None) -> int | None:
         if run.is_complete():
             return 0
         run.start(changed)
-        code = run.train()
+        with Watchdog() as watchdog:
+            code = run.train(watchdog)
         if code is None:
             run.finish()
         return code or 0

@@ -6,6 +6,6 @@ source scripts/setup.sh
 has() { "$PYTHON" -c "import $1" 2>/dev/null; } # an interpreter given by NANOMUON_PYTHON may lack these two
 if has ruff; then "$PYTHON" -m ruff check .; fi
 parallel=()
-# Two files at a time; the tests of one file share their runs and their process groups
-if has xdist; then parallel=(--numprocesses 2 --dist loadfile); fi
+# Two files at a time; the tests of one file share their runs and their process groups. A worker that dies ends it all
+if has xdist; then parallel=(--numprocesses 2 --dist loadfile --max-worker-restart 0); fi
 exec "$PYTHON" -m pytest "${parallel[@]}" "$@"

@@ -8,6 +8,7 @@ import sysconfig
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -202,7 +203,7 @@ def test_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
     monkeypatch.setattr(datasets, "load_dataset_builder", builder)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr("nanomuon.corpus.time.sleep", waits.append)
+    monkeypatch.setattr("nanomuon.corpus.time", SimpleNamespace(sleep=waits.append))
     documents, counts = read("hf:org/set:config@v1")
     assert documents == expected and counts["documents"] == 15
     assert asked == [("org/set", "v1")] * 3 and waits == [1, 2, 1]

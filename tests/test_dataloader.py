@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -273,11 +274,11 @@ def test_rows_do_not_wait_for_the_rest_of_the_corpus(folder, tmp_path, monkeypat
         show(appeared[0])
 
     show(2)
-    monkeypatch.setattr(shards.time, "sleep", appear)
+    monkeypatch.setattr(shards, "time", SimpleNamespace(sleep=appear))
     count = steps_per_epoch(folder) + 2
     assert steps(copy, count) == steps(folder, count) and appeared[0] == 5
     monkeypatch.setattr(shards, "PATIENCE", 2)
-    monkeypatch.setattr(shards.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(shards, "time", SimpleNamespace(sleep=lambda seconds: None))
     show(2)
     with pytest.raises(InputError, match="no process is writing it: run python -m scripts.data_prep"):
         steps(copy, count)

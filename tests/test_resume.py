@@ -5,6 +5,7 @@ import random
 import re
 import resource
 import signal
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -225,6 +226,7 @@ def build_optimizer(model):
     output = capsys.readouterr().out
     assert re.findall(r"step (\d+): the loss jumps", output) == ["31"]
     assert re.findall(r"step (\d+) takes more than 10 times the median", output) == ["12"]
+    assert "watchdog" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_what_a_spike_is():
