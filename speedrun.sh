@@ -12,12 +12,21 @@
 #   DEPTH=8                 a deeper (and wider) or smaller model
 #   RUN=name                name of the run under $NANOMUON_BASE_DIR/runs
 #   NANOMUON_BASE_DIR=...   where everything is written (~/.cache/nanomuon)
-#   NANOMUON_PYTHON=...     an interpreter that has torch already; nothing is installed then
+#   NANOMUON_PYTHON=...     an interpreter that has every package already; nothing is installed then
 set -euo pipefail
 cd "$(dirname "$0")"
 case "${1:-}" in
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit 0 ;;
 esac
+for flag in "$@"; do # the other stages need these, too
+    case ${flag%%=*} in
+        --run | --corpus | --depth | --vocab-size)
+            variable=$(tr a-z- A-Z_ <<<"${flag%%=*}")
+            echo "error: ${flag%%=*} is the variable ${variable#__} here: ${variable#__}=... bash speedrun.sh" >&2
+            exit 2
+            ;;
+    esac
+done
 
 began=$SECONDS
 source scripts/setup.sh
@@ -71,7 +80,7 @@ case $CORPUS in
         tokens=$("${TRAIN[@]}" "${FLAGS[@]}" --plan | sed -n 's/^training .* = \([0-9,]*\) tokens.*/\1/p' | tr -d ,)
         mkdir -p "$run_dir"
         echo "data: ${tokens:?} tokens of $CORPUS, progress in $run_dir/data_prep.log"
-        trap 'kill $(jobs -p) 2>/dev/null' EXIT
+        trap 'kill $(jobs -p) 2>/dev/null || true' EXIT # it may have ended
         "$PYTHON" -m scripts.data_prep "${DATA[@]}" --max-tokens "$tokens" >"$run_dir/data_prep.log" 2>&1 &
         ;;
 esac
@@ -80,11 +89,9 @@ if [ ! -e "$run_dir/stages.jsonl" ]; then
     record "corpus, tokenizer, shards" $((SECONDS - stage))
 fi
 
-code=0
-"${TRAIN[@]}" "${FLAGS[@]}" || code=$?
-# torchrun has exit codes of its own; what counts is whether the run on disk is complete
+"${TRAIN[@]}" "${FLAGS[@]}" || exit
 if [ ! -e "$run_dir/summary.json" ]; then
-    [ $code -ne 0 ] || echo "the run was stopped before its end: bash speedrun.sh carries on"
-    exit $((code ? code : 1))
+    echo "the run was stopped before its end: bash speedrun.sh carries on"
+    exit 1
 fi
 echo "done in $((SECONDS - began)) s. More text: $PYTHON -m scripts.sample --run $RUN"

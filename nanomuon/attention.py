@@ -1,6 +1,6 @@
 """Causal attention with an optional sliding window, by the fastest kernel that this device and PyTorch have.
 
-The backends differ in speed alone. Until choose() has measured them for a shape, PyTorch's own dispatch does the work.
+The backends differ in speed alone. Where use() has not named one for a shape, PyTorch's own dispatch does the work.
 """
 
 import functools
@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
 
-from nanomuon.runtime import compile_enabled
-
+CHECKED = 2048  # tokens of a row at which measure() compares a backend with the definition
 _chosen = {}  # key(q, k, window): backend
 _block_masks = {}  # (T, window): BlockMask, made outside of what is compiled
 
@@ -115,18 +114,19 @@ def use_flash_implementation(name: str | None) -> None:
 
 def measure(
     B: int, T: int, H: int, Hkv: int, D: int, windows: list[int | None], device: torch.device, dtype: torch.dtype,
-    rounds: int = 5,
+    with_flex: bool = True, rounds: int = 5,
 ) -> dict[str | None, dict[int | None, dict[str, float | str]]]:  # fmt: skip
     """By flash implementation, window and backend: milliseconds forward and backward, or why the backend is out.
 
-    A backend is out where it fails or where output or gradients are not those of a plain masked softmax.
+    A backend is out where it fails or where output or gradients are not those of a plain masked softmax. That takes T^2
+    memory, so longer rows are checked at CHECKED tokens, with a window of the same share.
     """
     generator = torch.Generator(device).manual_seed(0)
     q, k, v, grad = (
         torch.randn(B, T, heads, D, device=device, generator=generator).to(dtype) for heads in (H, Hkv, Hkv, H)
     )
     q *= 8  # so sharp that a single key too few or too many shows
-    backends = [sdpa, varlen, *([flex] if compile_enabled() else [])] if device.type == "cuda" else [sdpa]
+    backends = [sdpa, varlen, *([flex] if with_flex else [])] if device.type == "cuda" else [sdpa]
     results = {}
     for implementation in flash_implementations(device):
         use_flash_implementation(implementation)
@@ -136,9 +136,12 @@ def measure(
                 if implementation is not None and backend is flex:
                     continue  # has no part in the switch
                 try:
+                    length = min(T, CHECKED)
+                    checked = window and max(1, window * length // T)
                     if backend is flex:
                         make_block_mask(T, window, device)
-                    error = _error(backend, *(x[:1] for x in (q, k, v, grad)), window)
+                        make_block_mask(length, checked, device)
+                    error = _error(backend, *(x[:1, :length] for x in (q, k, v, grad)), checked)
                     row[backend.__name__] = f"wrong: off by {error:.2g}"
                     if error < (1e-4 if dtype == torch.float32 else 3e-2):
                         times = [_milliseconds(backend, q, k, v, grad, window) for _ in range(1 + rounds)]
@@ -149,24 +152,32 @@ def measure(
     return results
 
 
-def choose(*shape, windows: list[int | None], device: torch.device, dtype: torch.dtype) -> dict[int | None, tuple]:
-    """Measure, and from now on use the fastest backend for (B, T, H, Hkv, D) and each window; any B counts as that one.
-
-    Returns (milliseconds, name) by window. Call it before the model is compiled.
-    """
-    B, T, H, Hkv, D = shape
+def fastest(measured: dict) -> tuple[str | None, dict[int | None, tuple[float, str]]]:
+    """Of what measure() gives: the flash implementation that is best over all windows, and by window (milliseconds,
+    backend). Empty where no implementation has a backend for every window."""
     best = {}
-    for implementation, rows in measure(*shape, windows, device, dtype).items():
+    for implementation, rows in measured.items():
         usable = {window: [(ms, name) for name, ms in row.items() if not isinstance(ms, str)]
                   for window, row in rows.items()}  # fmt: skip
         if all(usable.values()):
             best[implementation] = {window: min(row) for window, row in usable.items()}
-    implementation = min(best, key=lambda name: sum(ms for ms, _ in best[name].values()))
+    implementation = min(best, key=lambda name: sum(ms for ms, _ in best[name].values()), default=None)
+    return implementation, best.get(implementation, {})
+
+
+def use(
+    T: int, H: int, Hkv: int, D: int, implementation: str | None, backends: dict[int | None, str],
+    device: torch.device, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """From now on compute attention of this shape, whatever the batch, by the backend named for its window.
+
+    Call it before the model is compiled.
+    """
     use_flash_implementation(implementation)
-    for window, (_, name) in best[implementation].items():
+    for window, name in backends.items():
         _chosen[device.type, dtype, torch.Size((T, H, D)), torch.Size((T, Hkv, D)), window] = globals()[name]
-    suffix = f" ({implementation})" if implementation else ""
-    return {window: (ms, name + suffix) for window, (ms, name) in best[implementation].items()}
+        if name == "flex":
+            make_block_mask(T, window, device)
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nanomuon.runtime import InputError
-from nanomuon.shards import WINDOW, Shard, read_manifest, wait_for_window, window_is_there
+from nanomuon.shards import WINDOW, Shard, command, read_manifest, wait_for_window, window_is_there
 
 AHEAD = 2  # micro-batches that wait, packed, for the training loop
 
@@ -146,8 +146,8 @@ class TrainLoader:
             rows, state = self._ahead.popleft().result()
             self._ahead.append(self._thread.submit(next, self._batches))
             if rows is None:
-                command = f"python -m scripts.data_prep --corpus {self.manifest['corpus']}"
-                self.manifest = wait_for_window(self.folder, state["window"], command)
+                made_by = command(self.manifest["corpus"], self.manifest["vocab_size"], self.manifest.get("asked"))
+                self.manifest = wait_for_window(self.folder, state["window"], made_by)
         self._state = state
         # pinned memory goes back to PyTorch's pool, which hands it out again only after this copy has run
         rows = rows.to(self.device, non_blocking=True)

@@ -77,7 +77,19 @@ def load_recipe(file):
         raise InputError(f"{file}: no such Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    build = getattr(module, "param_groups", None) or getattr(module, "build_optimizer", None)
-    if not callable(build):
-        raise InputError(f"{file} has neither param_groups(model) nor build_optimizer(model)")
-    return build, getattr(module, "schedule", None)
+
+    def function(name):
+        value = getattr(module, name, None)
+        if inspect.ismodule(value):  # from nanomuon import schedule
+            return None
+        if value is not None and not callable(value):
+            raise InputError(f"{file}: {name} is not a function")
+        return value
+
+    groups, optimizer = function("param_groups"), function("build_optimizer")
+    if groups and optimizer and groups is param_groups:  # imported, to build on
+        groups = None
+    if bool(groups) == bool(optimizer):
+        both = "both param_groups(model) and" if groups else "neither param_groups(model) nor"
+        raise InputError(f"{file} has {both} build_optimizer(model): define one of them")
+    return groups or optimizer, function("schedule")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanomuon.runtime import write_text, write_whole
+from nanomuon.runtime import cores, write_text, write_whole
 
 
 class MetricsLog:
@@ -175,14 +175,13 @@ def write_report(run_dir, settings, summary, samples, machine, stages) -> None:
 
 def machine_description() -> str:
     """One line: processor, memory, GPUs, versions: "2 x AMD EPYC, 24 GB, no GPU, torch 2.13.0, Python 3.11.7"."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cpu_info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     models = [line.split(":", 1)[1].strip() for line in cpu_info.splitlines() if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     graphics = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
     return (
-        f"{cores} x {models[0] if models else platform.machine()}, {memory:.0f} GB, {graphics}, "
+        f"{cores()} x {models[0] if models else platform.machine()}, {memory:.0f} GB, {graphics}, "
         f"torch {torch.__version__}, Python {platform.python_version()}"
     )
 

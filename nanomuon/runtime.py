@@ -58,6 +58,11 @@ def write_json(path, content) -> None:
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 # Dense bf16 peak in FLOP/s by a part of the device's name, from the vendors' data sheets
 PEAK_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
@@ -145,6 +150,9 @@ def run_command(main) -> None:
         code = main() or 0
     except InputError as error:
         code = _complain(str(error))
+    except torch.OutOfMemoryError as error:
+        first = str(error).split(". ")[0]
+        code = _complain(f"{first}; fewer rows (--device-batch-size), a smaller model or --shard fsdp need less")
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
             raise

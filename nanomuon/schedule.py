@@ -20,11 +20,11 @@ def training_tokens(scaling_parameters: int, ratio: float) -> int:
 def total_batch_size(tokens: int, tokens_per_micro_step: int) -> int:
     """Tokens per optimizer step for a run of `tokens`: the critical batch grows as tokens^0.383 (arXiv 2505.13738).
 
-    Rounded to the nearest power of two, then up to a multiple of what all devices take in one micro-step.
+    Rounded to the nearest power of two, then to the nearest multiple of what all devices take in one micro-step.
     """
     ideal = WEB_BATCH * (tokens / WEB_TOKENS) ** 0.383
     batch = 2 ** round(math.log2(max(ideal, 1)))
-    return max(1, math.ceil(batch / tokens_per_micro_step)) * tokens_per_micro_step
+    return max(1, round(batch / tokens_per_micro_step)) * tokens_per_micro_step
 
 
 def nearest_batch_sizes(total: int, unit: int) -> list[int]:

@@ -18,7 +18,6 @@ temporary name and renamed, then the manifest names them: a shard the manifest d
 import fcntl
 import hashlib
 import json
-import os
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from nanomuon.corpus import Corpus, is_validation, open_corpus
-from nanomuon.runtime import InputError, base_dir, write_json, write_whole
+from nanomuon.runtime import InputError, base_dir, cores, write_json, write_whole
 from nanomuon.tokenizer import Tokenizer
 
 MAGIC, VERSION = b"nanomuon", 1
@@ -204,23 +203,30 @@ def prepare(
         with locked(folder):
             if not _enough(folder, max_tokens):
                 tokenizer = tokenizer or prepare_tokenizer(corpus, vocab_size)
-                _write_shards(folder, corpus, tokenizer, workers or len(os.sched_getaffinity(0)), max_tokens)
+                _write_shards(folder, corpus, tokenizer, workers or cores(), max_tokens)
     return folder
 
 
-def prepare_for_training(corpus: Corpus | str, vocab_size: int | None = None) -> Path:
+def prepare_for_training(corpus: Corpus | str, vocab_size: int | None = None, tokens: int | None = None) -> Path:
     """The folder of the shards as soon as training can start: prepare() for a corpus on this machine.
 
     A corpus on the hub is left to scripts.data_prep, which may stay at work during the training: this waits for the
-    validation set and the first WINDOW training shards. InputError where no process works on what is missing.
+    validation set and the first WINDOW training shards. InputError where no process works on what is missing; it tells
+    how to make `tokens` training tokens.
     """
     corpus = open_corpus(corpus) if isinstance(corpus, str) else corpus
     if not corpus.needs_download:
         return prepare(corpus, vocab_size)
     vocab_size = vocab_size or default_vocab_size(corpus.name)
     folder = shard_folder(corpus, vocab_size)
-    wait_for_window(folder, 0, f"python -m scripts.data_prep --corpus {corpus.name} --vocab-size {vocab_size}")
+    wait_for_window(folder, 0, command(corpus.name, vocab_size, tokens))
     return folder
+
+
+def command(corpus: str, vocab_size: int, max_tokens: int | None) -> str:
+    """What to type for the shards of a corpus; without max_tokens they are all of it."""
+    most = f" --max-tokens {max_tokens}" if max_tokens else ""
+    return f"python -m scripts.data_prep --corpus {corpus} --vocab-size {vocab_size}{most}"
 
 
 def window_is_there(manifest: dict | None, window: int) -> bool:
@@ -278,7 +284,7 @@ def _write_shards(folder, corpus, tokenizer, workers, max_tokens):
         }
     if manifest["tokenizer"] != tokenizer.hash:
         raise InputError(f"{folder} was written with another tokenizer: delete it and run scripts.data_prep")
-    manifest |= {"complete": False, "max_tokens": None}
+    manifest |= {"complete": False, "max_tokens": None, "asked": max_tokens}
     lost = _lost(folder, manifest)
     for kind in ("val", "train"):
         names = [shard["name"] for shard in manifest[kind]]

@@ -12,6 +12,18 @@ from nanomuon.gpt import GPTConfig
 from nanomuon.runtime import Runtime, print0
 
 
+def recalled(settings: dict, shard: str, tensor_parallel: int, runtime: Runtime) -> dict:
+    """What was measured here for this run before, to be filled in and kept with its settings; empty at first.
+
+    A run that goes on with other kernels, or other micro-steps, rounds differently and is not the same to the bit.
+    "Here" is this kind of device, in this layout.
+    """
+    device = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
+    here = {"device": device, "processes": runtime.world_size, "shard": shard, "tensor_parallel": tensor_parallel}
+    measured = settings.get("measured", {})
+    return measured if measured.get("here") == here else {"here": here}
+
+
 def device_batch_size(config: GPTConfig, rows: int, fsdp: bool, tensor_parallel: int, runtime: Runtime) -> int:
     """Rows of a micro-step, a power of two that divides the `rows` of a step: what fits into memory; on a CPU 16 at
     most, where more gain nothing.
@@ -36,41 +48,63 @@ def device_batch_size(config: GPTConfig, rows: int, fsdp: bool, tensor_parallel:
     return int(fitting)
 
 
-def probe_memory(config: GPTConfig, runtime: Runtime) -> list[int]:
-    """Bytes on the GPU at the height of forward and backward for one row and for two, with weights and gradients."""
-    gpt, peaks = parallel.build_model(config, runtime, seed=0), []
-    for rows in (1, 2):
-        torch.cuda.reset_peak_memory_stats(runtime.device)
-        tokens = torch.zeros(rows, config.seq_len, dtype=torch.int64, device=runtime.device)
-        gpt(tokens, tokens).backward()
-        gpt.zero_grad(set_to_none=True)
-        peaks.append(torch.cuda.max_memory_allocated(runtime.device))
+def probe_memory(config: GPTConfig, runtime: Runtime) -> list[float]:
+    """Bytes on the GPU at the height of forward and backward for one row and for two, with weights and gradients.
+
+    Infinite for what it has no room for.
+    """
+    gpt, peaks = None, [math.inf, math.inf]
+    try:
+        gpt = parallel.build_model(config, runtime, seed=0)
+        for rows in (1, 2):
+            torch.cuda.reset_peak_memory_stats(runtime.device)
+            tokens = torch.zeros(rows, config.seq_len, dtype=torch.int64, device=runtime.device)
+            gpt(tokens, tokens).backward()
+            gpt.zero_grad(set_to_none=True)
+            peaks[rows - 1] = torch.cuda.max_memory_allocated(runtime.device)
+    except torch.OutOfMemoryError:
+        pass
     del gpt
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(runtime.device)
     return peaks
 
 
-def choose_attention(config: GPTConfig, rows: int, tensor_parallel: int, runtime: Runtime, new: bool) -> GPTConfig:
+def choose_attention(
+    config: GPTConfig, rows: int, tensor_parallel: int, runtime: Runtime, measured: dict, new: bool, with_flex: bool
+) -> GPTConfig:
     """On CUDA, take the fastest attention kernels. A new run whose window costs more than full attention goes without.
 
-    Returns the config.
+    measured: see recalled(); what is there is not measured again. new: the run's model is not fixed yet. with_flex: the
+    run may compile. The first rank measures, and all take what is best there. Returns the config.
     """
     windows = sorted({config.window(layer) for layer in range(config.depth)} - {None})
     if runtime.device.type == "cpu":
         if windows:
             print0("attention windows save no time on a CPU: what they hide is computed and masked")
         return config
-    best = attention.choose(
-        rows, config.seq_len, config.heads // tensor_parallel, config.kv_heads // tensor_parallel, config.head_dim,
-        windows=[None, *windows], device=runtime.device, dtype=runtime.compute_dtype,
-    )  # fmt: skip
-    print0("attention: " + ", ".join(f"{f'window {window}' if window else 'full'} {name} {ms:.2f} ms"
-                                     for window, (ms, name) in best.items()))  # fmt: skip
-    excess = torch.tensor([best[window][0] - best[None][0] for window in windows] or [0.0], device=runtime.device).max()
-    if dist.is_initialized():
-        dist.broadcast(excess, 0)
-    if new and excess > 0:
+    shape = config.seq_len, config.heads // tensor_parallel, config.kv_heads // tensor_parallel, config.head_dim
+    where = runtime.device, runtime.compute_dtype
+    if "attention" not in measured:
+        found = [None, []]
+        if runtime.rank == 0:
+            implementation, best = attention.fastest(
+                attention.measure(rows, *shape, [None, *windows], *where, with_flex)
+            )
+            found = [implementation, [[window, backend, ms] for window, (ms, backend) in best.items()]]
+        if dist.is_initialized():
+            dist.broadcast_object_list(found, 0)
+        measured["attention"] = found
+    implementation, best = measured["attention"]
+    attention.use(*shape, implementation, {window: backend for window, backend, _ in best}, *where)
+    if not best:
+        print0("attention: no kernel could be measured (train_bench --attention tells why); PyTorch chooses")
+        return config
+    suffix = f" ({implementation})" if implementation else ""
+    print0("attention: " + ", ".join(f"{f'window {window}' if window else 'full'} {backend}{suffix} {ms:.2f} ms"
+                                     for window, backend, ms in best))  # fmt: skip
+    milliseconds = {window: ms for window, _, ms in best}
+    if new and any(milliseconds[window] > milliseconds[None] for window in windows):
         print0("a window costs more than full attention on this device: using full attention")
         return replace(config, window_pattern="L")
     return config

@@ -1,10 +1,10 @@
 """Pretrain a GPT.
 
-    python -m scripts.base_train --depth 4 --num-iterations 300           # one process, CPU or GPU
+    python -m scripts.base_train --total-batch-size 4096 --num-iterations 300   # what a CPU trains in minutes
     torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth 24 --corpus hf:ORG/NAME
     torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth 48 --shard fsdp --tensor-parallel 2
-    python -m scripts.base_train --corpus path:my_texts --run mine        # your own text
-    python -m scripts.base_train --optimizer-file my_optim.py             # your own: build_optimizer(model)
+    python -m scripts.base_train --corpus path:my_texts --run mine              # your own text
+    python -m scripts.base_train --optimizer-file my_optim.py                   # your own: build_optimizer(model)
 
 The -- keeps torchrun from taking --run for its own --run-path. What is not given follows from --depth and the device.
 A run lives in runs/NAME under NANOMUON_BASE_DIR; the same command given again carries it on from its last checkpoint.
@@ -13,6 +13,7 @@ A run lives in runs/NAME under NANOMUON_BASE_DIR; the same command given again c
 import argparse
 import contextlib
 import functools
+import gc
 import json
 import math
 import os
@@ -22,8 +23,10 @@ import sys
 import tempfile
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,8 +66,9 @@ PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for
 def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namespace:
     """What is given, else what is remembered, else the default."""
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.base_train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+        prog="python -m scripts.base_train", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     add = parser.add_argument
     add("--run", default="base", help="name of the run, a folder under runs/ (default: %(default)s)")
     add("--corpus", default="python", help="python, path:FILE_OR_FOLDER or hf:ORG/NAME (default: %(default)s)")
@@ -79,7 +83,8 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
         "above TAU back to it, say 100 (default: off)")  # fmt: skip
     add("--device-batch-size", type=int, help="rows per device and micro-step (default: a power of two that fits into "
         "the memory of the GPU, 16 on a CPU)")  # fmt: skip
-    add("--total-batch-size", type=int, help="tokens per optimizer step (default: from the length of the run)")
+    add("--total-batch-size", type=int, help="tokens per optimizer step (default: from the tokens that "
+        "--target-param-data-ratio asks for, whatever --num-iterations makes of them)")  # fmt: skip
     add("--num-iterations", type=int, help="optimizer steps (default: from --target-param-data-ratio)")
     add("--target-param-data-ratio", type=float, default=10.5, help="training tokens per parameter of the matrices and "
         "the head (default: %(default)s)")  # fmt: skip
@@ -109,7 +114,10 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
         "NANOMUON_COMPILE=1 or 0 (default: after some eager steps, where the run then ends sooner)")  # fmt: skip
     add("--plan", action="store_true", help="print the size of the run, its memory and its time, and stop")
     parser.set_defaults(**recipe.param_groups.__kwdefaults__, **recipe.schedule.__kwdefaults__)
-    args = parser.parse_args(argv, argparse.Namespace(**remembered))
+    return parser.parse_args(argv, argparse.Namespace(**remembered))
+
+
+def check_arguments(args: argparse.Namespace) -> None:
     for name in ("depth", "device_batch_size", "max_seq_len", "num_iterations", "total_batch_size", "eval_tokens",
                  "keep_last", "tensor_parallel"):  # fmt: skip
         value = getattr(args, name)
@@ -119,30 +127,37 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
         raise InputError("--qk-clip is a positive number, for models with --no-qk-norm: the norm bounds logits itself")
     if not args.run or set(args.run) & set("/\\") or args.run.startswith("."):
         raise InputError(f"--run {args.run!r} is not a folder name; use letters, digits, '-' and '_'")
-    return args
 
 
-def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The arguments, and in words what they change in a run that exists: it keeps what is not given anew."""
+def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, dict, list[str]]:
+    """The arguments; the settings of the run if it exists, else {}; and in words what the arguments change in it: a run
+    keeps what is not given anew."""
     args = parse_arguments(argv, {})
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun has replaced a rank that died on the way
         args.resume = "auto"
     file = base_dir() / "runs" / args.run / "settings.json"
     if args.resume == "never" or not file.exists():
-        return args, []
-    before = json.loads(file.read_text())["options"]
+        check_arguments(args)
+        return args, {}, []
+    settings = json.loads(file.read_text())
+    before = settings["options"]
     ratio_given = parse_arguments(argv, {"target_param_data_ratio": None}).target_param_data_ratio is not None
     now = parse_arguments(argv, {**before, "num_iterations": None} if ratio_given else before)
     now.resume = args.resume
+    check_arguments(now)
     changed = {key: was for key, was in before.items() if getattr(now, key) != was}
-    return now, [f"--{key.replace('_', '-')} {getattr(now, key)} (was {was})" for key, was in changed.items()]
+    return now, settings, [f"--{key.replace('_', '-')} {getattr(now, key)} (was {was})" for key, was in changed.items()]
 
 
-def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime) -> tuple[GPTConfig, int, int]:
-    """The model's shape, tokens per optimizer step and number of steps that the arguments ask for.
+class Plan(NamedTuple):
+    config: GPTConfig
+    rows: int  # of a micro-step, on each device
+    batch: int  # tokens per optimizer step
+    steps: int
 
-    Puts into the arguments the rows of a micro-step where they leave them open.
-    """
+
+def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime, measured: dict) -> Plan:
+    """The run that the arguments ask for. measured: see sizing.recalled; takes the rows that fit into the device."""
     seq_len = args.max_seq_len or (2048 if runtime.device.type == "cuda" else 256)
     try:
         config = GPTConfig.from_depth(
@@ -154,20 +169,26 @@ def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime) -> tup
     data_parallel = parallel.data_parallel_size(runtime.world_size, args.tensor_parallel, config)
     counts = meta_model(config).parameter_counts()
     tokens = schedule.training_tokens(counts["matrices"] + counts["lm_head"], args.target_param_data_ratio)
-    if args.device_batch_size is None:
-        wanted = args.total_batch_size or schedule.total_batch_size(tokens, seq_len * data_parallel)
-        args.device_batch_size = sizing.device_batch_size(
-            config, wanted // (seq_len * data_parallel), args.shard == "fsdp", args.tensor_parallel, runtime
-        )
-    unit = args.device_batch_size * seq_len * data_parallel
+    rows = args.device_batch_size
+    if rows is None:
+        if "device_batch_size" not in measured:
+            row = seq_len * data_parallel  # tokens, one row on every device
+            most = (args.total_batch_size or schedule.total_batch_size(tokens, row)) // row
+            if not args.total_batch_size and most:
+                most = 1 << most.bit_length() - 1  # the batch then follows the rows
+            measured["device_batch_size"] = sizing.device_batch_size(
+                config, most, args.shard == "fsdp", args.tensor_parallel, runtime
+            )
+        rows = measured["device_batch_size"]
+    unit = rows * seq_len * data_parallel
     batch = args.total_batch_size or schedule.total_batch_size(tokens, unit)
     if batch % unit:
         sizes = " or ".join(map(str, schedule.nearest_batch_sizes(batch, unit)))
         raise InputError(
-            f"--total-batch-size {batch} is not a multiple of {unit} ({args.device_batch_size} rows x {seq_len} tokens "
-            f"x {data_parallel} data-parallel processes); the nearest that are: {sizes}, or change --device-batch-size"
+            f"--total-batch-size {batch} is not a multiple of {unit} ({rows} rows x {seq_len} tokens x {data_parallel} "
+            f"data-parallel processes); the nearest that are: {sizes}, or change --device-batch-size"
         )
-    return config, batch, args.num_iterations or max(1, tokens // batch)
+    return Plan(config, rows, batch, args.num_iterations or max(1, tokens // batch))
 
 
 def meta_model(config: GPTConfig) -> GPT:
@@ -176,10 +197,11 @@ def meta_model(config: GPTConfig) -> GPT:
         return GPT(config)
 
 
-def print_plan(args, config: GPTConfig, batch: int, steps: int, runtime: Runtime) -> None:
+def print_plan(args, plan: Plan, runtime: Runtime) -> None:
+    config, rows, batch, steps = plan
     model = meta_model(config)
     counts, flops = model.parameter_counts(), model.estimate_flops()
-    rows, ranks = args.device_batch_size, runtime.world_size // args.tensor_parallel
+    ranks = runtime.world_size // args.tensor_parallel
     micro_steps = batch // (rows * config.seq_len * ranks)
     memory = footprint.memory(
         footprint.footprint(
@@ -199,12 +221,16 @@ time       {f"about {duration(seconds)} at 40% of this device's peak" if seconds
 
 
 def first_rank_first(work, runtime: Runtime):
-    """work() on the first rank, then on the others, which find what it wrote."""
+    """work() on the first rank, then on the others, which find what it wrote. It may take hours: a download does."""
+    if runtime.world_size == 1:
+        return work()
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # NCCL would give up after 10 minutes
     if runtime.rank > 0:
-        dist.barrier()
+        dist.barrier(patient)
     result = work()
-    if runtime.rank == 0 and runtime.world_size > 1:
-        dist.barrier()
+    if runtime.rank == 0:
+        dist.barrier(patient)
+    dist.destroy_process_group(patient)
     return result
 
 
@@ -274,7 +300,7 @@ def held(run_dir: Path):
         yield
 
 
-def start_run_folder(run_dir: Path, settings: dict, options: dict, tokenizer: Tokenizer, afresh: bool) -> None:
+def start_run_folder(run_dir: Path, description: dict, tokenizer: Tokenizer, afresh: bool) -> None:
     """Write what defines the run, once everything that could be wrong with it has been looked at."""
     if afresh:
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -282,7 +308,7 @@ def start_run_folder(run_dir: Path, settings: dict, options: dict, tokenizer: To
     (run_dir / "summary.json").unlink(missing_ok=True)  # a run that goes on is not complete
     if not (run_dir / "settings.json").exists():
         tokenizer.save(run_dir / "tokenizer")  # with it, this folder is all that sampling and evaluation need
-    write_json(run_dir / "settings.json", {**settings, "options": options})
+    write_json(run_dir / "settings.json", description)
 
 
 def print_summary(summary: dict) -> None:
@@ -292,25 +318,24 @@ def print_summary(summary: dict) -> None:
 class Run:
     """One run: what it is, where it stands, and everything that trains it. All ranks call its methods together."""
 
-    def __init__(self, args, runtime: Runtime, config: GPTConfig, batch: int, steps: int, data: Path):
-        """batch: tokens per optimizer step. data: folder of the shards and their tokenizer."""
-        self.args, self.runtime, self.config, self.batch, self.steps, self.data = (
-            args, runtime, config, batch, steps, data
-        )  # fmt: skip
+    def __init__(self, args, runtime: Runtime, plan: Plan, data: Path, measured: dict):
+        """data: folder of the shards and their tokenizer. measured: see sizing.recalled."""
+        self.args, self.runtime, self.plan, self.data, self.measured = args, runtime, plan, data, measured
+        self.config, self.device_rows, self.batch, self.steps = plan
         self.dir = base_dir() / "runs" / args.run
         self.tokenizer = Tokenizer.load(data / "tokenizer")
-        self.rows = batch // config.seq_len
+        self.rows = self.batch // self.config.seq_len
         self.data_parallel = runtime.world_size // args.tensor_parallel
         self.data_rank = runtime.rank // args.tensor_parallel  # tensor-parallel ranks see the same rows
-        self.accumulation = self.rows // (args.device_batch_size * self.data_parallel)
+        self.accumulation = self.rows // (self.device_rows * self.data_parallel)
         in_pieces = args.shard == "fsdp" or args.tensor_parallel > 1
         self.mesh = None
         if in_pieces and runtime.world_size > 1:
             self.mesh = parallel.device_mesh(runtime.device.type, self.data_parallel, args.tensor_parallel)
         # What defines the run must be what it was started with; the other options it remembers
         self.settings = {
-            "corpus": args.corpus, "tokenizer": self.tokenizer.hash, **asdict(config), "total_batch_size": batch,
-            "seed": args.seed, "optimizer_file": args.optimizer_file,
+            "corpus": args.corpus, "tokenizer": self.tokenizer.hash, **asdict(self.config),
+            "total_batch_size": self.batch, "seed": args.seed, "optimizer_file": args.optimizer_file,
         }  # fmt: skip
         self.step = self.skipped = self.bad_steps = 0  # done; of these without an update; of these the last ones
 
@@ -351,11 +376,11 @@ class Run:
             raise InputError(f"run {args.run} is complete and has no checkpoint to go on from: choose another --run")
         resumed = self.step if found else None
         self.loader = TrainLoader(
-            self.data, self.config.seq_len, self.rows, args.device_batch_size, self.data_rank, self.data_parallel,
+            self.data, self.config.seq_len, self.rows, self.device_rows, self.data_rank, self.data_parallel,
             args.seed, runtime.device, loader_state,
         )  # fmt: skip
         if runtime.rank == 0:
-            start_run_folder(self.dir, self.settings, self.options(), self.tokenizer, afresh=args.resume == "never")
+            start_run_folder(self.dir, self.description(), self.tokenizer, afresh=args.resume == "never")
         self.checkpoints = checkpoint.Checkpointer(self.dir, resumed, args.keep_last, background=True)
         self.log = None
         if runtime.rank == 0:
@@ -366,7 +391,7 @@ class Run:
         losses = [row["train_loss"] for row in training if row["step"] <= self.step and row["train_loss"] is not None]
         self.recent = deque(losses, maxlen=128)
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes).to(runtime.device)
-        print_plan(args, self.config, self.batch, self.steps, runtime)
+        print_plan(args, self.plan, runtime)
         self.model = self.gpt
         if compile_enabled() and self.step < self.steps:
             print0("compiling: the first step takes a while (--no-compile starts at once)")
@@ -379,11 +404,11 @@ class Run:
         else:
             self.model = torch.compile(self.gpt, dynamic=False)
 
-    def options(self) -> dict:
-        """What the run remembers of its arguments."""
+    def description(self) -> dict:
+        """What settings.json holds: what defines the run, what it remembers of its arguments, and what was measured."""
         options = {key: value for key, value in vars(self.args).items() if key not in OF_THE_LAUNCH}
-        of_config = {"max_seq_len": self.config.seq_len, "window_pattern": self.config.window_pattern}
-        return options | {"total_batch_size": self.batch} | of_config
+        options |= {"total_batch_size": self.batch, "max_seq_len": self.config.seq_len}
+        return {**self.settings, "options": options, "measured": self.measured}
 
     def decide_compilation(self, eager_ms: float) -> None:
         """Compile from here on if the run then ends sooner. Written down: compiled and eager steps round differently,
@@ -397,7 +422,7 @@ class Run:
         print0(f"{'compiling' if self.args.compile else 'staying eager'}: to compile takes about {duration(costs)} and "
                f"saves about {duration(saves)} in {left} steps (--compile and --no-compile decide it)")  # fmt: skip
         if self.runtime.rank == 0:
-            write_json(self.dir / "settings.json", {**self.settings, "options": self.options()})
+            write_json(self.dir / "settings.json", self.description())
         if self.args.compile:
             os.environ["NANOMUON_COMPILE"] = "1"
             self.compile()
@@ -527,7 +552,7 @@ class Run:
     def evaluate(self, max_tokens: int | None) -> float:
         """Bits per byte of that many validation tokens, None: of all; logged."""
         batches = validation_batches(
-            self.data, self.config.seq_len, self.args.device_batch_size, self.data_rank, self.data_parallel,
+            self.data, self.config.seq_len, self.device_rows, self.data_rank, self.data_parallel,
             self.runtime.device, max_tokens,
         )  # fmt: skip
         value = bits_per_byte(self.gpt, batches, self.token_bytes)
@@ -557,16 +582,24 @@ class Run:
             self.log.close()
             self.write_report(val_bpb, seconds)
 
+    def samples(self) -> list[str]:
+        """Text of the trained model; none where it is in pieces and this rank's device cannot hold it whole."""
+        prompts, gpt = PROMPTS.get(self.args.corpus, [""] * 3), self.gpt
+        try:
+            if self.mesh:
+                del self.gpt, self.model, self.optimizer, self.initial, self.checkpoints  # to make room
+                gc.collect()
+                gpt = parallel.build_model(self.config, self.runtime, self.args.seed)
+                checkpoint.load_model_weights(self.dir, gpt)
+            return sample_texts(gpt, self.tokenizer, prompts, max_tokens=128, seed=self.args.seed)
+        except torch.OutOfMemoryError:
+            print0("no samples: the whole model does not fit into this device (scripts.sample, where it does)")
+            return []
+
     def write_report(self, val_bpb: float, seconds: dict) -> None:
         """Samples, report.md, loss.png and summary.json; the summary is written last and marks the run as complete."""
         began, args = time.perf_counter(), self.args
-        prompts = PROMPTS.get(args.corpus, [""] * 3)
-        if self.mesh:  # this rank writes alone, so it needs a whole model
-            gpt = parallel.build_model(self.config, self.runtime, args.seed)
-            checkpoint.load_model_weights(self.dir, gpt)
-        else:
-            gpt = self.gpt
-        samples = sample_texts(gpt, self.tokenizer, prompts, max_tokens=128, seed=args.seed)
+        samples = self.samples()
         rows, _ = report.read_metrics(self.dir / "metrics.jsonl")
         summary = self.summary(rows, val_bpb)
         seconds = {"training": summary["seconds"], **seconds, "samples": time.perf_counter() - began}
@@ -595,7 +628,7 @@ class Run:
             "tokens_per_second": round(statistics.median(row["tokens_per_second"] for row in rows)),
             "optimizer_ms": round(statistics.median(row["optimizer_ms"] for row in rows), 1),
             "peak_memory_mb": peak_memory_mb(self.runtime.device),
-            "parameters": self.gpt.parameter_counts()["total"],
+            "parameters": meta_model(self.config).parameter_counts()["total"],
         }  # fmt: skip
 
 
@@ -603,29 +636,36 @@ def choose_compilation(args) -> None:
     """What the environment says, and else the arguments; None, to be decided on the way, starts eagerly."""
     if "NANOMUON_COMPILE" in os.environ:
         args.compile = compile_enabled()
-    if args.compile is not False and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        print0("no C++ compiler found: running eagerly, which is slower (install g++ to compile)")
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # what Inductor calls
+    if args.compile is not False and not shutil.which(compiler):
+        print0(f"no C++ compiler {compiler}: running eagerly, which is slower (install it, or name another in CXX)")
         args.compile = False
     os.environ["NANOMUON_COMPILE"] = "1" if args.compile else "0"
 
 
 def main(argv: list[str] | None = None) -> int | None:
-    args, changed = resolve_arguments(argv)
+    args, settings, changed = resolve_arguments(argv)
     choose_compilation(args)
     runtime = start()
+    measured = sizing.recalled(settings, args.shard, args.tensor_parallel, runtime)
     # What is wrong with the arguments shows here, before the data is worked on
-    config, batch, steps = plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime)
+    plan = plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime, measured)
     if args.plan:
-        print_plan(args, config, batch, steps, runtime)
+        print_plan(args, plan, runtime)
         return 0
     run_dir = base_dir() / "runs" / args.run
     check_writable(run_dir)
     with held(run_dir) if runtime.rank == 0 else contextlib.nullcontext():
-        data = first_rank_first(lambda: shards.prepare_for_training(args.corpus, args.vocab_size), runtime)
-        config, batch, steps = plan_run(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime)
-        new = args.resume == "never" or not (run_dir / "settings.json").exists()
-        config = sizing.choose_attention(config, args.device_batch_size, args.tensor_parallel, runtime, new)
-        run = Run(args, runtime, config, batch, steps, data)
+        tokens = plan.batch * plan.steps
+        data = first_rank_first(lambda: shards.prepare_for_training(args.corpus, args.vocab_size, tokens), runtime)
+        plan = plan_run(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime, measured)
+        config = plan.config
+        if settings and args.window_pattern == settings["options"]["window_pattern"]:
+            config = replace(config, window_pattern=settings["window_pattern"])  # without windows, where they cost time
+        config = sizing.choose_attention(
+            config, plan.rows, args.tensor_parallel, runtime, measured, not settings, args.compile is not False
+        )
+        run = Run(args, runtime, plan._replace(config=config), data, measured)
         if run.is_complete():
             return 0
         run.start(changed)

@@ -23,7 +23,7 @@ from nanomuon import shards
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.runtime import run_command
+from nanomuon.runtime import cores, run_command
 from nanomuon.tokenizer import Tokenizer
 
 
@@ -31,7 +31,6 @@ def tokenization(corpus, tokenizer, folder):
     """data_prep on one thread and on all cores against tiktoken alone on the same documents: the best of three each."""
     texts = list(corpus.documents(Counter()))
     size = sum(len(text.encode()) for text in texts)
-    cores = len(os.sched_getaffinity(0))
     best = {}  # name: (CPU seconds, wall seconds)
 
     def timed(name, call):
@@ -43,7 +42,7 @@ def tokenization(corpus, tokenizer, folder):
 
     for attempt in range(3):
         tokens = timed("tiktoken alone", lambda: sum(len(tokenizer._bpe.encode_ordinary(text)) for text in texts))
-        for workers in (1, cores):
+        for workers in (1, cores()):
             os.environ["NANOMUON_BASE_DIR"] = str(folder / f"{workers}-{attempt}")
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
                 prepare = functools.partial(shards.prepare, corpus, None, workers, tokenizer)

@@ -9,11 +9,10 @@ For a corpus on the hub it may run beside the training, which starts with the fi
 """
 
 import argparse
-import os
 
 from nanomuon import shards
 from nanomuon.corpus import open_corpus
-from nanomuon.runtime import run_command
+from nanomuon.runtime import cores, run_command
 
 
 def main(argv=None):
@@ -26,9 +25,7 @@ def main(argv=None):
     add("--text-field", help="field of the records that holds the text (default: text); remembered")
     add("--separator", help="cut .txt files into documents at this string; remembered")
     add("--max-tokens", type=int, help="stop after so many training tokens (default: the whole corpus)")
-    add(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads that tokenize (default: %(default)s)"
-    )
+    add("--workers", type=int, default=cores(), help="threads that tokenize (default: %(default)s)")
     add("--verify", action="store_true", help="check the shards instead of writing them")
     args = parser.parse_args(argv)
 

@@ -26,14 +26,13 @@ depth 4, 300 steps), speedrun (FineWeb, 12 layers of width 768, GPUs only).
 import argparse
 import ast
 import math
-import os
 import statistics
 
 import numpy as np
 import torch
 
 from nanomuon import compare, race, report
-from nanomuon.runtime import InputError, base_dir, run_command, write_text
+from nanomuon.runtime import InputError, base_dir, cores, run_command, write_text
 
 SWEEP_SEED = 1000  # the seeds of a sweep begin here: those of the race must not have chosen what they judge
 
@@ -83,12 +82,14 @@ def parse_arguments(argv):
     add("--model", nargs="+", default=[], type=assignment, metavar="KEY=VALUE", help="other fields of GPTConfig")
     add("--vocab-size", type=int, help="tokens in the vocabulary of the tasks with a tokenizer (default: the task's)")
     add("--name", help="folder of the race under races/ (default: the task)")
-    jobs = torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    jobs = torch.cuda.device_count() or cores()
     add("--jobs", type=int, default=jobs, help="runs at a time (default: one a GPU or core, %(default)s)")
     args = parser.parse_args(argv)
     for name in ("seeds", "sweep_seeds", "steps", "jobs"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if args.detect <= 0:
+        raise InputError(f"--detect must be above 0, not {args.detect:g}")
     return args
 
 
@@ -162,7 +163,9 @@ def table(results, baseline, targets, detect, unit):
             d = compared[name]
             line[-3] = f"{d.mean:+.4f}"
             if not math.isnan(d.deviation):
-                line[-2:] = f"{d.low:+.4f} to {d.high:+.4f}", compare.seeds_needed(d.deviation, detect)
+                # several comparisons share the rate of false alarms; Holm's correction asks at most this of each
+                needed = compare.seeds_needed(d.deviation, detect, alpha=0.05 / len(compared))
+                line[-2:] = f"{d.low:+.4f} to {d.high:+.4f}", needed
         step_ms = statistics.median(run["step_ms"] for run in runs)
         for target in targets:
             reached = [compare.crossing(curve(run), target) for run in runs]

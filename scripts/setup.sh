@@ -1,12 +1,15 @@
 # Makes the Python environment of this checkout; speedrun.sh and tests/run.sh read it with `source`.
 # Afterwards $PYTHON is an interpreter that has everything. Nothing is installed again while pyproject.toml stays the same.
 #
-#   NANOMUON_PYTHON=/path/to/python   use this interpreter, which has torch already, and install nothing
+#   NANOMUON_PYTHON=/path/to/python   use this interpreter, which has all of it, and install nothing
 
 if [ -n "${NANOMUON_PYTHON:-}" ]; then
     PYTHON=$NANOMUON_PYTHON
-    if ! "$PYTHON" -c "import torch" 2>/dev/null; then
-        echo "error: NANOMUON_PYTHON=$PYTHON cannot import torch; install it there, or unset NANOMUON_PYTHON" >&2
+    missing=$("$PYTHON" -c 'import importlib.util as util
+print(*(m for m in "torch numpy tiktoken rustbpe pyarrow safetensors matplotlib tqdm zstandard scipy".split() if not util.find_spec(m)))
+' 2>&1) || missing="Python"
+    if [ -n "$missing" ]; then
+        echo "error: NANOMUON_PYTHON=$PYTHON has no $missing; install it there, or unset NANOMUON_PYTHON" >&2
         exit 2
     fi
 else

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanomuon import attention, parallel, report, shards
+from nanomuon import attention, parallel, report, shards, sizing
 from nanomuon.dataloader import TrainLoader
 from nanomuon.runtime import InputError, compile_enabled, peak_flops, peak_memory_mb, run_command, start
 from nanomuon.tokenizer import Tokenizer
@@ -42,6 +42,7 @@ def main(argv=None):
     if own.rounds < 1:
         raise InputError(f"--rounds must be at least 1, not {own.rounds}")
     args = base_train.parse_arguments(rest, {})
+    base_train.check_arguments(args)
     args.compile = args.compile is not False  # no run to end sooner
     base_train.choose_compilation(args)
     runtime = start()
@@ -112,15 +113,16 @@ def model_products(model, tokens):
 def step_table(args, rounds, runtime):
     """Print and return milliseconds of the parts of base_train's step and of the floor."""
     data = shards.prepare_for_training(args.corpus, args.vocab_size)
-    config, batch, steps = base_train.plan_run(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime)
-    rows = batch // config.seq_len
+    plan = base_train.plan_run(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime, measured := {})
+    config = sizing.choose_attention(plan.config, plan.rows, 1, runtime, measured, True, args.compile)
+    batch, rows = plan.batch, plan.batch // config.seq_len
     model = parallel.build_model(config, runtime, args.seed)
     optimizer, _ = base_train.build_optimizer(args, model, batch, runtime)
-    loader = TrainLoader(data, config.seq_len, rows, args.device_batch_size, 0, 1, args.seed, runtime.device)
+    loader = TrainLoader(data, config.seq_len, rows, plan.rows, 0, 1, args.seed, runtime.device)
     products = model_products(model, next(loader)[0])
     newton_schulz = optim_bench.products(optimizer, runtime.device.type)
     compiled = torch.compile(model, dynamic=False) if compile_enabled() else model
-    micro_steps = rows // args.device_batch_size
+    micro_steps = rows // plan.rows
     times = {name: [] for name in ("floor", "data", "forward", "backward", "optimizer", "logging", "whole step")}
 
     with tempfile.TemporaryDirectory() as folder:
@@ -169,10 +171,11 @@ def step_table(args, rounds, runtime):
 
 def attention_table(args, rounds, runtime):
     """Print and return milliseconds of every attention backend at the model's shape, forward and backward."""
-    config, _, _ = base_train.plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime)
-    shape = args.device_batch_size, config.seq_len, config.heads, config.kv_heads, config.head_dim
+    plan = base_train.plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime, {})
+    config = plan.config
+    shape = plan.rows, config.seq_len, config.heads, config.kv_heads, config.head_dim
     windows = [None, max(1, config.seq_len // 2)]
-    results = attention.measure(*shape, windows, runtime.device, runtime.compute_dtype, rounds)
+    results = attention.measure(*shape, windows, runtime.device, runtime.compute_dtype, args.compile, rounds)
     print("{} rows x {} tokens, {} heads, {} for keys, of {} channels".format(*shape))
     table = {}
     for implementation, rows in results.items():

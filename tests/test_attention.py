@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanomuon import attention as module
-from nanomuon.attention import attention, choose, flash_implementations, measure, plain_attention, sdpa
+from nanomuon.attention import attention, fastest, flash_implementations, measure, plain_attention, sdpa, use
 
 CPU = torch.device("cpu")
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -84,8 +84,8 @@ def test_backends_of_the_gpu_are_the_definition(implementation, window):
 
 @on_cuda
 def test_the_gpu_has_a_windowed_kernel():
-    best = choose(2, 512, 4, 2, 64, windows=[None, 128], device=torch.device("cuda"), dtype=torch.bfloat16)
-    assert not best[128][1].startswith("sdpa"), "masked products for a window"
+    _, best = fastest(measure(2, 512, 4, 2, 64, [None, 128], torch.device("cuda"), torch.bfloat16))
+    assert best[128][1] != "sdpa", "masked products for a window"
 
 
 def test_measure_times_what_is_right_and_names_what_is_not(monkeypatch):
@@ -106,18 +106,33 @@ def test_measure_times_what_is_right_and_names_what_is_not(monkeypatch):
         assert row["sdpa"].startswith(complaint) and "\n" not in row["sdpa"]
 
 
+def test_long_rows_are_checked_where_the_definition_has_room(monkeypatch):
+    seen = []
+
+    def definition(q, k, v, window):
+        seen.append((q.size(1), window))
+        return plain_attention(q, k, v, window)
+
+    monkeypatch.setattr(module, "CHECKED", 16)
+    monkeypatch.setattr(module, "plain_attention", definition)
+    row = measure(2, 64, 4, 2, 16, [None, 20], CPU, torch.float32, rounds=1)[None]
+    assert seen == [(16, None), (16, 5)] and all(row[window]["sdpa"] > 0 for window in (None, 20))
+
+
 def test_the_fastest_is_chosen_for_its_shape_and_switch(monkeypatch):
     table = {
         None: {None: dict(sdpa=2.0, varlen=3.0, flex=9.0), 10: dict(sdpa=4.0, varlen=1.5, flex="wrong: off by 1")},
         "FA3": {None: dict(sdpa=1.0, varlen=3.0), 10: dict(sdpa=4.0, varlen=1.4)},
         "FA4": {None: dict(sdpa="RuntimeError", varlen="RuntimeError"), 10: dict(sdpa=0.1, varlen=0.1)},
     }
+    implementation, best = fastest(table)
+    assert implementation == "FA3" and best == {None: (1.0, "sdpa"), 10: (1.4, "varlen")}
+    assert fastest({None: {None: dict(sdpa="RuntimeError"), 10: dict(sdpa=1.0)}}) == (None, {})
     switched = []
-    monkeypatch.setattr(module, "measure", lambda *_: table)
     monkeypatch.setattr(module, "use_flash_implementation", switched.append)
     monkeypatch.setattr(module, "varlen", lambda q, k, v, window: ("varlen", window))
-    best = choose(2, 48, 4, 2, 16, windows=[None, 10], device=CPU, dtype=torch.float32)
-    assert best == {None: (1.0, "sdpa (FA3)"), 10: (1.4, "varlen (FA3)")} and switched == ["FA3"]
+    use(48, 4, 2, 16, "FA3", {None: "sdpa", 10: "varlen"}, CPU, torch.float32)
+    assert switched == ["FA3"]
     q, k, v = tensors()
     assert attention(q, k, v, 10) == ("varlen", 10)
     assert torch.equal(attention(q, k, v), sdpa(q, k, v, None))

@@ -16,7 +16,7 @@ from nanomuon.gpt import GPT
 from nanomuon.report import read_metrics
 from nanomuon.runtime import InputError, run_command
 from scripts import base_eval, base_train, sample
-from tests.training import SMALL, Ranks, arguments, launch, losses, wait_until
+from tests.training import Ranks, arguments, launch, losses, wait_until
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -263,10 +263,10 @@ def test_wandb_works_offline(base, monkeypatch):
 
 def test_speedrun_finishes_after_being_killed_and_then_skips_everything(base):
     """A small speedrun killed at several moments, then left to finish, then run again."""
-    command = ["bash", "speedrun.sh", "--num-iterations", "60", *SMALL, "--save-every", "5"]
-
+    flags = "--max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --eval-tokens 512 --save-every 5"
+    command = ["bash", "speedrun.sh", "--num-iterations", "60", *flags.split()]
     environment = {**os.environ, "CORPUS": f"path:{base}/texts", "NANOMUON_PYTHON": sys.executable, "RUN": "speedrun",
-                   "VOCAB_SIZE": "300", "NANOMUON_BASE_DIR": str(base / "speedrun")}  # fmt: skip
+                   "DEPTH": "2", "VOCAB_SIZE": "300", "NANOMUON_BASE_DIR": str(base / "speedrun")}  # fmt: skip
     keywords = dict(env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for moment in (2.5, 5, 8):
         process = subprocess.Popen(command, start_new_session=True, **keywords)
@@ -280,4 +280,10 @@ def test_speedrun_finishes_after_being_killed_and_then_skips_everything(base):
     written = {file: file.stat().st_mtime_ns for file in base.glob("speedrun/**/*") if file.is_file()}
     again = subprocess.run(command, **keywords)
     assert again.returncode == 0 and "is complete" in again.stdout
+    refused = subprocess.run([*command, "--seed", "1"], **keywords)
+    assert refused.returncode == 2 and "exists with seed 0, not 1" in refused.stdout
+    for flag in (["--depth", "3"], ["--run=other"]):
+        elsewhere = subprocess.run([*command, *flag], **keywords)
+        variable = flag[0][2:].split("=")[0].upper()
+        assert elsewhere.returncode == 2 and f"{variable}=... bash speedrun.sh" in elsewhere.stdout
     assert {file: file.stat().st_mtime_ns for file in base.glob("speedrun/**/*") if file.is_file()} == written

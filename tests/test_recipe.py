@@ -74,7 +74,24 @@ def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, environm
     assert [row["lr_multiplier"] for row in rows] == [1.0, 0.5, pytest.approx(1 / 3)]
 
 
-@pytest.mark.parametrize("text,message", [(None, "no such Python file"), ("x = 1", "has neither param_groups")])
+def test_what_a_file_imports_from_here_is_not_its_own(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("""
+from nanomuon import schedule
+from nanomuon.recipe import param_groups
+def build_optimizer(model):
+    return param_groups(model)
+""")
+    build, own_schedule = recipe.load_recipe(file)
+    assert build.__name__ == "build_optimizer" and own_schedule is None
+
+
+@pytest.mark.parametrize("text,message", [
+    (None, "no such Python file"),
+    ("x = 1", "has neither param_groups"),
+    ("def param_groups(model): ...\ndef build_optimizer(model): ...", "has both param_groups"),
+    ("def param_groups(model): ...\nschedule = 3", "schedule is not a function"),
+])  # fmt: skip
 def test_a_file_that_is_no_recipe(text, message, tmp_path):
     if text:
         (tmp_path / "file.py").write_text(text)

@@ -313,5 +313,11 @@ def test_a_run_keeps_its_options_and_takes_new_ones_that_are_given(base, capsys)
     assert "resuming run options at step 10\n" in output and "is complete" not in output
     assert [row["step"] for row in rows(base, "options")] == [*range(1, 11), 10, *range(11, 21), 20]
 
+    assert base_train.main(arguments(base, "no-norm", 2, "--no-qk-norm", *QUIET)) == 0
+    assert base_train.main(["--run", "no-norm", "--num-iterations", "3", "--qk-clip", "50"]) == 0
+    with pytest.raises(InputError, match="with --no-qk-norm"):
+        base_train.main([*run, "--qk-clip", "50"])
+
+    capsys.readouterr()
     assert base_train.main([*run, "--target-param-data-ratio", "0.006"]) == 0  # fewer steps than it has
     assert "run options is complete" in capsys.readouterr().out

@@ -59,10 +59,10 @@ import resource, torch
 from nanomuon import runtime
 runtime.keep_freed_memory()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
+for _ in range(100):  # the heap grows by some before one fits, aligned, into what another has left
     torch.ones(2**22)  # 4,096 pages
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     # in a process of its own: other tests leave threads behind whose page faults would count
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 3 * 4096
+    assert int(done.stdout) < 30 * 4096

@@ -25,8 +25,8 @@ def write_corpus(folder):
         (folder / f"{i:03}.txt").write_text(" ".join(rng.choices(words, k=80)) + ".\n")
 
 
-def arguments(base, run, steps, *more):
-    return [*SMALL, "--corpus", f"path:{base}/texts", "--run", run, "--num-iterations", str(steps), *more]
+def arguments(base, run, steps, *more, small=SMALL):
+    return [*small, "--corpus", f"path:{base}/texts", "--run", run, "--num-iterations", str(steps), *more]
 
 
 def launch(base, run, steps, *more, processes=1, restarts=0, **keywords):
@@ -45,7 +45,7 @@ class Ranks:
     output() is what all ranks have printed.
     """
 
-    def __init__(self, base, run, steps, *more, processes=1):
+    def __init__(self, base, run, steps, *more, processes=1, small=SMALL):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["scripts.base_train"])
         with socket.socket() as free:
@@ -56,7 +56,7 @@ class Ranks:
         for rank in range(processes):
             environment = {"NANOMUON_BASE_DIR": str(base), "NANOMUON_COMPILE": "0", "MASTER_ADDR": "127.0.0.1",
                            "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(processes)}  # fmt: skip
-            argv = arguments(base, run, steps, *more)
+            argv = arguments(base, run, steps, *more, small=small)
             process = context.Process(target=_train, args=(environment, argv, str(self.file)), daemon=True)
             process.start()
             atexit.register(process.kill)  # multiprocessing would ask it to end, and it would finish its step

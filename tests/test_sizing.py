@@ -1,0 +1,121 @@
+"""What is measured about a device, by whom, and for how long it holds. The measurements themselves are replaced."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+from nanomuon import attention, schedule, sizing
+from nanomuon.gpt import GPTConfig
+from nanomuon.runtime import Runtime
+from scripts import base_train
+from tests.training import Ranks, losses
+
+CUDA, CPU = (Runtime(torch.device(name), torch.bfloat16) for name in ("cuda", "cpu"))
+WINDOWED = GPTConfig.from_depth(4, 256, 64, window_pattern="SL")
+
+
+@pytest.fixture
+def measurements(monkeypatch):
+    """Milliseconds of full attention and of a window of 32, to be set, and what was measured and chosen."""
+    found = {"table": {None: {None: dict(sdpa=2.0), 32: dict(sdpa=3.0, varlen=1.0)}}, "calls": 0, "chosen": {}}
+
+    def measure(*_):
+        found["calls"] += 1
+        return found["table"]
+
+    monkeypatch.setattr(attention, "measure", measure)
+    monkeypatch.setattr(attention, "_chosen", found["chosen"])
+    return found
+
+
+def backends(found):
+    return {key[-1]: backend.__name__ for key, backend in found["chosen"].items()}
+
+
+def test_kernels_are_measured_once_and_kept_with_the_run(measurements, capsys):
+    measured = {}
+    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, measured, True, True) == WINDOWED
+    assert backends(measurements) == {None: "sdpa", 32: "varlen"}
+    measured = json.loads(json.dumps(measured))  # as settings.json keeps it
+    measurements["chosen"].clear()
+    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, measured, False, True) == WINDOWED
+    assert backends(measurements) == {None: "sdpa", 32: "varlen"} and measurements["calls"] == 1
+    assert "window 32 varlen 1.00 ms" in capsys.readouterr().out
+
+
+def test_a_window_that_costs_time_is_left_out_of_new_runs_only(measurements, capsys):
+    measurements["table"][None][32] = dict(sdpa=3.0)
+    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, True, True).window_pattern == "L"
+    assert "using full attention" in capsys.readouterr().out
+    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, False, True) == WINDOWED
+
+
+def test_without_any_kernel_pytorch_chooses(measurements, capsys):
+    measurements["table"][None][32] = dict(sdpa="OutOfMemoryError: no room")
+    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, True, True) == WINDOWED
+    assert not measurements["chosen"] and "PyTorch chooses" in capsys.readouterr().out
+
+
+def test_what_was_measured_holds_for_the_same_device_and_layout():
+    measured = sizing.recalled({}, "none", 1, CPU)
+    measured["device_batch_size"] = 8
+    settings = json.loads(json.dumps({"measured": measured}))
+    assert sizing.recalled(settings, "none", 1, CPU) == measured
+    for other in (("fsdp", 1, CPU), ("none", 2, CPU), ("none", 1, Runtime(CPU.device, CPU.compute_dtype, 1, 2))):
+        assert "device_batch_size" not in sizing.recalled(settings, *other)
+
+
+def test_a_row_that_finds_no_room_is_tried_all_the_same(monkeypatch):
+    for one_row in (100, math.inf):
+        assert schedule.rows_that_fit(64, one_row, math.inf, 10**9) == 1
+
+    def no_room(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(sizing.parallel, "build_model", no_room)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    assert sizing.probe_memory(WINDOWED, CUDA) == [math.inf, math.inf]
+
+
+FLAGS = "--depth 2 --max-seq-len 32 --vocab-size 300 --eval-every -1 --save-every 4 --eval-tokens 512".split()
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_run_without_windows_goes_on_by_the_command_that_asked_for_them(base, monkeypatch):
+    seen = []
+
+    def without_windows(config, *_):
+        new = _[-2]
+        seen.append((config.window_pattern, new))
+        return base_train.replace(config, window_pattern="L") if new else config
+
+    monkeypatch.setattr(sizing, "choose_attention", without_windows)
+    command = [*FLAGS, "--corpus", f"path:{base}/texts", "--run", "windows", "--total-batch-size", "256"]
+    for steps in ("4", "6"):
+        assert base_train.main([*command, "--window-pattern", "SL", "--num-iterations", steps]) == 0
+    assert base_train.main([*command, "--num-iterations", "8"]) == 0
+    assert seen == [("SL", True), ("L", False), ("L", False)]
+    with pytest.raises(base_train.InputError, match="exists with window_pattern 'L', not 'SS"):
+        base_train.main([*command, "--window-pattern", "SSL", "--num-iterations", "9"])
+
+
+@pytest.mark.usefixtures("environment")
+def test_rows_chosen_for_one_process_do_not_bind_two(base, tmp_path):
+    """16 rows a step: 16 on one process, 8 on each of two."""
+    ours = tmp_path / "base"
+    shutil.copytree(base / "texts", ours / "texts")
+    for steps, processes in ((4, 1), (8, 2)):
+        ranks = Ranks(ours, "grown", steps, "--total-batch-size", "512", *FLAGS, processes=processes, small=[])
+        assert ranks.join() == [0] * processes, ranks.output()
+        assert f"{16 // processes} rows x 1 micro-steps" in ranks.output()
+    assert len(losses(ours, "grown")) == 8
+
+
+def test_processes_that_are_no_power_of_two_get_micro_steps_of_one(monkeypatch):
+    monkeypatch.setattr(sizing, "device_batch_size", lambda config, rows, *_: schedule.rows_that_fit(rows, 1, 2, 10**9))
+    six = Runtime(torch.device("cuda"), torch.bfloat16, 0, 6)
+    plan = base_train.plan_run(base_train.parse_arguments(["--depth", "12"], {}), 32768, six, {})
+    assert plan.rows == 32 and plan.batch == 6 * 32 * 2048  # 2^19 tokens asked for, 393,216 near enough
