@@ -16,7 +16,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 case "${1:-}" in
-    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "${0##*/}"; exit 0 ;;
 esac
 for flag in "$@"; do # the other stages need these, too
     case ${flag%%=*} in
@@ -59,7 +59,8 @@ TRAIN=("$PYTHON" -m scripts.base_train)
 if [ "$GPUS" -gt 1 ]; then # the last -- keeps torchrun from taking --run for its own --run-path
     TRAIN=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$GPUS" -m scripts.base_train --)
 fi
-run_dir="${NANOMUON_BASE_DIR:-$HOME/.cache/nanomuon}/runs/$RUN"
+base_dir=${NANOMUON_BASE_DIR:-$HOME/.cache/nanomuon}
+run_dir=${base_dir/#\~/$HOME}/runs/$RUN
 
 if [[ " $* " == *" --plan "* ]]; then
     echo "stages     environment -> corpus $CORPUS -> tokenizer -> shards -> train -> evaluate -> sample -> report"
@@ -78,10 +79,10 @@ case $CORPUS in
     python | path:*) "$PYTHON" -m scripts.data_prep "${DATA[@]}" ;;
     *) # from the hub: what the run needs is downloaded and tokenized beside the training, which waits where it must
         tokens=$("${TRAIN[@]}" "${FLAGS[@]}" --plan | sed -n 's/^training .* = \([0-9,]*\) tokens.*/\1/p' | tr -d ,)
-        mkdir -p "$run_dir"
-        echo "data: ${tokens:?} tokens of $CORPUS, progress in $run_dir/data_prep.log"
+        mkdir -p "${run_dir%/*}"
+        echo "data: ${tokens:?} tokens of $CORPUS, progress in $run_dir.data_prep.log"
         trap 'kill $(jobs -p) 2>/dev/null || true' EXIT # it may have ended
-        "$PYTHON" -m scripts.data_prep "${DATA[@]}" --max-tokens "$tokens" >"$run_dir/data_prep.log" 2>&1 &
+        "$PYTHON" -m scripts.data_prep "${DATA[@]}" --max-tokens "$tokens" >"$run_dir.data_prep.log" 2>&1 &
         ;;
 esac
 if [ ! -e "$run_dir/stages.jsonl" ]; then

@@ -114,7 +114,7 @@ def use_flash_implementation(name: str | None) -> None:
 
 def measure(
     B: int, T: int, H: int, Hkv: int, D: int, windows: list[int | None], device: torch.device, dtype: torch.dtype,
-    with_flex: bool = True, rounds: int = 5,
+    with_flex: bool, rounds: int = 5,
 ) -> dict[str | None, dict[int | None, dict[str, float | str]]]:  # fmt: skip
     """By flash implementation, window and backend: milliseconds forward and backward, or why the backend is out.
 

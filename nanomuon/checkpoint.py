@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor, Replicate
 
-from .runtime import InputError, print0, write_json
+from .runtime import InputError, print0, together, write_json
 
 
 class Checkpointer:
@@ -48,7 +48,7 @@ class Checkpointer:
         self.rank, self.world_size = _place()
         self.thread = ThreadPoolExecutor(1) if background else None
         self.pending = None
-        _together(self._clean, self.group)
+        together(self._clean, self.group)
 
     def save(self, step, model, optimizer, meta) -> None:
         """Write checkpoints/step_<step>; a step that was just saved is not written again.
@@ -89,11 +89,11 @@ class Checkpointer:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: as meant
                 mine = hidden / f"rank_{self.rank}.safetensors"
                 dcp.save(tensors, storage_writer=_Writer(mine), process_group=self.group, no_dist=self.group is None)
-            files = _together(lambda: _fingerprint(mine) if mine.exists() else {}, self.group)
+            files = together(lambda: _fingerprint(mine) if mine.exists() else {}, self.group)
             manifest["files"] = {name: value for part in files for name, value in part.items()}
-            _together(lambda: self.rank == 0 and _publish(hidden, final, manifest), self.group)
+            together(lambda: self.rank == 0 and _publish(hidden, final, manifest), self.group)
             self.last_step = step
-            _together(self._clean, self.group)
+            together(self._clean, self.group)
         except (CheckpointException, OSError) as failure:
             if isinstance(failure, CheckpointException):  # torch's, on every rank, around what went wrong on some
                 failure = next(error for error, _ in failure.failures.values())
@@ -157,7 +157,7 @@ def find(run_dir, resume="auto") -> Path | None:
     where checkpoints exist but none is whole.
     """
     run_dir = Path(run_dir)
-    steps = [] if resume == "never" else _together(lambda: saved_steps(run_dir))[0]
+    steps = [] if resume == "never" else together(lambda: saved_steps(run_dir))[0]
     if resume not in ("auto", "never"):
         if resume not in [f"step_{step}" for step in steps]:
             have = ", ".join(f"step_{step}" for step in steps) or "none"
@@ -167,7 +167,7 @@ def find(run_dir, resume="auto") -> Path | None:
         steps = [int(resume[5:])]
     for step in reversed(steps):
         path = run_dir / "checkpoints" / f"step_{step}"
-        damage = [problem for problem in _together(lambda path=path: _damage(path)) if problem]
+        damage = [problem for problem in together(lambda path=path: _damage(path)) if problem]
         if not damage:
             return path
         print0(f"warning: checkpoint step_{step} is damaged and not used: {damage[0]}")
@@ -206,7 +206,7 @@ def load(path, model, optimizer) -> dict:
         raise InputError(f"{path} does not hold safetensors files: {error}") from error
     state = optimizer.state_dict()
     names = {str(name): name for group in state["param_groups"] for name in group.get("params", ())}
-    if not any(_together(lambda: bool(state["state"]))):
+    if not any(together(lambda: bool(state["state"]))):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         params = dict(zip(names, params, strict=True))
         for key, entry in saved.items():
@@ -226,7 +226,7 @@ def load(path, model, optimizer) -> dict:
         if wrong:
             raise InputError(f"{path} is of another model or optimizer: {wrong[0]} is missing or differs")
 
-    _together(compare)
+    together(compare)
     rank, world_size = _place()
     random_state = _random_state(rank) if manifest["world_size"] == world_size else {}
     random_state = {key: tensor for key, tensor in random_state.items() if key in saved}
@@ -258,7 +258,7 @@ def export_model(run_dir, model, config, meta) -> None:
         os.replace(run_dir / "model.safetensors.tmp", run_dir / "model.safetensors")
 
     run_dir = Path(run_dir)
-    _together(lambda: _place()[0] == 0 and write())
+    together(lambda: _place()[0] == 0 and write())
 
 
 def whole(tensor: DTensor) -> torch.Tensor:
@@ -393,19 +393,3 @@ def _sync(path):
 
 def _place():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _together(work, group=None):
-    """Run work() on every rank; return all results, or raise the first error on every rank: none is left waiting."""
-    try:
-        outcome = work(), None
-    except Exception as error:
-        outcome = None, error
-    outcomes = [outcome]
-    if dist.is_initialized():
-        outcomes = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, outcome, group=group)
-    for _, error in outcomes:
-        if error is not None:
-            raise error
-    return [result for result, _ in outcomes]

@@ -217,7 +217,7 @@ def speedrun_task(text=None, vocab_size=None):
 
 
 def corpus_task(corpus, vocab_size, shape, seq_len, **rest):
-    folder = shards.prepare_for_training(corpus, vocab_size)
+    folder = shards.prepare_for_training(corpus, vocab_size, rest["steps"] * rest["rows"] * seq_len)
     manifest, tokenizer = shards.read_manifest(folder), Tokenizer.load(folder / "tokenizer")
     model = asdict(GPTConfig.from_depth(vocab_size=tokenizer.vocab_size, seq_len=seq_len, **shape))
     first = [manifest["val"][:1], manifest["train"][:1]]  # of a corpus on the hub more may still be written

@@ -86,10 +86,10 @@ def load_recipe(file):
             raise InputError(f"{file}: {name} is not a function")
         return value
 
-    groups, optimizer = function("param_groups"), function("build_optimizer")
-    if groups and optimizer and groups is param_groups:  # imported, to build on
+    groups, optimizer, course = map(function, ("param_groups", "build_optimizer", "schedule"))
+    if optimizer and groups is param_groups:  # imported, to build on
         groups = None
     if bool(groups) == bool(optimizer):
         both = "both param_groups(model) and" if groups else "neither param_groups(model) nor"
         raise InputError(f"{file} has {both} build_optimizer(model): define one of them")
-    return groups or optimizer, function("schedule")
+    return groups or optimizer, None if course is schedule else course

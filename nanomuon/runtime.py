@@ -141,6 +141,22 @@ def print0(*values, **keywords) -> None:
         print(*values, **{"flush": True, **keywords})
 
 
+def together(work, group=None) -> list:
+    """Run work() on every rank; return all results, or raise the first error on every rank: none is left waiting."""
+    try:
+        outcome = work(), None
+    except Exception as error:
+        outcome = None, error
+    outcomes = [outcome]
+    if dist.is_initialized():
+        outcomes = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, outcome, group=group)
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [result for result, _ in outcomes]
+
+
 def run_command(main) -> None:
     """Run a script's main() and exit: 0, or 2 with one line on stderr for what the user can fix.
 

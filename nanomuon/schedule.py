@@ -64,7 +64,7 @@ def matrix_lr_scale(batch: int) -> float:
     return min(1.0, (batch / 4096) ** 0.5)
 
 
-def rows_that_fit(rows: int, one_row: int, two_rows: int, capacity: int) -> int:
+def rows_that_fit(rows: int, one_row: float, two_rows: float, capacity: float) -> int:
     """The largest power of two that divides `rows` and keeps memory below 85% of `capacity`, at least 1.
 
     one_row, two_rows: bytes at the height of a step of so many rows; every further row takes as much again.

@@ -9,40 +9,41 @@ import torch.distributed as dist
 
 from nanomuon import attention, footprint, parallel, schedule
 from nanomuon.gpt import GPTConfig
-from nanomuon.runtime import Runtime, print0
+from nanomuon.runtime import Runtime, print0, together
 
 
 def recalled(settings: dict, shard: str, tensor_parallel: int, runtime: Runtime) -> dict:
     """What was measured here for this run before, to be filled in and kept with its settings; empty at first.
 
     A run that goes on with other kernels, or other micro-steps, rounds differently and is not the same to the bit.
-    "Here" is this kind of device, in this layout.
+    "Here" is the first rank's kind of device and PyTorch, in this layout.
     """
     device = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
-    here = {"device": device, "processes": runtime.world_size, "shard": shard, "tensor_parallel": tensor_parallel}
+    here = {"device": device, "torch": torch.__version__, "processes": runtime.world_size, "shard": shard,
+            "tensor_parallel": tensor_parallel}  # fmt: skip
     measured = settings.get("measured", {})
-    return measured if measured.get("here") == here else {"here": here}
+    return together(lambda: measured if measured.get("here") == here else {"here": here})[0]
 
 
-def device_batch_size(config: GPTConfig, rows: int, fsdp: bool, tensor_parallel: int, runtime: Runtime) -> int:
-    """Rows of a micro-step, a power of two that divides the `rows` of a step: what fits into memory; on a CPU 16 at
-    most, where more gain nothing.
+def device_batch_size(config: GPTConfig, most: int, fsdp: bool, tensor_parallel: int, runtime: Runtime) -> int:
+    """Rows of a micro-step, a power of two that divides the `most` of a step on a device: what fits into memory; on a
+    CPU 16 at most, where more gain nothing.
 
     On CUDA one row and two are tried, eagerly, which takes more memory than the compiled model does; where parameters
     live in pieces the formula stands for it.
     """
-    rows, device, itemsize = max(1, rows), runtime.device, runtime.compute_dtype.itemsize
+    most, device, itemsize = max(1, most), runtime.device, runtime.compute_dtype.itemsize
     one, two = (
         footprint.footprint(config, runtime.world_size, fsdp, tensor_parallel, tried, 1, itemsize) for tried in (1, 2)
     )
     needed = [footprint.memory(one), footprint.memory(two)]
     if device.type == "cpu":
         capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // runtime.world_size
-        return schedule.rows_that_fit(math.gcd(rows, 16), *needed, capacity)
+        return schedule.rows_that_fit(math.gcd(most, 16), *needed, capacity)
     capacity = torch.cuda.mem_get_info(device)[0]
     if not fsdp and tensor_parallel == 1:
         needed = [one["state"] + one["buffers"] + peak for peak in probe_memory(config, runtime)]
-    fitting = torch.tensor(schedule.rows_that_fit(rows, *needed, capacity), device=device)
+    fitting = torch.tensor(schedule.rows_that_fit(most, *needed, capacity), device=device)
     if dist.is_initialized():
         dist.all_reduce(fitting, op=dist.ReduceOp.MIN)
     return int(fitting)
@@ -66,7 +67,6 @@ def probe_memory(config: GPTConfig, runtime: Runtime) -> list[float]:
         pass
     del gpt
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(runtime.device)
     return peaks
 
 
@@ -75,8 +75,9 @@ def choose_attention(
 ) -> GPTConfig:
     """On CUDA, take the fastest attention kernels. A new run whose window costs more than full attention goes without.
 
-    measured: see recalled(); what is there is not measured again. new: the run's model is not fixed yet. with_flex: the
-    run may compile. The first rank measures, and all take what is best there. Returns the config.
+    measured: see recalled(); what is there is measured again only if it cannot be used any more. new: the run's model
+    is not fixed yet. with_flex: the run may compile. The first rank measures, and all take what is best there. Returns
+    the config.
     """
     windows = sorted({config.window(layer) for layer in range(config.depth)} - {None})
     if runtime.device.type == "cpu":
@@ -85,17 +86,17 @@ def choose_attention(
         return config
     shape = config.seq_len, config.heads // tensor_parallel, config.kv_heads // tensor_parallel, config.head_dim
     where = runtime.device, runtime.compute_dtype
-    if "attention" not in measured:
-        found = [None, []]
-        if runtime.rank == 0:
-            implementation, best = attention.fastest(
-                attention.measure(rows, *shape, [None, *windows], *where, with_flex)
-            )
-            found = [implementation, [[window, backend, ms] for window, (ms, backend) in best.items()]]
-        if dist.is_initialized():
-            dist.broadcast_object_list(found, 0)
-        measured["attention"] = found
-    implementation, best = measured["attention"]
+
+    def kernels():
+        found = measured.get("attention")
+        usable = found and found[0] in attention.flash_implementations(runtime.device)
+        if usable and (with_flex or "flex" not in [backend for _, backend, _ in found[1]]) or runtime.rank > 0:
+            return found
+        rates = attention.measure(rows, *shape, [None, *windows], *where, with_flex)
+        implementation, best = attention.fastest(rates)
+        return [implementation, [[window, backend, ms] for window, (ms, backend) in best.items()]]
+
+    implementation, best = measured["attention"] = together(kernels)[0]
     attention.use(*shape, implementation, {window: backend for window, backend, _ in best}, *where)
     if not best:
         print0("attention: no kernel could be measured (train_bench --attention tells why); PyTorch chooses")

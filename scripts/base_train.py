@@ -52,6 +52,7 @@ from nanomuon.runtime import (
     print0,
     run_command,
     start,
+    together,
     write_json,
 )
 from nanomuon.tokenizer import Tokenizer
@@ -123,6 +124,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    for name in ("seed", "experts", *recipe.param_groups.__kwdefaults__, *recipe.schedule.__kwdefaults__):
+        if getattr(args, name) < 0:
+            raise InputError(f"--{name.replace('_', '-')} must not be negative, but is {getattr(args, name)}")
+    if args.target_param_data_ratio <= 0:
+        raise InputError(f"--target-param-data-ratio must be above 0, not {args.target_param_data_ratio}")
     if args.qk_clip is not None and not (args.no_qk_norm and args.qk_clip > 0):
         raise InputError("--qk-clip is a positive number, for models with --no-qk-norm: the norm bounds logits itself")
     if not args.run or set(args.run) & set("/\\") or args.run.startswith("."):
@@ -151,7 +157,7 @@ def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, dict,
 
 class Plan(NamedTuple):
     config: GPTConfig
-    rows: int  # of a micro-step, on each device
+    rows: int  # of a micro-step on a device
     batch: int  # tokens per optimizer step
     steps: int
 
@@ -186,7 +192,8 @@ def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime, measur
         sizes = " or ".join(map(str, schedule.nearest_batch_sizes(batch, unit)))
         raise InputError(
             f"--total-batch-size {batch} is not a multiple of {unit} ({rows} rows x {seq_len} tokens x {data_parallel} "
-            f"data-parallel processes); the nearest that are: {sizes}, or change --device-batch-size"
+            f"data-parallel processes); the nearest that are: {sizes}, or change --device-batch-size; a run that "
+            f"exists goes on with processes that divide its {batch // seq_len} rows a step"
         )
     return Plan(config, rows, batch, args.num_iterations or max(1, tokens // batch))
 
@@ -225,13 +232,9 @@ def first_rank_first(work, runtime: Runtime):
     if runtime.world_size == 1:
         return work()
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # NCCL would give up after 10 minutes
-    if runtime.rank > 0:
-        dist.barrier(patient)
-    result = work()
-    if runtime.rank == 0:
-        dist.barrier(patient)
+    first = together(lambda: work() if runtime.rank == 0 else None, patient)[0]
     dist.destroy_process_group(patient)
-    return result
+    return first if runtime.rank == 0 else work()
 
 
 def build_optimizer(args: argparse.Namespace, model: GPT, batch: int, runtime: Runtime):
@@ -320,14 +323,13 @@ class Run:
 
     def __init__(self, args, runtime: Runtime, plan: Plan, data: Path, measured: dict):
         """data: folder of the shards and their tokenizer. measured: see sizing.recalled."""
-        self.args, self.runtime, self.plan, self.data, self.measured = args, runtime, plan, data, measured
-        self.config, self.device_rows, self.batch, self.steps = plan
+        self.args, self.runtime, self.data, self.measured = args, runtime, data, measured
+        self.config, self.rows, self.batch, self.steps = plan
         self.dir = base_dir() / "runs" / args.run
         self.tokenizer = Tokenizer.load(data / "tokenizer")
-        self.rows = self.batch // self.config.seq_len
         self.data_parallel = runtime.world_size // args.tensor_parallel
         self.data_rank = runtime.rank // args.tensor_parallel  # tensor-parallel ranks see the same rows
-        self.accumulation = self.rows // (self.device_rows * self.data_parallel)
+        self.accumulation = self.batch // (self.rows * self.config.seq_len * self.data_parallel)
         in_pieces = args.shard == "fsdp" or args.tensor_parallel > 1
         self.mesh = None
         if in_pieces and runtime.world_size > 1:
@@ -355,6 +357,8 @@ class Run:
     def start(self, changed: list[str]) -> None:
         """Model, optimizer, data and folder, all at the step where an earlier process left them."""
         args, runtime = self.args, self.runtime
+        if runtime.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(runtime.device)  # what measurements took does not count
         self.gpt = parallel.build_model(self.config, runtime, args.seed, self.mesh, args.shard == "fsdp")
         if args.qk_clip:
             watch_(self.gpt, args.qk_clip)
@@ -376,8 +380,8 @@ class Run:
             raise InputError(f"run {args.run} is complete and has no checkpoint to go on from: choose another --run")
         resumed = self.step if found else None
         self.loader = TrainLoader(
-            self.data, self.config.seq_len, self.rows, self.device_rows, self.data_rank, self.data_parallel,
-            args.seed, runtime.device, loader_state,
+            self.data, self.config.seq_len, self.batch // self.config.seq_len, self.rows, self.data_rank,
+            self.data_parallel, args.seed, runtime.device, loader_state,
         )  # fmt: skip
         if runtime.rank == 0:
             start_run_folder(self.dir, self.description(), self.tokenizer, afresh=args.resume == "never")
@@ -391,7 +395,7 @@ class Run:
         losses = [row["train_loss"] for row in training if row["step"] <= self.step and row["train_loss"] is not None]
         self.recent = deque(losses, maxlen=128)
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes).to(runtime.device)
-        print_plan(args, self.plan, runtime)
+        print_plan(args, Plan(self.config, self.rows, self.batch, self.steps), runtime)
         self.model = self.gpt
         if compile_enabled() and self.step < self.steps:
             print0("compiling: the first step takes a while (--no-compile starts at once)")
@@ -552,7 +556,7 @@ class Run:
     def evaluate(self, max_tokens: int | None) -> float:
         """Bits per byte of that many validation tokens, None: of all; logged."""
         batches = validation_batches(
-            self.data, self.config.seq_len, self.device_rows, self.data_rank, self.data_parallel,
+            self.data, self.config.seq_len, self.rows, self.data_rank, self.data_parallel,
             self.runtime.device, max_tokens,
         )  # fmt: skip
         value = bits_per_byte(self.gpt, batches, self.token_bytes)
@@ -584,9 +588,11 @@ class Run:
 
     def samples(self) -> list[str]:
         """Text of the trained model; none where it is in pieces and this rank's device cannot hold it whole."""
-        prompts, gpt = PROMPTS.get(self.args.corpus, [""] * 3), self.gpt
+        prompts = PROMPTS.get(self.args.corpus, [""] * 3)
         try:
-            if self.mesh:
+            if not self.mesh:
+                gpt = self.gpt
+            else:
                 del self.gpt, self.model, self.optimizer, self.initial, self.checkpoints  # to make room
                 gc.collect()
                 gpt = parallel.build_model(self.config, self.runtime, self.args.seed)
@@ -599,14 +605,15 @@ class Run:
     def write_report(self, val_bpb: float, seconds: dict) -> None:
         """Samples, report.md, loss.png and summary.json; the summary is written last and marks the run as complete."""
         began, args = time.perf_counter(), self.args
-        samples = self.samples()
         rows, _ = report.read_metrics(self.dir / "metrics.jsonl")
-        summary = self.summary(rows, val_bpb)
+        summary = self.summary(rows, val_bpb)  # with the peak of training
+        samples = self.samples()
         seconds = {"training": summary["seconds"], **seconds, "samples": time.perf_counter() - began}
         with open(self.dir / "stages.jsonl", "a") as stages:
             stages.writelines(json.dumps({"stage": stage, "seconds": spent}) + "\n" for stage, spent in seconds.items())
         stages = {row["stage"]: row["seconds"] for row in map(json.loads, open(self.dir / "stages.jsonl"))}
-        options = {key: value for key, value in vars(args).items() if key not in self.settings and value is not None}
+        options = {**vars(args), "device_batch_size": self.rows, "attention": self.measured.get("attention")}
+        options = {key: value for key, value in options.items() if key not in self.settings and value is not None}
         report.write_report(
             self.dir, {**self.settings, **options}, summary, samples, report.machine_description(),
             list(stages.items()),
@@ -644,9 +651,10 @@ def choose_compilation(args) -> None:
 
 
 def main(argv: list[str] | None = None) -> int | None:
-    args, settings, changed = resolve_arguments(argv)
-    choose_compilation(args)
+    resolved = resolve_arguments(argv)
     runtime = start()
+    args, settings, changed = together(lambda: resolved)[0]  # one settings.json, read once
+    choose_compilation(args)
     measured = sizing.recalled(settings, args.shard, args.tensor_parallel, runtime)
     # What is wrong with the arguments shows here, before the data is worked on
     plan = plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime, measured)

@@ -31,7 +31,7 @@ from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import Bank, DistMuonAdamW, MuonAdamW
 from nanomuon.orthogonalize import gram_pays, newton_schulz_flops
 from nanomuon.param_groups import build_param_groups
-from nanomuon.runtime import InputError, run_command
+from nanomuon.runtime import InputError, cores, run_command
 
 NS_STEPS = 5
 
@@ -51,7 +51,7 @@ def main(argv=None):
         raise InputError("--depth, --rounds and --world are at least 1")
     result = distributed(args) if args.world > 1 else compare(args)
     result["machine"] = dict(
-        device=torch.cuda.get_device_name() if args.device == "cuda" else f"{os.cpu_count()} CPU cores",
+        device=torch.cuda.get_device_name() if args.device == "cuda" else f"{cores()} CPU cores",
         threads=torch.get_num_threads(),
         torch=torch.__version__,
     )
@@ -229,7 +229,7 @@ def rank_main(rank, args, folder):
     backend = "nccl" if args.device == "cuda" else "gloo"
     if args.device == "cuda":
         torch.cuda.set_device(rank)
-    torch.set_num_threads(max(1, os.cpu_count() // args.world))
+    torch.set_num_threads(max(1, cores() // args.world))
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=args.world)
     groups = model_groups(args, seed=rank)
     optimizer = DistMuonAdamW(groups)

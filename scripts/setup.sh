@@ -5,9 +5,9 @@
 
 if [ -n "${NANOMUON_PYTHON:-}" ]; then
     PYTHON=$NANOMUON_PYTHON
-    missing=$("$PYTHON" -c 'import importlib.util as util
-print(*(m for m in "torch numpy tiktoken rustbpe pyarrow safetensors matplotlib tqdm zstandard scipy".split() if not util.find_spec(m)))
-' 2>&1) || missing="Python"
+    needed="torch tiktoken rustbpe datasets numpy pyarrow safetensors matplotlib zstandard scipy"
+    missing=$("$PYTHON" -c 'import importlib.util, sys
+print(*(name for name in sys.argv[1:] if not importlib.util.find_spec(name)))' $needed 2>/dev/null) || missing="Python"
     if [ -n "$missing" ]; then
         echo "error: NANOMUON_PYTHON=$PYTHON has no $missing; install it there, or unset NANOMUON_PYTHON" >&2
         exit 2
@@ -22,7 +22,7 @@ else
             exit 2
         fi
         # torch first and pinned: a plain "torch" would take the newest build, which may not be the one tested
-        { [ -x "$PYTHON" ] || python3 -m venv .venv; } &&
+        { "$PYTHON" -m pip --version >/dev/null 2>&1 || python3 -m venv .venv; } &&
             "$PYTHON" -m pip install --quiet --disable-pip-version-check torch==2.13.0 &&
             "$PYTHON" -m pip install --quiet --disable-pip-version-check -e '.[dev]' || {
             echo "error: the installation failed (see above); run the command again to continue it" >&2

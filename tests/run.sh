@@ -8,4 +8,4 @@ if has ruff; then "$PYTHON" -m ruff check .; fi
 parallel=()
 # Two files at a time; the tests of one file share their runs and their process groups. A worker that dies ends it all
 if has xdist; then parallel=(--numprocesses 2 --dist loadfile --max-worker-restart 0); fi
-exec "$PYTHON" -m pytest "${parallel[@]}" "$@"
+exec "$PYTHON" -m pytest ${parallel[@]+"${parallel[@]}"} "$@"

@@ -84,12 +84,12 @@ def test_backends_of_the_gpu_are_the_definition(implementation, window):
 
 @on_cuda
 def test_the_gpu_has_a_windowed_kernel():
-    _, best = fastest(measure(2, 512, 4, 2, 64, [None, 128], torch.device("cuda"), torch.bfloat16))
+    _, best = fastest(measure(2, 512, 4, 2, 64, [None, 128], torch.device("cuda"), torch.bfloat16, True))
     assert best[128][1] != "sdpa", "masked products for a window"
 
 
 def test_measure_times_what_is_right_and_names_what_is_not(monkeypatch):
-    right = measure(2, 48, 4, 2, 16, [None, 10], CPU, torch.float32, rounds=1)
+    right = measure(2, 48, 4, 2, 16, [None, 10], CPU, torch.float32, False, rounds=1)
     assert right.keys() == {None} and right[None].keys() == {None, 10}
     assert all(row["sdpa"] > 0 for row in right[None].values())
 
@@ -102,7 +102,7 @@ def test_measure_times_what_is_right_and_names_what_is_not(monkeypatch):
     for backend, complaint in ((one_key_too_many, "wrong: off by"), (broken, "NotImplementedError: no such kernel")):
         backend.__name__ = "sdpa"
         monkeypatch.setattr(module, "sdpa", backend)
-        row = measure(2, 48, 4, 2, 16, [10], CPU, torch.float32, rounds=1)[None][10]
+        row = measure(2, 48, 4, 2, 16, [10], CPU, torch.float32, False, rounds=1)[None][10]
         assert row["sdpa"].startswith(complaint) and "\n" not in row["sdpa"]
 
 
@@ -115,7 +115,7 @@ def test_long_rows_are_checked_where_the_definition_has_room(monkeypatch):
 
     monkeypatch.setattr(module, "CHECKED", 16)
     monkeypatch.setattr(module, "plain_attention", definition)
-    row = measure(2, 64, 4, 2, 16, [None, 20], CPU, torch.float32, rounds=1)[None]
+    row = measure(2, 64, 4, 2, 16, [None, 20], CPU, torch.float32, False, rounds=1)[None]
     assert seen == [(16, None), (16, 5)] and all(row[window]["sdpa"] > 0 for window in (None, 20))
 
 

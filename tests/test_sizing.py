@@ -87,8 +87,7 @@ FLAGS = "--depth 2 --max-seq-len 32 --vocab-size 300 --eval-every -1 --save-ever
 def test_a_run_without_windows_goes_on_by_the_command_that_asked_for_them(base, monkeypatch):
     seen = []
 
-    def without_windows(config, *_):
-        new = _[-2]
+    def without_windows(config, rows, tensor_parallel, runtime, measured, new, with_flex):
         seen.append((config.window_pattern, new))
         return base_train.replace(config, window_pattern="L") if new else config
 
