@@ -133,6 +133,9 @@ BAD_INPUT = {
     "too small": (["--total-batch-size", "2560000"], "fewer than one step"),
     "does not divide": (["--total-batch-size", "1000"], "896 or 1024"),
     "depth 0": (["--depth", "0"], "--depth must be at least 1"),
+    "negative rate": (["--matrix-lr", "-1"], "--matrix-lr must not be negative"),
+    "negative seed": (["--seed", "-1"], "--seed must not be negative"),
+    "no tokens": (["--target-param-data-ratio", "0"], "--target-param-data-ratio must be above 0"),
     "run name": (["--run", "../x"], "is not a folder name"),
     "other settings": (["--run", "whole", "--seed", "7"], "exists with seed 0, not 7"),
     "window pattern": (["--window-pattern", "XL"], "window_pattern"),
@@ -154,6 +157,12 @@ def test_bad_input_exits_with_2_and_one_line(base):
     output, _ = (process := launch(base, "bad", 3, "--depth", "0")).communicate()
     assert process.returncode == 2
     assert output == "error: --depth must be at least 1, not 0\n"
+
+
+def test_what_is_wrong_on_the_first_rank_ends_all_of_them_with_2(base):
+    ranks = Ranks(base, "bad-two", 3, "--corpus", "path:/no/such/folder", processes=2)
+    assert ranks.join() == [2, 2]
+    assert set(ranks.output().splitlines()) == {"error: corpus path:/no/such/folder: no such file or folder"}
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device", "/data/shard"), InputError("no\nsuch thing")])
