@@ -302,13 +302,16 @@ def _json_lines(path, field):
             raise InputError(f"{path} is damaged ({error}): fetch it again") from error
 
 
+NAME_FIELD = "name the right one with python -m scripts.data_prep --text-field, which is remembered"
+
+
 def _field(record, field, where):
     """The text of a record, None where it is null. No such field is an error: its name is likely wrong."""
     if not isinstance(record, dict) or field not in record:
         has = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-        raise InputError(f"{where} has no field {field!r} (it has: {has}): name the right one with --text-field")
+        raise InputError(f"{where} has no field {field!r} (it has: {has}): {NAME_FIELD}")
     if record[field] is not None and not isinstance(record[field], str):
-        raise InputError(f"{where}: field {field!r} is not text: name another with --text-field")
+        raise InputError(f"{where}: field {field!r} is not text: {NAME_FIELD}")
     return record[field]
 
 
@@ -334,7 +337,7 @@ def _parquet_file(path, field, counts):
         types = {column.name: column.type for column in file.schema_arrow}
         if field not in types or not (pa.types.is_string(types[field]) or pa.types.is_large_string(types[field])):
             has = ", ".join(types)
-            raise InputError(f"{path} has no text column {field!r} (it has: {has}): name one with --text-field")
+            raise InputError(f"{path} has no text column {field!r} (it has: {has}): {NAME_FIELD}")
         for batch in file.iter_batches(batch_size=1024, columns=[field]):
             for value in batch.column(0).cast(pa.large_binary()):
                 data = value.as_py()

@@ -97,6 +97,9 @@ class Contender:
                 self.options[key] = ast.literal_eval(value)
             except (ValueError, SyntaxError):
                 self.options[key] = value
+        scale = self.options.get("lr_scale", 1)
+        if not isinstance(scale, int | float) or not 0 <= scale < math.inf:
+            raise InputError(f"contender {text}: lr_scale must be a number, not negative, but is {scale}")
         self.functions()
 
     @property
@@ -128,10 +131,13 @@ class Contender:
         optimizer = recipe.make_optimizer(build, model, task["rows"] * model.config.seq_len)
         for group in optimizer.param_groups:
             group["lr"] *= self.options.get("lr_scale", 1)
-        return optimizer, [dict(group) for group in optimizer.param_groups], schedule
+        built = [dict(group) for group in optimizer.param_groups]
+        recipe.check_schedule(schedule, built, task["steps"])
+        return optimizer, built, schedule
 
     def key(self, task):
-        """Changes with whatever could change what it does: its code, and its hyperparameters at every step."""
+        """Changes with its code, that of the optimizer, and its hyperparameters at every step. What a contender's file
+        imports is not looked at."""
         code = [Path(module.__file__).read_bytes() for module in (optim, orthogonalize)]
         code += [Path(self.source).read_bytes()] if self.source not in PRESETS else []
         _, groups, schedule = self.prepare(empty_model(task, "cpu"), task)
@@ -162,9 +168,14 @@ def _text(value):
 
 def shakespeare_task(text, vocab_size=None):
     """Characters of a text: the first 90% to train on, the loss over all windows of the last 10% to score."""
-    if not text or not Path(text).is_file():
+    if not text:
         raise InputError("the task shakespeare needs --text FILE, a plain text such as tinyshakespeare.txt")
-    characters = Path(text).read_text(encoding="utf-8")
+    try:
+        characters = Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--text {text}: {getattr(error, 'strerror', None) or 'not UTF-8'}") from error
+    if len(characters) < 1000:
+        raise InputError(f"--text {text} has {len(characters)} characters, too few to train on")
     model = dict(vocab_size=len(set(characters)), seq_len=64, depth=4, width=128, heads=4, kv_heads=4)
     return text, dict(data=digest(characters.encode()), model=model, rows=12, micro_rows=12, steps=2000, eval_every=50,
                       eval_batches=4, whole_every=200, unit="nats per character")  # fmt: skip

@@ -6,6 +6,7 @@ define either in their place (see `load_recipe`).
 
 import importlib.util
 import inspect
+import traceback
 from pathlib import Path
 
 from nanomuon import schedule as rules
@@ -57,12 +58,26 @@ def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
 def make_optimizer(build, model, batch, world_size=1):
     """MuonAdamW, on one process or many, of what build(model) gives; an optimizer that it has built stays as it is.
 
-    A builder with a parameter `batch` is told the tokens of a step.
+    A builder with a parameter `batch` is told the tokens of a step. InputError for what is neither, or not sound.
     """
     groups = build(model, **({"batch": batch} if "batch" in inspect.signature(build).parameters else {}))
-    if not isinstance(groups, list):
+    if hasattr(groups, "param_groups"):
         return groups
-    return DistMuonAdamW(groups) if world_size > 1 else MuonAdamW(groups)
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
+        raise InputError(f"no list of param groups and no optimizer, but {type(groups).__name__}, was built")
+    try:
+        return DistMuonAdamW(groups) if world_size > 1 else MuonAdamW(groups)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def check_schedule(schedule, groups, steps):
+    """InputError where a schedule gives a group what it does not have: a slip of the pen would go unnoticed."""
+    for group in groups:
+        values = schedule(group, 0, steps)
+        if not isinstance(values, dict) or values.keys() - group.keys():
+            has = ", ".join(key for key in group if key not in ("params", "names"))
+            raise InputError(f"schedule() has to return a dict of what the group has ({has}), not {values!r}")
 
 
 def load_recipe(file):
@@ -70,13 +85,18 @@ def load_recipe(file):
 
     The file defines `param_groups(model)`, a list of groups for MuonAdamW, or `build_optimizer(model)`, any
     torch.optim.Optimizer; and if it likes `schedule(group, step, steps)`, else the one above is meant.
-    InputError where there is no such file or function.
+    InputError where there is no such file or function, or the file does not run.
     """
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     if spec is None or not Path(file).is_file():
         raise InputError(f"{file}: no such Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        line = error.lineno if isinstance(error, SyntaxError) else frames[-1] if frames else 1
+        raise InputError(f"{file} line {line}: {type(error).__name__}: {error}") from error
 
     def function(name):
         value = getattr(module, name, None)

@@ -29,6 +29,12 @@ class Runtime:
     world_size: int = 1
 
 
+def check_name(flag: str, name: str) -> None:
+    """InputError where a name would leave the folder that it names a folder in."""
+    if not name or set(name) & set("/\\") or name.startswith("."):
+        raise InputError(f"{flag} {name!r} is not a folder name; use letters, digits, '-' and '_'")
+
+
 def base_dir() -> Path:
     """The folder under which everything is written: $NANOMUON_BASE_DIR, else ~/.cache/nanomuon."""
     return Path(os.environ.get("NANOMUON_BASE_DIR") or Path.home() / ".cache" / "nanomuon").expanduser()
@@ -166,11 +172,14 @@ def run_command(main) -> None:
         code = main() or 0
     except InputError as error:
         code = _complain(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
     except torch.OutOfMemoryError as error:
         first = str(error).split(". ")[0]
         code = _complain(f"{first}; fewer rows (--device-batch-size), a smaller model or --shard fsdp need less")
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR):
             raise
         code = _complain(f"{error.strerror}: {error.filename or base_dir()}; NANOMUON_BASE_DIR=/folder/with/room helps")
     finally:

@@ -349,7 +349,7 @@ def _write_shards(folder, corpus, tokenizer, workers, max_tokens):
         if not manifest[kind]:
             raise InputError(
                 f"corpus {corpus.name} has {counts['documents']} documents and none for {kind} (one in 20 is for "
-                "validation, by its hash): add documents, or cut them with --separator"
+                "validation, by its hash): add documents, or cut them with python -m scripts.data_prep --separator"
             )
     if not enough():
         stored = sum(shard["documents"] for shard in manifest["val"] + manifest["train"])

@@ -24,6 +24,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--run", default="base", help="name of a finished run (default: %(default)s)")
     parser.add_argument("--device-batch-size", type=int, default=16, help="rows at a time (default: %(default)s)")
     args = parser.parse_args(argv)
+    if args.device_batch_size < 1:
+        raise InputError(f"--device-batch-size must be at least 1, not {args.device_batch_size}")
     runtime = start()
     model, tokenizer, about = load_run(args.run, runtime)
     corpus, vocab_size = about["corpus"], tokenizer.vocab_size

@@ -46,6 +46,7 @@ from nanomuon.runtime import (
     InputError,
     Runtime,
     base_dir,
+    check_name,
     compile_enabled,
     peak_flops,
     peak_memory_mb,
@@ -119,6 +120,9 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
 
 
 def check_arguments(args: argparse.Namespace) -> None:
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"--{name.replace('_', '-')} must be a finite number, not {value}")
     for name in ("depth", "device_batch_size", "max_seq_len", "num_iterations", "total_batch_size", "eval_tokens",
                  "keep_last", "tensor_parallel"):  # fmt: skip
         value = getattr(args, name)
@@ -131,8 +135,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise InputError(f"--target-param-data-ratio must be above 0, not {args.target_param_data_ratio}")
     if args.qk_clip is not None and not (args.no_qk_norm and args.qk_clip > 0):
         raise InputError("--qk-clip is a positive number, for models with --no-qk-norm: the norm bounds logits itself")
-    if not args.run or set(args.run) & set("/\\") or args.run.startswith("."):
-        raise InputError(f"--run {args.run!r} is not a folder name; use letters, digits, '-' and '_'")
+    check_name("--run", args.run)
 
 
 def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, dict, list[str]]:
@@ -364,6 +367,10 @@ class Run:
             watch_(self.gpt, args.qk_clip)
         self.optimizer, self.schedule = build_optimizer(args, self.gpt, self.batch, runtime)
         self.initial = [dict(group) for group in self.optimizer.param_groups]
+        recipe.check_schedule(self.schedule, self.initial, self.steps)
+        trained = {id(param) for group in self.initial for param in group["params"]}
+        if left := [name for name, param in self.gpt.named_parameters() if id(param) not in trained]:
+            print0(f"in no param group, so not trained: {', '.join(left)}")
         self.guards_itself = isinstance(self.optimizer, MuonAdamW)
 
         loader_state = None
@@ -574,11 +581,19 @@ class Run:
                 "settings": self.settings}  # fmt: skip
         self.checkpoints.save(self.step, self.gpt, self.optimizer, meta)
 
-    def finish(self) -> None:
-        """Evaluate on the whole validation set (once, however often this is interrupted), export, report."""
+    def finish(self) -> int | None:
+        """Evaluate on the whole validation set (once, however often this is interrupted), export, report.
+
+        Returns 1 where the model has diverged, else None.
+        """
         began = time.perf_counter()
         last = self.evaluations.get(self.steps, {"whole_set": False})
         val_bpb = last["val_bpb"] if last["whole_set"] else self.evaluate(None)
+        if val_bpb is None or not math.isfinite(val_bpb):  # None: from metrics.jsonl
+            print0(f"error: run {self.args.run} has diverged, its validation loss is not finite: go on from an earlier "
+                   "checkpoint with --resume step_N, or start over with --resume never, at lower learning rates",
+                   file=sys.stderr)  # fmt: skip
+            return 1
         seconds = {"evaluation": time.perf_counter() - began}
         about = {"step": self.steps, "val_bpb": val_bpb, "corpus": self.args.corpus, "tokenizer": self.tokenizer.hash}
         checkpoint.export_model(self.dir, self.gpt, asdict(self.config), about)
@@ -679,9 +694,7 @@ def main(argv: list[str] | None = None) -> int | None:
         run.start(changed)
         with Watchdog() as watchdog:
             code = run.train(watchdog)
-        if code is None:
-            run.finish()
-        return code or 0
+        return (run.finish() if code is None else code) or 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import argparse
 
 from nanomuon import shards
 from nanomuon.corpus import open_corpus
-from nanomuon.runtime import cores, run_command
+from nanomuon.runtime import InputError, cores, run_command
 
 
 def main(argv=None):
@@ -28,6 +28,8 @@ def main(argv=None):
     add("--workers", type=int, default=cores(), help="threads that tokenize (default: %(default)s)")
     add("--verify", action="store_true", help="check the shards instead of writing them")
     args = parser.parse_args(argv)
+    if args.workers < 1 or args.max_tokens is not None and args.max_tokens < 0:
+        raise InputError("--workers must be at least 1 and --max-tokens not negative")
 
     corpus = open_corpus(args.corpus, args.text_field, args.separator)
     if args.verify:

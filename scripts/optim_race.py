@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from nanomuon import compare, race, report
-from nanomuon.runtime import InputError, base_dir, cores, run_command, write_text
+from nanomuon.runtime import InputError, base_dir, check_name, cores, run_command, write_text
 
 SWEEP_SEED = 1000  # the seeds of a sweep begin here: those of the race must not have chosen what they judge
 
@@ -88,6 +88,12 @@ def parse_arguments(argv):
     for name in ("seeds", "sweep_seeds", "steps", "jobs"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if args.name is not None:
+        check_name("--name", args.name)
+    if any(not 0 < factor < math.inf for factor in args.sweep):
+        raise InputError("--sweep takes multiples above 0")
+    if args.sweep and args.first_seed < SWEEP_SEED + args.sweep_seeds and args.first_seed + args.seeds > SWEEP_SEED:
+        raise InputError(f"seeds from {SWEEP_SEED} on are the sweep's: choose another --first-seed")
     if args.detect <= 0:
         raise InputError(f"--detect must be above 0, not {args.detect:g}")
     return args

@@ -127,12 +127,30 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_message(base, capsys):
     assert len(losses(base, "explode")) < 20
 
 
+def test_a_run_that_ends_diverged_exports_nothing(base, capsys):
+    options = ("--matrix-lr", "1e30", "--eval-every", "-1", "--save-every", "-1")
+    for _ in range(2):
+        assert base_train.main(arguments(base, "diverged", 6, *options)) == 1
+        assert "run diverged has diverged" in capsys.readouterr().err
+    assert not (base / "runs" / "diverged" / "model.safetensors").exists()
+
+
+def test_parameters_in_no_group_are_named(base, capsys):
+    file = base / "some.py"
+    file.write_text("import torch\ndef build_optimizer(model): return torch.optim.SGD([model.wte.weight], lr=0.1)\n")
+    options = ("--optimizer-file", str(file), "--eval-every", "-1", "--save-every", "-1")
+    assert base_train.main(arguments(base, "some", 2, *options)) == 0
+    named = capsys.readouterr().out.split("not trained: ")[1].split("\n")[0].split(", ")
+    assert "lm_head.weight" in named and "wte.weight" not in named
+
+
 BAD_INPUT = {
     "unknown corpus": (["--corpus", "pyhton"], "unknown corpus 'pyhton'"),
     "no such folder": (["--corpus", "path:/no/such/folder"], "/no/such/folder"),
     "too small": (["--total-batch-size", "2560000"], "fewer than one step"),
     "does not divide": (["--total-batch-size", "1000"], "896 or 1024"),
     "depth 0": (["--depth", "0"], "--depth must be at least 1"),
+    "rate that is none": (["--matrix-lr", "nan"], "--matrix-lr must be a finite number"),
     "negative rate": (["--matrix-lr", "-1"], "--matrix-lr must not be negative"),
     "negative seed": (["--seed", "-1"], "--seed must not be negative"),
     "no tokens": (["--target-param-data-ratio", "0"], "--target-param-data-ratio must be above 0"),

@@ -91,12 +91,32 @@ def build_optimizer(model):
     ("x = 1", "has neither param_groups"),
     ("def param_groups(model): ...\ndef build_optimizer(model): ...", "has both param_groups"),
     ("def param_groups(model): ...\nschedule = 3", "schedule is not a function"),
+    ("x = 1\ndef f(:", "file.py line 2: SyntaxError"),
+    ("\nimport no_such_module", "file.py line 2: ModuleNotFoundError"),
+    ("import sys\nsys.exit(0)", "file.py line 2: SystemExit"),
 ])  # fmt: skip
 def test_a_file_that_is_no_recipe(text, message, tmp_path):
     if text:
         (tmp_path / "file.py").write_text(text)
     with pytest.raises(InputError, match=message):
         recipe.load_recipe(tmp_path / "file.py")
+
+
+@pytest.mark.parametrize("built,message", [
+    (None, "but NoneType, was built"), ([], "but list, was built"), ([1], "but list, was built"),
+    ([dict(kind="adamw", params=[], lr=1)], "missing betas"),
+])  # fmt: skip
+def test_what_is_neither_groups_nor_an_optimizer_is_named(built, message):
+    with pytest.raises(InputError, match=message):
+        recipe.make_optimizer(lambda model: built, model(), 4096)
+
+
+@pytest.mark.parametrize("values", [None, {"learning_rate": 1.0}])
+def test_a_schedule_gives_what_the_groups_have(values):
+    groups = recipe.make_optimizer(recipe.param_groups, model(), 4096).param_groups
+    recipe.check_schedule(recipe.schedule, groups, 10)
+    with pytest.raises(InputError, match="what the group has .*lr"):
+        recipe.check_schedule(lambda group, step, steps: values, groups, 10)
 
 
 def test_any_torch_optimizer_stays_what_it_is():
