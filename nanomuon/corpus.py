@@ -35,6 +35,7 @@ PRESETS = {
 }
 # bytes: a lone .txt file would be one document, and one document has no training and validation part
 BOOK_PIECE = 4096
+NAME_FIELD = "name the right one with python -m scripts.data_prep --text-field, which is remembered"
 
 
 def is_validation(text: str) -> bool:
@@ -300,9 +301,6 @@ def _json_lines(path, field):
                 yield _field(record, field, f"{path} line {number}")
         except (EOFError, gzip.BadGzipFile) as error:
             raise InputError(f"{path} is damaged ({error}): fetch it again") from error
-
-
-NAME_FIELD = "name the right one with python -m scripts.data_prep --text-field, which is remembered"
 
 
 def _field(record, field, where):

@@ -35,6 +35,14 @@ def check_name(flag: str, name: str) -> None:
         raise InputError(f"{flag} {name!r} is not a folder name; use letters, digits, '-' and '_'")
 
 
+def check_at_least_1(args, *names: str) -> None:
+    """InputError for the first of these arguments that is given and below 1."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+
+
 def base_dir() -> Path:
     """The folder under which everything is written: $NANOMUON_BASE_DIR, else ~/.cache/nanomuon."""
     return Path(os.environ.get("NANOMUON_BASE_DIR") or Path.home() / ".cache" / "nanomuon").expanduser()

@@ -5,7 +5,6 @@ import os
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from nanomuon import attention, footprint, parallel, schedule
 from nanomuon.gpt import GPTConfig
@@ -43,10 +42,7 @@ def device_batch_size(config: GPTConfig, most: int, fsdp: bool, tensor_parallel:
     capacity = torch.cuda.mem_get_info(device)[0]
     if not fsdp and tensor_parallel == 1:
         needed = [one["state"] + one["buffers"] + peak for peak in probe_memory(config, runtime)]
-    fitting = torch.tensor(schedule.rows_that_fit(most, *needed, capacity), device=device)
-    if dist.is_initialized():
-        dist.all_reduce(fitting, op=dist.ReduceOp.MIN)
-    return int(fitting)
+    return min(together(lambda: schedule.rows_that_fit(most, *needed, capacity)))
 
 
 def probe_memory(config: GPTConfig, runtime: Runtime) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 from nanomuon import shards
 from nanomuon.dataloader import validation_batches
 from nanomuon.evaluate import bits_per_byte
-from nanomuon.runtime import InputError, print0, run_command, start
+from nanomuon.runtime import InputError, check_at_least_1, print0, run_command, start
 from nanomuon.tokenizer import Tokenizer
 from scripts.base_train import first_rank_first
 from scripts.sample import load_run
@@ -24,8 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--run", default="base", help="name of a finished run (default: %(default)s)")
     parser.add_argument("--device-batch-size", type=int, default=16, help="rows at a time (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.device_batch_size < 1:
-        raise InputError(f"--device-batch-size must be at least 1, not {args.device_batch_size}")
+    check_at_least_1(args, "device_batch_size")
     runtime = start()
     model, tokenizer, about = load_run(args.run, runtime)
     corpus, vocab_size = about["corpus"], tokenizer.vocab_size

@@ -46,6 +46,7 @@ from nanomuon.runtime import (
     InputError,
     Runtime,
     base_dir,
+    check_at_least_1,
     check_name,
     compile_enabled,
     peak_flops,
@@ -123,11 +124,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"--{name.replace('_', '-')} must be a finite number, not {value}")
-    for name in ("depth", "device_batch_size", "max_seq_len", "num_iterations", "total_batch_size", "eval_tokens",
-                 "keep_last", "tensor_parallel"):  # fmt: skip
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    check_at_least_1(args, "depth", "device_batch_size", "max_seq_len", "num_iterations", "total_batch_size",
+                     "eval_tokens", "keep_last", "tensor_parallel")  # fmt: skip
     for name in ("seed", "experts", *recipe.param_groups.__kwdefaults__, *recipe.schedule.__kwdefaults__):
         if getattr(args, name) < 0:
             raise InputError(f"--{name.replace('_', '-')} must not be negative, but is {getattr(args, name)}")
@@ -424,11 +422,9 @@ class Run:
     def decide_compilation(self, eager_ms: float) -> None:
         """Compile from here on if the run then ends sooner. Written down: compiled and eager steps round differently,
         and a resumed run shall repeat this one."""
-        seconds = torch.tensor(eager_ms / 1000, device=self.runtime.device)
-        if dist.is_initialized():
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # all ranks decide the same
+        seconds = max(together(lambda: eager_ms)) / 1000  # all ranks decide the same
         left = self.steps - self.step
-        costs, saves = schedule.compilation(self.runtime.device.type, self.config.depth, left * seconds.item())
+        costs, saves = schedule.compilation(self.runtime.device.type, self.config.depth, left * seconds)
         self.args.compile = costs < saves
         print0(f"{'compiling' if self.args.compile else 'staying eager'}: to compile takes about {duration(costs)} and "
                f"saves about {duration(saves)} in {left} steps (--compile and --no-compile decide it)")  # fmt: skip

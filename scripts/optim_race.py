@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from nanomuon import compare, race, report
-from nanomuon.runtime import InputError, base_dir, check_name, cores, run_command, write_text
+from nanomuon.runtime import InputError, base_dir, check_at_least_1, check_name, cores, run_command, write_text
 
 SWEEP_SEED = 1000  # the seeds of a sweep begin here: those of the race must not have chosen what they judge
 
@@ -85,9 +85,7 @@ def parse_arguments(argv):
     jobs = torch.cuda.device_count() or cores()
     add("--jobs", type=int, default=jobs, help="runs at a time (default: one a GPU or core, %(default)s)")
     args = parser.parse_args(argv)
-    for name in ("seeds", "sweep_seeds", "steps", "jobs"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    check_at_least_1(args, "seeds", "sweep_seeds", "steps", "jobs")
     if args.name is not None:
         check_name("--name", args.name)
     if any(not 0 < factor < math.inf for factor in args.sweep):

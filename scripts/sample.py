@@ -10,7 +10,7 @@ from nanomuon import checkpoint
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.parallel import build_model
-from nanomuon.runtime import InputError, Runtime, base_dir, run_command, start
+from nanomuon.runtime import InputError, Runtime, base_dir, check_at_least_1, run_command, start
 from nanomuon.tokenizer import Tokenizer
 
 
@@ -41,9 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--top-k", type=int, default=50, help="draw from this many tokens (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first sample (default: %(default)s)")
     args = parser.parse_args(argv)
-    for name in ("samples", "max_tokens", "top_k"):
-        if getattr(args, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    check_at_least_1(args, "samples", "max_tokens", "top_k")
     if not args.temperature >= 0:
         raise InputError(f"--temperature must not be below 0, but is {args.temperature}")
     model, tokenizer, _ = load_run(args.run, start())

@@ -21,7 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanomuon import attention, parallel, report, shards, sizing
 from nanomuon.dataloader import TrainLoader
-from nanomuon.runtime import InputError, compile_enabled, peak_flops, peak_memory_mb, run_command, start
+from nanomuon.runtime import (
+    InputError,
+    check_at_least_1,
+    compile_enabled,
+    peak_flops,
+    peak_memory_mb,
+    run_command,
+    start,
+)
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_train, optim_bench
 
@@ -39,8 +47,7 @@ def main(argv=None):
     if own.help:
         parser.print_help()
         rest = ["--help"]
-    if own.rounds < 1:
-        raise InputError(f"--rounds must be at least 1, not {own.rounds}")
+    check_at_least_1(own, "rounds")
     args = base_train.parse_arguments(rest, {})
     base_train.check_arguments(args)
     args.compile = args.compile is not False  # no run to end sooner
