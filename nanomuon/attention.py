@@ -1,6 +1,7 @@
 """Causal attention with an optional sliding window, by the fastest kernel that this device and PyTorch have.
 
-The backends differ in speed alone. Where use() has not named one for a shape, PyTorch's own dispatch does the work.
+The backends differ in speed alone. Where use() has not named one for a shape, PyTorch's own dispatch does the
+work.
 """
 
 import functools
@@ -18,7 +19,8 @@ _block_masks = {}  # (T, window): BlockMask, made outside of what is compiled
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v, where query i sees keys j with i - window < j <= i (all j <= i if window is None).
+    """softmax(q k^T / sqrt(D)) v, where query i sees keys j with i - window < j <= i (all j <= i if window is
+    None).
 
     q (B, Tq, H, D); k, v (B, Tk, Hkv, D) with Hkv dividing H: query head h reads key head h * Hkv // H.
     Where Tq < Tk the queries are the last Tq positions, as when decoding with a cache. Returns (B, Tq, H, D).
@@ -34,11 +36,15 @@ def _key(q, k, window):
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """The fused kernel of the device for full attention; a window is a mask, for which all products are made."""
+    """The fused kernel of the device for full attention; a window is a mask, for which all products are
+    made.
+    """
     Tq, Tk = q.size(1), k.size(1)
     mask = None
     if window is not None or 1 < Tq < Tk:
-        distance = torch.arange(Tk - Tq, Tk, device=q.device)[:, None] - torch.arange(Tk, device=q.device)  # (Tq, Tk)
+        distance = torch.arange(Tk - Tq, Tk, device=q.device)[:, None] - torch.arange(
+            Tk, device=q.device
+        )  # (Tq, Tk)
         mask = (distance >= 0) & (distance < (window or Tk))
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -52,7 +58,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """FlashAttention, which skips what the window hides: every row is one sequence of a ragged batch. CUDA, 16 bit."""
+    """FlashAttention, which skips what the window hides: every row is one sequence of a ragged batch. CUDA,
+    16 bit.
+    """
     from torch.nn.attention.varlen import varlen_attn  # not in every build
 
     B, T = q.shape[:2]
@@ -91,7 +99,9 @@ def make_block_mask(T: int, window: int | None, device: torch.device) -> None:
 
 
 def flash_implementations(device: torch.device) -> list[str | None]:
-    """FlashAttention versions that PyTorch can switch to; None is its own. A package that is missing is left out."""
+    """FlashAttention versions that PyTorch can switch to; None is its own. A package that is missing is left
+    out.
+    """
     found = [None]
     if device.type == "cuda" and hasattr(torch.nn.attention, "activate_flash_attention_impl"):
         for name in torch.nn.attention.list_flash_attention_impls():
@@ -113,17 +123,27 @@ def use_flash_implementation(name: str | None) -> None:
 
 
 def measure(
-    B: int, T: int, H: int, Hkv: int, D: int, windows: list[int | None], device: torch.device, dtype: torch.dtype,
-    with_flex: bool, rounds: int = 5,
-) -> dict[str | None, dict[int | None, dict[str, float | str]]]:  # fmt: skip
-    """By flash implementation, window and backend: milliseconds forward and backward, or why the backend is out.
+    B: int,
+    T: int,
+    H: int,
+    Hkv: int,
+    D: int,
+    windows: list[int | None],
+    device: torch.device,
+    dtype: torch.dtype,
+    with_flex: bool,
+    rounds: int = 5,
+) -> dict[str | None, dict[int | None, dict[str, float | str]]]:
+    """By flash implementation, window and backend: milliseconds forward and backward, or why the backend is
+    out.
 
-    A backend is out where it fails or where output or gradients are not those of a plain masked softmax. That takes T^2
-    memory, so longer rows are checked at CHECKED tokens, with a window of the same share.
+    A backend is out where it fails or where output or gradients are not those of a plain masked softmax. That
+    takes T^2 memory, so longer rows are checked at CHECKED tokens, with a window of the same share.
     """
     generator = torch.Generator(device).manual_seed(0)
     q, k, v, grad = (
-        torch.randn(B, T, heads, D, device=device, generator=generator).to(dtype) for heads in (H, Hkv, Hkv, H)
+        torch.randn(B, T, heads, D, device=device, generator=generator).to(dtype)
+        for heads in (H, Hkv, Hkv, H)
     )
     q *= 8  # so sharp that a single key too few or too many shows
     backends = [sdpa, varlen, *([flex] if with_flex else [])] if device.type == "cuda" else [sdpa]
@@ -153,12 +173,15 @@ def measure(
 
 
 def fastest(measured: dict) -> tuple[str | None, dict[int | None, tuple[float, str]]]:
-    """Of what measure() gives: the flash implementation that is best over all windows, and by window (milliseconds,
-    backend). Empty where no implementation has a backend for every window."""
+    """Of what measure() gives: the flash implementation that is best over all windows, and by window
+    (milliseconds, backend). Empty where no implementation has a backend for every window.
+    """
     best = {}
     for implementation, rows in measured.items():
-        usable = {window: [(ms, name) for name, ms in row.items() if not isinstance(ms, str)]
-                  for window, row in rows.items()}  # fmt: skip
+        usable = {
+            window: [(ms, name) for name, ms in row.items() if not isinstance(ms, str)]
+            for window, row in rows.items()
+        }
         if all(usable.values()):
             best[implementation] = {window: min(row) for window, row in usable.items()}
     implementation = min(best, key=lambda name: sum(ms for ms, _ in best[name].values()), default=None)
@@ -166,9 +189,15 @@ def fastest(measured: dict) -> tuple[str | None, dict[int | None, tuple[float, s
 
 
 def use(
-    T: int, H: int, Hkv: int, D: int, implementation: str | None, backends: dict[int | None, str],
-    device: torch.device, dtype: torch.dtype,
-) -> None:  # fmt: skip
+    T: int,
+    H: int,
+    Hkv: int,
+    D: int,
+    implementation: str | None,
+    backends: dict[int | None, str],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
     """From now on compute attention of this shape, whatever the batch, by the backend named for its window.
 
     Call it before the model is compiled.

@@ -1,13 +1,15 @@
-"""Checkpoints that survive kills, full disks and another world size, and hold nothing that runs when it is opened.
+"""Checkpoints that survive kills, full disks and another world size, and hold nothing that runs when it is
+opened.
 
     runs/<name>/checkpoints/step_500/
         rank_0.safetensors    what the first rank wrote, one such file a rank
         manifest.json         step, settings, versions; SHA-256 of every file, itself too
 
-Tensors go through torch.distributed.checkpoint with its safetensors storage: each rank writes what it holds (a
-replicated tensor is written once, by one of them) and reads what it needs, so W ranks load what V ranks saved, row
-slices (DTensor) included. Ranks share one file system. A checkpoint is written to a hidden folder and appears by one
-rename, after every rank has finished; whatever a kill leaves behind is never taken for one.
+Tensors go through torch.distributed.checkpoint with its safetensors storage: each rank writes what it holds
+(a replicated tensor is written once, by one of them) and reads what it needs, so W ranks load what V ranks
+saved, row slices (DTensor) included. Ranks share one file system. A checkpoint is written to a hidden folder
+and appears by one rename, after every rank has finished; whatever a kill leaves behind is never taken for
+one.
 """
 
 import contextlib
@@ -26,7 +28,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.tensor import DTensor, Replicate
 
 from .runtime import InputError, print0, together, write_json
@@ -35,9 +41,10 @@ from .runtime import InputError, print0, together, write_json
 class Checkpointer:
     """Writes the checkpoints of one run. Every method is called by all ranks.
 
-    run_dir: runs/<name>. resumed_step: where this process starts from, None for a fresh start; checkpoints of later
-    steps belong to a future that will not happen and are removed. keep_last: how many to keep. background: save()
-    copies the state to host memory and returns, a thread writes it; what fails there is said at once.
+    run_dir: runs/<name>. resumed_step: where this process starts from, None for a fresh start; checkpoints of
+    later steps belong to a future that will not happen and are removed. keep_last: how many to keep.
+    background: save() copies the state to host memory and returns, a thread writes it; what fails there is
+    said at once.
     """
 
     def __init__(self, run_dir, resumed_step=None, keep_last=2, background=False):
@@ -54,8 +61,8 @@ class Checkpointer:
         """Write checkpoints/step_<step>; a step that was just saved is not written again.
 
         meta: what else resuming needs (settings, loader state), of JSON types; the first rank's is kept.
-        Raises InputError on every rank where the disk is full or not writable; earlier checkpoints are then intact. A
-        background save raises from wait(); the next save() goes on without it.
+        Raises InputError on every rank where the disk is full or not writable; earlier checkpoints are then
+        intact. A background save raises from wait(); the next save() goes on without it.
         """
         with contextlib.suppress(InputError):
             self.wait()
@@ -86,22 +93,33 @@ class Checkpointer:
         final, hidden = self.folder / f"step_{step}", self.folder / f".step_{step}"
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: as meant
+                warnings.filterwarnings(
+                    "ignore", message="torch.distributed is disabled"
+                )  # one process: as meant
                 mine = hidden / f"rank_{self.rank}.safetensors"
-                dcp.save(tensors, storage_writer=_Writer(mine), process_group=self.group, no_dist=self.group is None)
+                dcp.save(
+                    tensors,
+                    storage_writer=_Writer(mine),
+                    process_group=self.group,
+                    no_dist=self.group is None,
+                )
             files = together(lambda: _fingerprint(mine) if mine.exists() else {}, self.group)
             manifest["files"] = {name: value for part in files for name, value in part.items()}
             together(lambda: self.rank == 0 and _publish(hidden, final, manifest), self.group)
             self.last_step = step
             together(self._clean, self.group)
         except (CheckpointException, OSError) as failure:
-            if isinstance(failure, CheckpointException):  # torch's, on every rank, around what went wrong on some
+            if isinstance(
+                failure, CheckpointException
+            ):  # torch's, on every rank, around what went wrong on some
                 failure = next(error for error, _ in failure.failures.values())
             if self.rank == 0:
                 shutil.rmtree(hidden, ignore_errors=True)
             if not isinstance(failure, OSError):
                 raise RuntimeError(f"checkpoint {final} was not written") from failure
-            error = f"checkpoint {final} was not written: {failure}; earlier checkpoints are intact, make room"
+            error = (
+                f"checkpoint {final} was not written: {failure}; earlier checkpoints are intact, make room"
+            )
             if self.thread is not None:
                 print0(f"warning: {error}")
             raise InputError(error) from failure
@@ -122,8 +140,9 @@ class Checkpointer:
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """torch's writer with its inner loop replaced: that one assembles a file in memory while it holds the interpreter's
-    lock, which stopped a training thread for 2 s a GB; safetensors writing by itself stops it not at all (measured).
+    """torch's writer with its inner loop replaced: that one assembles a file in memory while it holds the
+    interpreter's lock, which stopped a training thread for 2 s a GB; safetensors writing by itself stops it
+    not at all (measured).
     """
 
     def __init__(self, file):
@@ -133,7 +152,9 @@ class _Writer(HuggingFaceStorageWriter):
     def write_data(self, plan, planner):
         tensors, offsets = {}, {}
         for item in plan.items:
-            assert item.index.fqn not in tensors  # a DTensor has one piece a rank, and the file one tensor a name
+            assert (
+                item.index.fqn not in tensors
+            )  # a DTensor has one piece a rank, and the file one tensor a name
             tensors[item.index.fqn] = planner.resolve_data(item).detach().cpu()
             offsets[item.index.fqn] = {"saved_offsets": item.tensor_data.chunk.offsets}
         if tensors:
@@ -152,8 +173,8 @@ def saved_steps(run_dir) -> list[int]:
 def find(run_dir, resume="auto") -> Path | None:
     """The checkpoint to go on from, every file of it checked against its manifest. Called by all ranks.
 
-    resume: "auto" for the newest undamaged one (damage is reported), "step_<n>" for that one, "never".
-    None where there is nothing to resume. Raises InputError where what was asked for is missing or damaged, and
+    resume: "auto" for the newest undamaged one (damage is reported), "step_<n>" for that one, "never". None
+    where there is nothing to resume. Raises InputError where what was asked for is missing or damaged, and
     where checkpoints exist but none is whole.
     """
     run_dir = Path(run_dir)
@@ -177,7 +198,9 @@ def find(run_dir, resume="auto") -> Path | None:
 
 
 def read_manifest(path) -> dict:
-    """What is known about a checkpoint: step, world_size, versions, meta, files. InputError where it is damaged."""
+    """What is known about a checkpoint: step, world_size, versions, meta, files. InputError where it is
+    damaged.
+    """
     file = Path(path) / "manifest.json"
     try:
         text = file.read_bytes()
@@ -193,10 +216,10 @@ def read_manifest(path) -> dict:
 def load(path, model, optimizer) -> dict:
     """Load a checkpoint that find() returned into model and optimizer, at any world size; return its meta.
 
-    Called by all ranks. At the world size it was saved with, each rank's random state is restored too. Dtypes and
-    hyperparameters stay those of model and optimizer. An optimizer that creates its state lazily (torch.optim's) gets
-    it whole on every rank, for a DTensor in the same pieces. Raises InputError where the tensors are not those of this
-    model and optimizer.
+    Called by all ranks. At the world size it was saved with, each rank's random state is restored too. Dtypes
+    and hyperparameters stay those of model and optimizer. An optimizer that creates its state lazily
+    (torch.optim's) gets it whole on every rank, for a DTensor in the same pieces. Raises InputError where the
+    tensors are not those of this model and optimizer.
     """
     manifest = read_manifest(path)
     reader = HuggingFaceStorageReader(path)
@@ -240,9 +263,11 @@ def load(path, model, optimizer) -> dict:
 
 
 def export_model(run_dir, model, config, meta) -> None:
-    """Write model.safetensors and config.json: the trained model alone, to evaluate and share. Called by all ranks.
+    """Write model.safetensors and config.json: the trained model alone, to evaluate and share. Called by all
+    ranks.
 
-    config: keywords that build the model, meta: what to know about it (step, val_bpb, tokenizer), both of JSON types.
+    config: keywords that build the model, meta: what to know about it (step, val_bpb, tokenizer), both of
+    JSON types.
     """
     weights = {}
     for name, tensor in model.state_dict().items():
@@ -252,7 +277,9 @@ def export_model(run_dir, model, config, meta) -> None:
 
     def write():
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "model.safetensors").unlink(missing_ok=True)  # written last: where it exists, the two match
+        (run_dir / "model.safetensors").unlink(
+            missing_ok=True
+        )  # written last: where it exists, the two match
         write_json(run_dir / "config.json", {"config": config, "meta": meta})
         _write_tensors(weights, run_dir / "model.safetensors.tmp", {"format": "pt"})
         os.replace(run_dir / "model.safetensors.tmp", run_dir / "model.safetensors")
@@ -288,16 +315,22 @@ def load_model_config(run_dir) -> tuple[dict, dict]:
 
 
 def load_model_weights(run_dir, model) -> None:
-    """Load model.safetensors into a model built from load_model_config. Raises InputError where they do not fit."""
+    """Load model.safetensors into a model built from load_model_config. Raises InputError where they do not
+    fit.
+    """
     file = Path(run_dir) / "model.safetensors"
     try:
         model.load_state_dict(load_file(file))
-    except Exception as error:  # safetensors and load_state_dict raise several kinds, all for a file that does not fit
+    except (
+        Exception
+    ) as error:  # safetensors and load_state_dict raise several kinds, all for a file that does not fit
         raise InputError(f"{file} does not fit the model of config.json: {str(error)[:200]}") from error
 
 
 def _state(model, optimizer):
-    """Flat {name: tensor} of what this rank holds, and the optimizer's plain values {parameter: {name: value}}."""
+    """Flat {name: tensor} of what this rank holds, and the optimizer's plain values {parameter: {name:
+    value}}.
+    """
     state = optimizer if isinstance(optimizer, dict) else optimizer.state_dict()
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     values = {}
@@ -366,7 +399,9 @@ def _publish(hidden, final, manifest):
 
 
 def _write_tensors(tensors, file, metadata):
-    """A safetensors file on disk, readable by whoever may read its folder. OSError where it cannot be written."""
+    """A safetensors file on disk, readable by whoever may read its folder. OSError where it cannot be
+    written.
+    """
     storages, separate = set(), {}
     for (
         name,

@@ -9,7 +9,9 @@ from scipy import stats
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of paired differences, the ends of its 95% interval, their standard deviation, the two-sided p of zero."""
+    """Mean of paired differences, the ends of its 95% interval, their standard deviation, the two-sided p of
+    zero.
+    """
 
     mean: float
     low: float
@@ -25,7 +27,8 @@ def mean_and_error(scores: list[float]) -> tuple[float, float]:
 
 
 def paired_difference(scores: list[float], baseline: list[float], confidence: float = 0.95) -> Difference:
-    """Student's paired t test of scores - baseline, entry by entry of the same seed. One pair decides nothing: p is 1.
+    """Student's paired t test of scores - baseline, entry by entry of the same seed. One pair decides
+    nothing: p is 1.
 
     What seeds do to both falls out of the differences, so that fewer of them are needed.
     """
@@ -41,8 +44,9 @@ def paired_difference(scores: list[float], baseline: list[float], confidence: fl
 
 
 def holm(ps: list[float]) -> list[float]:
-    """p values adjusted for having made all these comparisons (Holm 1979): below alpha, the chance that any of those
-    called different is not is at most alpha."""
+    """p values adjusted for having made all these comparisons (Holm 1979): below alpha, the chance that any
+    of those called different is not is at most alpha.
+    """
     adjusted, floor = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
         floor = adjusted[index] = max(floor, min(1.0, (len(ps) - rank) * ps[index]))
@@ -50,7 +54,9 @@ def holm(ps: list[float]) -> list[float]:
 
 
 def seeds_needed(deviation: float, difference: float, power: float = 0.8, alpha: float = 0.05) -> int:
-    """Seeds with which the paired test finds a true `difference` with probability `power`; exact (noncentral t)."""
+    """Seeds with which the paired test finds a true `difference` with probability `power`; exact (noncentral
+    t).
+    """
 
     def found(n):
         limit, shift = stats.t.ppf(1 - alpha / 2, n - 1), abs(difference) / deviation * math.sqrt(n)
@@ -78,7 +84,9 @@ def verdict(difference: Difference, p: float, alpha: float = 0.05) -> str:
 
 
 def crossing(curve: list[tuple[float, float]], target: float) -> float | None:
-    """Where a falling curve of (step, loss) first reaches the target, interpolated between points; None: nowhere."""
+    """Where a falling curve of (step, loss) first reaches the target, interpolated between points; None:
+    nowhere.
+    """
     before = None
     for step, loss in curve:
         if loss <= target:

@@ -1,7 +1,8 @@
 """Where documents come from: the Python standard library, local files, any dataset on the hub.
 
-A corpus is an ordered list of files and a rule that turns each into documents, so that everybody who names the same
-corpus reads the same documents in the same order. Repairs and skips follow stated rules and are counted:
+A corpus is an ordered list of files and a rule that turns each into documents, so that everybody who names
+the same corpus reads the same documents in the same order. Repairs and skips follow stated rules and are
+counted:
 
     empty        a document without a character is skipped
     null         a record whose text is null or absent is skipped
@@ -67,7 +68,8 @@ class Corpus:
             yield from self.read(number, counts, seen)
 
     def read(self, number: int, counts: Counter, seen: set):
-        """Yield the documents of one file. `counts` gathers what was kept, skipped and repaired, `seen` what was met.
+        """Yield the documents of one file. `counts` gathers what was kept, skipped and repaired, `seen` what
+        was met.
 
         counts["documents"] and counts["bytes"] are the number and UTF-8 size of the documents yielded.
         """
@@ -145,9 +147,9 @@ def open_corpus(name: str, text_field: str | None = None, separator: str | None 
                     pinned when the corpus is first opened; later the hub is asked for missing files only
     climbmix, fineweb-edu   short for the two web corpora that speedruns use
 
-    Records take their text from `text_field` (default "text"). A .txt file is one document, or several split at
-    `separator`; a corpus of a single .txt file without separator is cut at line ends every 4 KB. Both options are
-    remembered for later commands that name the same corpus.
+    Records take their text from `text_field` (default "text"). A .txt file is one document, or several split
+    at `separator`; a corpus of a single .txt file without separator is cut at line ends every 4 KB. Both
+    options are remembered for later commands that name the same corpus.
     """
     name = PRESETS.get(name, name)
     if name == "python":
@@ -160,12 +162,16 @@ def open_corpus(name: str, text_field: str | None = None, separator: str | None 
         if root.is_file():
             files = [root]
         elif root.is_dir():
-            files = sorted(path for path in root.rglob("*") if path.is_file() and not _hidden(path.relative_to(root)))
+            files = sorted(
+                path for path in root.rglob("*") if path.is_file() and not _hidden(path.relative_to(root))
+            )
         else:
             raise InputError(f"corpus {name}: no such file or folder")
         files = [path for path in files if path.name.endswith(SUFFIXES)]
         if not files:
-            raise InputError(f"corpus {name} has no file that ends in {', '.join(SUFFIXES)}: name such a place")
+            raise InputError(
+                f"corpus {name} has no file that ends in {', '.join(SUFFIXES)}: name such a place"
+            )
         record = _recall(f"path:{root}", text_field=text_field, separator=separator)
         return _local(f"path:{root}", root, files, "", record["text_field"] or "text", record["separator"])
     if name.startswith("hf:"):
@@ -182,11 +188,16 @@ def open_corpus(name: str, text_field: str | None = None, separator: str | None 
 
 
 def _local(name, root, files, version, text_field, separator) -> Corpus:
-    # Names, sizes and times stand for the content: hashing 100 GB at every start would not be worth the certainty
-    listing = [(path.relative_to(root).as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    # Names, sizes and times stand for the content: hashing 100 GB at every start would not be worth the
+    # certainty
+    listing = [
+        (path.relative_to(root).as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files
+    ]
     digest = _digest([name, listing, text_field, separator])
     readable = "python" if name == "python" else "path-" + _readable(root.name)
-    return Corpus(name, version + digest[:16], f"{readable}-{digest[:8]}", tuple(files), text_field, separator)
+    return Corpus(
+        name, version + digest[:16], f"{readable}-{digest[:8]}", tuple(files), text_field, separator
+    )
 
 
 def _hidden(path) -> bool:
@@ -202,7 +213,9 @@ def _readable(name) -> str:
 
 
 def _recall(name, **options) -> dict:
-    """What is remembered of a corpus, options that are not None included; written back where they change it."""
+    """What is remembered of a corpus, options that are not None included; written back where they change
+    it.
+    """
     folder = base_dir() / "corpus" / f"{_readable(name.replace(':', '-'))}-{_digest(name)[:8]}"
     try:
         record = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
@@ -228,7 +241,9 @@ def _resolve(name) -> dict:
 
         # HfApi fails at once where there is no network; the other call alone would try for half a minute
         sha = HfApi().dataset_info(path, revision=revision or None, timeout=10).sha if on_hub else None
-        builder = load_dataset_builder(path, config or None, revision=sha, cache_dir=str(base_dir() / "corpus" / "hub"))
+        builder = load_dataset_builder(
+            path, config or None, revision=sha, cache_dir=str(base_dir() / "corpus" / "hub")
+        )
         return sha or builder.hash, builder.config.data_files or {}
 
     revision, files = _patiently(ask, f"opening {name}", begun=False)
@@ -244,8 +259,8 @@ def _resolve(name) -> dict:
 def _patiently(call, what, begun=True):
     """call(), again after 1, 2, 4, 8 and 16 s where the trouble may pass.
 
-    That is the hub's answer of 429 or 5xx and, once a transfer was `begun`, a lost connection. A machine without
-    network thus fails at its first question.
+    That is the hub's answer of 429 or 5xx and, once a transfer was `begun`, a lost connection. A machine
+    without network thus fails at its first question.
     """
     for wait in (1, 2, 4, 8, 16, None):
         try:
@@ -295,7 +310,9 @@ def _json_lines(path, field):
                 try:
                     record = json.loads(line)
                 except UnicodeDecodeError as error:
-                    raise InputError(f"{path} line {number} is not UTF-8: convert it, or take it out") from error
+                    raise InputError(
+                        f"{path} line {number} is not UTF-8: convert it, or take it out"
+                    ) from error
                 except ValueError as error:
                     raise InputError(f"{path} line {number} is not JSON ({error}): repair it") from error
                 yield _field(record, field, f"{path} line {number}")
@@ -319,7 +336,9 @@ def _open_binary(path):
     if path.name.endswith(".zst"):
         import zstandard
 
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True))
+        return io.BufferedReader(
+            zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
+        )
     return path.open("rb")
 
 
@@ -333,7 +352,9 @@ def _parquet_file(path, field, counts):
         raise InputError(f"{path} is not a readable parquet file ({error}): fetch it again") from error
     with file:
         types = {column.name: column.type for column in file.schema_arrow}
-        if field not in types or not (pa.types.is_string(types[field]) or pa.types.is_large_string(types[field])):
+        if field not in types or not (
+            pa.types.is_string(types[field]) or pa.types.is_large_string(types[field])
+        ):
             has = ", ".join(types)
             raise InputError(f"{path} has no text column {field!r} (it has: {has}): {NAME_FIELD}")
         for batch in file.iter_batches(batch_size=1024, columns=[field]):

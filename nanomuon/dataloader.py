@@ -1,9 +1,10 @@
 """Packed batches in one global order, prefetch, exact resume.
 
-The training rows of an epoch come window by window, a window being WINDOW consecutive shards. Within a window the
-documents are shuffled and packed into rows of seq_len + 1 tokens without padding, and the rows are shuffled. All of
-that depends on the shards, the seed, the epoch and seq_len only. Ranks and micro-batches merely deal the rows out: the
-position in the data is (epoch, window, row) of the next row, the same on every rank.
+The training rows of an epoch come window by window, a window being WINDOW consecutive shards. Within a window
+the documents are shuffled and packed into rows of seq_len + 1 tokens without padding, and the rows are
+shuffled. All of that depends on the shards, the seed, the epoch and seq_len only. Ranks and micro-batches
+merely deal the rows out: the position in the data is (epoch, window, row) of the next row, the same on every
+rank.
 """
 
 from collections import deque
@@ -22,15 +23,16 @@ AHEAD = 2  # micro-batches that wait, packed, for the training loop
 def pack_rows(starts, lengths, capacity, cut=True):
     """Pack pieces of text into rows: best-fit decreasing, every piece preceded by one <|bos|>.
 
-    starts, lengths: where each piece begins and how many tokens of text it has, at most capacity - 1.
-    Returns (row_ends, starts, lengths) of the segments in the order of the rows; row_ends[i] is the number of segments
-    in rows 0..i. A segment with n tokens of text takes n + 1 places.
+    starts, lengths: where each piece begins and how many tokens of text it has, at most capacity - 1. Returns
+    (row_ends, starts, lengths) of the segments in the order of the rows; row_ends[i] is the number of
+    segments in rows 0..i. A segment with n tokens of text takes n + 1 places.
 
-    With `cut` every row is full: where no piece fits the rest of a row, the longest piece is cut in two and its second
-    part goes back, to begin with a <|bos|> of its own. Only the last pieces, fewer than a row, stay out. Without `cut`
-    every piece is in some row, whole, and rows have room at the end.
+    With `cut` every row is full: where no piece fits the rest of a row, the longest piece is cut in two and
+    its second part goes back, to begin with a <|bos|> of its own. Only the last pieces, fewer than a row,
+    stay out. Without `cut` every piece is in some row, whole, and rows have room at the end.
 
-    The free lengths are the bits of one integer, so finding the longest piece that fits is a mask and a bit_length.
+    The free lengths are the bits of one integer, so finding the longest piece that fits is a mask and a
+    bit_length.
     """
     buckets = [[] for _ in range(capacity)]  # buckets[n]: starts of the pieces of n tokens
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
@@ -72,7 +74,9 @@ class _Rows:
         self.bos_id = bos_id
         self.tokens = [shard.tokens for shard in shards]
         bases = np.cumsum([0] + [len(tokens) for tokens in self.tokens])
-        begins = np.concatenate([shard.offsets[:-1] + base for shard, base in zip(shards, bases, strict=False)])
+        begins = np.concatenate(
+            [shard.offsets[:-1] + base for shard, base in zip(shards, bases, strict=False)]
+        )
         ends = np.concatenate([shard.offsets[1:] + base for shard, base in zip(shards, bases, strict=False)])
         if max_tokens is not None:
             begins, ends = begins[begins < max_tokens], np.minimum(ends, max_tokens)[begins < max_tokens]
@@ -83,7 +87,9 @@ class _Rows:
         lengths = np.minimum(np.repeat(ends, pieces) - starts, seq_len)
         self.text_tokens = int(lengths.sum())
         order = np.arange(len(starts)) if rng is None else rng.permutation(len(starts))
-        self.row_ends, starts, self.lengths = pack_rows(starts[order], lengths[order], seq_len + 1, cut=rng is not None)
+        self.row_ends, starts, self.lengths = pack_rows(
+            starts[order], lengths[order], seq_len + 1, cut=rng is not None
+        )
         self.cropped = self.text_tokens - int(self.lengths.sum())
         self.sources = np.searchsorted(bases, starts, side="right") - 1
         self.starts = starts - bases[self.sources]
@@ -106,17 +112,26 @@ class _Rows:
 class TrainLoader:
     """Micro-batches of packed training rows; the batch of a step is the same however many ranks share it.
 
-    folder: of the shards. Each `next()` gives (inputs, targets), both (device_batch_size, seq_len) int64 on `device`.
-    Step s trains on rows s * rows_per_step ... of one endless sequence of rows that depends on (shards, seed, seq_len)
-    alone; rows_per_step counts rows over all ranks and micro-batches. ValueError where the ranks' micro-batches do not
-    divide it, InputError where the corpus is smaller than one step.
+    folder: of the shards. Each `next()` gives (inputs, targets), both (device_batch_size, seq_len) int64 on
+    `device`. Step s trains on rows s * rows_per_step ... of one endless sequence of rows that depends on
+    (shards, seed, seq_len) alone; rows_per_step counts rows over all ranks and micro-batches. ValueError
+    where the ranks' micro-batches do not divide it, InputError where the corpus is smaller than one step.
 
-    `state_dict()` is the position after the last micro-batch returned. Passed as `state` it resumes there at once, on
-    any number of ranks. A thread packs and fills AHEAD micro-batches in advance.
+    `state_dict()` is the position after the last micro-batch returned. Passed as `state` it resumes there at
+    once, on any number of ranks. A thread packs and fills AHEAD micro-batches in advance.
     """
 
     def __init__(
-        self, folder, seq_len, rows_per_step, device_batch_size, rank=0, world_size=1, seed=0, device="cpu", state=None
+        self,
+        folder,
+        seq_len,
+        rows_per_step,
+        device_batch_size,
+        rank=0,
+        world_size=1,
+        seed=0,
+        device="cpu",
+        state=None,
     ):
         if rows_per_step % (world_size * device_batch_size):
             raise ValueError(
@@ -146,7 +161,9 @@ class TrainLoader:
             rows, state = self._ahead.popleft().result()
             self._ahead.append(self._thread.submit(next, self._batches))
             if rows is None:
-                made_by = command(self.manifest["corpus"], self.manifest["vocab_size"], self.manifest.get("asked"))
+                made_by = command(
+                    self.manifest["corpus"], self.manifest["vocab_size"], self.manifest.get("asked")
+                )
                 self.manifest = wait_for_window(self.folder, state["window"], made_by)
         self._state = state
         # pinned memory goes back to PyTorch's pool, which hands it out again only after this copy has run
@@ -168,7 +185,9 @@ class TrainLoader:
         return self._cropped / max(1, self._counted)
 
     def _generate(self, epoch, window, row):
-        """Yield (rows of this rank, state after them), or (None, state) where shards of state["window"] are to come."""
+        """Yield (rows of this rank, state after them), or (None, state) where shards of state["window"] are
+        to come.
+        """
         rows = None
         while True:
             batch = torch.empty(
@@ -191,7 +210,9 @@ class TrainLoader:
     def _rows(self, epoch, window):
         # NumPy keeps the streams of RandomState for good, those of Generator may change with a release
         rng = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self.seed, epoch, window])))
-        rows = _Rows(_open(self.folder, self.manifest, "train", window), self.manifest["bos_id"], self.seq_len, rng)
+        rows = _Rows(
+            _open(self.folder, self.manifest, "train", window), self.manifest["bos_id"], self.seq_len, rng
+        )
         self._counted += rows.text_tokens
         self._cropped += rows.cropped
         return rows
@@ -200,11 +221,13 @@ class TrainLoader:
 def validation_batches(
     folder, seq_len, device_batch_size, rank=0, world_size=1, device="cpu", max_tokens: int | None = None
 ):
-    """Yield this rank's (inputs, targets) of the validation set, each (device_batch_size, seq_len) int64 on `device`.
+    """Yield this rank's (inputs, targets) of the validation set, each (device_batch_size, seq_len) int64 on
+    `device`.
 
-    Over all ranks every token of the set is a target exactly once; every other target (<|bos|> and padding) is -1.
-    Documents are packed whole; those longer than a row are cut into pieces that begin with <|bos|>. max_tokens takes
-    that many tokens from the beginning of the set. Every rank yields the same number of batches.
+    Over all ranks every token of the set is a target exactly once; every other target (<|bos|> and padding)
+    is -1. Documents are packed whole; those longer than a row are cut into pieces that begin with <|bos|>.
+    max_tokens takes that many tokens from the beginning of the set. Every rank yields the same number of
+    batches.
     """
     manifest = _manifest(folder)
     rows = _Rows(_open(Path(folder), manifest, "val"), manifest["bos_id"], seq_len, max_tokens=max_tokens)

@@ -1,4 +1,5 @@
-"""What a run takes on each device, from shapes alone: memory by kind, bytes communicated, Newton-Schulz FLOPs.
+"""What a run takes on each device, from shapes alone: memory by kind, bytes communicated, Newton-Schulz
+FLOPs.
 
 Nothing here touches a device, so a run on thousands of them can be planned on a laptop.
 """
@@ -50,7 +51,9 @@ def _parameters(config):
         if kind["muon"]:
             steps = len(triples(group.get("coefficients", "polar_express"), group["ns_steps"]))
             kind |= dict(steps=steps, variance=group["beta2"] is not None)
-        found += [(name, tuple(p.shape), kind) for name, p in zip(group["names"], group["params"], strict=True)]
+        found += [
+            (name, tuple(p.shape), kind) for name, p in zip(group["names"], group["params"], strict=True)
+        ]
     return found
 
 
@@ -64,21 +67,29 @@ def parts(config: GPTConfig, tensor_parallel: int = 1) -> Counter:
         if tensor_parallel > 1 and (name.startswith("value_embeds") or module in COLUMNS + ROWS):
             cut = 0 if module in COLUMNS else 1
             held[cut] //= tensor_parallel
-        place = {"blocks": "block", "wte": "embedding", "value_embeds": "embedding"}.get(name.split(".")[0], "root")
+        place = {"blocks": "block", "wte": "embedding", "value_embeds": "embedding"}.get(
+            name.split(".")[0], "root"
+        )
         found[Part(shape[-2:], tuple(held), cut, **kind, place=place, experts=experts)] += 1
     return found
 
 
 def footprint(
-    config: GPTConfig, ranks: int, fsdp: bool, tensor_parallel: int, rows: int, micro_steps: int, compute_bytes: int
+    config: GPTConfig,
+    ranks: int,
+    fsdp: bool,
+    tensor_parallel: int,
+    rows: int,
+    micro_steps: int,
+    compute_bytes: int,
 ) -> dict[str, int]:
     """What the device takes that has the most of it.
 
-    ranks: devices in all, of which `tensor_parallel` at a time see the same rows. rows: sequences per device and
-    micro-step. compute_bytes: of an activation, 2 in bf16. Returns bytes of `weights`, `gradients`, `state` (of the
-    optimizer), `activations` (saved for the backward of a micro-step) and `buffers` (collectives, gathered weights and
-    other temporaries: an estimate); `communicated`, the bytes that a device sends in a step by ring algorithms;
-    `newton_schulz`, FLOPs of a step.
+    ranks: devices in all, of which `tensor_parallel` at a time see the same rows. rows: sequences per device
+    and micro-step. compute_bytes: of an activation, 2 in bf16. Returns bytes of `weights`, `gradients`,
+    `state` (of the optimizer), `activations` (saved for the backward of a micro-step) and `buffers`
+    (collectives, gathered weights and other temporaries: an estimate); `communicated`, the bytes that a
+    device sends in a step by ring algorithms; `newton_schulz`, FLOPs of a step.
     """
     model, data, tokens = parts(config, tensor_parallel), ranks // tensor_parallel, rows * config.seq_len
     fsdp = fsdp and data > 1
@@ -86,24 +97,37 @@ def footprint(
     weights = NUMBER * sum(count * math.prod(_rows(part.held, shards)) for part, count in model.items())
     optimizer = _optimizer(model, ranks, data, tensor_parallel, fsdp, compute_bytes)
     buffers = optimizer["buffers"] + NUMBER * config.seq_len * config.head_dim  # and the rotary tables
-    buffers += 2 * NUMBER * tokens * config.vocab_size  # the gradient of the logits before and after their cap
+    buffers += (
+        2 * NUMBER * tokens * config.vocab_size
+    )  # the gradient of the logits before and after their cap
     sent = optimizer["sent"]
     if fsdp:
-        gathered = NUMBER if config.experts else compute_bytes  # parallel.parallelize: the router computes in float32
+        gathered = (
+            NUMBER if config.experts else compute_bytes
+        )  # parallel.parallelize: the router computes in float32
         numbers, largest = Counter(), 0  # padded to equal pieces
         for part, count in model.items():
             padded = data * math.prod(_rows(part.held, data))
             numbers[part.place] += count * padded
             largest = max(largest, padded if part.place == "embedding" else 0)
         block, rest = numbers.pop("block"), sum(numbers.values())
-        # all_gather of a block before its forward and its backward, of what is around them once; reduce_scatter of all
+        # all_gather of a block before its forward and its backward, of what is around them once;
+        # reduce_scatter of all
         sent += micro_steps * (2 * gathered * block + NUMBER * (block + 2 * rest)) * (data - 1) / data
         # weights and gradients: two blocks, two embeddings and the head
-        buffers += 2 * (gathered + NUMBER) * block / config.depth + 2 * NUMBER * (2 * largest + numbers["root"])
+        buffers += 2 * (gathered + NUMBER) * block / config.depth + 2 * NUMBER * (
+            2 * largest + numbers["root"]
+        )
     if tensor_parallel > 1:
-        # an all_reduce after the attention and one after the MLP, in the backward before them; experts are not cut
+        # an all_reduce after the attention and one after the MLP, in the backward before them; experts are
+        # not cut
         sums = 2 if config.experts else 4
-        sent += micro_steps * sums * config.depth * _all_reduce(tokens * config.width * compute_bytes, tensor_parallel)
+        sent += (
+            micro_steps
+            * sums
+            * config.depth
+            * _all_reduce(tokens * config.width * compute_bytes, tensor_parallel)
+        )
     if tensor_parallel > 1 and not fsdp:  # the mean of the gradients
         held = sum(count * math.prod(part.held) for part, count in model.items() if part.cut is not None)
         sent += _all_reduce(NUMBER * held, data)
@@ -126,11 +150,12 @@ def memory(footprint: dict[str, int]) -> int:
 def activations(config: GPTConfig, tokens: int, tensor_parallel: int, compute_bytes: int) -> int:
     """Bytes saved for the backward of `tokens` tokens, run eagerly; a compiled model saves less.
 
-    Per layer and channel 6 times the residual: running, mixed, between attention and MLP, twice normalized, and after
-    the convolution. Divided by tensor parallelism: queries and keys before and after their norm, values, value
-    embeddings, what attention puts out, and 2 times the 4 widths of the MLP; experts are not divided and save what goes
-    into and comes out of each that a token visits. After the blocks the residual twice, and the logits twice in
-    float32. Below float32 also the weights of the products, in the lower precision.
+    Per layer and channel 6 times the residual: running, mixed, between attention and MLP, twice normalized,
+    and after the convolution. Divided by tensor parallelism: queries and keys before and after their norm,
+    values, value embeddings, what attention puts out, and 2 times the 4 widths of the MLP; experts are not
+    divided and save what goes into and comes out of each that a token visits. After the blocks the residual
+    twice, and the logits twice in float32. Below float32 also the weights of the products, in the lower
+    precision.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     embeds = sum(map(config.has_value_embed, range(config.depth))) / config.depth
@@ -174,7 +199,9 @@ def _optimizer(model, ranks, data, tensor_parallel, fsdp, product_bytes):
         experts_of = [_rows(bank.held, owners, rank)[0] for rank in everyone]  # like Shard(0)
         tp_sent, tp_share = _tensor_parallel(bank, tensor_parallel, product_bytes)
         matrices = max(matrices, count * NUMBER * math.prod(bank.whole))
-        if not fsdp and owners > 1:  # reduce_scatter and all_gather of a padded bank, or of each matrix by itself
+        if (
+            not fsdp and owners > 1
+        ):  # reduce_scatter and all_gather of a padded bank, or of each matrix by itself
             stacked = matrix * (count if 2 * count < owners else -(-count // owners) * owners)
             by_all += _all_reduce(stacked, owners)
             buffers += stacked * (1 + 1 / owners)
@@ -192,7 +219,9 @@ def _optimizer(model, ranks, data, tensor_parallel, fsdp, product_bytes):
             else:
                 state[rank] += owned * matrix
     # a batch of Newton-Schulz with its products, and what the chunks of the pipeline send and receive
-    buffers += 4 * min(matrices, BATCH_BYTES["cuda"]) + 2 * IN_FLIGHT * min(matrices, CHUNK_BYTES["cuda"]) * fsdp
+    buffers += (
+        4 * min(matrices, BATCH_BYTES["cuda"]) + 2 * IN_FLIGHT * min(matrices, CHUNK_BYTES["cuda"]) * fsdp
+    )
     return dict(state=round(max(state)), sent=max(sent) + by_all, flops=max(flops), buffers=buffers)
 
 
@@ -205,11 +234,15 @@ def _banks(model, fsdp):
         elif part.muon:  # whole matrices and their transposes share a bank
             shape = tuple(sorted(part.whole))
             banks[part if fsdp or part.cut is not None else part._replace(whole=shape, held=shape)] += count
-    return sorted([*banks.items(), *of_experts], key=lambda item: -newton_schulz_flops(*item[0].whole, item[0].steps))
+    return sorted(
+        [*banks.items(), *of_experts], key=lambda item: -newton_schulz_flops(*item[0].whole, item[0].steps)
+    )
 
 
 def _tensor_parallel(part, ranks, product_bytes):
-    """Bytes that each of `ranks` sends to orthogonalize a matrix that they share, and its part of the FLOPs."""
+    """Bytes that each of `ranks` sends to orthogonalize a matrix that they share, and its part of the
+    FLOPs.
+    """
     if part.cut is None:
         return 0, 1
     m, n = part.whole

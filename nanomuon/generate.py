@@ -9,14 +9,19 @@ from nanomuon.gpt import GPT, KVCache
 
 @torch.inference_mode()
 def generate(
-    model: GPT, prompt: list[int], max_tokens: int, temperature: float = 0.8, top_k: int | None = 50, seed: int = 0,
+    model: GPT,
+    prompt: list[int],
+    max_tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
     stop: int | None = None,
-) -> Iterator[int]:  # fmt: skip
+) -> Iterator[int]:
     """Yield up to `max_tokens` token ids that continue `prompt`, ending before the token `stop`.
 
-    Temperature 0 takes the likeliest token; otherwise one of the `top_k` likeliest (all of them if None) is drawn.
-    When the context is full, its newer half is kept and read again, so that text of any length can be sampled.
-    Raises ValueError for an empty prompt (start with the tokenizer's bos_id).
+    Temperature 0 takes the likeliest token; otherwise one of the `top_k` likeliest (all of them if None) is
+    drawn. When the context is full, its newer half is kept and read again, so that text of any length can be
+    sampled. Raises ValueError for an empty prompt (start with the tokenizer's bos_id).
     """
     if not prompt:
         raise ValueError("the prompt holds no token; start it with the tokenizer's bos_id")
@@ -36,7 +41,9 @@ def generate(
         unread = [token]
 
 
-def sample_texts(model: GPT, tokenizer, prompts: list[str], max_tokens: int, seed: int = 0, **how) -> list[str]:
+def sample_texts(
+    model: GPT, tokenizer, prompts: list[str], max_tokens: int, seed: int = 0, **how
+) -> list[str]:
     """Each prompt, as the beginning of a document, with its continuation; `how` goes to `generate`.
 
     The i-th text is drawn with seed + i, so that equal prompts go on differently.

@@ -1,11 +1,12 @@
 """The model: a decoder-only transformer that knows nothing of optimizers, ranks or files.
 
-Pre-norm residual blocks with rotary positions, normalized queries and keys, parameter-free RMSNorm, a ReLU^2 MLP, an
-untied head with capped logits and no biases. Two additions come from the speedrun literature (modded-nanogpt): learned
-scalars mix the running residual and the embedding into every block's input, and every second layer adds a gated
-embedding of the token to its attention values. A third lets every MLP see the tokens just before its own: a short
-causal convolution of its input (Primer, arXiv 2109.08668; Canon layers, Allen-Zhu 2025), which costs next to nothing
-and was the largest single gain of all that was tried (docs/recipe.md).
+Pre-norm residual blocks with rotary positions, normalized queries and keys, parameter-free RMSNorm, a ReLU^2
+MLP, an untied head with capped logits and no biases. Two additions come from the speedrun literature
+(modded-nanogpt): learned scalars mix the running residual and the embedding into every block's input, and
+every second layer adds a gated embedding of the token to its attention values. A third lets every MLP see the
+tokens just before its own: a short causal convolution of its input (Primer, arXiv 2109.08668; Canon layers,
+Allen-Zhu 2025), which costs next to nothing and was the largest single gain of all that was tried
+(docs/recipe.md).
 """
 
 from dataclasses import dataclass
@@ -18,14 +19,18 @@ from nanomuon.attention import attention
 from nanomuon.moe import MoE
 from nanomuon.qk_clip import record_largest_
 
-LOGIT_CAP = 15.0  # logits pass through cap * tanh(x / cap): Gemma 2 (arXiv 2408.00118); 15 as in modded-nanogpt
+LOGIT_CAP = (
+    15.0  # logits pass through cap * tanh(x / cap): Gemma 2 (arXiv 2408.00118); 15 as in modded-nanogpt
+)
 GATE_INPUTS = 32  # the value gate reads this many residual channels
 TAPS = 4  # tokens that the convolution of an MLP's input spans, its own included
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of the model. `from_depth` gives the family that one dial spans; any field may also be set by hand."""
+    """Shape of the model. `from_depth` gives the family that one dial spans; any field may also be set by
+    hand.
+    """
 
     vocab_size: int
     seq_len: int  # longest context in tokens
@@ -33,18 +38,33 @@ class GPTConfig:
     width: int  # residual channels, a multiple of heads
     heads: int
     kv_heads: int  # grouped-query attention: divides heads
-    window_pattern: str = "L"  # tiled over the layers: L sees everything, S the last half context; the last layer is L
+    window_pattern: str = (
+        "L"  # tiled over the layers: L sees everything, S the last half context; the last layer is L
+    )
     qk_norm: bool = True
     experts: int = 0  # MLPs to choose from, 0: one for all tokens
     experts_per_token: int = 2
 
     @classmethod
     def from_depth(cls, depth: int, vocab_size: int, seq_len: int, **overrides) -> "GPTConfig":
-        """Width 64 per layer; heads of 128 channels from width 512 on, of 64 below, where 128 would leave too few."""
+        """Width 64 per layer; heads of 128 channels from width 512 on, of 64 below, where 128 would leave too
+        few.
+        """
         width = 64 * depth
         heads = max(1, width // (128 if width >= 512 else 64))
-        return cls(**{**dict(vocab_size=vocab_size, seq_len=seq_len, depth=depth, width=width, heads=heads,
-                             kv_heads=heads), **overrides})  # fmt: skip
+        return cls(
+            **{
+                **dict(
+                    vocab_size=vocab_size,
+                    seq_len=seq_len,
+                    depth=depth,
+                    width=width,
+                    heads=heads,
+                    kv_heads=heads,
+                ),
+                **overrides,
+            }
+        )
 
     def __post_init__(self):
         for field in ("vocab_size", "seq_len", "depth", "width", "heads", "kv_heads"):
@@ -92,18 +112,24 @@ class Linear(nn.Linear):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE (arXiv 2104.09864): channel pairs (i, i + D/2) of x (B, T, H, D) turned by the tables of (T, 1, D/2)."""
+    """RoPE (arXiv 2104.09864): channel pairs (i, i + D/2) of x (B, T, H, D) turned by the tables of (T, 1,
+    D/2).
+    """
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
 class KVCache:
-    """Keys, values and last convolution inputs of the positions seen so far, for decoding one token at a time."""
+    """Keys, values and last convolution inputs of the positions seen so far, for decoding one token at a
+    time.
+    """
 
     def __init__(self, config: GPTConfig, batch_size: int, device: torch.device, dtype: torch.dtype):
         shape = (config.depth, 2, batch_size, config.seq_len, config.kv_heads, config.head_dim)
         self.tensor = torch.empty(shape, device=device, dtype=dtype)
-        self.recent = torch.zeros(config.depth, batch_size, TAPS - 1, config.width, device=device, dtype=dtype)
+        self.recent = torch.zeros(
+            config.depth, batch_size, TAPS - 1, config.width, device=device, dtype=dtype
+        )
         self.length = 0
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,13 +151,19 @@ class Attention(nn.Module):
         self.o = Linear(config.heads * config.head_dim, config.width)
         if config.has_value_embed(layer):
             self.value_gate = Linear(min(GATE_INPUTS, config.width), config.kv_heads)
-        self.register_buffer("largest_logits", None, persistent=False)  # a tensor where qk_clip.watch_ asks for it
+        self.register_buffer(
+            "largest_logits", None, persistent=False
+        )  # a tensor where qk_clip.watch_ asks for it
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache | None):
+    def forward(
+        self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache | None
+    ):
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)  # (B, T, H or Hkv, D)
         if value_embed is not None:
-            gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, Hkv), 1 at start
+            gate = 2 * torch.sigmoid(
+                self.value_gate(x[..., : self.value_gate.in_features])
+            )  # (B, T, Hkv), 1 at start
             v = v + gate[..., None] * value_embed.view(heads)
         q, k = rotate(q, *rope), rotate(k, *rope)
         if self.qk_norm:
@@ -151,7 +183,9 @@ class Convolution(nn.Module):
         self.taps = nn.Parameter(torch.empty(TAPS * width))  # flat: not a matrix for Muon to orthogonalize
 
     def forward(self, x: Tensor, recent: Tensor | None) -> Tensor:
-        """x (B, T, width); recent (B, TAPS - 1, width), the inputs before x, replaced by the last ones of x."""
+        """x (B, T, width); recent (B, TAPS - 1, width), the inputs before x, replaced by the last ones of
+        x.
+        """
         before = x.new_zeros(len(x), TAPS - 1, x.size(2)) if recent is None else recent
         padded, T = torch.cat((before, x), dim=1), x.size(1)
         if recent is not None:
@@ -178,9 +212,13 @@ class Block(nn.Module):
         self.layer = layer
         self.attn = Attention(config, layer)
         self.conv = Convolution(config.width)
-        self.mlp = MoE(config.width, config.experts, config.experts_per_token) if config.experts else MLP(config)
+        self.mlp = (
+            MoE(config.width, config.experts, config.experts_per_token) if config.experts else MLP(config)
+        )
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache | None):
+    def forward(
+        self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache | None
+    ):
         x = x + self.attn(norm(x), value_embed, rope, cache)
         return x + self.mlp(self.conv(norm(x), None if cache is None else cache.recent[self.layer]))
 
@@ -188,7 +226,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Build on the meta device, then `to_empty(device=...)` and `init_weights(seed)`.
 
-    Parameters are float32 whatever `compute_dtype`, the dtype of activations and matrix products; logits are float32.
+    Parameters are float32 whatever `compute_dtype`, the dtype of activations and matrix products; logits are
+    float32.
     """
 
     def __init__(self, config: GPTConfig, compute_dtype: torch.dtype = torch.float32):
@@ -235,14 +274,21 @@ class GPT(nn.Module):
 
     def _fill_rope(self, base: float = 10_000.0) -> None:
         half = torch.arange(self.cos.size(-1), device=self.cos.device, dtype=torch.float32)
-        angles = torch.outer(torch.arange(self.cos.size(0), device=half.device), base ** (-half / half.numel()))
+        angles = torch.outer(
+            torch.arange(self.cos.size(0), device=half.device), base ** (-half / half.numel())
+        )
         self.cos.copy_(angles.cos()[:, None])
         self.sin.copy_(angles.sin()[:, None])
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean", cache: KVCache | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        reduction: str = "mean",
+        cache: KVCache | None = None,
     ) -> Tensor:
-        """tokens (B, T) int64 -> logits (B, T, V), float32 or better; with targets (B, T) the cross-entropy in nats.
+        """tokens (B, T) int64 -> logits (B, T, V), float32 or better; with targets (B, T) the cross-entropy
+        in nats.
 
         Targets of -1 are not predicted. reduction="none" gives one loss per token, (B * T,).
         """
@@ -260,15 +306,17 @@ class GPT(nn.Module):
             cache.length = positions.stop
         logits = self.lm_head(norm(x))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        # cap * tanh(x / cap) by way of the sigmoid, which compiles to half the CPU time of the tanh (docs/log.md)
+        # cap * tanh(x / cap) by way of the sigmoid, which compiles to half the CPU time of the tanh
+        # (docs/log.md)
         logits = LOGIT_CAP * (2 * torch.sigmoid(logits * (2 / LOGIT_CAP)) - 1)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
 
     def parameter_counts(self) -> dict[str, int]:
-        """Number of parameters by role, and their total. matrices holds the experts that one token visits, idle_experts
-        as many numbers as it passes by."""
+        """Number of parameters by role, and their total. matrices holds the experts that one token visits,
+        idle_experts as many numbers as it passes by.
+        """
         counts = dict.fromkeys(("wte", "value_embeds", "lm_head", "matrices", "idle_experts", "scalars"), 0)
         for name, p in self.named_parameters():
             role, idle = name.split(".")[0], 0
@@ -281,7 +329,8 @@ class GPT(nn.Module):
     def estimate_flops(self) -> int:
         """Training FLOPs per token: 6 per weight of a matrix product, 12 per head channel and visible key.
 
-        The convention of PaLM (arXiv 2204.02311, appendix B), with a causal mask counted as if every key were visible.
+        The convention of PaLM (arXiv 2204.02311, appendix B), with a causal mask counted as if every key were
+        visible.
         """
         counts, config = self.parameter_counts(), self.config
         keys = sum(config.window(i) or config.seq_len for i in range(config.depth))

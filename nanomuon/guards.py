@@ -1,4 +1,6 @@
-"""What lets a training loop be interrupted and watched: signals that all ranks obey, a watchdog, loss spikes."""
+"""What lets a training loop be interrupted and watched: signals that all ranks obey, a watchdog, loss
+spikes.
+"""
 
 import math
 import signal
@@ -49,7 +51,8 @@ class Requests:
 
 
 class Watchdog:
-    """Says when a step takes 10 times the median of those before it, while it does: one that hangs shows as well.
+    """Says when a step takes 10 times the median of those before it, while it does: one that hangs shows as
+    well.
 
     A context manager, whose thread ends with it.
     """
@@ -71,7 +74,9 @@ class Watchdog:
         while not self._closed.wait(0.2):
             if time.perf_counter() > self.deadline:
                 self.deadline = math.inf
-                print0(f"warning: step {self.step} takes more than 10 times the median, {self.median():.0f} ms")
+                print0(
+                    f"warning: step {self.step} takes more than 10 times the median, {self.median():.0f} ms"
+                )
 
     def begin(self, step: int) -> None:
         self.step = step
@@ -88,7 +93,9 @@ class Watchdog:
 
 
 def is_spike(loss: float, recent: deque) -> bool:
-    """Whether a loss is 7 standard deviations above the mean of the recent ones (spike score of arXiv 2501.00656)."""
+    """Whether a loss is 7 standard deviations above the mean of the recent ones (spike score of arXiv
+    2501.00656).
+    """
     if len(recent) < 20:
         return False
     mean = statistics.fmean(recent)

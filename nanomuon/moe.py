@@ -1,13 +1,14 @@
 """A mixture-of-experts MLP: every token goes through k of E small MLPs, picked by a router that learns.
 
-Routing: sigmoid scores, the k largest win, no token is dropped. The output is the sum of the chosen experts, each times
-2 * sigmoid, which is 1 for a score of nothing: with k experts of 4/k of the usual width, a token costs what it costs in
-the dense MLP, and a router that knows nothing makes the chosen experts together such an MLP. Sigmoid scores are those
-of DeepSeek-V3 (arXiv 2412.19437); they are not normalised over the chosen, because one chosen expert would then
-always count 1 and its router get no gradient.
+Routing: sigmoid scores, the k largest win, no token is dropped. The output is the sum of the chosen experts,
+each times 2 * sigmoid, which is 1 for a score of nothing: with k experts of 4/k of the usual width, a token
+costs what it costs in the dense MLP, and a router that knows nothing makes the chosen experts together such
+an MLP. Sigmoid scores are those of DeepSeek-V3 (arXiv 2412.19437); they are not normalised over the chosen,
+because one chosen expert would then always count 1 and its router get no gradient.
 
-Balance: without an auxiliary loss (arXiv 2408.15664). A bias joins the scores in the choice of experts only; after
-every optimizer step `balance_` raises it where an expert got fewer tokens than the mean, and lowers the others'.
+Balance: without an auxiliary loss (arXiv 2408.15664). A bias joins the scores in the choice of experts only;
+after every optimizer step `balance_` raises it where an expert got fewer tokens than the mean, and lowers the
+others'.
 """
 
 import torch
@@ -19,7 +20,9 @@ BALANCE_SPEED = 1e-3  # change of the bias per step, arXiv 2408.15664
 
 
 class MoE(nn.Module):
-    """(..., width) -> (..., width). w1 (E, hidden, width), w2 (E, width, hidden): E matrices each, as in Linear."""
+    """(..., width) -> (..., width). w1 (E, hidden, width), w2 (E, width, hidden): E matrices each, as in
+    Linear.
+    """
 
     def __init__(self, width: int, experts: int, per_token: int):
         super().__init__()
@@ -34,7 +37,9 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)  # (N, width)
-        scores = torch.sigmoid(F.linear(tokens.to(self.router.dtype), self.router))  # (N, E) in the master dtype
+        scores = torch.sigmoid(
+            F.linear(tokens.to(self.router.dtype), self.router)
+        )  # (N, E) in the master dtype
         chosen = (scores.detach() + self.bias).topk(self.per_token).indices  # (N, k)
         gates = 2 * scores.gather(1, chosen).to(x.dtype)
         # Pairs in the order of their experts; stable, so that equal runs add in equal order
@@ -43,7 +48,8 @@ class MoE(nn.Module):
         ends = torch.searchsorted(expert, numbers, right=True)  # (E,) where each expert's pairs end
         if torch.is_grad_enabled():  # training
             self.load += ends.diff(prepend=ends.new_zeros(1))
-        # Rows move by permutations only, whose gradients add nothing up and so come in one order on any device
+        # Rows move by permutations only, whose gradients add nothing up and so come in one order on any
+        # device
         pairs = tokens[:, None].expand(-1, self.per_token, -1).flatten(0, 1)[order]  # (N * k, width)
         hidden = F.relu(grouped_mm(pairs, self.w1.to(x.dtype), ends)).square()
         out = grouped_mm(hidden, self.w2.to(x.dtype), ends)[order.argsort()].unflatten(0, chosen.shape)
@@ -52,10 +58,11 @@ class MoE(nn.Module):
 
 @torch.no_grad()
 def balance_(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """After an optimizer step: move the biases of all experts against their load over all ranks and micro-batches.
+    """After an optimizer step: move the biases of all experts against their load over all ranks and
+    micro-batches.
 
-    Loads are integers and only the sign of their distance from the mean counts, so that the biases are the same on all
-    ranks and for any world size. Collective.
+    Loads are integers and only the sign of their distance from the mean counts, so that the biases are the
+    same on all ranks and for any world size. Collective.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     if not layers:
@@ -71,10 +78,11 @@ def balance_(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
 @torch.library.custom_op("nanomuon::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """x (M, n) in E groups of rows, group e ending before row ends[e]; w (E, m, n) -> (M, m), x_e w_e^T for each group.
+    """x (M, n) in E groups of rows, group e ending before row ends[e]; w (E, m, n) -> (M, m), x_e w_e^T for
+    each group.
 
-    One kernel on CUDA in bf16, otherwise a product per expert. One op to the compiler: the sizes of the groups are
-    known at run time only.
+    One kernel on CUDA in bf16, otherwise a product per expert. One op to the compiler: the sizes of the
+    groups are known at run time only.
     """
     if _fused(x, w):
         return F.grouped_mm(x, w.mT, offs=ends.int())
@@ -86,10 +94,14 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("nanomuon::grouped_outer", mutates_args=())
 def grouped_outer(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """y (M, m), x (M, n) in E groups of rows -> (E, m, n), y_e^T x_e: the gradient of w. Groups may be empty."""
+    """y (M, m), x (M, n) in E groups of rows -> (E, m, n), y_e^T x_e: the gradient of w. Groups may be
+    empty.
+    """
     if _fused(x, y):
         out = F.grouped_mm(y.T, x, offs=ends.int())
-        empty = ends.diff(prepend=ends.new_zeros(1)) == 0  # the kernel may leave these as they were: pytorch 172439
+        empty = (
+            ends.diff(prepend=ends.new_zeros(1)) == 0
+        )  # the kernel may leave these as they were: pytorch 172439
         return out.masked_fill_(empty[:, None, None], 0)
     out = x.new_empty(len(ends), y.size(1), x.size(1))
     for i, rows in enumerate(_groups(ends)):

@@ -1,8 +1,8 @@
 """The polar factor of a matrix by odd polynomials: Newton-Schulz, Polar Express, and their Gram form.
 
-A step maps X to aX + b(XX^T)X + c(XX^T)^2 X, which acts on every singular value s as as + bs^3 + cs^5 and leaves the
-singular vectors alone. A few steps push all singular values towards 1: X goes to UV^T, the orthogonal matrix nearest
-to it.
+A step maps X to aX + b(XX^T)X + c(XX^T)^2 X, which acts on every singular value s as as + bs^3 + cs^5 and
+leaves the singular vectors alone. A few steps push all singular values towards 1: X goes to UV^T, the
+orthogonal matrix nearest to it.
 """
 
 import math
@@ -46,8 +46,9 @@ COEFFICIENTS = {
 def triples(coefficients, steps=None):
     """The (a, b, c) of each step of a named set, or of any sequence of triples.
 
-    `steps=None` is the set's own length; fewer truncates; more repeats the last triple, which for polar_express is the
-    limit of its sequence, (1.875, -1.25, 0.375). ValueError for an unknown name or no steps.
+    `steps=None` is the set's own length; fewer truncates; more repeats the last triple, which for
+    polar_express is the limit of its sequence, (1.875, -1.25, 0.375). ValueError for an unknown name or no
+    steps.
     """
     if isinstance(coefficients, str):
         if coefficients not in COEFFICIENTS:
@@ -58,15 +59,17 @@ def triples(coefficients, steps=None):
     else:
         table = tuple(tuple(map(float, triple)) for triple in coefficients)
     if not table or any(len(triple) != 3 for triple in table) or (steps is not None and steps < 1):
-        raise ValueError(f"coefficients must be (a, b, c) triples, at least one step: {coefficients!r}, {steps=}")
+        raise ValueError(
+            f"coefficients must be (a, b, c) triples, at least one step: {coefficients!r}, {steps=}"
+        )
     steps = len(table) if steps is None else steps
     last = (1.875, -1.25, 0.375) if coefficients == "polar_express" else table[-1]
     return table[:steps] + (last,) * (steps - len(table))
 
 
 def gram_pays(m, n, steps):
-    """Whether the Gram form is the cheaper one, decided from the shape: 8r+28 products of the short side against
-    20r+10.
+    """Whether the Gram form is the cheaper one, decided from the shape: 8r+28 products of the short side
+    against 20r+10.
 
     Only up to five steps: with ten (`deepseekv4`) it overflows in half precision and loses 0.44 in float32 at
     condition 1e6.
@@ -94,12 +97,13 @@ def total(partial, tp, *dims):
 def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, tp=None):
     """Approximate polar factor of each matrix.
 
-    U: (..., m, n) float. Returns (..., m, n) in the dtype of the iteration: float64 stays float64; CPUs iterate in
-    float32 (bf16 is about 4 times slower without native support); elsewhere bf16 in the plain form and float16 in the
-    Gram form, which is then the more accurate of the two (relative error .0044 against .0086 on a Gaussian matrix).
-    `gram=None` lets the shape decide. Singular values come out in about [0.7, 1.15], depending on the set; a zero
-    matrix gives zero. tp: U (K, m', n') are pieces of matrices of tp.shape, cut along the side that the Gram matrix
-    sums over; each rank works on its pieces, and Gram matrices and norms are all-reduced.
+    U: (..., m, n) float. Returns (..., m, n) in the dtype of the iteration: float64 stays float64; CPUs
+    iterate in float32 (bf16 is about 4 times slower without native support); elsewhere bf16 in the plain form
+    and float16 in the Gram form, which is then the more accurate of the two (relative error .0044 against
+    .0086 on a Gaussian matrix). `gram=None` lets the shape decide. Singular values come out in about [0.7,
+    1.15], depending on the set; a zero matrix gives zero. tp: U (K, m', n') are pieces of matrices of
+    tp.shape, cut along the side that the Gram matrix sums over; each rank works on its pieces, and Gram
+    matrices and norms are all-reduced.
     """
     m, n = U.shape[-2:] if tp is None else tp.shape
     steps_ = triples(coefficients, steps)
@@ -135,9 +139,9 @@ def gram_newton_schulz(X, steps, tp=None):
     """The same polynomial on the Gram matrix R = XX^T, the long side touched four times in all (Dao-AILab,
     gram-newton-schulz).
 
-    Q accumulates the polynomial of R, so that each step costs products of the short side only. Two things keep half
-    precision alive: one restart before the third step, and one baddbmm for each of Z, Q and R (a separate add loses
-    three times as much).
+    Q accumulates the polynomial of R, so that each step costs products of the short side only. Two things
+    keep half precision alive: one restart before the third step, and one baddbmm for each of Z, Q and R (a
+    separate add loses three times as much).
     """
     tall = over_rows(X, tp)
     eye = torch.eye(X.size(2 if tall else 1), dtype=X.dtype, device=X.device)
@@ -158,9 +162,9 @@ def gram_newton_schulz(X, steps, tp=None):
 def update_scale(rule, m, n):
     """Factor on a Muon update of an (m, n) matrix, whose rms is otherwise 1/sqrt(max(m, n)).
 
-    "shape": sqrt(max(1, m/n)) (Keller Jordan, nanochat). "match_rms_adamw": 0.2*sqrt(max(m, n)) (Moonlight, arXiv
-    2502.16982). "spectral": sqrt(max(m, n)) (Megatron; the word names other formulas elsewhere). "unit_rms_norm":
-    sqrt(m/n). Or a callable (m, n) -> float. ValueError for anything else.
+    "shape": sqrt(max(1, m/n)) (Keller Jordan, nanochat). "match_rms_adamw": 0.2*sqrt(max(m, n)) (Moonlight,
+    arXiv 2502.16982). "spectral": sqrt(max(m, n)) (Megatron; the word names other formulas elsewhere).
+    "unit_rms_norm": sqrt(m/n). Or a callable (m, n) -> float. ValueError for anything else.
     """
     if callable(rule):
         return float(rule(m, n))

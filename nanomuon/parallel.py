@@ -1,10 +1,11 @@
 """Models that outgrow one device: PyTorch's own engines on a mesh ("dp", "tp") of devices.
 
-FSDP2 (`fully_shard`) cuts every parameter by rows over "dp" and gathers a block's whenever the block runs. Tensor
-parallelism (arXiv 1909.08053) cuts the heads and the MLP's channels over "tp": q, k, v and up by rows, o and down by
-columns, so that a block needs one all_reduce after its attention and one after its MLP, and two in its backward. The
-value embeddings and gates follow the key heads; token embedding, head and scalars stay whole on every "tp" rank.
-The ranks of one "dp" coordinate see the same rows of data. Parameters in pieces are DTensors.
+FSDP2 (`fully_shard`) cuts every parameter by rows over "dp" and gathers a block's whenever the block runs.
+Tensor parallelism (arXiv 1909.08053) cuts the heads and the MLP's channels over "tp": q, k, v and up by rows,
+o and down by columns, so that a block needs one all_reduce after its attention and one after its MLP, and two
+in its backward. The value embeddings and gates follow the key heads; token embedding, head and scalars stay
+whole on every "tp" rank. The ranks of one "dp" coordinate see the same rows of data. Parameters in pieces are
+DTensors.
 """
 
 import functools
@@ -21,7 +22,13 @@ from torch.overrides import TorchFunctionMode
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError, Runtime
 
-COLUMNS = ("attn.q", "attn.k", "attn.v", "attn.value_gate", "mlp.up")  # outputs cut: rows of the (out, in) weight
+COLUMNS = (
+    "attn.q",
+    "attn.k",
+    "attn.v",
+    "attn.value_gate",
+    "mlp.up",
+)  # outputs cut: rows of the (out, in) weight
 ROWS = ("attn.o", "mlp.down")  # inputs cut: columns of the weight
 
 
@@ -45,7 +52,9 @@ def device_mesh(device_type: str, data_parallel: int, tensor_parallel: int) -> D
     return init_device_mesh(device_type, (data_parallel, tensor_parallel), mesh_dim_names=("dp", "tp"))
 
 
-def build_model(config: GPTConfig, runtime: Runtime, seed: int, mesh: DeviceMesh | None = None, fsdp=False) -> GPT:
+def build_model(
+    config: GPTConfig, runtime: Runtime, seed: int, mesh: DeviceMesh | None = None, fsdp=False
+) -> GPT:
     """The initial model, whole or cut over a mesh ("dp", "tp"): the same numbers."""
     with torch.device("meta"):
         model = GPT(config, runtime.compute_dtype)
@@ -57,7 +66,9 @@ def build_model(config: GPTConfig, runtime: Runtime, seed: int, mesh: DeviceMesh
 
 
 def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
-    """Cut the parameters of a GPT on the meta device, in place; `to_empty` and `init_weights` below then fill them."""
+    """Cut the parameters of a GPT on the meta device, in place; `to_empty` and `init_weights` below then fill
+    them.
+    """
     if mesh["tp"].size() > 1:
         styles = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(ROWS, RowwiseParallel())
         for block in gpt.blocks:  # a block may lack the gate, or have experts in place of the MLP
@@ -74,17 +85,23 @@ def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
         # with tensor parallelism an embedding's output is a view, which would matter to operations in place
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         for embed in [gpt.wte, *gpt.value_embeds.values()]:
-            fully_shard(embed, mesh=mesh["dp"]).set_unshard_in_backward(False)  # its gradient needs the tokens only
+            fully_shard(embed, mesh=mesh["dp"]).set_unshard_in_backward(
+                False
+            )  # its gradient needs the tokens only
         fully_shard(gpt, mesh=mesh["dp"])
 
 
 def _as_replicated(mesh, module, inputs):
-    """q, k, v and the gate read one DTensor, so that the partial sums of its gradient are added before they travel."""
+    """q, k, v and the gate read one DTensor, so that the partial sums of its gradient are added before they
+    travel.
+    """
     return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False), *inputs[1:]
 
 
 def init_weights(gpt: GPT, seed: int) -> None:
-    """gpt.init_weights with the same numbers however the parameters are cut; holds one whole parameter at a time."""
+    """gpt.init_weights with the same numbers however the parameters are cut; holds one whole parameter at a
+    time.
+    """
     with _DrawnWhole():
         gpt.init_weights(seed)
 
@@ -93,7 +110,9 @@ class _DrawnWhole(TorchFunctionMode):
     """Random numbers for a DTensor are drawn for all of it on every rank, which keeps its piece."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in (torch.Tensor.normal_, torch.Tensor.uniform_) and isinstance(param := args[0], DTensor):
+        if function in (torch.Tensor.normal_, torch.Tensor.uniform_) and isinstance(
+            param := args[0], DTensor
+        ):
             whole = torch.empty(param.shape, dtype=param.dtype, device=param.device)
             param.to_local().copy_(cut(function(whole, *args[1:], **kwargs), param).to_local())
             return param

@@ -1,4 +1,6 @@
-"""Param groups: what each kind needs, and which parameter is trained by which kind, from its name and shape."""
+"""Param groups: what each kind needs, and which parameter is trained by which kind, from its name and
+shape.
+"""
 
 import torch
 
@@ -20,8 +22,16 @@ MUON_OPTIONS = {
 }
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, activation checkpointing
 NOT_MUON = (
-    "embed_tokens", "tok_embeddings", "wte", "value_embeds", "lm_head", "output", "mhc_attn", "mhc_ffn", "lambda_proj",
-)  # fmt: skip
+    "embed_tokens",
+    "tok_embeddings",
+    "wte",
+    "value_embeds",
+    "lm_head",
+    "output",
+    "mhc_attn",
+    "mhc_ffn",
+    "lambda_proj",
+)
 
 
 def clean_name(name):
@@ -30,12 +40,16 @@ def clean_name(name):
 
 
 def matches(name, key):
-    """Whether `key` is a run of whole components of `name`: `output` matches `output.weight`, not `output_proj`."""
+    """Whether `key` is a run of whole components of `name`: `output` matches `output.weight`, not
+    `output_proj`.
+    """
     return f".{key}." in f".{clean_name(name)}."
 
 
 def route(name, param, skip_keys=(), expert_keys=()):
-    """(kind, why) of one parameter. An expert's leading dimension counts matrices and not for the 2-D test."""
+    """(kind, why) of one parameter. An expert's leading dimension counts matrices and not for the 2-D
+    test.
+    """
     for key in (*NOT_MUON, *skip_keys):
         if matches(name, key):
             return "adamw", f"name has {key}"
@@ -52,16 +66,18 @@ def build_param_groups(model, *, muon, adamw, roles=None, skip_keys=(), expert_k
     adamw:  lr, betas, eps, weight_decay of everything else
     roles:  {key: overrides}; a parameter whose name matches a key (the first one that does) gets a group of its own
             kind with these hyperparameters on top, e.g. {"wte": dict(lr=0.3), "lm_head": dict(lr=0.004)}
-    skip_keys: more names that are never Muon.  expert_keys: names whose leading dimension counts matrices, (E, m, n).
-    is_muon: a predicate (name, parameter) -> bool that decides instead of the rules.
-    Each group carries `names`, without wrapper components, and is in the order of the model.
+    skip_keys: more names that are never Muon.  expert_keys: names whose leading dimension counts matrices,
+    (E, m, n). is_muon: a predicate (name, parameter) -> bool that decides instead of the rules. Each group
+    carries `names`, without wrapper components, and is in the order of the model.
     """
     groups = {}  # (kind, role) -> group
     for name, param, kind, _ in _routed(model, skip_keys, expert_keys, is_muon):
         role = next((key for key in roles or {} if matches(name, key)), None)
         if (kind, role) not in groups:
             base = muon if kind == "muon" else adamw
-            groups[kind, role] = dict(kind=kind, params=[], names=[], **{**base, **(roles[role] if role else {})})
+            groups[kind, role] = dict(
+                kind=kind, params=[], names=[], **{**base, **(roles[role] if role else {})}
+            )
         groups[kind, role]["params"].append(param)
         groups[kind, role]["names"].append(clean_name(name))
     return list(groups.values())
@@ -87,11 +103,11 @@ def _routed(model, skip_keys, expert_keys, is_muon):
 
 
 def split_rows(split, m):
-    """The parts of a fused matrix of m rows as (heads, groups, rows): `heads` equal matrices one after the other, each
-    of `groups` equal runs, which hold rows[i] rows of part i.
+    """The parts of a fused matrix of m rows as (heads, groups, rows): `heads` equal matrices one after the
+    other, each of `groups` equal runs, which hold rows[i] rows of part i.
 
-    split: ("qkv", (q, k, v)), the rows of each in a query group; a tuple of row counts, the parts one after the other;
-    or the number of heads, each a part. ValueError where m rows are not so many.
+    split: ("qkv", (q, k, v)), the rows of each in a query group; a tuple of row counts, the parts one after
+    the other; or the number of heads, each a part. ValueError where m rows are not so many.
     """
     heads, grouped, rows = 1, False, split
     if isinstance(split, int):
@@ -112,7 +128,9 @@ def default_names(index, count):
 
 
 def check_group(group, others):
-    """A copy of a user's group with options and names filled in. ValueError that names the group and the parameter."""
+    """A copy of a user's group with options and names filled in. ValueError that names the group and the
+    parameter.
+    """
     group, where, kind = dict(group), f"param group {len(others)}", group.get("kind")
     if kind not in REQUIRED:
         raise ValueError(f"{where}: unknown kind {kind!r}; known: {', '.join(REQUIRED)}")
@@ -123,7 +141,9 @@ def check_group(group, others):
     if unknown := given - REQUIRED[kind] - options.keys():
         raise ValueError(f"{where} ({kind}): unknown {', '.join(sorted(unknown))}")
     group = {**options, **group}
-    params = group["params"] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+    params = group["params"] = (
+        [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+    )
     names = group["names"] = list(group.get("names") or default_names(len(others), len(params)))
     if len(names) != len(params):
         raise ValueError(f"{where}: {len(names)} names for {len(params)} params")
@@ -137,7 +157,9 @@ def check_group(group, others):
         seen[param] = len(others)
         seen_names.add(name)
         if kind == "muon" and not 2 <= param.ndim <= 4:
-            raise ValueError(f"{where}: {name} has shape {tuple(param.shape)}; Muon takes matrices, 2-D to 4-D")
+            raise ValueError(
+                f"{where}: {name} has shape {tuple(param.shape)}; Muon takes matrices, 2-D to 4-D"
+            )
         if kind == "muon" and param.ndim == 4 and not param.is_contiguous():
             raise ValueError(f"{where}: {name} is 4-D and not contiguous, so it cannot be viewed as a matrix")
     if kind == "muon":
@@ -151,5 +173,7 @@ def check_group(group, others):
         if group["tensor_parallel"] not in (None, "duplicated", "distributed", "blockwise"):
             raise ValueError(f"{where}: unknown tensor_parallel {group['tensor_parallel']!r}")
         if group["weight_decay_form"] not in ("cautious", "decoupled"):
-            raise ValueError(f"{where}: unknown weight_decay_form {group['weight_decay_form']!r}; cautious, decoupled")
+            raise ValueError(
+                f"{where}: unknown weight_decay_form {group['weight_decay_form']!r}; cautious, decoupled"
+            )
     return group

@@ -1,4 +1,5 @@
-"""QK-clip (MuonClip, arXiv 2507.20534): attention logits that outgrow a limit are brought back through the weights.
+"""QK-clip (MuonClip, arXiv 2507.20534): attention logits that outgrow a limit are brought back through the
+weights.
 
     watch_(model, tau)           # once: from now on training forwards record each head's largest logit
     optimizer.step()
@@ -17,11 +18,13 @@ LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**26}  # numbers of a block that is mea
 
 @torch.no_grad()
 def clip_qk_(wq: Tensor, wk: Tensor, S: Tensor, tau: float = 100.0, alpha: float = 0.5) -> None:
-    """In place: eta = min(1, tau / S) per head; rows of W_q times eta^alpha, rows of W_k times eta^(1 - alpha).
+    """In place: eta = min(1, tau / S) per head; rows of W_q times eta^alpha, rows of W_k times eta^(1 -
+    alpha).
 
-    wq (H*D, width), wk (Hkv*D, width): whole, or DTensors of any placement, of which each rank scales what it holds.
-    S (H,): largest scaled logit of each query head, equal on all ranks; one that is not finite scales nothing. With
-    grouped queries (Hkv < H) a key head takes the largest S of its group. ValueError for sizes that do not divide.
+    wq (H*D, width), wk (Hkv*D, width): whole, or DTensors of any placement, of which each rank scales what it
+    holds. S (H,): largest scaled logit of each query head, equal on all ranks; one that is not finite scales
+    nothing. With grouped queries (Hkv < H) a key head takes the largest S of its group. ValueError for sizes
+    that do not divide.
     """
     head_dim, rest = divmod(len(wq), len(S))
     if rest or len(wk) % head_dim or len(wq) % len(wk):
@@ -37,7 +40,9 @@ def clip_qk_(wq: Tensor, wk: Tensor, S: Tensor, tau: float = 100.0, alpha: float
 
 
 def watch_(model: nn.Module, tau: float) -> None:
-    """Let every attention layer (a module with a buffer `largest_logits`) record from now on; see `record_largest_`."""
+    """Let every attention layer (a module with a buffer `largest_logits`) record from now on; see
+    `record_largest_`.
+    """
     for layer in _layers(model):
         device = layer.q.weight.device
         heads = layer.q.weight.size(0) // layer.head_dim
@@ -46,8 +51,9 @@ def watch_(model: nn.Module, tau: float) -> None:
 
 @torch.no_grad()
 def clip_(model: nn.Module, tau: float, alpha: float = 0.5, group: dist.ProcessGroup | None = None) -> None:
-    """After an optimizer step: clip_qk_ on every layer, by the largest logits since the last call, over all ranks and
-    micro-batches. Collective: one MAX all_reduce of one number per head."""
+    """After an optimizer step: clip_qk_ on every layer, by the largest logits since the last call, over all
+    ranks and micro-batches. Collective: one MAX all_reduce of one number per head.
+    """
     layers = _layers(model)
     heads = layers[0].q.weight.size(0) // layers[0].head_dim
     largest = layers[0].largest_logits.new_full((len(layers), heads), tau)
@@ -76,20 +82,27 @@ def _layers(model):
 
 @torch.library.custom_op("nanomuon::record_largest_", mutates_args=("largest",))
 def record_largest_(largest: Tensor, q: Tensor, k: Tensor, window: int | None) -> None:
-    """largest (H,) <- max(largest, the largest q_i k_j / sqrt(D) over all i, j that `attention` lets meet), exactly.
+    """largest (H,) <- max(largest, the largest q_i k_j / sqrt(D) over all i, j that `attention` lets meet),
+    exactly.
 
-    q (B, T, H, D); k (B, T, Hkv, D). No logit is larger than max |q_i| max |k_j| / sqrt(D): only heads where this bound
-    exceeds `largest`, which starts at tau, have their logits computed, in blocks that are not kept. One op to the
-    compiler, because which heads these are is known at run time only; on CUDA the question waits for the device.
+    q (B, T, H, D); k (B, T, Hkv, D). No logit is larger than max |q_i| max |k_j| / sqrt(D): only heads where
+    this bound exceeds `largest`, which starts at tau, have their logits computed, in blocks that are not
+    kept. One op to the compiler, because which heads these are is known at run time only; on CUDA the
+    question waits for the device.
     """
     heads = torch.arange(q.size(2), device=q.device)
     key_heads = heads * k.size(2) // q.size(2)
-    longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1).amax((0, 1)).float() for x in (q, k))  # (H,), (Hkv,)
+    longest_q, longest_k = (
+        torch.linalg.vector_norm(x, dim=-1).amax((0, 1)).float() for x in (q, k)
+    )  # (H,), (Hkv,)
     scale = q.size(3) ** -0.5
     heads = heads[longest_q * longest_k[key_heads] * scale > largest]
     if not len(heads):
         return
-    q, k = q[:, :, heads].transpose(1, 2), k[:, :, key_heads[heads]].permute(0, 2, 3, 1)  # (B, h, T, D), (B, h, D, T)
+    q, k = (
+        q[:, :, heads].transpose(1, 2),
+        k[:, :, key_heads[heads]].permute(0, 2, 3, 1),
+    )  # (B, h, T, D), (B, h, D, T)
     positions = torch.arange(q.size(2), device=q.device)
     block = max(16, LOGITS_AT_ONCE[q.device.type] // (q.size(0) * len(heads) * len(positions)))
     for start in range(0, len(positions), block):

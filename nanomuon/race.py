@@ -1,4 +1,6 @@
-"""The laboratory: contenders, the tasks they race on, and one run of one of them. scripts/optim_race.py drives it."""
+"""The laboratory: contenders, the tasks they race on, and one run of one of them. scripts/optim_race.py
+drives it.
+"""
 
 import ast
 import functools
@@ -31,12 +33,14 @@ from nanomuon.tokenizer import Tokenizer
 
 EVAL_ROWS = 64  # windows of a validation batch of the shakespeare task
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Contenders. The presets stay as they are while the recipe moves on.
 
 
 def preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr):
-    """The presets differ in how they train the matrices; the rest gets AdamW with a rate per role from all of them."""
+    """The presets differ in how they train the matrices; the rest gets AdamW with a rate per role from all of
+    them.
+    """
     adamw = dict(betas=(0.8, 0.95), eps=1e-8, weight_decay=0.0)
     groups = build_param_groups(
         model,
@@ -44,25 +48,42 @@ def preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr):
         adamw=dict(adamw, lr=scalar_lr),
         skip_keys=["value_gate", "router"],
         expert_keys=["mlp.w1", "mlp.w2"],
-        roles={"wte": dict(adamw, lr=embedding_lr), "value_embeds": dict(adamw, lr=embedding_lr),
-               "lm_head": dict(adamw, lr=unembedding_lr)},
-    )  # fmt: skip
+        roles={
+            "wte": dict(adamw, lr=embedding_lr),
+            "value_embeds": dict(adamw, lr=embedding_lr),
+            "lm_head": dict(adamw, lr=unembedding_lr),
+        },
+    )
     return [{**group, **matrices} if group["kind"] == "muon" else group for group in groups]
 
 
 def adamw_groups(
     model, *, matrix_lr=0.004, embedding_lr=0.1, unembedding_lr=0.01, scalar_lr=0.02, weight_decay=0.1
-):  # fmt: skip
+):
     matrices = dict(kind="adamw", lr=matrix_lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay)
     return preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr)
 
 
 def muon_groups(
-    model, *, matrix_lr=0.02, embedding_lr=0.1, unembedding_lr=0.01, scalar_lr=0.02, beta2=None, weight_decay=0.0
+    model,
+    *,
+    matrix_lr=0.02,
+    embedding_lr=0.1,
+    unembedding_lr=0.01,
+    scalar_lr=0.02,
+    beta2=None,
+    weight_decay=0.0,
 ):
     """Muon as its author wrote it (https://kellerjordan.github.io/posts/muon)."""
-    matrices = dict(lr=matrix_lr, momentum=0.95, ns_steps=5, beta2=beta2, weight_decay=weight_decay,
-                    coefficients="simple", weight_decay_form="decoupled")  # fmt: skip
+    matrices = dict(
+        lr=matrix_lr,
+        momentum=0.95,
+        ns_steps=5,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        coefficients="simple",
+        weight_decay_form="decoupled",
+    )
     return preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr)
 
 
@@ -89,7 +110,9 @@ class Contender:
         if self.source not in PRESETS and not Path(self.source).is_file():
             raise InputError(f"contender {self.source} is neither a file nor one of {', '.join(PRESETS)}")
         self.options = {}
-        for part in re.split(r",(?![^([]*[)\]])", rest) if rest else []:  # betas=(0.9,0.95) has a comma of its own
+        for part in (
+            re.split(r",(?![^([]*[)\]])", rest) if rest else []
+        ):  # betas=(0.9,0.95) has a comma of its own
             key, equals, value = part.partition("=")
             if not equals:
                 raise InputError(f"contender {text}: {part!r} is not key=value")
@@ -120,9 +143,13 @@ class Contender:
         for function, given in ((build, 1), (schedule or recipe.schedule, 3)):
             keywords = list(inspect.signature(function).parameters)[given:]
             known += keywords
-            bound.append(functools.partial(function, **{k: v for k, v in self.options.items() if k in keywords}))
+            bound.append(
+                functools.partial(function, **{k: v for k, v in self.options.items() if k in keywords})
+            )
         if unknown := self.options.keys() - set(known):
-            raise InputError(f"contender {self.source} has no {', '.join(unknown)}; it has {', '.join(known)}")
+            raise InputError(
+                f"contender {self.source} has no {', '.join(unknown)}; it has {', '.join(known)}"
+            )
         return bound
 
     def prepare(self, model, task):
@@ -136,8 +163,9 @@ class Contender:
         return optimizer, built, schedule
 
     def key(self, task):
-        """Changes with its code, that of the optimizer, and its hyperparameters at every step. What a contender's file
-        imports is not looked at."""
+        """Changes with its code, that of the optimizer, and its hyperparameters at every step. What a
+        contender's file imports is not looked at.
+        """
         code = [Path(module.__file__).read_bytes() for module in (optim, orthogonalize)]
         code += [Path(self.source).read_bytes()] if self.source not in PRESETS else []
         _, groups, schedule = self.prepare(empty_model(task, "cpu"), task)
@@ -153,7 +181,9 @@ def digest(*parts):
     """Twelve hex digits of bytes and of values like those of JSON; a function counts by its name."""
     state = hashlib.sha256()
     for part in parts:
-        state.update(part if isinstance(part, bytes) else json.dumps(part, sort_keys=True, default=_text).encode())
+        state.update(
+            part if isinstance(part, bytes) else json.dumps(part, sort_keys=True, default=_text).encode()
+        )
     return state.hexdigest()[:12]
 
 
@@ -161,9 +191,10 @@ def _text(value):
     return getattr(value, "__qualname__", None) or str(value)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Tasks. A task is a dict of all that two runs must share to be compared. data(task, place, seed, device) gives the
-# training batches, in an order that is a function of the seed, the validation batches, and the bytes of each token.
+# ------------------------------------------------------------------------------------------------------------
+# Tasks. A task is a dict of all that two runs must share to be compared. data(task, place, seed, device)
+# gives the training batches, in an order that is a function of the seed, the validation batches, and the
+# bytes of each token.
 
 
 def shakespeare_task(text, vocab_size=None):
@@ -177,8 +208,17 @@ def shakespeare_task(text, vocab_size=None):
     if len(characters) < 1000:
         raise InputError(f"--text {text} has {len(characters)} characters, too few to train on")
     model = dict(vocab_size=len(set(characters)), seq_len=64, depth=4, width=128, heads=4, kv_heads=4)
-    return text, dict(data=digest(characters.encode()), model=model, rows=12, micro_rows=12, steps=2000, eval_every=50,
-                      eval_batches=4, whole_every=200, unit="nats per character")  # fmt: skip
+    return text, dict(
+        data=digest(characters.encode()),
+        model=model,
+        rows=12,
+        micro_rows=12,
+        steps=2000,
+        eval_every=50,
+        eval_batches=4,
+        whole_every=200,
+        unit="nats per character",
+    )
 
 
 def shakespeare_data(task, text, seed, device):
@@ -209,22 +249,46 @@ def shakespeare_data(task, text, seed, device):
 
 def python_task(text=None, vocab_size=None):
     """The corpus that needs no download, with base_train's loader and model of depth 4: bits per byte."""
-    return corpus_task("python", vocab_size, dict(depth=4), seq_len=256, rows=16, micro_rows=16, steps=300,
-                       eval_every=25, eval_batches=8, whole_every=300, unit="bits per byte")  # fmt: skip
+    return corpus_task(
+        "python",
+        vocab_size,
+        dict(depth=4),
+        seq_len=256,
+        rows=16,
+        micro_rows=16,
+        steps=300,
+        eval_every=25,
+        eval_batches=8,
+        whole_every=300,
+        unit="bits per byte",
+    )
 
 
 def speedrun_task(text=None, vocab_size=None):
-    """The setting of modded-nanogpt's track 3 (records/track_3_optimization): 12 layers, width 768, context 1,024,
-    524,288 tokens a step of FineWeb, steps to 3.28 nats per token; its Muon baseline takes 3,800.
+    """The setting of modded-nanogpt's track 3 (records/track_3_optimization): 12 layers, width 768, context
+    1,024, 524,288 tokens a step of FineWeb, steps to 3.28 nats per token; its Muon baseline takes 3,800.
 
-    Two things differ, so that its figures compare with each other and not with that track's: the tokenizer is our own
-    of GPT-2's size, and the model is this repo's, with value embeddings and residual scalars.
+    Two things differ, so that its figures compare with each other and not with that track's: the tokenizer is
+    our own of GPT-2's size, and the model is this repo's, with value embeddings and residual scalars.
     """
     if not torch.cuda.is_available():
-        raise InputError("the task speedrun trains on 2 billion tokens and needs a GPU; shakespeare and python do not")
+        raise InputError(
+            "the task speedrun trains on 2 billion tokens and needs a GPU; shakespeare and python do not"
+        )
     shape = dict(depth=12, heads=6, kv_heads=6)
-    return corpus_task("hf:HuggingFaceFW/fineweb", vocab_size or 50257, shape, seq_len=1024, rows=512, micro_rows=16,
-                       steps=3800, eval_every=125, eval_batches=64, whole_every=500, unit="nats per token")  # fmt: skip
+    return corpus_task(
+        "hf:HuggingFaceFW/fineweb",
+        vocab_size or 50257,
+        shape,
+        seq_len=1024,
+        rows=512,
+        micro_rows=16,
+        steps=3800,
+        eval_every=125,
+        eval_batches=64,
+        whole_every=500,
+        unit="nats per token",
+    )
 
 
 def corpus_task(corpus, vocab_size, shape, seq_len, **rest):
@@ -253,7 +317,9 @@ TASKS = {
 
 
 def open_task(name, text, vocab_size, steps, model):
-    """(where its data is, the task) with other numbers of steps and other fields of GPTConfig where they are given."""
+    """(where its data is, the task) with other numbers of steps and other fields of GPTConfig where they are
+    given.
+    """
     place, task = TASKS[name][0](text, vocab_size)
     task = {"name": name, **task, "model": {**task["model"], **model}}
     task |= {"steps": steps or task["steps"], "device": "cuda" if torch.cuda.is_available() else "cpu"}
@@ -261,7 +327,9 @@ def open_task(name, text, vocab_size, steps, model):
         task["model"] = asdict(GPTConfig(**task["model"]))
     except (TypeError, ValueError) as error:
         raise InputError(f"--model: {error}") from error
-    task["model_code"] = digest(*(Path(module.__file__).read_bytes() for module in (gpt, attention, moe, qk_clip)))
+    task["model_code"] = digest(
+        *(Path(module.__file__).read_bytes() for module in (gpt, attention, moe, qk_clip))
+    )
     return place, task
 
 
@@ -271,15 +339,16 @@ def empty_model(task, device, dtype=torch.float32):
     return model.to_empty(device=device)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Runs
 
 
 def train(task, place, text, seed, file):
     """Train the contender `text` with one seed; the result goes to `file` as JSON, at once and whole.
 
-    curve: [step, loss over a part of the validation set, over all of it or null]; score: the last of these; step_ms
-    and optimizer_ms: medians; initial, rows: digests of the first parameters and of every row trained on.
+    curve: [step, loss over a part of the validation set, over all of it or null]; score: the last of these;
+    step_ms and optimizer_ms: medians; initial, rows: digests of the first parameters and of every row trained
+    on.
     """
     runtime, contender = start(), Contender(text)
     torch.manual_seed(seed)
@@ -325,11 +394,18 @@ def train(task, place, text, seed, file):
         step_ms.append(1000 * (after - began))
         optimizer_ms.append(1000 * (after - before))
     result = {
-        "contender": text, "seed": seed, "score": curve[-1][-1], "curve": curve,
-        "step_ms": statistics.median(step_ms), "optimizer_ms": statistics.median(optimizer_ms), "initial": initial,
-        "rows": rows.hexdigest()[:12], "groups": described(built), "compiled": compile_enabled(),
+        "contender": text,
+        "seed": seed,
+        "score": curve[-1][-1],
+        "curve": curve,
+        "step_ms": statistics.median(step_ms),
+        "optimizer_ms": statistics.median(optimizer_ms),
+        "initial": initial,
+        "rows": rows.hexdigest()[:12],
+        "groups": described(built),
+        "compiled": compile_enabled(),
         "machine": report.machine_description(),
-    }  # fmt: skip
+    }
     write_text(file, json.dumps(result, indent=1, default=_text) + "\n")
     return result
 
@@ -337,29 +413,38 @@ def train(task, place, text, seed, file):
 def run_all(folder, task, place, contenders, seeds, jobs):
     """{name: its results, one a seed} of every contender; only what is not in `folder` yet is trained.
 
-    `jobs` runs at a time, each in a process of one thread or on a GPU. InputError where `folder` holds runs of
-    another task, or where two contenders had not the same start and the same rows.
+    `jobs` runs at a time, each in a process of one thread or on a GPU. InputError where `folder` holds runs
+    of another task, or where two contenders had not the same start and the same rows.
     """
     check_task(folder, task)
     files = {}
     for contender in contenders:
         key, slug = contender.key(task), re.sub(r"[^\w.=-]+", "_", contender.name)
         files |= {(contender.name, seed): folder / f"{slug}-{key}-seed{seed}.json" for seed in seeds}
-    pending = [(name, seed) for seed in seeds for name, other in files
-               if other == seed and not files[name, seed].exists()]  # fmt: skip
+    pending = [
+        (name, seed)
+        for seed in seeds
+        for name, other in files
+        if other == seed and not files[name, seed].exists()
+    ]
     if len(pending) < len(files):
         print(f"{len(files) - len(pending)} of {len(files)} runs are there already", flush=True)
     if pending:
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(jobs, len(pending)), context, start_worker, (context.Value("i", 0),)) as pool:
-            running = [pool.submit(train, task, place, name, seed, files[name, seed]) for name, seed in pending]
+        with ProcessPoolExecutor(
+            min(jobs, len(pending)), context, start_worker, (context.Value("i", 0),)
+        ) as pool:
+            running = [
+                pool.submit(train, task, place, name, seed, files[name, seed]) for name, seed in pending
+            ]
             try:
                 for done, future in enumerate(as_completed(running), len(files) - len(pending) + 1):
                     result = future.result()
                     print(
                         f"[{done}/{len(files)}] {result['contender']} seed {result['seed']}: {result['score']:.4f}, "
-                        f"{result['step_ms']:.0f} ms a step, optimizer {result['optimizer_ms']:.1f}", flush=True
-                    )  # fmt: skip
+                        f"{result['step_ms']:.0f} ms a step, optimizer {result['optimizer_ms']:.1f}",
+                        flush=True,
+                    )
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -377,7 +462,9 @@ def run_all(folder, task, place, contenders, seeds, jobs):
 
 def start_worker(counter):
     """One thread, or a GPU, for this process; it ends with the one that started it, however that ends."""
-    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+    threading.Thread(
+        target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True
+    ).start()
     with counter.get_lock():
         index, counter.value = counter.value, counter.value + 1
     torch.set_num_threads(1)
@@ -386,11 +473,15 @@ def start_worker(counter):
 
 
 def check_task(folder, task):
-    """Write the task of a new race; refuse to add runs with different data or another model to one that exists."""
+    """Write the task of a new race; refuse to add runs with different data or another model to one that
+    exists.
+    """
     file = folder / "task.json"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, task)
     before = json.loads(file.read_text())
-    if changed := [f"{key} {before.get(key)}, not {task[key]}" for key in task if before.get(key) != task[key]]:
+    if changed := [
+        f"{key} {before.get(key)}, not {task[key]}" for key in task if before.get(key) != task[key]
+    ]:
         raise InputError(f"race {folder.name} was run with {'; '.join(changed)}: choose another --name")

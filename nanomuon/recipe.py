@@ -1,7 +1,8 @@
-"""The recipe: which parameter is trained how, and how that changes over a run. Its keywords are flags of base_train.
+"""The recipe: which parameter is trained how, and how that changes over a run. Its keywords are flags of
+base_train.
 
-Both functions are pure, so the laboratory (scripts/optim_race.py) compares them with others, and a user's own file may
-define either in their place (see `load_recipe`).
+Both functions are pure, so the laboratory (scripts/optim_race.py) compares them with others, and a user's own
+file may define either in their place (see `load_recipe`).
 """
 
 import importlib.util
@@ -16,15 +17,27 @@ from nanomuon.runtime import InputError
 
 
 def param_groups(
-    model, batch=None, *, matrix_lr=0.02, embedding_lr=0.3, unembedding_lr=0.004, scalar_lr=0.01, weight_decay=0.2
-):  # fmt: skip
-    """Groups of a GPT: Muon for the matrices, AdamW with a learning rate per role for the rest (docs/recipe.md).
+    model,
+    batch=None,
+    *,
+    matrix_lr=0.02,
+    embedding_lr=0.3,
+    unembedding_lr=0.004,
+    scalar_lr=0.01,
+    weight_decay=0.2,
+):
+    """Groups of a GPT: Muon for the matrices, AdamW with a learning rate per role for the rest
+    (docs/recipe.md).
 
-    batch: tokens per step; below some thousand the matrices' rate falls (schedule.matrix_lr_scale). weight_decay is of
-    Muon's matrices. AdamW's rates are those of width 768 and follow schedule.adamw_lr_scale.
+    batch: tokens per step; below some thousand the matrices' rate falls (schedule.matrix_lr_scale).
+    weight_decay is of Muon's matrices. AdamW's rates are those of width 768 and follow
+    schedule.adamw_lr_scale.
     """
     batch_scale = rules.matrix_lr_scale(batch) if batch else 1
-    matrix_lr, weight_decay = matrix_lr * batch_scale, weight_decay / batch_scale  # a step decays by their product
+    matrix_lr, weight_decay = (
+        matrix_lr * batch_scale,
+        weight_decay / batch_scale,
+    )  # a step decays by their product
     scale = rules.adamw_lr_scale(model.config.width)
     # a smaller eps makes rounding into updates, and two world sizes into two runs (docs/log.md)
     adamw = dict(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
@@ -39,7 +52,8 @@ def param_groups(
             "wte": embedding,
             "value_embeds": embedding,
             "lm_head": head,
-            # ten times as fast, the fullest of 8 experts gets 2.7 times the mean in place of 1.2 (docs/log.md)
+            # ten times as fast, the fullest of 8 experts gets 2.7 times the mean in place of 1.2
+            # (docs/log.md)
             "router": dict(head, lr=head["lr"] / 10),
             "taps": dict(adamw, lr=0.02),
         },
@@ -47,7 +61,9 @@ def param_groups(
 
 
 def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
-    """What a group, as it was built, has in its place at `step` (from 0) of `steps`: {hyperparameter: value}."""
+    """What a group, as it was built, has in its place at `step` (from 0) of `steps`: {hyperparameter:
+    value}.
+    """
     values = {"lr": group["lr"] * rules.lr_multiplier(step, steps, warmup_ratio, warmdown_ratio)}
     if group.get("kind") == "muon":
         values["momentum"] = rules.muon_momentum(step, steps)
@@ -56,9 +72,11 @@ def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
 
 
 def make_optimizer(build, model, batch, world_size=1):
-    """MuonAdamW, on one process or many, of what build(model) gives; an optimizer that it has built stays as it is.
+    """MuonAdamW, on one process or many, of what build(model) gives; an optimizer that it has built stays as
+    it is.
 
-    A builder with a parameter `batch` is told the tokens of a step. InputError for what is neither, or not sound.
+    A builder with a parameter `batch` is told the tokens of a step. InputError for what is neither, or not
+    sound.
     """
     groups = build(model, **({"batch": batch} if "batch" in inspect.signature(build).parameters else {}))
     if hasattr(groups, "param_groups"):
@@ -72,7 +90,9 @@ def make_optimizer(build, model, batch, world_size=1):
 
 
 def check_schedule(schedule, groups, steps):
-    """InputError where a schedule gives a group what it does not have: a slip of the pen would go unnoticed."""
+    """InputError where a schedule gives a group what it does not have: a slip of the pen would go
+    unnoticed.
+    """
     for group in groups:
         values = schedule(group, 0, steps)
         if not isinstance(values, dict) or values.keys() - group.keys():
@@ -94,7 +114,9 @@ def load_recipe(file):
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        frames = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)
+        ]
         line = error.lineno if isinstance(error, SyntaxError) else frames[-1] if frames else 1
         raise InputError(f"{file} line {line}: {type(error).__name__}: {error}") from error
 

@@ -1,4 +1,6 @@
-"""What a run leaves for people: metrics.jsonl (and wandb) while it runs, loss.png and report.md at its end."""
+"""What a run leaves for people: metrics.jsonl (and wandb) while it runs, loss.png and report.md at its
+end.
+"""
 
 import contextlib
 import json
@@ -14,12 +16,12 @@ from nanomuon.runtime import cores, write_text, write_whole
 
 
 class MetricsLog:
-    """Appends rows to metrics.jsonl, one JSON object a line, each line whole even if the process dies after it. Rows
-    for which the disk has no room wait for the next call.
+    """Appends rows to metrics.jsonl, one JSON object a line, each line whole even if the process dies after
+    it. Rows for which the disk has no room wait for the next call.
 
-    path: the file. resume_step: None starts it empty; otherwise rows of later steps and a torn last line are dropped.
-    wandb: None, or keywords of wandb.init (project, name, config, id); WANDB_MODE=offline needs no network.
-    Only the first rank makes one.
+    path: the file. resume_step: None starts it empty; otherwise rows of later steps and a torn last line are
+    dropped. wandb: None, or keywords of wandb.init (project, name, config, id); WANDB_MODE=offline needs no
+    network. Only the first rank makes one.
     """
 
     def __init__(self, path, resume_step=None, wandb=None):
@@ -35,7 +37,9 @@ class MetricsLog:
             self.wandb = library.init(dir=path.parent, resume="allow", **wandb)
 
     def log(self, row) -> None:
-        """row: a dict with `step`, values numbers or text; non-finite numbers are written as null, as JSON has none."""
+        """row: a dict with `step`, values numbers or text; non-finite numbers are written as null, as JSON
+        has none.
+        """
         line = json.dumps({key: None if _non_finite(value) else value for key, value in row.items()})
         self.waiting += line.encode() + b"\n"
         with contextlib.suppress(OSError):
@@ -62,7 +66,9 @@ def read_metrics(path) -> tuple[list[dict], list[dict]]:
 
 
 def plot_run(metrics, image) -> None:
-    """Draw a run's metrics.jsonl as four panels over tokens into a PNG, made to be read at a README's width."""
+    """Draw a run's metrics.jsonl as four panels over tokens into a PNG, made to be read at a README's
+    width.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no global backend, no display
     from matplotlib.figure import Figure
 
@@ -95,8 +101,16 @@ def plot_run(metrics, image) -> None:
     bpb.plot(tokens, values, color=orange, linewidth=1.6, marker="o", markersize=3.5)
     bpb.set(title="Validation", ylabel="bits per byte")
     if values:
-        bpb.annotate(f"{values[-1]:.3f}", (tokens[-1], values[-1]), (-9, 0), textcoords="offset points", ha="right",
-                     va="center", color=orange, fontweight="bold")  # fmt: skip
+        bpb.annotate(
+            f"{values[-1]:.3f}",
+            (tokens[-1], values[-1]),
+            (-9, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            color=orange,
+            fontweight="bold",
+        )
 
     tokens, values = curve(training, "lr_multiplier")
     rate.plot(tokens, values, color=grey, linewidth=1.4)
@@ -112,7 +126,9 @@ def plot_run(metrics, image) -> None:
     for axis in axes[1]:
         axis.set_xlabel(f"{unit}tokens trained on", color=grey, fontsize=9.5)
     final = f"   validation {evaluation[-1]['val_bpb']:.4f} bits per byte" if evaluation else ""
-    figure.suptitle(Path(metrics).resolve().parent.name + final, fontsize=12.5, fontweight="bold", color="#222222")
+    figure.suptitle(
+        Path(metrics).resolve().parent.name + final, fontsize=12.5, fontweight="bold", color="#222222"
+    )
 
     _save(figure, image)
 
@@ -120,8 +136,8 @@ def plot_run(metrics, image) -> None:
 def plot_race(curves, unit, image) -> None:
     """Draw validation curves, one line a contender, into a PNG.
 
-    curves: {name: runs}, each run a list of (step, loss) at the same steps. Line: mean over runs; band: its standard
-    error.
+    curves: {name: runs}, each run a list of (step, loss) at the same steps. Line: mean over runs; band: its
+    standard error.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -135,7 +151,9 @@ def plot_race(curves, unit, image) -> None:
         means = losses.mean(axis=0)
         errors = losses.std(axis=0, ddof=1) / len(runs) ** 0.5 if len(runs) > 1 else 0 * means
         (line,) = axis.plot(steps, means, linewidth=1.6, label=f"{name}  {means[-1]:.4f}")
-        axis.fill_between(steps, means - errors, means + errors, color=line.get_color(), alpha=0.25, linewidth=0)
+        axis.fill_between(
+            steps, means - errors, means + errors, color=line.get_color(), alpha=0.25, linewidth=0
+        )
         later = means[(steps >= steps[-1] / 8) & np.isfinite(means)]
         top, bottom = max([top, *later]), min([bottom, *later])
     if math.isfinite(top):  # the first steps fall steeply: give the rest of the curves the room
@@ -148,7 +166,8 @@ def plot_race(curves, unit, image) -> None:
 
 
 def write_report(run_dir, settings, summary, samples, machine, stages) -> None:
-    """Draw loss.png and write report.md, which shows it, from a run's metrics.jsonl and what its script knows.
+    """Draw loss.png and write report.md, which shows it, from a run's metrics.jsonl and what its script
+    knows.
 
     settings, summary: dicts printed as tables. samples: generated texts. machine: machine_description().
     stages: (name, seconds) pairs in order.
@@ -162,21 +181,30 @@ def write_report(run_dir, settings, summary, samples, machine, stages) -> None:
         "## Results\n\n" + _table(("", "value"), summary.items()),
         "![Training loss, validation bits per byte, learning rate and throughput over tokens](loss.png)",
         "## Samples\n\n" + "\n\n".join(_fenced(sample) for sample in samples),
-        "## Use it\n\n" + _fenced(
+        "## Use it\n\n"
+        + _fenced(
             f"python -m scripts.sample --run {name}      # more text\n"
             f"python -m scripts.base_eval --run {name}   # evaluate again"
-        ) + "\n\n`model.safetensors` and `config.json` are the model; opening them runs no code.",
-        "## Time\n\n" + _table(("stage", "seconds"), [*((s, f"{t:.1f}") for s, t in stages),
-                                                      ("total", f"{sum(t for _, t in stages):.1f}")]),
+        )
+        + "\n\n`model.safetensors` and `config.json` are the model; opening them runs no code.",
+        "## Time\n\n"
+        + _table(
+            ("stage", "seconds"),
+            [*((s, f"{t:.1f}") for s, t in stages), ("total", f"{sum(t for _, t in stages):.1f}")],
+        ),
         "## Settings\n\n" + _table(("setting", "value"), settings.items()),
-    ]  # fmt: skip
+    ]
     write_text(run_dir / "report.md", "\n\n".join(parts) + "\n")
 
 
 def machine_description() -> str:
-    """One line: processor, memory, GPUs, versions: "2 x AMD EPYC, 24 GB, no GPU, torch 2.13.0, Python 3.11.7"."""
+    """One line: processor, memory, GPUs, versions: "2 x AMD EPYC, 24 GB, no GPU, torch 2.13.0, Python
+    3.11.7".
+    """
     cpu_info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    models = [line.split(":", 1)[1].strip() for line in cpu_info.splitlines() if line.startswith("model name")]
+    models = [
+        line.split(":", 1)[1].strip() for line in cpu_info.splitlines() if line.startswith("model name")
+    ]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     graphics = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
@@ -204,7 +232,9 @@ def _save(figure, image):
 
 
 def _rows(path):
-    """Rows up to the first line that is not a whole JSON object with a step; what follows a torn line is left out."""
+    """Rows up to the first line that is not a whole JSON object with a step; what follows a torn line is left
+    out.
+    """
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -241,8 +271,10 @@ def _unit(largest):
 
 def _table(header, rows):
     lines = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |"
-                     for line in lines)  # fmt: skip
+    return "\n".join(
+        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |"
+        for line in lines
+    )
 
 
 def _fenced(text):

@@ -1,4 +1,6 @@
-"""Device, dtype, process group, rank-0 printing and whole files: what every script needs, none of it on import."""
+"""Device, dtype, process group, rank-0 printing and whole files: what every script needs, none of it on
+import.
+"""
 
 import ctypes
 import errno
@@ -16,7 +18,9 @@ import torch.distributed as dist
 
 
 class InputError(Exception):
-    """The user can fix this. The message is one line that names the thing and says what to do; exit code 2."""
+    """The user can fix this. The message is one line that names the thing and says what to do; exit code
+    2.
+    """
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,8 @@ PEAK_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12, "
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """FLOP/s this device can reach in matrix products: bf16 from its data sheet on CUDA, measured in float32 on a CPU.
+    """FLOP/s this device can reach in matrix products: bf16 from its data sheet on CUDA, measured in float32
+    on a CPU.
 
     None for a GPU that is not in the table.
     """
@@ -110,7 +115,8 @@ def compile_enabled() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the large blocks it frees: fresh ones cost a page fault every 4 kB, 7% of a step's CPU time.
+    """Let glibc keep the large blocks it frees: fresh ones cost a page fault every 4 kB, 7% of a step's CPU
+    time.
 
     See docs/log.md. Does nothing where malloc is another one.
     """
@@ -123,8 +129,9 @@ def keep_freed_memory() -> None:
 def start() -> Runtime:
     """Pick the device and join the process group when torchrun started us.
 
-    Several processes always form one group (NCCL on CUDA, gloo on CPU), so torchrun never trains independent models.
-    bf16 is the compute dtype where the device multiplies it natively; CPUs stay in float32, which all of them do well.
+    Several processes always form one group (NCCL on CUDA, gloo on CPU), so torchrun never trains independent
+    models. bf16 is the compute dtype where the device multiplies it natively; CPUs stay in float32, which all
+    of them do well.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if torch.cuda.is_available():
@@ -138,14 +145,19 @@ def start() -> Runtime:
     if world_size > 1:
         store = None
         if (restarts := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
-            # torchrun's ranks meet in one store, where torch 2.13 finds the addresses of those before the restart
+            # torchrun's ranks meet in one store, where torch 2.13 finds the addresses of those before the
+            # restart
             store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
             store = dist.PrefixStore(f"restart_{restarts}", store)
-        # device_id binds NCCL to our GPU at once, so that a wrong mapping fails here and not in the first collective
+        # device_id binds NCCL to our GPU at once, so that a wrong mapping fails here and not in the first
+        # collective
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", store=store, rank=int(os.environ["RANK"]),
-            world_size=world_size, device_id=device if device.type == "cuda" else None,
-        )  # fmt: skip
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=int(os.environ["RANK"]),
+            world_size=world_size,
+            device_id=device if device.type == "cuda" else None,
+        )
     return Runtime(device, dtype, int(os.environ.get("RANK", "0")), world_size)
 
 
@@ -156,7 +168,9 @@ def print0(*values, **keywords) -> None:
 
 
 def together(work, group=None) -> list:
-    """Run work() on every rank; return all results, or raise the first error on every rank: none is left waiting."""
+    """Run work() on every rank; return all results, or raise the first error on every rank: none is left
+    waiting.
+    """
     try:
         outcome = work(), None
     except Exception as error:
@@ -174,7 +188,8 @@ def together(work, group=None) -> list:
 def run_command(main) -> None:
     """Run a script's main() and exit: 0, or 2 with one line on stderr for what the user can fix.
 
-    Other exceptions keep their traceback: they are bugs. Every rank that fails says so, and the process group is left.
+    Other exceptions keep their traceback: they are bugs. Every rank that fails says so, and the process group
+    is left.
     """
     try:
         code = main() or 0
@@ -185,11 +200,22 @@ def run_command(main) -> None:
         code = 130
     except torch.OutOfMemoryError as error:
         first = str(error).split(". ")[0]
-        code = _complain(f"{first}; fewer rows (--device-batch-size), a smaller model or --shard fsdp need less")
+        code = _complain(
+            f"{first}; fewer rows (--device-batch-size), a smaller model or --shard fsdp need less"
+        )
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR):
+        if error.errno not in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EROFS,
+            errno.EACCES,
+            errno.EPERM,
+            errno.ENOTDIR,
+        ):
             raise
-        code = _complain(f"{error.strerror}: {error.filename or base_dir()}; NANOMUON_BASE_DIR=/folder/with/room helps")
+        code = _complain(
+            f"{error.strerror}: {error.filename or base_dir()}; NANOMUON_BASE_DIR=/folder/with/room helps"
+        )
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,26 +1,32 @@
-"""Pure functions of step, depth and size: how long a run is, how large its batches are, and how its dials move.
+"""Pure functions of step, depth and size: how long a run is, how large its batches are, and how its dials
+move.
 
 Nothing here touches a tensor, so every rule can be read, plotted and tested by itself.
 """
 
 import math
 
-WEB_BATCH, WEB_TOKENS = 2**19, 1.2e9  # reference point: nanochat trains depth 12 on about 1.2e9 tokens with this batch
+WEB_BATCH, WEB_TOKENS = (
+    2**19,
+    1.2e9,
+)  # reference point: nanochat trains depth 12 on about 1.2e9 tokens with this batch
 
 
 def training_tokens(scaling_parameters: int, ratio: float) -> int:
     """Length of a run in tokens: `ratio` per parameter of the matrices and the head.
 
-    20 is compute-optimal for the models of Hoffmann et al. (arXiv 2203.15556); Muon-trained models of this family do
-    best near 10 (nanochat, 2026).
+    20 is compute-optimal for the models of Hoffmann et al. (arXiv 2203.15556); Muon-trained models of this
+    family do best near 10 (nanochat, 2026).
     """
     return int(scaling_parameters * ratio)
 
 
 def total_batch_size(tokens: int, tokens_per_micro_step: int) -> int:
-    """Tokens per optimizer step for a run of `tokens`: the critical batch grows as tokens^0.383 (arXiv 2505.13738).
+    """Tokens per optimizer step for a run of `tokens`: the critical batch grows as tokens^0.383 (arXiv
+    2505.13738).
 
-    Rounded to the nearest power of two, then to the nearest multiple of what all devices take in one micro-step.
+    Rounded to the nearest power of two, then to the nearest multiple of what all devices take in one
+    micro-step.
     """
     ideal = WEB_BATCH * (tokens / WEB_TOKENS) ** 0.383
     batch = 2 ** round(math.log2(max(ideal, 1)))
@@ -33,16 +39,21 @@ def nearest_batch_sizes(total: int, unit: int) -> list[int]:
     return [size for size in (below, below + unit) if size > 0]
 
 
-def lr_multiplier(step: int, steps: int, warmup: float = 0.0, cooldown: float = 0.5, final: float = 0.0) -> float:
-    """Trapezoid: linear rise over the first `warmup` share of `steps`, flat, linear fall to `final` over the last
-    `cooldown` share. Step counts from 0; the first step is never 0."""
+def lr_multiplier(
+    step: int, steps: int, warmup: float = 0.0, cooldown: float = 0.5, final: float = 0.0
+) -> float:
+    """Trapezoid: linear rise over the first `warmup` share of `steps`, flat, linear fall to `final` over the
+    last `cooldown` share. Step counts from 0; the first step is never 0.
+    """
     rise = (step + 1) / (warmup * steps) if warmup else 1.0
     fall = final + (1 - final) * (steps - step) / (cooldown * steps) if cooldown else 1.0
     return min(1.0, rise, fall)
 
 
 def muon_momentum(step: int, steps: int, start: float = 0.85, peak: float = 0.95) -> float:
-    """Momentum rises linearly over the first 300 steps (modded-nanogpt), or the first third of a shorter run."""
+    """Momentum rises linearly over the first 300 steps (modded-nanogpt), or the first third of a shorter
+    run.
+    """
     return start + (peak - start) * min(1.0, step / max(1, min(300, steps // 3)))
 
 
@@ -57,7 +68,8 @@ def adamw_lr_scale(width: int) -> float:
 
 
 def matrix_lr_scale(batch: int) -> float:
-    """Muon's learning rate in small batches, of `batch` tokens: the square-root rule (arXiv 2205.10287) up to 4,096.
+    """Muon's learning rate in small batches, of `batch` tokens: the square-root rule (arXiv 2205.10287) up to
+    4,096.
 
     Measured at 768 tokens, where half the rate of 4,096 tokens is best (docs/log.md).
     """
@@ -76,7 +88,8 @@ def rows_that_fit(rows: int, one_row: float, two_rows: float, capacity: float) -
 
 
 def compilation(device: str, depth: int, eager_seconds: float) -> tuple[float, float]:
-    """(seconds that compiling takes, seconds it saves) for steps that take `eager_seconds` in all when run eagerly.
+    """(seconds that compiling takes, seconds it saves) for steps that take `eager_seconds` in all when run
+    eagerly.
 
     From an empty cache. Measured on 2 CPU cores at depth 4 (docs/log.md); for "cuda" a guess, not measured.
     """

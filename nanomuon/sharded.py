@@ -1,14 +1,16 @@
 """Who shares the work on a parameter, and how its matrices get to where they are worked on and back.
 
-Replicated parameters are stacked, reduce-scattered and all-gathered (`World`; the optimizer stacks them). A DTensor
-parameter lives in pieces, and what happens to a piece depends on the dimension of the device mesh that cuts it:
+Replicated parameters are stacked, reduce-scattered and all-gathered (`World`; the optimizer stacks them). A
+DTensor parameter lives in pieces, and what happens to a piece depends on the dimension of the device mesh
+that cuts it:
 
   a dimension called "tp"           tensor parallelism: the ranks orthogonalize together (`TensorParallel`)
   the experts of (E, m, n)          whole matrices on every rank: nothing moves
   any other (FSDP2)                 data parallelism: an all_to_all brings the shards of each matrix to its owner, and
                                     another one the shards of its update back (`to_owners`, `to_shards`)
 
-The gradient of a DTensor is final over its mesh: FSDP2 has averaged it, and in tensor parallelism it is exact.
+The gradient of a DTensor is final over its mesh: FSDP2 has averaged it, and in tensor parallelism it is
+exact.
 """
 
 import functools
@@ -26,13 +28,21 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29}  # Muon computes on this much of a bank at a time: bounded temporaries
-CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26}  # of whole matrices that the pipeline brings to an owner at a time
+BATCH_BYTES = {
+    "cpu": 2**22,
+    "cuda": 2**29,
+}  # Muon computes on this much of a bank at a time: bounded temporaries
+CHUNK_BYTES = {
+    "cpu": 2**22,
+    "cuda": 2**26,
+}  # of whole matrices that the pipeline brings to an owner at a time
 
 
 @dataclass
 class World:
-    """The ranks that share the work. Transfers start here; what they return waits, and keeps their tensors alive."""
+    """The ranks that share the work. Transfers start here; what they return waits, and keeps their tensors
+    alive.
+    """
 
     group: dist.ProcessGroup = None
     size: int = 1
@@ -49,7 +59,9 @@ class World:
         return DeviceMesh.from_group(self.group, like.device.type)
 
     def share(self, rows, rank=None):
-        """(lo, hi) of a rank's ceil(rows/W) rows, the last ones short or empty: DTensor's Shard. Default this rank."""
+        """(lo, hi) of a rank's ceil(rows/W) rows, the last ones short or empty: DTensor's Shard. Default this
+        rank.
+        """
         each, rank = -(-rows // self.size), self.rank if rank is None else rank
         return min(rows, each * rank), min(rows, each * (rank + 1))
 
@@ -60,7 +72,9 @@ class World:
         return torch.cat([tensor, rest]) if len(rest) else tensor.contiguous()
 
     def reduce_scatter(self, send):
-        """send: (W*c, ...). Waiting gives (c, ...), the mean over ranks of this rank's part, and lets go of `send`."""
+        """send: (W*c, ...). Waiting gives (c, ...), the mean over ranks of this rank's part, and lets go of
+        `send`.
+        """
         received = send.new_empty(len(send) // self.size, *send.shape[1:])
         work = reduce_scatter_single(received, send, dist.ReduceOp.AVG, group=self.group, async_op=True)
         return waiting(work, send, received)
@@ -71,7 +85,9 @@ class World:
         return waiting(work, None, whole)
 
     def all_to_all(self, send, sent, received):
-        """send: flat, `sent` elements to each rank. Waiting gives the `received` elements from each, and lets go."""
+        """send: flat, `sent` elements to each rank. Waiting gives the `received` elements from each, and lets
+        go.
+        """
         out = send.new_empty(sum(received))
         work = dist.all_to_all_single(out, send, received, sent, group=self.group, async_op=True)
         return waiting(work, send, out)
@@ -89,7 +105,7 @@ def waiting(work, send, received):
     return wait
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Where a parameter lives
 
 
@@ -101,22 +117,30 @@ def local(tensor):
 def gradient(param):
     """What this rank holds of p.grad, zero where there is none."""
     grad = param.grad
-    if isinstance(grad, DTensor) and grad.placements != param.placements:  # tensor parallelism may leave partial sums
+    if (
+        isinstance(grad, DTensor) and grad.placements != param.placements
+    ):  # tensor parallelism may leave partial sums
         grad = grad.redistribute(param.device_mesh, param.placements)
     return torch.zeros_like(local(param)) if grad is None else local(grad)
 
 
 def cuts(param):
-    """(mesh dimension, dimension of the parameter) of each cut; none for a plain or a replicated parameter."""
+    """(mesh dimension, dimension of the parameter) of each cut; none for a plain or a replicated
+    parameter.
+    """
     if not isinstance(param, DTensor):
         return []
     placed = enumerate(param.placements)
-    return [(i, place.dim) for i, place in placed if not place.is_replicate() and param.device_mesh.size(i) > 1]
+    return [
+        (i, place.dim) for i, place in placed if not place.is_replicate() and param.device_mesh.size(i) > 1
+    ]
 
 
 @dataclass
 class TensorParallel:
-    """Matrices of `shape` (m, n), cut along `dim` (1 rows, 2 columns of a batch) over the ranks of `world`."""
+    """Matrices of `shape` (m, n), cut along `dim` (1 rows, 2 columns of a batch) over the ranks of
+    `world`.
+    """
 
     world: World
     dim: int
@@ -138,16 +162,18 @@ class TensorParallel:
     def mine(self, whole):
         """This rank's piece of a batch; all of it where there is one value for the cut dimension."""
         lo, hi = self.world.share(self.shape[self.dim - 1])
-        return whole.narrow(self.dim, lo, hi - lo) if whole.size(self.dim) == self.shape[self.dim - 1] else whole
+        return (
+            whole.narrow(self.dim, lo, hi - lo) if whole.size(self.dim) == self.shape[self.dim - 1] else whole
+        )
 
 
 @dataclass
 class Layout:
     """Where the matrices of a Muon parameter live.
 
-    Replicated over `world` if dim is None (a world of one: whole here), else cut over it along dim (1 rows, 2 columns
-    of a batch). shape: (m, n) of what is orthogonalized, whole matrices or blocks of them. held: (m, n) of what a rank
-    of the tensor-parallel group has of it.
+    Replicated over `world` if dim is None (a world of one: whole here), else cut over it along dim (1 rows, 2
+    columns of a batch). shape: (m, n) of what is orthogonalized, whole matrices or blocks of them. held: (m,
+    n) of what a rank of the tensor-parallel group has of it.
     """
 
     world: World
@@ -160,14 +186,18 @@ class Layout:
 def layout(param, mode, split, replicated, world_of):
     """The Layout of a Muon parameter. ValueError for cuts that are not provided for.
 
-    mode: what the group asks of tensor parallelism, or None. split: of a fused matrix, see `split_rows`. replicated:
-    the World of parameters that are not cut. world_of: the World of a process group.
+    mode: what the group asks of tensor parallelism, or None. split: of a fused matrix, see `split_rows`.
+    replicated: the World of parameters that are not cut. world_of: the World of a process group.
     """
     batch = param.ndim == 3
     shape = m, n = tuple(param.shape[1:]) if batch else (len(param), param.shape[1:].numel())
     if not cuts(param):
         return Layout(replicated, shape, shape)
-    found, mesh, names = Layout(World(), shape, shape), param.device_mesh, param.device_mesh.mesh_dim_names or ()
+    found, mesh, names = (
+        Layout(World(), shape, shape),
+        param.device_mesh,
+        param.device_mesh.mesh_dim_names or (),
+    )
     for axis, cut in cuts(param):
         if batch and cut == 0:
             continue
@@ -177,7 +207,9 @@ def layout(param, mode, split, replicated, world_of):
         if names[axis : axis + 1] != ("tp",):
             found.world, found.dim = world_of(mesh.get_group(axis)), dim
         elif found.dim == dim and isinstance(param.placements[0], Shard):
-            raise ValueError("cut by data and then by tensor parallelism: call parallelize_module before fully_shard")
+            raise ValueError(
+                "cut by data and then by tensor parallelism: call parallelize_module before fully_shard"
+            )
         else:
             found.tp = TensorParallel(world_of(mesh.get_group(axis)), dim, shape, mode)
     if tp := found.tp:
@@ -189,19 +221,23 @@ def layout(param, mode, split, replicated, world_of):
         if mode != "blockwise":
             tp.mode = "distributed" if summed and not fused and mode != "duplicated" else "duplicated"
         elif fused or shape[tp.dim - 1] % tp.world.size:
-            raise ValueError("tensor_parallel=blockwise takes neither split rows nor uneven blocks: use duplicated")
+            raise ValueError(
+                "tensor_parallel=blockwise takes neither split rows nor uneven blocks: use duplicated"
+            )
         else:
             found.shape = found.held
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Pieces of work
 
 
 @dataclass(eq=False)
 class Rows:
-    """Rows lo to hi of a parameter that is updated element by element: all that is here, or this rank's slice."""
+    """Rows lo to hi of a parameter that is updated element by element: all that is here, or this rank's
+    slice.
+    """
 
     param: torch.Tensor
     group: dict
@@ -217,7 +253,9 @@ class Rows:
 
 @dataclass(eq=False)
 class Matrix:
-    """One matrix of a Muon parameter: a 2-D one, (out, rest) of a convolution, or the index-th of a 3-D one."""
+    """One matrix of a Muon parameter: a 2-D one, (out, rest) of a convolution, or the index-th of a 3-D
+    one.
+    """
 
     param: torch.Tensor
     group: dict
@@ -248,7 +286,9 @@ class Bank:
     alone: bool = False  # fills less than half of the world: stacking would more than double its bytes
     momentum: torch.Tensor = None  # (k, m, n); in the pipeline shards of all, (K, rows, columns)
     second: torch.Tensor = None  # (k, m, 1) or (k, 1, n); (k, S, 1) of fused matrices
-    part_of_row: torch.Tensor = ...  # of fused matrices: the part that each row on this rank belongs to; else all
+    part_of_row: torch.Tensor = (
+        ...
+    )  # of fused matrices: the part that each row on this rank belongs to; else all
 
     @property
     def shape(self):
@@ -278,7 +318,8 @@ class Bank:
     def place(self):
         """Owners and slots of the matrices, then momentum and second moment of those owned here.
 
-        Owners are as even as whole matrices allow; what is left over goes to the ranks with the least work so far.
+        Owners are as even as whole matrices allow; what is left over goes to the ranks with the least work so
+        far.
         """
         world, K = self.layout.world, len(self.matrices)
         ranks, each = range(world.size), -(-K // world.size)
@@ -303,7 +344,9 @@ class Bank:
             if len(rows) > 1:
                 part = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows)).repeat(groups)
                 for cut in (self.layout.tp, self.layout):  # to the rows of this rank
-                    part = part[slice(*cut.world.share(len(part)))] if cut is not None and cut.dim == 1 else part
+                    part = (
+                        part[slice(*cut.world.share(len(part)))] if cut is not None and cut.dim == 1 else part
+                    )
                 self.part_of_row = part.to(self.like.device)
         zeros = functools.partial(torch.zeros, dtype=state_dtype(self.like), device=self.like.device)
         shard = self.matrices[0].of(self.matrices[0].param).shape if self.layout.dim else self.layout.held
@@ -311,11 +354,15 @@ class Bank:
         self.second = zeros(len(self.owned), *second) if self.variance else None
 
     def state(self):
-        """(parameter, [what this rank keeps or None, Kept] of momentum and second moment) for every parameter.
+        """(parameter, [what this rank keeps or None, Kept] of momentum and second moment) for every
+        parameter.
 
         State is a view of the bank's buffers, in the parameter's orientation.
         """
-        batch, buffers = self.like.ndim == 3, [(self.matrices if self.layout.dim else self.owned, self.momentum)]
+        batch, buffers = (
+            self.like.ndim == 3,
+            [(self.matrices if self.layout.dim else self.owned, self.momentum)],
+        )
         buffers += [(self.owned, self.second)] if self.variance else []
         for matrix in self.matrices[:1] or [Matrix(self.like, {}, 0, False)] if batch else self.matrices:
             entries = []
@@ -329,8 +376,9 @@ class Bank:
             yield matrix.param, entries
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The pipeline's transfers, of K matrices of one layout in the order of their owners; k of them are owned by this rank
+# ------------------------------------------------------------------------------------------------------------
+# The pipeline's transfers, of K matrices of one layout in the order of their owners; k of them are owned by
+# this rank
 
 
 def shards(layout, count):
@@ -341,7 +389,9 @@ def shards(layout, count):
 
 
 def to_owners(layout, U, owners):
-    """U: (K, rows, columns), shards of the matrices of these owners. Waiting gives (k, m, n), whole matrices."""
+    """U: (K, rows, columns), shards of the matrices of these owners. Waiting gives (k, m, n), whole
+    matrices.
+    """
     world = layout.world
     shapes = list(shards(layout, owners.count(world.rank)))
     sent = [owners.count(rank) * U[0].numel() for rank in range(world.size)]
@@ -356,24 +406,28 @@ def to_owners(layout, U, owners):
 
 
 def to_shards(layout, X, owners):
-    """X: (k, m, n), whole matrices. Waiting gives (K, rows, columns), this rank's shards of those of all owners."""
+    """X: (k, m, n), whole matrices. Waiting gives (K, rows, columns), this rank's shards of those of all
+    owners.
+    """
     world = layout.world
     shapes = list(shards(layout, len(X)))
     pieces = X.split([shape[layout.dim] for shape in shapes], dim=layout.dim)
     mine = list(shards(layout, len(owners)))[world.rank]
     received = [owners.count(rank) * math.prod(mine[1:]) for rank in range(world.size)]
-    wait = world.all_to_all(torch.cat([piece.flatten() for piece in pieces]), list(map(math.prod, shapes)), received)
+    wait = world.all_to_all(
+        torch.cat([piece.flatten() for piece in pieces]), list(map(math.prod, shapes)), received
+    )
     return lambda: wait().view(mine)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # State
 
 
 @dataclass
 class Kept:
-    """Where a state tensor of this shape is kept: in pieces over `mesh` (None: whole), on the rank `owner` of `world`
-    (None: on all ranks).
+    """Where a state tensor of this shape is kept: in pieces over `mesh` (None: whole), on the rank `owner` of
+    `world` (None: on all ranks).
     """
 
     shape: tuple

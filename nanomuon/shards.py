@@ -11,8 +11,9 @@ Which documents a shard holds depends on the corpus alone, never on the number o
     8 bytes "nanomuon", uint32 length of the header, header (JSON), padding to a multiple of 64 bytes,
     documents + 1 int64 token offsets, then the tokens (uint16, or uint32 for a vocabulary over 65,536)
 
-with no <|bos|> stored: the loader puts one in front of every document and every piece of one. Shards are written to a
-temporary name and renamed, then the manifest names them: a shard the manifest does not name does not exist.
+with no <|bos|> stored: the loader puts one in front of every document and every piece of one. Shards are
+written to a temporary name and renamed, then the manifest names them: a shard the manifest does not name does
+not exist.
 """
 
 import fcntl
@@ -39,25 +40,33 @@ PATIENCE = 30  # seconds to wait for somebody to start on shards that are missin
 
 
 class Shard:
-    """One shard, memory-mapped: `offsets` (documents + 1,) int64 and `tokens` (offsets[-1],) uint16 or uint32."""
+    """One shard, memory-mapped: `offsets` (documents + 1,) int64 and `tokens` (offsets[-1],) uint16 or
+    uint32.
+    """
 
     def __init__(self, path, header: dict, offsets, tokens):
         self.path, self.header, self.offsets, self.tokens = path, header, offsets, tokens
 
     @classmethod
     def open(cls, path, tokenizer_hash: str | None = None) -> "Shard":
-        """Map a shard and check all but its checksum; InputError names the file that is not what it should be."""
+        """Map a shard and check all but its checksum; InputError names the file that is not what it should
+        be.
+        """
         path = Path(path)
         try:
             with path.open("rb") as file:
                 start = file.read(12)
-                header = json.loads(file.read(int.from_bytes(start[8:], "little"))) if start[:8] == MAGIC else {}
+                header = (
+                    json.loads(file.read(int.from_bytes(start[8:], "little"))) if start[:8] == MAGIC else {}
+                )
         except FileNotFoundError as error:
             raise InputError(f"shard {path} is gone: python -m scripts.data_prep writes it again") from error
         except ValueError:
             header = {}
         if header.get("version") != VERSION:
-            raise InputError(f"{path} is not a version {VERSION} nanomuon shard: delete it and run scripts.data_prep")
+            raise InputError(
+                f"{path} is not a version {VERSION} nanomuon shard: delete it and run scripts.data_prep"
+            )
         if tokenizer_hash not in (None, header["tokenizer"]):
             raise InputError(
                 f"shard {path} was written with tokenizer {header['tokenizer']}, not {tokenizer_hash}: "
@@ -76,7 +85,9 @@ class Shard:
     def verify(self) -> None:
         """Compare the payload with the checksum in the header; InputError where they differ."""
         if _checksum(self.offsets, self.tokens) != self.header["sha256"]:
-            raise InputError(f"shard {self.path} does not match its checksum: delete it and run scripts.data_prep")
+            raise InputError(
+                f"shard {self.path} does not match its checksum: delete it and run scripts.data_prep"
+            )
 
 
 def write_shard(path, documents: list[np.ndarray], header: dict) -> dict:
@@ -103,7 +114,9 @@ def write_shard(path, documents: list[np.ndarray], header: dict) -> dict:
 
 @contextmanager
 def locked(folder: Path):
-    """Hold the folder for this process, waiting while another one does. The system frees it if we are killed."""
+    """Hold the folder for this process, waiting while another one does. The system frees it if we are
+    killed.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(_lock_file(folder), "a") as file:
         try:
@@ -137,11 +150,15 @@ def read_manifest(folder) -> dict | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise InputError(f"{folder}/manifest.json is damaged: delete the folder and run scripts.data_prep") from error
+        raise InputError(
+            f"{folder}/manifest.json is damaged: delete the folder and run scripts.data_prep"
+        ) from error
 
 
 def default_vocab_size(corpus_name: str) -> int:
-    """4,096 suits megabytes of text and small models; corpora worth a download train models that 32,768 suits."""
+    """4,096 suits megabytes of text and small models; corpora worth a download train models that 32,768
+    suits.
+    """
     return 4096 if corpus_name == "python" or corpus_name.startswith("path:") else 32768
 
 
@@ -159,7 +176,9 @@ def shard_folder(corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None = 
 
 
 def prepare_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a corpus; trained on the first TRAINING_BYTES of its training documents where there is none."""
+    """The tokenizer of a corpus; trained on the first TRAINING_BYTES of its training documents where there is
+    none.
+    """
     folder = tokenizer_folder(corpus, vocab_size)
     if not folder.exists():
         with locked(folder):
@@ -189,12 +208,13 @@ def prepare(
 ) -> Path:
     """Make whatever is missing of tokenizer and shards of a corpus, and return the folder of the shards.
 
-    Quick where nothing is missing. Carries on where an earlier call was stopped, at whatever moment. A second call at
-    the same time waits for the first. A shard that was deleted is written again, and those after it.
+    Quick where nothing is missing. Carries on where an earlier call was stopped, at whatever moment. A second
+    call at the same time waits for the first. A shard that was deleted is written again, and those after it.
 
-    workers: threads that tokenize (default: one per core). tiktoken works outside the GIL, so they scale like processes
-    and need no copies of the text. tokenizer: use this one instead of the corpus's own. max_tokens: stop after the
-    shard that brings this many training tokens, 0 for the validation set only; a later call may ask for more.
+    workers: threads that tokenize (default: one per core). tiktoken works outside the GIL, so they scale like
+    processes and need no copies of the text. tokenizer: use this one instead of the corpus's own. max_tokens:
+    stop after the shard that brings this many training tokens, 0 for the validation set only; a later call
+    may ask for more.
     """
     corpus = open_corpus(corpus) if isinstance(corpus, str) else corpus
     vocab_size = tokenizer.vocab_size if tokenizer else vocab_size or default_vocab_size(corpus.name)
@@ -207,12 +227,14 @@ def prepare(
     return folder
 
 
-def prepare_for_training(corpus: Corpus | str, vocab_size: int | None = None, tokens: int | None = None) -> Path:
+def prepare_for_training(
+    corpus: Corpus | str, vocab_size: int | None = None, tokens: int | None = None
+) -> Path:
     """The folder of the shards as soon as training can start: prepare() for a corpus on this machine.
 
-    A corpus on the hub is left to scripts.data_prep, which may stay at work during the training: this waits for the
-    validation set and the first WINDOW training shards. InputError where no process works on what is missing; it tells
-    how to make `tokens` training tokens.
+    A corpus on the hub is left to scripts.data_prep, which may stay at work during the training: this waits
+    for the validation set and the first WINDOW training shards. InputError where no process works on what is
+    missing; it tells how to make `tokens` training tokens.
     """
     corpus = open_corpus(corpus) if isinstance(corpus, str) else corpus
     if not corpus.needs_download:
@@ -237,12 +259,15 @@ def window_is_there(manifest: dict | None, window: int) -> bool:
 
 
 def wait_for_window(folder: Path, window: int, command: str) -> dict:
-    """The manifest once window_is_there(); InputError, naming `command`, where no process is at work on the folder."""
+    """The manifest once window_is_there(); InputError, naming `command`, where no process is at work on the
+    folder.
+    """
     idle = 0
     while not window_is_there(manifest := read_manifest(folder), window):
         if not idle:
             print(
-                f"waiting for training shards {window * WINDOW} to {(window + 1) * WINDOW - 1} of {folder}", flush=True
+                f"waiting for training shards {window * WINDOW} to {(window + 1) * WINDOW - 1} of {folder}",
+                flush=True,
             )
         # one that was started together with us may need a moment before it takes the lock
         idle = 1 if being_written(folder) else idle + 1
@@ -262,7 +287,10 @@ def _enough(folder, max_tokens):
 
 def _lost(folder, manifest):
     return [
-        shard["name"] for kind in ("val", "train") for shard in manifest[kind] if not (folder / shard["name"]).exists()
+        shard["name"]
+        for kind in ("val", "train")
+        for shard in manifest[kind]
+        if not (folder / shard["name"]).exists()
     ]
 
 
@@ -308,7 +336,12 @@ def _write_shards(folder, corpus, tokenizer, workers, max_tokens):
         encoded += size
         if end is not None:
             name = f"{kind}-{len(manifest[kind]):05d}.bin"
-            header = {"kind": kind, "corpus": corpus.name, "revision": corpus.revision, "tokenizer": tokenizer.hash}
+            header = {
+                "kind": kind,
+                "corpus": corpus.name,
+                "revision": corpus.revision,
+                "tokenizer": tokenizer.hash,
+            }
             header = write_shard(folder / name, arrays[kind], header)
             arrays[kind] = []
             shard = {key: header[key] for key in ("documents", "tokens", "sha256")}
@@ -359,9 +392,11 @@ def _write_shards(folder, corpus, tokenizer, workers, max_tokens):
 
 
 def _batches(corpus, manifest, counts, train):
-    """Yield (kind, texts, bytes, end), work for one thread; `end` is the place in the corpus if the batch ends a shard.
+    """Yield (kind, texts, bytes, end), work for one thread; `end` is the place in the corpus if the batch
+    ends a shard.
 
-    Shards already there are read past. Validation documents beyond the first shard are left out, not trained on.
+    Shards already there are read past. Validation documents beyond the first shard are left out, not trained
+    on.
     """
     done = {kind: len(manifest[kind]) for kind in ("train", "val")}
     index = {"train": 0, "val": 0}  # of the shard being filled
@@ -409,18 +444,24 @@ def _batches(corpus, manifest, counts, train):
 
 
 def verify(folder: Path) -> int:
-    """Check every shard of a complete or growing folder, checksums included, and return how many there are."""
+    """Check every shard of a complete or growing folder, checksums included, and return how many there
+    are.
+    """
     manifest = read_manifest(folder)
     if manifest is None:
         raise InputError(f"no shards in {folder}: run scripts.data_prep without --verify first")
     if Tokenizer.load(folder / "tokenizer").hash != manifest["tokenizer"]:
-        raise InputError(f"{folder}/tokenizer is not the one of the shards: delete {folder} and run scripts.data_prep")
+        raise InputError(
+            f"{folder}/tokenizer is not the one of the shards: delete {folder} and run scripts.data_prep"
+        )
     listed = manifest["val"] + manifest["train"]
     for entry in listed:
         shard = Shard.open(folder / entry["name"], manifest["tokenizer"])
         shard.verify()
         if shard.header["sha256"] != entry["sha256"]:
-            raise InputError(f"shard {shard.path} is not the one in the manifest: delete it and run scripts.data_prep")
+            raise InputError(
+                f"shard {shard.path} is not the one in the manifest: delete it and run scripts.data_prep"
+            )
     return len(listed)
 
 

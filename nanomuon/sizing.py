@@ -14,26 +14,34 @@ from nanomuon.runtime import Runtime, print0, together
 def recalled(settings: dict, shard: str, tensor_parallel: int, runtime: Runtime) -> dict:
     """What was measured here for this run before, to be filled in and kept with its settings; empty at first.
 
-    A run that goes on with other kernels, or other micro-steps, rounds differently and is not the same to the bit.
-    "Here" is the first rank's kind of device and PyTorch, in this layout.
+    A run that goes on with other kernels, or other micro-steps, rounds differently and is not the same to the
+    bit. "Here" is the first rank's kind of device and PyTorch, in this layout.
     """
     device = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
-    here = {"device": device, "torch": torch.__version__, "processes": runtime.world_size, "shard": shard,
-            "tensor_parallel": tensor_parallel}  # fmt: skip
+    here = {
+        "device": device,
+        "torch": torch.__version__,
+        "processes": runtime.world_size,
+        "shard": shard,
+        "tensor_parallel": tensor_parallel,
+    }
     measured = settings.get("measured", {})
     return together(lambda: measured if measured.get("here") == here else {"here": here})[0]
 
 
-def device_batch_size(config: GPTConfig, most: int, fsdp: bool, tensor_parallel: int, runtime: Runtime) -> int:
-    """Rows of a micro-step, a power of two that divides the `most` of a step on a device: what fits into memory; on a
-    CPU 16 at most, where more gain nothing.
+def device_batch_size(
+    config: GPTConfig, most: int, fsdp: bool, tensor_parallel: int, runtime: Runtime
+) -> int:
+    """Rows of a micro-step, a power of two that divides the `most` of a step on a device: what fits into
+    memory; on a CPU 16 at most, where more gain nothing.
 
-    On CUDA one row and two are tried, eagerly, which takes more memory than the compiled model does; where parameters
-    live in pieces the formula stands for it.
+    On CUDA one row and two are tried, eagerly, which takes more memory than the compiled model does; where
+    parameters live in pieces the formula stands for it.
     """
     most, device, itemsize = max(1, most), runtime.device, runtime.compute_dtype.itemsize
     one, two = (
-        footprint.footprint(config, runtime.world_size, fsdp, tensor_parallel, tried, 1, itemsize) for tried in (1, 2)
+        footprint.footprint(config, runtime.world_size, fsdp, tensor_parallel, tried, 1, itemsize)
+        for tried in (1, 2)
     )
     needed = [footprint.memory(one), footprint.memory(two)]
     if device.type == "cpu":
@@ -46,7 +54,8 @@ def device_batch_size(config: GPTConfig, most: int, fsdp: bool, tensor_parallel:
 
 
 def probe_memory(config: GPTConfig, runtime: Runtime) -> list[float]:
-    """Bytes on the GPU at the height of forward and backward for one row and for two, with weights and gradients.
+    """Bytes on the GPU at the height of forward and backward for one row and for two, with weights and
+    gradients.
 
     Infinite for what it has no room for.
     """
@@ -67,26 +76,42 @@ def probe_memory(config: GPTConfig, runtime: Runtime) -> list[float]:
 
 
 def choose_attention(
-    config: GPTConfig, rows: int, tensor_parallel: int, runtime: Runtime, measured: dict, new: bool, with_flex: bool
+    config: GPTConfig,
+    rows: int,
+    tensor_parallel: int,
+    runtime: Runtime,
+    measured: dict,
+    new: bool,
+    with_flex: bool,
 ) -> GPTConfig:
-    """On CUDA, take the fastest attention kernels. A new run whose window costs more than full attention goes without.
+    """On CUDA, take the fastest attention kernels. A new run whose window costs more than full attention goes
+    without.
 
-    measured: see recalled(); what is there is measured again only if it cannot be used any more. new: the run's model
-    is not fixed yet. with_flex: the run may compile. The first rank measures, and all take what is best there. Returns
-    the config.
+    measured: see recalled(); what is there is measured again only if it cannot be used any more. new: the
+    run's model is not fixed yet. with_flex: the run may compile. The first rank measures, and all take what
+    is best there. Returns the config.
     """
     windows = sorted({config.window(layer) for layer in range(config.depth)} - {None})
     if runtime.device.type == "cpu":
         if windows:
             print0("attention windows save no time on a CPU: what they hide is computed and masked")
         return config
-    shape = config.seq_len, config.heads // tensor_parallel, config.kv_heads // tensor_parallel, config.head_dim
+    shape = (
+        config.seq_len,
+        config.heads // tensor_parallel,
+        config.kv_heads // tensor_parallel,
+        config.head_dim,
+    )
     where = runtime.device, runtime.compute_dtype
 
     def kernels():
         found = measured.get("attention")
         usable = found and found[0] in attention.flash_implementations(runtime.device)
-        if usable and (with_flex or "flex" not in [backend for _, backend, _ in found[1]]) or runtime.rank > 0:
+        if (
+            usable
+            and (with_flex or "flex" not in [backend for _, backend, _ in found[1]])
+            or runtime.rank > 0
+        ):
             return found
         rates = attention.measure(rows, *shape, [None, *windows], *where, with_flex)
         implementation, best = attention.fastest(rates)
@@ -98,8 +123,13 @@ def choose_attention(
         print0("attention: no kernel could be measured (train_bench --attention tells why); PyTorch chooses")
         return config
     suffix = f" ({implementation})" if implementation else ""
-    print0("attention: " + ", ".join(f"{f'window {window}' if window else 'full'} {backend}{suffix} {ms:.2f} ms"
-                                     for window, backend, ms in best))  # fmt: skip
+    print0(
+        "attention: "
+        + ", ".join(
+            f"{f'window {window}' if window else 'full'} {backend}{suffix} {ms:.2f} ms"
+            for window, backend, ms in best
+        )
+    )
     milliseconds = {window: ms for window, _, ms in best}
     if new and any(milliseconds[window] > milliseconds[None] for window in windows):
         print0("a window costs more than full attention on this device: using full attention")

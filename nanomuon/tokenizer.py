@@ -1,7 +1,8 @@
 """Byte-level BPE: rustbpe trains it, tiktoken runs it, two text files store it.
 
-A tokenizer folder holds `vocab.txt`, one `base64(token bytes) rank` a line in the order of the ranks (tiktoken's own
-format), and `tokenizer.json` with the split pattern and the special token. Nothing is pickled.
+A tokenizer folder holds `vocab.txt`, one `base64(token bytes) rank` a line in the order of the ranks
+(tiktoken's own format), and `tokenizer.json` with the split pattern and the special token. Nothing is
+pickled.
 """
 
 import base64
@@ -20,11 +21,9 @@ from nanomuon.runtime import InputError
 
 BOS = "<|bos|>"
 # GPT-4's split pattern with digits in groups of at most 2, not 3: small vocabularies waste less on numbers
-SPLIT_PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-)
-# Longer texts are encoded in pieces of at most this many characters, cut after a line end where there is one. The regex
-# engine gives up on a run of a million spaces, and BPE takes 40 s on one word of 50 MB.
+SPLIT_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+# Longer texts are encoded in pieces of at most this many characters, cut after a line end where there is one.
+# The regex engine gives up on a run of a million spaces, and BPE takes 40 s on one word of 50 MB.
 PIECE = 1 << 16
 
 
@@ -39,8 +38,8 @@ class Tokenizer:
 
     @property
     def _bpe(self) -> tiktoken.Encoding:
-        # One for each thread: the regex engine is fast for the thread that used it first, and others would take 20%
-        # longer (measured with tiktoken 0.14)
+        # One for each thread: the regex engine is fast for the thread that used it first, and others would
+        # take 20% longer (measured with tiktoken 0.14)
         if not hasattr(self._local, "bpe"):
             self._local.bpe = tiktoken.Encoding(
                 "nanomuon",
@@ -74,7 +73,9 @@ class Tokenizer:
         temporary.mkdir(parents=True)
         try:
             (temporary / "vocab.txt").write_text(self._vocab_text(), encoding="ascii")
-            (temporary / "tokenizer.json").write_text(json.dumps(self._settings(), indent=2) + "\n", encoding="utf-8")
+            (temporary / "tokenizer.json").write_text(
+                json.dumps(self._settings(), indent=2) + "\n", encoding="utf-8"
+            )
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(temporary, folder)
         finally:
@@ -91,13 +92,19 @@ class Tokenizer:
         except FileNotFoundError as error:
             raise InputError(f"no tokenizer in {folder}: python -m scripts.tok_train makes one") from error
         except (ValueError, KeyError, IndexError) as error:
-            raise InputError(f"damaged tokenizer in {folder} ({error!r}): delete the folder and train again") from error
+            raise InputError(
+                f"damaged tokenizer in {folder} ({error!r}): delete the folder and train again"
+            ) from error
         if settings != tokenizer._settings():
-            raise InputError(f"the files of tokenizer {folder} do not belong together: delete the folder, train again")
+            raise InputError(
+                f"the files of tokenizer {folder} do not belong together: delete the folder, train again"
+            )
         return tokenizer
 
     def _vocab_text(self) -> str:
-        return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(self.vocab))
+        return "".join(
+            f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(self.vocab)
+        )
 
     def _settings(self) -> dict:
         return {
@@ -115,13 +122,16 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
-        """(vocab_size,) int32: UTF-8 bytes each token stands for; 0 for <|bos|>. The denominator of bits per byte."""
+        """(vocab_size,) int32: UTF-8 bytes each token stands for; 0 for <|bos|>. The denominator of bits per
+        byte.
+        """
         return np.array([len(token) for token in self.vocab] + [0], dtype=np.int32)
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         """(n,) uint32 ids of a text, without <|bos|>. Releases the GIL, so threads encode in parallel.
 
-        What looks like a special token is encoded as ordinary text. ValueError for lone surrogates: they are not text.
+        What looks like a special token is encoded as ordinary text. ValueError for lone surrogates: they are
+        not text.
         """
         try:
             pieces = [self._bpe.encode_to_numpy(piece, disallowed_special=()) for piece in _pieces(text)]

@@ -1,7 +1,7 @@
 """Bits per byte of a finished run on the whole validation set of its corpus.
 
-    python -m scripts.base_eval --run base
-    torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run base
+python -m scripts.base_eval --run base
+torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run base
 """
 
 import argparse
@@ -19,10 +19,14 @@ from scripts.sample import load_run
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.base_eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.base_eval",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--run", default="base", help="name of a finished run (default: %(default)s)")
-    parser.add_argument("--device-batch-size", type=int, default=16, help="rows at a time (default: %(default)s)")
+    parser.add_argument(
+        "--device-batch-size", type=int, default=16, help="rows at a time (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     check_at_least_1(args, "device_batch_size")
     runtime = start()

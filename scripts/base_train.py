@@ -6,8 +6,9 @@
     python -m scripts.base_train --corpus path:my_texts --run mine              # your own text
     python -m scripts.base_train --optimizer-file my_optim.py                   # your own: build_optimizer(model)
 
-The -- keeps torchrun from taking --run for its own --run-path. What is not given follows from --depth and the device.
-A run lives in runs/NAME under NANOMUON_BASE_DIR; the same command given again carries it on from its last checkpoint.
+The -- keeps torchrun from taking --run for its own --run-path. What is not given follows from --depth and the
+device. A run lives in runs/NAME under NANOMUON_BASE_DIR; the same command given again carries it on from its
+last checkpoint.
 """
 
 import argparse
@@ -63,58 +64,145 @@ EAGER_STEPS = 3  # before it is decided whether to compile
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
 # arguments that a run does not remember
 OF_THE_LAUNCH = ("run", "resume", "plan", "wandb", "shard", "tensor_parallel")
-PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}  # other corpora: none
+PROMPTS = {
+    "python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]
+}  # other corpora: none
 
 
 def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namespace:
     """What is given, else what is remembered, else the default."""
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.base_train", description=__doc__, allow_abbrev=False,
+        prog="python -m scripts.base_train",
+        description=__doc__,
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     add = parser.add_argument
     add("--run", default="base", help="name of the run, a folder under runs/ (default: %(default)s)")
-    add("--corpus", default="python", help="python, path:FILE_OR_FOLDER or hf:ORG/NAME (default: %(default)s)")
+    add(
+        "--corpus", default="python", help="python, path:FILE_OR_FOLDER or hf:ORG/NAME (default: %(default)s)"
+    )
     add("--vocab-size", type=int, help="tokens in the vocabulary (default: set by the corpus)")
-    add("--depth", type=int, default=4, help="number of layers; width, heads and batch follow (default: %(default)s)")
+    add(
+        "--depth",
+        type=int,
+        default=4,
+        help="number of layers; width, heads and batch follow (default: %(default)s)",
+    )
     add("--max-seq-len", type=int, help="context in tokens (default: 2048 on a GPU, 256 on a CPU)")
-    add("--window-pattern", default="L", help="attention window by layer: L full, S half the context, e.g. SSSL")
-    add("--experts", type=int, default=0, help="MLPs per layer among which a router picks, 0: one (%(default)s)")
-    add("--experts-per-token", type=int, default=2, help="how many it picks, each 1/this as wide (%(default)s)")
+    add(
+        "--window-pattern",
+        default="L",
+        help="attention window by layer: L full, S half the context, e.g. SSSL",
+    )
+    add(
+        "--experts",
+        type=int,
+        default=0,
+        help="MLPs per layer among which a router picks, 0: one (%(default)s)",
+    )
+    add(
+        "--experts-per-token",
+        type=int,
+        default=2,
+        help="how many it picks, each 1/this as wide (%(default)s)",
+    )
     add("--no-qk-norm", action="store_true", help="do not normalize queries and keys")
-    add("--qk-clip", type=float, metavar="TAU", help="with --no-qk-norm: scale heads whose largest attention logit is "
-        "above TAU back to it, say 100 (default: off)")  # fmt: skip
-    add("--device-batch-size", type=int, help="rows per device and micro-step (default: a power of two that fits into "
-        "the memory of the GPU, 16 on a CPU)")  # fmt: skip
-    add("--total-batch-size", type=int, help="tokens per optimizer step (default: from the tokens that "
-        "--target-param-data-ratio asks for, whatever --num-iterations makes of them)")  # fmt: skip
+    add(
+        "--qk-clip",
+        type=float,
+        metavar="TAU",
+        help="with --no-qk-norm: scale heads whose largest attention logit is "
+        "above TAU back to it, say 100 (default: off)",
+    )
+    add(
+        "--device-batch-size",
+        type=int,
+        help="rows per device and micro-step (default: a power of two that fits into "
+        "the memory of the GPU, 16 on a CPU)",
+    )
+    add(
+        "--total-batch-size",
+        type=int,
+        help="tokens per optimizer step (default: from the tokens that "
+        "--target-param-data-ratio asks for, whatever --num-iterations makes of them)",
+    )
     add("--num-iterations", type=int, help="optimizer steps (default: from --target-param-data-ratio)")
-    add("--target-param-data-ratio", type=float, default=10.5, help="training tokens per parameter of the matrices and "
-        "the head (default: %(default)s)")  # fmt: skip
-    add("--matrix-lr", type=float, help="Muon learning rate, from 4,096 tokens a step on (default: %(default)s)")
+    add(
+        "--target-param-data-ratio",
+        type=float,
+        default=10.5,
+        help="training tokens per parameter of the matrices and the head (default: %(default)s)",
+    )
+    add(
+        "--matrix-lr",
+        type=float,
+        help="Muon learning rate, from 4,096 tokens a step on (default: %(default)s)",
+    )
     add("--embedding-lr", type=float, help="AdamW, token and value embeddings (default: %(default)s)")
     add("--unembedding-lr", type=float, help="AdamW, head (default: %(default)s)")
     add("--scalar-lr", type=float, help="AdamW, residual scalars (default: %(default)s)")
     add("--weight-decay", type=float, help="of Muon's matrices, falling to 0 (default: %(default)s)")
     add("--warmup-ratio", type=float, help="share of the run with rising rates (%(default)s)")
     add("--warmdown-ratio", type=float, help="share of the run with falling rates (%(default)s)")
-    add("--optimizer-file", help="Python file with build_optimizer(model) or param_groups(model), used instead "
-        "of the recipe (see nanomuon/recipe.py)")  # fmt: skip
-    add("--eval-every", type=int, default=100, help="steps between evaluations, -1: only at the end (%(default)s)")
-    add("--eval-tokens", type=int, default=131072, help="validation tokens of an evaluation on the way; the last "
-        "takes the whole set (default: %(default)s)")  # fmt: skip
-    add("--save-every", type=int, default=100, help="steps between checkpoints, -1: only at the end (%(default)s)")
+    add(
+        "--optimizer-file",
+        help="Python file with build_optimizer(model) or param_groups(model), used instead "
+        "of the recipe (see nanomuon/recipe.py)",
+    )
+    add(
+        "--eval-every",
+        type=int,
+        default=100,
+        help="steps between evaluations, -1: only at the end (%(default)s)",
+    )
+    add(
+        "--eval-tokens",
+        type=int,
+        default=131072,
+        help="validation tokens of an evaluation on the way; the last "
+        "takes the whole set (default: %(default)s)",
+    )
+    add(
+        "--save-every",
+        type=int,
+        default=100,
+        help="steps between checkpoints, -1: only at the end (%(default)s)",
+    )
     add("--save-minutes", type=float, default=-1, help="minutes between checkpoints, -1: off (%(default)s)")
     add("--keep-last", type=int, default=2, help="how many checkpoints to keep (default: %(default)s)")
-    add("--resume", default="auto", help="auto: the newest checkpoint of the run; step_N: that one; never: start over")
-    add("--shard", default="none", choices=["none", "fsdp"], help="fsdp: parameters, gradients and optimizer state in "
-        "pieces over the processes (FSDP2); none: whole parameters on each (default: %(default)s)")  # fmt: skip
-    add("--tensor-parallel", type=int, default=1, help="processes that share every matrix and see the same rows; "
-        "divides the key-value heads (default: %(default)s)")  # fmt: skip
-    add("--seed", type=int, default=0, help="of initial weights, data order and samples (default: %(default)s)")
+    add(
+        "--resume",
+        default="auto",
+        help="auto: the newest checkpoint of the run; step_N: that one; never: start over",
+    )
+    add(
+        "--shard",
+        default="none",
+        choices=["none", "fsdp"],
+        help="fsdp: parameters, gradients and optimizer state in "
+        "pieces over the processes (FSDP2); none: whole parameters on each (default: %(default)s)",
+    )
+    add(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        help="processes that share every matrix and see the same rows; "
+        "divides the key-value heads (default: %(default)s)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of initial weights, data order and samples (default: %(default)s)",
+    )
     add("--wandb", action="store_true", help="log to Weights & Biases as well (WANDB_MODE=offline works)")
-    add("--compile", action=argparse.BooleanOptionalAction, help="compile model and optimizer, or run eagerly, as "
-        "NANOMUON_COMPILE=1 or 0 (default: after some eager steps, where the run then ends sooner)")  # fmt: skip
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile model and optimizer, or run eagerly, as "
+        "NANOMUON_COMPILE=1 or 0 (default: after some eager steps, where the run then ends sooner)",
+    )
     add("--plan", action="store_true", help="print the size of the run, its memory and its time, and stop")
     parser.set_defaults(**recipe.param_groups.__kwdefaults__, **recipe.schedule.__kwdefaults__)
     return parser.parse_args(argv, argparse.Namespace(**remembered))
@@ -124,23 +212,37 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"--{name.replace('_', '-')} must be a finite number, not {value}")
-    check_at_least_1(args, "depth", "device_batch_size", "max_seq_len", "num_iterations", "total_batch_size",
-                     "eval_tokens", "keep_last", "tensor_parallel")  # fmt: skip
+    check_at_least_1(
+        args,
+        "depth",
+        "device_batch_size",
+        "max_seq_len",
+        "num_iterations",
+        "total_batch_size",
+        "eval_tokens",
+        "keep_last",
+        "tensor_parallel",
+    )
     for name in ("seed", "experts", *recipe.param_groups.__kwdefaults__, *recipe.schedule.__kwdefaults__):
         if getattr(args, name) < 0:
             raise InputError(f"--{name.replace('_', '-')} must not be negative, but is {getattr(args, name)}")
     if args.target_param_data_ratio <= 0:
         raise InputError(f"--target-param-data-ratio must be above 0, not {args.target_param_data_ratio}")
     if args.qk_clip is not None and not (args.no_qk_norm and args.qk_clip > 0):
-        raise InputError("--qk-clip is a positive number, for models with --no-qk-norm: the norm bounds logits itself")
+        raise InputError(
+            "--qk-clip is a positive number, for models with --no-qk-norm: the norm bounds logits itself"
+        )
     check_name("--run", args.run)
 
 
 def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, dict, list[str]]:
-    """The arguments; the settings of the run if it exists, else {}; and in words what the arguments change in it: a run
-    keeps what is not given anew."""
+    """The arguments; the settings of the run if it exists, else {}; and in words what the arguments change in
+    it: a run keeps what is not given anew.
+    """
     args = parse_arguments(argv, {})
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun has replaced a rank that died on the way
+    if (
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    ):  # torchrun has replaced a rank that died on the way
         args.resume = "auto"
     file = base_dir() / "runs" / args.run / "settings.json"
     if args.resume == "never" or not file.exists():
@@ -153,7 +255,11 @@ def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, dict,
     now.resume = args.resume
     check_arguments(now)
     changed = {key: was for key, was in before.items() if getattr(now, key) != was}
-    return now, settings, [f"--{key.replace('_', '-')} {getattr(now, key)} (was {was})" for key, was in changed.items()]
+    return (
+        now,
+        settings,
+        [f"--{key.replace('_', '-')} {getattr(now, key)} (was {was})" for key, was in changed.items()],
+    )
 
 
 class Plan(NamedTuple):
@@ -164,13 +270,20 @@ class Plan(NamedTuple):
 
 
 def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime, measured: dict) -> Plan:
-    """The run that the arguments ask for. measured: see sizing.recalled; takes the rows that fit into the device."""
+    """The run that the arguments ask for. measured: see sizing.recalled; takes the rows that fit into the
+    device.
+    """
     seq_len = args.max_seq_len or (2048 if runtime.device.type == "cuda" else 256)
     try:
         config = GPTConfig.from_depth(
-            args.depth, vocab_size, seq_len, window_pattern=args.window_pattern, qk_norm=not args.no_qk_norm,
-            experts=args.experts, experts_per_token=args.experts_per_token,
-        )  # fmt: skip
+            args.depth,
+            vocab_size,
+            seq_len,
+            window_pattern=args.window_pattern,
+            qk_norm=not args.no_qk_norm,
+            experts=args.experts,
+            experts_per_token=args.experts_per_token,
+        )
     except ValueError as error:
         raise InputError(str(error)) from error
     data_parallel = parallel.data_parallel_size(runtime.world_size, args.tensor_parallel, config)
@@ -213,10 +326,15 @@ def print_plan(args, plan: Plan, runtime: Runtime) -> None:
     micro_steps = batch // (rows * config.seq_len * ranks)
     memory = footprint.memory(
         footprint.footprint(
-            config, runtime.world_size, args.shard == "fsdp", args.tensor_parallel, rows, micro_steps,
+            config,
+            runtime.world_size,
+            args.shard == "fsdp",
+            args.tensor_parallel,
+            rows,
+            micro_steps,
             runtime.compute_dtype.itemsize,
         )
-    )  # fmt: skip
+    )
     speed = peak_flops(runtime.device)
     seconds = speed and batch * steps * flops / (0.4 * speed * runtime.world_size)
     print0(f"""\
@@ -229,7 +347,9 @@ time       {f"about {duration(seconds)} at 40% of this device's peak" if seconds
 
 
 def first_rank_first(work, runtime: Runtime):
-    """work() on the first rank, then on the others, which find what it wrote. It may take hours: a download does."""
+    """work() on the first rank, then on the others, which find what it wrote. It may take hours: a download
+    does.
+    """
     if runtime.world_size == 1:
         return work()
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # NCCL would give up after 10 minutes
@@ -251,10 +371,11 @@ def build_optimizer(args: argparse.Namespace, model: GPT, batch: int, runtime: R
 
 
 def prepare_gradients(model: GPT) -> Tensor:
-    """For optimizers that leave it to us: the mean over all processes, where a missing gradient counts as zero.
+    """For optimizers that leave it to us: the mean over all processes, where a missing gradient counts as
+    zero.
 
-    Those of DTensors are means already. Returns 0, or NaN where a gradient held here is not finite: added to the loss
-    it makes the step be skipped.
+    Those of DTensors are means already. Returns 0, or NaN where a gradient held here is not finite: added to
+    the loss it makes the step be skipped.
     """
     if dist.is_initialized():
         for parameter in model.parameters():
@@ -278,7 +399,9 @@ def check_run_folder(run_dir: Path, settings: dict) -> None:
     if not (run_dir / "settings.json").exists():
         return
     before = json.loads((run_dir / "settings.json").read_text())
-    changed = [f"{key} {before.get(key)!r}, not {now!r}" for key, now in settings.items() if before.get(key) != now]
+    changed = [
+        f"{key} {before.get(key)!r}, not {now!r}" for key, now in settings.items() if before.get(key) != now
+    ]
     if changed:
         raise InputError(
             f"run {run_dir.name} exists with {'; '.join(changed)}: choose another --run, or start over: --resume never"
@@ -292,14 +415,20 @@ def check_writable(folder: Path) -> None:
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise InputError(f"cannot write to {folder}: {error.strerror}; set NANOMUON_BASE_DIR to another") from error
+        raise InputError(
+            f"cannot write to {folder}: {error.strerror}; set NANOMUON_BASE_DIR to another"
+        ) from error
 
 
 @contextlib.contextmanager
 def held(run_dir: Path):
-    """The run is this process's alone: two would write into each other's checkpoints. The system frees it if we die."""
+    """The run is this process's alone: two would write into each other's checkpoints. The system frees it if
+    we die.
+    """
     if shards.being_written(run_dir):
-        raise InputError(f"run {run_dir.name} is being trained by another process: choose another --run, or stop that")
+        raise InputError(
+            f"run {run_dir.name} is being trained by another process: choose another --run, or stop that"
+        )
     with shards.locked(run_dir):
         yield
 
@@ -320,7 +449,9 @@ def print_summary(summary: dict) -> None:
 
 
 class Run:
-    """One run: what it is, where it stands, and everything that trains it. All ranks call its methods together."""
+    """One run: what it is, where it stands, and everything that trains it. All ranks call its methods
+    together.
+    """
 
     def __init__(self, args, runtime: Runtime, plan: Plan, data: Path, measured: dict):
         """data: folder of the shards and their tokenizer. measured: see sizing.recalled."""
@@ -337,10 +468,16 @@ class Run:
             self.mesh = parallel.device_mesh(runtime.device.type, self.data_parallel, args.tensor_parallel)
         # What defines the run must be what it was started with; the other options it remembers
         self.settings = {
-            "corpus": args.corpus, "tokenizer": self.tokenizer.hash, **asdict(self.config),
-            "total_batch_size": self.batch, "seed": args.seed, "optimizer_file": args.optimizer_file,
-        }  # fmt: skip
-        self.step = self.skipped = self.bad_steps = 0  # done; of these without an update; of these the last ones
+            "corpus": args.corpus,
+            "tokenizer": self.tokenizer.hash,
+            **asdict(self.config),
+            "total_batch_size": self.batch,
+            "seed": args.seed,
+            "optimizer_file": args.optimizer_file,
+        }
+        self.step = self.skipped = self.bad_steps = (
+            0  # done; of these without an update; of these the last ones
+        )
 
     def is_complete(self) -> bool:
         """Whether nothing is left to do; says so. InputError where the folder holds another run."""
@@ -382,22 +519,39 @@ class Run:
             if self.guards_itself:
                 self.optimizer.skipped_steps.fill_(self.skipped)
         elif args.resume == "auto" and (self.dir / "summary.json").exists():
-            raise InputError(f"run {args.run} is complete and has no checkpoint to go on from: choose another --run")
+            raise InputError(
+                f"run {args.run} is complete and has no checkpoint to go on from: choose another --run"
+            )
         resumed = self.step if found else None
         self.loader = TrainLoader(
-            self.data, self.config.seq_len, self.batch // self.config.seq_len, self.rows, self.data_rank,
-            self.data_parallel, args.seed, runtime.device, loader_state,
-        )  # fmt: skip
+            self.data,
+            self.config.seq_len,
+            self.batch // self.config.seq_len,
+            self.rows,
+            self.data_rank,
+            self.data_parallel,
+            args.seed,
+            runtime.device,
+            loader_state,
+        )
         if runtime.rank == 0:
             start_run_folder(self.dir, self.description(), self.tokenizer, afresh=args.resume == "never")
         self.checkpoints = checkpoint.Checkpointer(self.dir, resumed, args.keep_last, background=True)
         self.log = None
         if runtime.rank == 0:
-            wandb = dict(project="nanomuon", name=args.run, id=args.run, config=self.settings) if args.wandb else None
+            wandb = (
+                dict(project="nanomuon", name=args.run, id=args.run, config=self.settings)
+                if args.wandb
+                else None
+            )
             self.log = report.MetricsLog(self.dir / "metrics.jsonl", resumed, wandb)
         training, evaluations = report.read_metrics(self.dir / "metrics.jsonl") if found else ([], [])
         self.evaluations = {row["step"]: row for row in evaluations if row["step"] <= self.step}
-        losses = [row["train_loss"] for row in training if row["step"] <= self.step and row["train_loss"] is not None]
+        losses = [
+            row["train_loss"]
+            for row in training
+            if row["step"] <= self.step and row["train_loss"] is not None
+        ]
         self.recent = deque(losses, maxlen=128)
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes).to(runtime.device)
         print_plan(args, Plan(self.config, self.rows, self.batch, self.steps), runtime)
@@ -414,20 +568,25 @@ class Run:
             self.model = torch.compile(self.gpt, dynamic=False)
 
     def description(self) -> dict:
-        """What settings.json holds: what defines the run, what it remembers of its arguments, and what was measured."""
+        """What settings.json holds: what defines the run, what it remembers of its arguments, and what was
+        measured.
+        """
         options = {key: value for key, value in vars(self.args).items() if key not in OF_THE_LAUNCH}
         options |= {"total_batch_size": self.batch, "max_seq_len": self.config.seq_len}
         return {**self.settings, "options": options, "measured": self.measured}
 
     def decide_compilation(self, eager_ms: float) -> None:
-        """Compile from here on if the run then ends sooner. Written down: compiled and eager steps round differently,
-        and a resumed run shall repeat this one."""
+        """Compile from here on if the run then ends sooner. Written down: compiled and eager steps round
+        differently, and a resumed run shall repeat this one.
+        """
         seconds = max(together(lambda: eager_ms)) / 1000  # all ranks decide the same
         left = self.steps - self.step
         costs, saves = schedule.compilation(self.runtime.device.type, self.config.depth, left * seconds)
         self.args.compile = costs < saves
-        print0(f"{'compiling' if self.args.compile else 'staying eager'}: to compile takes about {duration(costs)} and "
-               f"saves about {duration(saves)} in {left} steps (--compile and --no-compile decide it)")  # fmt: skip
+        print0(
+            f"{'compiling' if self.args.compile else 'staying eager'}: to compile takes about {duration(costs)} and "
+            f"saves about {duration(saves)} in {left} steps (--compile and --no-compile decide it)"
+        )
         if self.runtime.rank == 0:
             write_json(self.dir / "settings.json", self.description())
         if self.args.compile:
@@ -438,7 +597,8 @@ class Run:
         """The loop. Returns None where the run has all of its steps, else the exit code."""
         args, requests, shown, saved_at = self.args, Requests(), 0.0, time.monotonic()
         while self.step < self.steps:
-            # Before the next step, not after the last: a signal need not wait for it, and a resumed run makes up for it
+            # Before the next step, not after the last: a signal need not wait for it, and a resumed run makes
+            # up for it
             due = args.eval_every > 0 and self.step % args.eval_every == 0
             if self.step and due and self.step not in self.evaluations:
                 self.evaluate(args.eval_tokens)
@@ -470,7 +630,9 @@ class Run:
         return None
 
     def train_step(self, requests: Requests) -> tuple[dict, bool, bool]:
-        """One update. Returns its line of metrics.jsonl and what the ranks were asked: (row, stop?, save?)."""
+        """One update. Returns its line of metrics.jsonl and what the ranks were asked: (row, stop?,
+        save?).
+        """
         began = time.perf_counter()
         for group, start_values in zip(self.optimizer.param_groups, self.initial, strict=True):
             group.update(self.schedule(start_values, self.step, self.steps))
@@ -486,10 +648,15 @@ class Run:
         self.skipped, self.bad_steps = self.skipped + bad, self.bad_steps + 1 if bad else 0
         step_ms = 1000 * (now - began)
         row = {
-            "step": self.step, "tokens": self.step * self.batch, "train_loss": train_loss,
-            "lr_multiplier": multiplier, "step_ms": step_ms, "tokens_per_second": 1000 * self.batch / step_ms,
-            "optimizer_ms": 1000 * (now - before_update), "skipped_steps": self.skipped,
-        }  # fmt: skip
+            "step": self.step,
+            "tokens": self.step * self.batch,
+            "train_loss": train_loss,
+            "lr_multiplier": multiplier,
+            "step_ms": step_ms,
+            "tokens_per_second": 1000 * self.batch / step_ms,
+            "optimizer_ms": 1000 * (now - before_update),
+            "skipped_steps": self.skipped,
+        }
         if self.runtime.device.type == "cuda" and (peak := peak_flops(self.runtime.device)):
             per_device = row["tokens_per_second"] * self.gpt.estimate_flops() / self.runtime.world_size
             row["mfu"] = per_device / peak
@@ -501,7 +668,11 @@ class Run:
         for micro_step in range(self.accumulation):
             inputs, targets = next(self.loader)
             # in the last backward each gradient is final as it appears: its reduction can start there
-            last = isinstance(self.optimizer, DistMuonAdamW) and not self.mesh and micro_step == self.accumulation - 1
+            last = (
+                isinstance(self.optimizer, DistMuonAdamW)
+                and not self.mesh
+                and micro_step == self.accumulation - 1
+            )
             with self.optimizer.overlap_backward() if last else contextlib.nullcontext():
                 micro_loss = self.model(inputs, targets) / self.accumulation
                 micro_loss.backward()
@@ -511,7 +682,9 @@ class Run:
         return loss
 
     def update(self, finite: bool) -> bool:
-        """The optimizer's step, waited for, unless the loss or a gradient is not finite; returns whether one is not."""
+        """The optimizer's step, waited for, unless the loss or a gradient is not finite; returns whether one
+        is not.
+        """
         if self.guards_itself:  # skips on all ranks what is not finite on one, and counts it
             if not finite:
                 self.gpt.lm_head.weight.grad.fill_(math.nan)
@@ -539,8 +712,10 @@ class Run:
     def look_at_loss(self, loss: float) -> None:
         """Say what is wrong with the last step."""
         if self.bad_steps:
-            print0(f"step {self.step}: loss {loss}; it or a gradient is not finite: no update "
-                   f"({self.bad_steps} in a row)")  # fmt: skip
+            print0(
+                f"step {self.step}: loss {loss}; it or a gradient is not finite: no update "
+                f"({self.bad_steps} in a row)"
+            )
         elif is_spike(loss, self.recent):
             mean = statistics.fmean(self.recent)
             print0(f"step {self.step}: the loss jumps to {loss:.4f} from a mean of {mean:.4f}")
@@ -550,22 +725,35 @@ class Run:
     def give_up(self) -> int:
         self.checkpoints.wait()
         # a checkpoint is good if the step after it was
-        good = [f"step_{saved}" for saved in checkpoint.saved_steps(self.dir) if saved < self.step - self.bad_steps]
-        print0(f"error: {self.bad_steps} losses in a row are not finite, or their gradients; last good checkpoint: "
-               f"{(good or ['none'])[-1]}; go on from there with --resume and lower learning rates",
-               file=sys.stderr)  # fmt: skip
+        good = [
+            f"step_{saved}"
+            for saved in checkpoint.saved_steps(self.dir)
+            if saved < self.step - self.bad_steps
+        ]
+        print0(
+            f"error: {self.bad_steps} losses in a row are not finite, or their gradients; last good checkpoint: "
+            f"{(good or ['none'])[-1]}; go on from there with --resume and lower learning rates",
+            file=sys.stderr,
+        )
         return 1
 
     def evaluate(self, max_tokens: int | None) -> float:
         """Bits per byte of that many validation tokens, None: of all; logged."""
         batches = validation_batches(
-            self.data, self.config.seq_len, self.rows, self.data_rank, self.data_parallel,
-            self.runtime.device, max_tokens,
-        )  # fmt: skip
+            self.data,
+            self.config.seq_len,
+            self.rows,
+            self.data_rank,
+            self.data_parallel,
+            self.runtime.device,
+            max_tokens,
+        )
         value = bits_per_byte(self.gpt, batches, self.token_bytes)
         if self.log:
             tokens = self.step * self.batch
-            self.log.log({"step": self.step, "tokens": tokens, "val_bpb": value, "whole_set": max_tokens is None})
+            self.log.log(
+                {"step": self.step, "tokens": tokens, "val_bpb": value, "whole_set": max_tokens is None}
+            )
         extent = "" if max_tokens else " (whole set)"
         print0(f"step {self.step:5d}/{self.steps} | validation {value:.4f} bits per byte{extent}")
         return value
@@ -573,8 +761,12 @@ class Run:
     def save(self) -> None:
         if self.log:
             self.log.flush()
-        meta = {"step": self.step, "skipped_steps": self.skipped, "loader": self.loader.state_dict(),
-                "settings": self.settings}  # fmt: skip
+        meta = {
+            "step": self.step,
+            "skipped_steps": self.skipped,
+            "loader": self.loader.state_dict(),
+            "settings": self.settings,
+        }
         self.checkpoints.save(self.step, self.gpt, self.optimizer, meta)
 
     def finish(self) -> int | None:
@@ -586,19 +778,28 @@ class Run:
         last = self.evaluations.get(self.steps, {"whole_set": False})
         val_bpb = last["val_bpb"] if last["whole_set"] else self.evaluate(None)
         if val_bpb is None or not math.isfinite(val_bpb):  # None: from metrics.jsonl
-            print0(f"error: run {self.args.run} has diverged, its validation loss is not finite: go on from an earlier "
-                   "checkpoint with --resume step_N, or start over with --resume never, at lower learning rates",
-                   file=sys.stderr)  # fmt: skip
+            print0(
+                f"error: run {self.args.run} has diverged, its validation loss is not finite: go on from an earlier "
+                "checkpoint with --resume step_N, or start over with --resume never, at lower learning rates",
+                file=sys.stderr,
+            )
             return 1
         seconds = {"evaluation": time.perf_counter() - began}
-        about = {"step": self.steps, "val_bpb": val_bpb, "corpus": self.args.corpus, "tokenizer": self.tokenizer.hash}
+        about = {
+            "step": self.steps,
+            "val_bpb": val_bpb,
+            "corpus": self.args.corpus,
+            "tokenizer": self.tokenizer.hash,
+        }
         checkpoint.export_model(self.dir, self.gpt, asdict(self.config), about)
         if self.log:
             self.log.close()
             self.write_report(val_bpb, seconds)
 
     def samples(self) -> list[str]:
-        """Text of the trained model; none where it is in pieces and this rank's device cannot hold it whole."""
+        """Text of the trained model; none where it is in pieces and this rank's device cannot hold it
+        whole.
+        """
         prompts = PROMPTS.get(self.args.corpus, [""] * 3)
         try:
             if not self.mesh:
@@ -610,25 +811,37 @@ class Run:
                 checkpoint.load_model_weights(self.dir, gpt)
             return sample_texts(gpt, self.tokenizer, prompts, max_tokens=128, seed=self.args.seed)
         except torch.OutOfMemoryError:
-            print0("no samples: the whole model does not fit into this device (scripts.sample, where it does)")
+            print0(
+                "no samples: the whole model does not fit into this device (scripts.sample, where it does)"
+            )
             return []
 
     def write_report(self, val_bpb: float, seconds: dict) -> None:
-        """Samples, report.md, loss.png and summary.json; the summary is written last and marks the run as complete."""
+        """Samples, report.md, loss.png and summary.json; the summary is written last and marks the run as
+        complete.
+        """
         began, args = time.perf_counter(), self.args
         rows, _ = report.read_metrics(self.dir / "metrics.jsonl")
         summary = self.summary(rows, val_bpb)  # with the peak of training
         samples = self.samples()
         seconds = {"training": summary["seconds"], **seconds, "samples": time.perf_counter() - began}
         with open(self.dir / "stages.jsonl", "a") as stages:
-            stages.writelines(json.dumps({"stage": stage, "seconds": spent}) + "\n" for stage, spent in seconds.items())
+            stages.writelines(
+                json.dumps({"stage": stage, "seconds": spent}) + "\n" for stage, spent in seconds.items()
+            )
         stages = {row["stage"]: row["seconds"] for row in map(json.loads, open(self.dir / "stages.jsonl"))}
         options = {**vars(args), "device_batch_size": self.rows, "attention": self.measured.get("attention")}
-        options = {key: value for key, value in options.items() if key not in self.settings and value is not None}
+        options = {
+            key: value for key, value in options.items() if key not in self.settings and value is not None
+        }
         report.write_report(
-            self.dir, {**self.settings, **options}, summary, samples, report.machine_description(),
+            self.dir,
+            {**self.settings, **options},
+            summary,
+            samples,
+            report.machine_description(),
             list(stages.items()),
-        )  # fmt: skip
+        )
         write_json(self.dir / "summary.json", summary)
         for sample in samples:
             print(f"--- sample\n{sample}")
@@ -647,16 +860,20 @@ class Run:
             "optimizer_ms": round(statistics.median(row["optimizer_ms"] for row in rows), 1),
             "peak_memory_mb": peak_memory_mb(self.runtime.device),
             "parameters": meta_model(self.config).parameter_counts()["total"],
-        }  # fmt: skip
+        }
 
 
 def choose_compilation(args) -> None:
     """What the environment says, and else the arguments; None, to be decided on the way, starts eagerly."""
     if "NANOMUON_COMPILE" in os.environ:
         args.compile = compile_enabled()
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # what Inductor calls
+    compiler = os.environ.get("CXX") or (
+        "clang++" if sys.platform == "darwin" else "g++"
+    )  # what Inductor calls
     if args.compile is not False and not shutil.which(compiler):
-        print0(f"no C++ compiler {compiler}: running eagerly, which is slower (install it, or name another in CXX)")
+        print0(
+            f"no C++ compiler {compiler}: running eagerly, which is slower (install it, or name another in CXX)"
+        )
         args.compile = False
     os.environ["NANOMUON_COMPILE"] = "1" if args.compile else "0"
 
@@ -676,13 +893,23 @@ def main(argv: list[str] | None = None) -> int | None:
     check_writable(run_dir)
     with held(run_dir) if runtime.rank == 0 else contextlib.nullcontext():
         tokens = plan.batch * plan.steps
-        data = first_rank_first(lambda: shards.prepare_for_training(args.corpus, args.vocab_size, tokens), runtime)
+        data = first_rank_first(
+            lambda: shards.prepare_for_training(args.corpus, args.vocab_size, tokens), runtime
+        )
         plan = plan_run(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime, measured)
         config = plan.config
         if settings and args.window_pattern == settings["options"]["window_pattern"]:
-            config = replace(config, window_pattern=settings["window_pattern"])  # without windows, where they cost time
+            config = replace(
+                config, window_pattern=settings["window_pattern"]
+            )  # without windows, where they cost time
         config = sizing.choose_attention(
-            config, plan.rows, args.tensor_parallel, runtime, measured, not settings, args.compile is not False
+            config,
+            plan.rows,
+            args.tensor_parallel,
+            runtime,
+            measured,
+            not settings,
+            args.compile is not False,
         )
         run = Run(args, runtime, plan._replace(config=config), data, measured)
         if run.is_complete():

@@ -28,7 +28,9 @@ from nanomuon.tokenizer import Tokenizer
 
 
 def tokenization(corpus, tokenizer, folder):
-    """data_prep on one thread and on all cores against tiktoken alone on the same documents: the best of three each."""
+    """data_prep on one thread and on all cores against tiktoken alone on the same documents: the best of
+    three each.
+    """
     texts = list(corpus.documents(Counter()))
     size = sum(len(text.encode()) for text in texts)
     best = {}  # name: (CPU seconds, wall seconds)
@@ -41,7 +43,9 @@ def tokenization(corpus, tokenizer, folder):
         return result
 
     for attempt in range(3):
-        tokens = timed("tiktoken alone", lambda: sum(len(tokenizer._bpe.encode_ordinary(text)) for text in texts))
+        tokens = timed(
+            "tiktoken alone", lambda: sum(len(tokenizer._bpe.encode_ordinary(text)) for text in texts)
+        )
         for workers in (1, cores()):
             os.environ["NANOMUON_BASE_DIR"] = str(folder / f"{workers}-{attempt}")
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -97,7 +101,9 @@ def whole_documents(folder, seq_len):
             if end - start <= seq_len:
                 fitting += 1
                 whole += (source, start, end - start) in segments
-    print(f"cut to fill a row     {100 * (1 - whole / fitting):6.2f}% of the {fitting:,} documents that fit one")
+    print(
+        f"cut to fill a row     {100 * (1 - whole / fitting):6.2f}% of the {fitting:,} documents that fit one"
+    )
 
 
 def waiting(folder, seq_len, vocab_size):
@@ -115,7 +121,9 @@ def waiting(folder, seq_len, vocab_size):
         waited += time.perf_counter() - asked
         model(inputs, targets).backward()
     total = time.perf_counter() - began
-    print(f"waiting for data      {100 * waited / total:6.3f}% of a step at depth 4 ({total / 6 * 1000:.0f} ms a step)")
+    print(
+        f"waiting for data      {100 * waited / total:6.3f}% of a step at depth 4 ({total / 6 * 1000:.0f} ms a step)"
+    )
 
 
 def memory(folder, place, seq_len):
@@ -130,15 +138,25 @@ def memory(folder, place, seq_len):
             next(loader)
         peaks.append(tracemalloc.get_traced_memory()[1] / 1e6)
         tracemalloc.stop()
-    print("loader memory         " + ", ".join(f"{peak:.1f}" for peak in peaks) + " MB for 1, 2, 4 windows of shards")
+    print(
+        "loader memory         "
+        + ", ".join(f"{peak:.1f}" for peak in peaks)
+        + " MB for 1, 2, 4 windows of shards"
+    )
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.data_bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.data_bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--corpus", default="python", help="python or path:FILE_OR_FOLDER (default: %(default)s)")
-    parser.add_argument("--max-seq-len", type=int, default=2048, help="tokens in a row (default: %(default)s)")
+    parser.add_argument(
+        "--corpus", default="python", help="python or path:FILE_OR_FOLDER (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-seq-len", type=int, default=2048, help="tokens in a row (default: %(default)s)"
+    )
     parser.add_argument("--vocab-size", type=int, help="tokens in the vocabulary (default: 4096)")
     args = parser.parse_args(argv)
 

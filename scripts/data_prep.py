@@ -1,11 +1,13 @@
-"""Make whatever is missing of corpus, tokenizer and token shards. Run it again after any interruption: it carries on.
+"""Make whatever is missing of corpus, tokenizer and token shards. Run it again after any interruption: it
+carries on.
 
     python -m scripts.data_prep                                            # the Python standard library, no download
     python -m scripts.data_prep --corpus path:my_texts --vocab-size 8192   # your own text
     python -m scripts.data_prep --corpus hf:HuggingFaceFW/fineweb-edu:sample-10BT --max-tokens 2000000000
     python -m scripts.data_prep --corpus path:my_texts --verify            # check every shard
 
-For a corpus on the hub it may run beside the training, which starts with the first shards and waits for the next ones.
+For a corpus on the hub it may run beside the training, which starts with the first shards and waits for the
+next ones.
 """
 
 import argparse
@@ -17,11 +19,21 @@ from nanomuon.runtime import InputError, cores, run_command
 
 def main(argv=None):
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.data_prep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.data_prep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--corpus", default="python", help="python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG] (default: %(default)s)")
-    add("--vocab-size", type=int, help="tokens in the vocabulary (default: 4096, or 32768 for corpora on the hub)")
+    add(
+        "--corpus",
+        default="python",
+        help="python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG] (default: %(default)s)",
+    )
+    add(
+        "--vocab-size",
+        type=int,
+        help="tokens in the vocabulary (default: 4096, or 32768 for corpora on the hub)",
+    )
     add("--text-field", help="field of the records that holds the text (default: text); remembered")
     add("--separator", help="cut .txt files into documents at this string; remembered")
     add("--max-tokens", type=int, help="stop after so many training tokens (default: the whole corpus)")

@@ -1,14 +1,15 @@
-"""Time optimizer steps on a model's real shapes, beside the floor: the same matrix products alone, plus the bytes.
+"""Time optimizer steps on a model's real shapes, beside the floor: the same matrix products alone, plus the
+bytes.
 
     python -m scripts.optim_bench --depth 8                        # one process, all contestants
     python -m scripts.optim_bench --depth 8 --world 2              # the distributed step and its bytes (gloo or NCCL)
     python -m scripts.optim_bench --depth 4 --peer my_optim:MyOptimizer --json bench.json
 
-The contestants run in turn, round after round, so that a busy machine slows all of them; medians, the spread (half of
-the rounds lie within it) and the median of the ratio to the floor in the same round are printed.
-Floor: the products of the cheapest form of Newton-Schulz (see orthogonalize), into buffers that exist, plus 20 bytes
-per float32 Muon parameter (gradient read; momentum and parameter read and written) and 28 per AdamW parameter at the
-bandwidth of a large copy.
+The contestants run in turn, round after round, so that a busy machine slows all of them; medians, the spread
+(half of the rounds lie within it) and the median of the ratio to the floor in the same round are printed.
+Floor: the products of the cheapest form of Newton-Schulz (see orthogonalize), into buffers that exist, plus
+20 bytes per float32 Muon parameter (gradient read; momentum and parameter read and written) and 28 per AdamW
+parameter at the bandwidth of a large copy.
 """
 
 import argparse
@@ -37,14 +38,22 @@ NS_STEPS = 5
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--depth", type=int, default=8, help="model size, as in base_train (default: %(default)s)")
     add("--vocab-size", type=int, default=8192, help="rows of the embeddings (default: %(default)s)")
-    add("--rounds", type=int, default=7, help="measured rounds after one that warms up (default: %(default)s)")
+    add(
+        "--rounds", type=int, default=7, help="measured rounds after one that warms up (default: %(default)s)"
+    )
     add("--world", type=int, default=1, help="processes: the distributed step instead of the comparison")
     add("--peer", help="module:Class of another optimizer that takes the same param groups")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda (default: %(default)s)")
+    add(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda (default: %(default)s)",
+    )
     add("--json", help="also write the numbers to this file")
     args = parser.parse_args(argv)
     if min(args.depth, args.rounds, args.world) < 1:
@@ -104,7 +113,8 @@ def products(optimizer, device):
             dtype = torch.float32 if device == "cpu" else torch.float16 if gram else torch.bfloat16
             X, Y = (torch.randn(k, short, long, device=device, dtype=dtype) / long for _ in range(2))
             A, B = (torch.randn(k, short, short, device=device, dtype=dtype) / short for _ in range(2))
-            # the long side is touched 4 times in Gram form (2 products to R, 2 from Q), twice a step in the plain one
+            # the long side is touched 4 times in Gram form (2 products to R, 2 from Q), twice a step in the
+            # plain one
             sides, shorts = (4, 14) if gram else (2 * NS_STEPS, NS_STEPS)
             for _ in batches:
                 calls += [(X, X.mT, A), (A, X, Y)] * (sides // 2) + [(A, A, B)] * shorts
@@ -123,17 +133,24 @@ def compilation(on):
 
 
 class TorchMuonAdamW:
-    """torch.optim.Muon and fused torch.optim.AdamW. Muon takes 2-D parameters and iterates in bf16; float32=True makes
-    that cast the identity."""
+    """torch.optim.Muon and fused torch.optim.AdamW. Muon takes 2-D parameters and iterates in bf16;
+    float32=True makes that cast the identity.
+    """
 
     def __init__(self, groups, float32):
-        muon, adamw = ([p for g in groups if g["kind"] == kind for p in g["params"]] for kind in ("muon", "adamw"))
+        muon, adamw = (
+            [p for g in groups if g["kind"] == kind for p in g["params"]] for kind in ("muon", "adamw")
+        )
         self.parts = [torch.optim.Muon(muon, lr=1e-3, weight_decay=0.1)] if muon else []
         self.parts += [torch.optim.AdamW(adamw, lr=1e-4, fused=True)] if adamw else []
         self.float32 = float32
 
     def step(self):
-        cast = mock.patch.object(torch.Tensor, "bfloat16", lambda t: t) if self.float32 else contextlib.nullcontext()
+        cast = (
+            mock.patch.object(torch.Tensor, "bfloat16", lambda t: t)
+            if self.float32
+            else contextlib.nullcontext()
+        )
         with cast:
             for part in self.parts:
                 part.step()
@@ -182,9 +199,13 @@ def compare(args):
         for matrix in bank.matrices
     )
     parameters = sum(p.numel() for g in groups for p in g["params"])
-    print(f"\ndepth {args.depth}: {parameters / 1e6:.1f} M parameters, Newton-Schulz {flops / 1e9:.1f} GFLOP a step")
+    print(
+        f"\ndepth {args.depth}: {parameters / 1e6:.1f} M parameters, Newton-Schulz {flops / 1e9:.1f} GFLOP a step"
+    )
     print(f"copy bandwidth {bandwidth / 1e9:.1f} GB/s, {args.rounds} rounds")
-    return dict(depth=args.depth, parameters=parameters, flops=flops, copy_bandwidth=bandwidth, milliseconds=tables)
+    return dict(
+        depth=args.depth, parameters=parameters, flops=flops, copy_bandwidth=bandwidth, milliseconds=tables
+    )
 
 
 def report(part, times, first):
@@ -220,9 +241,15 @@ def distributed(args):
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(args.world)]
     slowest = [max(times) for times in zip(*(rank["times"] for rank in ranks), strict=True)]
     median, sent, parameters = statistics.median(slowest), ranks[0]["bytes"], ranks[0]["parameters"]
-    print(f"\n{args.world} ranks, depth {args.depth}, DistMuonAdamW compiled: {median:.1f} ms a step (slowest rank)")
-    print(f"bytes sent per rank and step: {sent / 1e6:.1f} MB, {sent / parameters / 4:.3f} times the parameters' bytes")
-    return dict(depth=args.depth, world=args.world, milliseconds=median, bytes_per_rank=sent, parameters=parameters)
+    print(
+        f"\n{args.world} ranks, depth {args.depth}, DistMuonAdamW compiled: {median:.1f} ms a step (slowest rank)"
+    )
+    print(
+        f"bytes sent per rank and step: {sent / 1e6:.1f} MB, {sent / parameters / 4:.3f} times the parameters' bytes"
+    )
+    return dict(
+        depth=args.depth, world=args.world, milliseconds=median, bytes_per_rank=sent, parameters=parameters
+    )
 
 
 def rank_main(rank, args, folder):
@@ -242,7 +269,9 @@ def rank_main(rank, args, folder):
         if round >= 0:
             times.append(ms)
     parameters = sum(p.numel() for g in groups for p in g["params"])
-    Path(folder, f"{rank}.json").write_text(json.dumps(dict(times=times, bytes=sent.total, parameters=parameters)))
+    Path(folder, f"{rank}.json").write_text(
+        json.dumps(dict(times=times, bytes=sent.total, parameters=parameters))
+    )
     dist.destroy_process_group()
 
 

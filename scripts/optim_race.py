@@ -1,7 +1,7 @@
 """Race optimizers on a fixed task, over several seeds, and say in words which differences are real.
 
-    python -m scripts.optim_race --text tinyshakespeare.txt --contenders default adamw muon normuon
-    python -m scripts.optim_race --text tinyshakespeare.txt --contenders default default:matrix_lr=0.03 my_idea.py
+    python -m scripts.optim_race --text tinyshakespeare.txt --contenders default adamw muon normuon python -m
+    scripts.optim_race --text tinyshakespeare.txt --contenders default default:matrix_lr=0.03 my_idea.py
     python -m scripts.optim_race --text tinyshakespeare.txt --contenders adamw my_idea.py --sweep 0.5,1,2
     python -m scripts.optim_race --task python --contenders adamw default --seeds 3
 
@@ -10,17 +10,18 @@ A contender is a preset (adamw, muon, normuon, or default: the recipe of base_tr
     def param_groups(model, *, beta=0.9): ...    # groups for MuonAdamW; or build_optimizer(model): any torch optimizer
     def schedule(group, step, steps): ...        # if you like: {"lr": ..., ...} of a group, as built, at a step from 0
 
-NAME:key=value,key=value hands keywords to these two; lr_scale=X multiplies all learning rates. An optimizer that is
-judged by other weights than it trains (an average, say) puts them in place in its eval() and back in its train().
+NAME:key=value,key=value hands keywords to these two; lr_scale=X multiplies all learning rates. An optimizer
+that is judged by other weights than it trains (an average, say) puts them in place in its eval() and back in
+its train().
 
-All contenders get the same initial weights and the same rows for a seed, and are compared seed by seed. Every finished
-run is kept in races/NAME under NANOMUON_BASE_DIR: an interrupted race goes on, and one with more seeds or contenders
-trains only what is new. A contender whose code or hyperparameters have changed is another contender; runs of another
-task, model or data are refused. With a sweep each contender is trained at every multiple of its learning rates, with
-seeds of its own, and races at the best one.
+All contenders get the same initial weights and the same rows for a seed, and are compared seed by seed. Every
+finished run is kept in races/NAME under NANOMUON_BASE_DIR: an interrupted race goes on, and one with more
+seeds or contenders trains only what is new. A contender whose code or hyperparameters have changed is another
+contender; runs of another task, model or data are refused. With a sweep each contender is trained at every
+multiple of its learning rates, with seeds of its own, and races at the best one.
 
-Tasks: shakespeare (characters of --text, 0.8M parameters, 2,000 steps: minutes on a core), python (the embedded corpus,
-depth 4, 300 steps), speedrun (FineWeb, 12 layers of width 768, GPUs only).
+Tasks: shakespeare (characters of --text, 0.8M parameters, 2,000 steps: minutes on a core), python (the
+embedded corpus, depth 4, 300 steps), speedrun (FineWeb, 12 layers of width 768, GPUs only).
 """
 
 import argparse
@@ -32,7 +33,15 @@ import numpy as np
 import torch
 
 from nanomuon import compare, race, report
-from nanomuon.runtime import InputError, base_dir, check_at_least_1, check_name, cores, run_command, write_text
+from nanomuon.runtime import (
+    InputError,
+    base_dir,
+    check_at_least_1,
+    check_name,
+    cores,
+    run_command,
+    write_text,
+)
 
 SWEEP_SEED = 1000  # the seeds of a sweep begin here: those of the race must not have chosen what they judge
 
@@ -44,8 +53,11 @@ def main(argv=None):
     baseline = race.Contender(args.baseline or args.contenders[0])
     contenders = list({c.name: c for c in [baseline, *map(race.Contender, args.contenders)]}.values())
     counts = race.empty_model(task, "meta").parameter_counts()
-    print(f"{args.task}: {task['steps']} steps, {counts['total'] - counts['wte']:,} parameters beside the token "
-          f"embedding's {counts['wte']:,}; results in {folder}", flush=True)  # fmt: skip
+    print(
+        f"{args.task}: {task['steps']} steps, {counts['total'] - counts['wte']:,} parameters beside the token "
+        f"embedding's {counts['wte']:,}; results in {folder}",
+        flush=True,
+    )
     parts = []
     if args.sweep:
         contenders, chosen, text = sweep(folder, task, place, contenders, args)
@@ -53,8 +65,10 @@ def main(argv=None):
         parts.append(text)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     results = race.run_all(folder, task, place, contenders, seeds, args.jobs)
-    parts += [table(results, baseline.name, args.targets or race.TASKS[args.task][2], args.detect, task["unit"]),
-              verdicts(results, baseline.name, args.detect)]  # fmt: skip
+    parts += [
+        table(results, baseline.name, args.targets or race.TASKS[args.task][2], args.detect, task["unit"]),
+        verdicts(results, baseline.name, args.detect),
+    ]
     print("\n\n".join(parts))
     curves = {name: [curve(run) for run in runs] for name, runs in results.items()}
     report.plot_race(curves, task["unit"], folder / "race.png")
@@ -65,7 +79,9 @@ def main(argv=None):
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.optim_race", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.optim_race",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--task", default="shakespeare", choices=race.TASKS, help="(default: %(default)s)")
@@ -73,14 +89,49 @@ def parse_arguments(argv):
     add("--contenders", nargs="+", required=True, metavar="NAME_OR_FILE[:key=value,...]")
     add("--baseline", help="the contender that the others are compared with (default: the first)")
     add("--seeds", type=int, default=5, help="runs of each contender (default: %(default)s)")
-    add("--first-seed", type=int, default=0, help="seeds are this one and those that follow (default: %(default)s)")
-    add("--sweep", type=numbers, default=[], help="multiples of the learning rates to choose from, e.g. 0.5,1,2")
-    add("--sweep-seeds", type=int, default=2, help="runs of each contender at each multiple (default: %(default)s)")
-    add("--targets", type=numbers, help="losses: how soon is each reached, e.g. 1.775,1.6 (default: the task's)")
-    add("--detect", type=float, default=0.01, help="how many seeds would show this difference? (default: %(default)s)")
+    add(
+        "--first-seed",
+        type=int,
+        default=0,
+        help="seeds are this one and those that follow (default: %(default)s)",
+    )
+    add(
+        "--sweep",
+        type=numbers,
+        default=[],
+        help="multiples of the learning rates to choose from, e.g. 0.5,1,2",
+    )
+    add(
+        "--sweep-seeds",
+        type=int,
+        default=2,
+        help="runs of each contender at each multiple (default: %(default)s)",
+    )
+    add(
+        "--targets",
+        type=numbers,
+        help="losses: how soon is each reached, e.g. 1.775,1.6 (default: the task's)",
+    )
+    add(
+        "--detect",
+        type=float,
+        default=0.01,
+        help="how many seeds would show this difference? (default: %(default)s)",
+    )
     add("--steps", type=int, help="optimizer steps (default: the task's)")
-    add("--model", nargs="+", default=[], type=assignment, metavar="KEY=VALUE", help="other fields of GPTConfig")
-    add("--vocab-size", type=int, help="tokens in the vocabulary of the tasks with a tokenizer (default: the task's)")
+    add(
+        "--model",
+        nargs="+",
+        default=[],
+        type=assignment,
+        metavar="KEY=VALUE",
+        help="other fields of GPTConfig",
+    )
+    add(
+        "--vocab-size",
+        type=int,
+        help="tokens in the vocabulary of the tasks with a tokenizer (default: the task's)",
+    )
     add("--name", help="folder of the race under races/ (default: the task)")
     jobs = torch.cuda.device_count() or cores()
     add("--jobs", type=int, default=jobs, help="runs at a time (default: one a GPU or core, %(default)s)")
@@ -90,7 +141,11 @@ def parse_arguments(argv):
         check_name("--name", args.name)
     if any(not 0 < factor < math.inf for factor in args.sweep):
         raise InputError("--sweep takes multiples above 0")
-    if args.sweep and args.first_seed < SWEEP_SEED + args.sweep_seeds and args.first_seed + args.seeds > SWEEP_SEED:
+    if (
+        args.sweep
+        and args.first_seed < SWEEP_SEED + args.sweep_seeds
+        and args.first_seed + args.seeds > SWEEP_SEED
+    ):
         raise InputError(f"seeds from {SWEEP_SEED} on are the sweep's: choose another --first-seed")
     if args.detect <= 0:
         raise InputError(f"--detect must be above 0, not {args.detect:g}")
@@ -117,12 +172,18 @@ def sweep(folder, task, place, contenders, args):
     results = race.run_all(folder, task, place, flat, seeds, args.jobs)
     lines, chosen = [["learning rates x", *(f"{factor:g}" for factor in args.sweep), "best"]], {}
     for name, variants in every.items():
-        means = {factor: statistics.fmean(score(run) for run in results[c.name]) for factor, c in variants.items()}
+        means = {
+            factor: statistics.fmean(score(run) for run in results[c.name]) for factor, c in variants.items()
+        }
         best = min(means, key=means.get)
         at_the_edge = len(means) > 1 and best in (min(means), max(means))
-        lines.append([name, *(f"{mean:.4f}" for mean in means.values()), f"{best:g}{' (edge)' * at_the_edge}"])
+        lines.append(
+            [name, *(f"{mean:.4f}" for mean in means.values()), f"{best:g}{' (edge)' * at_the_edge}"]
+        )
         chosen[name] = variants[best]
-    text = f"Learning rates: mean of {len(seeds)} seeds, the best of {len(args.sweep)} races with other seeds\n"
+    text = (
+        f"Learning rates: mean of {len(seeds)} seeds, the best of {len(args.sweep)} races with other seeds\n"
+    )
     text += columns(lines)
     if any("edge" in line[-1] for line in lines):
         text += "\nThe best lies at the edge for some: a wider sweep may find better."
@@ -135,8 +196,9 @@ def score(run):
 
 
 def curve(run):
-    """[(step, loss)]: what a part of the validation set gave, plus what the whole differs from it, known now and then
-    and interpolated."""
+    """[(step, loss)]: what a part of the validation set gave, plus what the whole differs from it, known now
+    and then and interpolated.
+    """
     steps, part, whole = np.array(run["curve"], dtype=float).T
     known = ~np.isnan(whole)
     loss = part + np.interp(steps, steps[known], (whole - part)[known]) if known.any() else part
@@ -147,16 +209,33 @@ def differences(results, baseline):
     """{name: compare.Difference} to the baseline of those whose runs have all stayed finite."""
     scores = {name: [score(run) for run in runs] for name, runs in results.items()}
     if not all(map(math.isfinite, scores[baseline])):
-        raise InputError(f"the baseline {baseline} diverged: lower its learning rates or choose another --baseline")
-    return {name: compare.paired_difference(values, scores[baseline]) for name, values in scores.items()
-            if name != baseline and all(map(math.isfinite, values))}  # fmt: skip
+        raise InputError(
+            f"the baseline {baseline} diverged: lower its learning rates or choose another --baseline"
+        )
+    return {
+        name: compare.paired_difference(values, scores[baseline])
+        for name, values in scores.items()
+        if name != baseline and all(map(math.isfinite, values))
+    }
 
 
 def table(results, baseline, targets, detect, unit):
     """Seconds are steps times the median step: neither evaluation nor compilation is in them."""
     compared = differences(results, baseline)
-    lines = [["contender", "seeds", unit, "+-", "difference", "95% interval", f"seeds for {detect:g}",
-              *(f"steps to {target:g}" for target in targets), "step ms", "optimizer ms"]]  # fmt: skip
+    lines = [
+        [
+            "contender",
+            "seeds",
+            unit,
+            "+-",
+            "difference",
+            "95% interval",
+            f"seeds for {detect:g}",
+            *(f"steps to {target:g}" for target in targets),
+            "step ms",
+            "optimizer ms",
+        ]
+    ]
     for name, runs in results.items():
         line = [name, len(runs), "diverged", ""]
         if name == baseline or name in compared:
@@ -167,7 +246,8 @@ def table(results, baseline, targets, detect, unit):
             d = compared[name]
             line[-3] = f"{d.mean:+.4f}"
             if not math.isnan(d.deviation):
-                # several comparisons share the rate of false alarms; Holm's correction asks at most this of each
+                # several comparisons share the rate of false alarms; Holm's correction asks at most this of
+                # each
                 needed = compare.seeds_needed(d.deviation, detect, alpha=0.05 / len(compared))
                 line[-2:] = f"{d.low:+.4f} to {d.high:+.4f}", needed
         step_ms = statistics.median(run["step_ms"] for run in runs)
@@ -175,7 +255,9 @@ def table(results, baseline, targets, detect, unit):
             reached = [compare.crossing(curve(run), target) for run in runs]
             steps = None if None in reached else statistics.fmean(reached)
             line.append("-" if steps is None else f"{steps:.0f} ({steps * step_ms / 1000:.0f} s)")
-        lines.append([*line, f"{step_ms:.0f}", f"{statistics.median(run['optimizer_ms'] for run in runs):.1f}"])
+        lines.append(
+            [*line, f"{step_ms:.0f}", f"{statistics.median(run['optimizer_ms'] for run in runs):.1f}"]
+        )
     return columns(lines)
 
 
@@ -190,15 +272,18 @@ def verdicts(results, baseline, detect):
             bad = [run["seed"] for run in runs if not math.isfinite(run["score"])]
             lines.append(f"{name}: diverged with seed {', '.join(map(str, bad))}")
     if len(compared) > 1:
-        lines.append(f"({len(compared)} comparisons with {baseline}: Holm's correction decides, each interval is its "
-                     "own)")  # fmt: skip
+        lines.append(
+            f"({len(compared)} comparisons with {baseline}: Holm's correction decides, each interval is its "
+            "own)"
+        )
     return "\n".join(lines)
 
 
 def columns(lines):
     widths = [max(len(str(line[i])) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
-        "  ".join(str(cell).ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        "  ".join(str(cell).ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
     )
 
 

@@ -3,8 +3,9 @@
     python -m scripts.plan --depth 24 --gpus 8
     python -m scripts.plan --depth 64 --gpus 512 --shard fsdp --tensor-parallel 8 --gpu-memory 141
 
-Everything is computed from shapes (nanomuon/footprint.py), here and now: no GPU, no data, no weights. `communicated` is
-what a GPU sends in an optimizer step, `Newton-Schulz` what it multiplies for Muon; the GPU that has most of it counts.
+Everything is computed from shapes (nanomuon/footprint.py), here and now: no GPU, no data, no weights.
+`communicated` is what a GPU sends in an optimizer step, `Newton-Schulz` what it multiplies for Muon; the GPU
+that has most of it counts.
 """
 
 import argparse
@@ -23,24 +24,53 @@ MOST_ROWS = 64
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--depth", type=int, default=24, help="layers; width, heads and batch follow as in base_train (%(default)s)")
+    add(
+        "--depth",
+        type=int,
+        default=24,
+        help="layers; width, heads and batch follow as in base_train (%(default)s)",
+    )
     add("--gpus", type=int, default=8, help="how many (default: %(default)s)")
-    add("--shard", choices=["none", "fsdp"], help="only this layout, with --tensor-parallel (default: compare them)")
-    add("--tensor-parallel", type=int, help="GPUs that share every matrix (default: the most up to 8 that divide "
-        "--gpus and the key-value heads; with --shard: 1)")  # fmt: skip
+    add(
+        "--shard",
+        choices=["none", "fsdp"],
+        help="only this layout, with --tensor-parallel (default: compare them)",
+    )
+    add(
+        "--tensor-parallel",
+        type=int,
+        help="GPUs that share every matrix (default: the most up to 8 that divide "
+        "--gpus and the key-value heads; with --shard: 1)",
+    )
     add("--gpu-memory", type=float, default=80, help="GiB of a GPU (default: %(default)s)")
-    add("--device-batch-size", type=int, help="rows per GPU and micro-step (default: the largest power of two that "
-        "fits)")  # fmt: skip
-    add("--total-batch-size", type=int, help="tokens per optimizer step (default: from the length of the run)")
-    add("--experts", type=int, default=0, help="MLPs per layer among which a router picks, 0: one (%(default)s)")
+    add(
+        "--device-batch-size",
+        type=int,
+        help="rows per GPU and micro-step (default: the largest power of two that fits)",
+    )
+    add(
+        "--total-batch-size", type=int, help="tokens per optimizer step (default: from the length of the run)"
+    )
+    add(
+        "--experts",
+        type=int,
+        default=0,
+        help="MLPs per layer among which a router picks, 0: one (%(default)s)",
+    )
     add("--experts-per-token", type=int, default=2, help="how many it picks (default: %(default)s)")
     add("--max-seq-len", type=int, default=2048, help="context in tokens (default: %(default)s)")
     add("--vocab-size", type=int, default=32768, help="tokens in the vocabulary (default: %(default)s)")
-    add("--target-param-data-ratio", type=float, default=10.5, help="training tokens per parameter of the matrices and "
-        "the head (default: %(default)s)")  # fmt: skip
+    add(
+        "--target-param-data-ratio",
+        type=float,
+        default=10.5,
+        help="training tokens per parameter of the matrices and the head (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         if isinstance(value, int | float) and value <= 0 and (name, value) != ("experts", 0):
@@ -53,8 +83,10 @@ def main(argv: list[str] | None = None) -> None:
     else:
         layouts = [(fsdp, n) for n in sorted({1, tensor_parallel}) for fsdp in (False, True)]
     parameters = sum(count * math.prod(part.held) for part, count in footprint.parts(config).items())
-    print(f"depth {args.depth}, width {config.width}, {config.heads} heads, context {config.seq_len}, "
-          f"vocabulary {config.vocab_size}: {parameters / 1e6:,.1f}M parameters")  # fmt: skip
+    print(
+        f"depth {args.depth}, width {config.width}, {config.heads} heads, context {config.seq_len}, "
+        f"vocabulary {config.vocab_size}: {parameters / 1e6:,.1f}M parameters"
+    )
     print(f"{args.gpus} GPUs of {args.gpu_memory:g} GiB, bf16\n")
     print_layouts(args, config, layouts)
     print_what_fits(args, layouts)
@@ -63,7 +95,11 @@ def main(argv: list[str] | None = None) -> None:
 def model(args, depth: int) -> GPTConfig:
     try:
         return GPTConfig.from_depth(
-            depth, args.vocab_size, args.max_seq_len, experts=args.experts, experts_per_token=args.experts_per_token
+            depth,
+            args.vocab_size,
+            args.max_seq_len,
+            experts=args.experts,
+            experts_per_token=args.experts_per_token,
         )
     except ValueError as error:
         raise InputError(f"--depth {depth}: {error}") from error
@@ -85,7 +121,9 @@ def of(args, config: GPTConfig, gpus: int, layout: tuple[bool, int], rows: int) 
     counts = footprint.parts(config)
     visited = config.experts_per_token / (config.experts or 1)
     scaling = sum(
-        count * math.prod(part.held) * (visited if part.experts else 1) for part, count in counts.items() if part.muon
+        count * math.prod(part.held) * (visited if part.experts else 1)
+        for part, count in counts.items()
+        if part.muon
     )
     scaling += config.vocab_size * config.width
     unit = rows * config.seq_len * gpus // tensor_parallel
@@ -114,14 +152,24 @@ def print_layouts(args, config: GPTConfig, layouts) -> None:
             if args.device_batch_size or rows == 1:
                 break
             rows //= 2
-        table.append([label(layout), str(rows), *(f"{found[kind] / 2**30:.2f}" for kind in MEMORY),
-                      f"{footprint.memory(found) / 2**30:.1f}", "yes" if fits(args, found) else "no",
-                      f"{found['communicated'] / 1e9:.2f}", f"{found['newton_schulz'] / 1e12:.2f}"])  # fmt: skip
+        table.append(
+            [
+                label(layout),
+                str(rows),
+                *(f"{found[kind] / 2**30:.2f}" for kind in MEMORY),
+                f"{footprint.memory(found) / 2**30:.1f}",
+                "yes" if fits(args, found) else "no",
+                f"{found['communicated'] / 1e9:.2f}",
+                f"{found['newton_schulz'] / 1e12:.2f}",
+            ]
+        )
     print_table(table)
 
 
 def print_what_fits(args, layouts) -> None:
-    print(f"\nThe deepest model, of even depths up to {DEEPEST}, that fits with one row on a GPU, and its parameters")
+    print(
+        f"\nThe deepest model, of even depths up to {DEEPEST}, that fits with one row on a GPU, and its parameters"
+    )
     table = [["GPUs", *map(label, layouts)]]
     for gpus in (2**i for i in range(13)):
         table.append([str(gpus), *(deepest(args, gpus, layout) for layout in layouts)])
@@ -133,7 +181,9 @@ def deepest(args, gpus: int, layout: tuple[bool, int]) -> str:
     _, tensor_parallel = layout
     if gpus % tensor_parallel:
         return "-"
-    depths = [depth for depth in range(2, DEEPEST + 1, 2) if model(args, depth).kv_heads % tensor_parallel == 0]
+    depths = [
+        depth for depth in range(2, DEEPEST + 1, 2) if model(args, depth).kv_heads % tensor_parallel == 0
+    ]
     too_deep = lambda depth: not fits(args, of(args, model(args, depth), gpus, layout, 1))  # noqa: E731
     count = bisect.bisect_left(depths, True, key=too_deep)
     if not count:

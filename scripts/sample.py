@@ -1,7 +1,7 @@
 """Let a finished run write.
 
-    python -m scripts.sample --run base --prompt "def main():" --max-tokens 200
-    python -m scripts.sample --run base --samples 3 --temperature 0.6
+python -m scripts.sample --run base --prompt "def main():" --max-tokens 200
+python -m scripts.sample --run base --samples 3 --temperature 0.6
 """
 
 import argparse
@@ -15,7 +15,9 @@ from nanomuon.tokenizer import Tokenizer
 
 
 def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
-    """(model, tokenizer, facts) of a finished run by name. InputError where the two do not belong together."""
+    """(model, tokenizer, facts) of a finished run by name. InputError where the two do not belong
+    together.
+    """
     run_dir = base_dir() / "runs" / run
     config, about = checkpoint.load_model_config(run_dir)
     tokenizer = Tokenizer.load(run_dir / "tokenizer")
@@ -31,14 +33,20 @@ def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.sample",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--run", default="base", help="name of a finished run (default: %(default)s)")
     parser.add_argument("--prompt", default="", help="how the document begins (default: nothing)")
     parser.add_argument("--samples", type=int, default=1, help="how many (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=128, help="length of each (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (%(default)s)")
-    parser.add_argument("--top-k", type=int, default=50, help="draw from this many tokens (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0: always the likeliest token (%(default)s)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=50, help="draw from this many tokens (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first sample (default: %(default)s)")
     args = parser.parse_args(argv)
     check_at_least_1(args, "samples", "max_tokens", "top_k")
@@ -46,9 +54,14 @@ def main(argv: list[str] | None = None) -> None:
         raise InputError(f"--temperature must not be below 0, but is {args.temperature}")
     model, tokenizer, _ = load_run(args.run, start())
     texts = sample_texts(
-        model, tokenizer, [args.prompt] * args.samples, args.max_tokens, args.seed,
-        temperature=args.temperature, top_k=args.top_k,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        [args.prompt] * args.samples,
+        args.max_tokens,
+        args.seed,
+        temperature=args.temperature,
+        top_k=args.top_k,
+    )
     for seed, text in enumerate(texts, start=args.seed):
         print(f"--- sample, seed {seed}\n{text}", flush=True)
 

@@ -14,10 +14,20 @@ SAMPLE_BYTES = 4 << 20  # of validation text
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--corpus", default="python", help="python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG] (default: %(default)s)")
-    add("--vocab-size", type=int, help="tokens in the vocabulary (default: 4096, or 32768 for corpora on the hub)")
+    add(
+        "--corpus",
+        default="python",
+        help="python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG] (default: %(default)s)",
+    )
+    add(
+        "--vocab-size",
+        type=int,
+        help="tokens in the vocabulary (default: 4096, or 32768 for corpora on the hub)",
+    )
     args = parser.parse_args(argv)
 
     corpus = open_corpus(args.corpus)

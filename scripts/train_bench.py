@@ -4,11 +4,11 @@
     python -m scripts.train_bench --depth 12 --window-pattern SSSL --json step.json
     python -m scripts.train_bench --depth 4 --attention                  # the attention backends of this device
 
-Step and floor run in turn, round after round, so that a busy machine slows both; medians, the spread (half of the
-rounds lie within it) and the median of the ratio to the floor in the same round are printed.
-Floor: the products of every Linear, forward and backward, those of attention with as many keys as a query sees on
-average, and those of Newton-Schulz, with the step's shapes and dtypes, into buffers that exist.
-The time to compile is that of the first step; TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) starts from an empty cache.
+Step and floor run in turn, round after round, so that a busy machine slows both; medians, the spread (half of
+the rounds lie within it) and the median of the ratio to the floor in the same round are printed. Floor: the
+products of every Linear, forward and backward, those of attention with as many keys as a query sees on
+average, and those of Newton-Schulz, with the step's shapes and dtypes, into buffers that exist. The time to
+compile is that of the first step; TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) starts from an empty cache.
 """
 
 import argparse
@@ -36,11 +36,18 @@ from scripts import base_train, optim_bench
 
 def main(argv=None):
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.train_bench", description=__doc__, add_help=False, allow_abbrev=False,
+        prog="python -m scripts.train_bench",
+        description=__doc__,
+        add_help=False,
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("-h", "--help", action="store_true", help="show these flags, then those of base_train")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds after one to warm up (default: %(default)s)")
+    )
+    parser.add_argument(
+        "-h", "--help", action="store_true", help="show these flags, then those of base_train"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="rounds after one to warm up (default: %(default)s)"
+    )
     parser.add_argument("--attention", action="store_true", help="compare the attention backends instead")
     parser.add_argument("--json", help="also write the numbers to this file")
     own, rest = parser.parse_known_args(argv)
@@ -62,7 +69,9 @@ def main(argv=None):
 
 
 class Products(TorchDispatchMode):
-    """Collects operands like those of every matrix product that runs: `calls` holds (function, operands, out)."""
+    """Collects operands like those of every matrix product that runs: `calls` holds (function, operands,
+    out).
+    """
 
     def __init__(self):
         super().__init__()
@@ -98,7 +107,9 @@ def attention_products(config, rows, like):
     for layer in range(config.depth):
         window = config.window(layer) or T
         keys = max(1, sum(min(i + 1, window) for i in range(T)) // T)
-        queries, seen = (like.new_ones(rows * config.heads, n, D) for n in (T, keys))  # q, dq or out; k, v, dk or dv
+        queries, seen = (
+            like.new_ones(rows * config.heads, n, D) for n in (T, keys)
+        )  # q, dq or out; k, v, dk or dv
         scores = like.new_ones(rows * config.heads, T, keys)
         onto_scores, onto_queries = (queries, seen.mT, scores), (scores, seen, torch.empty_like(queries))
         onto_keys = scores.mT, queries, torch.empty_like(seen)
@@ -130,7 +141,9 @@ def step_table(args, rounds, runtime):
     newton_schulz = optim_bench.products(optimizer, runtime.device.type)
     compiled = torch.compile(model, dynamic=False) if compile_enabled() else model
     micro_steps = rows // plan.rows
-    times = {name: [] for name in ("floor", "data", "forward", "backward", "optimizer", "logging", "whole step")}
+    times = {
+        name: [] for name in ("floor", "data", "forward", "backward", "optimizer", "logging", "whole step")
+    }
 
     with tempfile.TemporaryDirectory() as folder:
         log = report.MetricsLog(Path(folder, "metrics.jsonl"), None, None)
@@ -152,7 +165,9 @@ def step_table(args, rounds, runtime):
                 timed("backward", loss.backward)
                 timed("floor", products.run)
             timed("optimizer", lambda: (optimizer.step(), optimizer.zero_grad(set_to_none=True)))
-            timed("logging", lambda loss=loss: log.log({"step": 1, "tokens": batch, "train_loss": loss.item()}))
+            timed(
+                "logging", lambda loss=loss: log.log({"step": 1, "tokens": batch, "train_loss": loss.item()})
+            )
             timed("floor", newton_schulz)
             spent["whole step"] = sum(spent.values()) - spent["floor"]
             if round == -2:
@@ -166,9 +181,13 @@ def step_table(args, rounds, runtime):
     rows = optim_bench.report(title, times, first)
     seconds = rows["whole step"]["median"] / 1e3
     result = dict(
-        depth=config.depth, tokens=batch, milliseconds=rows, compile_seconds=first / 1e3 - seconds,
-        tokens_per_second=batch / seconds, peak_memory_mb=peak_memory_mb(runtime.device),
-    )  # fmt: skip
+        depth=config.depth,
+        tokens=batch,
+        milliseconds=rows,
+        compile_seconds=first / 1e3 - seconds,
+        tokens_per_second=batch / seconds,
+        peak_memory_mb=peak_memory_mb(runtime.device),
+    )
     print(f"{batch / seconds:,.0f} tokens/s, peak memory {result['peak_memory_mb']:,} MB")
     if runtime.device.type == "cuda" and (peak := peak_flops(runtime.device)):
         result["mfu"] = model.estimate_flops() * batch / seconds / peak
@@ -188,7 +207,9 @@ def attention_table(args, rounds, runtime):
     for implementation, rows in results.items():
         for window, row in rows.items():
             for backend, ms in row.items():
-                name = " ".join(filter(None, (backend, implementation, f"window {window}" if window else "full")))
+                name = " ".join(
+                    filter(None, (backend, implementation, f"window {window}" if window else "full"))
+                )
                 table[name] = ms
                 print(f"{name:24} {ms}" if isinstance(ms, str) else f"{name:24} {ms:8.2f} ms")
     return dict(attention=table)

@@ -15,9 +15,19 @@ class ReferenceMuon:
     """Muon on one 2-D matrix in float64, the default form or the options given."""
 
     def __init__(
-        self, param, lr, momentum=0.95, beta2=0.95, weight_decay=0.0, nesterov=True, decay="cautious",
-        scale=lambda m, n: max(1, m / n) ** 0.5, row_equilibrate=False, renormalize=False, triples=None,
-    ):  # fmt: skip
+        self,
+        param,
+        lr,
+        momentum=0.95,
+        beta2=0.95,
+        weight_decay=0.0,
+        nesterov=True,
+        decay="cautious",
+        scale=lambda m, n: max(1, m / n) ** 0.5,
+        row_equilibrate=False,
+        renormalize=False,
+        triples=None,
+    ):
         self.P = param.detach().double().clone()
         self.M, self.V = torch.zeros_like(self.P), None
         self.lr, self.momentum, self.beta2, self.weight_decay = lr, momentum, beta2, weight_decay

@@ -1,7 +1,8 @@
 """The long version of tests/test_resume.py: bash tests/soak.sh [kills]
 
-20 SIGKILLs, half of them while a checkpoint is being written; world sizes 1 -> 2 -> 4 -> 3 -> 1; a file system that is
-full, then read-only; the cost of a save. Prints what it found and exits with 1 where something is not as it should be.
+20 SIGKILLs, half of them while a checkpoint is being written; world sizes 1 -> 2 -> 4 -> 3 -> 1; a file
+system that is full, then read-only; the cost of a save. Prints what it found and exits with 1 where something
+is not as it should be.
 """
 
 import os
@@ -54,18 +55,24 @@ def killed(base, kills):
     ours, theirs = (load_file(base / "runs" / run / last) for run in ("killed", "whole"))
     assert ours.keys() == theirs.keys()
     for name in ours:
-        lost += int((ours[name].reshape(-1).view(torch.uint8) != theirs[name].reshape(-1).view(torch.uint8)).sum())
+        lost += int(
+            (ours[name].reshape(-1).view(torch.uint8) != theirs[name].reshape(-1).view(torch.uint8)).sum()
+        )
     return writing, lost
 
 
 def moved(base):
-    """Largest difference of a loss of 100 steps at world sizes 1 -> 2 -> 4 -> 3 -> 1 from those of one process."""
+    """Largest difference of a loss of 100 steps at world sizes 1 -> 2 -> 4 -> 3 -> 1 from those of one
+    process.
+    """
     reference = Ranks(base, "one", 100, *WORLDS)
     assert reference.join(600) == [0], reference.output()
     for world, end in zip((1, 2, 4, 3, 1), (20, 40, 60, 80, 100), strict=True):
         ranks = Ranks(base, "moved", 100, *WORLDS, processes=world)
         if end < 100:
-            wait_until(lambda end=end: end in checkpoint.saved_steps(base / "runs" / "moved"), ranks.alive, 300)
+            wait_until(
+                lambda end=end: end in checkpoint.saved_steps(base / "runs" / "moved"), ranks.alive, 300
+            )
             ranks.kill(signal.SIGKILL)
         codes = ranks.join(600)
         assert codes == [0 if end == 100 else -signal.SIGKILL] * world, ranks.output()
@@ -75,7 +82,9 @@ def moved(base):
 
 
 def full(folder):
-    """Train on a file system that fills up, make room, make it read-only. None where mounting is not permitted."""
+    """Train on a file system that fills up, make room, make it read-only. None where mounting is not
+    permitted.
+    """
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder]).returncode:
         return None
     try:
@@ -95,7 +104,15 @@ def full(folder):
         assert [row["step"] for row in rows(folder, "full")] == [*range(1, 41), 40]
         subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
         environment = {**os.environ, "NANOMUON_BASE_DIR": str(folder)}
-        command = [sys.executable, "-m", "scripts.base_train", "--run", "other", "--corpus", f"path:{folder}/texts"]
+        command = [
+            sys.executable,
+            "-m",
+            "scripts.base_train",
+            "--run",
+            "other",
+            "--corpus",
+            f"path:{folder}/texts",
+        ]
         refused = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert refused.returncode == 2 and "Read-only file system" in refused.stderr, refused.stderr
         return f"stopped with exit code {code[0]}, {kept.name} kept, finished with room; read-only refused"
@@ -108,10 +125,13 @@ def cost(folder, background):
     torch.manual_seed(0)
     model = GPT(GPTConfig.from_depth(8, 8192, 256))
     model.init_weights(0)
-    optimizer = MuonAdamW(build_param_groups(
-        model, muon=dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.0),
-        adamw=dict(lr=1e-3, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0),
-    ))  # fmt: skip
+    optimizer = MuonAdamW(
+        build_param_groups(
+            model,
+            muon=dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.0),
+            adamw=dict(lr=1e-3, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0),
+        )
+    )
     checkpoints, times = checkpoint.Checkpointer(folder, background=background), []
     for step in range(5):
         began = time.perf_counter()
@@ -136,7 +156,10 @@ def main():
         (base / "disk").mkdir()
         print(f"full disk: {full(base / 'disk') or 'not tried, mounting needs rights'}", flush=True)
         difference = moved(base)
-        print(f"world sizes 1 -> 2 -> 4 -> 3 -> 1, largest difference in 100 losses: {difference:.1e}", flush=True)
+        print(
+            f"world sizes 1 -> 2 -> 4 -> 3 -> 1, largest difference in 100 losses: {difference:.1e}",
+            flush=True,
+        )
         writing, lost = killed(base, kills)
         print(f"kills survived: {kills}, {writing} of them during a save; bytes and rows that differ: {lost}")
     return difference > 1e-4 or lost > 0

@@ -1,4 +1,6 @@
-"""The patch in docs/add_your_optimizer.md applies to this source and makes an optimizer for one rank and two."""
+"""The patch in docs/add_your_optimizer.md applies to this source and makes an optimizer for one rank and
+two.
+"""
 
 import os
 import re
@@ -55,11 +57,15 @@ def test_the_documented_patch_makes_lion(tmp_path):
     env = {**os.environ, "NANOMUON_COMPILE": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "train.py", str(rank), str(tmp_path / "store")], cwd=tmp_path, env=env,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [sys.executable, "train.py", str(rank), str(tmp_path / "store")],
+            cwd=tmp_path,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     for rank in ranks:
         output, _ = rank.communicate(timeout=100)
         assert rank.returncode == 0 and "trained" in output, output

@@ -1,4 +1,6 @@
-"""Attention backends against the definition, and how one is chosen. test_gpt.py checks what the model calls."""
+"""Attention backends against the definition, and how one is chosen. test_gpt.py checks what the model
+calls.
+"""
 
 import pytest
 import torch
@@ -41,7 +43,9 @@ def test_backends_of_the_cpu_are_the_definition(backend, window):
 
 @pytest.mark.parametrize("window", [None, 10])
 def test_varlen_asks_for_the_rows_and_keys_that_count(monkeypatch, window):
-    """The kernel needs a GPU: in its place stands its documented meaning, (left, right) keys around the query's own."""
+    """The kernel needs a GPU: in its place stands its documented meaning, (left, right) keys around the
+    query's own.
+    """
 
     def varlen_attn(q, k, v, ends, ends_k, longest, longest_k, *, window_size, enable_gqa):
         assert torch.equal(ends, ends_k) and longest == longest_k and ends.dtype == torch.int32
@@ -49,8 +53,10 @@ def test_varlen_asks_for_the_rows_and_keys_that_count(monkeypatch, window):
         visible = None if window_size[0] == -1 else window_size[0] + 1
         bounds = ends.tolist()
         assert max(b - a for a, b in zip(bounds, bounds[1:], strict=False)) == longest
-        rows = [definition(q[None, a:b], k[None, a:b], v[None, a:b], visible)[0]
-                for a, b in zip(bounds, bounds[1:], strict=False)]  # fmt: skip
+        rows = [
+            definition(q[None, a:b], k[None, a:b], v[None, a:b], visible)[0]
+            for a, b in zip(bounds, bounds[1:], strict=False)
+        ]
         return torch.cat(rows)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
@@ -99,7 +105,10 @@ def test_measure_times_what_is_right_and_names_what_is_not(monkeypatch):
     def broken(q, k, v, window):
         raise NotImplementedError("no such kernel\nhere")
 
-    for backend, complaint in ((one_key_too_many, "wrong: off by"), (broken, "NotImplementedError: no such kernel")):
+    for backend, complaint in (
+        (one_key_too_many, "wrong: off by"),
+        (broken, "NotImplementedError: no such kernel"),
+    ):
         backend.__name__ = "sdpa"
         monkeypatch.setattr(module, "sdpa", backend)
         row = measure(2, 48, 4, 2, 16, [10], CPU, torch.float32, False, rounds=1)[None][10]
@@ -121,7 +130,10 @@ def test_long_rows_are_checked_where_the_definition_has_room(monkeypatch):
 
 def test_the_fastest_is_chosen_for_its_shape_and_switch(monkeypatch):
     table = {
-        None: {None: dict(sdpa=2.0, varlen=3.0, flex=9.0), 10: dict(sdpa=4.0, varlen=1.5, flex="wrong: off by 1")},
+        None: {
+            None: dict(sdpa=2.0, varlen=3.0, flex=9.0),
+            10: dict(sdpa=4.0, varlen=1.5, flex="wrong: off by 1"),
+        },
         "FA3": {None: dict(sdpa=1.0, varlen=3.0), 10: dict(sdpa=4.0, varlen=1.4)},
         "FA4": {None: dict(sdpa="RuntimeError", varlen="RuntimeError"), 10: dict(sdpa=0.1, varlen=0.1)},
     }

@@ -1,4 +1,6 @@
-"""The training script as people use it: whole runs on a small corpus, interrupted, repeated, on several processes."""
+"""The training script as people use it: whole runs on a small corpus, interrupted, repeated, on several
+processes.
+"""
 
 import json
 import os
@@ -52,12 +54,28 @@ def test_a_finished_run_has_everything(whole_run, capsys):
     assert evaluation[-1]["val_bpb"] < 0.8 * evaluation[0]["val_bpb"]
     summary = json.loads((whole_run / "summary.json").read_text())
     assert summary["val_bpb"] == round(evaluation[-1]["val_bpb"], 4) and summary["tokens"] == 40 * 256
-    assert set(summary) >= {"train_loss", "steps", "seconds", "tokens_per_second", "optimizer_ms", "peak_memory_mb",
-                            "parameters"}  # fmt: skip
-    for name in ("report.md", "loss.png", "model.safetensors", "config.json", "tokenizer", "checkpoints/step_40"):
+    assert set(summary) >= {
+        "train_loss",
+        "steps",
+        "seconds",
+        "tokens_per_second",
+        "optimizer_ms",
+        "peak_memory_mb",
+        "parameters",
+    }
+    for name in (
+        "report.md",
+        "loss.png",
+        "model.safetensors",
+        "config.json",
+        "tokenizer",
+        "checkpoints/step_40",
+    ):
         assert (whole_run / name).exists(), name
     assert str(summary["val_bpb"]) in (whole_run / "report.md").read_text()
-    assert not list(whole_run.rglob("*.tmp")) and not list(whole_run.rglob("*.pt")) + list(whole_run.rglob("*.pkl"))
+    assert not list(whole_run.rglob("*.tmp")) and not list(whole_run.rglob("*.pt")) + list(
+        whole_run.rglob("*.pkl")
+    )
 
 
 def test_a_finished_run_is_left_alone(base, whole_run, capsys):
@@ -123,7 +141,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_message(base, capsys):
     options = ("--optimizer-file", str(file), "--eval-every", "-1", "--save-every", "-1")
     assert base_train.main(arguments(base, "explode", 100, *options)) == 1
     captured = capsys.readouterr()
-    assert "10 losses in a row are not finite" in captured.err and "last good checkpoint: none" in captured.err
+    assert (
+        "10 losses in a row are not finite" in captured.err and "last good checkpoint: none" in captured.err
+    )
     assert len(losses(base, "explode")) < 20
 
 
@@ -137,7 +157,9 @@ def test_a_run_that_ends_diverged_exports_nothing(base, capsys):
 
 def test_parameters_in_no_group_are_named(base, capsys):
     file = base / "some.py"
-    file.write_text("import torch\ndef build_optimizer(model): return torch.optim.SGD([model.wte.weight], lr=0.1)\n")
+    file.write_text(
+        "import torch\ndef build_optimizer(model): return torch.optim.SGD([model.wte.weight], lr=0.1)\n"
+    )
     options = ("--optimizer-file", str(file), "--eval-every", "-1", "--save-every", "-1")
     assert base_train.main(arguments(base, "some", 2, *options)) == 0
     named = capsys.readouterr().out.split("not trained: ")[1].split("\n")[0].split(", ")
@@ -183,7 +205,9 @@ def test_what_is_wrong_on_the_first_rank_ends_all_of_them_with_2(base):
     assert set(ranks.output().splitlines()) == {"error: corpus path:/no/such/folder: no such file or folder"}
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device", "/data/shard"), InputError("no\nsuch thing")])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device", "/data/shard"), InputError("no\nsuch thing")]
+)
 def test_run_command_turns_what_the_user_can_fix_into_one_line(error, capsys):
     def main():
         raise error
@@ -208,7 +232,9 @@ def test_sampling_from_a_finished_run(whole_run, capsys):
         sample.main("--run whole --prompt abc --max-tokens 40 --samples 2".split())
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] and outputs[0].count("--- sample") == 2
-    assert set(outputs[0].split("seed 0\n")[1].split("---")[0]) <= set("abcdefghij .\n")  # the letters of the corpus
+    assert set(outputs[0].split("seed 0\n")[1].split("---")[0]) <= set(
+        "abcdefghij .\n"
+    )  # the letters of the corpus
 
 
 def test_a_run_with_another_tokenizer_is_refused(base, whole_run, tmp_path):
@@ -234,7 +260,10 @@ def test_plan_tells_the_size_and_trains_nothing(base, capsys):
 
 
 def test_a_second_launch_of_a_run_is_refused(base):
-    with shards.locked(base / "runs" / "held"), pytest.raises(InputError, match="run held is being trained by another"):
+    with (
+        shards.locked(base / "runs" / "held"),
+        pytest.raises(InputError, match="run held is being trained by another"),
+    ):
         base_train.main(arguments(base, "held", 3))
     assert not (base / "runs" / "held").exists()
 
@@ -252,7 +281,9 @@ def test_compiling_is_decided_by_what_it_saves_and_remembered(base, monkeypatch,
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
     for pays in (False, True):
         monkeypatch.delenv("NANOMUON_COMPILE", raising=False)
-        monkeypatch.setattr("nanomuon.schedule.compilation", lambda *_, pays=pays: (60.0, 61.0 if pays else 59.0))
+        monkeypatch.setattr(
+            "nanomuon.schedule.compilation", lambda *_, pays=pays: (60.0, 61.0 if pays else 59.0)
+        )
         name, compiled[:] = f"decided_{pays}", []
         assert base_train.main(arguments(base, name, 4, "--eval-every", "-1", "--save-every", "-1")) == 0
         assert ("compiling: to compile" if pays else "staying eager: to compile") in capsys.readouterr().out
@@ -284,7 +315,10 @@ def test_rows_of_a_micro_step_are_chosen_to_divide_the_batch(base, capsys):
 
 def test_wandb_works_offline(base, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert base_train.main(arguments(base, "logged", 3, "--wandb", "--eval-every", "-1", "--save-every", "-1")) == 0
+    assert (
+        base_train.main(arguments(base, "logged", 3, "--wandb", "--eval-every", "-1", "--save-every", "-1"))
+        == 0
+    )
     assert list((base / "runs" / "logged" / "wandb").glob("offline-run-*"))
 
 
@@ -292,8 +326,15 @@ def test_speedrun_finishes_after_being_killed_and_then_skips_everything(base):
     """A small speedrun killed at several moments, then left to finish, then run again."""
     flags = "--max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --eval-tokens 512 --save-every 5"
     command = ["bash", "speedrun.sh", "--num-iterations", "60", *flags.split()]
-    environment = {**os.environ, "CORPUS": f"path:{base}/texts", "NANOMUON_PYTHON": sys.executable, "RUN": "speedrun",
-                   "DEPTH": "2", "VOCAB_SIZE": "300", "NANOMUON_BASE_DIR": str(base / "speedrun")}  # fmt: skip
+    environment = {
+        **os.environ,
+        "CORPUS": f"path:{base}/texts",
+        "NANOMUON_PYTHON": sys.executable,
+        "RUN": "speedrun",
+        "DEPTH": "2",
+        "VOCAB_SIZE": "300",
+        "NANOMUON_BASE_DIR": str(base / "speedrun"),
+    }
     keywords = dict(env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for moment in (2.5, 5, 8):
         process = subprocess.Popen(command, start_new_session=True, **keywords)

@@ -32,7 +32,9 @@ processes.set_forkserver_preload(["torch.distributed.checkpoint", "nanomuon.opti
 
 
 class Tiny(torch.nn.Module):
-    """Every way of being split: sliced rows (two slices empty on 4 ranks), banks of matrices, one matrix, a vector."""
+    """Every way of being split: sliced rows (two slices empty on 4 ranks), banks of matrices, one matrix, a
+    vector.
+    """
 
     def __init__(self, seed=0):
         super().__init__()
@@ -55,12 +57,27 @@ def muon(model):
     params = dict(model.named_parameters())
     return DistMuonAdamW(
         [
-            dict(kind="adamw", params=[params[n] for n in adamw], names=adamw, lr=0.01, betas=(0.9, 0.95), eps=1e-8,
-                 weight_decay=0.1),
-            dict(kind="muon", params=[params[n] for n in matrices], names=matrices, lr=0.02, momentum=0.9, ns_steps=5,
-                 beta2=0.95, weight_decay=0.1),
+            dict(
+                kind="adamw",
+                params=[params[n] for n in adamw],
+                names=adamw,
+                lr=0.01,
+                betas=(0.9, 0.95),
+                eps=1e-8,
+                weight_decay=0.1,
+            ),
+            dict(
+                kind="muon",
+                params=[params[n] for n in matrices],
+                names=matrices,
+                lr=0.02,
+                momentum=0.9,
+                ns_steps=5,
+                beta2=0.95,
+                weight_decay=0.1,
+            ),
         ]
-    )  # fmt: skip
+    )
 
 
 def train(model, optimizer, steps):
@@ -74,7 +91,11 @@ def train(model, optimizer, steps):
 def everything(model, optimizer):
     """{name: tensor} of parameters and the whole optimizer state."""
     full = optimizer.full_state_dict() if hasattr(optimizer, "full_state_dict") else optimizer.state_dict()
-    state = {f"{name}/{key}": value.clone() for name, slots in full["state"].items() for key, value in slots.items()}
+    state = {
+        f"{name}/{key}": value.clone()
+        for name, slots in full["state"].items()
+        for key, value in slots.items()
+    }
     return {**{name: p.detach().clone() for name, p in model.named_parameters()}, **state}
 
 
@@ -87,7 +108,9 @@ def assert_same(one, other):
 def world(size, tmp_path, work, *args):
     """Run work(*args) on `size` gloo ranks and fail with the first rank's traceback."""
     rendezvous = tmp_path / f"rendezvous_{time.monotonic_ns()}"
-    ranks = [processes.Process(target=_rank, args=(rank, size, rendezvous, work, args)) for rank in range(size)]
+    ranks = [
+        processes.Process(target=_rank, args=(rank, size, rendezvous, work, args)) for rank in range(size)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -218,13 +241,17 @@ def test_sharded_parameters_load_into_whole_ones_and_back(saved, tmp_path):
 
 
 class RowSlices:
-    """A model and an optimizer state that live in row slices on all ranks, as under FSDP2; some ranks hold no row."""
+    """A model and an optimizer state that live in row slices on all ranks, as under FSDP2; some ranks hold no
+    row.
+    """
 
     def __init__(self, expected):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.model, self.state = torch.nn.Module(), {}
         for name, tensor in expected.items():
-            sliced = distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(0)]) if tensor.dim() else tensor * 0
+            sliced = (
+                distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(0)]) if tensor.dim() else tensor * 0
+            )
             parameter, _, slot = name.partition("/")
             if slot:
                 self.state.setdefault(parameter, {})[slot] = sliced
@@ -250,7 +277,9 @@ def flip(data, index, bit):
 
 
 @pytest.mark.parametrize("name", [FILE, "manifest.json"])
-@pytest.mark.parametrize("harm", ["delete", "empty", "truncate", "append", "first byte", "middle byte", "last byte"])
+@pytest.mark.parametrize(
+    "harm", ["delete", "empty", "truncate", "append", "first byte", "middle byte", "last byte"]
+)
 def test_damage_is_noticed_named_and_the_previous_checkpoint_used(run_dir, capsys, name, harm):
     file = run_dir / "checkpoints" / "step_2" / name
     data = file.read_bytes()

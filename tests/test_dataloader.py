@@ -43,10 +43,13 @@ def micro_batches(folder, count, batch=ROWS, rank=0, world_size=1, seed=0, state
 
 
 def steps(folder, count, batch=ROWS, world_size=1, seed=0, states=None):
-    """The rows of `count` global batches, put together from all ranks' micro-batches: hashes of (ROWS, T + 1)."""
+    """The rows of `count` global batches, put together from all ranks' micro-batches: hashes of (ROWS, T +
+    1).
+    """
     accumulation = ROWS // (batch * world_size)
     parts = [
-        micro_batches(folder, count * accumulation, batch, rank, world_size, seed, states) for rank in range(world_size)
+        micro_batches(folder, count * accumulation, batch, rank, world_size, seed, states)
+        for rank in range(world_size)
     ]
     hashes = []
     for step in range(count):
@@ -98,8 +101,13 @@ def test_epochs_hold_all_text_but_the_crop_in_new_orders(folder):
     assert sum(row == other for row, other in zip(first, second, strict=False)) < 0.05 * len(first)
     mixed = [row for row in first if row.count(TOKENIZER.bos_id) > 1]
     assert sum(row in second for row in mixed) < 0.3 * len(mixed)
-    # so that consecutive rows are not consecutive in the corpus, nor sorted by how full they are of one document
-    assert 0.2 < sum(row.count(TOKENIZER.bos_id) > 1 for row in first[:100]) / 100 / (len(mixed) / len(first)) < 5
+    # so that consecutive rows are not consecutive in the corpus, nor sorted by how full they are of one
+    # document
+    assert (
+        0.2
+        < sum(row.count(TOKENIZER.bos_id) > 1 for row in first[:100]) / 100 / (len(mixed) / len(first))
+        < 5
+    )
     (other,) = epochs(folder, 1, seed=1)
     assert other[0] != first[0] and len(other) == len(first)
 
@@ -187,7 +195,14 @@ def test_every_token_once_but_the_counted_crop(tmp_path_factory, lengths, seed):
         names.append({"name": f"{i}.bin"})
         header = shards.write_shard(path / f"{i}.bin", documents[i : i + 20], {"tokenizer": "t"})
         names[-1]["tokens"] = header["tokens"]
-    manifest = {"train": names, "val": names[:1], "tokenizer": "t", "bos_id": 0, "complete": True, "corpus": "c"}
+    manifest = {
+        "train": names,
+        "val": names[:1],
+        "tokenizer": "t",
+        "bos_id": 0,
+        "complete": True,
+        "corpus": "c",
+    }
     shards.write_manifest(path, manifest)
     if sum(lengths) < 16:
         with pytest.raises(InputError, match="fewer than one step"):
@@ -228,7 +243,9 @@ def test_validation_covers_every_token_once(folder, world_size, seq_len):
 
 def test_part_of_the_validation_set(folder):
     def tokens(limit):
-        return sum(int((targets >= 0).sum()) for _, targets in validation_batches(folder, T, 4, max_tokens=limit))
+        return sum(
+            int((targets >= 0).sum()) for _, targets in validation_batches(folder, T, 4, max_tokens=limit)
+        )
 
     assert [tokens(limit) for limit in (1, 100, 1000)] == [1, 100, 1000] and tokens(10**9) == tokens(None)
 
@@ -285,7 +302,9 @@ def test_rows_do_not_wait_for_the_rest_of_the_corpus(folder, tmp_path, monkeypat
 
 
 def test_python_corpus_crop(tmp_path, monkeypatch):
-    """At T = 2048 nearly nothing of the standard library is cropped (its documents are long: most exceed a row)."""
+    """At T = 2048 nearly nothing of the standard library is cropped (its documents are long: most exceed a
+    row).
+    """
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
     monkeypatch.setattr(shards, "SHARD_BYTES", 16 << 20)
     folder = prepare(open_corpus("python"), tokenizer=TOKENIZER, max_tokens=1)

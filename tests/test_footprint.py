@@ -1,4 +1,6 @@
-"""What nanomuon.footprint computes, against small runs: bytes held, saved and sent, products of Newton-Schulz."""
+"""What nanomuon.footprint computes, against small runs: bytes held, saved and sent, products of
+Newton-Schulz.
+"""
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ from tests.worlds import run_world
 UNEVEN = GPTConfig(vocab_size=67, seq_len=16, depth=3, width=36, heads=2, kv_heads=2)
 GROUPED = GPTConfig(vocab_size=130, seq_len=16, depth=4, width=64, heads=8, kv_heads=4)
 EXPERTS = GPTConfig(vocab_size=130, seq_len=16, depth=2, width=64, heads=8, kv_heads=4, experts=6)
-CASES = [(config, fsdp, tp) for config in (UNEVEN, GROUPED, EXPERTS) for fsdp in (False, True) for tp in (1, 2)]
+CASES = [
+    (config, fsdp, tp) for config in (UNEVEN, GROUPED, EXPERTS) for fsdp in (False, True) for tp in (1, 2)
+]
 CASES += [(GROUPED, False, 4), (GROUPED, True, 4)]  # of 4 ranks
 ROWS, MICRO_STEPS = 3, 2
 
@@ -43,7 +47,9 @@ class SentBytes(TorchDispatchMode):
         if name.startswith("_c10d_functional.all_reduce"):
             self.count(2 * size, dist.distributed_c10d._resolve_process_group(args[2]))
         elif name.startswith("c10d."):
-            group = next(dist.ProcessGroup.unbox(leaf) for leaf in leaves if isinstance(leaf, torch.ScriptObject))
+            group = next(
+                dist.ProcessGroup.unbox(leaf) for leaf in leaves if isinstance(leaf, torch.ScriptObject)
+            )
             if "alltoall_base" in name:
                 sent = args[4]
                 self.total += (sum(sent) - sent[group.rank()]) * args[1].itemsize
@@ -102,7 +108,11 @@ def test_replicated_on_other_numbers_of_ranks(ranks):
 
 def saved_bytes(group, config, tensor_parallel, dtype):
     """Of a forward, each storage once and the parameters not."""
-    mesh = parallel.device_mesh("cpu", dist.get_world_size() // tensor_parallel, tensor_parallel) if group else None
+    mesh = (
+        parallel.device_mesh("cpu", dist.get_world_size() // tensor_parallel, tensor_parallel)
+        if group
+        else None
+    )
     device = torch.device("cuda" if dtype == torch.bfloat16 else "cpu")
     model = build_model(config, Runtime(device, dtype), 0, mesh)
     own = {local(p).untyped_storage().data_ptr() for p in model.parameters()}

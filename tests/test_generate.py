@@ -28,13 +28,17 @@ def test_text_longer_than_the_context_goes_on_from_its_newer_half():
 
 def test_long_prompts_keep_their_end():
     model, prompt = build(), torch.randint(97, (30,)).tolist()
-    assert list(generate(model, prompt, 1, temperature=0)) == [int(model(torch.tensor([prompt[-16:]]))[0, -1].argmax())]
+    assert list(generate(model, prompt, 1, temperature=0)) == [
+        int(model(torch.tensor([prompt[-16:]]))[0, -1].argmax())
+    ]
 
 
 def test_sampling_repeats_with_its_seed_and_draws_from_the_model():
     model = build()
     assert list(generate(model, [5], 12, seed=3)) == list(generate(model, [5], 12, seed=3))
-    draws = torch.tensor([next(generate(model, [5], 1, temperature=1.0, top_k=None, seed=s)) for s in range(3000)])
+    draws = torch.tensor(
+        [next(generate(model, [5], 1, temperature=1.0, top_k=None, seed=s)) for s in range(3000)]
+    )
     expected = torch.softmax(model(torch.tensor([[5]]))[0, -1], -1)
     frequency = torch.bincount(draws, minlength=97) / 3000
     assert (frequency - expected).abs().max() < 5 * (expected.max() / 3000).sqrt()

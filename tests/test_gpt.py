@@ -1,4 +1,6 @@
-"""The model: attention against an explicit softmax, counts against PyTorch's counter, cache against whole context."""
+"""The model: attention against an explicit softmax, counts against PyTorch's counter, cache against whole
+context.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from nanomuon.gpt import GPT, GPTConfig, KVCache, rotate
 
 
 def build(seed=0, randomize=True, **fields):
-    config = GPTConfig(**{**dict(vocab_size=97, seq_len=16, depth=3, width=32, heads=4, kv_heads=2), **fields})
+    config = GPTConfig(
+        **{**dict(vocab_size=97, seq_len=16, depth=3, width=32, heads=4, kv_heads=2), **fields}
+    )
     with torch.device("meta"):
         model = GPT(config)
     model.to_empty(device="cpu")
@@ -102,7 +106,8 @@ def test_counts_and_flops():
     tokens = torch.randint(1000, (2, 32))
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
-    # the counter does not see the fused attention: 2 products forward, 4 backward, 2 T width FLOPs a token each
+    # the counter does not see the fused attention: 2 products forward, 4 backward, 2 T width FLOPs a token
+    # each
     attention_flops = 4 * 6 * 2 * 32 * 64
     assert 64 * (model.estimate_flops() - attention_flops) == counter.get_total_flops()
 
@@ -120,15 +125,22 @@ def test_targets_of_minus_one_are_not_scored():
 def test_from_depth_gives_a_valid_family():
     for depth in (1, 2, 3, 4, 7, 8, 12, 24, 32):
         config = GPTConfig.from_depth(depth, 4096, 256)
-        assert config.width == 64 * depth and config.head_dim in (64, 128) and config.window(depth - 1) is None
+        assert (
+            config.width == 64 * depth and config.head_dim in (64, 128) and config.window(depth - 1) is None
+        )
 
 
 @pytest.mark.parametrize(
     "fields, name",
-    [(dict(depth=0), "depth"), (dict(vocab_size=0), "vocab_size"), (dict(width=33), "width"),
-     (dict(kv_heads=3), "kv_heads"), (dict(window_pattern="SX"), "window_pattern"),
-     (dict(window_pattern=""), "window_pattern")],
-)  # fmt: skip
+    [
+        (dict(depth=0), "depth"),
+        (dict(vocab_size=0), "vocab_size"),
+        (dict(width=33), "width"),
+        (dict(kv_heads=3), "kv_heads"),
+        (dict(window_pattern="SX"), "window_pattern"),
+        (dict(window_pattern=""), "window_pattern"),
+    ],
+)
 def test_impossible_shapes_are_refused_by_name(fields, name):
     with pytest.raises(ValueError, match=name):
         build(**fields)

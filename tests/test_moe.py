@@ -101,8 +101,14 @@ def test_counts_are_those_of_the_dense_model_and_the_router():
         assert model.estimate_flops() == dense.estimate_flops() + 6 * router
 
 
-@pytest.mark.parametrize("fields", [dict(experts=2, experts_per_token=3), dict(experts=4, experts_per_token=0),
-                                    dict(experts=8, experts_per_token=7)])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(experts=2, experts_per_token=3),
+        dict(experts=4, experts_per_token=0),
+        dict(experts=8, experts_per_token=7),
+    ],
+)
 def test_impossible_experts_are_refused_by_name(fields):
     with pytest.raises(ValueError, match="experts_per_token"):
         build(**fields)
@@ -133,7 +139,9 @@ def test_compiled_experts_give_the_same_loss_gradients_and_load():
         model.blocks[0].mlp.load.zero_()
         loss = run(tokens, tokens)
         loss.backward()
-        results.append([loss.detach(), model.blocks[0].mlp.load.clone(), *(p.grad for p in model.parameters())])
+        results.append(
+            [loss.detach(), model.blocks[0].mlp.load.clone(), *(p.grad for p in model.parameters())]
+        )
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-5)
 

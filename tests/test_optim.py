@@ -64,7 +64,9 @@ def test_adamw_is_torchs(dtype, rtol):
         for p, q in zip(ours, theirs, strict=True):
             torch.testing.assert_close(p, q, rtol=rtol, atol=rtol * 1e-2)
             for key in ("exp_avg", "exp_avg_sq"):
-                torch.testing.assert_close(optimizer.state[p][key], expected.state[q][key], rtol=rtol, atol=1e-9)
+                torch.testing.assert_close(
+                    optimizer.state[p][key], expected.state[q][key], rtol=rtol, atol=1e-9
+                )
 
 
 FORMS = [
@@ -83,7 +85,10 @@ FORMS = [
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: ",".join(map(str, form)) or "default")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_muon_is_the_formulas(form, dtype):
-    params = [parameter(*shape, dtype=dtype) for shape in [(24, 24), (24, 24), (36, 20), (20, 36), (64, 16), (16, 64)]]
+    params = [
+        parameter(*shape, dtype=dtype)
+        for shape in [(24, 24), (24, 24), (36, 20), (20, 36), (64, 16), (16, 64)]
+    ]
     ours_only = ("coefficients", "ns_steps", "weight_decay_form")
     options = {key: value for key, value in form.items() if key not in ours_only}
     options["decay"] = form.get("weight_decay_form", "cautious")
@@ -142,7 +147,10 @@ def test_3d_is_a_batch_of_matrices_and_4d_a_matrix_of_rows():
     experts, convolution = parameter(5, 12, 20), parameter(12, 3, 3, 3)
     whole = [*experts.detach().unbind(), convolution.detach().flatten(1)]
     separate = [torch.nn.Parameter(p.clone()) for p in whole]
-    optimizer, expected = MuonAdamW([muon(experts, convolution, **form)]), MuonAdamW([muon(*separate, **form)])
+    optimizer, expected = (
+        MuonAdamW([muon(experts, convolution, **form)]),
+        MuonAdamW([muon(*separate, **form)]),
+    )
     for step in range(5):
         experts.grad, convolution.grad = gradient(experts, step), gradient(convolution, step)
         for p, grad in zip(separate, [*experts.grad, convolution.grad.flatten(1)], strict=True):
@@ -179,7 +187,9 @@ def test_any_shapes_in_any_groups_are_the_formulas(shapes, cuts):
 
 
 def mixed(dtype=torch.float32):
-    params = [parameter(*s, dtype=dtype) for s in [(24, 24), (24, 12), (12, 24), (3, 8, 8), (50, 30), (5,), ()]]
+    params = [
+        parameter(*s, dtype=dtype) for s in [(24, 24), (24, 12), (12, 24), (3, 8, 8), (50, 30), (5,), ()]
+    ]
     return params, [muon(*params[:4], names=list("abcd")), adamw(*params[4:], names=list("efg"))]
 
 
@@ -223,7 +233,9 @@ def test_non_finite_gradient_skips_the_step(value, where):
     assert optimizer.skipped_steps.item() == 1 and optimizer.skipped_steps.ndim == 0
     assert all(torch.equal(p, q) for p, q in zip(params, before[1], strict=True))
     after = optimizer.state_dict()["state"]
-    assert all(torch.equal(after[name][key], value) for name in after for key, value in before[0][name].items())
+    assert all(
+        torch.equal(after[name][key], value) for name in after for key, value in before[0][name].items()
+    )
     train(optimizer, params, 1, start=2)
     uninterrupted, groups = mixed()
     train(MuonAdamW(groups), uninterrupted, 3)
@@ -242,7 +254,11 @@ def test_non_finite_gradient_on_the_first_step_changes_nothing():
 
 
 def test_different_dtypes_in_one_model_and_float32_state():
-    params = [parameter(24, 24), parameter(24, 24, dtype=torch.bfloat16), parameter(50, 30, dtype=torch.bfloat16)]
+    params = [
+        parameter(24, 24),
+        parameter(24, 24, dtype=torch.bfloat16),
+        parameter(50, 30, dtype=torch.bfloat16),
+    ]
     optimizer = MuonAdamW([muon(*params[:2]), adamw(params[2])])
     train(optimizer, params, 3)
     assert [p.dtype for p in params] == [torch.float32, torch.bfloat16, torch.bfloat16]
@@ -267,8 +283,14 @@ def test_state_exists_before_the_first_step_under_its_names():
     state = MuonAdamW(groups).state_dict()["state"]
     assert set(state["a"]) == {"momentum_buffer", "second_momentum_buffer"}
     assert set(state["e"]) == {"step", "exp_avg", "exp_avg_sq"}
-    assert state["b"]["momentum_buffer"].shape == (24, 12) and state["b"]["second_momentum_buffer"].shape == (24, 1)
-    assert state["c"]["momentum_buffer"].shape == (12, 24) and state["c"]["second_momentum_buffer"].shape == (1, 24)
+    assert state["b"]["momentum_buffer"].shape == (24, 12) and state["b"]["second_momentum_buffer"].shape == (
+        24,
+        1,
+    )
+    assert state["c"]["momentum_buffer"].shape == (12, 24) and state["c"]["second_momentum_buffer"].shape == (
+        1,
+        24,
+    )
 
 
 def test_state_loads_into_other_groups_and_keeps_its_dtype():
@@ -276,7 +298,9 @@ def test_state_loads_into_other_groups_and_keeps_its_dtype():
     optimizer = MuonAdamW(groups)
     train(optimizer, params, 3)
     saved = optimizer.full_state_dict()
-    saved["state"] = {name: {k: v.double() for k, v in entry.items()} for name, entry in saved["state"].items()}
+    saved["state"] = {
+        name: {k: v.double() for k, v in entry.items()} for name, entry in saved["state"].items()
+    }
     again = [torch.nn.Parameter(p.detach().clone()) for p in params]
     a, b, c, d, e, f, g = again
     groups = [adamw(g, names=["g"]), muon(d, b, names=["d", "b"]), adamw(f, e, names=["f", "e"])]
@@ -307,7 +331,12 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
     for name, key, wrong, message in [
         ("f", "exp_avg", None, "no exp_avg of f"),
         ("g", "step", None, "no step of g"),
-        ("a", "momentum_buffer", torch.zeros(3, 3), r"momentum_buffer of a has shape \(3, 3\), expected \(24, 24\)"),
+        (
+            "a",
+            "momentum_buffer",
+            torch.zeros(3, 3),
+            r"momentum_buffer of a has shape \(3, 3\), expected \(24, 24\)",
+        ),
     ]:
         saved = {n: {k: v + 1 for k, v in entry.items()} for n, entry in whole["state"].items()}
         if wrong is None:
@@ -317,7 +346,9 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict({"state": saved, "param_groups": whole["param_groups"]})
         state = optimizer.state_dict()["state"]
-        assert all(torch.equal(v, state[n][k]) for n, entry in whole["state"].items() for k, v in entry.items())
+        assert all(
+            torch.equal(v, state[n][k]) for n, entry in whole["state"].items() for k, v in entry.items()
+        )
 
 
 def test_without_names_a_regrouped_load_is_refused():
@@ -358,7 +389,9 @@ def test_it_is_a_torch_optimizer():
     p, q, late = parameter(8, 8), parameter(5), parameter(8, 8, seed=3)
     groups = [muon(p), adamw(q)]
     optimizer = MuonAdamW(groups)
-    assert "initial_lr" not in groups[0] and groups[0]["params"] == [p]  # the caller's dicts stay the caller's
+    assert "initial_lr" not in groups[0] and groups[0]["params"] == [
+        p
+    ]  # the caller's dicts stay the caller's
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
     def closure():
@@ -404,7 +437,13 @@ def graphs():
 
 def test_compiled_and_eager_agree_and_a_new_learning_rate_recompiles_nothing(monkeypatch):
     def model():
-        params = [parameter(64, 64), parameter(64, 64, seed=1), parameter(32, 64), parameter(64, 32), parameter(60, 30)]
+        params = [
+            parameter(64, 64),
+            parameter(64, 64, seed=1),
+            parameter(32, 64),
+            parameter(64, 32),
+            parameter(60, 30),
+        ]
         return params, MuonAdamW([muon(*params[:4], weight_decay_form="decoupled"), adamw(params[4])])
 
     eager_params, eager_optimizer = model()
@@ -418,7 +457,9 @@ def test_compiled_and_eager_agree_and_a_new_learning_rate_recompiles_nothing(mon
         group.update(change)
     train(optimizer, params, 1)
     assert graphs() == compiled
-    for group, change in zip(optimizer.param_groups, (dict(lr=0.02, momentum=0.95), dict(lr=1e-2)), strict=True):
+    for group, change in zip(
+        optimizer.param_groups, (dict(lr=0.02, momentum=0.95), dict(lr=1e-2)), strict=True
+    ):
         group.update(change)
     params, optimizer = model()
     train(optimizer, params, 4)  # a second optimizer of the same shapes compiles nothing either

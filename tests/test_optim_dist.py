@@ -34,16 +34,19 @@ def eager():
     os.environ.pop("NANOMUON_COMPILE") if before is None else os.environ.update(NANOMUON_COMPILE=before)
 
 
-# (kind, shape): K not dividing, K < W, one matrix, transposes, a batch, a convolution; odd rows, few rows, tiny ones
+# (kind, shape): K not dividing, K < W, one matrix, transposes, a batch, a convolution; odd rows, few rows,
+# tiny ones
 MIXED = (
     [("muon", s) for s in [(16, 16)] * 5 + [(24, 12), (12, 24), (24, 12), (20, 10)]]
     + [("muon", s) for s in [(5, 12, 8), (2, 8, 8), (8, 3, 3, 3)]]
     + [("adamw", s) for s in [(1019, 17), (3, 700), (1500,), (64, 32), (7,), (), (10, 10)]]
-)  # fmt: skip
+)
 
 
 def build(model, dtype=torch.float64, seed=0, **options):
-    """Parameters and groups of a model given as (kind, shape) pairs; every third one in a second group of its kind."""
+    """Parameters and groups of a model given as (kind, shape) pairs; every third one in a second group of its
+    kind.
+    """
     g = torch.Generator().manual_seed(seed)
     params, groups = [], {}
     for i, (kind, shape) in enumerate(model):
@@ -100,7 +103,9 @@ def many_processes(group, model, steps, dtype, holes=0, comm_dtype=None, options
 def assert_same_everywhere(results):
     for params, state in results[1:]:
         assert all(torch.equal(p, q) for p, q in zip(params, results[0][0], strict=True))
-        assert all(torch.equal(v, state[n][k]) for n, entry in results[0][1].items() for k, v in entry.items())
+        assert all(
+            torch.equal(v, state[n][k]) for n, entry in results[0][1].items() for k, v in entry.items()
+        )
 
 
 def assert_close(result, expected, tolerance):
@@ -165,7 +170,9 @@ def test_bf16_parameters(size):
 
 
 def mixed_dtypes(group):
-    params = [torch.nn.Parameter(torch.ones(shape, dtype=d)) for shape in [(8, 8), (5,), (600, 2)] for d in DTYPES]
+    params = [
+        torch.nn.Parameter(torch.ones(shape, dtype=d)) for shape in [(8, 8), (5,), (600, 2)] for d in DTYPES
+    ]
     groups = [dict(MUON, params=params[:3]), dict(ADAMW, params=params[3:])]
     optimizer = DistMuonAdamW(groups, group)
     for step in range(3):
@@ -196,25 +203,36 @@ def test_float32_reduction_of_bf16_gradients():
 
 
 def first_moment(group, comm_dtype):
-    """Momentum after one step of a Muon bank, a sliced and a small AdamW parameter, over the weight of the gradient."""
+    """Momentum after one step of a Muon bank, a sliced and a small AdamW parameter, over the weight of the
+    gradient.
+    """
     shapes = [(8, 8), (512, 3), (6,)]
     params = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
-    optimizer = DistMuonAdamW([dict(MUON, params=params[:1]), dict(ADAMW, params=params[1:])], group, comm_dtype)
+    optimizer = DistMuonAdamW(
+        [dict(MUON, params=params[:1]), dict(ADAMW, params=params[1:])], group, comm_dtype
+    )
     for p in params:
         p.grad = torch.full_like(p, 1.0 if dist.get_rank(group) == 0 else 2**-9)
     optimizer.step()
     state = optimizer.full_state_dict()["state"]
-    return [state["group0.0"]["momentum_buffer"] / 0.05, *(state[f"group1.{i}"]["exp_avg"] / 0.1 for i in (0, 1))]
+    return [
+        state["group0.0"]["momentum_buffer"] / 0.05,
+        *(state[f"group1.{i}"]["exp_avg"] / 0.1 for i in (0, 1)),
+    ]
 
 
 shapes = st.one_of(
-    st.tuples(st.just("muon"), st.sampled_from([(6, 6), (6, 9), (9, 6), (4, 40), (3, 5, 6), (1, 8), (6, 2, 3, 3)])),
+    st.tuples(
+        st.just("muon"), st.sampled_from([(6, 6), (6, 9), (9, 6), (4, 40), (3, 5, 6), (1, 8), (6, 2, 3, 3)])
+    ),
     st.tuples(st.just("adamw"), st.sampled_from([(2, 600), (103, 11), (1025,), (5,), (), (0, 3), (7, 4)])),
 )
 
 
 @settings(max_examples=25, deadline=None)
-@given(model=st.lists(shapes, min_size=1, max_size=12), size=st.integers(2, 4), holes=st.sampled_from([0, 2, 3]))
+@given(
+    model=st.lists(shapes, min_size=1, max_size=12), size=st.integers(2, 4), holes=st.sampled_from([0, 2, 3])
+)
 def test_any_model_in_any_world(model, size, holes):
     results = run_world(size, many_processes, model, 2, torch.float64, holes)
     assert_same_everywhere(results)
@@ -237,7 +255,9 @@ def with_a_bad_gradient(group, value, where):
         if step == 2:
             state = optimizer.full_state_dict()["state"]
             assert all(torch.equal(p, q) for p, q in zip(params, before[0], strict=True))
-            assert all(torch.equal(v, state[n][k]) for n, entry in before[1].items() for k, v in entry.items())
+            assert all(
+                torch.equal(v, state[n][k]) for n, entry in before[1].items() for k, v in entry.items()
+            )
     assert optimizer.skipped_steps.item() == 1
     return [p.detach() for p in params]
 
@@ -259,7 +279,9 @@ def plan(group, model):
 
 
 def test_owners_hold_whole_matrices_evenly_and_leftovers_balance():
-    model = [("muon", (32, 32))] * 5 + [("muon", (16, 16))] * 3 + [("muon", (8, 8))] * 2 + [("adamw", (1030, 2))]
+    model = (
+        [("muon", (32, 32))] * 5 + [("muon", (16, 16))] * 3 + [("muon", (8, 8))] * 2 + [("adamw", (1030, 2))]
+    )
     results = run_world(4, plan, model)
     owners, alone, load, _ = results[0]
     assert all(result[:3] == (owners, alone, load) for result in results)
@@ -268,14 +290,17 @@ def test_owners_hold_whole_matrices_evenly_and_leftovers_balance():
     loaded = max(big, key=big.count)
     assert loaded not in middle, "the rank with two big matrices gets none of the middle ones"
     assert loaded not in small and not any(alone)
-    # state is split: momentum and row moments of every matrix once, two moments of 1030 rows, a step count per rank
+    # state is split: momentum and row moments of every matrix once, two moments of 1030 rows, a step count
+    # per rank
     muon_state = 5 * (32 * 32 + 32) + 3 * (16 * 16 + 16) + 2 * (8 * 8 + 8)
     assert sum(result[3] for result in results) == muon_state + 2 * 1030 * 2 + 4
     assert run_world(4, plan, [("muon", (8, 8))])[0][1] == [True]  # K=1 < W/2: reduced to its owner
 
 
 def overlapped(group, order, missing):
-    """Backward with overlap_backward; the parameters get their gradients in `order`, which differs between ranks."""
+    """Backward with overlap_backward; the parameters get their gradients in `order`, which differs between
+    ranks.
+    """
     params, groups = build(OVERLAP)
     optimizer = DistMuonAdamW(groups, group)
     launched = []
@@ -300,7 +325,12 @@ def overlapped(group, order, missing):
     return [p.detach() for p in params], launched, len(optimizer._units)
 
 
-OVERLAP = [("muon", (8, 8))] * 3 + [("muon", (6, 9)), ("adamw", (600, 2)), ("adamw", (1100,)), ("adamw", (4,))]
+OVERLAP = [("muon", (8, 8))] * 3 + [
+    ("muon", (6, 9)),
+    ("adamw", (600, 2)),
+    ("adamw", (1100,)),
+    ("adamw", (4,)),
+]
 
 
 def test_overlap_backward_launches_in_order_and_gives_the_same():
@@ -318,7 +348,9 @@ def test_overlap_backward_launches_in_order_and_gives_the_same():
             if not missing:
                 assert launched == [units] * 3  # every collect was under way before step()
         if missing:
-            assert results[0][1][0] < results[1][1][0] == results[1][2]  # what rank 0 lacked was launched by step()
+            assert (
+                results[0][1][0] < results[1][1][0] == results[1][2]
+            )  # what rank 0 lacked was launched by step()
 
 
 def saved_in_a_world(group, model, steps):
@@ -356,7 +388,9 @@ def continued_in_a_world(group, model, params, saved, start, steps):
 def test_state_saved_in_a_world_of_2_continues_in_3_and_1():
     saved = run_world(2, saved_in_a_world, MIXED, 3)
     (params, state, names), (_, other, other_names) = saved
-    assert all(torch.equal(v, other["state"][n][k]) for n, entry in state["state"].items() for k, v in entry.items())
+    assert all(
+        torch.equal(v, other["state"][n][k]) for n, entry in state["state"].items() for k, v in entry.items()
+    )
     assert set(names) | set(other_names) == set(state["state"]) and set(names) != set(other_names)
     expected = one_process(MIXED, 1, 6, torch.float64)[0]
     for size in (3, 1):
@@ -410,7 +444,10 @@ def peak_of_a_step(group, model):
     optimizer = DistMuonAdamW(groups, group)
     for i, (_, shape) in enumerate(model):
         params[i].grad = local_gradient(i, shape, torch.float32, 0, dist.get_rank(group), 0)
-    kernels, optim.run = optim.run, lambda kernel, *tensors, **options: (tensors[0], tensors[0])  # without temporaries
+    kernels, optim.run = (
+        optim.run,
+        lambda kernel, *tensors, **options: (tensors[0], tensors[0]),
+    )  # without temporaries
     try:
         with LiveBytes() as live:
             optimizer.step()
@@ -445,7 +482,10 @@ def counted_bytes(group, model):
 
         return call
 
-    sharded.reduce_scatter_single, sharded.all_gather_single = counting(originals[0], 1), counting(originals[1], 1)
+    sharded.reduce_scatter_single, sharded.all_gather_single = (
+        counting(originals[0], 1),
+        counting(originals[1], 1),
+    )
     dist.all_reduce = counting(originals[2], 2)
     try:
         set_local_gradients(group, params, model, torch.float32, 0, 0)

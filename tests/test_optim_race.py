@@ -95,7 +95,10 @@ def test_a_race_killed_and_resumed(lab, text, tmp_path, capsys):
     lab(*arguments)
     assert not Inline.submitted
     lab("--contenders", "default", "adamw", "adamw:matrix_lr=0.01", "--seeds", "2")
-    assert [(run[2], run[3]) for run in Inline.submitted] == [("adamw:matrix_lr=0.01", 0), ("adamw:matrix_lr=0.01", 1)]
+    assert [(run[2], run[3]) for run in Inline.submitted] == [
+        ("adamw:matrix_lr=0.01", 0),
+        ("adamw:matrix_lr=0.01", 1),
+    ]
     lab(*arguments[:-1], "3")
     assert [(run[2], run[3]) for run in Inline.submitted] == [("default", 2), ("adamw", 2)]
 
@@ -203,23 +206,30 @@ def test_a_contender_is_its_code_and_its_hyperparameters(text, tmp_path):
     for body in ("0", "1"):
         file.write_text(f"from nanomuon.recipe import param_groups\nunused = {body}\n")
         others.append(race.Contender(str(file)).key(task))
-    keys = [other if other.isalnum() and len(other) == 12 else race.Contender(other).key(task) for other in others]
+    keys = [
+        other if other.isalnum() and len(other) == 12 else race.Contender(other).key(task) for other in others
+    ]
     assert len({key, *keys}) == 8
     assert race.Contender("adamw:matrix_lr=0.01").scaled(2).name == "adamw:matrix_lr=0.01,lr_scale=2"
 
 
-@pytest.mark.parametrize("contender,message", [
-    ("nobody", "neither a file nor one of adamw, muon, normuon, default"),
-    ("adamw:momentum=0.9", "adamw has no momentum; it has lr_scale, matrix_lr"),
-    ("adamw:0.9", "'0.9' is not key=value"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "contender,message",
+    [
+        ("nobody", "neither a file nor one of adamw, muon, normuon, default"),
+        ("adamw:momentum=0.9", "adamw has no momentum; it has lr_scale, matrix_lr"),
+        ("adamw:0.9", "'0.9' is not key=value"),
+    ],
+)
 def test_what_is_no_contender(contender, message):
     with pytest.raises(InputError, match=message):
         race.Contender(contender)
 
 
 def test_training_rows_and_validation_windows(tmp_path):
-    """Training never sees the last tenth; each of its characters but the first is scored once, in whole windows."""
+    """Training never sees the last tenth; each of its characters but the first is scored once, in whole
+    windows.
+    """
     file = tmp_path / "parts.txt"
     train, held = "abcdefgh" * 900, "".join(chr(0x4E00 + i) for i in range(800))
     file.write_text(train + held)
@@ -230,7 +240,10 @@ def test_training_rows_and_validation_windows(tmp_path):
         assert inputs.shape == (12, 16) and torch.equal(inputs[:, 1:], targets[:, :-1])
         assert {characters[i] for i in targets.unique()} <= set("abcdefgh")
     inputs, targets = (torch.cat(part) for part in zip(*validation, strict=True))
-    scored = [(characters[i], characters[j]) for i, j in zip(inputs[targets >= 0], targets[targets >= 0], strict=True)]
+    scored = [
+        (characters[i], characters[j])
+        for i, j in zip(inputs[targets >= 0], targets[targets >= 0], strict=True)
+    ]
     assert sorted(scored) == list(zip(held, held[1 : 1 + 16 * (799 // 16)], strict=False))
     assert len(validation) == 1 and inputs.shape == (64, 16)
 
@@ -250,13 +263,17 @@ def test_a_sweep_has_seeds_of_its_own_and_takes_each_at_its_best(lab, tmp_path, 
             for seed in seeds:
                 score = 1.5 + off + 0.001 * (seed % 7)
                 curve = [(0, 4.0, 4.0), (50, score, score)]
-                runs[contender.name].append(dict(seed=seed, score=score, curve=curve, step_ms=1.0, optimizer_ms=0.1))
+                runs[contender.name].append(
+                    dict(seed=seed, score=score, curve=curve, step_ms=1.0, optimizer_ms=0.1)
+                )
         return runs
 
     monkeypatch.setattr(race, "run_all", run_all)
     lab("--contenders", "default", "adamw", "--sweep", "0.5,1,2", "--seeds", 3)
     (swept, sweep_seeds), (raced, seeds) = trained
-    assert swept == {name + scale for name in ("default", "adamw") for scale in (":lr_scale=0.5", "", ":lr_scale=2.0")}
+    assert swept == {
+        name + scale for name in ("default", "adamw") for scale in (":lr_scale=0.5", "", ":lr_scale=2.0")
+    }
     assert raced == {"default", "adamw:lr_scale=2.0"} and len(seeds) == 3 and not seeds & sweep_seeds
     output = capsys.readouterr().out
     assert "2 (edge)" in output and "1 (edge)" not in output and "a wider sweep" in output
@@ -270,7 +287,9 @@ def test_a_corpus_is_raced_on_with_the_loader_of_base_train(base, environment, t
     task["name"] = "python"
     halves = race.train(task, place, "default", 0, tmp_path / "halves.json")
     whole = race.train(task | {"micro_rows": 8}, place, "default", 0, tmp_path / "whole.json")
-    assert halves["score"] == pytest.approx(whole["score"], abs=1e-4) and halves["initial"] == whole["initial"]
+    assert (
+        halves["score"] == pytest.approx(whole["score"], abs=1e-4) and halves["initial"] == whole["initial"]
+    )
     assert [point[2] is None for point in halves["curve"]] == [True, False, False]
     task |= {"unit": "nats per token", "steps": 1}
     tokens = race.train(task, place, "default:lr_scale=0", 0, tmp_path / "tokens.json")

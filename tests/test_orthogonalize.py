@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from nanomuon.orthogonalize import COEFFICIENTS, gram_pays, newton_schulz_flops, orthogonalize, triples, update_scale
+from nanomuon.orthogonalize import (
+    COEFFICIENTS,
+    gram_pays,
+    newton_schulz_flops,
+    orthogonalize,
+    triples,
+    update_scale,
+)
 
 # images of the singular values in [0.01, 1], in exact arithmetic
 RANGES = {
@@ -20,7 +27,9 @@ def matrix(shape, condition, seed=0):
     """Singular values from 1 down to 1/condition, in a geometric row; returns U, s, Vh too."""
     g = torch.Generator().manual_seed(seed)
     U, _, Vh = torch.linalg.svd(torch.randn(shape, generator=g, dtype=torch.float64), full_matrices=False)
-    s = torch.logspace(0, -torch.log10(torch.tensor(float(condition))).item(), min(shape[-2:]), dtype=torch.float64)
+    s = torch.logspace(
+        0, -torch.log10(torch.tensor(float(condition))).item(), min(shape[-2:]), dtype=torch.float64
+    )
     return U @ torch.diag(s) @ Vh, U, s, Vh
 
 
@@ -58,7 +67,9 @@ def test_the_published_range_of_each_set(name):
 def test_it_is_the_polar_factor_of_the_svd(shape):
     G, U, _, Vh = matrix(shape, 10)
     assert (orthogonalize(G, "deepseekv4") - U @ Vh).norm() / min(shape) ** 0.5 < 2e-3
-    more = orthogonalize(G, "polar_express", 9)  # five, then (1.875, -1.25, .375), which converges to exactly 1
+    more = orthogonalize(
+        G, "polar_express", 9
+    )  # five, then (1.875, -1.25, .375), which converges to exactly 1
     torch.testing.assert_close(more, U @ Vh, rtol=0, atol=1e-6)
 
 
@@ -85,7 +96,14 @@ def test_the_form_follows_the_shape_and_the_number_of_steps():
 def test_flops_are_those_of_the_products_made():
     from torch.utils.flop_counter import FlopCounterMode
 
-    for shape, steps in [((32, 32), 5), ((32, 128), 5), ((128, 32), 5), ((32, 128), 10), ((128, 32), 3), ((64, 32), 2)]:
+    for shape, steps in [
+        ((32, 32), 5),
+        ((32, 128), 5),
+        ((128, 32), 5),
+        ((32, 128), 10),
+        ((128, 32), 3),
+        ((64, 32), 2),
+    ]:
         with FlopCounterMode(display=False) as counter:
             orthogonalize(torch.randn(shape), "deepseekv4", steps)
         assert counter.get_total_flops() == newton_schulz_flops(*shape, steps)

@@ -1,4 +1,6 @@
-"""Models in pieces: FSDP2, tensor parallelism and both train what one process trains, and move between each other."""
+"""Models in pieces: FSDP2, tensor parallelism and both train what one process trains, and move between each
+other.
+"""
 
 import json
 import re
@@ -38,15 +40,18 @@ def eager():
 
 
 def batch(step, rank=0, ranks=1):
-    """This rank's rows of a step. Enough tokens that no hidden unit is all but dead: dividing by the second moment
-    would raise the rounding of its gradient 1e5 times."""
+    """This rank's rows of a step. Enough tokens that no hidden unit is all but dead: dividing by the second
+    moment would raise the rounding of its gradient 1e5 times.
+    """
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(67, (8, 33), generator=generator).chunk(ranks)[rank]
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 class Trained:
-    """A model and its optimizer in one layout. Gates are Muon's too: they have fewer rows than there are ranks."""
+    """A model and its optimizer in one layout. Gates are Muon's too: they have fewer rows than there are
+    ranks.
+    """
 
     def __init__(self, config, layout=None, dtype=torch.float64, seed=0, **muon):
         torch.set_default_dtype(dtype)
@@ -92,7 +97,9 @@ CASES = [(UNEVEN, REPLICATED, None), (UNEVEN, FSDP, None), (HEADS, BOTH, None)]
 CASES += [(HEADS, layout, mode) for layout in (TP, BOTH) for mode in ("duplicated", "distributed")]
 
 
-@pytest.mark.parametrize("options,tolerance", [(PRECISE, 1e-9), ({"dtype": torch.float32}, 5e-4)], ids=["64", "32"])
+@pytest.mark.parametrize(
+    "options,tolerance", [(PRECISE, 1e-9), ({"dtype": torch.float32}, 5e-4)], ids=["64", "32"]
+)
 @pytest.mark.parametrize("config,layout,mode", CASES)
 def test_ten_steps_equal_those_of_one_process(config, layout, mode, options, tolerance):
     expected = trained(None, config, None, options)
@@ -138,7 +145,9 @@ def val_bpb(base, run):
 
 @pytest.mark.usefixtures("environment")
 def test_base_train_in_every_layout_is_the_run_of_one_process(base):
-    """12 steps each, with evaluation, export and samples; and one process goes on from the checkpoint of four."""
+    """12 steps each, with evaluation, export and samples; and one process goes on from the checkpoint of
+    four.
+    """
     assert Ranks(base, "one", 12, *QUIET).join() == [0]
     for name, (processes, flags) in FLAGS.items():
         ranks = Ranks(base, name, 12, *QUIET, *flags, processes=processes)

@@ -84,7 +84,12 @@ def test_wrapped_names_are_the_same_names():
 
 
 def test_experts():
-    shapes = {"moe.experts.w1": (4, 8, 16), "moe.experts.bias": (4, 8), "moe.router": (4, 8), "experts_like.w1": (8, 8)}
+    shapes = {
+        "moe.experts.w1": (4, 8, 16),
+        "moe.experts.bias": (4, 8),
+        "moe.router": (4, 8),
+        "experts_like.w1": (8, 8),
+    }
     routed = kinds(tree(shapes), expert_keys=("experts.w1", "experts.bias"))
     assert routed == {
         "moe.experts.w1": "muon",
@@ -95,10 +100,19 @@ def test_experts():
 
 
 def test_roles_give_groups_of_their_own_and_the_rest_the_base():
-    shapes = {"wte.weight": (9, 4), "lm_head.weight": (9, 4), "up.weight": (4, 4), "gate.weight": (4, 4), "n.s": (3,)}
+    shapes = {
+        "wte.weight": (9, 4),
+        "lm_head.weight": (9, 4),
+        "up.weight": (4, 4),
+        "gate.weight": (4, 4),
+        "n.s": (3,),
+    }
     model = tree(shapes)
     groups = build_param_groups(
-        model, muon=MUON, adamw=ADAMW, roles={"wte": dict(lr=0.3, betas=(0.9, 0.9)), "gate": dict(weight_decay=0.5)}
+        model,
+        muon=MUON,
+        adamw=ADAMW,
+        roles={"wte": dict(lr=0.3, betas=(0.9, 0.9)), "gate": dict(weight_decay=0.5)},
     )
     found = {tuple(group["names"]): (group["kind"], group["lr"], group["weight_decay"]) for group in groups}
     assert found == {
@@ -115,7 +129,10 @@ def test_frozen_parameters_are_left_out_and_a_predicate_decides_instead():
     model = tree({"wte.weight": (9, 4), "up.weight": (4, 4), "down.weight": (4, 4)})
     model.down.weight.requires_grad_(False)
     assert kinds(model) == {"wte.weight": "adamw", "up.weight": "muon"}
-    assert kinds(model, is_muon=lambda name, p: name.startswith("wte")) == {"wte.weight": "muon", "up.weight": "adamw"}
+    assert kinds(model, is_muon=lambda name, p: name.startswith("wte")) == {
+        "wte.weight": "muon",
+        "up.weight": "adamw",
+    }
     with pytest.raises(ValueError, match=r"s has shape \(3,\)"):
         kinds(tree({"s": (3,)}), is_muon=lambda name, p: True)
 

@@ -129,8 +129,10 @@ def shards(group, layout):
         return [piece.full_tensor().numpy() for piece in pieces]
 
 
-@pytest.mark.parametrize("size, layout", [(2, "rows"), (3, "rows"), (4, "rows"), (2, "columns"),
-                                          (4, "rows over columns over rows")])  # fmt: skip
+@pytest.mark.parametrize(
+    "size, layout",
+    [(2, "rows"), (3, "rows"), (4, "rows"), (2, "columns"), (4, "rows over columns over rows")],
+)
 def test_shards_are_clipped_as_the_whole(size, layout):
     wq, wk, x = matrices()
     clip_qk_(wq, wk, logits_by_head(wq, wk, x), tau=5.0, alpha=0.3)
@@ -171,7 +173,9 @@ def test_the_maximum_is_over_ranks_and_micro_batches():
             assert torch.equal(ours, torch.from_numpy(theirs))
     with torch.no_grad():
         model(inputs)
-    assert all((block.attn.largest_logits == 3).all() for block in model.blocks)  # only training forwards are recorded
+    assert all(
+        (block.attn.largest_logits == 3).all() for block in model.blocks
+    )  # only training forwards are recorded
 
 
 def clip_in_tensor_parallel(group):
@@ -182,9 +186,11 @@ def clip_in_tensor_parallel(group):
     watch_(model, 3.0)
     model(batch(0)).sum().backward()
     clip_(model, 3.0, group=group)
-    return [model.blocks[0].attn.q.weight.full_tensor().detach().numpy(),
-            model.blocks[0].attn.k.weight.full_tensor().detach().numpy(),
-            model.blocks[1].attn.q.weight.detach().numpy()]  # fmt: skip
+    return [
+        model.blocks[0].attn.q.weight.full_tensor().detach().numpy(),
+        model.blocks[0].attn.k.weight.full_tensor().detach().numpy(),
+        model.blocks[1].attn.q.weight.detach().numpy(),
+    ]
 
 
 def test_heads_spread_over_a_tensor_parallel_group_are_clipped_as_one_process_does():
@@ -194,7 +200,9 @@ def test_heads_spread_over_a_tensor_parallel_group_are_clipped_as_one_process_do
     clip_(model, 3.0)
     expected = [model.blocks[0].attn.q.weight, model.blocks[0].attn.k.weight, model.blocks[1].attn.q.weight]
     before = loud_model(depth=2).blocks[0].attn.q.weight
-    assert not any(torch.equal(a, b) for a, b in zip(before.split(8), expected[0].split(8), strict=True))  # every head
+    assert not any(
+        torch.equal(a, b) for a, b in zip(before.split(8), expected[0].split(8), strict=True)
+    )  # every head
     for weights in run_world(2, clip_in_tensor_parallel):
         for ours, theirs in zip(expected, weights, strict=True):
             torch.testing.assert_close(torch.from_numpy(theirs), ours)
@@ -226,9 +234,11 @@ def train(clip, tau=40.0, steps=200):
     """Largest logit of every step of a run on one batch, with a high learning rate."""
     model, seen = build(qk_norm=False, randomize=False, depth=1), []
     groups = build_param_groups(
-        model, muon=dict(lr=0.05, momentum=0.95, ns_steps=5, beta2=None, weight_decay=0.0),
-        adamw=dict(lr=0.01, betas=(0.8, 0.95), eps=1e-8, weight_decay=0.0), skip_keys=["value_gate"],
-    )  # fmt: skip
+        model,
+        muon=dict(lr=0.05, momentum=0.95, ns_steps=5, beta2=None, weight_decay=0.0),
+        adamw=dict(lr=0.01, betas=(0.8, 0.95), eps=1e-8, weight_decay=0.0),
+        skip_keys=["value_gate"],
+    )
     optimizer = MuonAdamW(groups)
     tokens = torch.randint(97, (8, 17), generator=torch.Generator().manual_seed(1))
     tokens[:, 9:] = tokens[:, :8]  # something for attention to find
@@ -254,10 +264,23 @@ def test_logits_that_explode_stay_at_tau(monkeypatch):
 
 @pytest.mark.usefixtures("environment")
 def test_base_train_clips_between_steps(base):
-    options = ("--no-qk-norm", "--eval-every", "-1", "--save-every", "-1", "--matrix-lr", "0.1", "--seed", "1")
+    options = (
+        "--no-qk-norm",
+        "--eval-every",
+        "-1",
+        "--save-every",
+        "-1",
+        "--matrix-lr",
+        "0.1",
+        "--seed",
+        "1",
+    )
     for run, more in (("free", ()), ("loose", ("--qk-clip", "1e9")), ("clipped", ("--qk-clip", "0.5"))):
         assert base_train.main(arguments(base, run, 10, *options, *more)) == 0
-    assert losses(base, "free") == losses(base, "loose") and losses(base, "free")[-1] != losses(base, "clipped")[-1]
+    assert (
+        losses(base, "free") == losses(base, "loose")
+        and losses(base, "free")[-1] != losses(base, "clipped")[-1]
+    )
     norms = {}
     for run in ("free", "clipped"):
         weights = load_file(base / "runs" / run / "model.safetensors")

@@ -26,8 +26,11 @@ def test_every_parameter_is_trained_and_only_matrices_by_muon():
     trained = [name for group in optimizer.param_groups for name in group["names"]]
     assert sorted(trained) == sorted(name for name, _ in model().named_parameters())
     muon = {name for group in optimizer.param_groups if group["kind"] == "muon" for name in group["names"]}
-    assert muon == {f"blocks.{i}.{part}.weight" for i in (0, 1)
-                    for part in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down")}  # fmt: skip
+    assert muon == {
+        f"blocks.{i}.{part}.weight"
+        for i in (0, 1)
+        for part in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down")
+    }
 
 
 def test_keywords_reach_their_groups():
@@ -40,7 +43,9 @@ def test_small_batches_have_small_rates_and_the_same_decay_a_step():
     rates = {}
     for batch in (1024, 4096, 2**19):
         groups = recipe.make_optimizer(recipe.param_groups, model(), batch).param_groups
-        rates[batch] = next((group["lr"], group["weight_decay"]) for group in groups if group["kind"] == "muon")
+        rates[batch] = next(
+            (group["lr"], group["weight_decay"]) for group in groups if group["kind"] == "muon"
+        )
     assert rates[2**19] == rates[4096] == (0.02, 0.2) and rates[1024] == (0.01, 0.4)
 
 
@@ -52,7 +57,10 @@ def test_the_flags_of_base_train_have_the_defaults_of_the_recipe():
 
 def test_the_learning_rate_falls_in_the_cooldown_and_leaves_the_group_as_it_was():
     group = dict(kind="adamw", lr=0.5, betas=(0.9, 0.95))
-    rates = [recipe.schedule(group, step, 100, warmup_ratio=0.0, warmdown_ratio=0.5)["lr"] for step in (0, 49, 75, 99)]
+    rates = [
+        recipe.schedule(group, step, 100, warmup_ratio=0.0, warmdown_ratio=0.5)["lr"]
+        for step in (0, 49, 75, 99)
+    ]
     assert rates[:2] == [0.5, 0.5] and 0.5 > rates[2] > rates[3] > 0 and group["lr"] == 0.5
 
 
@@ -86,15 +94,18 @@ def build_optimizer(model):
     assert build.__name__ == "build_optimizer" and own_schedule is None
 
 
-@pytest.mark.parametrize("text,message", [
-    (None, "no such Python file"),
-    ("x = 1", "has neither param_groups"),
-    ("def param_groups(model): ...\ndef build_optimizer(model): ...", "has both param_groups"),
-    ("def param_groups(model): ...\nschedule = 3", "schedule is not a function"),
-    ("x = 1\ndef f(:", "file.py line 2: SyntaxError"),
-    ("\nimport no_such_module", "file.py line 2: ModuleNotFoundError"),
-    ("import sys\nsys.exit(0)", "file.py line 2: SystemExit"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        (None, "no such Python file"),
+        ("x = 1", "has neither param_groups"),
+        ("def param_groups(model): ...\ndef build_optimizer(model): ...", "has both param_groups"),
+        ("def param_groups(model): ...\nschedule = 3", "schedule is not a function"),
+        ("x = 1\ndef f(:", "file.py line 2: SyntaxError"),
+        ("\nimport no_such_module", "file.py line 2: ModuleNotFoundError"),
+        ("import sys\nsys.exit(0)", "file.py line 2: SystemExit"),
+    ],
+)
 def test_a_file_that_is_no_recipe(text, message, tmp_path):
     if text:
         (tmp_path / "file.py").write_text(text)
@@ -102,10 +113,15 @@ def test_a_file_that_is_no_recipe(text, message, tmp_path):
         recipe.load_recipe(tmp_path / "file.py")
 
 
-@pytest.mark.parametrize("built,message", [
-    (None, "but NoneType, was built"), ([], "but list, was built"), ([1], "but list, was built"),
-    ([dict(kind="adamw", params=[], lr=1)], "missing betas"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "built,message",
+    [
+        (None, "but NoneType, was built"),
+        ([], "but list, was built"),
+        ([1], "but list, was built"),
+        ([dict(kind="adamw", params=[], lr=1)], "missing betas"),
+    ],
+)
 def test_what_is_neither_groups_nor_an_optimizer_is_named(built, message):
     with pytest.raises(InputError, match=message):
         recipe.make_optimizer(lambda model: built, model(), 4096)

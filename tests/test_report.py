@@ -79,11 +79,17 @@ def test_numbers_that_json_lacks_are_null(tmp_path):
 
 
 def test_wandb_offline_needs_no_network(tmp_path, monkeypatch):
-    for key, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "https_proxy": "http://127.0.0.1:9"}.items():
+    for key, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "https_proxy": "http://127.0.0.1:9",
+    }.items():
         monkeypatch.setenv(key, value)
     for variable in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(variable, str(tmp_path / "wandb_home"))
-    log = report.MetricsLog(tmp_path / "metrics.jsonl", wandb={"project": "test", "name": "r", "config": {"depth": 4}})
+    log = report.MetricsLog(
+        tmp_path / "metrics.jsonl", wandb={"project": "test", "name": "r", "config": {"depth": 4}}
+    )
     log.log({"step": 1, "train_loss": 2.0})
     log.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
@@ -133,8 +139,18 @@ def test_the_report_says_what_happened(tmp_path):
         [("tokenizer", 12.25), ("training", 300)],
     )
     text = (run_dir / "report.md").read_text()
-    for part in ("# my-run", "2 x some processor", "| val_bpb | 1.234 |", "](loss.png)", "| depth | 4 |", "S\\|L",
-                 "| prompt | two lines |", "| tokenizer | 12.2 |", "| total | 312.2 |", "--run my-run"):  # fmt: skip
+    for part in (
+        "# my-run",
+        "2 x some processor",
+        "| val_bpb | 1.234 |",
+        "](loss.png)",
+        "| depth | 4 |",
+        "S\\|L",
+        "| prompt | two lines |",
+        "| tokenizer | 12.2 |",
+        "| total | 312.2 |",
+        "--run my-run",
+    ):
         assert part in text
     assert "\n```\n" + samples[0] + "\n```\n" in text
     assert "\n`````\n" + samples[1] + "\n`````\n" in text  # longer than any fence inside
@@ -143,4 +159,9 @@ def test_the_report_says_what_happened(tmp_path):
 
 def test_the_machine_is_named():
     text = report.machine_description()
-    assert "torch 2." in text and "GB" in text and f"Python {sys.version.split()[0]}" in text and "\n" not in text
+    assert (
+        "torch 2." in text
+        and "GB" in text
+        and f"Python {sys.version.split()[0]}" in text
+        and "\n" not in text
+    )

@@ -98,7 +98,9 @@ def children(pid):
 
 
 def test_torchrun_replaces_a_dead_rank_and_hands_on_sigterm(base, whole):
-    process = launch(base, "torchrun", 100, "--eval-every", "25", "--save-every", "5", processes=2, restarts=1)
+    process = launch(
+        base, "torchrun", 100, "--eval-every", "25", "--save-every", "5", processes=2, restarts=1
+    )
     alive = lambda: process.poll() is None  # noqa: E731
     wait_until(lambda: len(losses(base, "torchrun")) > 11, alive)
     first = children(process.pid)
@@ -169,11 +171,15 @@ def test_nan_on_one_rank_skips_the_step_on_all(base, name, build):
     assert [row["skipped_steps"] for row in trained] == [0] * 4 + [1] * 2 + [2] * 6
     assert ranks.output().count("not finite: no update (1 in a row)") == 2
     states = {}
-    for path in (base / "runs" / run / "checkpoints").glob("step_*"):  # --save-minutes: after (almost) every step
+    for path in (base / "runs" / run / "checkpoints").glob(
+        "step_*"
+    ):  # --save-minutes: after (almost) every step
         tensors = {}
         for part in path.glob("*.safetensors"):
             tensors |= load_file(part)
-        states[int(path.name[5:])] = {key: value for key, value in tensors.items() if not key.startswith("random")}
+        states[int(path.name[5:])] = {
+            key: value for key, value in tensors.items() if not key.startswith("random")
+        }
     assert len(states) > 3
     for before, after, same in ((4, 5, True), (5, 6, False), (6, 7, True)):
         if {before, after} <= states.keys():
@@ -250,7 +256,9 @@ def test_sigusr1_saves_and_training_goes_on(base):
 
 
 def without_space(work, *args):
-    """No file of this process can grow beyond 100 kB meanwhile: a checkpoint fails half way, as on a full disk."""
+    """No file of this process can grow beyond 100 kB meanwhile: a checkpoint fails half way, as on a full
+    disk.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -270,14 +278,20 @@ def test_training_goes_on_where_a_save_finds_no_room(base, whole, monkeypatch, c
     monkeypatch.setattr(checkpoint, "_write_tensors", write_or_not)
     run_dir = base / "runs" / "full"
     full = {".step_16", ".step_20"}
-    with pytest.raises(InputError, match="step_20 was not written: .*File too large.*earlier checkpoints are intact"):
+    with pytest.raises(
+        InputError, match="step_20 was not written: .*File too large.*earlier checkpoints are intact"
+    ):
         base_train.main(arguments(base, "full", 20, *OPTIONS))
-    assert "warning: checkpoint" in (output := capsys.readouterr().out) and "step_16 was not written" in output
+    assert (
+        "warning: checkpoint" in (output := capsys.readouterr().out) and "step_16 was not written" in output
+    )
     assert len(losses(base, "full")) == 20 and not (run_dir / "summary.json").exists()
     assert checkpoint.saved_steps(run_dir) == [8, 12] and checkpoint.find(run_dir).name == "step_12"
     full = {".step_16"}  # a periodic one fails, a later one has room
     assert base_train.main(arguments(base, "full", 20, *OPTIONS)) == 0
-    assert "resuming run full at step 12" in (output := capsys.readouterr().out) and "step_16 was not" in output
+    assert (
+        "resuming run full at step 12" in (output := capsys.readouterr().out) and "step_16 was not" in output
+    )
     assert checkpoint.saved_steps(run_dir) == [12, 20]
     assert [row["step"] for row in rows(base, "full")] == [*range(1, 21), 20]
 

@@ -1,4 +1,6 @@
-"""DTensor parameters in DistMuonAdamW, in gloo worlds of 2 to 4 ranks, against MuonAdamW on the whole parameters."""
+"""DTensor parameters in DistMuonAdamW, in gloo worlds of 2 to 4 ranks, against MuonAdamW on the whole
+parameters.
+"""
 
 import functools
 import math
@@ -20,7 +22,15 @@ import nanomuon.optim as optim
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.param_groups import build_param_groups
 from tests.reference import distance
-from tests.test_optim_dist import ADAMW, MUON, LiveBytes, assert_close, assert_same_everywhere, build, mean_gradient
+from tests.test_optim_dist import (
+    ADAMW,
+    MUON,
+    LiveBytes,
+    assert_close,
+    assert_same_everywhere,
+    build,
+    mean_gradient,
+)
 from tests.worlds import run_world
 
 
@@ -74,7 +84,9 @@ def one_process(model, steps, dtype, holes=0, **options):
     return [p.detach() for p in params], optimizer.full_state_dict()["state"]
 
 
-def sharded_model(group, model, names, placements, dtype, options=(), settings=(), seed=0, make=DistMuonAdamW):
+def sharded_model(
+    group, model, names, placements, dtype, options=(), settings=(), seed=0, make=DistMuonAdamW
+):
     mesh = mesh_of(group, names)
     params, groups = build(model, dtype, seed=seed, **dict(options))
     pieces = {p: torch.nn.Parameter(cut(p.detach(), mesh, placements)) for p in params}
@@ -109,7 +121,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("where", LAYOUTS)
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 5e-4)], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 5e-4)], ids=["float64", "float32"]
+)
 def test_sharded_is_one_process(where, dtype, tolerance):
     size, names, placements = LAYOUTS[where]
     results = run_world(size, many_processes, MODEL, names, placements, 10, dtype, 5)
@@ -121,7 +135,9 @@ def test_sharded_is_one_process(where, dtype, tolerance):
 
 
 class Net(nn.Module):
-    """Embedding, norm with a weight, an MLP that tensor parallelism cuts by columns and rows, and a head of 3 rows."""
+    """Embedding, norm with a weight, an MLP that tensor parallelism cuts by columns and rows, and a head of 3
+    rows.
+    """
 
     def __init__(self, dtype):
         super().__init__()
@@ -156,9 +172,10 @@ def train_net(net, optimizer, shards, rank, dtype):
 
 def net_groups(net, **options):
     return build_param_groups(
-        net, muon={**{k: v for k, v in MUON.items() if k != "kind"}, **options},
+        net,
+        muon={**{k: v for k, v in MUON.items() if k != "kind"}, **options},
         adamw={k: v for k, v in ADAMW.items() if k != "kind"},
-    )  # fmt: skip
+    )
 
 
 def engines(group, how, dtype, mode):
@@ -178,9 +195,17 @@ def engines(group, how, dtype, mode):
 
 @pytest.mark.parametrize(
     "size, how, mode",
-    [(2, "fsdp", None), (3, "fsdp", None), (4, "fsdp", None), (2, "tp", "duplicated"), (2, "tp", "distributed"),
-     (4, "tp", None), (4, "both", "duplicated"), (4, "both", "distributed")],
-)  # fmt: skip
+    [
+        (2, "fsdp", None),
+        (3, "fsdp", None),
+        (4, "fsdp", None),
+        (2, "tp", "duplicated"),
+        (2, "tp", "distributed"),
+        (4, "tp", None),
+        (4, "both", "duplicated"),
+        (4, "both", "distributed"),
+    ],
+)
 def test_fully_shard_and_parallelize_module_train_what_one_process_trains(size, how, mode):
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 5e-4)):
         net = Net(dtype)
@@ -197,7 +222,9 @@ def test_fully_shard_and_parallelize_module_train_what_one_process_trains(size, 
 
 
 class Watched(DistMuonAdamW):
-    """Records when transfers are launched and waited for, and when directions are computed, of which chunk."""
+    """Records when transfers are launched and waited for, and when directions are computed, of which
+    chunk.
+    """
 
     def _sharded(self, chunk):
         index, stages = self._chunks.index(chunk), super()._sharded(chunk)
@@ -261,17 +288,23 @@ def test_communication_of_a_chunk_runs_under_the_compute_of_the_one_before():
             at = {}
             for i, event in enumerate(events):
                 at.setdefault(event, []).append(i)
-            assert at["launch", 0][0] < at["adamw", None][0] < at["wait", 0][0], "the first collect is launched early"
+            assert at["launch", 0][0] < at["adamw", None][0] < at["wait", 0][0], (
+                "the first collect is launched early"
+            )
             for i in range(chunks - 1):
                 computed = at["compute", i][-1]
                 if max_in_flight > 1:
                     assert at["launch", i + 1][0] < computed < at["wait", i + 1][0]
                 if max_in_flight > 2:  # the delivery of a chunk is waited for after the next one is computed
                     assert at["launch", i][1] < at["compute", i + 1][0] < at["wait", i][1]
-    assert all(torch.equal(p, q) for _, params in rows.values() for p, q in zip(params, rows[1, 2][1], strict=True))
+    assert all(
+        torch.equal(p, q) for _, params in rows.values() for p, q in zip(params, rows[1, 2][1], strict=True)
+    )
     one = 2 * 48 * 64 * 4 / 2  # bytes of a rank's shards of a chunk of two
     assert rows[1, 2][0] < rows[2, 2][0] < rows[3, 2][0] < rows[3, 4][0] < rows[3, None][0]
-    assert rows[3, 2][0] - rows[1, 2][0] < 2 * 2 * one + 2000  # in flight a chunk holds what is sent and received
+    assert (
+        rows[3, 2][0] - rows[1, 2][0] < 2 * 2 * one + 2000
+    )  # in flight a chunk holds what is sent and received
 
 
 # ---- fused matrices
@@ -294,8 +327,12 @@ def parts_apart(split, rows, steps, **options):
             group["names"] = [f"{name}.{i}" for name in group["names"] for i in range(len(rows))]
             group["params"] = [nn.Parameter(p[list(part)].detach().clone()) for p in fused for part in rows]
             group["fused"] = fused
-    apart = {p: group["params"][i * len(rows) :][: len(rows)]
-             for group in groups if group["kind"] == "muon" for i, p in enumerate(group.pop("fused"))}  # fmt: skip
+    apart = {
+        p: group["params"][i * len(rows) :][: len(rows)]
+        for group in groups
+        if group["kind"] == "muon"
+        for i, p in enumerate(group.pop("fused"))
+    }
     optimizer = MuonAdamW(groups)
     for step in range(steps):
         for i, (param, (_, shape)) in enumerate(zip(params, FUSED, strict=True)):
@@ -351,7 +388,8 @@ def blocks_apart(shape, dim, size, steps):
 
 
 @pytest.mark.parametrize(
-    "where, dim, size", [("tp-rows", 0, 2), ("tp-columns", 1, 4), ("fsdp-x-tp-rows", 0, 2), ("fsdp-x-tp-columns", 1, 2)]
+    "where, dim, size",
+    [("tp-rows", 0, 2), ("tp-columns", 1, 4), ("fsdp-x-tp-rows", 0, 2), ("fsdp-x-tp-columns", 1, 2)],
 )
 def test_blockwise_orthogonalizes_each_block_alone(where, dim, size):
     for shape in ((24, 12), (12, 24), (16, 16)):
@@ -363,7 +401,9 @@ def test_blockwise_orthogonalizes_each_block_alone(where, dim, size):
         assert distance(results[0][0][0], one_process(model, 5, torch.float64)[0][0]) > 1e-3
 
 
-@pytest.mark.parametrize("form", [dict(row_equilibrate=True), dict(renormalize=True, beta2=None), dict(ns_steps=7)])
+@pytest.mark.parametrize(
+    "form", [dict(row_equilibrate=True), dict(renormalize=True, beta2=None), dict(ns_steps=7)]
+)
 def test_options_under_tensor_parallelism(form):
     model = [("muon", s) for s in [(16, 16), (24, 12), (12, 24), (3, 20), (5, 8)]]
     expected = one_process(model, 5, torch.float64, **form)
@@ -390,7 +430,9 @@ def experts(group, names, placements):
         for i, param in enumerate(params):
             grad = mean_gradient(i, tuple(param.shape), torch.float64, step, 1, 0)
             param.grad = distribute_tensor(grad, mesh, param.placements)
-        with mock.patch.object(dist, "all_to_all_single", mock.Mock(side_effect=dist.all_to_all_single)) as moved:
+        with mock.patch.object(
+            dist, "all_to_all_single", mock.Mock(side_effect=dist.all_to_all_single)
+        ) as moved:
             optimizer.step()
         assert moved.call_count == 2  # the 2-D matrix alone
     return full(params), optimizer.full_state_dict()["state"]
@@ -436,7 +478,9 @@ def test_a_non_finite_gradient_on_one_rank_changes_nothing_anywhere(where):
 def half_way(group, where, state, params, settings=()):
     """Three more steps from a whole state in this layout; returns what three more would need."""
     _, names, placements = where
-    mesh, mine, optimizer = sharded_model(group, MODEL, names, placements, torch.float64, settings=settings, seed=3)
+    mesh, mine, optimizer = sharded_model(
+        group, MODEL, names, placements, torch.float64, settings=settings, seed=3
+    )
     for p, q in zip(mine, params, strict=True):
         p.data.copy_(cut(q, mesh, placements))
     optimizer.load_state_dict(state)
@@ -449,7 +493,15 @@ def test_state_moves_between_layouts():
     params, groups = build(MODEL)
     optimizer = MuonAdamW(groups)
     state, result = {**optimizer.full_state_dict(), "step": 0}, [p.detach() for p in params]
-    route = ["fsdp-3", "replicated", "fsdp-x-tp-rows", "tp-rows-uneven", "fsdp-x-tp-columns", "fsdp-columns", "hsdp"]
+    route = [
+        "fsdp-3",
+        "replicated",
+        "fsdp-x-tp-rows",
+        "tp-rows-uneven",
+        "fsdp-x-tp-columns",
+        "fsdp-columns",
+        "hsdp",
+    ]
     for where in route:
         size = LAYOUTS[where][0]
         result, state = run_world(size, half_way, LAYOUTS[where], state, result)[0]
@@ -545,7 +597,9 @@ def test_gradients_that_are_placed_otherwise():
 
 
 def beside_plain_ones(group):
-    """FSDP2 and plain parameters in one model; the plain ones' gradients are each rank's own, and averaged here."""
+    """FSDP2 and plain parameters in one model; the plain ones' gradients are each rank's own, and averaged
+    here.
+    """
     net, rank, size = Net(torch.float64), dist.get_rank(group), dist.get_world_size(group)
     fully_shard(net.up, mesh=mesh_of(group, ("dp",)))
     fully_shard(net.square, mesh=mesh_of(group, ("dp",)))
@@ -573,14 +627,19 @@ def compiled(group, placements, mode):
     try:
         with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
             model = [("muon", (48, 32))] * 2 + [("adamw", (64, 40))]
-            names, options = (("tp",) if mode else ("dp",)), dict(split=("qkv", (8, 4, 4)), tensor_parallel=mode)
+            names, options = (
+                (("tp",) if mode else ("dp",)),
+                dict(split=("qkv", (8, 4, 4)), tensor_parallel=mode),
+            )
             return many_processes(group, model, names, placements, 2, torch.float32, 0, options)
     finally:
         os.environ["NANOMUON_COMPILE"] = "0"
 
 
 def test_compiled():
-    expected = one_process([("muon", (48, 32))] * 2 + [("adamw", (64, 40))], 2, torch.float32, split=("qkv", (8, 4, 4)))
+    expected = one_process(
+        [("muon", (48, 32))] * 2 + [("adamw", (64, 40))], 2, torch.float32, split=("qkv", (8, 4, 4))
+    )
     for placements, mode in ((ROWS, None), (COLUMNS, "duplicated")):
         for result in run_world(2, compiled, placements, mode):
             assert_close(result, expected, 5e-4)

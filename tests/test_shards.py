@@ -214,7 +214,9 @@ def test_deleted_shard_is_written_again(tmp_path, lost):
 
 
 def strip(manifest):
-    return [{key: entry[key] for key in ("name", "documents", "tokens", "sha256")} for entry in manifest["train"]]
+    return [
+        {key: entry[key] for key in ("name", "documents", "tokens", "sha256")} for entry in manifest["train"]
+    ]
 
 
 @pytest.mark.parametrize("hub", [False, True])
@@ -225,7 +227,9 @@ def test_part_of_a_corpus_grows_into_the_whole(tmp_path, monkeypatch, hub):
     read = []
     if hub:
         corpus = shards.Corpus(local.name, local.revision, local.slug, local.files, repo="org/name")
-        monkeypatch.setattr(shards.Corpus, "_fetch", lambda self, number: read.append(number) or self.files[number])
+        monkeypatch.setattr(
+            shards.Corpus, "_fetch", lambda self, number: read.append(number) or self.files[number]
+        )
     else:
         corpus = local
     whole = read_manifest(prepared(corpus))
@@ -241,7 +245,9 @@ def test_part_of_a_corpus_grows_into_the_whole(tmp_path, monkeypatch, hub):
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "other"))
     monkeypatch.setattr(shards, "SHARD_BYTES", 40_000)
     if hub:
-        monkeypatch.setattr(shards.Corpus, "_fetch", lambda self, number: read.append(number) or self.files[number])
+        monkeypatch.setattr(
+            shards.Corpus, "_fetch", lambda self, number: read.append(number) or self.files[number]
+        )
     read.clear()
     grown = read_manifest(prepared(corpus))
     assert strip(grown) == strip(whole) and grown["counts"] == whole["counts"] and grown["max_tokens"] is None

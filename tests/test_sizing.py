@@ -1,4 +1,6 @@
-"""What is measured about a device, by whom, and for how long it holds. The measurements themselves are replaced."""
+"""What is measured about a device, by whom, and for how long it holds. The measurements themselves are
+replaced.
+"""
 
 import json
 import math
@@ -20,7 +22,11 @@ WINDOWED = GPTConfig.from_depth(4, 256, 64, window_pattern="SL")
 @pytest.fixture
 def measurements(monkeypatch):
     """Milliseconds of full attention and of a window of 32, to be set, and what was measured and chosen."""
-    found = {"table": {None: {None: dict(sdpa=2.0), 32: dict(sdpa=3.0, varlen=1.0)}}, "calls": 0, "chosen": {}}
+    found = {
+        "table": {None: {None: dict(sdpa=2.0), 32: dict(sdpa=3.0, varlen=1.0)}},
+        "calls": 0,
+        "chosen": {},
+    }
 
     def measure(*_):
         found["calls"] += 1
@@ -64,7 +70,11 @@ def test_what_was_measured_holds_for_the_same_device_and_layout():
     measured["device_batch_size"] = 8
     settings = json.loads(json.dumps({"measured": measured}))
     assert sizing.recalled(settings, "none", 1, CPU) == measured
-    for other in (("fsdp", 1, CPU), ("none", 2, CPU), ("none", 1, Runtime(CPU.device, CPU.compute_dtype, 1, 2))):
+    for other in (
+        ("fsdp", 1, CPU),
+        ("none", 2, CPU),
+        ("none", 1, Runtime(CPU.device, CPU.compute_dtype, 1, 2)),
+    ):
         assert "device_batch_size" not in sizing.recalled(settings, *other)
 
 
@@ -107,14 +117,18 @@ def test_rows_chosen_for_one_process_do_not_bind_two(base, tmp_path):
     ours = tmp_path / "base"
     shutil.copytree(base / "texts", ours / "texts")
     for steps, processes in ((4, 1), (8, 2)):
-        ranks = Ranks(ours, "grown", steps, "--total-batch-size", "512", *FLAGS, processes=processes, small=[])
+        ranks = Ranks(
+            ours, "grown", steps, "--total-batch-size", "512", *FLAGS, processes=processes, small=[]
+        )
         assert ranks.join() == [0] * processes, ranks.output()
         assert f"{16 // processes} rows x 1 micro-steps" in ranks.output()
     assert len(losses(ours, "grown")) == 8
 
 
 def test_processes_that_are_no_power_of_two_get_micro_steps_of_one(monkeypatch):
-    monkeypatch.setattr(sizing, "device_batch_size", lambda config, rows, *_: schedule.rows_that_fit(rows, 1, 2, 10**9))
+    monkeypatch.setattr(
+        sizing, "device_batch_size", lambda config, rows, *_: schedule.rows_that_fit(rows, 1, 2, 10**9)
+    )
     six = Runtime(torch.device("cuda"), torch.bfloat16, 0, 6)
     plan = base_train.plan_run(base_train.parse_arguments(["--depth", "12"], {}), 32768, six, {})
     assert plan.rows == 32 and plan.batch == 6 * 32 * 2048  # 2^19 tokens asked for, 393,216 near enough

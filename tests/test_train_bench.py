@@ -17,7 +17,9 @@ def flops(calls):
 
 def test_the_floor_makes_the_products_of_the_step():
     B, T, width = 3, 16, 64
-    config = GPTConfig(vocab_size=97, seq_len=T, depth=3, width=width, heads=4, kv_heads=4, window_pattern="SL")
+    config = GPTConfig(
+        vocab_size=97, seq_len=T, depth=3, width=width, heads=4, kv_heads=4, window_pattern="SL"
+    )
     with torch.device("meta"):
         model = GPT(config)
     model.to_empty(device="cpu")
@@ -25,7 +27,8 @@ def test_the_floor_makes_the_products_of_the_step():
     products = train_bench.model_products(model, torch.randint(97, (B, T)))
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
     linear = 6 * weights * B * T
-    # a query of a full layer sees (1 + ... + 16) / 16 = 8.5 keys, with a window of 8 (1 + ... + 8 + 8 * 8) / 16 = 6.25
+    # a query of a full layer sees (1 + ... + 16) / 16 = 8.5 keys, with a window of 8 (1 + ... + 8 + 8 * 8) /
+    # 16 = 6.25
     seen = 8 + 6 + 8
     assert flops(products.calls) == linear + 12 * B * T * width * seen
     assert all(parameter.grad is None for parameter in model.parameters())

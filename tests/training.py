@@ -40,7 +40,8 @@ def launch(base, run, steps, *more, processes=1, restarts=0, **keywords):
 
 
 class Ranks:
-    """The same without torchrun and without the seconds an interpreter takes to import torch: forks of one that has.
+    """The same without torchrun and without the seconds an interpreter takes to import torch: forks of one
+    that has.
 
     output() is what all ranks have printed.
     """
@@ -54,8 +55,14 @@ class Ranks:
         self.file = base / f"{run}.{time.monotonic_ns()}.out"
         self.processes = []
         for rank in range(processes):
-            environment = {"NANOMUON_BASE_DIR": str(base), "NANOMUON_COMPILE": "0", "MASTER_ADDR": "127.0.0.1",
-                           "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(processes)}  # fmt: skip
+            environment = {
+                "NANOMUON_BASE_DIR": str(base),
+                "NANOMUON_COMPILE": "0",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(processes),
+            }
             argv = arguments(base, run, steps, *more, small=small)
             process = context.Process(target=_train, args=(environment, argv, str(self.file)), daemon=True)
             process.start()

@@ -1,9 +1,10 @@
-"""Worlds of 1 to 4 gloo ranks for the tests: four processes started once and kept, a process group for each size.
+"""Worlds of 1 to 4 gloo ranks for the tests: four processes started once and kept, a process group for each
+size.
 
-    def ranks(group, x):                       # a module-level function of a test file
-        return x + dist.get_rank(group)
+def ranks(group, x):                       # a module-level function of a test file
+    return x + dist.get_rank(group)
 
-    run_world(3, ranks, 10) == [10, 11, 12]    # one result per rank
+run_world(3, ranks, 10) == [10, 11, 12]    # one result per rank
 """
 
 import atexit
@@ -19,7 +20,8 @@ _workers = []  # (process, connection)
 def run_world(size, function, *args, timeout=120):
     """Call function(group, *args) on `size` ranks at once and return their results.
 
-    RuntimeError with the rank's traceback if one raises; TimeoutError, and fresh processes next time, if one hangs.
+    RuntimeError with the rank's traceback if one raises; TimeoutError, and fresh processes next time, if one
+    hangs.
     """
     if not _workers:
         _start()
@@ -48,7 +50,9 @@ def _start():
     folder = tempfile.mkdtemp(prefix="worlds-")
     for rank in range(LARGEST):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(rank, theirs, os.path.join(folder, "store")), daemon=True)
+        process = context.Process(
+            target=_serve, args=(rank, theirs, os.path.join(folder, "store")), daemon=True
+        )
         process.start()
         theirs.close()
         _workers.append((process, ours))
