@@ -5,20 +5,20 @@
               dict(kind="adamw", params=[...], lr=3e-4, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)]
     optimizer = DistMuonAdamW(groups)  # under torchrun; in one process MuonAdamW(groups)
 
-Every distributed step has the same shape for every piece of work: **collect** the mean gradient where it will
-be worked on, **compute** the update there, **deliver** the result to where the parameter lives. While a
-collect or a delivery is in flight the processor can do other work, so each piece is a generator with two
-yields:
+The parameters are cut into pieces of work, and every piece has the same life:
 
-    launch collect  -> yield ->  wait, compute, launch deliver  -> yield ->  wait, write back
+    collect   launch the transfer that brings mean gradients to the rank that works on them
+    compute   wait for it, do the mathematics, launch the transfer of the result
+    deliver   wait for that, write the result where the parameter lives
 
-How `step` advances the generators is the whole overlap policy: all collects are launched, then each piece in
-turn is computed and its delivery launched, then all is written back. One process runs the same generators and
-waits for nothing.
+`step` takes all pieces through the three rounds, so that the transfers of one run under the mathematics of
+another. In one process the transfers do nothing, and there is no second copy of the mathematics.
 
-In order: the kernels (the mathematics), the optimizer (plan, step, transports of replicated parameters,
-state). The pieces of work, and the transports of parameters that are themselves in pieces, are in
-`sharded.py`.
+The file in its order: the kernels (the mathematics), the kinds, what reaches the kernels from the param
+groups, the ranks and their transfers, where state lives, the three pieces of work, who owns which matrix, the
+optimizers. What it leaves to others: `orthogonalize.py` has the polar factor; parameters that are cut over a
+device mesh (FSDP2, tensor parallelism) come in through `sharded.py`, fused matrices through `fused.py`.
+docs/optimizer.md draws the same story.
 """
 
 import contextlib
@@ -26,178 +26,972 @@ import functools
 import math
 import os
 import types
-from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
 from torch.profiler import record_function
 
-from nanomuon.orthogonalize import orthogonalize, total, update_scale
-from nanomuon.param_groups import check_group, default_names, split_rows
+from nanomuon.orthogonalize import newton_schulz_flops, orthogonalize, triples, update_scale
+from nanomuon.param_groups import MUON_OPTIONS, check_group, default_names
 from nanomuon.runtime import compile_enabled
-from nanomuon.sharded import (
-    Bank,
-    Kept,
-    Rows,
-    World,
-    cuts,
-    gradient,
-    layout,
-    local,
-    state_dtype,
-    to_owners,
-    to_shards,
-)
 
-STATE = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "muon": ("momentum_buffer", "second_momentum_buffer"),
-}
-SMALL = 1024  # elements; AdamW parameters below this are all-reduced together, kernels below this are not compiled
-BLOCK = 2**18  # elements; see `blocks`
+# AdamW parameters of up to this many elements travel together and are updated on every rank; the rows of
+# larger ones are cut over the ranks.
+SMALL = 16_384
+BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29, "meta": 2**29}  # Muon works on this much of a bank at a time
+COMPILE_FROM = 1024  # elements; below, a kernel is not worth compiling
+CACHE_BLOCK = 2**18  # elements; see `cache_blocks`
+
+# Since torch 2.13 the collectives on one tensor are called *_single, and the old names warn.
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # ------------------------------------------------------------------------------------------------------------
-# Kernels. Hyperparameters come ready to use in one tensor, so changing them recompiles nothing; they are
-# prepared in float64, because 1 - 0.999 in float32 is wrong in the fifth digit. `ok` is 0-D, 0 where some
-# gradient is not finite; it is multiplied into them, and every line is then a no-op. All arithmetic is in the
-# dtype of the state.
+# Kernels. Hyperparameters are tensors, so changing them recompiles nothing. `ok` is 0-D: 1, or 0 where some
+# gradient is not finite; gradients are then replaced by 0 and rates multiplied by 0, so every line is a
+# no-op. All arithmetic is in the dtype of the state.
 
 
-def adamw_update(param, grad, exp_avg, exp_avg_sq, hyper, ok):
-    """AdamW (arXiv 1711.05101) in place, on four tensors of one shape. hyper: (6,), see `adamw_hyper`."""
-    weight1, weight2, step_size, decay, rescale, eps = hyper.unbind()
-    grad = torch.where(ok > 0, grad, 0).to(exp_avg.dtype)
-    exp_avg.lerp_(grad, weight1)
-    exp_avg_sq.lerp_(grad.square(), weight2)
-    update = exp_avg * step_size / (exp_avg_sq.sqrt() * rescale + eps)
-    param.copy_(param.to(exp_avg.dtype) * (1 - decay) - update)
+def adamw_update(
+    param,
+    grad,
+    exp_avg,
+    exp_avg_sq,
+    step,
+    ok,
+    *,
+    lr,
+    grad_weight,
+    square_weight,
+    log_beta1,
+    log_beta2,
+    decay,
+    eps,
+):
+    """AdamW (arXiv 1711.05101) in place on tensors of one shape.
 
-
-def adamw_hyper(group, step, ok):
-    """(6,) 1-b1, 1-b2, lr/(1-b1^t), lr*wd, (1-b2^t)^-1/2, eps in float64. step: 0-D, t."""
-    lr, beta1, beta2 = group["lr"], *group["betas"]
-    bias = 1 - tensor([beta1, beta2], step) ** step.clamp(min=1)  # (2,)
-    hyper = tensor([1 - beta1, 1 - beta2, lr, lr * group["weight_decay"]], step) * ok
-    hyper[2] /= bias[0]
-    return torch.cat([hyper, bias[1:].rsqrt(), tensor([group["eps"]], step)])
-
-
-def muon_momentum(U, grad, momentum, hyper, ok, nesterov):
-    """Momentum in place, and what is to be orthogonalized into U. All (m, n), or (K, m, n); hyper: (5, [K,]
-    1, 1).
+    step and the hyperparameters are 0-D, or have a value for each element. grad_weight is 1 - beta1,
+    square_weight 1 - beta2 and decay the weight decay, all from `adamw_hyperparameters`.
     """
-    grad = torch.where(ok > 0, grad, 0).to(momentum.dtype)
-    momentum.lerp_(grad, hyper[0])
-    U.copy_(grad.lerp(momentum, hyper[1]) if nesterov else momentum)
+    grad = torch.where(ok > 0, grad, 0).to(exp_avg.dtype)
+    exp_avg.lerp_(grad, grad_weight * ok)
+    exp_avg_sq.lerp_(grad.square(), square_weight * ok)
+    t = step.clamp(min=1)  # 0 where the very first step is skipped
+    bias1 = -torch.expm1(
+        t * log_beta1
+    )  # 1 - beta1^t, without the digits that float32 would lose in the difference
+    bias2 = -torch.expm1(t * log_beta2)  # 1 - beta2^t
+    update = exp_avg / ((exp_avg_sq / bias2).sqrt() + eps)
+    P = param.to(exp_avg.dtype)
+    param.copy_(P - P * (lr * decay * ok) - update * (lr / bias1 * ok))
+
+
+def muon_momentum(grad, momentum_buffer, ok, *, momentum, grad_weight, nesterov):
+    """Momentum in place. Returns what is to be orthogonalized, U, all (k, m, n).
+
+    M <- lerp(M, G, 1 - mu) is 1 - mu times the M <- mu M + G of other projects: the same direction at
+    constant mu.
+    """
+    grad = torch.where(ok > 0, grad, 0).to(momentum_buffer.dtype)
+    momentum_buffer.lerp_(grad, grad_weight * ok)
+    if nesterov:
+        return grad.lerp(momentum_buffer, momentum)
+    return momentum_buffer.clone()
 
 
 def muon_direction(
-    U, second, weight, coefficients, ns_steps, row_equilibrate, renormalize, split=None, tp=None
+    U, second_momentum_buffer, ok, square_weight, *, coefficients, ns_steps, row_equilibrate, renormalize
 ):
     """Polar factor and variance reduction (NorMuon, arXiv 2510.05491) of a batch of matrices.
 
-    U: (k, m, n). second: (k, m, 1) if m >= n, else (k, 1, n), updated; None for plain Muon. weight: (k, 1,
-    1), 1-beta2. Returns X (k, m, n) in the dtype of the iteration and its gain, shaped like `second` or (k,
-    1, 1), in the dtype of the state: their product is the direction of the update. split: see `muon_parts`.
-    tp: see `orthogonalize`; second is whole on every rank.
+    U: (k, m, n). second_momentum_buffer: (k, m, 1) if m >= n, else (k, 1, n), updated in place; None for
+    plain Muon. square_weight: (k, 1, 1), 1 - beta2. Returns X (k, m, n) in the dtype of the iteration and its
+    gain, in the dtype of the state and shaped like the second moment or (k, 1, 1): their product is the
+    direction of the update.
     """
-    if split is not None:
-        return muon_parts(U, second, weight, split, tp, coefficients, ns_steps, row_equilibrate, renormalize)
-    m, n = U.shape[1:] if tp is None else tp.shape
-    if row_equilibrate:
-        row_norm = total(U.square().sum(dim=2, keepdim=True), tp, 2).sqrt()  # (k, m, 1)
-        U = U * (total(row_norm.sum(dim=1, keepdim=True), tp, 1) / m / row_norm.clamp(min=1e-7))
-    X = orthogonalize(U, coefficients, ns_steps, tp=tp)
-    gain, short = torch.ones_like(weight), min(m, n)  # (k, 1, 1)
-    if renormalize:
-        norm = total(X.to(gain.dtype).square().sum(dim=(1, 2), keepdim=True), tp, 1, 2).sqrt()
+    m, n = U.shape[1:]
+    short = min(m, n)
+    if row_equilibrate:  # MuonEq, arXiv 2603.28254: rows of equal norm
+        row_norm = U.square().sum(dim=2, keepdim=True).sqrt()  # (k, m, 1)
+        U = U * (row_norm.mean(dim=1, keepdim=True) / row_norm.clamp(min=1e-7))
+    X = orthogonalize(U, coefficients, ns_steps)
+    gain = torch.ones_like(square_weight)  # (k, 1, 1)
+    if renormalize:  # Muon+, arXiv 2602.21545: the norm of an exact polar factor
+        norm = X.to(gain.dtype).square().sum(dim=(1, 2), keepdim=True).sqrt()
         gain = math.sqrt(short) / norm.clamp(min=1e-7)
-    if second is None:
+    if second_momentum_buffer is None:
         return X, gain
-    # v has one value per element of the long side; ||X||^2 and ||X s||^2 are sums over it, so X is read once
-    side = 2 if m >= n else 1
-    v = total(X.to(gain.dtype).square().sum(dim=side, keepdim=True), tp, side) / short * gain.square()
-    if tp is not None:
-        v = tp.gather(v) if tp.dim != side else v
-    second.lerp_(v, weight)
-    s = second.clamp(min=1e-10).rsqrt()
-    before = (v.sum(dim=(1, 2), keepdim=True) * short).sqrt()  # (k, 1, 1) Frobenius norms
-    after = ((v * s.square()).sum(dim=(1, 2), keepdim=True) * short).sqrt()
-    gain = gain * s * before / after.clamp(min=1e-10)
-    return X, gain if tp is None else tp.mine(gain)
+    # One value for each row of a tall matrix or column of a wide one. ||X||^2 and ||X s||^2 are sums over
+    # these values, so X is read once.
+    mean_over = 2 if m >= n else 1
+    v = X.to(gain.dtype).square().sum(dim=mean_over, keepdim=True) / short * gain.square()
+    second_momentum_buffer.lerp_(v, square_weight * ok)
+    s = second_momentum_buffer.clamp(min=1e-10).rsqrt()
+    norm_before = (v.sum(dim=(1, 2), keepdim=True) * short).sqrt()  # (k, 1, 1) Frobenius norms
+    norm_after = ((v * s.square()).sum(dim=(1, 2), keepdim=True) * short).sqrt()
+    return X, gain * s * norm_before / norm_after.clamp(min=1e-10)
 
 
-def muon_parts(U, second, weight, split, tp, *options):
-    """`muon_direction` of the parts of fused matrices, each a matrix of its own (split: see `split_rows`).
+def muon_update(param, X, gain, ok, *, lr, scale, decay, cautious):
+    """Weight decay and update in place. param, X: (k, m, n).
 
-    second: (k, S, 1), the second moments of the parts one after the other. The gain is one.
+    gain, lr, decay and scale broadcast to it: the step is lr * scale, and so is the rate of a cautious decay.
     """
-    heads, groups, rows = split
-    k, n = len(U), U.size(2) if tp is None else tp.shape[1]
-    parts = U.view(k * heads, groups, -1, U.size(2)).split(rows, dim=2)  # each (k*heads, groups, rows, n)
-    seconds, X = [None] * len(rows), []
-    if second is not None:
-        seconds = second.view(k * heads, -1, 1).split([max(groups * each, n) for each in rows], dim=1)
-    for part, v in zip(parts, seconds, strict=True):
-        matrix = part.flatten(1, 2)
-        v = v if v is None or matrix.size(1) >= n else v.mT
-        part_tp = tp and replace(tp, shape=(matrix.size(1), n))
-        direction, gain = muon_direction(matrix, v, weight.repeat_interleave(heads, 0), *options, tp=part_tp)
-        X.append((direction * gain).view(part.shape))
-    return torch.cat(X, dim=2).view(U.shape), torch.ones_like(weight)
+    P = param.to(gain.dtype)
+    X = X.to(gain.dtype) * gain
+    rate = lr * scale * ok
+    if cautious:  # decay only what the update also shrinks
+        param.copy_(P - X * rate - torch.where(X * P >= 0, P, 0) * (rate * decay))
+    else:
+        param.copy_(P - X * rate - P * (lr * decay * ok))
 
 
-def muon_update(param, X, gain, hyper, cautious):
-    """Weight decay and update, in place.
-
-    param, X: (m, n), or (K, m, n). gain: (m, 1), (1, n) or (1, 1). hyper: (5, [K,] 1 or m, 1).
-    """
-    step_size, decay = hyper[3], hyper[4]
-    P, X = param.to(gain.dtype), X.to(gain.dtype) * gain
-    # cautious: decay only what the update also shrinks
-    param.copy_(P - X * step_size - (torch.where(X * P >= 0, P, 0) if cautious else P) * decay)
+def run(kernel, *tensors, **arguments):
+    """Call a kernel: compiled, unless NANOMUON_COMPILE=0 or there is too little work for it to pay."""
+    if tensors[0].numel() < COMPILE_FROM or not compile_enabled():
+        return kernel(*tensors, **arguments)
+    named = [(name, describe(argument)) for name, argument in arguments.items()]
+    return compiled(kernel, *map(describe, tensors), *named)(*tensors, **arguments)
 
 
-def muon_hyper(group, m, n):
-    """1-mu, mu, 1-beta2, lr', weight decay per element, for a matrix whose parameter is (m, n); lr' = lr *
-    scale.
-
-    M <- lerp(M, G, 1-mu) is 1-mu times the M <- mu*M + G of other projects: the same direction at constant
-    mu.
-    """
-    lr, mu, scaled = group["lr"], group["momentum"], group["lr"] * update_scale(group["scale"], m, n)
-    decay = (scaled if group["weight_decay_form"] == "cautious" else lr) * group["weight_decay"]
-    return [1 - mu, mu, 1 - (group["beta2"] or 0), scaled, decay]
+def describe(argument):
+    """What a compilation depends on: layout and type of a tensor, the value of anything else."""
+    if isinstance(argument, torch.Tensor):
+        return argument.shape, argument.stride(), argument.dtype, argument.device
+    return argument
 
 
 @functools.cache
 def compiled(kernel, *signature):
     """One compilation per signature. Dynamo allows a code object eight of them, so each gets its own copy."""
-    copy = types.FunctionType(
-        kernel.__code__.replace(), kernel.__globals__, kernel.__name__, kernel.__defaults__
-    )
+    code = kernel.__code__.replace()
+    copy = types.FunctionType(code, kernel.__globals__, kernel.__name__, kernel.__defaults__)
+    copy.__kwdefaults__ = kernel.__kwdefaults__
     return torch.compile(copy, dynamic=False, fullgraph=True)
 
 
-def run(kernel, *tensors, **options):
-    """Call a kernel: compiled, unless NANOMUON_COMPILE=0 or there is too little work for it to pay."""
-    if tensors[0].numel() < SMALL or not compile_enabled():
-        return kernel(*tensors, **options)
-    signature = [t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-    return compiled(kernel, *signature, *options.items())(*tensors, **options)
-
-
-def blocks(tensors):
-    """The tensors cut into rows that stay in the cache, where kernels run eagerly and pass over them many
-    times.
+def cache_blocks(*tensors):
+    """Runs of rows of these tensors, small enough to stay in a CPU's cache where a kernel passes over them
+    eagerly.
     """
     first = tensors[0]
-    if compile_enabled() or first.numel() <= BLOCK or first.device.type != "cpu":
+    if compile_enabled() or first.numel() <= CACHE_BLOCK or first.device.type != "cpu":
         return [tensors]
-    rows = max(1, BLOCK * len(first) // first.numel())
-    return zip(*(each.split(rows) for each in tensors), strict=True)
+    rows = max(1, CACHE_BLOCK * len(first) // first.numel())
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Kinds
+
+
+@dataclass(frozen=True)
+class ElementwiseKind:
+    """A way to train a parameter element by element. Adding one is one entry of KINDS.
+
+    required: the hyperparameters a group must have. state: the names of what is kept for every element,
+    beside `step`. hyperparameters(group): what the kernel reads, {name: number}. update: the kernel, called
+    as update(param, grad, *state, step, ok, **hyperparameters).
+    """
+
+    required: frozenset
+    state: tuple
+    hyperparameters: callable
+    update: callable
+    options = {}
+
+
+@dataclass(frozen=True)
+class MatrixKind:
+    """Muon: whole matrices, in banks. `options` are keys that a group may have, with their defaults."""
+
+    required: frozenset
+    options: dict
+
+
+def adamw_hyperparameters(group):
+    beta1, beta2 = group["betas"]
+    return {
+        "lr": group["lr"],
+        "grad_weight": 1 - beta1,
+        "square_weight": 1 - beta2,
+        "log_beta1": math.log(beta1) if beta1 else -math.inf,
+        "log_beta2": math.log(beta2) if beta2 else -math.inf,
+        "decay": group["weight_decay"],
+        "eps": group["eps"],
+    }
+
+
+def muon_hyperparameters(group):
+    return {
+        "lr": group["lr"],
+        "momentum": group["momentum"],
+        "grad_weight": 1 - group["momentum"],
+        "square_weight": 1 - (group["beta2"] or 0),  # None: no variance reduction, nobody reads it
+        "decay": group["weight_decay"],
+    }
+
+
+KINDS = {
+    "adamw": ElementwiseKind(
+        required=frozenset({"lr", "betas", "eps", "weight_decay"}),
+        state=("exp_avg", "exp_avg_sq"),
+        hyperparameters=adamw_hyperparameters,
+        update=adamw_update,
+    ),
+    "muon": MatrixKind(
+        required=frozenset({"lr", "momentum", "ns_steps", "beta2", "weight_decay"}),
+        options=MUON_OPTIONS,
+    ),
+}
+
+
+class Table:
+    """The hyperparameters of some entries (parameters or matrices), by name: a tensor with one value an
+    entry.
+    """
+
+    def __init__(self, read, groups):
+        self.read, self.groups = read, groups  # read(group): {name: number}; the group of each entry
+        self.names = list(read(groups[0]))
+        self.columns = {}
+
+    def numbers(self):
+        """What the groups say now, on the host, one name after the other."""
+        rows = [self.read(group) for group in self.groups]
+        return [row[name] for name in self.names for row in rows]
+
+    def fill(self, numbers):
+        values = numbers.view(len(self.names), len(self.groups)).unbind()
+        self.columns = dict(zip(self.names, values, strict=True))
+
+    def each(self, index):
+        """{name: 0-D} of one entry."""
+        return {name: column[index] for name, column in self.columns.items()}
+
+    def batch(self, lo, hi):
+        """{name: (hi - lo, 1, 1)} of consecutive entries."""
+        return {name: column[lo:hi].view(-1, 1, 1) for name, column in self.columns.items()}
+
+
+class Hyperparameters:
+    """Every number of the param groups that a kernel reads, brought to the device in one copy a step."""
+
+    def __init__(self):
+        self.tables = {}  # (device, dtype) -> tables
+
+    def table(self, read, groups, like):
+        """A Table that is filled anew in every step, with tensors of the device and dtype of `like`."""
+        table = Table(read, groups)
+        self.tables.setdefault((like.device, like.dtype), []).append(table)
+        return table
+
+    def refresh(self):
+        for (device, dtype), tables in self.tables.items():
+            numbers = [table.numbers() for table in tables]
+            # Rounded once, from Python's float64. From pageable memory so few bytes leave without a wait.
+            together = torch.tensor([number for part in numbers for number in part], dtype=dtype)
+            on_device = together.to(device, non_blocking=True)
+            for table, part in zip(tables, on_device.split([len(part) for part in numbers]), strict=True):
+                table.fill(part)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The ranks that share the work, and the transfers between them
+
+
+class Transfer:
+    """A collective in flight. What it sends and receives stays referenced until it has been waited for."""
+
+    def __init__(self, work, sent, received):
+        self.in_flight = [(work, sent)]
+        self.received = received
+
+    def wait(self):
+        for work, _ in self.in_flight:
+            work.wait()
+        self.in_flight.clear()
+        return self.received
+
+
+class World:
+    """The ranks of a process group; one process by default.
+
+    comm_dtype: of the gradients that are sent; None for their own.
+    """
+
+    def __init__(self, process_group=None, size=1, rank=0, comm_dtype=None):
+        self.process_group, self.size, self.rank, self.comm_dtype = process_group, size, rank, comm_dtype
+        self.load = [0] * size  # Newton-Schulz FLOPs a step of the matrices that each rank owns
+
+    @classmethod
+    def of(cls, process_group, comm_dtype=None):
+        size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        return cls(process_group, size, rank, comm_dtype)
+
+    def sent_dtype(self, gradient):
+        return self.comm_dtype or gradient.dtype
+
+    def share(self, rows, rank=None):
+        """(lo, hi) of a rank's ceil(rows/W) rows, the last ones short or empty, as in DTensor's Shard."""
+        rank = self.rank if rank is None else rank
+        each = -(-rows // self.size)
+        return min(rows, each * rank), min(rows, each * (rank + 1))
+
+    def padded(self, tensor):
+        """(W*c, ...) with `tensor` at the top, or itself if it is that long; nobody reads the rest."""
+        missing = -(-len(tensor) // self.size) * self.size - len(tensor)
+        if not missing:
+            return tensor.contiguous()
+        return torch.cat([tensor, tensor.new_empty(missing, *tensor.shape[1:])])
+
+    def reduce_scatter(self, send):
+        """send: (W*c, ...). Gives (c, ...): the mean over ranks of this rank's part."""
+        received = send.new_empty(len(send) // self.size, *send.shape[1:])
+        work = reduce_scatter_single(
+            received, send, dist.ReduceOp.AVG, group=self.process_group, async_op=True
+        )
+        return Transfer(work, send, received)
+
+    def all_gather(self, whole):
+        """whole: (W*c, ...) with this rank's c rows in place. Fills and gives all of it."""
+        mine = whole.chunk(self.size)[self.rank]
+        work = all_gather_single(whole, mine, group=self.process_group, async_op=True)
+        return Transfer(work, mine, whole)
+
+    def all_reduce(self, tensor, operation=dist.ReduceOp.AVG):
+        """Gives the same tensor, with the mean over ranks in it."""
+        return Transfer(
+            dist.all_reduce(tensor, operation, group=self.process_group, async_op=True), tensor, tensor
+        )
+
+    def reduce_to(self, owner, tensor):
+        """Gives the same tensor: at its owner the mean over ranks, elsewhere nothing of use."""
+        operation = dist.ReduceOp.AVG
+        work = dist.reduce(tensor, op=operation, group=self.process_group, group_dst=owner, async_op=True)
+        return Transfer(work, tensor, tensor)
+
+    def broadcast_from(self, owner, tensor):
+        """Gives the same tensor, with the owner's values."""
+        work = dist.broadcast(tensor, group=self.process_group, group_src=owner, async_op=True)
+        return Transfer(work, tensor, tensor)
+
+    def all_to_all(self, send, sent, received):
+        """send: flat, sent[r] elements for rank r. Gives a flat tensor with the received[r] elements from
+        rank r.
+        """
+        out = send.new_empty(sum(received))
+        work = dist.all_to_all_single(out, send, received, sent, group=self.process_group, async_op=True)
+        return Transfer(work, send, out)
+
+    def mesh(self, device):
+        return DeviceMesh.from_group(self.process_group, device.type)
+
+
+def local(tensor):
+    """What this rank holds of a tensor: its piece of a DTensor, all of any other."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gradient(param):
+    """What this rank holds of p.grad; zeros where there is none."""
+    grad = param.grad
+    if grad is None:
+        return torch.zeros_like(local(param))
+    if isinstance(grad, DTensor) and grad.placements != param.placements:
+        grad = grad.redistribute(
+            param.device_mesh, param.placements
+        )  # tensor parallelism may leave partial sums
+    return local(grad)
+
+
+def is_cut(param):
+    """Whether each rank holds a piece of the parameter only. A DTensor that is whole everywhere counts as
+    replicated.
+    """
+    if not isinstance(param, DTensor):
+        return bool(getattr(param, "planned_cuts", ()))  # footprint.py plans pieces without a process group
+    mesh_sizes = enumerate(param.placements)
+    return any(
+        not placement.is_replicate() and param.device_mesh.size(axis) > 1 for axis, placement in mesh_sizes
+    )
+
+
+def state_dtype(param):
+    """float32 whatever the parameter's, float64 for float64."""
+    return torch.promote_types(param.dtype, torch.float32)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Where a state tensor lives. Each place has the shape of the whole and can show, gather and take over its
+# tensor.
+
+
+class WholeEverywhere:
+    """Every rank keeps all of it, and all keep the same."""
+
+    here = True
+
+    def __init__(self, tensor):
+        self.tensor, self.shape = tensor, tuple(tensor.shape)
+
+    def shown(self):
+        """What state_dict() holds; it shares memory with the state."""
+        return self.tensor
+
+    def gathered(self):
+        """A copy of the whole, on every rank. Collective."""
+        return self.tensor.clone()
+
+    def piece_of(self, saved):
+        """What this rank keeps of a saved tensor, which is whole or a DTensor of any layout (then
+        collective).
+        """
+        return whole(saved)
+
+
+class OwnedHere(WholeEverywhere):
+    """This rank alone keeps it."""
+
+    def __init__(self, tensor, world):
+        super().__init__(tensor)
+        self.world = world
+
+    def gathered(self):
+        return self.world.broadcast_from(self.world.rank, self.tensor.clone().contiguous()).wait()
+
+
+class OwnedElsewhere:
+    """Another rank keeps it. like: a parameter, for dtype and device."""
+
+    here = False
+
+    def __init__(self, shape, like, world, owner):
+        self.shape, self.like, self.world, self.owner = tuple(shape), like, world, owner
+
+    def gathered(self):
+        empty = torch.empty(self.shape, dtype=state_dtype(self.like), device=self.like.device)
+        return self.world.broadcast_from(self.owner, empty).wait()
+
+    def piece_of(self, saved):
+        whole(saved)  # its owner needs this rank's part
+
+
+class InPieces:
+    """Every rank keeps a piece, cut over a device mesh as a DTensor is."""
+
+    here = True
+
+    def __init__(self, tensor, shape, mesh, placements):
+        self.tensor, self.shape, self.placements = tensor, tuple(shape), tuple(placements)
+        self.make_mesh = mesh  # a function: a mesh of the optimizer's own ranks is made when one is needed
+
+    @functools.cached_property
+    def mesh(self):
+        return self.make_mesh()
+
+    def shown(self):
+        stride = torch.empty(self.shape, device="meta").stride()
+        shape = torch.Size(self.shape)
+        return DTensor.from_local(
+            self.tensor, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def gathered(self):
+        return self.shown().full_tensor().clone()
+
+    def piece_of(self, saved):
+        if (
+            isinstance(saved, DTensor)
+            and saved.device_mesh == self.mesh
+            and saved.placements == self.placements
+        ):
+            return saved.to_local()
+        return distribute_tensor(whole(saved), self.mesh, self.placements, src_data_rank=None).to_local()
+
+
+def whole(saved):
+    return saved.full_tensor() if isinstance(saved, DTensor) else saved
+
+
+def rows_over(world, tensor, shape):
+    """The place of state that is cut by rows over the optimizer's ranks, or whole in one process."""
+    if world.size == 1:
+        return WholeEverywhere(tensor)
+    return InPieces(tensor, shape, functools.partial(world.mesh, tensor.device), (Shard(0),))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The pieces of work. Each has collect(), compute(ok) and deliver(), and
+#   places     {parameter: {name: place}}, its state
+#   collected  the parameters whose gradients collect() sends: with overlap_backward() it waits for these
+
+
+class SmallParameters:
+    """Small parameters of one kind, worked on as one flat vector: one all_reduce, updated on every rank.
+
+    entries: (parameter, group) pairs. world: the ranks to average over, one process for parameters in pieces.
+    """
+
+    def __init__(self, entries, kind, world, hyperparameters, free_grads):
+        self.params = [param for param, _ in entries]
+        self.kind, self.world, self.free_grads = kind, world, free_grads
+        self.collected = self.params if world.size > 1 else []
+        pieces = [local(param) for param in self.params]
+        self.sizes = [piece.numel() for piece in pieces]
+        like = torch.empty((), dtype=state_dtype(self.params[0]), device=pieces[0].device)
+        self.steps = like.new_zeros(len(pieces), dtype=torch.float32)
+        self.state = [like.new_zeros(sum(self.sizes)) for _ in kind.state]  # a flat vector for each name
+        self.table = hyperparameters.table(kind.hyperparameters, [group for _, group in entries], like)
+        counts = torch.tensor(self.sizes)
+        self.param_of_element = torch.arange(len(pieces)).repeat_interleave(counts).to(like.device)
+        self.places = {}
+        parts = [vector.split(self.sizes) for vector in self.state]
+        for i, param in enumerate(self.params):
+            views = [part[i].view(pieces[i].shape) for part in parts]
+            self.places[param] = {"step": WholeEverywhere(self.steps[i])}
+            self.places[param] |= {
+                name: like_param(param, view) for name, view in zip(kind.state, views, strict=True)
+            }
+
+    def collect(self):
+        self.grads = torch.cat(
+            [gradient(param).flatten() for param in self.params]
+        )  # promotes different dtypes
+        if self.world.size > 1:
+            self.transfer = self.world.all_reduce(self.grads.to(self.world.sent_dtype(self.grads)))
+
+    def compute(self, ok):
+        grads = self.transfer.wait() if self.world.size > 1 else self.grads
+        params = torch.cat([local(param).flatten() for param in self.params])
+        self.steps += ok
+        # (names, N): every element reads the hyperparameters and the step of its parameter
+        values = torch.stack([self.steps.to(params.dtype), *self.table.columns.values()])[
+            :, self.param_of_element
+        ]
+        step, *columns = values.unbind()
+        run(
+            self.kind.update,
+            params,
+            grads,
+            *self.state,
+            step,
+            ok,
+            **dict(zip(self.table.names, columns, strict=True)),
+        )
+        pieces = [local(param) for param in self.params]
+        new = [part.view(piece.shape) for part, piece in zip(params.split(self.sizes), pieces, strict=True)]
+        torch._foreach_copy_(pieces, new)
+        self.grads = self.transfer = ()
+        if self.free_grads:
+            drop_gradients(self.params)
+
+    def deliver(self):
+        """Every rank has computed it."""
+
+
+class LargeParameter:
+    """A parameter of an elementwise kind, by rows: reduce_scatter, update of this rank's rows, all_gather.
+
+    A rank holds the state of its rows only. In one process, and for a parameter that is in pieces already,
+    the rows are all that is here.
+    """
+
+    def __init__(self, param, group, kind, world, hyperparameters, free_grads):
+        self.param, self.kind, self.world, self.free_grads = param, kind, world, free_grads
+        self.collected = [param] if world.size > 1 else []
+        self.lo, self.hi = world.share(len(local(param)))
+        rows = self.rows(local(param))
+        zeros = functools.partial(torch.zeros, device=rows.device)
+        self.step = zeros((), dtype=torch.float32)
+        self.state = [zeros(rows.shape, dtype=state_dtype(param)) for _ in kind.state]
+        self.table = hyperparameters.table(kind.hyperparameters, [group], self.state[0])
+        places = {"step": WholeEverywhere(self.step)}
+        for name, tensor in zip(kind.state, self.state, strict=True):
+            cut_by_us = world.size > 1
+            places[name] = rows_over(world, tensor, param.shape) if cut_by_us else like_param(param, tensor)
+        self.places = {param: places}
+
+    def rows(self, tensor):
+        return tensor[self.lo : self.hi]
+
+    def collect(self):
+        if self.world.size > 1:
+            grad = gradient(self.param)
+            self.transfer = self.world.reduce_scatter(self.world.padded(grad.to(self.world.sent_dtype(grad))))
+
+    def compute(self, ok):
+        param = local(self.param)
+        if self.world.size > 1:
+            grad = self.transfer.wait()[: self.hi - self.lo]
+        else:
+            grad = gradient(self.param)
+        self.step += ok
+        hyperparameters = self.table.each(0)
+        for rows, *others in cache_blocks(self.rows(param), grad, *self.state):
+            run(self.kind.update, rows, *others, self.step.to(self.state[0].dtype), ok, **hyperparameters)
+        if self.free_grads:
+            drop_gradients([self.param])
+        if self.world.size > 1:
+            self.transfer = self.world.all_gather(self.world.padded(param))
+
+    def deliver(self):
+        if self.world.size > 1:
+            param, new = local(self.param), self.transfer.wait()
+            if new.data_ptr() != param.data_ptr():
+                param.copy_(new[: len(param)])
+            self.transfer = ()
+
+
+@dataclass(eq=False)
+class Matrix:
+    """One matrix of a Muon parameter: the parameter, (out, rest) of a convolution, or the index-th of (E, m,
+    n).
+    """
+
+    param: torch.Tensor
+    group: dict
+    index: int
+    transposed: bool  # against the others of its bank
+
+    def of(self, tensor):
+        """(m, n): the part of the parameter, or of a tensor like it, in the orientation of the bank."""
+        tensor = local(tensor)
+        matrix = tensor[self.index] if tensor.ndim == 3 else tensor.flatten(1)
+        return matrix.mT if self.transposed else matrix
+
+
+def matrix_shape(param):
+    """(m, n) of each matrix of a Muon parameter."""
+    if param.ndim == 3:
+        return tuple(param.shape[1:])
+    return len(param), param.shape[1:].numel()
+
+
+def matrices_of(entries):
+    """The matrices that this rank holds of these (parameter, group) pairs, in the orientation of the first."""
+    shape = matrix_shape(entries[0][0])
+    matrices = []
+    for param, group in entries:
+        for index in range(len(local(param)) if param.ndim == 3 else 1):
+            matrices.append(Matrix(param, group, index, transposed=matrix_shape(param) != shape))
+    return matrices
+
+
+def batches(count, shape, device):
+    """Equal runs of `count` matrices, each within BATCH_BYTES, as (lo, hi): one shape to compile."""
+    most = max(1, BATCH_BYTES[device.type] // (4 * math.prod(shape)))
+    size = next((size for size in range(min(count, most), 0, -1) if count % size == 0), 1)
+    return [(lo, lo + size) for lo in range(0, count, size)]
+
+
+def as_batch(matrices):
+    """(k, m, n) of k matrices: a copy, but of one matrix the view, and of a tensor itself."""
+    if isinstance(matrices, torch.Tensor):
+        return matrices
+    if len(matrices) == 1:
+        return matrices[0].unsqueeze(0)
+    return torch.stack(matrices)
+
+
+class Bank:
+    """Same-shaped matrices of one process, worked on as one batch.
+
+    compute: momentum, direction and update of all of them, a few at a time. There is nothing to collect or deliver.
+    entries: (parameter, group) pairs; the first one decides the orientation. direction: a MuonDirection.
+    """
+
+    def __init__(self, entries, direction, world, hyperparameters, free_grads):
+        self.params = [param for param, _ in entries]
+        self.matrices = matrices_of(entries)
+        self.direction, self.world, self.free_grads = direction, world, free_grads
+        self.collected = []
+        self.owned = self.choose_owned()  # the k matrices that this rank works on
+        param, group = entries[0]
+        self.shape = matrix_shape(local(param))  # (m, n)
+        self.nesterov = group["nesterov"]
+        self.cautious = group["weight_decay_form"] == "cautious"
+
+        zeros = functools.partial(torch.zeros, dtype=state_dtype(param), device=param.device)
+        k = len(self.owned)
+        self.momentum = zeros(k, *self.shape)
+        self.kept = {name: zeros(k, *shape) for name, shape in direction.state(*self.shape).items()}
+        self.scale = update_scales(direction, self.owned, self.shape, self.momentum)
+        self.batches = batches(k, direction.whole_shape(*self.shape), param.device)
+        groups = [matrix.group for matrix in self.owned] or [group]  # a rank may own none
+        self.table = hyperparameters.table(muon_hyperparameters, groups, self.momentum)
+        self.places = {param: {} for param in self.params}
+        for name, buffer in {"momentum_buffer": self.momentum, **self.kept}.items():
+            for i, param in enumerate(self.params):
+                self.places[param][name] = self.place(i, param, name, buffer)
+
+    def choose_owned(self):
+        return self.matrices
+
+    def place(self, i, param, name, buffer):
+        """Where a state tensor of the i-th parameter lives."""
+        return WholeEverywhere(self.as_parameter(buffer, i, param, name))
+
+    def as_parameter(self, buffer, i, param, name):
+        """The state of a parameter: the i-th part of a buffer, in its orientation, or for (E, m, n) all of it."""
+        if param.ndim == 3:
+            return buffer
+        mine = buffer[i].mT if self.owned[i].transposed else buffer[i]
+        return mine.view(local(param).shape) if name == "momentum_buffer" else mine
+
+    def collect(self):
+        """The gradients are here."""
+
+    def compute(self, ok):
+        grads, params = self.gradients(), self.to_update()
+        for lo, hi in self.batches:
+            hyper = self.table.batch(lo, hi)
+            kept = {name: buffer[lo:hi] for name, buffer in self.kept.items()}
+            U = momentum_of(self, as_batch(grads[lo:hi]), self.momentum[lo:hi], ok, hyper)
+            X, gain = self.direction(U, kept, ok, hyper["square_weight"])
+            P = as_batch(params[lo:hi])
+            update(self, P, X, gain, ok, hyper, self.scale[lo:hi])
+            self.keep(P, lo, hi)
+        if self.free_grads:
+            drop_gradients(self.params)
+
+    def gradients(self):
+        """Mean gradients of the owned matrices: (k, m, n), or k of (m, n)."""
+        return [matrix.of(gradient(matrix.param)) for matrix in self.owned]
+
+    def to_update(self):
+        """The owned matrices, likewise."""
+        return [matrix.of(matrix.param) for matrix in self.owned]
+
+    def keep(self, P, lo, hi):
+        """Write an updated batch back; one of a single matrix is the parameter itself."""
+        if hi - lo > 1:
+            torch._foreach_copy_(self.to_update()[lo:hi], P.unbind())
+
+    def deliver(self):
+        """The parameters are updated."""
+
+
+def momentum_of(bank, grads, momentum_buffer, ok, hyper):
+    """`muon_momentum` with the options of a bank. hyper: see Table.batch."""
+    rates = {"momentum": hyper["momentum"], "grad_weight": hyper["grad_weight"]}
+    return run(muon_momentum, grads, momentum_buffer, ok, **rates, nesterov=bank.nesterov)
+
+
+def update(bank, P, X, gain, ok, hyper, scale):
+    """`muon_update` with the options of a bank."""
+    rates = {"lr": hyper["lr"], "decay": hyper["decay"]}
+    run(muon_update, P, X, gain, ok, **rates, scale=scale, cautious=bank.cautious)
+
+
+class SharedBank(Bank):
+    """The same on many ranks, each of which owns some of the K matrices whole.
+
+    collect: reduce_scatter of the stacked gradients. compute: the owned ones, updated where they are sent
+    from. deliver: all_gather of the stacked result. Where K is less than half of the world, padding would
+    more than double the bytes: each matrix is then reduced to its owner and broadcast from it. owners: the
+    rank of each, ascending.
+    """
+
+    def __init__(self, entries, owners, direction, world, hyperparameters, free_grads):
+        self.owners, count = owners, len(owners)
+        each = -(-count // world.size)
+        self.one_by_one = 2 * count < world.size
+        if self.one_by_one:
+            self.slots, self.slot_count = list(range(count)), count
+        else:  # as many for each rank, the first ones filled
+            self.slots = [owner * each + i - owners.index(owner) for i, owner in enumerate(owners)]
+            self.slot_count = each * world.size
+        self.first = owners.index(world.rank) if world.rank in owners else 0
+        super().__init__(entries, direction, world, hyperparameters, free_grads)
+        self.collected = self.params
+
+    def choose_owned(self):
+        count = self.owners.count(self.world.rank)
+        return self.matrices[self.first : self.first + count]
+
+    def place(self, i, param, name, buffer):
+        if param.ndim == 3:  # a bank by itself, whose matrices are cut over the ranks like rows
+            return rows_over(self.world, buffer, (len(self.matrices), *buffer.shape[1:]))
+        if self.owners[i] == self.world.rank:
+            return OwnedHere(self.as_parameter(buffer, i - self.first, param, name), self.world)
+        shape = buffer.shape[:0:-1] if self.matrices[i].transposed else buffer.shape[1:]
+        if name == "momentum_buffer":
+            shape = param.shape
+        return OwnedElsewhere(shape, param, self.world, self.owners[i])
+
+    def stacked(self, tensors, slots, dtype):
+        """(slots, m, n) with these matrices in their slots; the others are whatever was there."""
+        stack = torch.empty(self.slot_count, *self.shape, dtype=dtype, device=self.momentum.device)
+        copy_all([stack[slot] for slot in slots], tensors)
+        return stack
+
+    def collect(self):
+        grads = [matrix.of(gradient(matrix.param)) for matrix in self.matrices]
+        stack = self.stacked(grads, self.slots, self.world.sent_dtype(grads[0]))
+        if self.one_by_one:
+            self.transfers = [self.world.reduce_to(owner, stack[i]) for i, owner in enumerate(self.owners)]
+        else:
+            self.transfers = [self.world.reduce_scatter(stack)]
+
+    def gradients(self):
+        received = [transfer.wait() for transfer in self.transfers]
+        self.transfers = []
+        if self.one_by_one:
+            return received[self.first : self.first + len(self.owned)]
+        return received[0]
+
+    def to_update(self):
+        """(k, m, n): the owned matrices in their slots of what will be sent."""
+        last = self.first + len(self.owned)
+        params = [matrix.of(matrix.param) for matrix in self.owned]
+        self.result = self.stacked(params, self.slots[self.first : last], self.matrices[0].param.dtype)
+        first_slot = self.slots[self.first]
+        return self.result[first_slot : first_slot + len(params)]
+
+    def keep(self, P, lo, hi):
+        """It is where it will be sent from."""
+
+    def compute(self, ok):
+        super().compute(ok)
+        if self.one_by_one:
+            self.transfers = [
+                self.world.broadcast_from(owner, self.result[i]) for i, owner in enumerate(self.owners)
+            ]
+        else:
+            self.transfers = [self.world.all_gather(self.result)]
+
+    def deliver(self):
+        for transfer in self.transfers:
+            transfer.wait()
+        params = [matrix.of(matrix.param) for matrix in self.matrices]
+        copy_all(params, [self.result[slot] for slot in self.slots])
+        self.transfers, self.result = [], ()
+
+
+def copy_all(targets, sources):
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def drop_gradients(params):
+    for param in params:
+        param.grad = None
+
+
+def like_param(param, tensor):
+    """The place of a tensor that is kept as its parameter is: in the same pieces, or whole on every rank."""
+    if isinstance(param, DTensor) and is_cut(param):
+        return InPieces(tensor, param.shape, lambda: param.device_mesh, param.placements)
+    return WholeEverywhere(tensor)
+
+
+def assign_owners(count, load):
+    """The rank that works on each of `count` equal matrices, ascending: as evenly as whole matrices allow.
+
+    load: the work each rank has already. What is left over goes to the ranks that have the least.
+    """
+    even, left_over = divmod(count, len(load))
+    ranks = range(len(load))
+    idlest = sorted(ranks, key=lambda rank: load[rank])[:left_over]
+    owners = []
+    for rank in ranks:
+        owners += [rank] * (even + (rank in idlest))
+    return owners
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What a bank asks of a direction. Tensor parallelism and fused matrices bring their own; so may a group, as a
+# function in `direction` (docs/add_your_optimizer.md).
+
+
+@dataclass(frozen=True)
+class MuonDirection:
+    """From momentum to the direction of the update, and what is kept for it. Equal ones share banks."""
+
+    coefficients: object  # a name, or a tuple of triples
+    ns_steps: object  # None for the length of the set
+    row_equilibrate: bool
+    renormalize: bool
+    variance_reduction: bool
+
+    @classmethod
+    def of(cls, group):
+        coefficients = group["coefficients"]
+        if not isinstance(coefficients, str):
+            coefficients = tuple(tuple(triple) for triple in coefficients)
+        variance_reduction = group["beta2"] is not None
+        options = group["ns_steps"], group["row_equilibrate"], group["renormalize"], variance_reduction
+        if group["direction"] is not None:
+            return CustomDirection(coefficients, *options, group["direction"])
+        return cls(coefficients, *options)
+
+    @property
+    def transposable(self):
+        """Whether the direction of a transpose is the transposed direction, and its state the transposed
+        state.
+        """
+        return not self.row_equilibrate
+
+    def state(self, m, n):
+        """{name: shape} of what is kept for an (m, n) matrix beside its momentum."""
+        if not self.variance_reduction:
+            return {}
+        return {"second_momentum_buffer": (m, 1) if m >= n else (1, n)}
+
+    def whole_shape(self, m, n):
+        """Of the matrices that the direction is computed of, where (m, n) are pieces of them."""
+        return m, n
+
+    def row_scales(self, rule, m, n):
+        """Factors on the update of an (m, n) parameter: one for all of it, or one for each row."""
+        return [update_scale(rule, m, n)]
+
+    def flops(self, m, n):
+        return newton_schulz_flops(m, n, len(triples(self.coefficients, self.ns_steps)))
+
+    def __call__(self, U, kept, ok, square_weight):
+        """(X, gain), see `muon_direction`. U: (k, m, n). kept: {name: (k, *shape)}, updated in place."""
+        second = kept.get("second_momentum_buffer")
+        return run(muon_direction, U, second, ok, square_weight, **self.options())
+
+    def options(self):
+        """The keywords of `muon_direction`."""
+        return {
+            "coefficients": self.coefficients,
+            "ns_steps": self.ns_steps,
+            "row_equilibrate": self.row_equilibrate,
+            "renormalize": self.renormalize,
+        }
+
+
+@dataclass(frozen=True)
+class CustomDirection(MuonDirection):
+    """A function (U, kept, ok, square_weight) -> (X, gain) of a user's; its attribute `state` is as above."""
+
+    function: callable
+    transposable = False
+
+    def state(self, m, n):
+        return self.function.state(m, n) if hasattr(self.function, "state") else {}
+
+    def __call__(self, U, kept, ok, square_weight):
+        return self.function(U, kept, ok, square_weight)
+
+
+def update_scales(direction, matrices, shape, like):
+    """(k, 1, 1), or (k, m, 1) where every row has its own: factors on the update, from the parameters' shapes.
+
+    shape: (m, n) of the matrices in the orientation of their bank.
+    """
+    rows = [
+        direction.row_scales(matrix.group["scale"], *(shape[::-1] if matrix.transposed else shape))
+        for matrix in matrices
+    ]
+    values = torch.tensor(rows, dtype=like.dtype, device=like.device)
+    return values.view(len(matrices), -1, 1) if rows else values.view(0, 1, 1)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -206,137 +1000,45 @@ def blocks(tensors):
 class MuonAdamW(torch.optim.Optimizer):
     """Muon and AdamW in one process. The update rules are the kernels above.
 
-    param_groups: dicts with `kind` ("muon" | "adamw"), `params` and every key of REQUIRED; for Muon any of
-    MUON_OPTIONS. `beta2=None` is Muon without variance reduction, `ns_steps=None` the coefficient set's own
-    length. `names`, aligned with params, name the state; without them names are group{i}.{j}. lr, momentum,
-    betas, beta2, eps and weight_decay are read from the groups at every step. `split` names the parts of a
-    fused matrix (`param_groups.split_rows`): each is orthogonalized by itself, with its own second moment and
-    the scale of its own shape; their second moments are saved one after the other, (S, 1). ValueError at
-    construction for anything unknown, missing or impossible.
+    param_groups: dicts with `kind` ("muon" | "adamw"), `params` and every key that KINDS requires; for Muon
+    any of param_groups.MUON_OPTIONS. `beta2=None` is Muon without variance reduction, `ns_steps=None` the
+    coefficient set's own length. `names`, aligned with params, name the state; without them names are
+    group{i}.{j}. lr, momentum, betas, beta2, eps and weight_decay are read from the groups at every step.
+    `split` names the parts of a fused matrix (`param_groups.split_rows`): each is orthogonalized by itself,
+    with its own second moment and the scale of its own shape; their second moments are saved one after the
+    other, (S, 1). ValueError at construction for anything unknown, missing or impossible.
 
-    A gradient of None counts as zero. `p.grad` is not changed. If any gradient is not finite the step is not
-    applied: parameters and state stay as they were, and `skipped_steps`, a 0-D tensor, counts it.
+    A gradient of None counts as zero. `p.grad` is not changed. If any gradient is not finite, or the sum of
+    its squares overflows, the step is not applied: parameters and state stay as they were, and
+    `skipped_steps`, a 0-D tensor, counts it.
 
     Memory of a step beyond parameters, gradients and state: one batch of a bank (BATCH_BYTES) and its
-    temporaries.
+    temporaries, and the small parameters as one vector.
     """
 
     max_in_flight, chunk_size, free_grads = 3, None, False  # see DistMuonAdamW
 
-    def __init__(self, param_groups, world=None, *, matmul_precision=None):
-        self.world = world or World()
+    def __init__(self, param_groups, *, matmul_precision=None, world=None):
+        self.world = world or World()  # the ranks that share the work on replicated parameters
         self.matmul_precision = matmul_precision
-        self._units = []  # the pieces of work, in the order of their collectives: a Bank, or a list of Rows
-        self._chunks = []  # banks of sharded matrices, which go through the pipeline
-        self._running = []  # generators of units whose collect is launched
-        self._worlds = {}  # process group -> World
-        self._kept = {}  # parameter -> {name of its state: Kept}
+        self.works = []  # the pieces of work, in the order of their collectives, which all ranks share
+        self.launched = 0  # the first so many have collected already, see `overlap_backward`
+        self.places = {}  # parameter -> {name of its state: place}
+        self.hyperparameters = Hyperparameters()
         super().__init__(param_groups, {})
-        device = next((p.device for group in self.param_groups for p in group["params"]), None)
+        device = next((param.device for _, param, _ in self.named(self.param_groups)), None)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
-        self._plan(self.param_groups)
+        self.plan(self.param_groups)
 
     def add_param_group(self, group):
-        super().add_param_group(check_group(group, self.param_groups))
+        super().add_param_group(check_group(group, self.param_groups, KINDS))
         if hasattr(self, "skipped_steps"):  # not while the constructor adds the first ones: those share banks
-            self._plan(self.param_groups[-1:])
+            self.plan(self.param_groups[-1:])
 
-    # ---- the plan: what is worked on together, and where
-
-    @torch.no_grad()
-    def _plan(self, groups):
-        """Cut the parameters of these groups into pieces of work and create their state."""
-        units = {}
-        for name, param, group in self._named():
-            if not any(group is each for each in groups):
-                continue
-            if self.world.size == 1 and cuts(param):
-                raise ValueError(f"{name} is sharded over {param.device_mesh}: DistMuonAdamW trains it")
-            if self.world.size > 1 and not cuts(
-                param
-            ):  # a different seed per rank must not train different models
-                mine = local(param)
-                whole = mine.contiguous()
-                dist.broadcast(whole, group=self.world.group, group_src=0)
-                mine.copy_(whole)
-            if group["kind"] != "muon":
-                self._into_rows(units, param, group)
-            elif param.numel():
-                try:
-                    self._into_bank(units, param, group)
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from None
-        banks = [unit for unit in units.values() if isinstance(unit, Bank)]
-        chunks = [chunk for bank in banks if bank.layout.dim for chunk in bank.chunks(self.chunk_size)]
-        for bank in sorted(
-            [bank for bank in banks if not bank.layout.dim] + chunks, key=lambda bank: -bank.flops
-        ):
-            bank.place()
-            for param, entries in bank.state():
-                self._kept[param] = {
-                    key: kept for key, (_, kept) in zip(STATE["muon"], entries, strict=False)
-                }
-                entries = [(key, mine) for key, (mine, _) in zip(STATE["muon"], entries, strict=False)]
-                self.state[param].update({key: mine for key, mine in entries if mine is not None})
-        # groups in the order of the model: its last gradients come first
-        self._units += [
-            unit for unit in reversed(units.values()) if isinstance(unit, list) or not unit.layout.dim
-        ]
-        self._chunks += chunks
-
-    def _world_of(self, group):
-        if group not in self._worlds:
-            self._worlds[group] = World.of(group, self.world.comm_dtype)
-        return self._worlds[group]
-
-    def _into_rows(self, units, param, group):
-        """Large replicated parameters are cut over ranks; of the others each rank updates all that it
-        holds.
-        """
-        whole, shape = not cuts(param), tuple(param.shape)
-        if whole and self.world.size > 1 and param.numel() >= SMALL:
-            piece = Rows(param, group, self.world, *self.world.share(len(param)), split=True)
-            kept = Kept(shape, self.world.mesh(param), (Shard(0),))
-        else:
-            piece = Rows(param, group, self.world if whole else World())
-            kept = Kept(shape) if whole else Kept(shape, param.device_mesh, param.placements)
-        units.setdefault(param if piece.split else ("small", whole), []).append(piece)
-        self._kept[param] = {"step": Kept(()), **dict.fromkeys(STATE[group["kind"]], kept)}
-        self.state[param]["step"] = torch.zeros((), device=param.device)
-        zeros = torch.zeros(piece.of(param).shape, dtype=state_dtype(param), device=param.device)
-        self.state[param].update({key: zeros.clone() for key in STATE[group["kind"]]})
-
-    def _into_bank(self, units, param, group):
-        """A bank may mix lr, momentum, beta2, weight decay and scale, but not what changes the
-        computation.
-        """
-        keys = ("coefficients", "ns_steps", "row_equilibrate", "renormalize", "split")
-        options = {key: group[key] for key in keys}
-        if not isinstance(options["coefficients"], str):
-            options["coefficients"] = tuple(map(tuple, options["coefficients"]))
-        batch = param.ndim == 3  # a bank by itself, cut over ranks like Shard(0)
-        if options["split"] is not None:
-            options["split"] = split_rows(options["split"], param.size(1 if batch else 0))
-        at = layout(param, group["tensor_parallel"], options["split"], self.world, self._world_of)
-        where = (
-            bool(cuts(param)),
-            at.world.group,
-            at.dim,
-            at.tp and (at.tp.world.group, at.tp.dim, at.tp.mode),
-        )
-        # Rows must stay rows for MuonEq and parts; else a matrix and a transposed one have transposed polar
-        # factors.
-        fixed = batch or where[0] or group["row_equilibrate"] or options["split"]
-        forms = group["nesterov"], group["weight_decay_form"] == "cautious", group["beta2"] is not None
-        key = (
-            at.shape if fixed else tuple(sorted(at.shape)),
-            batch and id(param),
-            *options.values(),
-            *forms,
-            *where,
-        )
-        bank = units.setdefault((*key, param.dtype, param.device), Bank(at, options, *forms, param, []))
-        bank.add(param, group, transposed=at.shape != bank.shape)
+    def named(self, groups):
+        for group in groups:
+            for name, param in zip(group["names"], group["params"], strict=True):
+                yield name, param, group
 
     # ---- the step
 
@@ -349,56 +1051,37 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         with torch.enable_grad():
             loss = closure() if closure else None
-        if self.matmul_precision is not None:
-            before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision(self.matmul_precision)
-        try:
-            self._update(finite)
-        finally:
-            if self.matmul_precision is not None:
-                torch.set_float32_matmul_precision(before)
-        self.skipped_steps += self._ok == 0
+        with matmul_precision(self.matmul_precision):
+            self.hyperparameters.refresh()
+            with record_function("optimizer.collect"):
+                for work in self.works[self.launched :]:  # overlap_backward has launched the first ones
+                    work.collect()
+            ok = self.all_finite(finite)
+            with record_function("optimizer.compute"):
+                for work in self.works:  # later collects and earlier deliveries are under way
+                    work.compute(ok)
+            with record_function("optimizer.deliver"):
+                for work in self.works:
+                    work.deliver()
+        self.launched = 0
+        self.skipped_steps += ok == 0
         return loss
 
-    def _update(self, told):
-        if self.world.size == 1:  # one piece after the other: nothing to overlap, and the least memory
-            self._ok = self._agree(told)
-            for unit in self._units:
-                for _ in self._advance(unit):
-                    pass
-            return
-        with record_function("optimizer.collect"):
-            while len(self._running) < len(self._units):
-                self._launch()
-        running, self._running = self._running, []
-        self._ok = self._agree(told)
-        chunks, flying = deque(self._chunks), deque()
-        self._round(chunks, flying)  # the collect of the first chunk runs under the other pieces
-        with record_function("optimizer.compute"):
-            for (
-                piece
-            ) in running:  # compute, launch delivery; later collects and earlier deliveries are under way
-                next(piece)
-        while flying:
-            self._round(chunks, flying)
-        with record_function("optimizer.deliver"):
-            for piece in running:  # write back
-                next(piece, None)
-
-    def _round(self, chunks, flying):
-        """Admit one chunk to the pipeline and advance the earlier ones: its collect runs under their
-        compute.
+    def all_finite(self, told=True):
+        """1 if every gradient on every rank is finite and `told` is true on all, else 0. 0-D, and not read
+        here.
         """
-        if chunks and len(flying) == self.max_in_flight:
-            for _ in flying.popleft():  # to its end
-                pass
-        earlier = list(flying)
-        if chunks:
-            flying.append(self._sharded(chunks.popleft()))
-            next(flying[-1])
-        for piece in reversed(earlier):  # the oldest last: its delivery runs under the others' compute
-            if next(piece, "done"):
-                flying.remove(piece)
+        grads = [gradient(param) for _, param, _ in self.named(self.param_groups) if param.grad is not None]
+        finite = torch.ones_like(self.skipped_steps, dtype=torch.bool)
+        if grads:
+            dtype = functools.reduce(torch.promote_types, [grad.dtype for grad in grads], torch.float32)
+            finite = torch.stack(torch._foreach_norm(grads, dtype=dtype)).isfinite().all()
+        if told is not True:
+            finite = finite & told
+        bad = 1 - finite.float()
+        if self.world.size > 1:
+            self.world.all_reduce(bad, dist.ReduceOp.MAX).wait()
+        return 1 - bad
 
     @contextlib.contextmanager
     def overlap_backward(self):
@@ -408,21 +1091,21 @@ class MuonAdamW(torch.optim.Optimizer):
         Always in the order of the pieces, which all ranks share, whatever order autograd takes; step()
         launches the rest, and must follow before any gradient changes again. Does nothing in one process.
         """
-        if self._running:
+        if self.launched:
             raise RuntimeError(
                 "overlap_backward: the collects of an earlier backward are in flight; call step() first"
             )
-        pieces = [getattr(unit, "matrices", unit) for unit in self._units]
-        missing = [{piece.param for piece in unit if not cuts(piece.param)} for unit in pieces]
-        home = {param: waiting for waiting in missing for param in waiting}
+        missing = [set(work.collected) for work in self.works]
+        work_of = {param: i for i, work in enumerate(self.works) for param in work.collected}
 
         @torch.no_grad()
         def arrived(param):
-            home[param].discard(param)
-            while len(self._running) < len(self._units) and not missing[len(self._running)]:
-                self._launch()
+            missing[work_of[param]].discard(param)
+            while self.launched < len(self.works) and not missing[self.launched]:
+                self.works[self.launched].collect()
+                self.launched += 1
 
-        trained = [param for param in home if param.requires_grad and self.world.size > 1]
+        trained = [param for param in work_of if param.requires_grad]
         hooks = [param.register_post_accumulate_grad_hook(arrived) for param in trained]
         try:
             yield
@@ -430,209 +1113,108 @@ class MuonAdamW(torch.optim.Optimizer):
             for hook in hooks:
                 hook.remove()
 
-    def _advance(self, unit):
-        return self._muon(unit) if isinstance(unit, Bank) else self._elementwise(unit)
+    # ---- the plan: what is worked on together, and where
 
-    def _launch(self):
-        self._running.append(self._advance(self._units[len(self._running)]))
-        next(self._running[-1])
+    @torch.no_grad()
+    def plan(self, groups):
+        """Cut the parameters of these groups into pieces of work and create their state."""
+        pieces, in_pieces = {}, []  # what has to be alike -> [(parameter, group)]
+        for name, param, group in self.named(groups):
+            if is_cut(param):
+                if self.world.size == 1 and isinstance(param, DTensor):
+                    raise ValueError(f"{name} is sharded over {param.device_mesh}: DistMuonAdamW trains it")
+            else:
+                self.start_equal(param)
+            kind = KINDS[group["kind"]]
+            if isinstance(kind, MatrixKind) and is_cut(param):
+                in_pieces.append((name, param, group))
+            elif param.numel() or not isinstance(kind, MatrixKind):
+                pieces.setdefault(self.alike(name, param, group), []).append((param, group))
+        works = self.pieces_of_work(pieces)
+        if in_pieces:
+            from nanomuon import sharded
 
-    def _agree(self, told):
-        """1 if every gradient on every rank is finite, else 0; a 0-D float64 tensor that is not read here."""
-        # A sum is finite unless an element is not, or the sum overflows, as the squares in the update would
-        # before it.
-        grads = [gradient(param) for _, param, _ in self._named() if param.grad is not None]
-        finite = [grad.sum(dtype=state_dtype(grad)).isfinite() for grad in grads]
-        finite.append(torch.zeros_like(self.skipped_steps, dtype=torch.bool) | told)
-        bad = 1 - torch.stack(finite).all().float()
+            works = sharded.pieces_of_work(self, in_pieces) + works
+        self.works += works
+        for work in works:
+            for param, places in work.places.items():
+                self.places[param] = places
+                self.state[param].update({name: place.tensor for name, place in places.items() if place.here})
+
+    def start_equal(self, param):
+        """Rank 0's values: a different seed per rank must not train different models."""
         if self.world.size > 1:
-            dist.all_reduce(bad, dist.ReduceOp.MAX, group=self.world.group)
-        return 1 - bad.double()
+            mine = local(param)
+            mine.copy_(self.world.broadcast_from(0, mine.contiguous()).wait())
 
-    def _elementwise(self, pieces):
-        """pieces: the slice of one large parameter, or all parameters that every rank updates whole."""
-        take = self._collect_rows(pieces)
-        yield
-        for piece in pieces:
-            group, state = piece.group, self.state[piece.param]
-            state["step"] += self._ok
-            tensors = [piece.of(piece.param), take(piece), *(state[key] for key in STATE[group["kind"]])]
-            if group["kind"] == "adamw":
-                hyper = adamw_hyper(group, state["step"], self._ok).to(tensors[2].dtype)
-                for block in blocks(tensors):
-                    run(adamw_update, *block, hyper, self._ok)
-        del take, tensors
-        self._free(pieces)
-        finish = self._deliver_rows(pieces)
-        yield
-        finish()
+    def alike(self, name, param, group):
+        """A parameter works together with those of which this is equal."""
+        kind, where = KINDS[group["kind"]], (state_dtype(param), param.device)
+        if isinstance(kind, ElementwiseKind):
+            if local(param).numel() <= SMALL:
+                return "small", kind, is_cut(param), *where
+            return "large", name
+        shape = matrix_shape(param)
+        direction = self.direction(group, shape[0])
+        if (
+            direction.transposable and param.ndim != 3
+        ):  # it shares the bank of its transpose, whose polar factor is
+            shape = tuple(sorted(shape))  # the transposed one
+        form = group["nesterov"], group["weight_decay_form"]
+        batch = name if param.ndim == 3 else ""  # one by itself
+        return "bank", shape, batch, direction, *form, param.dtype, param.device
 
-    def _collect_rows(self, pieces):
-        """all_reduce of all small gradients together, or reduce_scatter of the rows of a large one."""
-        if pieces[0].world.size == 1:
-            return lambda piece: gradient(piece.param)
-        if pieces[0].split:
-            grad = gradient(pieces[0].param)
-            grad = grad.to(self.world.comm_dtype or grad.dtype)
-            wait = self.world.reduce_scatter(self.world.padded(grad))
-            return lambda piece: wait()[: piece.hi - piece.lo]
-        flat = torch.cat([gradient(piece.param).flatten() for piece in pieces])  # promotes different dtypes
-        flat = flat.to(self.world.comm_dtype or flat.dtype)
-        work = dist.all_reduce(flat, dist.ReduceOp.AVG, group=self.world.group, async_op=True)
-        parts = flat.split([piece.param.numel() for piece in pieces])
-        views = {piece.param: part.view_as(piece.param) for piece, part in zip(pieces, parts, strict=True)}
-        return lambda piece: (work.wait(), views[piece.param])[1]
+    def direction(self, group, m):
+        """What a bank of parameters of m rows asks for its direction."""
+        if group["split"] is not None:
+            from nanomuon import fused
 
-    def _deliver_rows(self, pieces):
-        """all_gather of the rows of a large parameter."""
-        if not pieces[0].split:
-            return lambda: None
-        param = local(pieces[0].param)
-        whole = self.world.padded(param)
-        wait = self.world.all_gather(whole)
-        return wait if whole is param else lambda: param.copy_(wait()[: len(param)])
+            return fused.FusedDirection.of(group, m)
+        return MuonDirection.of(group)
 
-    def _muon(self, bank):
-        """Muon on the matrices of a bank that this rank owns, a batch at a time."""
-        take = self._collect_bank(bank)
-        yield
-        grads = take()
-        for lo, hi in bank.batches():
-            owned = bank.owned[lo:hi]
-            hyper = self._hyper(bank, owned)  # (5, k, 1, 1)
-            U = torch.empty_like(bank.momentum[lo:hi])  # (k, m, n)
-            for i, grad in enumerate(grads(lo, hi)):
-                momentum = bank.momentum[lo + i]
-                run(muon_momentum, U[i], grad, momentum, hyper[:, i, :1], self._ok, nesterov=bank.nesterov)
-            X, gain = self._direction(bank, U, lo, hi, hyper[2, :, :1])
-            hyper = hyper[:, :, bank.part_of_row]
-            for i, matrix in enumerate(owned):
-                run(muon_update, matrix.of(matrix.param), X[i], gain[i], hyper[:, i], cautious=bank.cautious)
-        del take, grads
-        self._free(bank.matrices)
-        finish = self._deliver_bank(bank)
-        yield
-        finish()
-
-    def _sharded(self, chunk):
-        """Momentum of the shards, direction at the owners, decay and update of the shards; all of a chunk at
-        once.
-        """
-        at, dtype, owners = chunk.layout, chunk.momentum.dtype, [matrix.owner for matrix in chunk.matrices]
-        with record_function("muon.collect"):
-            hyper = self._hyper(chunk, chunk.matrices)  # (5, K, 1, 1)
-            grads = torch.stack(
-                [matrix.of(gradient(matrix.param)) for matrix in chunk.matrices]
-            )  # (K, rows, columns)
-            U = torch.empty_like(grads, dtype=self.world.comm_dtype or grads.dtype)
-            run(muon_momentum, U, grads, chunk.momentum, hyper[:, :, :1], self._ok, nesterov=chunk.nesterov)
-            self._free(chunk.matrices)
-            wait, comm_dtype = to_owners(at, U, owners), U.dtype
-            del grads, U
-        yield
-        with record_function("muon.compute"):
-            X = wait().to(dtype)  # (k, m, n)
-            weight = hyper[2, [owner == at.world.rank for owner in owners], :1]
-            for lo, hi in chunk.batches():
-                torch.mul(*self._direction(chunk, X[lo:hi], lo, hi, weight[lo:hi]), out=X[lo:hi])
-            wait = to_shards(at, X.to(comm_dtype), owners)
-            del X
-        yield
-        with record_function("muon.deliver"):
-            params = [matrix.of(matrix.param) for matrix in chunk.matrices]
-            P = torch.stack(params)
-            run(
-                muon_update,
-                P,
-                wait(),
-                hyper.new_ones(1, 1, 1),
-                hyper[:, :, chunk.part_of_row],
-                cautious=chunk.cautious,
-            )
-            torch._foreach_copy_(params, P.unbind())
-
-    def _hyper(self, bank, matrices):
-        """(5, k, 1, 1) hyperparameters of matrices of a bank; (5, k, parts, 1) if they are fused."""
-        heads, groups, rows = bank.options["split"] or (1, 1, bank.shape[:1])
-        shapes = [(groups * each, bank.shape[1]) for each in rows]
-        values = [[muon_hyper(m.group, *(s[::-1] if m.transposed else s)) for s in shapes] for m in matrices]
-        return (
-            (tensor(values, self._ok) * self._ok)
-            .to(bank.momentum.dtype)
-            .permute(2, 0, 1)[..., None]
-            .contiguous()
+    def pieces_of_work(self, pieces):
+        """The works, in reversed order of the model: its last gradients come first."""
+        owners = self.owners_of_banks(
+            {alike: entries for alike, entries in pieces.items() if alike[0] == "bank"}
         )
+        works = []
+        for alike, entries in reversed(pieces.items()):
+            param, group = entries[0]
+            kind, world = KINDS[group["kind"]], World() if is_cut(param) else self.world
+            shared = world, self.hyperparameters, self.free_grads
+            if alike[0] == "small":
+                works.append(SmallParameters(entries, kind, *shared))
+            elif alike[0] == "large":
+                works.append(LargeParameter(param, group, kind, *shared))
+            else:
+                direction = self.direction(group, matrix_shape(param)[0])
+                if world.size == 1:
+                    works.append(Bank(entries, direction, *shared))
+                else:
+                    works.append(SharedBank(entries, owners[alike], direction, *shared))
+        return works
 
-    def _direction(self, bank, U, lo, hi, weight):
-        """`muon_direction` of owned matrices lo to hi: (k, m, n) and its gain, or this rank's part of
-        them.
+    def owners_of_banks(self, banks):
+        """{bank: the owner of each of its matrices}; the banks with the most expensive matrices choose
+        first.
         """
-        tp, second = bank.layout.tp, None if bank.second is None else bank.second[lo:hi]
-        if tp is None or tp.mode == "blockwise":
-            return run(muon_direction, U, second, weight, **bank.options)
-        if tp.mode == "distributed":  # communicates inside, so it is not compiled
-            return muon_direction(U, second, weight, **bank.options, tp=tp)
-        X, gain = run(muon_direction, tp.gather(U), second, weight, **bank.options)
-        return tp.mine(X), tp.mine(gain)
-
-    def _free(self, pieces):
-        for piece in pieces if self.free_grads else ():
-            piece.param.grad = None
-
-    def _collect_bank(self, bank):
-        """reduce_scatter of the stacked bank by whole matrices, or reduce of each matrix to its owner."""
-        if bank.layout.world.size == 1:
-            return lambda: lambda lo, hi: [matrix.of(gradient(matrix.param)) for matrix in bank.owned[lo:hi]]
-        send = self._stack(bank, bank.matrices, gradient, self.world.comm_dtype)  # (slots, m, n)
-        if not bank.alone:
-            wait = self.world.reduce_scatter(send)
-            return lambda: lambda lo, hi: wait()[lo:hi]
-        average = functools.partial(dist.reduce, op=dist.ReduceOp.AVG, group=self.world.group, async_op=True)
-        works = [average(send[matrix.slot], group_dst=matrix.owner) for matrix in bank.matrices]
-
-        def wait():
-            for work in works:
-                work.wait()
-            return lambda lo, hi: [send[matrix.slot] for matrix in bank.owned[lo:hi]]
-
-        return wait
-
-    def _deliver_bank(self, bank):
-        """all_gather of the stacked bank, or broadcast of each matrix from its owner."""
-        if bank.layout.world.size == 1:
-            return lambda: None
-        whole = self._stack(bank, bank.owned, lambda param: param)  # (slots, m, n)
-        if bank.alone:
-            send = functools.partial(dist.broadcast, group=self.world.group, async_op=True)
-            works = [send(whole[matrix.slot], group_src=matrix.owner).wait for matrix in bank.matrices]
-        else:
-            works = [self.world.all_gather(whole)]
-
-        def finish():
-            for wait in works:
-                wait()
-            for matrix in bank.matrices:
-                if matrix.owner != self.world.rank:
-                    matrix.of(matrix.param).copy_(whole[matrix.slot])
-
-        return finish
-
-    def _stack(self, bank, matrices, value, dtype=None):
-        """(slots, m, n) with value(param) of these matrices in their slots; the others are whatever was
-        there.
-        """
-        like = bank.matrices[0].param
-        stacked = torch.empty(bank.slots, *bank.shape, dtype=dtype or like.dtype, device=like.device)
-        for matrix in matrices:
-            stacked[matrix.slot] = matrix.of(value(matrix.param))
-        return stacked
+        flops = {}
+        for alike, ((param, group), *_) in banks.items():
+            shape = matrix_shape(param)
+            flops[alike] = self.direction(group, shape[0]).flops(*shape)
+        owners = {}
+        for alike in sorted(banks, key=lambda alike: -flops[alike]):
+            params = [param for param, _ in banks[alike]]
+            if params[0].ndim == 3:  # like rows, so that its state is cut as DTensor's Shard(0) is
+                each = -(-len(params[0]) // self.world.size)
+                owners[alike] = [i // each for i in range(len(params[0]))]
+            else:
+                owners[alike] = assign_owners(len(params), self.world.load)
+            for owner in owners[alike]:
+                self.world.load[owner] += flops[alike]
+        return owners
 
     # ---- state, by name
-
-    def _named(self):
-        for group in self.param_groups:
-            for name, param in zip(group["names"], group["params"], strict=True):
-                yield name, param, group
 
     def state_dict(self):
         """What this rank holds, without communication: {"state": {name: {key: tensor}}, "param_groups":
@@ -642,9 +1224,10 @@ class MuonAdamW(torch.optim.Optimizer):
         only.
         """
         state = {}
-        for name, param, _ in self._named():
-            if entry := self.state.get(param):
-                state[name] = {key: self._kept[param][key].as_dtensor(mine) for key, mine in entry.items()}
+        for name, param, _ in self.named(self.param_groups):
+            entry = {key: place.shown() for key, place in self.places.get(param, {}).items() if place.here}
+            if entry:
+                state[name] = entry
         groups = [
             {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
         ]
@@ -653,10 +1236,9 @@ class MuonAdamW(torch.optim.Optimizer):
     def full_state_dict(self):
         """The same with the whole of every tensor on every rank, as copies. Collective."""
         state = {}
-        for name, param, _ in self._named():
-            if kept := self._kept.get(param):
-                mine = self.state.get(param, {})
-                state[name] = {key: each.whole(mine.get(key), param) for key, each in kept.items()}
+        for name, param, _ in self.named(self.param_groups):
+            if param in self.places:
+                state[name] = {key: place.gathered() for key, place in self.places[param].items()}
         return {"state": state, "param_groups": self.state_dict()["param_groups"]}
 
     @torch.no_grad()
@@ -667,30 +1249,36 @@ class MuonAdamW(torch.optim.Optimizer):
         for a name or key that is missing, a shape that differs, or parameters without names in other groups
         than the saved.
         """
+        self.check_names(state_dict["param_groups"])
+        found = []  # (place, what was saved of it)
+        for name, param, _ in self.named(self.param_groups):
+            entry = state_dict["state"].get(name, {})
+            for key, place in self.places.get(param, {}).items():
+                if key not in entry:
+                    if place.here:
+                        raise ValueError(f"the loaded state has no {key} of {name}")
+                    continue
+                if tuple(entry[key].shape) != place.shape:
+                    shape = tuple(entry[key].shape)
+                    raise ValueError(f"{key} of {name} has shape {shape}, expected {place.shape}")
+                found.append((place, entry[key]))
+        pieces = [(place, place.piece_of(saved)) for place, saved in found]
+        for place, piece in pieces:
+            if place.here:
+                place.tensor.copy_(piece)
+
+    def check_names(self, saved_groups):
         ours, theirs = (
-            [g["names"] for g in groups] for groups in (self.param_groups, state_dict["param_groups"])
+            [group["names"] for group in self.param_groups],
+            [group["names"] for group in saved_groups],
         )
-        if ours != theirs and any(
-            names == default_names(i, len(names)) for i, names in enumerate(ours) if names
-        ):
-            raise ValueError(
-                "parameters without names load only into the same groups: give every group names=[...]"
-            )
-        copies = []
-        for name, param, _ in self._named():
-            for key, kept in self._kept.get(param, {}).items():
-                mine, saved = self.state.get(param, {}).get(key), state_dict["state"].get(name, {}).get(key)
-                if mine is not None and saved is None:
-                    raise ValueError(f"the loaded state has no {key} of {name}")
-                if saved is not None and tuple(saved.shape) != kept.shape:
-                    raise ValueError(f"{key} of {name} has shape {tuple(saved.shape)}, expected {kept.shape}")
-                if mine is not None or isinstance(
-                    saved, DTensor
-                ):  # other ranks may need this rank's piece of it
-                    copies.append((mine, kept.mine(saved)))
-        for mine, saved in copies:
-            if mine is not None:
-                mine.copy_(saved)
+        if ours == theirs:
+            return
+        for i, names in enumerate(ours):
+            if names and names == default_names(i, len(names)):
+                raise ValueError(
+                    "parameters without names load only into the same groups: give every group names=[...]"
+                )
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -711,7 +1299,7 @@ class DistMuonAdamW(MuonAdamW):
     ranks. W ranks, parameters of R rows, banks of K same-shaped matrices:
 
       parameters                collect                             state on a rank         deliver
-      AdamW, < 1024 elements    one all_reduce for all of them      all of it               nothing
+      AdamW, <= 16384 elements  one all_reduce for all of them      all of it               nothing
       AdamW                     reduce_scatter                      ceil(R/W) rows          all_gather
       Muon                      reduce_scatter, whole matrices      ceil(K/W) matrices      all_gather
       Muon, 2K < W              reduce of each to its owner         of K ranks one each     broadcast from the owner
@@ -769,15 +1357,26 @@ class DistMuonAdamW(MuonAdamW):
             raise ValueError(
                 "torchrun started several processes: call torch.distributed.init_process_group first"
             )
-        if max_in_flight < 1 or chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"{max_in_flight=} and {chunk_size=} must be at least 1")
+        if max_in_flight < 1:
+            raise ValueError(f"{max_in_flight=} must be at least 1")
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"{chunk_size=} must be at least 1")
         self.max_in_flight, self.chunk_size, self.free_grads = max_in_flight, chunk_size, free_grads
-        super().__init__(param_groups, world, matmul_precision=matmul_precision)
+        super().__init__(param_groups, matmul_precision=matmul_precision, world=world)
 
 
 # ------------------------------------------------------------------------------------------------------------
 
 
-def tensor(values, like):
-    """A float64 tensor on the device of `like`; the copy to a GPU does not wait for it."""
-    return torch.tensor(values, dtype=torch.float64).to(like.device, non_blocking=True)
+@contextlib.contextmanager
+def matmul_precision(precision):
+    """torch.set_float32_matmul_precision for the length of a step; None leaves it alone."""
+    if precision is None:
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -86,77 +86,87 @@ def newton_schulz_flops(m, n, steps):
     return s**3 * sum(4 * r + 2 * k + 6 * (k - 1) for k in halves)
 
 
-def total(partial, tp, *dims):
-    """The sum over the ranks of a tensor-parallel group where `partial` is a sum over its cut dimension.
-
-    dims: what was summed over, 1 rows and 2 columns of (K, m, n). tp: a sharded.TensorParallel, or None.
-    """
-    return tp.sum(partial) if tp is not None and tp.dim in dims else partial
-
-
-def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, tp=None):
+def orthogonalize(U, coefficients="polar_express", steps=None, gram=None):
     """Approximate polar factor of each matrix.
 
-    U: (..., m, n) float. Returns (..., m, n) in the dtype of the iteration: float64 stays float64; CPUs
-    iterate in float32 (bf16 is about 4 times slower without native support); elsewhere bf16 in the plain form
-    and float16 in the Gram form, which is then the more accurate of the two (relative error .0044 against
-    .0086 on a Gaussian matrix). `gram=None` lets the shape decide. Singular values come out in about [0.7,
-    1.15], depending on the set; a zero matrix gives zero. tp: U (K, m', n') are pieces of matrices of
-    tp.shape, cut along the side that the Gram matrix sums over; each rank works on its pieces, and Gram
-    matrices and norms are all-reduced.
+    U: (..., m, n) float. Returns (..., m, n) in the dtype of the iteration: float64 stays float64; CPUs iterate
+    in float32 (bf16 is about 4 times slower without native support); elsewhere bf16 in the plain form and
+    float16 in the Gram form, which is then the more accurate of the two (relative error .0044 against .0086 on
+    a Gaussian matrix). `gram=None` lets the shape decide. Singular values come out in about [0.7, 1.15],
+    depending on the set; a zero matrix gives zero.
     """
-    m, n = U.shape[-2:] if tp is None else tp.shape
-    steps_ = triples(coefficients, steps)
-    gram = gram_pays(m, n, len(steps_)) if gram is None else gram
-    X = U.reshape(-1, *U.shape[-2:])
-    if X.dtype != torch.float64:
-        X = X.float()
+    m, n = U.shape[-2:]
+    table = triples(coefficients, steps)
+    if gram is None:
+        gram = gram_pays(m, n, len(table))
+    X = in_iteration_precision(U.reshape(-1, m, n))
     norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True)  # (K, 1, 1)
-    if tp is not None:
-        norm = tp.sum(norm.square()).sqrt()
-    X = X / (1.02 * norm + 1e-6) if coefficients == "polar_express" else X / norm.clamp(min=1e-7)
-    if X.is_cuda and X.dtype != torch.float64:
-        X = X.to(torch.float16 if gram else torch.bfloat16)
-    return (gram_newton_schulz if gram else newton_schulz)(X, steps_, tp).view(U.shape)
+    X = in_iteration_dtype(normalized(X, norm, coefficients), gram)
+    if gram:
+        X = gram_newton_schulz(X, table)
+    else:
+        X = newton_schulz(X, table)
+    return X.view(U.shape)
 
 
-def over_rows(X, tp):
-    """Whether the Gram matrix sums over rows: over the long side, or the one that is cut."""
-    return X.size(1) > X.size(2) if tp is None else tp.dim == 1
+def in_iteration_precision(U):
+    """Norms are taken in float32, and in float64 of what is float64."""
+    return U if U.dtype == torch.float64 else U.float()
 
 
-def newton_schulz(X, steps, tp=None):
-    """X: (K, m, n) with singular values at most 1; steps: triples. The products are over the short side."""
-    tall = over_rows(X, tp)
-    for a, b, c in steps:
-        A = total(X.mT @ X if tall else X @ X.mT, tp, 1, 2)  # (K, s, s)
+def normalized(X, norm, coefficients):
+    """X with singular values of at most 1: the Frobenius norm bounds them. polar_express wants a margin of 2%."""
+    if coefficients == "polar_express":
+        return X / (1.02 * norm + 1e-6)
+    return X / norm.clamp(min=1e-7)
+
+
+def in_iteration_dtype(X, gram):
+    """Half precision on GPUs: float16 for the Gram form, bf16 for the plain one."""
+    if not X.is_cuda or X.dtype == torch.float64:
+        return X
+    return X.to(torch.float16 if gram else torch.bfloat16)
+
+
+def newton_schulz(X, table):
+    """X: (K, m, n) with singular values at most 1; table: triples. The products are over the short side."""
+    tall = X.size(1) > X.size(2)
+    for a, b, c in table:
+        A = X.mT @ X if tall else X @ X.mT  # (K, s, s)
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)
         X = torch.baddbmm(X, X, B, beta=a) if tall else torch.baddbmm(X, B, X, beta=a)
     return X
 
 
-def gram_newton_schulz(X, steps, tp=None):
+def gram_newton_schulz(X, table):
     """The same polynomial on the Gram matrix R = XX^T, the long side touched four times in all (Dao-AILab,
     gram-newton-schulz).
 
-    Q accumulates the polynomial of R, so that each step costs products of the short side only. Two things
-    keep half precision alive: one restart before the third step, and one baddbmm for each of Z, Q and R (a
-    separate add loses three times as much).
+    Q accumulates the polynomial of R, so that each step costs products of the short side only. Two things keep
+    half precision alive: one restart before the third step, and one baddbmm for each of Z, Q and R (a separate
+    add loses three times as much).
     """
-    tall = over_rows(X, tp)
-    eye = torch.eye(X.size(2 if tall else 1), dtype=X.dtype, device=X.device)
-    Q = R = None
-    for i, (a, b, c) in enumerate(steps):
-        if i == 2:
-            X, Q = (X @ Q if tall else Q @ X), None
-        if Q is None:
-            R = total(X.mT @ X if tall else X @ X.mT, tp, 1, 2)  # (K, s, s)
+    tall = X.size(1) > X.size(2)
+    for part in (table[:2], table[2:]):  # the restart: R is built anew from the X so far
+        if part:
+            R = X.mT @ X if tall else X @ X.mT  # (K, s, s)
+            Q = gram_polynomial(R, part)
+            X = X @ Q if tall else Q @ X
+    return X
+
+
+def gram_polynomial(R, table):
+    """Q (K, s, s), with which these steps are the product QX (XQ if X is tall). R: (K, s, s), the Gram matrix."""
+    a, b, c = table[0]
+    Z = torch.baddbmm(R, R, R, beta=b, alpha=c)
+    Q = Z + a * torch.eye(R.size(1), dtype=R.dtype, device=R.device)
+    for next_a, next_b, next_c in table[1:]:
+        R = torch.baddbmm(R, R, Z, beta=a)  # (Z + aI) R (Z + aI)
+        R = torch.baddbmm(R, Z, R, beta=a)
+        a, b, c = next_a, next_b, next_c
         Z = torch.baddbmm(R, R, R, beta=b, alpha=c)
-        Q = Z + a * eye if Q is None else torch.baddbmm(Q, Q, Z, beta=a)
-        if i != 1 and i != len(steps) - 1:  # R is rebuilt by the restart, and not needed after the last step
-            R = torch.baddbmm(R, R, Z, beta=a)
-            R = torch.baddbmm(R, Z, R, beta=a)
-    return X @ Q if tall else Q @ X
+        Q = torch.baddbmm(Q, Q, Z, beta=a)
+    return Q
 
 
 def update_scale(rule, m, n):

@@ -6,10 +6,6 @@ import torch
 
 from nanomuon.orthogonalize import triples, update_scale
 
-REQUIRED = {
-    "adamw": {"lr", "betas", "eps", "weight_decay"},
-    "muon": {"lr", "momentum", "ns_steps", "beta2", "weight_decay"},
-}
 MUON_OPTIONS = {
     "nesterov": True,  # False: the direction is the momentum itself
     "coefficients": "polar_express",  # a name in orthogonalize.COEFFICIENTS, or a list of (a, b, c)
@@ -18,6 +14,7 @@ MUON_OPTIONS = {
     "row_equilibrate": False,  # MuonEq, arXiv 2603.28254
     "renormalize": False,  # Muon+, arXiv 2602.21545
     "split": None,  # the parts of a fused matrix, see split_rows
+    "direction": None,  # a function in place of polar factor and variance reduction, see optim.CustomDirection
     "tensor_parallel": None,  # duplicated | distributed | blockwise; None: by shape, see optim.DistMuonAdamW
 }
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, activation checkpointing
@@ -127,24 +124,36 @@ def default_names(index, count):
     return [f"group{index}.{i}" for i in range(count)]
 
 
-def check_group(group, others):
-    """A copy of a user's group with options and names filled in. ValueError that names the group and the
-    parameter.
+def check_group(group, others, kinds):
+    """A copy of a user's group with options and names filled in.
+
+    others: the groups before it. kinds: optim.KINDS. ValueError that names the group and the parameter.
     """
     group, where, kind = dict(group), f"param group {len(others)}", group.get("kind")
-    if kind not in REQUIRED:
-        raise ValueError(f"{where}: unknown kind {kind!r}; known: {', '.join(REQUIRED)}")
-    options = MUON_OPTIONS if kind == "muon" else {}
+    if kind not in kinds:
+        raise ValueError(f"{where}: unknown kind {kind!r}; known: {', '.join(kinds)}")
+    required, options = kinds[kind].required, kinds[kind].options
     given = group.keys() - {"kind", "params", "names", "initial_lr"}
-    if missing := REQUIRED[kind] - given:
+    if missing := required - given:
         raise ValueError(f"{where} ({kind}): missing {', '.join(sorted(missing))}")
-    if unknown := given - REQUIRED[kind] - options.keys():
+    if unknown := given - required - options.keys():
         raise ValueError(f"{where} ({kind}): unknown {', '.join(sorted(unknown))}")
     group = {**options, **group}
-    params = group["params"] = (
-        [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-    )
-    names = group["names"] = list(group.get("names") or default_names(len(others), len(params)))
+    params = group["params"]
+    group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+    group["names"] = list(group.get("names") or default_names(len(others), len(group["params"])))
+    check_names(group, where, others)
+    if kind == "muon":
+        try:
+            check_muon_group(group)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    return group
+
+
+def check_names(group, where, others):
+    """ValueError where a parameter or a name is there already."""
+    params, names = group["params"], group["names"]
     if len(names) != len(params):
         raise ValueError(f"{where}: {len(names)} names for {len(params)} params")
     seen = {param: i for i, other in enumerate(others) for param in other["params"]}
@@ -156,24 +165,23 @@ def check_group(group, others):
             raise ValueError(f"{where}: the name {name} is used twice")
         seen[param] = len(others)
         seen_names.add(name)
-        if kind == "muon" and not 2 <= param.ndim <= 4:
-            raise ValueError(
-                f"{where}: {name} has shape {tuple(param.shape)}; Muon takes matrices, 2-D to 4-D"
-            )
-        if kind == "muon" and param.ndim == 4 and not param.is_contiguous():
-            raise ValueError(f"{where}: {name} is 4-D and not contiguous, so it cannot be viewed as a matrix")
-    if kind == "muon":
-        try:
-            triples(group["coefficients"], group["ns_steps"])
-            update_scale(group["scale"], 1, 1)
-            for param in params if group["split"] is not None else ():
-                split_rows(group["split"], param.size(1 if param.ndim == 3 else 0))
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-        if group["tensor_parallel"] not in (None, "duplicated", "distributed", "blockwise"):
-            raise ValueError(f"{where}: unknown tensor_parallel {group['tensor_parallel']!r}")
-        if group["weight_decay_form"] not in ("cautious", "decoupled"):
-            raise ValueError(
-                f"{where}: unknown weight_decay_form {group['weight_decay_form']!r}; cautious, decoupled"
-            )
-    return group
+
+
+def check_muon_group(group):
+    """ValueError for what cannot be trained as matrices, and for options that do not exist."""
+    for name, param in zip(group["names"], group["params"], strict=True):
+        if not 2 <= param.ndim <= 4:
+            raise ValueError(f"{name} has shape {tuple(param.shape)}; Muon takes matrices, 2-D to 4-D")
+        if param.ndim == 4 and not param.is_contiguous():
+            raise ValueError(f"{name} is 4-D and not contiguous, so it cannot be viewed as a matrix")
+    triples(group["coefficients"], group["ns_steps"])
+    update_scale(group["scale"], 1, 1)
+    if group["split"] is not None:
+        for param in group["params"]:
+            split_rows(group["split"], param.size(1 if param.ndim == 3 else 0))
+        if group["direction"] is not None:
+            raise ValueError("the parts of a fused matrix (split) are orthogonalized; they take no direction")
+    if group["tensor_parallel"] not in (None, "duplicated", "distributed", "blockwise"):
+        raise ValueError(f"unknown tensor_parallel {group['tensor_parallel']!r}")
+    if group["weight_decay_form"] not in ("cautious", "decoupled"):
+        raise ValueError(f"unknown weight_decay_form {group['weight_decay_form']!r}; cautious, decoupled")

@@ -1,494 +1,415 @@
-"""Who shares the work on a parameter, and how its matrices get to where they are worked on and back.
+"""Muon on parameters that live in pieces (DTensors), after Motif's parallel Muon: an extension of `optim.py`.
 
-Replicated parameters are stacked, reduce-scattered and all-gathered (`World`; the optimizer stacks them). A
-DTensor parameter lives in pieces, and what happens to a piece depends on the dimension of the device mesh
-that cuts it:
+What happens to the matrices of a cut parameter depends on the dimension of the device mesh that cuts them:
 
-  a dimension called "tp"           tensor parallelism: the ranks orthogonalize together (`TensorParallel`)
   the experts of (E, m, n)          whole matrices on every rank: nothing moves
-  any other (FSDP2)                 data parallelism: an all_to_all brings the shards of each matrix to its owner, and
-                                    another one the shards of its update back (`to_owners`, `to_shards`)
+  a dimension called "tp"           tensor parallelism: the ranks orthogonalize together (`tensor_parallel.py`)
+  any other (FSDP2)                 data parallelism: an all_to_all brings the shards of each matrix to its owner,
+                                    and another one the shards of its update back
 
-The gradient of a DTensor is final over its mesh: FSDP2 has averaged it, and in tensor parallelism it is
-exact.
+The first two are a `Bank` of what this rank holds. The third is a `Pipeline`, one piece of work of many chunks: a
+chunk of matrices is admitted per round, so that its transfer runs under the computation of the one before, and few
+chunks are in memory. The gradient of a DTensor is final over its mesh: FSDP2 has averaged it, and in tensor
+parallelism it is exact.
 """
 
 import functools
 import math
-from dataclasses import dataclass, field, replace
+from collections import deque
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.profiler import record_function
 
-from nanomuon.orthogonalize import newton_schulz_flops, triples
+from nanomuon import tensor_parallel
+from nanomuon.optim import (
+    Bank,
+    InPieces,
+    OwnedElsewhere,
+    OwnedHere,
+    WholeEverywhere,
+    World,
+    assign_owners,
+    batches,
+    drop_gradients,
+    gradient,
+    like_param,
+    local,
+    matrices_of,
+    matrix_shape,
+    momentum_of,
+    muon_hyperparameters,
+    state_dtype,
+    update,
+    update_scales,
+)
+from nanomuon.param_groups import split_rows
 
-# Since torch 2.13 the collectives on one tensor are called *_single and the old names warn.
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-BATCH_BYTES = {
-    "cpu": 2**22,
-    "cuda": 2**29,
-}  # Muon computes on this much of a bank at a time: bounded temporaries
 CHUNK_BYTES = {
     "cpu": 2**22,
     "cuda": 2**26,
-}  # of whole matrices that the pipeline brings to an owner at a time
-
-
-@dataclass
-class World:
-    """The ranks that share the work. Transfers start here; what they return waits, and keeps their tensors
-    alive.
-    """
-
-    group: dist.ProcessGroup = None
-    size: int = 1
-    rank: int = 0
-    comm_dtype: torch.dtype = None
-    load: list = field(default_factory=lambda: [0])  # Newton-Schulz FLOPs per rank
-
-    @classmethod
-    def of(cls, group, comm_dtype=None):
-        size = dist.get_world_size(group)
-        return cls(group, size, dist.get_rank(group), comm_dtype, [0] * size)
-
-    def mesh(self, like):
-        return DeviceMesh.from_group(self.group, like.device.type)
-
-    def share(self, rows, rank=None):
-        """(lo, hi) of a rank's ceil(rows/W) rows, the last ones short or empty: DTensor's Shard. Default this
-        rank.
-        """
-        each, rank = -(-rows // self.size), self.rank if rank is None else rank
-        return min(rows, each * rank), min(rows, each * (rank + 1))
-
-    def padded(self, tensor):
-        """(W*c, ...) with `tensor` at the top, itself if it is as long; nobody reads the rest."""
-        rows = -(-len(tensor) // self.size) * self.size
-        rest = tensor.new_empty(rows - len(tensor), *tensor.shape[1:])
-        return torch.cat([tensor, rest]) if len(rest) else tensor.contiguous()
-
-    def reduce_scatter(self, send):
-        """send: (W*c, ...). Waiting gives (c, ...), the mean over ranks of this rank's part, and lets go of
-        `send`.
-        """
-        received = send.new_empty(len(send) // self.size, *send.shape[1:])
-        work = reduce_scatter_single(received, send, dist.ReduceOp.AVG, group=self.group, async_op=True)
-        return waiting(work, send, received)
-
-    def all_gather(self, whole):
-        """whole: (W*c, ...) with this rank's c rows in place. Waiting fills and gives all of it."""
-        work = all_gather_single(whole, whole.chunk(self.size)[self.rank], group=self.group, async_op=True)
-        return waiting(work, None, whole)
-
-    def all_to_all(self, send, sent, received):
-        """send: flat, `sent` elements to each rank. Waiting gives the `received` elements from each, and lets
-        go.
-        """
-        out = send.new_empty(sum(received))
-        work = dist.all_to_all_single(out, send, received, sent, group=self.group, async_op=True)
-        return waiting(work, send, out)
-
-
-def waiting(work, send, received):
-    """A function that waits for `work` and gives `received`; `send` stays alive until then."""
-
-    def wait():
-        nonlocal send
-        work.wait()
-        send = None
-        return received
-
-    return wait
+    "meta": 2**26,
+}  # of whole matrices that come to an owner at a time
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Where a parameter lives
+# How a parameter is cut
 
 
-def local(tensor):
-    """What this rank holds of a tensor: its piece of a DTensor, all of any other."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+@dataclass(frozen=True)
+class Cut:
+    """One dimension of the parameter, cut over the ranks of one dimension of its device mesh."""
+
+    world: World
+    dim: int  # of the parameter
+    is_tensor_parallel: bool
 
 
-def gradient(param):
-    """What this rank holds of p.grad, zero where there is none."""
-    grad = param.grad
-    if (
-        isinstance(grad, DTensor) and grad.placements != param.placements
-    ):  # tensor parallelism may leave partial sums
-        grad = grad.redistribute(param.device_mesh, param.placements)
-    return torch.zeros_like(local(param)) if grad is None else local(grad)
-
-
-def cuts(param):
-    """(mesh dimension, dimension of the parameter) of each cut; none for a plain or a replicated
-    parameter.
-    """
+def cuts(param, world_of):
+    """The cuts of a parameter in the order of its mesh. world_of: the World of a process group."""
     if not isinstance(param, DTensor):
-        return []
-    placed = enumerate(param.placements)
-    return [
-        (i, place.dim) for i, place in placed if not place.is_replicate() and param.device_mesh.size(i) > 1
-    ]
+        return param.planned_cuts
+    mesh, found = param.device_mesh, []
+    for axis, placement in enumerate(param.placements):
+        if not placement.is_replicate() and mesh.size(axis) > 1:
+            found.append(Cut(world_of(mesh.get_group(axis)), placement.dim, is_tensor_parallel(mesh, axis)))
+    return found
 
 
-@dataclass
-class TensorParallel:
-    """Matrices of `shape` (m, n), cut along `dim` (1 rows, 2 columns of a batch) over the ranks of
-    `world`.
-    """
-
-    world: World
-    dim: int
-    shape: tuple
-    mode: str  # duplicated | distributed | blockwise
-
-    def sum(self, partial):
-        dist.all_reduce(partial, group=self.world.group)
-        return partial
-
-    def gather(self, piece):
-        """The whole of a batch from the pieces of all ranks."""
-        rows, piece = self.shape[self.dim - 1], piece.transpose(0, self.dim)
-        each = -(-rows // self.world.size)
-        whole = piece.new_empty(each * self.world.size, *piece.shape[1:])
-        whole[each * self.world.rank :][: len(piece)] = piece
-        return self.world.all_gather(whole)()[:rows].transpose(0, self.dim).contiguous()
-
-    def mine(self, whole):
-        """This rank's piece of a batch; all of it where there is one value for the cut dimension."""
-        lo, hi = self.world.share(self.shape[self.dim - 1])
-        return (
-            whole.narrow(self.dim, lo, hi - lo) if whole.size(self.dim) == self.shape[self.dim - 1] else whole
-        )
+def is_tensor_parallel(mesh, axis):
+    return mesh.mesh_dim_names is not None and mesh.mesh_dim_names[axis] == "tp"
 
 
-@dataclass
+def whole_shape(param):
+    """(m, n) of the matrices of a parameter in pieces, whole."""
+    shape = tuple(getattr(param, "planned_shape", param.shape))
+    return shape[1:] if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
+
+
+@dataclass(frozen=True)
 class Layout:
-    """Where the matrices of a Muon parameter live.
+    """Where the matrices of a cut parameter live, and what a rank computes of them.
 
-    Replicated over `world` if dim is None (a world of one: whole here), else cut over it along dim (1 rows, 2
-    columns of a batch). shape: (m, n) of what is orthogonalized, whole matrices or blocks of them. held: (m,
-    n) of what a rank of the tensor-parallel group has of it.
+    shape: (m, n) of what the direction is asked for: the whole matrix, or a tensor-parallel rank's piece of it.
+    data_parallel, tensor_parallel: the cut of either sort, or nothing. dim: of a batch, 1 rows or 2 columns, that
+    data_parallel cuts. vectors_cut: whether the state of the direction is in pieces over "tp" (blockwise).
     """
 
-    world: World
     shape: tuple
-    held: tuple
-    dim: int = None
-    tp: TensorParallel = None
+    direction: object
+    data_parallel: tuple = ()
+    dim: int = 0
+    tensor_parallel: tuple = ()
+    vectors_cut: bool = False
 
 
-def layout(param, mode, split, replicated, world_of):
-    """The Layout of a Muon parameter. ValueError for cuts that are not provided for.
-
-    mode: what the group asks of tensor parallelism, or None. split: of a fused matrix, see `split_rows`.
-    replicated: the World of parameters that are not cut. world_of: the World of a process group.
-    """
-    batch = param.ndim == 3
-    shape = m, n = tuple(param.shape[1:]) if batch else (len(param), param.shape[1:].numel())
-    if not cuts(param):
-        return Layout(replicated, shape, shape)
-    found, mesh, names = (
-        Layout(World(), shape, shape),
-        param.device_mesh,
-        param.device_mesh.mesh_dim_names or (),
-    )
-    for axis, cut in cuts(param):
-        if batch and cut == 0:
-            continue
-        dim = cut + 1 - batch
-        if dim > (1 if param.ndim == 4 else 2) or names[axis : axis + 1] != ("tp",) and (batch or found.dim):
-            raise ValueError(f"cut as {param.placements} over {mesh}: Muon has no transport for this")
-        if names[axis : axis + 1] != ("tp",):
-            found.world, found.dim = world_of(mesh.get_group(axis)), dim
-        elif found.dim == dim and isinstance(param.placements[0], Shard):
+def layout(param, group, direction, cuts):
+    """The Layout of a Muon parameter. ValueError for cuts that are not provided for."""
+    batch = int(param.ndim == 3)
+    shape = m, n = whole_shape(param)
+    data_parallel, dim, tp, tp_dim = (), 0, (), 0
+    for cut in cuts:
+        if batch and cut.dim == 0:
+            continue  # experts: each rank has whole matrices
+        cut_dim = cut.dim + 1 - batch
+        cuts_matrix = cut_dim == 1 or (cut_dim == 2 and param.ndim < 4)
+        if cut.is_tensor_parallel:
+            possible = cuts_matrix
+        else:
+            possible = cuts_matrix and not batch and not data_parallel
+        if not possible:
+            where = f"{param.placements} over {param.device_mesh}"
+            raise ValueError(f"cut as {where}: Muon has no transport for this")
+        if not cut.is_tensor_parallel:
+            data_parallel, dim = (cut,), cut_dim
+        elif dim == cut_dim and isinstance(param, DTensor) and isinstance(param.placements[0], Shard):
             raise ValueError(
                 "cut by data and then by tensor parallelism: call parallelize_module before fully_shard"
             )
         else:
-            found.tp = TensorParallel(world_of(mesh.get_group(axis)), dim, shape, mode)
-    if tp := found.tp:
-        lo, hi = tp.world.share(shape[tp.dim - 1])
-        found.held = (hi - lo, n) if tp.dim == 1 else (m, hi - lo)
-        fused = split is not None and tp.dim == 1  # a rank's rows are not the parts'
-        rows = [m] if split is None else [split[1] * each for each in split[2]]
-        summed = all(each >= n if tp.dim == 1 else each <= n for each in rows)  # the cut side is the long one
-        if mode != "blockwise":
-            tp.mode = "distributed" if summed and not fused and mode != "duplicated" else "duplicated"
-        elif fused or shape[tp.dim - 1] % tp.world.size:
+            tp, tp_dim = (cut,), cut_dim
+    if not tp:
+        return Layout(shape, direction, data_parallel, dim)
+    world = tp[0].world
+    mode = tensor_parallel_mode(group, shape, tp_dim, world)
+    lo, hi = world.share(shape[tp_dim - 1])
+    held = (hi - lo, n) if tp_dim == 1 else (m, hi - lo)
+    if mode == "duplicated":
+        direction = tensor_parallel.Duplicated(direction, world, tp_dim, shape)
+    elif mode == "distributed":
+        direction = tensor_parallel.Distributed(direction, world, tp_dim, shape)
+    return Layout(held, direction, data_parallel, dim, tp, vectors_cut=mode == "blockwise")
+
+
+def tensor_parallel_mode(group, shape, dim, world):
+    """What the group asks for, else `distributed` where the cut side is the long one, which Gram matrices sum over.
+
+    ValueError for a `blockwise` that cannot be.
+    """
+    m, n = shape
+    rows, fused_rows = [m], False
+    if group["split"] is not None:
+        _, groups, run_rows = split_rows(group["split"], m)
+        rows = [groups * each for each in run_rows]
+        fused_rows = dim == 1  # a rank's rows are not the parts'
+    if group["tensor_parallel"] == "blockwise":
+        if fused_rows or shape[dim - 1] % world.size:
             raise ValueError(
                 "tensor_parallel=blockwise takes neither split rows nor uneven blocks: use duplicated"
             )
+        return "blockwise"
+    long_side_is_cut = all(each >= n if dim == 1 else each <= n for each in rows)
+    can_be_distributed = long_side_is_cut and not fused_rows and group["direction"] is None
+    if can_be_distributed and group["tensor_parallel"] != "duplicated":
+        return "distributed"
+    return "duplicated"
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The plan
+
+
+def pieces_of_work(optimizer, named):
+    """The works of Muon parameters that are cut over a mesh. named: (name, parameter, group)."""
+    world_of = functools.cache(functools.partial(World.of, comm_dtype=optimizer.world.comm_dtype))
+    alike = {}  # what has to be equal -> [(parameter, group)]
+    for name, param, group in named:
+        direction = optimizer.direction(group, whole_shape(param)[0])
+        try:
+            where = layout(param, group, direction, cuts(param, world_of))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        batch = name if param.ndim == 3 else ""  # one by itself
+        form = group["nesterov"], group["weight_decay_form"], param.dtype, param.device
+        alike.setdefault((where, batch, *form), []).append((param, group))
+    shared = optimizer.hyperparameters, optimizer.free_grads
+    works, chunks = [], []
+    for (where, *_), entries in reversed(alike.items()):
+        if where.data_parallel:
+            chunks += [(part, where) for part in cut_into_chunks(entries, where, optimizer.chunk_size)]
         else:
-            found.shape = found.held
-    return found
+            works.append(BankOfPieces(entries, where, *shared))
+    if chunks:
+        # The most expensive matrices choose their owners first, and are the first in the pipeline
+        chunks.sort(key=lambda chunk: -chunk[1].direction.flops(*chunk[1].shape))
+        chunks = [Chunk(entries, where, *shared) for entries, where in chunks]
+        works.insert(
+            0, Pipeline(chunks, optimizer.max_in_flight)
+        )  # its first transfer runs under the other works
+    return works
+
+
+def cut_into_chunks(entries, where, size):
+    """Runs of `size` matrices, by default of about CHUNK_BYTES on each owner."""
+    if size is None:
+        bytes_of_one = 4 * math.prod(where.direction.whole_shape(*where.shape))
+        on_each_owner = CHUNK_BYTES[entries[0][0].device.type] // bytes_of_one
+        size = where.data_parallel[0].world.size * max(1, on_each_owner)
+    return [entries[lo : lo + size] for lo in range(0, len(entries), size)]
+
+
+def state_placements(param, where):
+    """How a direction's state is cut over the parameter's mesh: experts with their matrices, vectors of blocks."""
+    placements = [Replicate()] * param.device_mesh.ndim
+    for axis, placement in enumerate(param.placements):
+        if param.ndim == 3 and not placement.is_replicate() and placement.dim == 0:
+            placements[axis] = Shard(0)
+        elif where.vectors_cut and is_tensor_parallel(param.device_mesh, axis):
+            placements[axis] = Shard(int(param.ndim == 3))
+    return tuple(placements)
+
+
+def whole_state_shape(param, name, buffer, where):
+    """The shape of the whole of a direction's state, of which this rank has `buffer`, (k, *shape)."""
+    shape = list(buffer.shape[1:])
+    if where.vectors_cut:  # the vectors of the blocks, one below the other
+        shape[-2] *= where.tensor_parallel[0].world.size
+    return (len(param), *shape) if param.ndim == 3 else tuple(shape)
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Pieces of work
+# The pieces of work
 
 
-@dataclass(eq=False)
-class Rows:
-    """Rows lo to hi of a parameter that is updated element by element: all that is here, or this rank's
-    slice.
+class BankOfPieces(Bank):
+    """A bank of what this rank holds: whole experts, or pieces that tensor parallelism orthogonalizes together."""
+
+    def __init__(self, entries, where, hyperparameters, free_grads):
+        self.where = where
+        super().__init__(entries, where.direction, World(), hyperparameters, free_grads)
+
+    def place(self, i, param, name, buffer):
+        mine = self.as_parameter(buffer, i, param, name)
+        if not isinstance(param, DTensor):  # planned only
+            return WholeEverywhere(mine)
+        if name == "momentum_buffer":
+            return InPieces(mine, param.shape, lambda: param.device_mesh, param.placements)
+        placements = state_placements(param, self.where)
+        if all(placement.is_replicate() for placement in placements):
+            return WholeEverywhere(mine)
+        shape = whole_state_shape(param, name, buffer, self.where)
+        return InPieces(mine, shape, lambda: param.device_mesh, placements)
+
+
+class Chunk:
+    """Same-shaped matrices that go through the pipeline together: K in all, k of them whole at this rank, their owner.
+
+    Momentum, weight decay and update are elementwise and happen on the shards; the direction, with what it keeps,
+    at the owner. The owners are ascending, so a rank's matrices are consecutive.
     """
 
-    param: torch.Tensor
-    group: dict
-    world: World
-    lo: int = 0
-    hi: int = 0
-    split: bool = False  # over ranks
+    def __init__(self, entries, where, hyperparameters, free_grads):
+        self.params = [param for param, _ in entries]
+        self.matrices = matrices_of(entries)
+        self.where, self.direction, self.free_grads = where, where.direction, free_grads
+        self.shape, self.dim, self.world = where.shape, where.dim, where.data_parallel[0].world
+        self.owners = assign_owners(len(entries), self.world.load)
+        for owner in self.owners:
+            self.world.load[owner] += self.direction.flops(*self.shape)
+        self.first = self.owners.index(self.world.rank) if self.world.rank in self.owners else 0
+        self.count = self.owners.count(self.world.rank)  # k
 
-    def of(self, tensor):
-        tensor = local(tensor)
-        return tensor[self.lo : self.hi] if self.split else tensor
-
-
-@dataclass(eq=False)
-class Matrix:
-    """One matrix of a Muon parameter: a 2-D one, (out, rest) of a convolution, or the index-th of a 3-D
-    one.
-    """
-
-    param: torch.Tensor
-    group: dict
-    index: int | None
-    transposed: bool  # against the shape of its bank
-    slot: int = 0  # row in the stacked bank
-    owner: int = 0  # rank
-
-    def of(self, tensor):
-        tensor = local(tensor)
-        tensor = tensor.flatten(1) if self.index is None else tensor[self.index]
-        return tensor.mT if self.transposed else tensor  # (m, n)
-
-
-@dataclass(eq=False)
-class Bank:
-    """Matrices of one shape or its transpose, with the same static options: one collective, one batch."""
-
-    layout: Layout
-    options: dict  # of muon_direction
-    nesterov: bool
-    cautious: bool
-    variance: bool  # reduction
-    like: torch.Tensor  # a parameter
-    matrices: list
-    slots: int = 0  # rows of the stacked bank: W*c, or K where every matrix travels alone
-    owned: list = ()  # the k matrices of this rank, in consecutive slots
-    alone: bool = False  # fills less than half of the world: stacking would more than double its bytes
-    momentum: torch.Tensor = None  # (k, m, n); in the pipeline shards of all, (K, rows, columns)
-    second: torch.Tensor = None  # (k, m, 1) or (k, 1, n); (k, S, 1) of fused matrices
-    part_of_row: torch.Tensor = (
-        ...
-    )  # of fused matrices: the part that each row on this rank belongs to; else all
-
-    @property
-    def shape(self):
-        return self.layout.shape  # (m, n)
-
-    @property
-    def flops(self):
-        steps = triples(self.options["coefficients"], self.options["ns_steps"])
-        return newton_schulz_flops(*self.shape, len(steps))
-
-    def batches(self):
-        """Equal runs of the owned matrices, each within BATCH_BYTES, as (lo, hi): one shape to compile."""
-        k, most = len(self.owned), BATCH_BYTES[self.momentum.device.type] // (4 * math.prod(self.shape))
-        size = next((size for size in range(min(k, most), 0, -1) if k % size == 0), 1)
-        return [(lo, lo + size) for lo in range(0, k, size)]
-
-    def add(self, param, group, transposed):
-        for index in range(len(local(param))) if param.ndim == 3 else [None]:
-            self.matrices.append(Matrix(param, group, index, transposed))
-
-    def chunks(self, size):
-        """Banks of at most `size` matrices for the pipeline; None: of about CHUNK_BYTES on each owner."""
-        world, matrices = self.layout.world, self.matrices
-        size = size or world.size * max(1, CHUNK_BYTES[self.like.device.type] // (4 * math.prod(self.shape)))
-        return [replace(self, matrices=matrices[lo : lo + size]) for lo in range(0, len(matrices), size)]
-
-    def place(self):
-        """Owners and slots of the matrices, then momentum and second moment of those owned here.
-
-        Owners are as even as whole matrices allow; what is left over goes to the ranks with the least work so
-        far.
-        """
-        world, K = self.layout.world, len(self.matrices)
-        ranks, each = range(world.size), -(-K // world.size)
-        if self.like.ndim == 3:
-            owners = [i // each for i in range(K)]
-        else:
-            even, left = divmod(K, world.size)
-            idlest = sorted(ranks, key=lambda rank: world.load[rank])[:left]
-            owners = [rank for rank in ranks for _ in range(even + (rank in idlest))]
-        self.alone = 2 * K < world.size
-        self.slots = K if self.alone else each * world.size
-        for i, (matrix, owner) in enumerate(zip(self.matrices, owners, strict=True)):
-            matrix.owner, matrix.slot = owner, i if self.alone else owner * each + i - owners.index(owner)
-            world.load[owner] += self.flops
-        self.owned = [matrix for matrix in self.matrices if matrix.owner == world.rank]
-
-        m, n = self.shape
-        second = (m, 1) if m >= n else (1, n)
-        if self.options["split"]:
-            heads, groups, rows = self.options["split"]
-            second = heads * sum(max(groups * each, n) for each in rows), 1
-            if len(rows) > 1:
-                part = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows)).repeat(groups)
-                for cut in (self.layout.tp, self.layout):  # to the rows of this rank
-                    part = (
-                        part[slice(*cut.world.share(len(part)))] if cut is not None and cut.dim == 1 else part
-                    )
-                self.part_of_row = part.to(self.like.device)
-        zeros = functools.partial(torch.zeros, dtype=state_dtype(self.like), device=self.like.device)
-        shard = self.matrices[0].of(self.matrices[0].param).shape if self.layout.dim else self.layout.held
-        self.momentum = zeros(K if self.layout.dim else len(self.owned), *shard)
-        self.second = zeros(len(self.owned), *second) if self.variance else None
-
-    def state(self):
-        """(parameter, [what this rank keeps or None, Kept] of momentum and second moment) for every
-        parameter.
-
-        State is a view of the bank's buffers, in the parameter's orientation.
-        """
-        batch, buffers = (
-            self.like.ndim == 3,
-            [(self.matrices if self.layout.dim else self.owned, self.momentum)],
+        param, group = entries[0]
+        self.nesterov = group["nesterov"]
+        self.cautious = group["weight_decay_form"] == "cautious"
+        zeros = functools.partial(torch.zeros, dtype=state_dtype(param), device=param.device)
+        self.momentum = zeros(len(entries), *matrix_shape(local(param)))
+        self.kept = {
+            name: zeros(self.count, *shape) for name, shape in self.direction.state(*self.shape).items()
+        }
+        self.scale = self.scales_of_shards()
+        self.batches = batches(self.count, self.direction.whole_shape(*self.shape), param.device)
+        self.table = hyperparameters.table(
+            muon_hyperparameters, [group for _, group in entries], self.momentum
         )
-        buffers += [(self.owned, self.second)] if self.variance else []
-        for matrix in self.matrices[:1] or [Matrix(self.like, {}, 0, False)] if batch else self.matrices:
-            entries = []
-            for (holders, buffer), kept in zip(buffers, keep(self, matrix), strict=False):
-                mine = buffer if batch else None
-                if not batch and matrix in holders:
-                    mine = buffer[holders.index(matrix)]
-                    mine = mine.mT if matrix.transposed else mine
-                    mine = mine.view(local(matrix.param).shape) if buffer is self.momentum else mine
-                entries.append((mine, kept))
-            yield matrix.param, entries
+        self.places = {}
+        for i, param in enumerate(self.params):
+            self.places[param] = {
+                "momentum_buffer": like_param(param, self.momentum[i].view(local(param).shape))
+            }
+            self.places[param] |= {name: self.place(i, param, name, kept) for name, kept in self.kept.items()}
+
+    def scales_of_shards(self):
+        """(K, 1, 1), or (K, rows, 1) of the rows of fused matrices that are here."""
+        scale = update_scales(self.direction, self.matrices, self.shape, self.momentum)
+        if self.dim == 1 and scale.size(1) > 1:
+            lo, hi = self.world.share(scale.size(1))
+            return scale[:, lo:hi]
+        return scale
+
+    def place(self, i, param, name, kept):
+        """At the owner, over the ranks of tensor parallelism in pieces if it is so."""
+        shape = whole_state_shape(param, name, kept, self.where)
+        if self.owners[i] != self.world.rank:
+            return OwnedElsewhere(shape, param, self.world, self.owners[i])
+        mine = kept[i - self.first]
+        if self.where.vectors_cut and isinstance(param, DTensor):
+            return OwnedInPieces(mine, shape, lambda: param.device_mesh["tp"], (Shard(0),), self.world)
+        return OwnedHere(mine, self.world)
+
+    def collect(self, ok):
+        """Momentum of the shards, and their way to the owners."""
+        with record_function("muon.collect"):
+            grads = torch.stack(
+                [matrix.of(gradient(matrix.param)) for matrix in self.matrices]
+            )  # (K, rows, columns)
+            hyper = self.table.batch(0, len(grads))
+            U = momentum_of(self, grads, self.momentum, ok, hyper).to(self.world.sent_dtype(grads))
+            if self.free_grads:
+                drop_gradients(self.params)
+            sent = [self.owners.count(rank) * U[0].numel() for rank in range(self.world.size)]
+            received = [math.prod(shape) for shape in self.shards(self.count)]
+            self.transfer = self.world.all_to_all(U.flatten(), sent, received)
+
+    def compute(self, ok):
+        """The direction of the owned matrices, and the way of its shards back."""
+        with record_function("muon.compute"):
+            shapes = self.shards(self.count)
+            received = self.transfer.wait().split([math.prod(shape) for shape in shapes])
+            X = torch.cat(
+                [part.view(shape) for part, shape in zip(received, shapes, strict=True)], dim=self.dim
+            )
+            comm_dtype, X = X.dtype, X.to(self.momentum.dtype)  # (k, m, n)
+            weight = self.table.batch(self.first, self.first + self.count)["square_weight"]
+            for lo, hi in self.batches:
+                kept = {name: buffer[lo:hi] for name, buffer in self.kept.items()}
+                direction, gain = self.direction(X[lo:hi], kept, ok, weight[lo:hi])
+                torch.mul(direction, gain, out=X[lo:hi])
+            shards = X.to(comm_dtype).split([shape[self.dim] for shape in shapes], dim=self.dim)
+            mine = math.prod(self.momentum.shape[1:])
+            received = [self.owners.count(rank) * mine for rank in range(self.world.size)]
+            sent = [math.prod(shape) for shape in shapes]
+            self.transfer = self.world.all_to_all(
+                torch.cat([shard.flatten() for shard in shards]), sent, received
+            )
+
+    def deliver(self, ok):
+        """Weight decay and update of the shards."""
+        with record_function("muon.deliver"):
+            params = [matrix.of(matrix.param) for matrix in self.matrices]
+            X = self.transfer.wait().view(self.momentum.shape)
+            self.transfer = ()
+            P, one = torch.stack(params), self.momentum.new_ones(1, 1, 1)
+            update(self, P, X, one, ok, self.table.batch(0, len(params)), self.scale)
+            torch._foreach_copy_(params, P.unbind())
+
+    def shards(self, count):
+        """The shape of `count` shards on each rank."""
+        shapes = []
+        for rank in range(self.world.size):
+            lo, hi = self.world.share(self.shape[self.dim - 1], rank)
+            rest = self.shape[2 - self.dim]
+            shapes.append((count, hi - lo, rest) if self.dim == 1 else (count, rest, hi - lo))
+        return shapes
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The pipeline's transfers, of K matrices of one layout in the order of their owners; k of them are owned by
-# this rank
+class OwnedInPieces(InPieces):
+    """In pieces over some ranks, each of which owns its piece within `world`."""
+
+    def __init__(self, tensor, shape, mesh, placements, world):
+        super().__init__(tensor, shape, mesh, placements)
+        self.world = world
+
+    def gathered(self):
+        return self.world.broadcast_from(self.world.rank, super().gathered().contiguous()).wait()
 
 
-def shards(layout, count):
-    """The shape of `count` shards on each rank."""
-    for rank in range(layout.world.size):
-        lo, hi = layout.world.share(layout.held[layout.dim - 1], rank)
-        yield count, *((hi - lo, layout.held[1]) if layout.dim == 1 else (layout.held[0], hi - lo))
+class Pipeline:
+    """All chunks, as one piece of work: `step` never hears of them.
 
-
-def to_owners(layout, U, owners):
-    """U: (K, rows, columns), shards of the matrices of these owners. Waiting gives (k, m, n), whole
-    matrices.
+    One chunk is admitted a round, so that its collect runs under the compute of the one before. The first one is
+    admitted in compute(), under the other works.
     """
-    world = layout.world
-    shapes = list(shards(layout, owners.count(world.rank)))
-    sent = [owners.count(rank) * U[0].numel() for rank in range(world.size)]
-    received = [math.prod(shape) for shape in shapes]
-    wait = world.all_to_all(U.flatten(), sent, received)
 
-    def finish():
-        pieces = zip(wait().split(received), shapes, strict=True)
-        return torch.cat([piece.view(shape) for piece, shape in pieces], dim=layout.dim)
+    def __init__(self, chunks, max_in_flight):
+        self.chunks, self.max_in_flight = chunks, max_in_flight
+        self.collected = []
+        self.places = {}
+        for chunk in chunks:
+            self.places |= chunk.places
 
-    return finish
+    def collect(self):
+        """Momentum comes first, and needs to know that all gradients are finite."""
 
+    def compute(self, ok):
+        self.ok = ok
+        self.waiting, self.in_flight = deque(self.chunks), deque()
+        self.admit()
 
-def to_shards(layout, X, owners):
-    """X: (k, m, n), whole matrices. Waiting gives (K, rows, columns), this rank's shards of those of all
-    owners.
-    """
-    world = layout.world
-    shapes = list(shards(layout, len(X)))
-    pieces = X.split([shape[layout.dim] for shape in shapes], dim=layout.dim)
-    mine = list(shards(layout, len(owners)))[world.rank]
-    received = [owners.count(rank) * math.prod(mine[1:]) for rank in range(world.size)]
-    wait = world.all_to_all(
-        torch.cat([piece.flatten() for piece in pieces]), list(map(math.prod, shapes)), received
-    )
-    return lambda: wait().view(mine)
+    def deliver(self):
+        while self.in_flight:
+            if self.waiting and len(self.in_flight) == self.max_in_flight:
+                for stage in self.in_flight.popleft():  # all that is left of the oldest
+                    stage(self.ok)
+            earlier = list(self.in_flight)
+            if self.waiting:
+                self.admit()
+            for stages in reversed(earlier):  # the oldest last: its delivery runs under the others' compute
+                stages.popleft()(self.ok)
+            self.in_flight = deque(stages for stages in self.in_flight if stages)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# State
-
-
-@dataclass
-class Kept:
-    """Where a state tensor of this shape is kept: in pieces over `mesh` (None: whole), on the rank `owner` of
-    `world` (None: on all ranks).
-    """
-
-    shape: tuple
-    mesh: DeviceMesh = None
-    placements: tuple = ()
-    world: World = None
-    owner: int = None
-
-    def as_dtensor(self, mine):
-        """What this rank keeps, with what it is a piece of; it shares memory."""
-        if self.mesh is None:
-            return mine
-        stride = torch.empty(self.shape, device="meta").stride()
-        return DTensor.from_local(
-            mine, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=stride
-        )
-
-    def whole(self, mine, like):
-        """A copy of the whole on every rank. mine: None where another rank owns it. Collective."""
-        if mine is not None:
-            mine = mine.clone() if self.mesh is None else self.as_dtensor(mine).full_tensor()
-        if self.owner is None:
-            return mine
-        whole = torch.empty(self.shape, dtype=state_dtype(like), device=like.device) if mine is None else mine
-        whole = whole.contiguous()
-        dist.broadcast(whole, group=self.world.group, group_src=self.owner)
-        return whole
-
-    def mine(self, saved):
-        """This rank's piece of a tensor that is whole, or in pieces of any layout (then collective)."""
-        if isinstance(saved, DTensor):
-            if saved.device_mesh == self.mesh and tuple(saved.placements) == tuple(self.placements):
-                return saved.to_local()
-            saved = saved.full_tensor()
-        if self.mesh is None:
-            return saved
-        return distribute_tensor(saved, self.mesh, self.placements, src_data_rank=None).to_local()
-
-
-def keep(bank, matrix):
-    """Kept of the momentum and of the second moment of the parameter of a matrix."""
-    param, at, world, batch = matrix.param, bank.layout, bank.layout.world, bank.like.ndim == 3
-    momentum, second = tuple(param.shape), bank.second.shape[1:] if bank.variance else (0, 0)
-    second = (*param.shape[: int(batch)], *(second[::-1] if matrix.transposed else second))
-    if not cuts(param):
-        home = {} if world.size == 1 else dict(world=world, owner=matrix.owner)
-        if batch and home:  # cut over ranks like Shard(0)
-            home = dict(mesh=world.mesh(param), placements=(Shard(0),))
-        return Kept(momentum, **home), Kept(second, **home)
-    mesh = param.device_mesh
-    places = [Shard(0) if batch and (axis, 0) in cuts(param) else Replicate() for axis in range(mesh.ndim)]
-    if at.tp and at.tp.mode == "blockwise":  # the vectors of the blocks one below the other
-        places[mesh.mesh_dim_names.index("tp")] = Shard(int(batch))
-        second = (*second[:-2], second[-2] * at.tp.world.size, second[-1])
-    home = dict(mesh=mesh, placements=tuple(places)) if any(place.is_shard() for place in places) else {}
-    if at.dim:
-        home = dict(mesh=mesh["tp"], placements=(Shard(0),)) if home else {}
-        home |= dict(world=world, owner=matrix.owner)
-    return Kept(momentum, mesh, param.placements), Kept(second, **home)
-
-
-def state_dtype(param):
-    """float32 whatever the parameter, float64 for float64."""
-    return torch.promote_types(param.dtype, torch.float32)
+    def admit(self):
+        chunk = self.waiting.popleft()
+        chunk.collect(self.ok)
+        self.in_flight.append(deque([chunk.compute, chunk.deliver]))

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanomuon.optim as optim
-import nanomuon.sharded as sharded
 from nanomuon.optim import MuonAdamW
 from tests.reference import ReferenceMuon, distance
+from tests.worlds import SMALL
 
 MUON = dict(kind="muon", lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.1)
 ADAMW = dict(kind="adamw", lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
@@ -20,6 +20,7 @@ ADAMW = dict(kind="adamw", lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
     monkeypatch.setenv("NANOMUON_COMPILE", "0")
+    monkeypatch.setattr(optim, "SMALL", SMALL)
 
 
 def parameter(*shape, seed=0, dtype=torch.float32):
@@ -131,7 +132,7 @@ def test_a_group_may_mix_hyperparameters_inside_a_bank():
     a, b = parameter(16, 40, seed=1), parameter(40, 16, seed=2)
     other = dict(lr=0.1, momentum=0.5, beta2=0.5, weight_decay=0.3, scale="spectral")
     optimizer = MuonAdamW([muon(a), muon(b, **other)])
-    assert sum(isinstance(unit, optim.Bank) for unit in optimizer._units) == 1
+    assert sum(isinstance(unit, optim.Bank) for unit in optimizer.works) == 1
     alone_a, alone_b = (torch.nn.Parameter(p.detach().clone()) for p in (a, b))
     optimizers = [MuonAdamW([muon(alone_a)]), MuonAdamW([muon(alone_b, **other)])]
     for step in range(5):
@@ -418,12 +419,12 @@ def test_it_is_a_torch_optimizer():
 def test_a_big_bank_in_batches_is_the_same(monkeypatch):
     params, groups = [parameter(8, 16, seed=i) for i in range(6)], []
     for limit in (2**22, 4 * 8 * 16 * 2):
-        monkeypatch.setitem(sharded.BATCH_BYTES, "cpu", limit)
+        monkeypatch.setitem(optim.BATCH_BYTES, "cpu", limit)
         mine = [torch.nn.Parameter(p.detach().clone()) for p in params]
         optimizer = MuonAdamW([muon(*mine)])
         groups.append(mine)
-        (bank,) = optimizer._units
-        assert len(bank.batches()) == (1 if limit == 2**22 else 3)
+        (bank,) = optimizer.works
+        assert len(bank.batches) == (1 if limit == 2**22 else 3)
         train(optimizer, mine, 3)
     assert all(distance(p, q) < 1e-6 for p, q in zip(*groups, strict=True))
 

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import nanomuon.optim as optim
-import nanomuon.sharded as sharded
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from tests.reference import distance
 from tests.worlds import run_world
@@ -272,9 +271,9 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(value, where):
 def plan(group, model):
     params, groups = build(model, torch.float32)
     optimizer = DistMuonAdamW(groups, group)
-    banks = [unit for unit in optimizer._units if isinstance(unit, optim.Bank)]
+    banks = [unit for unit in optimizer.works if isinstance(unit, optim.Bank)]
     kept = sum(v.numel() for entry in optimizer.state.values() for v in entry.values())
-    owners, alone = [[m.owner for m in bank.matrices] for bank in banks], [bank.alone for bank in banks]
+    owners, alone = [bank.owners for bank in banks], [bank.one_by_one for bank in banks]
     return owners, alone, optimizer.world.load, kept
 
 
@@ -316,13 +315,13 @@ def overlapped(group, order, missing):
         loss = carry
         with optimizer.overlap_backward():
             loss.backward()
-        launched.append(len(optimizer._running))
+        launched.append(optimizer.launched)
         if step == 0:
             with pytest.raises(RuntimeError, match="in flight"):
                 with optimizer.overlap_backward():
                     pass
         optimizer.step()
-    return [p.detach() for p in params], launched, len(optimizer._units)
+    return [p.detach() for p in params], launched, len(optimizer.works)
 
 
 OVERLAP = [("muon", (8, 8))] * 3 + [
@@ -471,7 +470,7 @@ def counted_bytes(group, model):
     size, sent = dist.get_world_size(group), 0
     params, groups = build(model, torch.float32)
     optimizer = DistMuonAdamW(groups, group)
-    originals = sharded.reduce_scatter_single, sharded.all_gather_single, dist.all_reduce
+    originals = optim.reduce_scatter_single, optim.all_gather_single, dist.all_reduce
 
     def counting(function, share):
         def call(*args, **kwargs):
@@ -482,7 +481,7 @@ def counted_bytes(group, model):
 
         return call
 
-    sharded.reduce_scatter_single, sharded.all_gather_single = (
+    optim.reduce_scatter_single, optim.all_gather_single = (
         counting(originals[0], 1),
         counting(originals[1], 1),
     )
@@ -491,7 +490,7 @@ def counted_bytes(group, model):
         set_local_gradients(group, params, model, torch.float32, 0, 0)
         optimizer.step()
     finally:
-        sharded.reduce_scatter_single, sharded.all_gather_single, dist.all_reduce = originals
+        optim.reduce_scatter_single, optim.all_gather_single, dist.all_reduce = originals
     return sent
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import nanomuon.optim as optim
+import nanomuon.sharded as sharded
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.param_groups import build_param_groups
 from tests.reference import distance
@@ -608,10 +609,10 @@ def beside_plain_ones(group):
         tokens, targets = net_batch(step, rank, size, torch.float64)
         with optimizer.overlap_backward():
             (net(tokens) - targets).square().mean().backward()
-        launched.append(len(optimizer._running))
+        launched.append(optimizer.launched)
         optimizer.step()
         optimizer.zero_grad()
-    assert launched == [len(optimizer._units)] * 10 and optimizer._chunks
+    assert launched == [len(optimizer.works)] * 10 and isinstance(optimizer.works[0], sharded.Pipeline)
     return full(net.parameters())
 
 

@@ -9,11 +9,13 @@ run_world(3, ranks, 10) == [10, 11, 12]    # one result per rank
 
 import atexit
 import multiprocessing
+import multiprocessing.connection
 import os
 import tempfile
 import traceback
 
 LARGEST = 4
+SMALL = 1023  # in place of optim.SMALL: the parameters of tests are small, and their rows are cut all the same
 _workers = []  # (process, connection)
 
 
@@ -27,21 +29,25 @@ def run_world(size, function, *args, timeout=120):
         _start()
     for _, connection in _workers[:size]:
         connection.send((size, function, args))
-    answers = []
-    for rank, (_, connection) in enumerate(_workers[:size]):
-        if not connection.poll(timeout):
+    answers, connections = {}, [connection for _, connection in _workers[:size]]
+    while len(answers) < size:
+        pending = [connection for connection in connections if connection not in answers]
+        ready = multiprocessing.connection.wait(pending, timeout)
+        if not ready:
             _stop()
-            raise TimeoutError(f"rank {rank} of {size} gave no answer in {timeout} s")
-        try:
-            answers.append(connection.recv())
-        except EOFError:
-            _stop()
-            raise RuntimeError(f"rank {rank} of {size} died") from None
-    for rank, (error, _) in enumerate(answers):
-        if error:
-            _stop()  # the others may be waiting in a collective of their own
-            raise RuntimeError(f"rank {rank} of {size}:\n{error}")
-    return [result for _, result in answers]
+            ranks = ", ".join(str(connections.index(connection)) for connection in pending)
+            raise TimeoutError(f"of {size} ranks {ranks} gave no answer in {timeout} s")
+        for connection in ready:
+            rank = connections.index(connection)
+            try:
+                error, answers[connection] = connection.recv()
+            except EOFError:
+                _stop()
+                raise RuntimeError(f"rank {rank} of {size} died") from None
+            if error:
+                _stop()  # the others may be waiting in a collective
+                raise RuntimeError(f"rank {rank} of {size}:\n{error}")
+    return [answers[connection] for connection in connections]
 
 
 def _start():
@@ -72,7 +78,10 @@ def _serve(rank, connection, store):
     import torch
     import torch.distributed as dist
 
+    from nanomuon import optim
+
     torch.set_num_threads(1)
+    optim.SMALL = SMALL
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=LARGEST)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, LARGEST + 1)}
     while True:

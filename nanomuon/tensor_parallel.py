@@ -1,0 +1,151 @@
+"""Matrices that the ranks of a tensor-parallel group orthogonalize together, after Megatron's TensorParallelMuon.
+
+An (m, n) matrix is cut along one dimension over T ranks. What a bank of pieces asks for its direction:
+
+    Duplicated    the whole matrix is gathered, every rank computes all of it and keeps its piece
+    Distributed   every rank works on its piece; Gram matrices and norms, which are sums over the cut dimension, are
+                  all-reduced. The cut dimension has to be the one that the Gram matrix sums over, the long one
+
+Both give what one process would. (The third way, "blockwise", is no direction of its own: each piece is a matrix.)
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from nanomuon import fused, orthogonalize
+from nanomuon.optim import MuonDirection, World
+
+
+@dataclass(frozen=True)
+class Duplicated:
+    """Pieces of (m, n) = shape, cut along `dim` (1 rows, 2 columns of a batch) over the ranks of `world`.
+
+    whole: the direction of whole matrices.
+    """
+
+    whole: MuonDirection
+    world: World
+    dim: int
+    shape: tuple
+    transposable = False
+
+    def state(self, m, n):
+        """Every rank keeps all of it."""
+        return self.whole.state(*self.shape)
+
+    def whole_shape(self, m, n):
+        return self.shape
+
+    def row_scales(self, rule, m, n):
+        rows = self.whole.row_scales(rule, *self.shape)
+        if self.dim == 1 and len(rows) > 1:
+            return rows[slice(*self.world.share(len(rows)))]
+        return rows
+
+    def flops(self, m, n):
+        return self.whole.flops(*self.shape)
+
+    def __call__(self, U, kept, ok, square_weight):
+        X, gain = self.whole(self.gathered(U), kept, ok, square_weight)
+        return self.mine(X), self.mine(gain)
+
+    def gathered(self, piece):
+        """The whole of a batch from the pieces of all ranks."""
+        length, piece = self.shape[self.dim - 1], piece.transpose(0, self.dim)
+        each = -(-length // self.world.size)
+        whole = piece.new_empty(each * self.world.size, *piece.shape[1:])
+        whole[each * self.world.rank :][: len(piece)] = piece
+        return self.world.all_gather(whole).wait()[:length].transpose(0, self.dim).contiguous()
+
+    def mine(self, whole):
+        """This rank's piece of a batch; all of it where it has one value for the cut dimension."""
+        length = self.shape[self.dim - 1]
+        if whole.size(self.dim) != length:
+            return whole
+        lo, hi = self.world.share(length)
+        return whole.narrow(self.dim, lo, hi - lo)
+
+
+@dataclass(frozen=True)
+class Distributed(Duplicated):
+    """The same, computed together. It communicates inside, so it is not compiled."""
+
+    def __call__(self, U, kept, ok, square_weight):
+        second = kept.get("second_momentum_buffer")
+        if not isinstance(self.whole, fused.FusedDirection):
+            return self.direction(U, second, ok, square_weight, self.shape)
+        split = (
+            self.whole.heads,
+            self.whole.groups,
+            self.whole.rows,
+        )  # columns are cut: each part is, like the matrix
+
+        def part_direction(part, part_second, part_weight):
+            return self.direction(part, part_second, ok, part_weight, (part.size(1), self.shape[1]))
+
+        return fused.of_parts(part_direction, U, second, square_weight, split, self.shape[1])
+
+    def sum(self, partial, *dims):
+        """The sum over ranks of what is a sum over these dimensions (1 rows, 2 columns) of the pieces."""
+        if self.dim in dims:
+            self.world.all_reduce(partial, dist.ReduceOp.SUM).wait()
+        return partial
+
+    def direction(self, U, second, ok, square_weight, shape):
+        """`optim.muon_direction` with the sums over all ranks. U: pieces of (m, n) = shape."""
+        m, n = shape
+        short, options = min(m, n), self.whole
+        if options.row_equilibrate:
+            row_norm = self.sum(U.square().sum(dim=2, keepdim=True), 2).sqrt()  # (k, rows, 1)
+            mean_norm = self.sum(row_norm.sum(dim=1, keepdim=True), 1) / m
+            U = U * (mean_norm / row_norm.clamp(min=1e-7))
+        X = self.orthogonalize(U, shape)
+        gain = torch.ones_like(square_weight)  # (k, 1, 1)
+        if options.renormalize:
+            norm = self.sum(X.to(gain.dtype).square().sum(dim=(1, 2), keepdim=True), 1, 2).sqrt()
+            gain = short**0.5 / norm.clamp(min=1e-7)
+        if second is None:
+            return X, gain
+        mean_over = 2 if m >= n else 1
+        v = self.sum(X.to(gain.dtype).square().sum(dim=mean_over, keepdim=True), mean_over)
+        v = v / short * gain.square()
+        if self.dim != mean_over:
+            v = self.gathered_vector(v, shape)
+        second.lerp_(v, square_weight * ok)
+        s = second.clamp(min=1e-10).rsqrt()
+        norm_before = (v.sum(dim=(1, 2), keepdim=True) * short).sqrt()
+        norm_after = ((v * s.square()).sum(dim=(1, 2), keepdim=True) * short).sqrt()
+        return X, self.mine(gain * s * norm_before / norm_after.clamp(min=1e-10))
+
+    def gathered_vector(self, v, shape):
+        """All values of what has one for each element of the cut dimension."""
+        assert (
+            shape[self.dim - 1] == self.shape[self.dim - 1]
+        )  # of parts the rows differ, and are not cut here
+        return self.gathered(v)
+
+    def orthogonalize(self, U, shape):
+        """`orthogonalize.orthogonalize` of pieces: Gram matrices are sums over the cut dimension."""
+        table = orthogonalize.triples(self.whole.coefficients, self.whole.ns_steps)
+        gram_form = orthogonalize.gram_pays(*shape, len(table))
+        X = orthogonalize.in_iteration_precision(U)
+        norm = self.sum(torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).square(), 1, 2).sqrt()
+        X = orthogonalize.normalized(X, norm, self.whole.coefficients)
+        X = orthogonalize.in_iteration_dtype(X, gram_form)
+        if gram_form:
+            for part in (table[:2], table[2:]):
+                if part:
+                    Q = orthogonalize.gram_polynomial(self.gram_matrix(X), part)
+                    X = X @ Q if self.dim == 1 else Q @ X
+            return X
+        for a, b, c in table:
+            A = self.gram_matrix(X)
+            B = torch.baddbmm(A, A, A, beta=b, alpha=c)
+            X = torch.baddbmm(X, X, B, beta=a) if self.dim == 1 else torch.baddbmm(X, B, X, beta=a)
+        return X
+
+    def gram_matrix(self, X):
+        """(k, s, s), over the cut dimension of all ranks."""
+        return self.sum(X.mT @ X if self.dim == 1 else X @ X.mT, self.dim)
