@@ -40,7 +40,7 @@ from nanomuon.runtime import compile_enabled
 # AdamW parameters of up to this many elements travel together and are updated on every rank; the rows of
 # larger ones are cut over the ranks.
 SMALL = 16_384
-BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29, "meta": 2**29}  # Muon works on this much of a bank at a time
+BATCH_BYTES = {"cpu": 2**20, "cuda": 2**29, "meta": 2**29}  # Muon works on this much of a bank at a time
 COMPILE_FROM = 1024  # elements; below, a kernel is not worth compiling
 CACHE_BLOCK = 2**18  # elements; see `cache_blocks`
 
@@ -55,37 +55,18 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 def adamw_update(
-    param,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    step,
-    ok,
-    *,
-    lr,
-    grad_weight,
-    square_weight,
-    log_beta1,
-    log_beta2,
-    decay,
-    eps,
+    param, grad, exp_avg, exp_avg_sq, ok, *, step_size, rescale, grad_weight, square_weight, decay, eps
 ):
     """AdamW (arXiv 1711.05101) in place on tensors of one shape.
 
-    step and the hyperparameters are 0-D, or have a value for each element. grad_weight is 1 - beta1,
-    square_weight 1 - beta2 and decay the weight decay, all from `adamw_hyperparameters`.
+    What comes by name is 0-D, or has a value for each element: step_size lr/(1-b1^t), rescale (1-b2^t)^-1/2,
+    grad_weight 1-b1, square_weight 1-b2, decay lr times weight decay.
     """
     grad = torch.where(ok > 0, grad, 0).to(exp_avg.dtype)
     exp_avg.lerp_(grad, grad_weight * ok)
     exp_avg_sq.lerp_(grad.square(), square_weight * ok)
-    t = step.clamp(min=1)  # 0 where the very first step is skipped
-    bias1 = -torch.expm1(
-        t * log_beta1
-    )  # 1 - beta1^t, without the digits that float32 would lose in the difference
-    bias2 = -torch.expm1(t * log_beta2)  # 1 - beta2^t
-    update = exp_avg / ((exp_avg_sq / bias2).sqrt() + eps)
-    P = param.to(exp_avg.dtype)
-    param.copy_(P - P * (lr * decay * ok) - update * (lr / bias1 * ok))
+    update = exp_avg * (step_size * ok) / (exp_avg_sq.sqrt() * rescale + eps)
+    param.copy_(param.to(exp_avg.dtype) * (1 - decay * ok) - update)
 
 
 def muon_momentum(grad, momentum_buffer, ok, *, momentum, grad_weight, nesterov):
@@ -187,19 +168,25 @@ def cache_blocks(*tensors):
 # Kinds
 
 
+def as_they_are(step, **hyperparameters):
+    return hyperparameters
+
+
 @dataclass(frozen=True)
 class ElementwiseKind:
     """A way to train a parameter element by element. Adding one is one entry of KINDS.
 
-    required: the hyperparameters a group must have. state: the names of what is kept for every element,
-    beside `step`. hyperparameters(group): what the kernel reads, {name: number}. update: the kernel, called
-    as update(param, grad, *state, step, ok, **hyperparameters).
+    required: the hyperparameters a group must have. state: the names of what is kept for every element, beside
+    `step`. hyperparameters(group): what is read of it, {name: number}. rates(step, **hyperparameters): what the
+    kernel takes by name, on the device, where the step count is. update: the kernel, called as
+    update(param, grad, *state, ok, **rates).
     """
 
     required: frozenset
     state: tuple
     hyperparameters: callable
     update: callable
+    rates: callable = as_they_are
     options = {}
 
 
@@ -215,13 +202,21 @@ def adamw_hyperparameters(group):
     beta1, beta2 = group["betas"]
     return {
         "lr": group["lr"],
-        "grad_weight": 1 - beta1,
-        "square_weight": 1 - beta2,
         "log_beta1": math.log(beta1) if beta1 else -math.inf,
         "log_beta2": math.log(beta2) if beta2 else -math.inf,
-        "decay": group["weight_decay"],
+        "grad_weight": 1 - beta1,
+        "square_weight": 1 - beta2,
+        "decay": group["lr"] * group["weight_decay"],
         "eps": group["eps"],
     }
+
+
+def adamw_rates(step, *, lr, log_beta1, log_beta2, **others):
+    """With the corrections of the bias of the averages, 1 - beta^t, where t is 0 if the first step is skipped."""
+    t = step.clamp(min=1)
+    bias1 = -torch.expm1(t * log_beta1)  # beta^t near 1 would cost float32 its digits
+    bias2 = -torch.expm1(t * log_beta2)
+    return {"step_size": lr / bias1, "rescale": bias2.rsqrt(), **others}
 
 
 def muon_hyperparameters(group):
@@ -240,6 +235,7 @@ KINDS = {
         state=("exp_avg", "exp_avg_sq"),
         hyperparameters=adamw_hyperparameters,
         update=adamw_update,
+        rates=adamw_rates,
     ),
     "muon": MatrixKind(
         required=frozenset({"lr", "momentum", "ns_steps", "beta2", "weight_decay"}),
@@ -567,20 +563,10 @@ class SmallParameters:
         grads = self.transfer.wait() if self.world.size > 1 else self.grads
         params = torch.cat([local(param).flatten() for param in self.params])
         self.steps += ok
-        # (names, N): every element reads the hyperparameters and the step of its parameter
-        values = torch.stack([self.steps.to(params.dtype), *self.table.columns.values()])[
-            :, self.param_of_element
-        ]
-        step, *columns = values.unbind()
-        run(
-            self.kind.update,
-            params,
-            grads,
-            *self.state,
-            step,
-            ok,
-            **dict(zip(self.table.names, columns, strict=True)),
-        )
+        rates = self.kind.rates(self.steps.to(params.dtype), **self.table.columns)  # of every parameter
+        of_elements = torch.stack([*rates.values()])[:, self.param_of_element]  # (names, N)
+        rates = dict(zip(rates, of_elements.unbind(), strict=True))
+        run(self.kind.update, params, grads, *self.state, ok, **rates)
         pieces = [local(param) for param in self.params]
         new = [part.view(piece.shape) for part, piece in zip(params.split(self.sizes), pieces, strict=True)]
         torch._foreach_copy_(pieces, new)
@@ -629,9 +615,9 @@ class LargeParameter:
         else:
             grad = gradient(self.param)
         self.step += ok
-        hyperparameters = self.table.each(0)
+        rates = self.kind.rates(self.step.to(self.state[0].dtype), **self.table.each(0))
         for rows, *others in cache_blocks(self.rows(param), grad, *self.state):
-            run(self.kind.update, rows, *others, self.step.to(self.state[0].dtype), ok, **hyperparameters)
+            run(self.kind.update, rows, *others, ok, **rates)
         if self.free_grads:
             drop_gradients([self.param])
         if self.world.size > 1:
@@ -1074,7 +1060,7 @@ class MuonAdamW(torch.optim.Optimizer):
         grads = [gradient(param) for _, param, _ in self.named(self.param_groups) if param.grad is not None]
         finite = torch.ones_like(self.skipped_steps, dtype=torch.bool)
         if grads:
-            dtype = functools.reduce(torch.promote_types, [grad.dtype for grad in grads], torch.float32)
+            dtype = functools.reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
             finite = torch.stack(torch._foreach_norm(grads, dtype=dtype)).isfinite().all()
         if told is not True:
             finite = finite & told

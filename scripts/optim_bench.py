@@ -102,22 +102,27 @@ def copy_bandwidth(device):
     return 2 * source.nbytes / min(timed(lambda: target.copy_(source), device) for _ in range(5)) * 1e3
 
 
+def muon_banks(optimizer):
+    """The banks of one of ours; of another optimizer we know no products."""
+    return [work for work in getattr(optimizer, "works", []) if isinstance(work, Bank)]
+
+
 def products(optimizer, device):
     """A function that makes the products of every Muon bank and nothing else."""
     calls = []
-    for bank in getattr(optimizer, "_units", []):  # another optimizer has no products that we know of
-        if isinstance(bank, Bank):
-            batches = bank.batches()
-            k, (short, long) = batches[0][1], sorted(bank.shape)
-            gram = gram_pays(short, long, NS_STEPS)
-            dtype = torch.float32 if device == "cpu" else torch.float16 if gram else torch.bfloat16
-            X, Y = (torch.randn(k, short, long, device=device, dtype=dtype) / long for _ in range(2))
-            A, B = (torch.randn(k, short, short, device=device, dtype=dtype) / short for _ in range(2))
-            # the long side is touched 4 times in Gram form (2 products to R, 2 from Q), twice a step in the
-            # plain one
-            sides, shorts = (4, 14) if gram else (2 * NS_STEPS, NS_STEPS)
-            for _ in batches:
-                calls += [(X, X.mT, A), (A, X, Y)] * (sides // 2) + [(A, A, B)] * shorts
+    for bank in muon_banks(optimizer):
+        k, (short, long) = bank.batches[0][1], sorted(bank.shape)
+        gram = gram_pays(short, long, NS_STEPS)
+        if device == "cpu":
+            dtype = torch.float32
+        else:
+            dtype = torch.float16 if gram else torch.bfloat16
+        X, Y = (torch.randn(k, short, long, device=device, dtype=dtype) / long for _ in range(2))
+        A, B = (torch.randn(k, short, short, device=device, dtype=dtype) / short for _ in range(2))
+        # The long side is touched 4 times in Gram form (2 products to R, 2 from Q), twice a step in the plain one
+        sides, shorts = (4, 14) if gram else (2 * NS_STEPS, NS_STEPS)
+        for _ in bank.batches:
+            calls += [(X, X.mT, A), (A, X, Y)] * (sides // 2) + [(A, A, B)] * shorts
 
     def run():
         for left, right, out in calls:
@@ -193,10 +198,7 @@ def compare(args):
                     times[name].append(ms)
         tables[part] = report(part, times, first)
     flops = sum(
-        newton_schulz_flops(*matrix.of(matrix.param).shape, NS_STEPS)
-        for bank in ours._units
-        if isinstance(bank, Bank)
-        for matrix in bank.matrices
+        len(bank.matrices) * newton_schulz_flops(*bank.shape, NS_STEPS) for bank in muon_banks(ours)
     )
     parameters = sum(p.numel() for g in groups for p in g["params"])
     print(
