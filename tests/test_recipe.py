@@ -89,6 +89,9 @@ def build_optimizer(model):
 """)
     build, own_schedule = user_file.load_recipe(file)
     assert build.__name__ == "build_optimizer" and own_schedule is None
+    file.write_text("from nanomuon import param_groups, schedule\ndef build_optimizer(model): ...")
+    build, own_schedule = user_file.load_recipe(file)
+    assert build.__name__ == "build_optimizer" and own_schedule is None
 
 
 @pytest.mark.parametrize(
