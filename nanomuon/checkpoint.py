@@ -1,5 +1,4 @@
-"""Checkpoints that survive kills, full disks and another world size, and hold nothing that runs when it is
-opened.
+"""Checkpoints that survive kills, full disks and another world size, and hold nothing that runs when opened.
 
     runs/<name>/checkpoints/step_500/
         rank_0.safetensors    what the first rank wrote, one such file a rank
@@ -13,6 +12,7 @@ one.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -27,15 +27,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import (
     CheckpointException,
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from .runtime import InputError, print0, together, write_json
+from nanomuon.runtime import InputError, print0, together
+from nanomuon.tensor_files import sync, write_tensors
 
 
 class Checkpointer:
@@ -49,12 +49,14 @@ class Checkpointer:
 
     def __init__(self, run_dir, resumed_step=None, keep_last=2, background=False):
         self.folder = Path(run_dir) / "checkpoints"
-        self.last_step, self.keep_last = resumed_step, keep_last
+        self.last_step = resumed_step
+        self.keep_last = keep_last
+        self.background = background
         # Writing has its own gloo group: its messages never mix with training's, and no GPU waits for them.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.rank, self.world_size = _place()
-        self.thread = ThreadPoolExecutor(1) if background else None
-        self.pending = None
+        self.thread = ThreadPoolExecutor(1)
+        self.pending = []  # the background save that was not waited for, if any
         together(self._clean, self.group)
 
     def save(self, step, model, optimizer, meta) -> None:
@@ -68,7 +70,7 @@ class Checkpointer:
             self.wait()
         if step == self.last_step:
             return
-        tensors, values = _state(model, optimizer)
+        tensors, values = _flat_state(model, optimizer.state_dict())
         tensors |= _random_state(self.rank)
         manifest = {
             "step": step,
@@ -77,52 +79,74 @@ class Checkpointer:
             "meta": meta,
             "optimizer_values": values,
         }
-        if self.thread is None:
-            self._write(step, tensors, manifest)
-        else:
+        if self.background:
             tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-            self.pending = self.thread.submit(self._write, step, tensors, manifest)
+            self.pending.append(self.thread.submit(self._write, step, tensors, manifest))
+        else:
+            self._write(step, tensors, manifest)
 
     def wait(self) -> None:
         """Return when the last background save is on disk."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.result()
+        while self.pending:
+            self.pending.pop().result()
 
     def _write(self, step, tensors, manifest):
-        final, hidden = self.folder / f"step_{step}", self.folder / f".step_{step}"
+        final = self.folder / f"step_{step}"
+        hidden = self.folder / f".step_{step}"
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", message="torch.distributed is disabled"
-                )  # one process: as meant
-                mine = hidden / f"rank_{self.rank}.safetensors"
-                dcp.save(
-                    tensors,
-                    storage_writer=_Writer(mine),
-                    process_group=self.group,
-                    no_dist=self.group is None,
-                )
-            files = together(lambda: _fingerprint(mine) if mine.exists() else {}, self.group)
-            manifest["files"] = {name: value for part in files for name, value in part.items()}
-            together(lambda: self.rank == 0 and _publish(hidden, final, manifest), self.group)
+            self._write_files(hidden, tensors, manifest)
+            together(lambda: self._publish(hidden, final, manifest), self.group)
             self.last_step = step
             together(self._clean, self.group)
-        except (CheckpointException, OSError) as failure:
-            if isinstance(
-                failure, CheckpointException
-            ):  # torch's, on every rank, around what went wrong on some
-                failure = next(error for error, _ in failure.failures.values())
+        except (CheckpointException, OSError) as error:
             if self.rank == 0:
                 shutil.rmtree(hidden, ignore_errors=True)
-            if not isinstance(failure, OSError):
-                raise RuntimeError(f"checkpoint {final} was not written") from failure
-            error = (
-                f"checkpoint {final} was not written: {failure}; earlier checkpoints are intact, make room"
+            self._fail(final, error)
+
+    def _write_files(self, hidden, tensors, manifest):
+        """Each rank's file, and the fingerprints of all of them into the manifest."""
+        mine = hidden / f"rank_{self.rank}.safetensors"
+        with _without_warning():
+            dcp.save(
+                tensors,
+                storage_writer=_Writer(mine),
+                process_group=self.group,
+                no_dist=self.group is None,
             )
-            if self.thread is not None:
-                print0(f"warning: {error}")
-            raise InputError(error) from failure
+
+        def fingerprint():  # a rank that holds nothing of its own writes no file
+            return _fingerprint(mine) if mine.exists() else {}
+
+        manifest["files"] = {}
+        for files in together(fingerprint, self.group):
+            manifest["files"] |= files
+
+    def _publish(self, hidden, final, manifest):
+        """Record the checksums, then make the checkpoint visible; each on disk before the next."""
+        if self.rank > 0:
+            return
+        for name, entry in manifest["files"].items():
+            if (hidden / name).stat().st_size != entry["bytes"]:
+                raise OSError(f"{hidden / name} differs between ranks; they must share one file system")
+        with open(hidden / "manifest.json", "w") as file:
+            file.write(_seal(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+        sync(hidden)
+        os.replace(hidden, final)
+        sync(final.parent)
+
+    def _fail(self, final, error):
+        """Raise what the user can fix as InputError, the rest as it is a bug."""
+        if isinstance(error, CheckpointException):
+            # torch raises it on every rank, around what went wrong on some
+            error = next(failure for failure, _ in error.failures.values())
+        if not isinstance(error, OSError):
+            raise RuntimeError(f"checkpoint {final} was not written") from error
+        message = f"checkpoint {final} was not written: {error}; earlier checkpoints are intact, make room"
+        if self.background:
+            print0(f"warning: {message}")
+        raise InputError(message) from error
 
     def _clean(self):
         """Remove abandoned and unfinished checkpoints and those beyond the newest keep_last."""
@@ -132,7 +156,9 @@ class Checkpointer:
         for hidden in self.folder.glob(".step_*"):
             shutil.rmtree(hidden)
         steps = saved_steps(self.folder.parent)
-        current = [step for step in steps if self.last_step is not None and step <= self.last_step]
+        current = []
+        if self.last_step is not None:
+            current = [step for step in steps if step <= self.last_step]
         for step in set(steps) - set(current[-self.keep_last :]):
             hidden = self.folder / f".step_{step}"
             os.replace(self.folder / f"step_{step}", hidden)  # first: a kill may leave half of it
@@ -140,9 +166,10 @@ class Checkpointer:
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """torch's writer with its inner loop replaced: that one assembles a file in memory while it holds the
-    interpreter's lock, which stopped a training thread for 2 s a GB; safetensors writing by itself stops it
-    not at all (measured).
+    """torch's writer with its inner loop replaced.
+
+    That one assembles a file in memory while it holds the interpreter's lock, which stopped a training thread
+    for 2 s a GB; safetensors writing by itself stops it not at all (measured).
     """
 
     def __init__(self, file):
@@ -152,13 +179,12 @@ class _Writer(HuggingFaceStorageWriter):
     def write_data(self, plan, planner):
         tensors, offsets = {}, {}
         for item in plan.items:
-            assert (
-                item.index.fqn not in tensors
-            )  # a DTensor has one piece a rank, and the file one tensor a name
-            tensors[item.index.fqn] = planner.resolve_data(item).detach().cpu()
-            offsets[item.index.fqn] = {"saved_offsets": item.tensor_data.chunk.offsets}
+            name = item.index.fqn
+            assert name not in tensors  # a DTensor has one piece a rank, and the file one tensor a name
+            tensors[name] = planner.resolve_data(item).detach().cpu()
+            offsets[name] = {"saved_offsets": item.tensor_data.chunk.offsets}
         if tensors:
-            _write_tensors(tensors, self.file, {"DCP_SHARDING_INFO": json.dumps(offsets)})
+            write_tensors(tensors, self.file, {"DCP_SHARDING_INFO": json.dumps(offsets)})
         done = torch.futures.Future()
         done.set_result([])
         return done
@@ -178,29 +204,39 @@ def find(run_dir, resume="auto") -> Path | None:
     where checkpoints exist but none is whole.
     """
     run_dir = Path(run_dir)
-    steps = [] if resume == "never" else together(lambda: saved_steps(run_dir))[0]
-    if resume not in ("auto", "never"):
-        if resume not in [f"step_{step}" for step in steps]:
-            have = ", ".join(f"step_{step}" for step in steps) or "none"
-            raise InputError(
-                f"no checkpoint {resume} in {run_dir.name} (it has: {have}); --resume auto takes the newest"
-            )
-        steps = [int(resume[5:])]
+    steps = _steps_to_try(run_dir, resume)
+    if not steps:
+        return None
     for step in reversed(steps):
         path = run_dir / "checkpoints" / f"step_{step}"
-        damage = [problem for problem in together(lambda path=path: _damage(path)) if problem]
-        if not damage:
+        try:
+            together(functools.partial(_check_files, path))
+        except InputError as error:
+            damage = error
+            print0(f"warning: checkpoint step_{step} is damaged and not used: {damage}")
+        else:
             return path
-        print0(f"warning: checkpoint step_{step} is damaged and not used: {damage[0]}")
-    if steps:
-        raise InputError(f"no undamaged checkpoint: {damage[0]}; --resume never starts the run over")
-    return None
+    raise InputError(f"no undamaged checkpoint: {damage}; --resume never starts the run over")
+
+
+def _steps_to_try(run_dir, resume):
+    """Ascending, as the first rank sees them; the newest undamaged one is wanted."""
+    if resume == "never":
+        return []
+    steps = together(lambda: saved_steps(run_dir))[0]
+    if resume == "auto":
+        return steps
+    names = [f"step_{step}" for step in steps]
+    if resume not in names:
+        have = ", ".join(names) or "none"
+        raise InputError(
+            f"no checkpoint {resume} in {run_dir.name} (it has: {have}); --resume auto takes the newest"
+        )
+    return [int(resume.removeprefix("step_"))]
 
 
 def read_manifest(path) -> dict:
-    """What is known about a checkpoint: step, world_size, versions, meta, files. InputError where it is
-    damaged.
-    """
+    """What is known about a checkpoint: step, world_size, versions, meta, files. InputError where damaged."""
     file = Path(path) / "manifest.json"
     try:
         text = file.read_bytes()
@@ -223,118 +259,82 @@ def load(path, model, optimizer) -> dict:
     """
     manifest = read_manifest(path)
     reader = HuggingFaceStorageReader(path)
-    try:
-        saved = reader.read_metadata().state_dict_metadata
-    except SafetensorError as error:
-        raise InputError(f"{path} does not hold safetensors files: {error}") from error
+    saved = _saved_tensors(path, reader)
     state = optimizer.state_dict()
-    names = {str(name): name for group in state["param_groups"] for name in group.get("params", ())}
+    keys = _parameter_keys(state)
     if not any(together(lambda: bool(state["state"]))):
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        params = dict(zip(names, params, strict=True))
-        for key, entry in saved.items():
-            if key.startswith("optimizer."):
-                name, slot = key.removeprefix("optimizer.").rsplit(".", 1)
-                tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-                if isinstance(param := params.get(name), DTensor) and param.shape == tensor.shape:
-                    tensor = torch.empty_like(param, dtype=tensor.dtype)
-                state["state"].setdefault(names.get(name, name), {})[slot] = tensor
-    for name, values in manifest["optimizer_values"].items():
-        state["state"].setdefault(names.get(name, name), {}).update(values)
-    tensors, _ = _state(model, state)
-
-    def compare():
-        wrong = [key for key in saved if key.startswith("model.") and key[6:] not in model.state_dict()]
-        wrong += [key for key in tensors if key not in saved or saved[key].size != tensors[key].size()]
-        if wrong:
-            raise InputError(f"{path} is of another model or optimizer: {wrong[0]} is missing or differs")
-
-    together(compare)
-    rank, world_size = _place()
-    random_state = _random_state(rank) if manifest["world_size"] == world_size else {}
-    random_state = {key: tensor for key, tensor in random_state.items() if key in saved}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        _create_optimizer_state(state, keys, optimizer, saved)
+    _put_values(state, keys, manifest["optimizer_values"])
+    tensors, _ = _flat_state(model, state)
+    together(lambda: _check_same_tensors(path, model, tensors, saved))
+    random_state = _random_state_to_restore(manifest, saved)
+    with _without_warning():
         dcp.load(tensors | random_state, storage_reader=reader, no_dist=not dist.is_initialized())
     optimizer.load_state_dict(state)
-    for key, tensor in random_state.items():
-        torch.cuda.set_rng_state(tensor) if key.endswith("cuda") else torch.set_rng_state(tensor)
+    _restore_random_state(random_state)
     return manifest["meta"]
 
 
-def export_model(run_dir, model, config, meta) -> None:
-    """Write model.safetensors and config.json: the trained model alone, to evaluate and share. Called by all
-    ranks.
-
-    config: keywords that build the model, meta: what to know about it (step, val_bpb, tokenizer), both of
-    JSON types.
-    """
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        tensor = whole(tensor) if isinstance(tensor, DTensor) else tensor
-        if _place()[0] == 0:
-            weights[name] = tensor.cpu()
-
-    def write():
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "model.safetensors").unlink(
-            missing_ok=True
-        )  # written last: where it exists, the two match
-        write_json(run_dir / "config.json", {"config": config, "meta": meta})
-        _write_tensors(weights, run_dir / "model.safetensors.tmp", {"format": "pt"})
-        os.replace(run_dir / "model.safetensors.tmp", run_dir / "model.safetensors")
-
-    run_dir = Path(run_dir)
-    together(lambda: _place()[0] == 0 and write())
-
-
-def whole(tensor: DTensor) -> torch.Tensor:
-    """All of a DTensor on every rank of its mesh. Collective.
-
-    One mesh dimension after the other: those that cut the same dimension of the tensor need that order.
-    """
-    placements = list(tensor.placements)
-    for i in range(len(placements)):
-        placements[i] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
-
-
-def load_model_config(run_dir) -> tuple[dict, dict]:
-    """(config, meta) that export_model wrote. Raises InputError where the run has no exported model."""
-    run_dir = Path(run_dir)
+def _saved_tensors(path, reader):
+    """{name: shape and dtype} of the tensors in a checkpoint."""
     try:
-        if not (run_dir / "model.safetensors").exists():
-            raise OSError("no model.safetensors")
-        content = json.loads((run_dir / "config.json").read_text())
-        return content["config"], content["meta"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{run_dir} holds no finished model ({error}); train it: python -m scripts.base_train --run {run_dir.name}"
-        ) from error
+        return reader.read_metadata().state_dict_metadata
+    except SafetensorError as error:
+        raise InputError(f"{path} does not hold safetensors files: {error}") from error
 
 
-def load_model_weights(run_dir, model) -> None:
-    """Load model.safetensors into a model built from load_model_config. Raises InputError where they do not
-    fit.
+def _parameter_keys(state):
+    """{name of a parameter in checkpoints: its key in an optimizer's state dict}, in the order of the groups.
+
+    The names are strings; torch.optim's optimizers call their parameters 0, 1, ...
     """
-    file = Path(run_dir) / "model.safetensors"
-    try:
-        model.load_state_dict(load_file(file))
-    except (
-        Exception
-    ) as error:  # safetensors and load_state_dict raise several kinds, all for a file that does not fit
-        raise InputError(f"{file} does not fit the model of config.json: {str(error)[:200]}") from error
+    return {str(key): key for group in state["param_groups"] for key in group.get("params", ())}
 
 
-def _state(model, optimizer):
-    """Flat {name: tensor} of what this rank holds, and the optimizer's plain values {parameter: {name:
-    value}}.
+def _slots(state, keys, name):
+    """What an optimizer's state dict has for the parameter that checkpoints call `name`."""
+    return state["state"].setdefault(keys.get(name, name), {})
+
+
+def _create_optimizer_state(state, keys, optimizer, saved):
+    """Put an empty tensor into the state dict of an optimizer without state for every one that was saved."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = dict(zip(keys, params, strict=True))
+    for entry, about in saved.items():
+        if not entry.startswith("optimizer."):
+            continue
+        name, slot = entry.removeprefix("optimizer.").rsplit(".", 1)
+        param = params.get(name)
+        tensor = torch.empty(about.size, dtype=about.properties.dtype)
+        if isinstance(param, DTensor) and param.shape == tensor.shape:
+            tensor = torch.empty_like(param, dtype=tensor.dtype)
+        _slots(state, keys, name)[slot] = tensor
+
+
+def _put_values(state, keys, values):
+    """Put the saved values that are no tensors, {parameter: {name: value}}, into a state dict."""
+    for name, slots in values.items():
+        _slots(state, keys, name).update(slots)
+
+
+def _check_same_tensors(path, model, tensors, saved):
+    """InputError where a tensor is missing on either side or has another shape."""
+    ours = {f"model.{name}" for name in model.state_dict()}
+    wrong = [name for name in saved if name.startswith("model.") and name not in ours]
+    wrong += [name for name in tensors if name not in saved or saved[name].size != tensors[name].size()]
+    if wrong:
+        raise InputError(f"{path} is of another model or optimizer: {wrong[0]} is missing or differs")
+
+
+def _flat_state(model, optimizer_state):
+    """(tensors, values) of what this rank holds.
+
+    tensors: {name: tensor} of model and optimizer; values: what else the optimizer's state has, {parameter:
+    {name: value}}.
     """
-    state = optimizer if isinstance(optimizer, dict) else optimizer.state_dict()
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     values = {}
-    for name, slots in state["state"].items():
+    for name, slots in optimizer_state["state"].items():
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor):
                 tensors[f"optimizer.{name}.{slot}"] = value
@@ -351,26 +351,40 @@ def _random_state(rank):
     return state
 
 
-def _damage(path):
-    """What is wrong with a checkpoint, or None. Each rank reads its share of the files."""
-    try:
-        files = read_manifest(path)["files"]
-    except InputError as error:
-        return str(error)
+def _random_state_to_restore(manifest, saved):
+    """Tensors to load this rank's random state into; none where another number of ranks saved it."""
+    rank, world_size = _place()
+    if manifest["world_size"] != world_size:
+        return {}
+    return {name: tensor for name, tensor in _random_state(rank).items() if name in saved}
+
+
+def _restore_random_state(state):
+    for name, tensor in state.items():
+        if name.endswith("cuda"):
+            torch.cuda.set_rng_state(tensor)
+        else:
+            torch.set_rng_state(tensor)
+
+
+def _check_files(path):
+    """InputError where a checkpoint is not what was written. Each rank reads its share of the files."""
+    files = read_manifest(path)["files"]
     strangers = {file.name for file in path.glob("*.safetensors")} - files.keys()
     if strangers:  # the reader would open it
-        return f"{path / min(strangers)} is not in the manifest"
+        raise InputError(f"{path / min(strangers)} is not in the manifest")
     rank, world_size = _place()
     for name in sorted(files)[rank::world_size]:
         try:
-            if _fingerprint(path / name)[name] != files[name]:
-                return f"{path / name} is not what was written"
+            found = _fingerprint(path / name)[name]
         except OSError as error:
-            return f"{path / name}: {error.strerror}"
-    return None
+            raise InputError(f"{path / name}: {error.strerror}") from error
+        if found != files[name]:
+            raise InputError(f"{path / name} is not what was written")
 
 
 def _fingerprint(file):
+    """{name: size and checksum} of a file, its entry in the manifest."""
     digest = hashlib.sha256()
     with open(file, "rb") as stream:
         while block := stream.read(1 << 20):
@@ -384,47 +398,16 @@ def _seal(manifest):
     return json.dumps({**manifest, "sha256": digest}, indent=1) + "\n"
 
 
-def _publish(hidden, final, manifest):
-    """Record the checksums, then make the checkpoint visible; each on disk before the next."""
-    for name, entry in manifest["files"].items():
-        if (hidden / name).stat().st_size != entry["bytes"]:
-            raise OSError(f"{hidden / name} differs between ranks; they must share one file system")
-    with open(hidden / "manifest.json", "w") as file:
-        file.write(_seal(manifest))
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(hidden)
-    os.replace(hidden, final)
-    _sync(final.parent)
-
-
-def _write_tensors(tensors, file, metadata):
-    """A safetensors file on disk, readable by whoever may read its folder. OSError where it cannot be
-    written.
-    """
-    storages, separate = set(), {}
-    for (
-        name,
-        tensor,
-    ) in tensors.items():  # the format has neither transposes nor two names for one storage (tied weights)
-        tensor = tensor.contiguous()
-        separate[name] = tensor.clone() if tensor.untyped_storage().data_ptr() in storages else tensor
-        storages.add(tensor.untyped_storage().data_ptr())
-    try:
-        save_file(separate, file, metadata=metadata)
-    except SafetensorError as error:
-        if number := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
-        raise
-    os.chmod(file, file.parent.stat().st_mode & 0o666)  # safetensors makes it private to the user
-    _sync(file)
-
-
-def _sync(path):
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+@contextlib.contextmanager
+def _without_warning():
+    """torch.distributed.checkpoint warns where there is one process only, which is as meant here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _place():
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    """(rank, world size) of this process."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

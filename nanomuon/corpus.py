@@ -12,6 +12,7 @@ counted:
     nul          NUL characters are text and stay; the documents that have some are counted
 """
 
+import contextlib
 import errno
 import gzip
 import hashlib
@@ -68,10 +69,10 @@ class Corpus:
             yield from self.read(number, counts, seen)
 
     def read(self, number: int, counts: Counter, seen: set):
-        """Yield the documents of one file. `counts` gathers what was kept, skipped and repaired, `seen` what
-        was met.
+        """Yield the documents of one file.
 
-        counts["documents"] and counts["bytes"] are the number and UTF-8 size of the documents yielded.
+        counts gathers what was kept, skipped and repaired; counts["documents"] and counts["bytes"] are the
+        number and UTF-8 size of the documents yielded. seen: digests of the documents so far.
         """
         for text in self._records(number, counts):
             if text is None:
@@ -110,41 +111,40 @@ class Corpus:
 
     def _fetch(self, number) -> Path:
         """The file on this machine. The next one is fetched meanwhile."""
-        if self.repo is None:
+        if not self.needs_download:
             return self.files[number]
         path = self._download(number)
         if number + 1 < len(self.files):
-            threading.Thread(target=self._download, args=(number + 1, True), daemon=True).start()
+            threading.Thread(target=self._download_ahead, args=(number + 1,), daemon=True).start()
         return path
 
-    def _download(self, number, ahead=False):
+    def _download_ahead(self, number):
+        with contextlib.suppress(Exception):  # who asks for the file itself will hear of it
+            self._download(number)
+
+    def _download(self, number):
         from huggingface_hub import hf_hub_download
 
-        try:  # resumes a partial file, checks the size and, where the hub knows it, the hash
-            return Path(
-                _patiently(
-                    lambda: hf_hub_download(
-                        self.repo,
-                        self.files[number],
-                        repo_type="dataset",
-                        revision=self.revision,
-                        cache_dir=base_dir() / "corpus" / "hub",
-                    ),
-                    f"fetching {self.files[number]} of {self.repo}",
-                )
+        def download():  # resumes a partial file, checks the size and, where the hub knows it, the hash
+            return hf_hub_download(
+                self.repo,
+                self.files[number],
+                repo_type="dataset",
+                revision=self.revision,
+                cache_dir=base_dir() / "corpus" / "hub",
             )
-        except Exception:
-            if not ahead:  # who asks for the file itself will hear of it
-                raise
+
+        return Path(_patiently(download, f"fetching {self.files[number]} of {self.repo}"))
 
 
 def open_corpus(name: str, text_field: str | None = None, separator: str | None = None) -> Corpus:
     """The corpus called `name`; InputError where there is none.
 
     python          the standard library of the running interpreter: about 30 MB, no download
-    path:PLACE      a .txt, .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, or a folder of them (sorted by path)
-    hf:ORG/NAME     the train split of a dataset on the hub; hf:ORG/NAME:CONFIG@REVISION names more. The revision is
-                    pinned when the corpus is first opened; later the hub is asked for missing files only
+    path:PLACE      a .txt, .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, or a folder of them (sorted)
+    hf:ORG/NAME     the train split of a dataset on the hub; hf:ORG/NAME:CONFIG@REVISION names more. The
+                    revision is pinned when the corpus is first opened; later the hub is asked for missing
+                    files only
     climbmix, fineweb-edu   short for the two web corpora that speedruns use
 
     Records take their text from `text_field` (default "text"). A .txt file is one document, or several split
@@ -153,55 +153,78 @@ def open_corpus(name: str, text_field: str | None = None, separator: str | None 
     """
     name = PRESETS.get(name, name)
     if name == "python":
-        root = Path(sysconfig.get_path("stdlib"))
-        outside = {"site-packages", "dist-packages", "__pycache__"}
-        files = sorted(path for path in root.rglob("*.py") if not outside & set(path.relative_to(root).parts))
-        return _local(name, root, files, f"{platform.python_version()}-", None, None)
+        return _python_corpus()
     if name.startswith("path:"):
-        root = Path(name.removeprefix("path:")).expanduser().resolve()
-        if root.is_file():
-            files = [root]
-        elif root.is_dir():
-            files = sorted(
-                path for path in root.rglob("*") if path.is_file() and not _hidden(path.relative_to(root))
-            )
-        else:
-            raise InputError(f"corpus {name}: no such file or folder")
-        files = [path for path in files if path.name.endswith(SUFFIXES)]
-        if not files:
-            raise InputError(
-                f"corpus {name} has no file that ends in {', '.join(SUFFIXES)}: name such a place"
-            )
-        record = _recall(f"path:{root}", text_field=text_field, separator=separator)
-        return _local(f"path:{root}", root, files, "", record["text_field"] or "text", record["separator"])
+        return _path_corpus(name, text_field, separator)
     if name.startswith("hf:"):
-        record = _recall(name, text_field=text_field, separator=separator)
-        if not record.get("repo"):  # a folder may have changed since
-            record = _recall(name, **_resolve(name))
-        revision, repo, field = record["revision"], record.get("repo"), record["text_field"] or "text"
-        files = tuple(record["files"] if repo else map(Path, record["files"]))
-        digest = _digest([revision, field, record["separator"]])
-        slug = f"{_readable(name.replace(':', '-'))}-{digest[:8]}"
-        return Corpus(name, revision, slug, files, field, record["separator"], repo)
+        return _hub_corpus(name, text_field, separator)
     known = ", ".join(["python", "path:FILE_OR_FOLDER", "hf:ORG/NAME[:CONFIG]", *PRESETS])
     raise InputError(f"unknown corpus {name!r}: use one of {known}")
 
 
-def _local(name, root, files, version, text_field, separator) -> Corpus:
-    # Names, sizes and times stand for the content: hashing 100 GB at every start would not be worth the
-    # certainty
-    listing = [
-        (path.relative_to(root).as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files
-    ]
+def _python_corpus() -> Corpus:
+    root = Path(sysconfig.get_path("stdlib"))
+    outside = {"site-packages", "dist-packages", "__pycache__"}
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        if not outside & set(path.relative_to(root).parts):
+            files.append(path)
+    revision, digest = _fingerprint("python", root, files, text_field=None, separator=None)
+    return Corpus("python", f"{platform.python_version()}-{revision}", f"python-{digest}", tuple(files))
+
+
+def _path_corpus(name, text_field, separator) -> Corpus:
+    root = Path(name.removeprefix("path:")).expanduser().resolve()
+    if root.is_file():
+        files = [root]
+    elif root.is_dir():
+        files = sorted(path for path in root.rglob("*") if _is_visible_file(path, root))
+    else:
+        raise InputError(f"corpus {name}: no such file or folder")
+    files = [path for path in files if path.name.endswith(SUFFIXES)]
+    if not files:
+        raise InputError(f"corpus {name} has no file that ends in {', '.join(SUFFIXES)}: name such a place")
+    name = f"path:{root}"
+    record = _recall(name, text_field=text_field, separator=separator)
+    text_field = record["text_field"] or "text"
+    separator = record["separator"]
+    revision, digest = _fingerprint(name, root, files, text_field, separator)
+    slug = f"path-{_readable(root.name)}-{digest}"
+    return Corpus(name, revision, slug, tuple(files), text_field, separator)
+
+
+def _hub_corpus(name, text_field, separator) -> Corpus:
+    record = _recall(name, text_field=text_field, separator=separator)
+    if not record.get("repo"):  # a folder may have changed since
+        record = _recall(name, **_resolve(name))
+    revision = record["revision"]
+    repo = record.get("repo")
+    text_field = record["text_field"] or "text"
+    separator = record["separator"]
+    files = tuple(record["files"])
+    if not repo:
+        files = tuple(map(Path, files))
+    digest = _digest([revision, text_field, separator])
+    slug = f"{_readable(name.replace(':', '-'))}-{digest[:8]}"
+    return Corpus(name, revision, slug, files, text_field, separator, repo)
+
+
+def _fingerprint(name, root, files, text_field, separator):
+    """(16, 8) hex digits that stand for the content of local files and for how they are read.
+
+    Made of names, sizes and times: hashing 100 GB at every start would not be worth the certainty.
+    """
+    listing = []
+    for path in files:
+        status = path.stat()
+        listing.append((path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns))
     digest = _digest([name, listing, text_field, separator])
-    readable = "python" if name == "python" else "path-" + _readable(root.name)
-    return Corpus(
-        name, version + digest[:16], f"{readable}-{digest[:8]}", tuple(files), text_field, separator
-    )
+    return digest[:16], digest[:8]
 
 
-def _hidden(path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _is_visible_file(path, root) -> bool:
+    hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+    return path.is_file() and not hidden
 
 
 def _digest(value) -> str:
@@ -213,9 +236,7 @@ def _readable(name) -> str:
 
 
 def _recall(name, **options) -> dict:
-    """What is remembered of a corpus, options that are not None included; written back where they change
-    it.
-    """
+    """What is remembered of a corpus, with the options that are given; written back where they change it."""
     folder = base_dir() / "corpus" / f"{_readable(name.replace(':', '-'))}-{_digest(name)[:8]}"
     try:
         record = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
@@ -239,11 +260,13 @@ def _resolve(name) -> dict:
         from datasets import load_dataset_builder
         from huggingface_hub import HfApi
 
-        # HfApi fails at once where there is no network; the other call alone would try for half a minute
-        sha = HfApi().dataset_info(path, revision=revision or None, timeout=10).sha if on_hub else None
-        builder = load_dataset_builder(
-            path, config or None, revision=sha, cache_dir=str(base_dir() / "corpus" / "hub")
-        )
+        if on_hub:
+            # fails at once where there is no network; the builder alone would try for half a minute
+            sha = HfApi().dataset_info(path, revision=revision or None, timeout=10).sha
+        else:
+            sha = None
+        cache = str(base_dir() / "corpus" / "hub")
+        builder = load_dataset_builder(path, config or None, revision=sha, cache_dir=cache)
         return sha or builder.hash, builder.config.data_files or {}
 
     revision, files = _patiently(ask, f"opening {name}", begun=False)
@@ -262,21 +285,30 @@ def _patiently(call, what, begun=True):
     That is the hub's answer of 429 or 5xx and, once a transfer was `begun`, a lost connection. A machine
     without network thus fails at its first question.
     """
-    for wait in (1, 2, 4, 8, 16, None):
+    waits = [1, 2, 4, 8, 16]
+    while True:
         try:
             return call()
         except Exception as error:  # the clients of the hub raise their own kinds, httpx's and OSError's
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 raise
-            status = getattr(getattr(error, "response", None), "status_code", None)
-            passing = status == 429 or status >= 500 if status else begun
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            if wait is None or not passing:
+            if not waits or not _may_pass(error, begun):
                 raise InputError(
-                    f"{what} failed: {reason}. Check name and network; offline, CORPUS=python bash speedrun.sh works"
+                    f"{what} failed: {reason}. Check name and network; "
+                    "offline, CORPUS=python bash speedrun.sh works"
                 ) from error
+            wait = waits.pop(0)
             print(f"{what}: {reason}; again in {wait} s", flush=True)
             time.sleep(wait)
+
+
+def _may_pass(error, begun) -> bool:
+    """Whether trying again may help: the hub is busy, or a connection was lost that there had been."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status:
+        return status == 429 or status >= 500
+    return begun
 
 
 def _python_file(path, counts):
@@ -307,15 +339,14 @@ def _json_lines(path, field):
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
+                where = f"{path} line {number}"
                 try:
                     record = json.loads(line)
                 except UnicodeDecodeError as error:
-                    raise InputError(
-                        f"{path} line {number} is not UTF-8: convert it, or take it out"
-                    ) from error
+                    raise InputError(f"{where} is not UTF-8: convert it, or take it out") from error
                 except ValueError as error:
-                    raise InputError(f"{path} line {number} is not JSON ({error}): repair it") from error
-                yield _field(record, field, f"{path} line {number}")
+                    raise InputError(f"{where} is not JSON ({error}): repair it") from error
+                yield _field(record, field, where)
         except (EOFError, gzip.BadGzipFile) as error:
             raise InputError(f"{path} is damaged ({error}): fetch it again") from error
 
@@ -336,9 +367,8 @@ def _open_binary(path):
     if path.name.endswith(".zst"):
         import zstandard
 
-        return io.BufferedReader(
-            zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
-        )
+        decompressor = zstandard.ZstdDecompressor()
+        return io.BufferedReader(decompressor.stream_reader(path.open("rb"), read_across_frames=True))
     return path.open("rb")
 
 
@@ -352,16 +382,18 @@ def _parquet_file(path, field, counts):
         raise InputError(f"{path} is not a readable parquet file ({error}): fetch it again") from error
     with file:
         types = {column.name: column.type for column in file.schema_arrow}
-        if field not in types or not (
-            pa.types.is_string(types[field]) or pa.types.is_large_string(types[field])
-        ):
+        kind = types.get(field, pa.null())
+        if not pa.types.is_string(kind) and not pa.types.is_large_string(kind):
             has = ", ".join(types)
             raise InputError(f"{path} has no text column {field!r} (it has: {has}): {NAME_FIELD}")
         for batch in file.iter_batches(batch_size=1024, columns=[field]):
             for value in batch.column(0).cast(pa.large_binary()):
                 data = value.as_py()
+                if data is None:
+                    yield None
+                    continue
                 try:
-                    yield None if data is None else data.decode()
+                    yield data.decode()
                 except UnicodeDecodeError:
                     counts["surrogates"] += 1
                     yield data.decode(errors="replace")

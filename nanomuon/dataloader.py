@@ -9,6 +9,7 @@ rank.
 
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -39,9 +40,10 @@ def pack_rows(starts, lengths, capacity, cut=True):
         buckets[length].append(start)
     free = sum(1 << length for length, bucket in enumerate(buckets) if bucket)
     fitting = [(1 << room) - 1 for room in range(capacity + 1)]  # mask of the pieces that fit `room` places
-    left = int(lengths.sum()) + len(lengths)
+    left = int(lengths.sum()) + len(lengths)  # places that the pieces not yet in rows take
+    enough_for_a_row = capacity if cut else 1
     row_ends, out_starts, out_lengths = [], [], []
-    while left >= capacity if cut else left:
+    while left >= enough_for_a_row:
         room = capacity
         while room:
             fits = free & fitting[room]
@@ -67,33 +69,65 @@ def pack_rows(starts, lengths, capacity, cut=True):
     return np.array(row_ends), np.array(out_starts), np.array(out_lengths)
 
 
+def _pieces(begins, ends, seq_len):
+    """(starts, lengths) of what fits a row, of the documents between `begins` and `ends`.
+
+    Longer documents become pieces of seq_len tokens and one of what is left.
+    """
+    count = -(-(ends - begins) // seq_len)  # of each document
+    number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)  # within its document
+    starts = np.repeat(begins, count) + seq_len * number
+    lengths = np.minimum(np.repeat(ends, count) - starts, seq_len)
+    return starts, lengths
+
+
 class _Rows:
     """Rows packed from the documents of some shards: `len()` of them, `fill(i, row)` writes one."""
 
-    def __init__(self, shards, bos_id, seq_len, rng=None, max_tokens=None):
+    def __init__(self, shards, bos_id):
         self.bos_id = bos_id
         self.tokens = [shard.tokens for shard in shards]
-        bases = np.cumsum([0] + [len(tokens) for tokens in self.tokens])
-        begins = np.concatenate(
-            [shard.offsets[:-1] + base for shard, base in zip(shards, bases, strict=False)]
-        )
-        ends = np.concatenate([shard.offsets[1:] + base for shard, base in zip(shards, bases, strict=False)])
+        sizes = [len(tokens) for tokens in self.tokens]
+        self.bases = np.cumsum([0, *sizes])  # where each shard begins, and the end of the last
+
+    @classmethod
+    def for_training(cls, shards, bos_id, seq_len, rng):
+        """Full rows in random order, of documents in random order."""
+        rows = cls(shards, bos_id)
+        begins, ends = rows._documents(shards)
+        starts, lengths = _pieces(begins, ends, seq_len)
+        order = rng.permutation(len(starts))
+        rows._pack(starts[order], lengths[order], seq_len, cut=True)
+        rows.order = rng.permutation(len(rows.row_ends))
+        return rows
+
+    @classmethod
+    def for_validation(cls, shards, bos_id, seq_len, max_tokens=None):
+        """Rows that hold every document, or max_tokens from the beginning, once."""
+        rows = cls(shards, bos_id)
+        begins, ends = rows._documents(shards)
         if max_tokens is not None:
-            begins, ends = begins[begins < max_tokens], np.minimum(ends, max_tokens)[begins < max_tokens]
-        # documents longer than a row become pieces of seq_len tokens and one of what is left
-        pieces = -(-(ends - begins) // seq_len)  # of each document
-        within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        starts = np.repeat(begins, pieces) + seq_len * within
-        lengths = np.minimum(np.repeat(ends, pieces) - starts, seq_len)
+            kept = begins < max_tokens
+            begins, ends = begins[kept], np.minimum(ends[kept], max_tokens)
+        starts, lengths = _pieces(begins, ends, seq_len)
+        rows._pack(starts, lengths, seq_len, cut=False)
+        rows.order = np.arange(len(rows.row_ends))
+        return rows
+
+    def _documents(self, shards):
+        """(begins, ends) of all documents, as if the tokens of the shards were one array."""
+        begins, ends = [], []
+        for shard, base in zip(shards, self.bases[:-1], strict=True):
+            begins.append(shard.offsets[:-1] + base)
+            ends.append(shard.offsets[1:] + base)
+        return np.concatenate(begins), np.concatenate(ends)
+
+    def _pack(self, starts, lengths, seq_len, cut):
         self.text_tokens = int(lengths.sum())
-        order = np.arange(len(starts)) if rng is None else rng.permutation(len(starts))
-        self.row_ends, starts, self.lengths = pack_rows(
-            starts[order], lengths[order], seq_len + 1, cut=rng is not None
-        )
+        self.row_ends, starts, self.lengths = pack_rows(starts, lengths, seq_len + 1, cut)
         self.cropped = self.text_tokens - int(self.lengths.sum())
-        self.sources = np.searchsorted(bases, starts, side="right") - 1
-        self.starts = starts - bases[self.sources]
-        self.order = np.arange(len(self.row_ends)) if rng is None else rng.permutation(len(self.row_ends))
+        self.sources = np.searchsorted(self.bases, starts, side="right") - 1  # the shard of each segment
+        self.starts = starts - self.bases[self.sources]
 
     def __len__(self):
         return len(self.row_ends)
@@ -101,12 +135,29 @@ class _Rows:
     def fill(self, index, row) -> None:
         """Write row `index` into the places of row (seq_len + 1,) that it takes."""
         index = self.order[index]
+        first = self.row_ends[index - 1] if index > 0 else 0
         place = 0
-        for segment in range(self.row_ends[index - 1] if index else 0, self.row_ends[index]):
+        for segment in range(first, self.row_ends[index]):
             start, length = self.starts[segment], self.lengths[segment]
+            tokens = self.tokens[self.sources[segment]]
             row[place] = self.bos_id
-            row[place + 1 : place + 1 + length] = self.tokens[self.sources[segment]][start : start + length]
+            row[place + 1 : place + 1 + length] = tokens[start : start + length]
             place += length + 1
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """rows: (device_batch_size, seq_len + 1) of this rank; state: the position after them, over all ranks."""
+
+    rows: torch.Tensor
+    state: dict
+
+
+@dataclass(frozen=True)
+class _MissingWindow:
+    """The shards of this window are still to come."""
+
+    window: int
 
 
 class TrainLoader:
@@ -135,40 +186,55 @@ class TrainLoader:
     ):
         if rows_per_step % (world_size * device_batch_size):
             raise ValueError(
-                f"{rows_per_step} rows a step do not divide by {device_batch_size} rows on each of {world_size} ranks"
+                f"{rows_per_step} rows a step do not divide by {device_batch_size} rows "
+                f"on each of {world_size} ranks"
             )
-        self.folder, self.seq_len, self.seed, self.device = Path(folder), seq_len, seed, torch.device(device)
-        self.batch, self.rank, self.world_size = device_batch_size, rank, world_size
+        self.folder = Path(folder)
+        self.seq_len = seq_len
+        self.seed = seed
+        self.device = torch.device(device)
+        self.batch = device_batch_size
+        self.rank = rank
+        self.world_size = world_size
         self.manifest = _manifest(folder)
         text = sum(shard["tokens"] for shard in self.manifest["train"])
         if self.manifest["complete"] and text < rows_per_step * seq_len:
             raise InputError(
-                f"corpus {self.manifest['corpus']} has {text} training tokens, fewer than one step of {rows_per_step} "
-                f"rows of {seq_len}: use more text, a smaller --total-batch-size or a smaller --max-seq-len"
+                f"corpus {self.manifest['corpus']} has {text} training tokens, "
+                f"fewer than one step of {rows_per_step} rows of {seq_len}: "
+                "use more text, a smaller --total-batch-size or a smaller --max-seq-len"
             )
         self._state = state or {"epoch": 0, "window": 0, "row": 0}
-        self._counted = self._cropped = 0
+        self._counted = 0  # text tokens of the windows packed so far, and those of them that are in no row
+        self._cropped = 0
         self._batches = self._generate(**self._state)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        self._ahead = deque(self._thread.submit(next, self._batches) for _ in range(AHEAD))
+        self._ahead = deque()
+        for _ in range(AHEAD):
+            self._submit()
+
+    def _submit(self):
+        self._ahead.append(self._thread.submit(next, self._batches))
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        rows = None
-        while rows is None:
-            rows, state = self._ahead.popleft().result()
-            self._ahead.append(self._thread.submit(next, self._batches))
-            if rows is None:
-                made_by = command(
-                    self.manifest["corpus"], self.manifest["vocab_size"], self.manifest.get("asked")
-                )
-                self.manifest = wait_for_window(self.folder, state["window"], made_by)
-        self._state = state
+        made = self._next_made()
+        while isinstance(made, _MissingWindow):
+            manifest = self.manifest
+            made_by = command(manifest["corpus"], manifest["vocab_size"], manifest.get("asked"))
+            self.manifest = wait_for_window(self.folder, made.window, made_by)
+            made = self._next_made()
+        self._state = made.state
         # pinned memory goes back to PyTorch's pool, which hands it out again only after this copy has run
-        rows = rows.to(self.device, non_blocking=True)
+        rows = made.rows.to(self.device, non_blocking=True)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def _next_made(self):
+        made = self._ahead.popleft().result()
+        self._submit()
+        return made
 
     def state_dict(self) -> dict:
         """{epoch, window, row}: three ints, the same on every rank."""
@@ -185,58 +251,65 @@ class TrainLoader:
         return self._cropped / max(1, self._counted)
 
     def _generate(self, epoch, window, row):
-        """Yield (rows of this rank, state after them), or (None, state) where shards of state["window"] are
-        to come.
-        """
-        rows = None
+        """Yield a _MicroBatch, or a _MissingWindow as long as its shards are to come."""
+        shape = (self.batch, self.seq_len + 1)
+        on_gpu = self.device.type == "cuda"
+        rows = None  # of the window, once it is packed
         while True:
-            batch = torch.empty(
-                (self.batch, self.seq_len + 1), dtype=torch.int64, pin_memory=self.device.type == "cuda"
-            )
+            batch = torch.empty(shape, dtype=torch.int64, pin_memory=on_gpu)
             for index in range(self.world_size * self.batch):
                 while rows is None or row >= len(rows):
                     if rows is not None:
-                        row, window = 0, window + 1
+                        row = 0
+                        window += 1
                     while not window_is_there(self.manifest, window):
-                        yield None, {"window": window}
+                        yield _MissingWindow(window)
                     if window * WINDOW >= len(self.manifest["train"]):
-                        epoch, window = epoch + 1, 0
+                        epoch += 1
+                        window = 0
                     rows = self._rows(epoch, window)
                 if index // self.batch == self.rank:
                     rows.fill(row, batch[index % self.batch].numpy())
                 row += 1
-            yield batch, {"epoch": epoch, "window": window, "row": row}
+            yield _MicroBatch(batch, {"epoch": epoch, "window": window, "row": row})
 
     def _rows(self, epoch, window):
         # NumPy keeps the streams of RandomState for good, those of Generator may change with a release
         rng = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self.seed, epoch, window])))
-        rows = _Rows(
-            _open(self.folder, self.manifest, "train", window), self.manifest["bos_id"], self.seq_len, rng
-        )
+        shards = _open(self.folder, self.manifest, "train", window)
+        rows = _Rows.for_training(shards, self.manifest["bos_id"], self.seq_len, rng)
         self._counted += rows.text_tokens
         self._cropped += rows.cropped
         return rows
 
 
 def validation_batches(
-    folder, seq_len, device_batch_size, rank=0, world_size=1, device="cpu", max_tokens: int | None = None
+    folder,
+    seq_len,
+    device_batch_size,
+    rank=0,
+    world_size=1,
+    device="cpu",
+    max_tokens: int | None = None,
 ):
-    """Yield this rank's (inputs, targets) of the validation set, each (device_batch_size, seq_len) int64 on
-    `device`.
+    """Yield this rank's (inputs, targets) of the validation set, both (device_batch_size, seq_len) int64.
 
     Over all ranks every token of the set is a target exactly once; every other target (<|bos|> and padding)
     is -1. Documents are packed whole; those longer than a row are cut into pieces that begin with <|bos|>.
     max_tokens takes that many tokens from the beginning of the set. Every rank yields the same number of
-    batches.
+    batches, on `device`.
     """
     manifest = _manifest(folder)
-    rows = _Rows(_open(Path(folder), manifest, "val"), manifest["bos_id"], seq_len, max_tokens=max_tokens)
+    bos_id = manifest["bos_id"]
+    rows = _Rows.for_validation(_open(Path(folder), manifest, "val"), bos_id, seq_len, max_tokens)
     per_round = world_size * device_batch_size
-    for first in range(rank * device_batch_size, -(-len(rows) // per_round) * per_round, per_round):
-        batch = np.full((device_batch_size, seq_len + 1), manifest["bos_id"], dtype=np.int64)
+    rounds = -(-len(rows) // per_round)
+    for number in range(rounds):
+        first = number * per_round + rank * device_batch_size
+        batch = np.full((device_batch_size, seq_len + 1), bos_id, dtype=np.int64)
         for place, index in enumerate(range(first, min(first + device_batch_size, len(rows)))):
             rows.fill(index, batch[place])
-        targets = np.where(batch == manifest["bos_id"], -1, batch)[:, 1:]
+        targets = np.where(batch == bos_id, -1, batch)[:, 1:]
         yield torch.tensor(batch[:, :-1], device=device), torch.tensor(targets, device=device)
 
 
@@ -248,5 +321,5 @@ def _manifest(folder):
 
 
 def _open(folder, manifest, kind, window=0):
-    names = [shard["name"] for shard in manifest[kind][window * WINDOW : (window + 1) * WINDOW]]
-    return [Shard.open(folder / name, manifest["tokenizer"]) for name in names]
+    entries = manifest[kind][window * WINDOW : (window + 1) * WINDOW]
+    return [Shard.open(folder / entry["name"], manifest["tokenizer"]) for entry in entries]

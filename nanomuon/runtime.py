@@ -1,5 +1,6 @@
-"""Device, dtype, process group, rank-0 printing and whole files: what every script needs, none of it on
-import.
+"""Device, dtype, process group, rank-0 printing and whole files: what every script needs.
+
+Nothing of it happens on import.
 """
 
 import ctypes
@@ -16,11 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+# What the system says where nothing can be written: no room, or no permission
+NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+
 
 class InputError(Exception):
-    """The user can fix this. The message is one line that names the thing and says what to do; exit code
-    2.
-    """
+    """What the user can fix: one line names the thing and says what to do; the exit code is 2."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ def write_json(path, content) -> None:
 
 def cores() -> int:
     """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 # Dense bf16 peak in FLOP/s by a part of the device's name, from the vendors' data sheets
@@ -86,14 +90,16 @@ PEAK_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12, "
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """FLOP/s this device can reach in matrix products: bf16 from its data sheet on CUDA, measured in float32
-    on a CPU.
+    """FLOP/s this device can reach in matrix products; None for a GPU that is not in the table.
 
-    None for a GPU that is not in the table.
+    In bf16, from its data sheet, on CUDA; in float32, measured, on a CPU.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+        for part, peak in PEAK_FLOPS.items():
+            if part in name:
+                return peak
+        return None
     matrix = torch.ones(1024, 1024)
     matrix @ matrix  # the first product starts the threads
     began = time.perf_counter()
@@ -115,10 +121,9 @@ def compile_enabled() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the large blocks it frees: fresh ones cost a page fault every 4 kB, 7% of a step's CPU
-    time.
+    """Let glibc keep the large blocks it frees; does nothing where malloc is another one.
 
-    See docs/log.md. Does nothing where malloc is another one.
+    Fresh blocks cost a page fault every 4 kB, 7% of a step's CPU time (docs/log.md).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -144,19 +149,19 @@ def start() -> Runtime:
         keep_freed_memory()
     if world_size > 1:
         store = None
-        if (restarts := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
-            # torchrun's ranks meet in one store, where torch 2.13 finds the addresses of those before the
-            # restart
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if restarts != "0":
+            # torchrun's ranks meet in one store, where torch 2.13 finds the addresses of those of before
             store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
             store = dist.PrefixStore(f"restart_{restarts}", store)
-        # device_id binds NCCL to our GPU at once, so that a wrong mapping fails here and not in the first
-        # collective
+        # device_id binds NCCL to our GPU at once: a wrong mapping fails here, not in the first collective
+        on_gpu = device.type == "cuda"
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "nccl" if on_gpu else "gloo",
             store=store,
             rank=int(os.environ["RANK"]),
             world_size=world_size,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if on_gpu else None,
         )
     return Runtime(device, dtype, int(os.environ.get("RANK", "0")), world_size)
 
@@ -168,17 +173,16 @@ def print0(*values, **keywords) -> None:
 
 
 def together(work, group=None) -> list:
-    """Run work() on every rank; return all results, or raise the first error on every rank: none is left
-    waiting.
-    """
+    """Run work() on every rank; return all results, or raise the first error on all: none is left waiting."""
+    result = error = None
     try:
-        outcome = work(), None
-    except Exception as error:
-        outcome = None, error
-    outcomes = [outcome]
+        result = work()
+    except Exception as caught:
+        error = caught
+    outcomes = [(result, error)]
     if dist.is_initialized():
         outcomes = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, outcome, group=group)
+        dist.all_gather_object(outcomes, (result, error), group=group)
     for _, error in outcomes:
         if error is not None:
             raise error
@@ -204,14 +208,7 @@ def run_command(main) -> None:
             f"{first}; fewer rows (--device-batch-size), a smaller model or --shard fsdp need less"
         )
     except OSError as error:
-        if error.errno not in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.EROFS,
-            errno.EACCES,
-            errno.EPERM,
-            errno.ENOTDIR,
-        ):
+        if error.errno not in NOT_WRITABLE:
             raise
         code = _complain(
             f"{error.strerror}: {error.filename or base_dir()}; NANOMUON_BASE_DIR=/folder/with/room helps"

@@ -16,22 +16,24 @@ written to a temporary name and renamed, then the manifest names them: a shard t
 not exist.
 """
 
-import fcntl
 import hashlib
+import itertools
 import json
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from nanomuon.corpus import Corpus, is_validation, open_corpus
+from nanomuon.locks import being_written, locked
 from nanomuon.runtime import InputError, base_dir, cores, write_json, write_whole
 from nanomuon.tokenizer import Tokenizer
 
-MAGIC, VERSION = b"nanomuon", 1
+MAGIC = b"nanomuon"
+VERSION = 1
 SHARD_BYTES = 16 << 20  # of text; about 4 million tokens
 BATCH_BYTES = 1 << 20  # of text, handed to one worker at a time
 TRAINING_BYTES = 512 << 20  # of text, from which the tokenizer is trained
@@ -40,46 +42,44 @@ PATIENCE = 30  # seconds to wait for somebody to start on shards that are missin
 
 
 class Shard:
-    """One shard, memory-mapped: `offsets` (documents + 1,) int64 and `tokens` (offsets[-1],) uint16 or
-    uint32.
+    """One shard, memory-mapped.
+
+    offsets: (documents + 1,) int64; tokens: (offsets[-1],) uint16 or uint32.
     """
 
     def __init__(self, path, header: dict, offsets, tokens):
-        self.path, self.header, self.offsets, self.tokens = path, header, offsets, tokens
+        self.path = path
+        self.header = header
+        self.offsets = offsets
+        self.tokens = tokens
 
     @classmethod
     def open(cls, path, tokenizer_hash: str | None = None) -> "Shard":
-        """Map a shard and check all but its checksum; InputError names the file that is not what it should
-        be.
+        """Map a shard and check all but its checksum; InputError names the file that is not as it should be.
+
+        tokenizer_hash: of the tokenizer that it has to be written with, if any.
         """
         path = Path(path)
         try:
-            with path.open("rb") as file:
-                start = file.read(12)
-                header = (
-                    json.loads(file.read(int.from_bytes(start[8:], "little"))) if start[:8] == MAGIC else {}
-                )
+            header, begin = _read_header(path)
         except FileNotFoundError as error:
             raise InputError(f"shard {path} is gone: python -m scripts.data_prep writes it again") from error
-        except ValueError:
-            header = {}
-        if header.get("version") != VERSION:
+        except ValueError as error:
             raise InputError(
                 f"{path} is not a version {VERSION} nanomuon shard: delete it and run scripts.data_prep"
-            )
-        if tokenizer_hash not in (None, header["tokenizer"]):
+            ) from error
+        if tokenizer_hash is not None and header["tokenizer"] != tokenizer_hash:
             raise InputError(
                 f"shard {path} was written with tokenizer {header['tokenizer']}, not {tokenizer_hash}: "
                 "delete its folder and run scripts.data_prep"
             )
         dtype = np.dtype(header["dtype"])
-        begin = _aligned(12 + int.from_bytes(start[8:], "little"))
-        size = begin + 8 * (header["documents"] + 1) + dtype.itemsize * header["tokens"]
-        if path.stat().st_size != size:
-            has = path.stat().st_size
+        middle = begin + 8 * (header["documents"] + 1)
+        size = middle + dtype.itemsize * header["tokens"]
+        has = path.stat().st_size
+        if has != size:
             raise InputError(f"shard {path} has {has} bytes, not {size}: delete it and run scripts.data_prep")
         data = np.memmap(path, mode="r")
-        middle = begin + 8 * (header["documents"] + 1)
         return cls(path, header, data[begin:middle].view(np.int64), data[middle:].view(dtype))
 
     def verify(self) -> None:
@@ -90,11 +90,24 @@ class Shard:
             )
 
 
+def _read_header(path):
+    """(header, where the offsets begin) of a shard; ValueError for what is none of this version."""
+    with path.open("rb") as file:
+        start = file.read(12)
+        if start[:8] != MAGIC:
+            raise ValueError("not a shard")
+        length = int.from_bytes(start[8:], "little")
+        header = json.loads(file.read(length))
+    if header.get("version") != VERSION:
+        raise ValueError(f"version {header.get('version')}")
+    return header, _aligned(12 + length)
+
+
 def write_shard(path, documents: list[np.ndarray], header: dict) -> dict:
     """Write documents (arrays of ids) as one shard, whole or not at all. Returns the completed header."""
-    path = Path(path)
     tokens = np.concatenate(documents)
-    offsets = np.cumsum([0] + [len(document) for document in documents], dtype=np.int64)
+    lengths = [len(document) for document in documents]
+    offsets = np.cumsum([0, *lengths], dtype=np.int64)
     header = {
         "version": VERSION,
         **header,
@@ -105,42 +118,22 @@ def write_shard(path, documents: list[np.ndarray], header: dict) -> dict:
     }
     text = json.dumps(header).encode()
     start = MAGIC + len(text).to_bytes(4, "little") + text
-    with write_whole(path) as file:
+    with write_whole(Path(path)) as file:
         file.write(start.ljust(_aligned(len(start)), b"\0"))
         file.write(offsets.data)
         file.write(tokens.data)
     return header
 
 
-@contextmanager
-def locked(folder: Path):
-    """Hold the folder for this process, waiting while another one does. The system frees it if we are
-    killed.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(_lock_file(folder), "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"another process is preparing {folder.name}: waiting for it", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _aligned(size):
+    """The next multiple of 64."""
+    return -(-size // 64) * 64
 
 
-def being_written(folder: Path) -> bool:
-    """Whether some process holds the folder."""
-    try:
-        with open(_lock_file(folder)) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
-
-
-def _lock_file(folder):
-    return folder.with_name(f".{folder.name}.lock")
+def _checksum(offsets, tokens):
+    digest = hashlib.sha256(offsets.data)
+    digest.update(tokens.data)
+    return digest.hexdigest()
 
 
 def read_manifest(folder) -> dict | None:
@@ -155,11 +148,15 @@ def read_manifest(folder) -> dict | None:
         ) from error
 
 
+def write_manifest(folder: Path, manifest: dict) -> None:
+    write_json(folder / "manifest.json", manifest)
+
+
 def default_vocab_size(corpus_name: str) -> int:
-    """4,096 suits megabytes of text and small models; corpora worth a download train models that 32,768
-    suits.
-    """
-    return 4096 if corpus_name == "python" or corpus_name.startswith("path:") else 32768
+    """4,096 suits megabytes of text and small models; corpora worth a download train larger ones."""
+    if corpus_name == "python" or corpus_name.startswith("path:"):
+        return 4096
+    return 32768
 
 
 def tokenizer_folder(corpus: Corpus, vocab_size: int) -> Path:
@@ -170,19 +167,20 @@ def tokenizer_folder(corpus: Corpus, vocab_size: int) -> Path:
 def shard_folder(corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None = None) -> Path:
     """Where the shards of a corpus lie; a tokenizer that is not the corpus's own has a folder of its own."""
     folder = base_dir() / "shards" / f"{corpus.slug}-{vocab_size}"
-    if tokenizer is None or (read_manifest(folder) or {}).get("tokenizer") == tokenizer.hash:
+    if tokenizer is None:
+        return folder
+    manifest = read_manifest(folder)
+    if manifest and manifest["tokenizer"] == tokenizer.hash:
         return folder
     return folder.with_name(f"{folder.name}-{tokenizer.hash[:8]}")
 
 
 def prepare_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a corpus; trained on the first TRAINING_BYTES of its training documents where there is
-    none.
-    """
+    """The tokenizer of a corpus, trained on the first TRAINING_BYTES of its training documents if need be."""
     folder = tokenizer_folder(corpus, vocab_size)
     if not folder.exists():
         with locked(folder):
-            if not folder.exists():
+            if not folder.exists():  # another process may have trained it while we waited
                 print(f"training a tokenizer of {vocab_size} tokens on {corpus.name}", flush=True)
                 started = time.time()
                 Tokenizer.train(_training_text(corpus), vocab_size).save(folder)
@@ -213,17 +211,21 @@ def prepare(
 
     workers: threads that tokenize (default: one per core). tiktoken works outside the GIL, so they scale like
     processes and need no copies of the text. tokenizer: use this one instead of the corpus's own. max_tokens:
-    stop after the shard that brings this many training tokens, 0 for the validation set only; a later call
-    may ask for more.
+    stop after the shard that brings this many training tokens, 0 for the validation set only (default: the
+    whole corpus); a later call may ask for more.
     """
-    corpus = open_corpus(corpus) if isinstance(corpus, str) else corpus
-    vocab_size = tokenizer.vocab_size if tokenizer else vocab_size or default_vocab_size(corpus.name)
+    if isinstance(corpus, str):
+        corpus = open_corpus(corpus)
+    if tokenizer:
+        vocab_size = tokenizer.vocab_size
+    elif not vocab_size:
+        vocab_size = default_vocab_size(corpus.name)
     folder = shard_folder(corpus, vocab_size, tokenizer)
-    if not _enough(folder, max_tokens):
+    if not _has_enough(folder, max_tokens):
         with locked(folder):
-            if not _enough(folder, max_tokens):
+            if not _has_enough(folder, max_tokens):  # another process may have written it while we waited
                 tokenizer = tokenizer or prepare_tokenizer(corpus, vocab_size)
-                _write_shards(folder, corpus, tokenizer, workers or cores(), max_tokens)
+                ShardWriter(folder, corpus, tokenizer, workers or cores(), max_tokens).run()
     return folder
 
 
@@ -236,7 +238,8 @@ def prepare_for_training(
     for the validation set and the first WINDOW training shards. InputError where no process works on what is
     missing; it tells how to make `tokens` training tokens.
     """
-    corpus = open_corpus(corpus) if isinstance(corpus, str) else corpus
+    if isinstance(corpus, str):
+        corpus = open_corpus(corpus)
     if not corpus.needs_download:
         return prepare(corpus, vocab_size)
     vocab_size = vocab_size or default_vocab_size(corpus.name)
@@ -253,200 +256,281 @@ def command(corpus: str, vocab_size: int, max_tokens: int | None) -> str:
 
 def window_is_there(manifest: dict | None, window: int) -> bool:
     """Whether the validation set and the shards of training window 0, 1, ... are complete."""
-    return bool(manifest) and (
-        manifest["complete"] or len(manifest["val"]) > 0 and len(manifest["train"]) >= (window + 1) * WINDOW
-    )
+    if not manifest:
+        return False
+    if manifest["complete"]:
+        return True
+    return len(manifest["val"]) > 0 and len(manifest["train"]) >= (window + 1) * WINDOW
 
 
 def wait_for_window(folder: Path, window: int, command: str) -> dict:
-    """The manifest once window_is_there(); InputError, naming `command`, where no process is at work on the
-    folder.
-    """
-    idle = 0
-    while not window_is_there(manifest := read_manifest(folder), window):
-        if not idle:
-            print(
-                f"waiting for training shards {window * WINDOW} to {(window + 1) * WINDOW - 1} of {folder}",
-                flush=True,
-            )
-        # one that was started together with us may need a moment before it takes the lock
-        idle = 1 if being_written(folder) else idle + 1
+    """The manifest once window_is_there(); InputError, naming `command`, where nobody works on the folder."""
+    manifest = read_manifest(folder)
+    if not window_is_there(manifest, window):
+        first, last = window * WINDOW, (window + 1) * WINDOW - 1
+        print(f"waiting for training shards {first} to {last} of {folder}", flush=True)
+    idle = 0  # seconds: a process that was started together with us may need a moment to take the lock
+    while not window_is_there(manifest, window):
+        idle = 0 if being_written(folder) else idle + 1
         if idle > PATIENCE:
             raise InputError(f"{folder} is incomplete and no process is writing it: run {command}")
         time.sleep(1)
+        manifest = read_manifest(folder)
     return manifest
 
 
-def _enough(folder, max_tokens):
+def _has_enough(folder, max_tokens):
+    """Whether a folder holds the shards that max_tokens asks for."""
     manifest = read_manifest(folder)
-    if not manifest or not manifest["complete"] or _lost(folder, manifest):
+    if not manifest or not manifest["complete"]:
         return False
-    limit = manifest["max_tokens"]
-    return limit is None or max_tokens is not None and max_tokens <= limit
+    if not all(_exists(folder, entry) for entry in manifest["val"] + manifest["train"]):
+        return False
+    if manifest["max_tokens"] is None:  # the whole corpus
+        return True
+    return max_tokens is not None and max_tokens <= manifest["max_tokens"]
 
 
-def _lost(folder, manifest):
-    return [
-        shard["name"]
-        for kind in ("val", "train")
-        for shard in manifest[kind]
-        if not (folder / shard["name"]).exists()
-    ]
+def _exists(folder, entry):
+    return (folder / entry["name"]).exists()
 
 
-def _write_shards(folder, corpus, tokenizer, workers, max_tokens):
-    folder.mkdir(exist_ok=True)
-    for unfinished in folder.glob(".*.tmp"):  # of a process that was killed
-        unfinished.unlink()
-    manifest = read_manifest(folder)
-    if manifest is None:
-        tokenizer.save(folder / "tokenizer")
-        manifest = {
-            "corpus": corpus.name,
-            "revision": corpus.revision,
-            "tokenizer": tokenizer.hash,
-            "vocab_size": tokenizer.vocab_size,
-            "bos_id": tokenizer.bos_id,
-            "val": [],
-            "train": [],
-        }
-    if manifest["tokenizer"] != tokenizer.hash:
-        raise InputError(f"{folder} was written with another tokenizer: delete it and run scripts.data_prep")
-    manifest |= {"complete": False, "max_tokens": None, "asked": max_tokens}
-    lost = _lost(folder, manifest)
-    for kind in ("val", "train"):
-        names = [shard["name"] for shard in manifest[kind]]
-        keep = next((index for index, name in enumerate(names) if name in lost), len(names))
-        manifest[kind] = manifest[kind][:keep]
-    for shard in manifest["val"] + manifest["train"]:
-        Shard.open(folder / shard["name"], tokenizer.hash)
-    write_manifest(folder, manifest)
+@dataclass(frozen=True)
+class Batch:
+    """Texts of one shard, for one thread to encode."""
 
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    arrays = {"train": [], "val": []}  # encoded documents of the shards being filled
-    started = reported = time.time()
-    encoded = file = 0
+    kind: str  # "train" or "val"
+    texts: list
+    size: int  # UTF-8 bytes of the texts
+    ends_shard: bool
+    place: dict  # in the corpus, after the texts: file, documents of it that are done, counts so far
 
-    def encode(texts):
-        return [tokenizer.encode_to_numpy(text).astype(dtype) for text in texts]
 
-    def collect(kind, size, end, future):
-        nonlocal reported, encoded, file
-        arrays[kind] += future.result()
-        encoded += size
-        if end is not None:
-            name = f"{kind}-{len(manifest[kind]):05d}.bin"
-            header = {
-                "kind": kind,
-                "corpus": corpus.name,
-                "revision": corpus.revision,
-                "tokenizer": tokenizer.hash,
+@dataclass
+class Filling:
+    """The shard of a kind that is being filled, and the batch that is being gathered for it."""
+
+    kind: str
+    written: int  # shards of the kind that are there already; their documents are read past
+    index: int = 0  # of the shard
+    size: int = 0  # UTF-8 bytes in the shard so far
+    texts: list = field(default_factory=list)  # of the batch
+    texts_size: int = 0
+
+    @property
+    def is_there(self) -> bool:
+        return self.index < self.written
+
+    @property
+    def is_full(self) -> bool:
+        return self.size >= SHARD_BYTES
+
+    def add(self, text):
+        size = len(text.encode())
+        self.size += size
+        if not self.is_there:
+            self.texts.append(text)
+            self.texts_size += size
+
+    def take_batch(self, place, ends_shard) -> Batch:
+        batch = Batch(self.kind, self.texts, self.texts_size, ends_shard, place)
+        self.texts = []
+        self.texts_size = 0
+        if ends_shard:
+            self.start_next()
+        return batch
+
+    def start_next(self):
+        self.index += 1
+        self.size = 0
+
+
+class ShardWriter:
+    """Writes what is missing of a folder of shards, which this process holds. See prepare()."""
+
+    def __init__(self, folder, corpus, tokenizer, workers, max_tokens):
+        self.folder = folder
+        self.corpus = corpus
+        self.tokenizer = tokenizer
+        self.workers = workers
+        self.max_tokens = max_tokens
+        self.with_training = max_tokens != 0
+        self.dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+        self.manifest = self.open_manifest()
+        self.counts = Counter()  # what the corpus says of the documents read
+        self.encoded = {"train": [], "val": []}  # documents of the shards being filled
+        self.encoded_bytes = 0  # of text
+        self.files_done = 0
+        self.started = self.reported = time.time()
+
+    def run(self):
+        pending = deque()  # (batch, future) in plan order
+        with ThreadPoolExecutor(self.workers) as pool:
+            try:
+                for batch in self.batches():
+                    pending.append((batch, pool.submit(self.encode, batch.texts)))
+                    while len(pending) > 2 * self.workers and not self.is_enough():
+                        self.collect(*pending.popleft())
+                    if self.is_enough():
+                        break
+                while pending and not self.is_enough():
+                    self.collect(*pending.popleft())
+            finally:
+                pool.shutdown(cancel_futures=True)
+        self.check_kinds()
+        self.finish()
+
+    def open_manifest(self):
+        """The manifest to go on with: it names shards that are there, in order and without a gap."""
+        self.folder.mkdir(exist_ok=True)
+        for unfinished in self.folder.glob(".*.tmp"):  # of a process that was killed
+            unfinished.unlink()
+        manifest = read_manifest(self.folder)
+        if manifest is None:
+            self.tokenizer.save(self.folder / "tokenizer")
+            manifest = {
+                "corpus": self.corpus.name,
+                "revision": self.corpus.revision,
+                "tokenizer": self.tokenizer.hash,
+                "vocab_size": self.tokenizer.vocab_size,
+                "bos_id": self.tokenizer.bos_id,
+                "val": [],
+                "train": [],
             }
-            header = write_shard(folder / name, arrays[kind], header)
-            arrays[kind] = []
-            shard = {key: header[key] for key in ("documents", "tokens", "sha256")}
-            manifest[kind].append({"name": name, **shard, "end": end})
-            write_manifest(folder, manifest)
-            file = end["file"]
-        if time.time() - reported > 2:
-            reported = time.time()
-            rate = encoded / 1e6 / (reported - started)
-            print(
-                f"tokenized {encoded / 1e6:.0f} MB at {rate:.1f} MB/s: {len(manifest['train'])} training shards, "
-                f"{file} of {len(corpus.files)} files",
-                flush=True,
+        if manifest["tokenizer"] != self.tokenizer.hash:
+            raise InputError(
+                f"{self.folder} was written with another tokenizer: delete it and run scripts.data_prep"
             )
+        manifest |= {"complete": False, "max_tokens": None, "asked": self.max_tokens}
+        for kind in ("val", "train"):
+            manifest[kind] = list(itertools.takewhile(self.exists, manifest[kind]))
+        for entry in manifest["val"] + manifest["train"]:
+            Shard.open(self.folder / entry["name"], self.tokenizer.hash)
+        write_manifest(self.folder, manifest)
+        return manifest
 
-    def enough():
-        return (
-            max_tokens is not None
-            and len(manifest["val"]) > 0
-            and sum(shard["tokens"] for shard in manifest["train"]) >= max_tokens
+    def exists(self, entry):
+        return _exists(self.folder, entry)
+
+    def batches(self):
+        """Yield the documents that are in no shard yet, as Batches in plan order.
+
+        Shards already there are read past. Validation documents beyond the first shard are left out, not
+        trained on.
+        """
+        val = Filling("val", written=len(self.manifest["val"]))
+        train = Filling("train", written=len(self.manifest["train"]))
+        start = {"file": 0, "documents": 0, "counts": {}}
+        if self.corpus.needs_download and val.written and train.written:
+            # straight on: no earlier document is needed, neither for validation nor to tell duplicates
+            val.index = val.written
+            train.index = train.written
+            start = self.manifest["train"][-1]["end"]
+            self.counts.update(start["counts"])
+        seen = set()
+        for number in range(start["file"], len(self.corpus.files)):
+            for document, text in enumerate(self.corpus.read(number, self.counts, seen)):
+                if number == start["file"] and document < start["documents"]:
+                    self.counts.clear()  # they were counted before
+                    self.counts.update(start["counts"])
+                    continue
+                if is_validation(text):
+                    filling = val
+                    wanted = val.index == 0
+                else:
+                    filling = train
+                    wanted = self.with_training
+                if not wanted:
+                    continue
+                filling.add(text)
+                if filling.is_there:
+                    if filling.is_full:
+                        filling.start_next()
+                elif filling.is_full or filling.texts_size >= BATCH_BYTES:
+                    yield filling.take_batch(self.place(number, document + 1), ends_shard=filling.is_full)
+        for filling in (train, val):
+            if filling.size and not filling.is_there:
+                yield filling.take_batch(self.place(len(self.corpus.files), 0), ends_shard=True)
+
+    def place(self, file, documents):
+        """Where reading goes on after so many documents of a file."""
+        return {"file": file, "documents": documents, "counts": dict(self.counts)}
+
+    def encode(self, texts):
+        return [self.tokenizer.encode_to_numpy(text).astype(self.dtype) for text in texts]
+
+    def collect(self, batch, future):
+        """Add an encoded batch to its shard, and write the shard that it ends."""
+        self.encoded[batch.kind] += future.result()
+        self.encoded_bytes += batch.size
+        if batch.ends_shard:
+            self.write(batch.kind, batch.place)
+        if time.time() - self.reported > 2:
+            self.report()
+
+    def write(self, kind, place):
+        """Write the shard that is filled, then name it in the manifest."""
+        header = {
+            "kind": kind,
+            "corpus": self.corpus.name,
+            "revision": self.corpus.revision,
+            "tokenizer": self.tokenizer.hash,
+        }
+        name = f"{kind}-{len(self.manifest[kind]):05d}.bin"
+        header = write_shard(self.folder / name, self.encoded[kind], header)
+        self.encoded[kind] = []
+        entry = {
+            "name": name,
+            "documents": header["documents"],
+            "tokens": header["tokens"],
+            "sha256": header["sha256"],
+            "end": place,
+        }
+        self.manifest[kind].append(entry)
+        write_manifest(self.folder, self.manifest)
+        self.files_done = place["file"]
+
+    def report(self):
+        self.reported = time.time()
+        megabytes = self.encoded_bytes / 1e6
+        rate = megabytes / (self.reported - self.started)
+        shards = len(self.manifest["train"])
+        files = len(self.corpus.files)
+        print(
+            f"tokenized {megabytes:.0f} MB at {rate:.1f} MB/s: {shards} training shards, "
+            f"{self.files_done} of {files} files",
+            flush=True,
         )
 
-    pending = deque()
-    counts = Counter()
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for kind, texts, size, end in _batches(corpus, manifest, counts, train=max_tokens != 0):
-                pending.append((kind, size, end, pool.submit(encode, texts)))
-                while len(pending) > 2 * workers and not enough():
-                    collect(*pending.popleft())
-                if enough():
-                    break
-            while pending and not enough():
-                collect(*pending.popleft())
-        finally:
-            pool.shutdown(cancel_futures=True)
-    for kind in ("val",) if max_tokens == 0 else ("val", "train"):
-        if not manifest[kind]:
-            raise InputError(
-                f"corpus {corpus.name} has {counts['documents']} documents and none for {kind} (one in 20 is for "
-                "validation, by its hash): add documents, or cut them with python -m scripts.data_prep --separator"
-            )
-    if not enough():
-        stored = sum(shard["documents"] for shard in manifest["val"] + manifest["train"])
-        counts["validation_left_out"] = counts["documents"] - stored
-    manifest |= {"complete": True, "max_tokens": max_tokens if enough() else None, "counts": dict(counts)}
-    write_manifest(folder, manifest)
+    def is_enough(self):
+        """Whether there are as many training tokens as were asked for; never where the whole corpus is."""
+        if self.max_tokens is None or not self.manifest["val"]:
+            return False
+        return sum(entry["tokens"] for entry in self.manifest["train"]) >= self.max_tokens
 
+    def check_kinds(self):
+        kinds = ["val", "train"] if self.with_training else ["val"]
+        for kind in kinds:
+            if not self.manifest[kind]:
+                raise InputError(
+                    f"corpus {self.corpus.name} has {self.counts['documents']} documents and none for {kind} "
+                    "(one in 20 is for validation, by its hash): add documents, or cut them with "
+                    "python -m scripts.data_prep --separator"
+                )
 
-def _batches(corpus, manifest, counts, train):
-    """Yield (kind, texts, bytes, end), work for one thread; `end` is the place in the corpus if the batch
-    ends a shard.
-
-    Shards already there are read past. Validation documents beyond the first shard are left out, not trained
-    on.
-    """
-    done = {kind: len(manifest[kind]) for kind in ("train", "val")}
-    index = {"train": 0, "val": 0}  # of the shard being filled
-    start = {"file": 0, "documents": 0, "counts": {}}
-    if corpus.needs_download and manifest["train"] and manifest["val"]:
-        # straight on: no earlier document is needed, neither for validation nor to tell duplicates
-        index = dict(done)
-        start = manifest["train"][-1]["end"]
-        counts.update(start["counts"])
-    texts, sizes, filled = {"train": [], "val": []}, {"train": 0, "val": 0}, {"train": 0, "val": 0}
-
-    def flush(kind, end):
-        batch, size = texts[kind], sizes[kind]
-        texts[kind], sizes[kind] = [], 0
-        if end:
-            filled[kind], index[kind] = 0, index[kind] + 1
-        return kind, batch, size, end
-
-    seen = set()
-    for number in range(start["file"], len(corpus.files)):
-        for document, text in enumerate(corpus.read(number, counts, seen)):
-            if number == start["file"] and document < start["documents"]:
-                counts.clear()  # they were counted before
-                counts.update(start["counts"])
-                continue
-            kind = "val" if is_validation(text) else "train"
-            if kind == "val" and index["val"] == 1 or kind == "train" and not train:
-                continue
-            size = len(text.encode())
-            filled[kind] += size
-            end = None
-            if filled[kind] >= SHARD_BYTES:
-                end = {"file": number, "documents": document + 1, "counts": dict(counts)}
-            if index[kind] < done[kind]:
-                if end:
-                    flush(kind, end)
-                continue
-            texts[kind].append(text)
-            sizes[kind] += size
-            if end or sizes[kind] >= BATCH_BYTES:
-                yield flush(kind, end)
-    for kind in ("train", "val"):
-        if filled[kind] and index[kind] >= done[kind]:
-            yield flush(kind, {"file": len(corpus.files), "documents": 0, "counts": dict(counts)})
+    def finish(self):
+        if self.is_enough():
+            self.manifest["max_tokens"] = self.max_tokens
+        else:
+            entries = self.manifest["val"] + self.manifest["train"]
+            stored = sum(entry["documents"] for entry in entries)
+            self.counts["validation_left_out"] = self.counts["documents"] - stored
+        self.manifest |= {"complete": True, "counts": dict(self.counts)}
+        write_manifest(self.folder, self.manifest)
 
 
 def verify(folder: Path) -> int:
-    """Check every shard of a complete or growing folder, checksums included, and return how many there
-    are.
-    """
+    """Check every shard of a complete or growing folder, checksums included; return how many there are."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise InputError(f"no shards in {folder}: run scripts.data_prep without --verify first")
@@ -463,17 +547,3 @@ def verify(folder: Path) -> int:
                 f"shard {shard.path} is not the one in the manifest: delete it and run scripts.data_prep"
             )
     return len(listed)
-
-
-def write_manifest(folder: Path, manifest: dict) -> None:
-    write_json(folder / "manifest.json", manifest)
-
-
-def _aligned(size):
-    return -(-size // 64) * 64
-
-
-def _checksum(offsets, tokens):
-    digest = hashlib.sha256(offsets.data)
-    digest.update(tokens.data)
-    return digest.hexdigest()

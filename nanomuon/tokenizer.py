@@ -8,6 +8,7 @@ pickled.
 import base64
 import hashlib
 import json
+import operator
 import os
 import shutil
 import threading
@@ -21,7 +22,17 @@ from nanomuon.runtime import InputError
 
 BOS = "<|bos|>"
 # GPT-4's split pattern with digits in groups of at most 2, not 3: small vocabularies waste less on numbers
-SPLIT_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+SPLIT_PATTERN = "|".join(
+    [
+        r"'(?i:[sdmt]|ll|ve|re)",
+        r"[^\r\n\p{L}\p{N}]?+\p{L}+",
+        r"\p{N}{1,2}",
+        r" ?[^\s\p{L}\p{N}]++[\r\n]*",
+        r"\s*[\r\n]",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
 # Longer texts are encoded in pieces of at most this many characters, cut after a line end where there is one.
 # The regex engine gives up on a run of a million spaces, and BPE takes 40 s on one word of 50 MB.
 PIECE = 1 << 16
@@ -31,7 +42,8 @@ class Tokenizer:
     """Text to token ids and back: the BPE ranks 0..vocab_size-2, then `bos_id`, which no text encodes to."""
 
     def __init__(self, vocab: list[bytes], pattern: str = SPLIT_PATTERN):
-        self.vocab, self.pattern = vocab, pattern
+        self.vocab = vocab
+        self.pattern = pattern
         self.bos_id = len(vocab)
         self.vocab_size = len(vocab) + 1
         self._local = threading.local()
@@ -58,10 +70,12 @@ class Tokenizer:
             raise InputError(f"vocabulary of {vocab_size}: use at least 257 (256 bytes and {BOS})")
         trainer = rustbpe.Tokenizer()
         trainer.train_from_iterator(iter(texts), vocab_size - 1, pattern=SPLIT_PATTERN)
-        vocab = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
+        ranks = sorted(trainer.get_mergeable_ranks(), key=operator.itemgetter(1))
+        vocab = [bytes(token) for token, _ in ranks]
         if len(vocab) < vocab_size - 1:
             raise InputError(
-                f"the text is too small for a vocabulary of {vocab_size}: use --vocab-size {len(vocab) + 1} or less"
+                f"the text is too small for a vocabulary of {vocab_size}: "
+                f"use --vocab-size {len(vocab) + 1} or less"
             )
         return cls(vocab)
 
@@ -73,9 +87,8 @@ class Tokenizer:
         temporary.mkdir(parents=True)
         try:
             (temporary / "vocab.txt").write_text(self._vocab_text(), encoding="ascii")
-            (temporary / "tokenizer.json").write_text(
-                json.dumps(self._settings(), indent=2) + "\n", encoding="utf-8"
-            )
+            settings = json.dumps(self._settings(), indent=2) + "\n"
+            (temporary / "tokenizer.json").write_text(settings, encoding="utf-8")
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(temporary, folder)
         finally:
@@ -88,7 +101,8 @@ class Tokenizer:
         try:
             settings = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
             lines = (folder / "vocab.txt").read_text(encoding="ascii").splitlines()
-            tokenizer = cls([base64.b64decode(line.split()[0]) for line in lines], settings["pattern"])
+            vocab = [base64.b64decode(line.split()[0]) for line in lines]
+            tokenizer = cls(vocab, settings["pattern"])
         except FileNotFoundError as error:
             raise InputError(f"no tokenizer in {folder}: python -m scripts.tok_train makes one") from error
         except (ValueError, KeyError, IndexError) as error:
@@ -102,9 +116,10 @@ class Tokenizer:
         return tokenizer
 
     def _vocab_text(self) -> str:
-        return "".join(
-            f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(self.vocab)
-        )
+        lines = []
+        for rank, token in enumerate(self.vocab):
+            lines.append(f"{base64.b64encode(token).decode()} {rank}\n")
+        return "".join(lines)
 
     def _settings(self) -> dict:
         return {
@@ -122,16 +137,15 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
-        """(vocab_size,) int32: UTF-8 bytes each token stands for; 0 for <|bos|>. The denominator of bits per
-        byte.
-        """
-        return np.array([len(token) for token in self.vocab] + [0], dtype=np.int32)
+        """(vocab_size,) int32: UTF-8 bytes each token stands for, to count bits per byte; 0 for <|bos|>."""
+        lengths = [len(token) for token in self.vocab]
+        return np.array([*lengths, 0], dtype=np.int32)
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         """(n,) uint32 ids of a text, without <|bos|>. Releases the GIL, so threads encode in parallel.
 
-        What looks like a special token is encoded as ordinary text. ValueError for lone surrogates: they are
-        not text.
+        What looks like a special token is encoded as ordinary text. ValueError for lone surrogates, which are
+        no text.
         """
         try:
             pieces = [self._bpe.encode_to_numpy(piece, disallowed_special=()) for piece in _pieces(text)]
@@ -156,9 +170,11 @@ class Tokenizer:
 
 
 def _pieces(text: str):
+    """Yield the text in pieces of at most PIECE characters, each up to the last line end in its reach."""
     start = 0
     while len(text) - start > PIECE:
-        end = text.rfind("\n", start, start + PIECE) + 1 or start + PIECE
+        line_end = text.rfind("\n", start, start + PIECE)
+        end = start + PIECE if line_end == -1 else line_end + 1
         yield text[start:end]
         start = end
     yield text[start:]

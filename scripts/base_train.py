@@ -34,7 +34,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from nanomuon import checkpoint, footprint, parallel, recipe, report, schedule, shards, sizing
+from nanomuon import (
+    checkpoint,
+    export,
+    footprint,
+    locks,
+    parallel,
+    recipe,
+    report,
+    schedule,
+    shards,
+    sizing,
+    user_file,
+)
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.generate import sample_texts
@@ -363,11 +375,11 @@ def build_optimizer(args: argparse.Namespace, model: GPT, batch: int, runtime: R
     options = {key: getattr(args, key) for key in recipe.schedule.__kwdefaults__}
     scheduled = functools.partial(recipe.schedule, **options)
     if args.optimizer_file:
-        build, own_schedule = recipe.load_recipe(args.optimizer_file)
-        return recipe.make_optimizer(build, model, batch, runtime.world_size), own_schedule or scheduled
+        build, own_schedule = user_file.load_recipe(args.optimizer_file)
+        return user_file.make_optimizer(build, model, batch, runtime.world_size), own_schedule or scheduled
     dials = {key: getattr(args, key) for key in recipe.param_groups.__kwdefaults__}
     build = functools.partial(recipe.param_groups, **dials)
-    return recipe.make_optimizer(build, model, batch, runtime.world_size), scheduled
+    return user_file.make_optimizer(build, model, batch, runtime.world_size), scheduled
 
 
 def prepare_gradients(model: GPT) -> Tensor:
@@ -425,11 +437,11 @@ def held(run_dir: Path):
     """The run is this process's alone: two would write into each other's checkpoints. The system frees it if
     we die.
     """
-    if shards.being_written(run_dir):
+    if locks.being_written(run_dir):
         raise InputError(
             f"run {run_dir.name} is being trained by another process: choose another --run, or stop that"
         )
-    with shards.locked(run_dir):
+    with locks.locked(run_dir):
         yield
 
 
@@ -502,7 +514,7 @@ class Run:
             watch_(self.gpt, args.qk_clip)
         self.optimizer, self.schedule = build_optimizer(args, self.gpt, self.batch, runtime)
         self.initial = [dict(group) for group in self.optimizer.param_groups]
-        recipe.check_schedule(self.schedule, self.initial, self.steps)
+        user_file.check_schedule(self.schedule, self.initial, self.steps)
         trained = {id(param) for group in self.initial for param in group["params"]}
         if left := [name for name, param in self.gpt.named_parameters() if id(param) not in trained]:
             print0(f"in no param group, so not trained: {', '.join(left)}")
@@ -791,7 +803,7 @@ class Run:
             "corpus": self.args.corpus,
             "tokenizer": self.tokenizer.hash,
         }
-        checkpoint.export_model(self.dir, self.gpt, asdict(self.config), about)
+        export.export_model(self.dir, self.gpt, asdict(self.config), about)
         if self.log:
             self.log.close()
             self.write_report(val_bpb, seconds)
@@ -808,7 +820,7 @@ class Run:
                 del self.gpt, self.model, self.optimizer, self.initial, self.checkpoints  # to make room
                 gc.collect()
                 gpt = parallel.build_model(self.config, self.runtime, self.args.seed)
-                checkpoint.load_model_weights(self.dir, gpt)
+                export.load_model_weights(self.dir, gpt)
             return sample_texts(gpt, self.tokenizer, prompts, max_tokens=128, seed=self.args.seed)
         except torch.OutOfMemoryError:
             print0(

@@ -1,6 +1,6 @@
 """Measure the data pipeline: tokenization, packing and loading, memory, and what a training step waits for.
 
-    OMP_NUM_THREADS=1 python -m scripts.data_bench                                 # the Python standard library
+    OMP_NUM_THREADS=1 python -m scripts.data_bench                           # the Python standard library
     python -m scripts.data_bench --corpus path:my_texts --max-seq-len 1024
 
 Tokenization is compared in CPU seconds, which other work on the machine disturbs less than wall time.
@@ -9,11 +9,13 @@ Tokenization is compared in CPU seconds, which other work on the machine disturb
 import argparse
 import contextlib
 import functools
+import math
 import os
 import tempfile
 import time
 import tracemalloc
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,34 +29,48 @@ from nanomuon.runtime import cores, run_command
 from nanomuon.tokenizer import Tokenizer
 
 
-def tokenization(corpus, tokenizer, folder):
-    """data_prep on one thread and on all cores against tiktoken alone on the same documents: the best of
-    three each.
-    """
-    texts = list(corpus.documents(Counter()))
-    size = sum(len(text.encode()) for text in texts)
-    best = {}  # name: (CPU seconds, wall seconds)
+@dataclass
+class Timing:
+    """The best of some calls."""
 
-    def timed(name, call):
+    cpu: float = math.inf  # seconds
+    wall: float = math.inf
+
+    def call(self, function):
         cpu, wall = time.process_time(), time.perf_counter()
-        result = call()
-        seconds = time.process_time() - cpu, time.perf_counter() - wall
-        best[name] = tuple(map(min, best.get(name, seconds), seconds))
+        result = function()
+        self.cpu = min(self.cpu, time.process_time() - cpu)
+        self.wall = min(self.wall, time.perf_counter() - wall)
         return result
 
+
+def tokenization(corpus, tokenizer, folder):
+    """data_prep on one thread and on all cores, and tiktoken alone, on the same text: the best of three."""
+    texts = list(corpus.documents(Counter()))
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+
+    def tiktoken_alone():
+        return sum(len(tokenizer._bpe.encode_ordinary(text)) for text in texts)
+
+    alone = Timing()
+    of_workers = {workers: Timing() for workers in (1, cores())}
     for attempt in range(3):
-        tokens = timed(
-            "tiktoken alone", lambda: sum(len(tokenizer._bpe.encode_ordinary(text)) for text in texts)
-        )
-        for workers in (1, cores()):
+        tokens = alone.call(tiktoken_alone)
+        for workers, timing in of_workers.items():
             os.environ["NANOMUON_BASE_DIR"] = str(folder / f"{workers}-{attempt}")
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                prepare = functools.partial(shards.prepare, corpus, None, workers, tokenizer)
-                timed(f"data_prep, {workers} thread{'s' * (workers > 1)}", prepare)
-    for name, (cpu, wall) in best.items():
+                timing.call(functools.partial(shards.prepare, corpus, None, workers, tokenizer))
+
+    timings = {"tiktoken alone": alone}
+    for workers, timing in of_workers.items():
+        threads = "thread" if workers == 1 else "threads"
+        timings[f"data_prep, {workers} {threads}"] = timing
+    million_tokens = tokens / 1e6
+    for name, timing in timings.items():
         print(
-            f"{name:21} {tokens / cpu / 1e6:.2f} M tokens ({size / cpu / 1e6:.1f} MB) per CPU second, "
-            f"{100 * best['tiktoken alone'][0] / cpu:.0f}% of tiktoken alone; {tokens / wall / 1e6:.2f} M per second"
+            f"{name:21} {million_tokens / timing.cpu:.2f} M tokens ({megabytes / timing.cpu:.1f} MB) "
+            f"per CPU second, {100 * alone.cpu / timing.cpu:.0f}% of tiktoken alone; "
+            f"{million_tokens / timing.wall:.2f} M per second"
         )
 
 
@@ -77,15 +93,18 @@ def loading(folder, seq_len):
         np.copyto(copy, rows)
     bandwidth = 20 * rows.nbytes / (time.perf_counter() - began)
     for world_size in (1, 8):
-        cpu = time.process_time()
-        loader, count = TrainLoader(folder, seq_len, 64, 8, world_size=world_size), 0
+        began = time.process_time()
+        loader = TrainLoader(folder, seq_len, 64, 8, world_size=world_size)
+        count = 0
         while loader.epoch == 0:
             next(loader)
             count += 8
-        cpu = time.process_time() - cpu
+        rows_per_second = count / (time.process_time() - began)
+        million_tokens = rows_per_second * seq_len / 1e6
+        bytes_per_second = rows_per_second * 8 * (seq_len + 1)
         print(
-            f"loader, world size {world_size}   {count / cpu:,.0f} rows = {count * seq_len / cpu / 1e6:.0f} M tokens "
-            f"per CPU second and rank, {100 * 8 * count * (seq_len + 1) / cpu / bandwidth:.0f}% of memory bandwidth, "
+            f"loader, world size {world_size}   {rows_per_second:,.0f} rows = {million_tokens:.0f} M tokens "
+            f"per CPU second and rank, {100 * bytes_per_second / bandwidth:.0f}% of memory bandwidth, "
             f"{100 * loader.crop_fraction:.4f}% of the text cropped"
         )
 
@@ -93,17 +112,18 @@ def loading(folder, seq_len):
 def whole_documents(folder, seq_len):
     """Share of the documents that fit a row and yet were cut to fill one."""
     loader = TrainLoader(folder, seq_len, 1, 1)
-    rows, fitting, whole = loader._rows(0, 0), 0, 0
+    rows = loader._rows(0, 0)
+    fitting = uncut = 0
     segments = set(zip(rows.sources.tolist(), rows.starts.tolist(), rows.lengths.tolist(), strict=True))
     for source, entry in enumerate(loader.manifest["train"][: shards.WINDOW]):
         offsets = shards.Shard.open(folder / entry["name"]).offsets
         for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
             if end - start <= seq_len:
                 fitting += 1
-                whole += (source, start, end - start) in segments
-    print(
-        f"cut to fill a row     {100 * (1 - whole / fitting):6.2f}% of the {fitting:,} documents that fit one"
-    )
+                if (source, start, end - start) in segments:
+                    uncut += 1
+    cut = 1 - uncut / fitting
+    print(f"cut to fill a row     {100 * cut:6.2f}% of the {fitting:,} documents that fit one")
 
 
 def waiting(folder, seq_len, vocab_size):
@@ -113,16 +133,19 @@ def waiting(folder, seq_len, vocab_size):
         model = GPT(GPTConfig.from_depth(4, vocab_size, seq_len))
     model.to_empty(device="cpu")
     model.init_weights()
-    loader, waited = TrainLoader(folder, seq_len, 4, 4), 0.0
+    loader = TrainLoader(folder, seq_len, 4, 4)
+    waited = 0.0
+    steps = 6
     began = time.perf_counter()
-    for _ in range(6):
+    for _ in range(steps):
         asked = time.perf_counter()
         inputs, targets = next(loader)
         waited += time.perf_counter() - asked
         model(inputs, targets).backward()
     total = time.perf_counter() - began
+    step_ms = 1000 * total / steps
     print(
-        f"waiting for data      {100 * waited / total:6.3f}% of a step at depth 4 ({total / 6 * 1000:.0f} ms a step)"
+        f"waiting for data      {100 * waited / total:6.3f}% of a step at depth 4 ({step_ms:.0f} ms a step)"
     )
 
 
@@ -136,13 +159,10 @@ def memory(folder, place, seq_len):
         loader = TrainLoader(longer, seq_len, 64, 64)
         while loader.epoch == 0:
             next(loader)
-        peaks.append(tracemalloc.get_traced_memory()[1] / 1e6)
+        _, peak = tracemalloc.get_traced_memory()
+        peaks.append(f"{peak / 1e6:.1f}")
         tracemalloc.stop()
-    print(
-        "loader memory         "
-        + ", ".join(f"{peak:.1f}" for peak in peaks)
-        + " MB for 1, 2, 4 windows of shards"
-    )
+    print(f"loader memory         {', '.join(peaks)} MB for 1, 2, 4 windows of shards")
 
 
 def main(argv=None):
@@ -151,13 +171,10 @@ def main(argv=None):
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--corpus", default="python", help="python or path:FILE_OR_FOLDER (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-seq-len", type=int, default=2048, help="tokens in a row (default: %(default)s)"
-    )
-    parser.add_argument("--vocab-size", type=int, help="tokens in the vocabulary (default: 4096)")
+    add = parser.add_argument
+    add("--corpus", default="python", help="python or path:FILE_OR_FOLDER (default: %(default)s)")
+    add("--max-seq-len", type=int, default=2048, help="tokens in a row (default: %(default)s)")
+    add("--vocab-size", type=int, help="tokens in the vocabulary (default: 4096)")
     args = parser.parse_args(argv)
 
     corpus = open_corpus(args.corpus)

@@ -1,13 +1,12 @@
-"""Make whatever is missing of corpus, tokenizer and token shards. Run it again after any interruption: it
-carries on.
+"""Make whatever is missing of corpus, tokenizer and token shards; after an interruption it carries on.
 
-    python -m scripts.data_prep                                            # the Python standard library, no download
+    python -m scripts.data_prep                                            # the Python standard library
     python -m scripts.data_prep --corpus path:my_texts --vocab-size 8192   # your own text
     python -m scripts.data_prep --corpus hf:HuggingFaceFW/fineweb-edu:sample-10BT --max-tokens 2000000000
     python -m scripts.data_prep --corpus path:my_texts --verify            # check every shard
 
-For a corpus on the hub it may run beside the training, which starts with the first shards and waits for the
-next ones.
+The Python standard library needs no download. For a corpus on the hub it may run beside the training, which
+starts with the first shards and waits for the next ones.
 """
 
 import argparse
@@ -40,7 +39,8 @@ def main(argv=None):
     add("--workers", type=int, default=cores(), help="threads that tokenize (default: %(default)s)")
     add("--verify", action="store_true", help="check the shards instead of writing them")
     args = parser.parse_args(argv)
-    if args.workers < 1 or args.max_tokens is not None and args.max_tokens < 0:
+    negative = args.max_tokens is not None and args.max_tokens < 0
+    if args.workers < 1 or negative:
         raise InputError("--workers must be at least 1 and --max-tokens not negative")
 
     corpus = open_corpus(args.corpus, args.text_field, args.separator)
@@ -51,9 +51,12 @@ def main(argv=None):
         folder = shards.prepare(corpus, args.vocab_size, args.workers, max_tokens=args.max_tokens)
     manifest = shards.read_manifest(folder)
     for kind in ("train", "val"):
-        tokens, documents = (sum(shard[key] for shard in manifest[kind]) for key in ("tokens", "documents"))
-        print(f"{kind}: {tokens:,} tokens of {documents:,} documents in {len(manifest[kind])} shards")
-    print("read: " + ", ".join(f"{value:,} {key}" for key, value in manifest.get("counts", {}).items()))
+        entries = manifest[kind]
+        tokens = sum(entry["tokens"] for entry in entries)
+        documents = sum(entry["documents"] for entry in entries)
+        print(f"{kind}: {tokens:,} tokens of {documents:,} documents in {len(entries)} shards")
+    counts = manifest.get("counts", {})
+    print("read: " + ", ".join(f"{count:,} {key}" for key, count in counts.items()))
     print(f"shards: {folder}")
 
 

@@ -1,18 +1,19 @@
 """Race optimizers on a fixed task, over several seeds, and say in words which differences are real.
 
-    python -m scripts.optim_race --text tinyshakespeare.txt --contenders default adamw muon normuon python -m
-    scripts.optim_race --text tinyshakespeare.txt --contenders default default:matrix_lr=0.03 my_idea.py
-    python -m scripts.optim_race --text tinyshakespeare.txt --contenders adamw my_idea.py --sweep 0.5,1,2
+    python -m scripts.optim_race --text tinyshakespeare.txt --contenders default adamw muon normuon
+    python -m scripts.optim_race --text tinyshakespeare.txt --contenders default default:matrix_lr=0.03 my.py
+    python -m scripts.optim_race --text tinyshakespeare.txt --contenders adamw my.py --sweep 0.5,1,2
     python -m scripts.optim_race --task python --contenders adamw default --seeds 3
 
 A contender is a preset (adamw, muon, normuon, or default: the recipe of base_train) or a Python file with
 
-    def param_groups(model, *, beta=0.9): ...    # groups for MuonAdamW; or build_optimizer(model): any torch optimizer
-    def schedule(group, step, steps): ...        # if you like: {"lr": ..., ...} of a group, as built, at a step from 0
+    def param_groups(model, *, beta=0.9): ...    # groups for MuonAdamW
+    def build_optimizer(model): ...              # or this: any torch optimizer
+    def schedule(group, step, steps): ...        # if you like: {"lr": ..., ...} at a step from 0
 
-NAME:key=value,key=value hands keywords to these two; lr_scale=X multiplies all learning rates. An optimizer
-that is judged by other weights than it trains (an average, say) puts them in place in its eval() and back in
-its train().
+schedule gets a group as it was built. NAME:key=value,key=value hands keywords to these functions; lr_scale=X
+multiplies all learning rates. An optimizer that is judged by other weights than it trains (an average, say)
+puts them in place in its eval() and back in its train().
 
 All contenders get the same initial weights and the same rows for a seed, and are compared seed by seed. Every
 finished run is kept in races/NAME under NANOMUON_BASE_DIR: an interrupted race goes on, and one with more
@@ -28,11 +29,14 @@ import argparse
 import ast
 import math
 import statistics
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from nanomuon import compare, race, report
+from nanomuon.race_contenders import Contender
+from nanomuon.race_tasks import TASKS, empty_model, open_task
 from nanomuon.runtime import (
     InputError,
     base_dir,
@@ -48,32 +52,24 @@ SWEEP_SEED = 1000  # the seeds of a sweep begin here: those of the race must not
 
 def main(argv=None):
     args = parse_arguments(argv)
-    place, task = race.open_task(args.task, args.text, args.vocab_size, args.steps, dict(args.model))
+    place, setup = open_task(args.task, args.text, args.vocab_size, args.steps, dict(args.model))
     folder = base_dir() / "races" / (args.name or args.task)
-    baseline = race.Contender(args.baseline or args.contenders[0])
-    contenders = list({c.name: c for c in [baseline, *map(race.Contender, args.contenders)]}.values())
-    counts = race.empty_model(task, "meta").parameter_counts()
-    print(
-        f"{args.task}: {task['steps']} steps, {counts['total'] - counts['wte']:,} parameters beside the token "
-        f"embedding's {counts['wte']:,}; results in {folder}",
-        flush=True,
-    )
+    baseline = Contender(args.baseline or args.contenders[0])
+    contenders = distinct([baseline, *map(Contender, args.contenders)])
+    announce(args.task, setup, folder)
     parts = []
     if args.sweep:
-        contenders, chosen, text = sweep(folder, task, place, contenders, args)
-        baseline = chosen[baseline.name]
-        parts.append(text)
+        best = sweep(folder, setup, place, contenders, args)
+        contenders = list(best.chosen.values())
+        baseline = best.chosen[baseline.name]
+        parts.append(best.text)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    results = race.run_all(folder, task, place, contenders, seeds, args.jobs)
-    parts += [
-        table(results, baseline.name, args.targets or race.TASKS[args.task][2], args.detect, task["unit"]),
-        verdicts(results, baseline.name, args.detect),
-    ]
+    results = race.run_all(folder, setup, place, contenders, seeds, args.jobs)
+    targets = args.targets or TASKS[args.task].targets
+    parts.append(table(results, baseline.name, targets, args.detect, setup["unit"]))
+    parts.append(verdicts(results, baseline.name))
     print("\n\n".join(parts))
-    curves = {name: [curve(run) for run in runs] for name, runs in results.items()}
-    report.plot_race(curves, task["unit"], folder / "race.png")
-    text = "\n\n".join([f"# {folder.name}", *(f"```\n{part}\n```" for part in parts), "![curves](race.png)"])
-    write_text(folder / "race.md", text + "\n")
+    write_report(folder, results, parts, setup["unit"])
     print(f"\n{folder}/race.md, {folder}/race.png")
 
 
@@ -84,7 +80,7 @@ def parse_arguments(argv):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--task", default="shakespeare", choices=race.TASKS, help="(default: %(default)s)")
+    add("--task", default="shakespeare", choices=TASKS, help="(default: %(default)s)")
     add("--text", help="the text of the shakespeare task")
     add("--contenders", nargs="+", required=True, metavar="NAME_OR_FILE[:key=value,...]")
     add("--baseline", help="the contender that the others are compared with (default: the first)")
@@ -136,20 +132,22 @@ def parse_arguments(argv):
     jobs = torch.cuda.device_count() or cores()
     add("--jobs", type=int, default=jobs, help="runs at a time (default: one a GPU or core, %(default)s)")
     args = parser.parse_args(argv)
+    check_arguments(args)
+    return args
+
+
+def check_arguments(args):
     check_at_least_1(args, "seeds", "sweep_seeds", "steps", "jobs")
     if args.name is not None:
         check_name("--name", args.name)
     if any(not 0 < factor < math.inf for factor in args.sweep):
         raise InputError("--sweep takes multiples above 0")
-    if (
-        args.sweep
-        and args.first_seed < SWEEP_SEED + args.sweep_seeds
-        and args.first_seed + args.seeds > SWEEP_SEED
-    ):
+    starts_before_the_end = args.first_seed < SWEEP_SEED + args.sweep_seeds
+    ends_after_the_start = args.first_seed + args.seeds > SWEEP_SEED
+    if args.sweep and starts_before_the_end and ends_after_the_start:
         raise InputError(f"seeds from {SWEEP_SEED} on are the sweep's: choose another --first-seed")
     if args.detect <= 0:
         raise InputError(f"--detect must be above 0, not {args.detect:g}")
-    return args
 
 
 def numbers(text):
@@ -164,30 +162,71 @@ def assignment(text):
         return key, value
 
 
-def sweep(folder, task, place, contenders, args):
-    """Each contender at its best multiple, {name: itself at its best}, and the table that says why."""
-    every = {c.name: {factor: c.scaled(factor) for factor in args.sweep} for c in contenders}
+def distinct(contenders):
+    """One contender of each name."""
+    return list({contender.name: contender for contender in contenders}.values())
+
+
+def announce(task, setup, folder):
+    counts = empty_model(setup, "meta").parameter_counts()
+    embedding = counts["wte"]
+    print(
+        f"{task}: {setup['steps']} steps, {counts['total'] - embedding:,} parameters beside the token "
+        f"embedding's {embedding:,}; results in {folder}",
+        flush=True,
+    )
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """chosen: {name of a contender: its variant at the best multiple}; text: the table that says why."""
+
+    chosen: dict
+    text: str
+
+
+def sweep(folder, setup, place, contenders, args):
+    """Race every contender at every multiple of its learning rates; a Sweep tells where each is best."""
+    variants = {}  # {(name, multiple): contender}
+    for contender in contenders:
+        for factor in args.sweep:
+            variants[contender.name, factor] = contender.scaled(factor)
     seeds = range(SWEEP_SEED, SWEEP_SEED + args.sweep_seeds)
-    flat = [scaled for variants in every.values() for scaled in variants.values()]
-    results = race.run_all(folder, task, place, flat, seeds, args.jobs)
-    lines, chosen = [["learning rates x", *(f"{factor:g}" for factor in args.sweep), "best"]], {}
-    for name, variants in every.items():
-        means = {
-            factor: statistics.fmean(score(run) for run in results[c.name]) for factor, c in variants.items()
-        }
+    results = race.run_all(folder, setup, place, list(variants.values()), seeds, args.jobs)
+
+    chosen = {}
+    lines = [["learning rates x", *(f"{factor:g}" for factor in args.sweep), "best"]]
+    some_at_the_edge = False
+    for contender in contenders:
+        means = {}  # {multiple: mean score}
+        for factor in args.sweep:
+            runs = results[variants[contender.name, factor].name]
+            means[factor] = statistics.fmean(map(score, runs))
         best = min(means, key=means.get)
-        at_the_edge = len(means) > 1 and best in (min(means), max(means))
-        lines.append(
-            [name, *(f"{mean:.4f}" for mean in means.values()), f"{best:g}{' (edge)' * at_the_edge}"]
-        )
-        chosen[name] = variants[best]
+        chosen[contender.name] = variants[contender.name, best]
+        best_text = f"{best:g}"
+        if len(means) > 1 and best in (min(means), max(means)):
+            best_text += " (edge)"
+            some_at_the_edge = True
+        lines.append([contender.name, *(f"{mean:.4f}" for mean in means.values()), best_text])
     text = (
         f"Learning rates: mean of {len(seeds)} seeds, the best of {len(args.sweep)} races with other seeds\n"
     )
     text += columns(lines)
-    if any("edge" in line[-1] for line in lines):
+    if some_at_the_edge:
         text += "\nThe best lies at the edge for some: a wider sweep may find better."
-    return list(chosen.values()), chosen, text
+    return Sweep(chosen, text)
+
+
+def write_report(folder, results, parts, unit):
+    """race.md and race.png."""
+    curves = {}
+    for name, runs in results.items():
+        curves[name] = [curve(run) for run in runs]
+    report.plot_race(curves, unit, folder / "race.png")
+    blocks = [f"```\n{part}\n```" for part in parts]
+    text = "\n\n".join([f"# {folder.name}", *blocks, "![curves](race.png)"])
+    write_text(folder / "race.md", text + "\n")
 
 
 def score(run):
@@ -196,95 +235,108 @@ def score(run):
 
 
 def curve(run):
-    """[(step, loss)]: what a part of the validation set gave, plus what the whole differs from it, known now
-    and then and interpolated.
+    """[(step, loss)] of a run: the loss over a part of the validation set, corrected to that over all of it.
+
+    What the whole differs from the part is known now and then, and interpolated between.
     """
     steps, part, whole = np.array(run["curve"], dtype=float).T
     known = ~np.isnan(whole)
-    loss = part + np.interp(steps, steps[known], (whole - part)[known]) if known.any() else part
+    loss = part
+    if known.any():
+        loss = part + np.interp(steps, steps[known], (whole - part)[known])
     return list(zip(steps.tolist(), loss.tolist(), strict=True))
 
 
 def differences(results, baseline):
     """{name: compare.Difference} to the baseline of those whose runs have all stayed finite."""
-    scores = {name: [score(run) for run in runs] for name, runs in results.items()}
-    if not all(map(math.isfinite, scores[baseline])):
+    of_baseline = list(map(score, results[baseline]))
+    if not all(map(math.isfinite, of_baseline)):
         raise InputError(
             f"the baseline {baseline} diverged: lower its learning rates or choose another --baseline"
         )
-    return {
-        name: compare.paired_difference(values, scores[baseline])
-        for name, values in scores.items()
-        if name != baseline and all(map(math.isfinite, values))
-    }
+    compared = {}
+    for name, runs in results.items():
+        scores = list(map(score, runs))
+        if name != baseline and all(map(math.isfinite, scores)):
+            compared[name] = compare.paired_difference(scores, of_baseline)
+    return compared
 
 
 def table(results, baseline, targets, detect, unit):
     """Seconds are steps times the median step: neither evaluation nor compilation is in them."""
     compared = differences(results, baseline)
-    lines = [
-        [
-            "contender",
-            "seeds",
-            unit,
-            "+-",
-            "difference",
-            "95% interval",
-            f"seeds for {detect:g}",
-            *(f"steps to {target:g}" for target in targets),
-            "step ms",
-            "optimizer ms",
-        ]
-    ]
+    header = ["contender", "seeds", unit, "+-", "difference", "95% interval", f"seeds for {detect:g}"]
+    header += [f"steps to {target:g}" for target in targets]
+    header += ["step ms", "optimizer ms"]
+    lines = [header]
     for name, runs in results.items():
-        line = [name, len(runs), "diverged", ""]
-        if name == baseline or name in compared:
-            mean, error = compare.mean_and_error([run["score"] for run in runs])
-            line[2:] = f"{mean:.4f}", "" if math.isnan(error) else f"{error:.4f}"
-        line += ["baseline" if name == baseline else "", "", ""]
-        if name in compared:
-            d = compared[name]
-            line[-3] = f"{d.mean:+.4f}"
-            if not math.isnan(d.deviation):
-                # several comparisons share the rate of false alarms; Holm's correction asks at most this of
-                # each
-                needed = compare.seeds_needed(d.deviation, detect, alpha=0.05 / len(compared))
-                line[-2:] = f"{d.low:+.4f} to {d.high:+.4f}", needed
+        if name == baseline:
+            cells = mean_cells(runs) + ["baseline", "", ""]
+        elif name in compared:
+            cells = mean_cells(runs) + difference_cells(compared[name], detect, len(compared))
+        else:
+            cells = ["diverged", "", "", "", ""]
         step_ms = statistics.median(run["step_ms"] for run in runs)
-        for target in targets:
-            reached = [compare.crossing(curve(run), target) for run in runs]
-            steps = None if None in reached else statistics.fmean(reached)
-            line.append("-" if steps is None else f"{steps:.0f} ({steps * step_ms / 1000:.0f} s)")
-        lines.append(
-            [*line, f"{step_ms:.0f}", f"{statistics.median(run['optimizer_ms'] for run in runs):.1f}"]
-        )
+        optimizer_ms = statistics.median(run["optimizer_ms"] for run in runs)
+        reached = [steps_to(runs, target, step_ms) for target in targets]
+        lines.append([name, len(runs), *cells, *reached, f"{step_ms:.0f}", f"{optimizer_ms:.1f}"])
     return columns(lines)
 
 
-def verdicts(results, baseline, detect):
+def mean_cells(runs):
+    mean, error = compare.mean_and_error([run["score"] for run in runs])
+    return [f"{mean:.4f}", "" if math.isnan(error) else f"{error:.4f}"]
+
+
+def difference_cells(difference, detect, comparisons):
+    """Its mean, its interval, and the seeds that would show a difference of `detect`."""
+    mean = f"{difference.mean:+.4f}"
+    if math.isnan(difference.deviation):
+        return [mean, "", ""]
+    # several comparisons share the rate of false alarms; Holm's correction asks at most this of each
+    needed = compare.seeds_needed(difference.deviation, detect, alpha=0.05 / comparisons)
+    return [mean, f"{difference.low:+.4f} to {difference.high:+.4f}", needed]
+
+
+def steps_to(runs, target, step_ms):
+    """Mean steps, and seconds, to a loss; "-" where a run does not reach it."""
+    reached = [compare.crossing(curve(run), target) for run in runs]
+    if None in reached:
+        return "-"
+    steps = statistics.fmean(reached)
+    return f"{steps:.0f} ({steps * step_ms / 1000:.0f} s)"
+
+
+def verdicts(results, baseline):
     compared = differences(results, baseline)
-    adjusted = dict(zip(compared, compare.holm([d.p for d in compared.values()]), strict=True))
+    ps = compare.holm([difference.p for difference in compared.values()])
+    adjusted = dict(zip(compared, ps, strict=True))
     lines = []
     for name, runs in results.items():
         if name in compared:
             lines.append(f"{name}: {compare.verdict(compared[name], adjusted[name])}")
         elif name != baseline:
-            bad = [run["seed"] for run in runs if not math.isfinite(run["score"])]
-            lines.append(f"{name}: diverged with seed {', '.join(map(str, bad))}")
+            seeds = ", ".join(str(run["seed"]) for run in runs if not math.isfinite(run["score"]))
+            lines.append(f"{name}: diverged with seed {seeds}")
     if len(compared) > 1:
         lines.append(
-            f"({len(compared)} comparisons with {baseline}: Holm's correction decides, each interval is its "
-            "own)"
+            f"({len(compared)} comparisons with {baseline}: Holm's correction decides, "
+            "each interval is its own)"
         )
     return "\n".join(lines)
 
 
 def columns(lines):
-    widths = [max(len(str(line[i])) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(str(cell).ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    """Lines of cells as text, every column as wide as its widest cell."""
+    lines = [list(map(str, line)) for line in lines]
+    widths = []
+    for column in zip(*lines, strict=True):
+        widths.append(max(map(len, column)))
+    rows = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        rows.append("  ".join(cells).rstrip())
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ python -m scripts.sample --run base --samples 3 --temperature 0.6
 
 import argparse
 
-from nanomuon import checkpoint
+from nanomuon import export
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.parallel import build_model
@@ -19,7 +19,7 @@ def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
     together.
     """
     run_dir = base_dir() / "runs" / run
-    config, about = checkpoint.load_model_config(run_dir)
+    config, about = export.load_model_config(run_dir)
     tokenizer = Tokenizer.load(run_dir / "tokenizer")
     if tokenizer.hash != about["tokenizer"] or tokenizer.vocab_size != config["vocab_size"]:
         raise InputError(
@@ -27,7 +27,7 @@ def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
             f"({config['vocab_size']} tokens); put that one back"
         )
     model = build_model(GPTConfig(**config), runtime, seed=0)
-    checkpoint.load_model_weights(run_dir, model)
+    export.load_model_weights(run_dir, model)
     return model, tokenizer, about
 
 

@@ -4,7 +4,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
 has() { "$PYTHON" -c "import $1" 2>/dev/null; } # an interpreter given by NANOMUON_PYTHON may lack these two
-if has ruff; then "$PYTHON" -m ruff check .; fi
+if has ruff; then
+    "$PYTHON" -m ruff check .
+    "$PYTHON" -m ruff format --check .
+fi
 parallel=()
 # Two files at a time; the tests of one file share their runs and their process groups. A worker that dies ends it all
 if has xdist; then parallel=(--numprocesses 2 --dist loadfile --max-worker-restart 0); fi

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanomuon import shards
+from nanomuon import locks
 from nanomuon.gpt import GPT
 from nanomuon.report import read_metrics
 from nanomuon.runtime import InputError, run_command
@@ -261,7 +261,7 @@ def test_plan_tells_the_size_and_trains_nothing(base, capsys):
 
 def test_a_second_launch_of_a_run_is_refused(base):
     with (
-        shards.locked(base / "runs" / "held"),
+        locks.locked(base / "runs" / "held"),
         pytest.raises(InputError, match="run held is being trained by another"),
     ):
         base_train.main(arguments(base, "held", 3))

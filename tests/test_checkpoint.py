@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from nanomuon import checkpoint
+from nanomuon import checkpoint, export
 from nanomuon.optim import DistMuonAdamW
 from nanomuon.runtime import InputError
 
@@ -32,9 +32,7 @@ processes.set_forkserver_preload(["torch.distributed.checkpoint", "nanomuon.opti
 
 
 class Tiny(torch.nn.Module):
-    """Every way of being split: sliced rows (two slices empty on 4 ranks), banks of matrices, one matrix, a
-    vector.
-    """
+    """Every way of being split: sliced rows (two slices empty on 4 ranks), banks, one matrix, a vector."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -53,31 +51,29 @@ def eager():
 
 
 def muon(model):
-    adamw, matrices = ["embedding", "short", "scalars"], ["lone"] + [f"matrix{i}" for i in range(5)]
     params = dict(model.named_parameters())
-    return DistMuonAdamW(
-        [
-            dict(
-                kind="adamw",
-                params=[params[n] for n in adamw],
-                names=adamw,
-                lr=0.01,
-                betas=(0.9, 0.95),
-                eps=1e-8,
-                weight_decay=0.1,
-            ),
-            dict(
-                kind="muon",
-                params=[params[n] for n in matrices],
-                names=matrices,
-                lr=0.02,
-                momentum=0.9,
-                ns_steps=5,
-                beta2=0.95,
-                weight_decay=0.1,
-            ),
-        ]
+    names = ["embedding", "short", "scalars"]
+    adamw = dict(
+        kind="adamw",
+        params=[params[name] for name in names],
+        names=names,
+        lr=0.01,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.1,
     )
+    names = ["lone", *(f"matrix{i}" for i in range(5))]
+    matrices = dict(
+        kind="muon",
+        params=[params[name] for name in names],
+        names=names,
+        lr=0.02,
+        momentum=0.9,
+        ns_steps=5,
+        beta2=0.95,
+        weight_decay=0.1,
+    )
+    return DistMuonAdamW([adamw, matrices])
 
 
 def train(model, optimizer, steps):
@@ -90,13 +86,15 @@ def train(model, optimizer, steps):
 
 def everything(model, optimizer):
     """{name: tensor} of parameters and the whole optimizer state."""
-    full = optimizer.full_state_dict() if hasattr(optimizer, "full_state_dict") else optimizer.state_dict()
-    state = {
-        f"{name}/{key}": value.clone()
-        for name, slots in full["state"].items()
-        for key, value in slots.items()
-    }
-    return {**{name: p.detach().clone() for name, p in model.named_parameters()}, **state}
+    if hasattr(optimizer, "full_state_dict"):
+        state = optimizer.full_state_dict()["state"]
+    else:
+        state = optimizer.state_dict()["state"]
+    tensors = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for name, slots in state.items():
+        for key, value in slots.items():
+            tensors[f"{name}/{key}"] = value.clone()
+    return tensors
 
 
 def assert_same(one, other):
@@ -108,9 +106,9 @@ def assert_same(one, other):
 def world(size, tmp_path, work, *args):
     """Run work(*args) on `size` gloo ranks and fail with the first rank's traceback."""
     rendezvous = tmp_path / f"rendezvous_{time.monotonic_ns()}"
-    ranks = [
-        processes.Process(target=_rank, args=(rank, size, rendezvous, work, args)) for rank in range(size)
-    ]
+    ranks = []
+    for rank in range(size):
+        ranks.append(processes.Process(target=_rank, args=(rank, size, rendezvous, work, args)))
     for process in ranks:
         process.start()
     for process in ranks:
@@ -171,8 +169,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path, make, device, bac
     assert checkpoint.load(checkpoint.find(tmp_path), resumed, resumed_optimizer) == meta
     assert torch.equal(torch.rand(3, device=device), random_number)
     train(resumed, resumed_optimizer, range(3, 6))
-    states = [everything(m, o) for m, o in ((model, optimizer), (resumed, resumed_optimizer))]
-    assert_same(*states)
+    assert_same(everything(model, optimizer), everything(resumed, resumed_optimizer))
 
 
 def test_plain_values_in_an_optimizer_come_back_with_their_type(tmp_path):
@@ -200,7 +197,7 @@ def test_tensors_that_share_storage_or_are_transposed(tmp_path):
     model.tied, model.wide = model.rows, torch.nn.Parameter(torch.arange(6.0).expand(3, 6))
     optimizer = torch.optim.SGD(model.parameters())
     checkpoint.Checkpointer(tmp_path).save(1, model, optimizer, {})
-    checkpoint.export_model(tmp_path, model, {}, {})
+    export.export_model(tmp_path, model, {}, {})
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     bank.zero_()
     model.wide = torch.nn.Parameter(torch.zeros(3, 6))
@@ -241,17 +238,15 @@ def test_sharded_parameters_load_into_whole_ones_and_back(saved, tmp_path):
 
 
 class RowSlices:
-    """A model and an optimizer state that live in row slices on all ranks, as under FSDP2; some ranks hold no
-    row.
-    """
+    """A model and an optimizer state in row slices on all ranks, as under FSDP2; some ranks hold no row."""
 
     def __init__(self, expected):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.model, self.state = torch.nn.Module(), {}
         for name, tensor in expected.items():
-            sliced = (
-                distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(0)]) if tensor.dim() else tensor * 0
-            )
+            sliced = torch.zeros_like(tensor)
+            if tensor.dim() > 0:
+                sliced = distribute_tensor(sliced, mesh, [Shard(0)])
             parameter, _, slot = name.partition("/")
             if slot:
                 self.state.setdefault(parameter, {})[slot] = sliced
@@ -269,7 +264,7 @@ def slice_and_save(original, run_dir, expected):
     slices = RowSlices(load_file(expected))
     checkpoint.load(checkpoint.find(original), slices.model, slices)
     checkpoint.Checkpointer(run_dir).save(2, slices.model, slices, {})
-    checkpoint.export_model(run_dir, slices.model, {}, {})
+    export.export_model(run_dir, slices.model, {}, {})
 
 
 def flip(data, index, bit):
@@ -384,7 +379,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(run_dir):
     with pytest.raises(InputError, match="No space left on device"):
         checkpoints.save(3, model, optimizer, {})
     with little_space(), pytest.raises(OSError, match="File too large.*model.safetensors"):
-        checkpoint.export_model(run_dir, model, {}, {})
+        export.export_model(run_dir, model, {}, {})
     assert not (run_dir / "model.safetensors").exists()
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_1", "step_2"]
     assert checkpoint.find(run_dir).name == "step_2"
@@ -494,26 +489,25 @@ def test_a_poisoned_checkpoint_runs_nothing(run_dir, tmp_path):
     with pytest.raises(InputError, match="step_2 does not hold safetensors"):
         checkpoint.load(found, model, muon(model))
 
-    checkpoint.export_model(tmp_path, model, {}, {})
+    export.export_model(tmp_path, model, {}, {})
     torch.save(Bomb(marker), tmp_path / "model.safetensors")
     with pytest.raises(InputError, match="model.safetensors"):
-        checkpoint.load_model_weights(tmp_path, model)
+        export.load_model_weights(tmp_path, model)
     assert not os.path.exists(marker)
 
 
 def test_an_exported_model_comes_back_exactly(tmp_path):
     model = Tiny()
     tmp_path.chmod(0o755)
-    checkpoint.export_model(tmp_path, model, {"depth": 4}, {"val_bpb": 1.25})
-    assert (
-        tmp_path / "model.safetensors"
-    ).stat().st_mode & 0o777 == 0o644  # others may read it, as they may the folder
-    assert checkpoint.load_model_config(tmp_path) == ({"depth": 4}, {"val_bpb": 1.25})
+    export.export_model(tmp_path, model, {"depth": 4}, {"val_bpb": 1.25})
+    mode = (tmp_path / "model.safetensors").stat().st_mode
+    assert mode & 0o777 == 0o644  # others may read it, as they may the folder
+    assert export.load_model_config(tmp_path) == ({"depth": 4}, {"val_bpb": 1.25})
     other = Tiny(seed=1)
-    checkpoint.load_model_weights(tmp_path, other)
+    export.load_model_weights(tmp_path, other)
     assert_same(dict(model.state_dict()), dict(other.state_dict()))
     with pytest.raises(InputError, match="does not fit"):
-        checkpoint.load_model_weights(tmp_path, torch.nn.Linear(2, 2))
+        export.load_model_weights(tmp_path, torch.nn.Linear(2, 2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     for name, content in (
         ("config.json", "{"),
@@ -521,6 +515,9 @@ def test_an_exported_model_comes_back_exactly(tmp_path):
         ("model.safetensors", None),
     ):
         file = tmp_path / name
-        file.unlink() if content is None else file.write_text(content)
+        if content is None:
+            file.unlink()
+        else:
+            file.write_text(content)
         with pytest.raises(InputError, match="base_train --run"):
-            checkpoint.load_model_config(tmp_path)
+            export.load_model_config(tmp_path)

@@ -19,8 +19,9 @@ def simulate(seeds, difference, deviation, spread=0.1, rng_seed=0):
 
 
 def test_students_sleep_data():
-    """Student 1908, Biometrika 6: hours of sleep gained with two drugs; t = -4.0621, p = .002833 (R:
-    t.test).
+    """Student 1908, Biometrika 6: hours of sleep gained with two drugs.
+
+    R's t.test gives t = -4.0621, p = .002833.
     """
     one = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
     two = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
@@ -54,13 +55,10 @@ def test_that_many_seeds_find_the_difference_at_the_stated_power(deviation):
 
 
 def test_pairing_takes_the_luck_of_the_seed_out():
-    """Seeds move the scores 100 times as much as the difference; shuffled against each other nothing is
-    found.
-    """
+    """Seeds move the scores 100 times as much as the difference; shuffled, nothing is found."""
     scores, baseline = next(simulate(8, -0.02, 0.002, spread=2.0))
-    assert verdict(paired_difference(scores, baseline), paired_difference(scores, baseline).p).startswith(
-        "better by"
-    )
+    paired = paired_difference(scores, baseline)
+    assert verdict(paired, paired.p).startswith("better by")
     assert paired_difference(scores[1:] + scores[:1], baseline).p > 0.05
 
 
@@ -80,10 +78,8 @@ def test_many_equal_contenders_give_no_more_false_alarms_than_one():
 
 
 def test_verdicts():
-    better, worse = (
-        paired_difference([1.0, 1.01, 0.99], [2.0, 2.0, 2.0]),
-        paired_difference([2.0, 2.1], [1.0, 1.1]),
-    )
+    better = paired_difference([1.0, 1.01, 0.99], [2.0, 2.0, 2.0])
+    worse = paired_difference([2.0, 2.1], [1.0, 1.1])
     assert verdict(better, better.p) == "better by 1.0000 (95% CI -1.0248 to -0.9752)"
     assert verdict(worse, worse.p).startswith("worse by 1.0000")
     assert verdict(better, 0.06).startswith("not distinguishable (95% CI")

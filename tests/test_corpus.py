@@ -41,12 +41,9 @@ def test_python_corpus_is_the_standard_library():
     documents, counts = read("python")
     assert (root / "argparse.py").read_text(encoding="utf-8") in documents
     assert documents == list(dict.fromkeys(documents))
-    assert counts["documents"] == len(documents) and counts["bytes"] == sum(
-        len(text.encode()) for text in documents
-    )
-    assert counts["bytes"] > 5e6 and not any(
-        "site-packages" in str(path) for path in open_corpus("python").files
-    )
+    assert counts["documents"] == len(documents)
+    assert counts["bytes"] == sum(len(text.encode()) for text in documents) > 5e6
+    assert not any("site-packages" in str(path) for path in open_corpus("python").files)
     order = [path.relative_to(root) for path in open_corpus("python").files]
     assert order == sorted(order)
 
@@ -71,9 +68,8 @@ def test_text_files(tmp_path):
     (tmp_path / "book.txt").write_bytes(book.encode())
     pieces, _ = read(f"path:{tmp_path}/book.txt")
     assert "".join(dict.fromkeys(pieces)) == "".join(pieces) == book
-    assert len(pieces) == pytest.approx(len(book) / 4096, abs=2) and all(
-        piece.endswith("\n") for piece in pieces
-    )
+    assert len(pieces) == pytest.approx(len(book) / 4096, abs=2)
+    assert all(piece.endswith("\n") for piece in pieces)
     (tmp_path / "b").mkdir()
     (tmp_path / "b/a.txt").write_text("first<|end|>second<|end|>")
     (tmp_path / "notes.md").write_text("not a document")
@@ -90,21 +86,14 @@ def test_unfit_documents_are_repaired_or_skipped_and_counted(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n\n" for text in records))
     table = pa.table({"text": pa.array([None, b"twice", b"bad \xff utf8", None, b"fine"], pa.binary())})
     schema = pa.schema([("text", pa.string())])
-    column = pa.StringArray.from_buffers(
-        5, *table["text"].chunk(0).buffers()[1:], table["text"].chunk(0).buffers()[0]
-    )
+    validity, offsets, data = table["text"].chunk(0).buffers()
+    column = pa.StringArray.from_buffers(5, offsets, data, validity)
     pq.write_table(pa.Table.from_arrays([column], schema=schema), tmp_path / "b.parquet")
     documents, counts = read(f"path:{tmp_path}")
     repaired = ["lone � surrogate", "bad � utf8"]
     assert documents == ["a", "nul\0inside", repaired[0], "twice", "pair \U0001f600", repaired[1], "fine"]
-    assert {key: counts[key] for key in ("empty", "null", "duplicate", "surrogates", "nul", "documents")} == {
-        "empty": 1,
-        "null": 3,
-        "duplicate": 2,
-        "surrogates": 2,
-        "nul": 1,
-        "documents": 7,
-    }
+    wanted = {"empty": 1, "null": 3, "duplicate": 2, "surrogates": 2, "nul": 1, "documents": 7}
+    assert {key: counts[key] for key in wanted} == wanted
 
 
 def test_text_field_is_remembered_and_changes_the_corpus(tmp_path):
@@ -144,16 +133,24 @@ def broken(path, kind):
     elif kind == "torn.jsonl.gz":
         (path / kind).write_bytes(gzip.compress(good)[:-50])
     elif kind == "torn.jsonl.zst":
-        (path / kind).write_bytes(
-            zstandard.compress(random.Random(0).randbytes(200_000).hex().encode())[:-50]
-        )
+        text = random.Random(0).randbytes(200_000).hex()
+        (path / kind).write_bytes(zstandard.compress(text.encode())[:-50])
     return kind
 
 
 @pytest.mark.parametrize(
     "kind",
-    "latin1.txt no_text.parquet numbers.parquet torn.parquet torn.jsonl no_text.jsonl latin1.jsonl torn.jsonl.gz "
-    "torn.jsonl.zst".split(),
+    [
+        "latin1.txt",
+        "no_text.parquet",
+        "numbers.parquet",
+        "torn.parquet",
+        "torn.jsonl",
+        "no_text.jsonl",
+        "latin1.jsonl",
+        "torn.jsonl.gz",
+        "torn.jsonl.zst",
+    ],
 )
 def test_unreadable_file_is_named(tmp_path, kind):
     named = broken(tmp_path, kind)
@@ -222,9 +219,8 @@ def test_hub(tmp_path, monkeypatch):
     documents, counts = read("hf:org/set:config@v1")
     assert documents == expected and counts["documents"] == 15
     assert asked == [("org/set", "v1")] * 3 and waits == [1, 2, 1]
-    assert {revision for _, _, revision in fetched} == {"abc123"} and {file for _, file, _ in fetched} == set(
-        files
-    )
+    assert {revision for _, _, revision in fetched} == {"abc123"}
+    assert {file for _, file, _ in fetched} == set(files)
     corpus = open_corpus("hf:org/set:config@v1")
     assert (corpus.revision, corpus.needs_download) == ("abc123", True) and len(asked) == 3
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanomuon import race
+from nanomuon import race, race_tasks, recipe
+from nanomuon.race_contenders import Contender
 from nanomuon.runtime import InputError
 from scripts import optim_race
 from tests.training import wait_until
@@ -119,10 +120,10 @@ def test_a_race_killed_and_resumed(lab, text, tmp_path, capsys):
 
 
 def open_small(text, **model):
-    """Place and task of a small race, in the order of race.train."""
+    """Setup and place of a small race, in the order of race.train."""
     model = dict(depth=1, width=32, heads=2, kv_heads=2, seq_len=16) | model
-    place, task = race.open_task("shakespeare", str(text), None, 50, model)
-    return task, place
+    place, setup = race_tasks.open_task("shakespeare", str(text), None, 50, model)
+    return setup, place
 
 
 def test_a_contender_that_changes_the_model_is_refused(lab, tmp_path):
@@ -172,8 +173,8 @@ def build_optimizer(model):
     optimizer.head = model.lm_head.weight
     return optimizer
 """)
-    task, place = open_small(text)
-    run = race.train(task | {"steps": 4}, place, str(file), 0, tmp_path / "run.json")
+    setup, place = open_small(text)
+    run = race.train(setup | {"steps": 4}, place, str(file), 0, tmp_path / "run.json")
     assert run["score"] == pytest.approx(math.log(len(set(text.read_text()))), abs=1e-5)
 
 
@@ -190,27 +191,25 @@ def build_optimizer(model, *, lr=0.5):
 def schedule(group, step, steps, *, floor=0.0):
     return {"lr": group["lr"] * max(floor, 1 - step / steps)}
 """)
-    task, place = open_small(text)
-    race.train(task | {"steps": 4}, place, f"{file}:lr=0.25,floor=0.5,lr_scale=2", 0, tmp_path / "run.json")
+    setup, place = open_small(text)
+    race.train(setup | {"steps": 4}, place, f"{file}:lr=0.25,floor=0.5,lr_scale=2", 0, tmp_path / "run.json")
     assert capsys.readouterr().out.split() == "rate 0.5 rate 0.375 rate 0.25 rate 0.25".split()
 
 
 def test_a_contender_is_its_code_and_its_hyperparameters(text, tmp_path):
-    task, _ = open_small(text)
-    key = race.Contender("default").key(task)
-    lr = race.recipe.param_groups.__kwdefaults__["matrix_lr"]
-    assert race.Contender(f"default:matrix_lr={lr}").key(task) == key
-    assert race.Contender(f"default:matrix_lr={lr},lr_scale=1").key(task) == key
-    others = ["default:lr_scale=2", "default:warmdown_ratio=0.123", "muon", "normuon", "adamw"]
+    setup, _ = open_small(text)
+    key = Contender("default").key(setup)
+    lr = recipe.param_groups.__kwdefaults__["matrix_lr"]
+    assert Contender(f"default:matrix_lr={lr}").key(setup) == key
+    assert Contender(f"default:matrix_lr={lr},lr_scale=1").key(setup) == key
+    names = ["default:lr_scale=2", "default:warmdown_ratio=0.123", "muon", "normuon", "adamw"]
+    keys = [Contender(name).key(setup) for name in names]
     file = tmp_path / "mine.py"
     for body in ("0", "1"):
         file.write_text(f"from nanomuon.recipe import param_groups\nunused = {body}\n")
-        others.append(race.Contender(str(file)).key(task))
-    keys = [
-        other if other.isalnum() and len(other) == 12 else race.Contender(other).key(task) for other in others
-    ]
+        keys.append(Contender(str(file)).key(setup))
     assert len({key, *keys}) == 8
-    assert race.Contender("adamw:matrix_lr=0.01").scaled(2).name == "adamw:matrix_lr=0.01,lr_scale=2"
+    assert Contender("adamw:matrix_lr=0.01").scaled(2).name == "adamw:matrix_lr=0.01,lr_scale=2"
 
 
 @pytest.mark.parametrize(
@@ -223,18 +222,16 @@ def test_a_contender_is_its_code_and_its_hyperparameters(text, tmp_path):
 )
 def test_what_is_no_contender(contender, message):
     with pytest.raises(InputError, match=message):
-        race.Contender(contender)
+        Contender(contender)
 
 
 def test_training_rows_and_validation_windows(tmp_path):
-    """Training never sees the last tenth; each of its characters but the first is scored once, in whole
-    windows.
-    """
+    """Training never sees the last tenth; there each character but the first is scored once, in windows."""
     file = tmp_path / "parts.txt"
     train, held = "abcdefgh" * 900, "".join(chr(0x4E00 + i) for i in range(800))
     file.write_text(train + held)
-    task, place = open_small(file)
-    batches, validation, _ = race.shakespeare_data(task, place, 3, "cpu")
+    setup, place = open_small(file)
+    batches, validation, _ = race_tasks.shakespeare_data(setup, place, 3, "cpu")
     characters = sorted(set(train + held))
     for inputs, targets in (next(batches) for _ in range(20)):
         assert inputs.shape == (12, 16) and torch.equal(inputs[:, 1:], targets[:, :-1])
@@ -244,14 +241,15 @@ def test_training_rows_and_validation_windows(tmp_path):
         (characters[i], characters[j])
         for i, j in zip(inputs[targets >= 0], targets[targets >= 0], strict=True)
     ]
-    assert sorted(scored) == list(zip(held, held[1 : 1 + 16 * (799 // 16)], strict=False))
+    count = 16 * (799 // 16)
+    assert sorted(scored) == list(zip(held[:count], held[1 : 1 + count], strict=True))
     assert len(validation) == 1 and inputs.shape == (64, 16)
 
 
 def test_a_sweep_has_seeds_of_its_own_and_takes_each_at_its_best(lab, tmp_path, monkeypatch, capsys):
     trained = []
 
-    def run_all(folder, task, place, contenders, seeds, jobs):
+    def run_all(folder, setup, place, contenders, seeds, jobs):
         """Scores that are best for adamw at 2 and for default at 1."""
         folder.mkdir(parents=True, exist_ok=True)
         trained.append(({contender.name for contender in contenders}, set(seeds)))
@@ -283,17 +281,18 @@ def test_a_sweep_has_seeds_of_its_own_and_takes_each_at_its_best(lab, tmp_path, 
 def test_a_corpus_is_raced_on_with_the_loader_of_base_train(base, environment, tmp_path):
     """In micro-steps or in one, the same step; an untrained model needs ln(vocabulary) nats for a token."""
     options = dict(micro_rows=4, steps=2, eval_every=1, eval_batches=2, whole_every=1, unit="bits per byte")
-    place, task = race.corpus_task(f"path:{base}/texts", 300, dict(depth=1), seq_len=32, rows=8, **options)
-    task["name"] = "python"
-    halves = race.train(task, place, "default", 0, tmp_path / "halves.json")
-    whole = race.train(task | {"micro_rows": 8}, place, "default", 0, tmp_path / "whole.json")
-    assert (
-        halves["score"] == pytest.approx(whole["score"], abs=1e-4) and halves["initial"] == whole["initial"]
+    place, setup = race_tasks.corpus_setup(
+        f"path:{base}/texts", 300, dict(depth=1), seq_len=32, rows=8, **options
     )
+    setup["name"] = "python"
+    halves = race.train(setup, place, "default", 0, tmp_path / "halves.json")
+    whole = race.train(setup | {"micro_rows": 8}, place, "default", 0, tmp_path / "whole.json")
+    assert halves["score"] == pytest.approx(whole["score"], abs=1e-4)
+    assert halves["initial"] == whole["initial"]
     assert [point[2] is None for point in halves["curve"]] == [True, False, False]
-    task |= {"unit": "nats per token", "steps": 1}
-    tokens = race.train(task, place, "default:lr_scale=0", 0, tmp_path / "tokens.json")
-    assert tokens["score"] == pytest.approx(math.log(task["model"]["vocab_size"]), abs=0.01)
+    setup |= {"unit": "nats per token", "steps": 1}
+    tokens = race.train(setup, place, "default:lr_scale=0", 0, tmp_path / "tokens.json")
+    assert tokens["score"] == pytest.approx(math.log(setup["model"]["vocab_size"]), abs=0.01)
     assert halves["score"] < halves["curve"][0][1]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanomuon import checkpoint, parallel
+from nanomuon import checkpoint, export, parallel
 from nanomuon.gpt import GPTConfig
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.parallel import build_model
@@ -78,7 +78,7 @@ class Trained:
 
     def weights(self):
         state = self.model.state_dict().items()
-        return {name: checkpoint.whole(t) if local(t) is not t else t.clone() for name, t in state}
+        return {name: export.whole_tensor(t) if local(t) is not t else t.clone() for name, t in state}
 
 
 def trained(group, config, layout, options):
@@ -110,7 +110,7 @@ def test_ten_steps_equal_those_of_one_process(config, layout, mode, options, tol
 def save(group, layout, folder):
     run = Trained(HEADS, layout, **PRECISE).train(range(3))
     checkpoint.Checkpointer(folder).save(3, run.model, run.optimizer, {"step": 3})
-    checkpoint.export_model(folder, run.model, {}, {})
+    export.export_model(folder, run.model, {}, {})
 
 
 def resume(group, layout, folder):

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from nanomuon import recipe
+from nanomuon import recipe, user_file
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
 from nanomuon.runtime import InputError
@@ -21,16 +21,13 @@ def model():
 
 
 def test_every_parameter_is_trained_and_only_matrices_by_muon():
-    optimizer = recipe.make_optimizer(recipe.param_groups, model(), 4096)
+    optimizer = user_file.make_optimizer(recipe.param_groups, model(), 4096)
     assert isinstance(optimizer, MuonAdamW)
     trained = [name for group in optimizer.param_groups for name in group["names"]]
     assert sorted(trained) == sorted(name for name, _ in model().named_parameters())
     muon = {name for group in optimizer.param_groups if group["kind"] == "muon" for name in group["names"]}
-    assert muon == {
-        f"blocks.{i}.{part}.weight"
-        for i in (0, 1)
-        for part in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down")
-    }
+    matrices = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down")
+    assert muon == {f"blocks.{i}.{matrix}.weight" for i in (0, 1) for matrix in matrices}
 
 
 def test_keywords_reach_their_groups():
@@ -42,10 +39,9 @@ def test_keywords_reach_their_groups():
 def test_small_batches_have_small_rates_and_the_same_decay_a_step():
     rates = {}
     for batch in (1024, 4096, 2**19):
-        groups = recipe.make_optimizer(recipe.param_groups, model(), batch).param_groups
-        rates[batch] = next(
-            (group["lr"], group["weight_decay"]) for group in groups if group["kind"] == "muon"
-        )
+        groups = user_file.make_optimizer(recipe.param_groups, model(), batch).param_groups
+        muon = next(group for group in groups if group["kind"] == "muon")
+        rates[batch] = muon["lr"], muon["weight_decay"]
     assert rates[2**19] == rates[4096] == (0.02, 0.2) and rates[1024] == (0.01, 0.4)
 
 
@@ -57,16 +53,17 @@ def test_the_flags_of_base_train_have_the_defaults_of_the_recipe():
 
 def test_the_learning_rate_falls_in_the_cooldown_and_leaves_the_group_as_it_was():
     group = dict(kind="adamw", lr=0.5, betas=(0.9, 0.95))
-    rates = [
-        recipe.schedule(group, step, 100, warmup_ratio=0.0, warmdown_ratio=0.5)["lr"]
-        for step in (0, 49, 75, 99)
-    ]
+    rates = []
+    for step in (0, 49, 75, 99):
+        values = recipe.schedule(group, step, 100, warmup_ratio=0.0, warmdown_ratio=0.5)
+        rates.append(values["lr"])
     assert rates[:2] == [0.5, 0.5] and 0.5 > rates[2] > rates[3] > 0 and group["lr"] == 0.5
 
 
 PARAM_GROUPS = """
 def param_groups(model):
-    return [dict(kind="adamw", params=list(model.parameters()), lr=0.25, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)]
+    adamw = dict(kind="adamw", lr=0.25, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    return [dict(adamw, params=list(model.parameters()))]
 def schedule(group, step, steps):
     return {"lr": group["lr"] / (1 + step)}
 """
@@ -75,7 +72,7 @@ def schedule(group, step, steps):
 def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, environment, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(PARAM_GROUPS)
-    build, schedule = recipe.load_recipe(file)
+    build, schedule = user_file.load_recipe(file)
     assert build(model())[0]["lr"] == 0.25 and schedule({"lr": 1.0}, 3, 4) == {"lr": 0.25}
     base_train.main(arguments(base, "file", 3, "--optimizer-file", str(file), "--eval-every", "-1"))
     rows = base_train.report.read_metrics(base / "runs" / "file" / "metrics.jsonl")[0]
@@ -90,7 +87,10 @@ from nanomuon.recipe import param_groups
 def build_optimizer(model):
     return param_groups(model)
 """)
-    build, own_schedule = recipe.load_recipe(file)
+    build, own_schedule = user_file.load_recipe(file)
+    assert build.__name__ == "build_optimizer" and own_schedule is None
+    file.write_text("from nanomuon import param_groups, schedule\ndef build_optimizer(model): ...")
+    build, own_schedule = user_file.load_recipe(file)
     assert build.__name__ == "build_optimizer" and own_schedule is None
 
 
@@ -110,7 +110,7 @@ def test_a_file_that_is_no_recipe(text, message, tmp_path):
     if text:
         (tmp_path / "file.py").write_text(text)
     with pytest.raises(InputError, match=message):
-        recipe.load_recipe(tmp_path / "file.py")
+        user_file.load_recipe(tmp_path / "file.py")
 
 
 @pytest.mark.parametrize(
@@ -124,17 +124,17 @@ def test_a_file_that_is_no_recipe(text, message, tmp_path):
 )
 def test_what_is_neither_groups_nor_an_optimizer_is_named(built, message):
     with pytest.raises(InputError, match=message):
-        recipe.make_optimizer(lambda model: built, model(), 4096)
+        user_file.make_optimizer(lambda model: built, model(), 4096)
 
 
 @pytest.mark.parametrize("values", [None, {"learning_rate": 1.0}])
 def test_a_schedule_gives_what_the_groups_have(values):
-    groups = recipe.make_optimizer(recipe.param_groups, model(), 4096).param_groups
-    recipe.check_schedule(recipe.schedule, groups, 10)
+    groups = user_file.make_optimizer(recipe.param_groups, model(), 4096).param_groups
+    user_file.check_schedule(recipe.schedule, groups, 10)
     with pytest.raises(InputError, match="what the group has .*lr"):
-        recipe.check_schedule(lambda group, step, steps: values, groups, 10)
+        user_file.check_schedule(lambda group, step, steps: values, groups, 10)
 
 
 def test_any_torch_optimizer_stays_what_it_is():
     adamw = torch.optim.AdamW(model().parameters())
-    assert recipe.make_optimizer(lambda model: adamw, model(), 4096) is adamw
+    assert user_file.make_optimizer(lambda model: adamw, model(), 4096) is adamw

@@ -268,14 +268,14 @@ def without_space(work, *args):
 
 
 def test_training_goes_on_where_a_save_finds_no_room(base, whole, monkeypatch, capsys):
-    write = checkpoint._write_tensors
+    write = checkpoint.write_tensors
 
     def write_or_not(tensors, file, metadata):
         if file.parent.name in full:
             return without_space(write, tensors, file, metadata)
         return write(tensors, file, metadata)
 
-    monkeypatch.setattr(checkpoint, "_write_tensors", write_or_not)
+    monkeypatch.setattr(checkpoint, "write_tensors", write_or_not)
     run_dir = base / "runs" / "full"
     full = {".step_16", ".step_20"}
     with pytest.raises(

@@ -1,5 +1,7 @@
 """Schedules and scaling rules at points where their values are known."""
 
+import itertools
+
 import pytest
 
 from nanomuon import schedule
@@ -11,7 +13,7 @@ def test_learning_rate_is_a_trapezoid():
     assert values[9:60] == [1.0] * 51
     assert values[80] == pytest.approx(0.2 + 0.8 * 0.5)
     assert values[99] == pytest.approx(0.2 + 0.8 * 1 / 40)
-    assert all(later < earlier for earlier, later in zip(values[60:], values[61:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(values[60:]))
 
 
 def test_learning_rate_without_warmup_or_cooldown_is_flat():

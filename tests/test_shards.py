@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanomuon import shards
+from nanomuon import locks, shards
 from nanomuon.corpus import is_validation, open_corpus
 from nanomuon.runtime import InputError
 from nanomuon.shards import Shard, prepare, read_manifest
@@ -56,12 +56,10 @@ def test_every_document_is_in_its_place_whatever_the_workers(tmp_path, monkeypat
     assert documents(folder, "train") == [text for text in texts if not is_validation(text)]
     validation = [text for text in texts if is_validation(text)]
     stored = documents(folder, "val")
-    assert (
-        stored == validation[: len(stored)]
-        and len(validation) - len(stored) == manifest["counts"]["validation_left_out"]
-    )
+    assert stored == validation[: len(stored)]
+    assert len(validation) - len(stored) == manifest["counts"]["validation_left_out"]
     # the texts of a shard make up SHARD_BYTES, and one document less would not
-    sizes = [sum(len(text.encode()) for text in texts) for texts in by_shard(folder)]
+    sizes = [len("".join(texts).encode()) for texts in by_shard(folder)]
     assert all(40_000 <= size < 40_000 + 20_000 for size in sizes[:-1])
     first = contents(folder)
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "other"))
@@ -92,7 +90,7 @@ def test_own_tokenizer_and_quick_second_call(tmp_path, monkeypatch, capsys):
     name = write_corpus(tmp_path / "texts", random_texts(500))
     folder = prepare(name, 300)
     assert (folder / "tokenizer/vocab.txt").exists() and (tmp_path / "base/tokenizer" / folder.name).exists()
-    monkeypatch.setattr(shards, "_write_shards", None)
+    monkeypatch.setattr(shards, "ShardWriter", None)
     assert prepare(name, 300) == folder
     assert prepare(name, tokenizer=shards.Tokenizer.load(folder / "tokenizer")) == folder
 
@@ -155,10 +153,10 @@ def test_stopped_at_any_moment(tmp_path, monkeypatch, stop):
         while "shard\n" != process.stdout.readline():
             pass
     (folder,) = (tmp_path / "other/shards").glob("*[0-9a-f]")
-    assert shards.being_written(folder)
+    assert locks.being_written(folder)
     process.send_signal(stop)
     process.communicate()
-    assert process.returncode != 0 and not shards.being_written(folder)
+    assert process.returncode != 0 and not locks.being_written(folder)
     manifest = read_manifest(folder)
     assert not manifest["complete"] and manifest["train"]
     assert contents(prepared(name)) == whole
@@ -168,7 +166,7 @@ def test_two_at_once(tmp_path, capsys):
     name = write_corpus(tmp_path / "texts", random_texts(300))
     folder = shards.shard_folder(open_corpus(name), 300, TOKENIZER)
     done = []
-    with shards.locked(folder):
+    with locks.locked(folder):
         second = threading.Thread(target=lambda: done.append(prepared(name)))
         second.start()
         second.join(0.5)
@@ -214,9 +212,11 @@ def test_deleted_shard_is_written_again(tmp_path, lost):
 
 
 def strip(manifest):
-    return [
-        {key: entry[key] for key in ("name", "documents", "tokens", "sha256")} for entry in manifest["train"]
-    ]
+    """What the manifest says of the training shards, but for where each ends in the corpus."""
+    stripped = []
+    for entry in manifest["train"]:
+        stripped.append({key: entry[key] for key in ("name", "documents", "tokens", "sha256")})
+    return stripped
 
 
 @pytest.mark.parametrize("hub", [False, True])
@@ -225,13 +225,15 @@ def test_part_of_a_corpus_grows_into_the_whole(tmp_path, monkeypatch, hub):
     texts = random_texts(3000)
     local = open_corpus(write_corpus(tmp_path / "texts", texts, files=8))
     read = []
+
+    def fetch(corpus, number):
+        read.append(number)
+        return corpus.files[number]
+
+    corpus = local
     if hub:
         corpus = shards.Corpus(local.name, local.revision, local.slug, local.files, repo="org/name")
-        monkeypatch.setattr(
-            shards.Corpus, "_fetch", lambda self, number: read.append(number) or self.files[number]
-        )
-    else:
-        corpus = local
+        monkeypatch.setattr(shards.Corpus, "_fetch", fetch)
     whole = read_manifest(prepared(corpus))
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "other"))
     validation = read_manifest(prepared(corpus, max_tokens=0))
@@ -239,15 +241,13 @@ def test_part_of_a_corpus_grows_into_the_whole(tmp_path, monkeypatch, hub):
     some = read_manifest(prepared(corpus, max_tokens=50_000))
     tokens = [entry["tokens"] for entry in some["train"]]
     assert sum(tokens[:-1]) < 50_000 <= sum(tokens) and strip(some) == strip(whole)[: len(tokens)]
-    monkeypatch.setattr(shards, "_write_shards", None)
+    monkeypatch.setattr(shards, "ShardWriter", None)
     prepared(corpus, max_tokens=40_000)
     monkeypatch.undo()
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "other"))
     monkeypatch.setattr(shards, "SHARD_BYTES", 40_000)
     if hub:
-        monkeypatch.setattr(
-            shards.Corpus, "_fetch", lambda self, number: read.append(number) or self.files[number]
-        )
+        monkeypatch.setattr(shards.Corpus, "_fetch", fetch)
     read.clear()
     grown = read_manifest(prepared(corpus))
     assert strip(grown) == strip(whole) and grown["counts"] == whole["counts"] and grown["max_tokens"] is None
@@ -263,12 +263,16 @@ def test_nothing_to_train_or_validate_on(tmp_path):
         prepared(write_corpus(tmp_path / "empty", [""]))
 
 
+def local_file(corpus, number):
+    return corpus.files[number]
+
+
 def test_training_waits_for_the_first_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "WINDOW", 2)
     monkeypatch.setattr(shards, "PATIENCE", 1)
     local = open_corpus(write_corpus(tmp_path / "texts", random_texts(4000)))
     corpus = shards.Corpus("hf:org/name", local.revision, local.slug, local.files, repo="org/name")
-    monkeypatch.setattr(shards.Corpus, "_fetch", lambda self, number: self.files[number])
+    monkeypatch.setattr(shards.Corpus, "_fetch", local_file)
     with pytest.raises(InputError, match="data_prep --corpus hf:org/name --vocab-size 300"):
         shards.prepare_for_training(corpus, 300)
     write, gate = shards.write_shard, threading.Event()

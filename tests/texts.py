@@ -5,11 +5,8 @@ import random
 
 from nanomuon.tokenizer import Tokenizer
 
-WORDS = (
-    "def return import self value for in the of and 12 345 été 数据 \n\n    == () [x] 'text' # note".split(
-        " "
-    )
-)
+WORDS = "def return import self value for in the of and 12 345 été 数据 \n\n    == () [x] 'text' # note"
+WORDS = WORDS.split(" ")
 
 
 def random_texts(count, seed=0, longest=600):

@@ -1,0 +1,81 @@
+"""The trained model alone, to evaluate and share: runs/<name>/model.safetensors and config.json."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor, Replicate
+
+from nanomuon.runtime import InputError, together, write_json
+from nanomuon.tensor_files import write_tensors
+
+
+def export_model(run_dir, model, config, meta) -> None:
+    """Write model.safetensors and config.json. Called by all ranks.
+
+    config: keywords that build the model, meta: what to know about it (step, val_bpb, tokenizer), both of
+    JSON types.
+    """
+    run_dir = Path(run_dir)
+    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, DTensor):
+            tensor = whole_tensor(tensor)
+        if is_first_rank:
+            weights[name] = tensor.cpu()
+
+    def write():
+        if is_first_rank:
+            _write_model(run_dir, weights, config, meta)
+
+    together(write)
+
+
+def _write_model(run_dir, weights, config, meta):
+    """Write config.json while there is no model.safetensors: where that exists, the two belong together."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "model.safetensors").unlink(missing_ok=True)
+    write_json(run_dir / "config.json", {"config": config, "meta": meta})
+    write_tensors(weights, run_dir / "model.safetensors.tmp", {"format": "pt"})
+    os.replace(run_dir / "model.safetensors.tmp", run_dir / "model.safetensors")
+
+
+def whole_tensor(tensor: DTensor) -> torch.Tensor:
+    """All of a DTensor on every rank of its mesh. Collective.
+
+    One mesh dimension after the other: those that cut the same dimension of the tensor need that order.
+    """
+    placements = list(tensor.placements)
+    for i in range(len(placements)):
+        placements[i] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+def load_model_config(run_dir) -> tuple[dict, dict]:
+    """(config, meta) that export_model wrote. Raises InputError where the run has no exported model."""
+    run_dir = Path(run_dir)
+    try:
+        if not (run_dir / "model.safetensors").exists():
+            raise OSError("no model.safetensors")
+        content = json.loads((run_dir / "config.json").read_text())
+        return content["config"], content["meta"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{run_dir} holds no finished model ({error}); "
+            f"train it: python -m scripts.base_train --run {run_dir.name}"
+        ) from error
+
+
+def load_model_weights(run_dir, model) -> None:
+    """Load model.safetensors into a model of load_model_config's. Raises InputError where they do not fit."""
+    file = Path(run_dir) / "model.safetensors"
+    try:
+        model.load_state_dict(load_file(file))
+    except Exception as error:
+        # safetensors and load_state_dict raise several kinds, all for a file that does not fit
+        raise InputError(f"{file} does not fit the model of config.json: {str(error)[:200]}") from error
