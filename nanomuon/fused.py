@@ -1,7 +1,8 @@
 """Fused matrices (QKV, heads), whose parts are orthogonalized one by one: the direction of a bank of them.
 
-Parts are independent matrices: each has its own second moment and the scale of its own shape. The second moments of
-the parts are kept one after the other, (S, 1), so a fused parameter has one state tensor of each name like any other.
+Parts are independent matrices: each has its own second moment and the scale of its own shape. The second
+moments of the parts are kept one after the other, (S, 1), so a fused parameter has one state tensor of each
+name like any other.
 """
 
 from dataclasses import dataclass, fields
@@ -63,7 +64,9 @@ class FusedDirection(MuonDirection):
 
 
 def fused_direction(U, second_momentum_buffer, ok, square_weight, *, split, **options):
-    """`optim.muon_direction` of every part. U: (k, m, n). Returns X with the gain of each part in it, and ones."""
+    """`optim.muon_direction` of every part. U: (k, m, n). Returns X with the gain of each part in it, and
+    ones.
+    """
 
     def direction(part, second, part_weight):
         return muon_direction(part, second, ok, part_weight, **options)

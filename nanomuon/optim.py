@@ -1,8 +1,8 @@
 """MuonAdamW for one process and DistMuonAdamW for many: Muon for matrices, AdamW for everything else.
 
-    groups = [dict(kind="muon", params=[...], lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95,
-    weight_decay=0.0),
-              dict(kind="adamw", params=[...], lr=3e-4, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)]
+    muon = dict(kind="muon", params=[...], lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.0)
+    adamw = dict(kind="adamw", params=[...], lr=3e-4, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
+    groups = [muon, adamw]
     optimizer = DistMuonAdamW(groups)  # under torchrun; in one process MuonAdamW(groups)
 
 The parameters are cut into pieces of work, and every piece has the same life:
@@ -154,9 +154,7 @@ def compiled(kernel, *signature):
 
 
 def cache_blocks(*tensors):
-    """Runs of rows of these tensors, small enough to stay in a CPU's cache where a kernel passes over them
-    eagerly.
-    """
+    """Runs of rows of these tensors that stay in a CPU's cache, where a kernel passes over them eagerly."""
     first = tensors[0]
     if compile_enabled() or first.numel() <= CACHE_BLOCK or first.device.type != "cpu":
         return [tensors]
@@ -176,9 +174,9 @@ def as_they_are(step, **hyperparameters):
 class ElementwiseKind:
     """A way to train a parameter element by element. Adding one is one entry of KINDS.
 
-    required: the hyperparameters a group must have. state: the names of what is kept for every element, beside
-    `step`. hyperparameters(group): what is read of it, {name: number}. rates(step, **hyperparameters): what the
-    kernel takes by name, on the device, where the step count is. update: the kernel, called as
+    required: the hyperparameters a group must have. state: the names of what is kept for every element,
+    beside `step`. hyperparameters(group): what is read of it, {name: number}. rates(step, **hyperparameters):
+    what the kernel takes by name, on the device, where the step count is. update: the kernel, called as
     update(param, grad, *state, ok, **rates).
     """
 
@@ -212,7 +210,9 @@ def adamw_hyperparameters(group):
 
 
 def adamw_rates(step, *, lr, log_beta1, log_beta2, **others):
-    """With the corrections of the bias of the averages, 1 - beta^t, where t is 0 if the first step is skipped."""
+    """With the corrections of the bias of the averages, 1 - beta^t, where t is 0 if the first step is
+    skipped.
+    """
     t = step.clamp(min=1)
     bias1 = -torch.expm1(t * log_beta1)  # beta^t near 1 would cost float32 its digits
     bias2 = -torch.expm1(t * log_beta2)
@@ -245,8 +245,8 @@ KINDS = {
 
 
 class Table:
-    """The hyperparameters of some entries (parameters or matrices), by name: a tensor with one value an
-    entry.
+    """The hyperparameters of some parameters or matrices, by name: a tensor with one value for each of
+    them.
     """
 
     def __init__(self, read, groups):
@@ -332,7 +332,8 @@ class World:
 
     def share(self, rows, rank=None):
         """(lo, hi) of a rank's ceil(rows/W) rows, the last ones short or empty, as in DTensor's Shard."""
-        rank = self.rank if rank is None else rank
+        if rank is None:
+            rank = self.rank
         each = -(-rows // self.size)
         return min(rows, each * rank), min(rows, each * (rank + 1))
 
@@ -359,9 +360,8 @@ class World:
 
     def all_reduce(self, tensor, operation=dist.ReduceOp.AVG):
         """Gives the same tensor, with the mean over ranks in it."""
-        return Transfer(
-            dist.all_reduce(tensor, operation, group=self.process_group, async_op=True), tensor, tensor
-        )
+        work = dist.all_reduce(tensor, operation, group=self.process_group, async_op=True)
+        return Transfer(work, tensor, tensor)
 
     def reduce_to(self, owner, tensor):
         """Gives the same tensor: at its owner the mean over ranks, elsewhere nothing of use."""
@@ -375,9 +375,7 @@ class World:
         return Transfer(work, tensor, tensor)
 
     def all_to_all(self, send, sent, received):
-        """send: flat, sent[r] elements for rank r. Gives a flat tensor with the received[r] elements from
-        rank r.
-        """
+        """send: flat, sent[r] elements for rank r. Gives the received[r] elements from each rank r, flat."""
         out = send.new_empty(sum(received))
         work = dist.all_to_all_single(out, send, received, sent, group=self.process_group, async_op=True)
         return Transfer(work, send, out)
@@ -397,22 +395,19 @@ def gradient(param):
     if grad is None:
         return torch.zeros_like(local(param))
     if isinstance(grad, DTensor) and grad.placements != param.placements:
-        grad = grad.redistribute(
-            param.device_mesh, param.placements
-        )  # tensor parallelism may leave partial sums
+        # Tensor parallelism may leave partial sums
+        grad = grad.redistribute(param.device_mesh, param.placements)
     return local(grad)
 
 
 def is_cut(param):
-    """Whether each rank holds a piece of the parameter only. A DTensor that is whole everywhere counts as
-    replicated.
-    """
+    """Whether each rank holds a piece only. A DTensor that is whole on every rank counts as replicated."""
     if not isinstance(param, DTensor):
         return bool(getattr(param, "planned_cuts", ()))  # footprint.py plans pieces without a process group
-    mesh_sizes = enumerate(param.placements)
-    return any(
-        not placement.is_replicate() and param.device_mesh.size(axis) > 1 for axis, placement in mesh_sizes
-    )
+    for axis, placement in enumerate(param.placements):
+        if not placement.is_replicate() and param.device_mesh.size(axis) > 1:
+            return True
+    return False
 
 
 def state_dtype(param):
@@ -442,9 +437,7 @@ class WholeEverywhere:
         return self.tensor.clone()
 
     def piece_of(self, saved):
-        """What this rank keeps of a saved tensor, which is whole or a DTensor of any layout (then
-        collective).
-        """
+        """What this rank keeps of a saved tensor: whole, or a DTensor of any layout (then collective)."""
         return whole(saved)
 
 
@@ -499,12 +492,9 @@ class InPieces:
         return self.shown().full_tensor().clone()
 
     def piece_of(self, saved):
-        if (
-            isinstance(saved, DTensor)
-            and saved.device_mesh == self.mesh
-            and saved.placements == self.placements
-        ):
-            return saved.to_local()
+        if isinstance(saved, DTensor):
+            if (saved.device_mesh, saved.placements) == (self.mesh, self.placements):
+                return saved.to_local()
         return distribute_tensor(whole(saved), self.mesh, self.placements, src_data_rank=None).to_local()
 
 
@@ -552,15 +542,16 @@ class SmallParameters:
                 name: like_param(param, view) for name, view in zip(kind.state, views, strict=True)
             }
 
+    def flat_gradients(self):
+        return torch.cat([gradient(param).flatten() for param in self.params])  # promotes different dtypes
+
     def collect(self):
-        self.grads = torch.cat(
-            [gradient(param).flatten() for param in self.params]
-        )  # promotes different dtypes
         if self.world.size > 1:
-            self.transfer = self.world.all_reduce(self.grads.to(self.world.sent_dtype(self.grads)))
+            grads = self.flat_gradients()
+            self.transfer = self.world.all_reduce(grads.to(self.world.sent_dtype(grads)))
 
     def compute(self, ok):
-        grads = self.transfer.wait() if self.world.size > 1 else self.grads
+        grads = self.transfer.wait() if self.world.size > 1 else self.flat_gradients()
         params = torch.cat([local(param).flatten() for param in self.params])
         self.steps += ok
         rates = self.kind.rates(self.steps.to(params.dtype), **self.table.columns)  # of every parameter
@@ -570,7 +561,7 @@ class SmallParameters:
         pieces = [local(param) for param in self.params]
         new = [part.view(piece.shape) for part, piece in zip(params.split(self.sizes), pieces, strict=True)]
         torch._foreach_copy_(pieces, new)
-        self.grads = self.transfer = ()
+        self.transfer = ()
         if self.free_grads:
             drop_gradients(self.params)
 
@@ -626,14 +617,14 @@ class LargeParameter:
     def deliver(self):
         if self.world.size > 1:
             param, new = local(self.param), self.transfer.wait()
-            if new.data_ptr() != param.data_ptr():
+            if new is not param:  # it was padded
                 param.copy_(new[: len(param)])
             self.transfer = ()
 
 
 @dataclass(eq=False)
 class Matrix:
-    """One matrix of a Muon parameter: the parameter, (out, rest) of a convolution, or the index-th of (E, m,
+    """One matrix of a Muon parameter: all of it, (out, rest) of a convolution, or the index-th of (E, m,
     n).
     """
 
@@ -657,7 +648,9 @@ def matrix_shape(param):
 
 
 def matrices_of(entries):
-    """The matrices that this rank holds of these (parameter, group) pairs, in the orientation of the first."""
+    """The matrices that this rank holds of these (parameter, group) pairs, in the orientation of the
+    first.
+    """
     shape = matrix_shape(entries[0][0])
     matrices = []
     for param, group in entries:
@@ -685,8 +678,9 @@ def as_batch(matrices):
 class Bank:
     """Same-shaped matrices of one process, worked on as one batch.
 
-    compute: momentum, direction and update of all of them, a few at a time. There is nothing to collect or deliver.
-    entries: (parameter, group) pairs; the first one decides the orientation. direction: a MuonDirection.
+    compute: momentum, direction and update of all of them, a few at a time. There is nothing to collect or
+    deliver. entries: (parameter, group) pairs; the first one decides the orientation. direction: a
+    MuonDirection.
     """
 
     def __init__(self, entries, direction, world, hyperparameters, free_grads):
@@ -721,7 +715,9 @@ class Bank:
         return WholeEverywhere(self.as_parameter(buffer, i, param, name))
 
     def as_parameter(self, buffer, i, param, name):
-        """The state of a parameter: the i-th part of a buffer, in its orientation, or for (E, m, n) all of it."""
+        """The state of a parameter: the i-th part of a buffer, in its orientation, or for (E, m, n) all of
+        it.
+        """
         if param.ndim == 3:
             return buffer
         mine = buffer[i].mT if self.owned[i].transposed else buffer[i]
@@ -916,9 +912,7 @@ class MuonDirection:
 
     @property
     def transposable(self):
-        """Whether the direction of a transpose is the transposed direction, and its state the transposed
-        state.
-        """
+        """Whether transposes can share a bank: direction and state of a transpose are the transposed ones."""
         return not self.row_equilibrate
 
     def state(self, m, n):
@@ -968,14 +962,15 @@ class CustomDirection(MuonDirection):
 
 
 def update_scales(direction, matrices, shape, like):
-    """(k, 1, 1), or (k, m, 1) where every row has its own: factors on the update, from the parameters' shapes.
+    """(k, 1, 1), or (k, m, 1) where every row has its own: factors on the update, from the parameters'
+    shapes.
 
     shape: (m, n) of the matrices in the orientation of their bank.
     """
-    rows = [
-        direction.row_scales(matrix.group["scale"], *(shape[::-1] if matrix.transposed else shape))
-        for matrix in matrices
-    ]
+    rows = []
+    for matrix in matrices:
+        m, n = shape[::-1] if matrix.transposed else shape
+        rows.append(direction.row_scales(matrix.group["scale"], m, n))
     values = torch.tensor(rows, dtype=like.dtype, device=like.device)
     return values.view(len(matrices), -1, 1) if rows else values.view(0, 1, 1)
 
@@ -1054,8 +1049,8 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
     def all_finite(self, told=True):
-        """1 if every gradient on every rank is finite and `told` is true on all, else 0. 0-D, and not read
-        here.
+        """0-D, not read here: 1 if every gradient on every rank is finite and `told` is true on all, else
+        0.
         """
         grads = [gradient(param) for _, param, _ in self.named(self.param_groups) if param.grad is not None]
         finite = torch.ones_like(self.skipped_steps, dtype=torch.bool)
@@ -1071,16 +1066,13 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def overlap_backward(self):
-        """Around the last micro-batch's backward: launches each piece's collect as soon as its gradients are
-        there.
+        """Around the last micro-batch's backward: launches each collect as soon as its gradients are there.
 
         Always in the order of the pieces, which all ranks share, whatever order autograd takes; step()
         launches the rest, and must follow before any gradient changes again. Does nothing in one process.
         """
         if self.launched:
-            raise RuntimeError(
-                "overlap_backward: the collects of an earlier backward are in flight; call step() first"
-            )
+            raise RuntimeError("overlap_backward: earlier collects are in flight; call step() first")
         missing = [set(work.collected) for work in self.works]
         work_of = {param: i for i, work in enumerate(self.works) for param in work.collected}
 
@@ -1112,9 +1104,13 @@ class MuonAdamW(torch.optim.Optimizer):
             else:
                 self.start_equal(param)
             kind = KINDS[group["kind"]]
-            if isinstance(kind, MatrixKind) and is_cut(param):
+            if isinstance(kind, ElementwiseKind):
+                pieces.setdefault(self.alike(name, param, group), []).append((param, group))
+            elif not isinstance(kind, MatrixKind):
+                raise ValueError(f"{name}: nothing in optim.py trains the kind {group['kind']!r}")
+            elif is_cut(param):
                 in_pieces.append((name, param, group))
-            elif param.numel() or not isinstance(kind, MatrixKind):
+            elif param.numel():
                 pieces.setdefault(self.alike(name, param, group), []).append((param, group))
         works = self.pieces_of_work(pieces)
         if in_pieces:
@@ -1142,10 +1138,10 @@ class MuonAdamW(torch.optim.Optimizer):
             return "large", name
         shape = matrix_shape(param)
         direction = self.direction(group, shape[0])
-        if (
-            direction.transposable and param.ndim != 3
-        ):  # it shares the bank of its transpose, whose polar factor is
-            shape = tuple(sorted(shape))  # the transposed one
+        if direction.transposable and param.ndim != 3:
+            shape = tuple(
+                sorted(shape)
+            )  # the polar factor of a transpose is the transposed one: one bank for both
         form = group["nesterov"], group["weight_decay_form"]
         batch = name if param.ndim == 3 else ""  # one by itself
         return "bank", shape, batch, direction, *form, param.dtype, param.device
@@ -1160,10 +1156,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def pieces_of_work(self, pieces):
         """The works, in reversed order of the model: its last gradients come first."""
-        owners = self.owners_of_banks(
-            {alike: entries for alike, entries in pieces.items() if alike[0] == "bank"}
-        )
-        works = []
+        banks = {alike: entries for alike, entries in pieces.items() if alike[0] == "bank"}
+        owners, works = self.owners_of_banks(banks), []
         for alike, entries in reversed(pieces.items()):
             param, group = entries[0]
             kind, world = KINDS[group["kind"]], World() if is_cut(param) else self.world
@@ -1181,9 +1175,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return works
 
     def owners_of_banks(self, banks):
-        """{bank: the owner of each of its matrices}; the banks with the most expensive matrices choose
-        first.
-        """
+        """{bank: the owner of each of its matrices}. Banks with the most expensive matrices choose first."""
         flops = {}
         for alike, ((param, group), *_) in banks.items():
             shape = matrix_shape(param)
@@ -1271,24 +1263,22 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 class DistMuonAdamW(MuonAdamW):
-    """The same over the ranks of a process group: gradients and state of replicated parameters are split
-    (ZeRO-2), parameters that are themselves in pieces (DTensor: FSDP2, tensor parallelism) are worked on
-    where they live.
+    """The same over the ranks of a process group, to which every rank brings the same groups.
 
     process_group: default the whole world; a world of one where torch.distributed is not initialized and
-    torchrun did not start us. It holds the ranks of all device meshes. Every rank constructs it with the same
-    groups. comm_dtype: of the reduction, and of both transfers of sharded matrices; default the gradient's
-    own. free_grads: set `p.grad` to None as soon as it is used; otherwise it is not changed.
-    matmul_precision: None, or highest | high | medium (torch.set_float32_matmul_precision) during the step.
+    torchrun did not start us. It holds the ranks of all device meshes. comm_dtype: of the reduction, and of
+    both transfers of sharded matrices; default the gradient's own. free_grads: set `p.grad` to None as soon
+    as it is used; otherwise it is not changed. matmul_precision: None, or highest | high | medium
+    (torch.set_float32_matmul_precision) during the step.
 
-    **Replicated parameters.** They are broadcast from rank 0, and the update uses the mean of `p.grad` over
-    ranks. W ranks, parameters of R rows, banks of K same-shaped matrices:
+    Gradients and state of replicated parameters are split (ZeRO-2). They start as rank 0 has them, and the
+    update uses the mean of `p.grad` over ranks. With W ranks, parameters of R rows, banks of K matrices:
 
-      parameters                collect                             state on a rank         deliver
-      AdamW, <= 16384 elements  one all_reduce for all of them      all of it               nothing
-      AdamW                     reduce_scatter                      ceil(R/W) rows          all_gather
-      Muon                      reduce_scatter, whole matrices      ceil(K/W) matrices      all_gather
-      Muon, 2K < W              reduce of each to its owner         of K ranks one each     broadcast from the owner
+      parameters            collect                          state on a rank      deliver
+      AdamW, up to SMALL    one all_reduce for all of them   all of it            nothing
+      AdamW                 reduce_scatter                   ceil(R/W) rows       all_gather
+      Muon                  reduce_scatter, whole matrices   ceil(K/W) matrices   all_gather
+      Muon, 2K < W          reduce of each to its owner      of K ranks one each  broadcast from the owner
 
     A rank sends 2(W-1)/W times the parameter bytes a step, plus padding. Memory of a step beyond parameters,
     gradients and state: (1 + 1/W) times the padded bytes of what is in flight, which is everything (AdamW
@@ -1296,33 +1286,8 @@ class DistMuonAdamW(MuonAdamW):
     of a bank, its temporaries. After every step all ranks hold bitwise the same parameters; a world of one
     does what MuonAdamW does.
 
-    **Parameters in pieces.** A DTensor that is not cut anywhere counts as replicated. Otherwise its gradient
-    is final over its mesh and nothing is averaged again. Momentum and AdamW's moments are cut like the
-    parameter. The mesh dimension called "tp" is tensor parallelism, any other that cuts is data parallelism;
-    W ranks of the latter:
-
-      parameters                collect                             second moment           deliver
-      AdamW                     nothing                             pieces                  nothing
-      Muon, (E, m, n) by E      nothing                             pieces                  nothing
-      Muon                      all_to_all of momentum shards       whole, at the owner     all_to_all of update shards
-
-    The last row goes through a pipeline: one chunk of same-shaped matrices is admitted a round, so that its
-    collect runs under the compute of the one before; the first one's runs under the AdamW groups and the
-    experts. A rank sends 2(W-1)/W times the bytes of its shards. chunk_size: matrices in a chunk (default:
-    about CHUNK_BYTES of them on each owner). max_in_flight: chunks that hold buffers at once, each what it
-    sends and what it receives; 3 hide both transfers, 2 the collect, 1 nothing.
-
-    tensor_parallel (of a Muon group) says how T ranks orthogonalize an (m, n) matrix cut by rows or columns;
-    s and l are its short and its long side:
-
-      mode          default where               sent by a rank                  computed by a rank       result
-      distributed   the long side is cut, or    2(T-1)/T s^2 a step, twice      products with X: 1/T,    the whole
-                    a square                    in all in Gram form             of s x s: all of them    matrix's
-      duplicated    the short side is cut, or   (T-1)/T l s                     all of it                the whole
-                    the rows of fused parts                                                              matrix's
-      blockwise     never                       nothing                         its block: 1/T or less   each block's
-
-    `distributed` falls back to `duplicated` where that is the default.
+    Parameters that are in pieces themselves (DTensors of FSDP2 or tensor parallelism) are worked on where
+    they live: `sharded.py`, which has max_in_flight and chunk_size as well.
     """
 
     def __init__(

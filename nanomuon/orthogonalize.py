@@ -52,9 +52,8 @@ def triples(coefficients, steps=None):
     """
     if isinstance(coefficients, str):
         if coefficients not in COEFFICIENTS:
-            raise ValueError(
-                f"unknown coefficients {coefficients!r}; known: {', '.join(COEFFICIENTS)}, or a list of triples"
-            )
+            known = ", ".join(COEFFICIENTS)
+            raise ValueError(f"unknown coefficients {coefficients!r}; known: {known}, or a list of triples")
         table = COEFFICIENTS[coefficients]
     else:
         table = tuple(tuple(map(float, triple)) for triple in coefficients)
@@ -89,11 +88,11 @@ def newton_schulz_flops(m, n, steps):
 def orthogonalize(U, coefficients="polar_express", steps=None, gram=None):
     """Approximate polar factor of each matrix.
 
-    U: (..., m, n) float. Returns (..., m, n) in the dtype of the iteration: float64 stays float64; CPUs iterate
-    in float32 (bf16 is about 4 times slower without native support); elsewhere bf16 in the plain form and
-    float16 in the Gram form, which is then the more accurate of the two (relative error .0044 against .0086 on
-    a Gaussian matrix). `gram=None` lets the shape decide. Singular values come out in about [0.7, 1.15],
-    depending on the set; a zero matrix gives zero.
+    U: (..., m, n) float. Returns (..., m, n) in the dtype of the iteration: float64 stays float64; CPUs
+    iterate in float32 (bf16 is about 4 times slower without native support); elsewhere bf16 in the plain form
+    and float16 in the Gram form, which is then the more accurate of the two (relative error .0044 against
+    .0086 on a Gaussian matrix). `gram=None` lets the shape decide. Singular values come out in about [0.7,
+    1.15], depending on the set; a zero matrix gives zero.
     """
     m, n = U.shape[-2:]
     table = triples(coefficients, steps)
@@ -115,7 +114,9 @@ def in_iteration_precision(U):
 
 
 def normalized(X, norm, coefficients):
-    """X with singular values of at most 1: the Frobenius norm bounds them. polar_express wants a margin of 2%."""
+    """X with singular values of at most 1: the Frobenius norm bounds them. polar_express wants a margin of
+    2%.
+    """
     if coefficients == "polar_express":
         return X / (1.02 * norm + 1e-6)
     return X / norm.clamp(min=1e-7)
@@ -142,9 +143,9 @@ def gram_newton_schulz(X, table):
     """The same polynomial on the Gram matrix R = XX^T, the long side touched four times in all (Dao-AILab,
     gram-newton-schulz).
 
-    Q accumulates the polynomial of R, so that each step costs products of the short side only. Two things keep
-    half precision alive: one restart before the third step, and one baddbmm for each of Z, Q and R (a separate
-    add loses three times as much).
+    Q accumulates the polynomial of R, so that each step costs products of the short side only. Two things
+    keep half precision alive: one restart before the third step, and one baddbmm for each of Z, Q and R (a
+    separate add loses three times as much).
     """
     tall = X.size(1) > X.size(2)
     for part in (table[:2], table[2:]):  # the restart: R is built anew from the X so far
@@ -156,7 +157,9 @@ def gram_newton_schulz(X, table):
 
 
 def gram_polynomial(R, table):
-    """Q (K, s, s), with which these steps are the product QX (XQ if X is tall). R: (K, s, s), the Gram matrix."""
+    """Q (K, s, s), with which these steps are the product QX (XQ if X is tall). R: (K, s, s), the Gram
+    matrix.
+    """
     a, b, c = table[0]
     Z = torch.baddbmm(R, R, R, beta=b, alpha=c)
     Q = Z + a * torch.eye(R.size(1), dtype=R.dtype, device=R.device)
@@ -187,5 +190,5 @@ def update_scale(rule, m, n):
     if rule == "unit_rms_norm":
         return math.sqrt(m / n)
     raise ValueError(
-        f"unknown scale {rule!r}; known: shape, match_rms_adamw, spectral, unit_rms_norm, or a callable (m, n)"
+        f"unknown scale {rule!r}; known: shape, match_rms_adamw, spectral, unit_rms_norm, a callable (m, n)"
     )

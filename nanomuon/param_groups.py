@@ -14,7 +14,7 @@ MUON_OPTIONS = {
     "row_equilibrate": False,  # MuonEq, arXiv 2603.28254
     "renormalize": False,  # Muon+, arXiv 2602.21545
     "split": None,  # the parts of a fused matrix, see split_rows
-    "direction": None,  # a function in place of polar factor and variance reduction, see optim.CustomDirection
+    "direction": None,  # a function of your own in place of the polar factor, see optim.CustomDirection
     "tensor_parallel": None,  # duplicated | distributed | blockwise; None: by shape, see optim.DistMuonAdamW
 }
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, activation checkpointing
@@ -61,8 +61,8 @@ def build_param_groups(model, *, muon, adamw, roles=None, skip_keys=(), expert_k
 
     muon:   hyperparameters of the Muon group: lr, momentum, ns_steps, beta2, weight_decay and any option
     adamw:  lr, betas, eps, weight_decay of everything else
-    roles:  {key: overrides}; a parameter whose name matches a key (the first one that does) gets a group of its own
-            kind with these hyperparameters on top, e.g. {"wte": dict(lr=0.3), "lm_head": dict(lr=0.004)}
+    roles:  {key: overrides}; a parameter whose name matches a key (the first one that does) gets a group of
+            its own kind with these hyperparameters on top, e.g. {"wte": dict(lr=0.3), "lm_head": dict(lr=0.004)}
     skip_keys: more names that are never Muon.  expert_keys: names whose leading dimension counts matrices,
     (E, m, n). is_muon: a predicate (name, parameter) -> bool that decides instead of the rules. Each group
     carries `names`, without wrapper components, and is in the order of the model.

@@ -1,16 +1,20 @@
 """Muon on parameters that live in pieces (DTensors), after Motif's parallel Muon: an extension of `optim.py`.
 
-What happens to the matrices of a cut parameter depends on the dimension of the device mesh that cuts them:
+A DTensor that is not cut anywhere counts as replicated. Otherwise its gradient is final over its mesh (FSDP2
+has averaged it, and in tensor parallelism it is exact), and momentum and AdamW's moments are cut as it is.
+What happens to the matrices depends on the dimension of the device mesh that cuts them:
 
-  the experts of (E, m, n)          whole matrices on every rank: nothing moves
-  a dimension called "tp"           tensor parallelism: the ranks orthogonalize together (`tensor_parallel.py`)
-  any other (FSDP2)                 data parallelism: an all_to_all brings the shards of each matrix to its owner,
-                                    and another one the shards of its update back
+  the experts of (E, m, n)    whole matrices on every rank: nothing moves
+  a dimension called "tp"     tensor parallelism: the ranks orthogonalize together (`tensor_parallel.py`)
+  any other (FSDP2)           data parallelism: an all_to_all brings the shards of each matrix to its owner,
+                              which keeps its second moment, another one the shards of its update back
 
-The first two are a `Bank` of what this rank holds. The third is a `Pipeline`, one piece of work of many chunks: a
-chunk of matrices is admitted per round, so that its transfer runs under the computation of the one before, and few
-chunks are in memory. The gradient of a DTensor is final over its mesh: FSDP2 has averaged it, and in tensor
-parallelism it is exact.
+The first two are a `Bank` of what this rank holds. The third is a `Pipeline`, one piece of work made of
+chunks of same-shaped matrices: one chunk is admitted a round, so that its collect runs under the compute of
+the one before; the first one's runs under the AdamW groups and the experts. A rank sends 2(W-1)/W times the
+bytes of its shards. The optimizer's chunk_size: matrices in a chunk (default: about CHUNK_BYTES of them on
+each owner). Its max_in_flight: chunks that hold buffers at once, each what it sends and what it receives; 3
+hide both transfers, 2 the collect, 1 nothing.
 """
 
 import functools
@@ -91,9 +95,10 @@ def whole_shape(param):
 class Layout:
     """Where the matrices of a cut parameter live, and what a rank computes of them.
 
-    shape: (m, n) of what the direction is asked for: the whole matrix, or a tensor-parallel rank's piece of it.
-    data_parallel, tensor_parallel: the cut of either sort, or nothing. dim: of a batch, 1 rows or 2 columns, that
-    data_parallel cuts. vectors_cut: whether the state of the direction is in pieces over "tp" (blockwise).
+    shape: (m, n) of what the direction is asked for: the whole matrix, or a tensor-parallel rank's piece of
+    it. data_parallel, tensor_parallel: the cut of either sort, or nothing. dim: of a batch, 1 rows or 2
+    columns, that data_parallel cuts. vectors_cut: whether the state of the direction is in pieces over "tp"
+    (blockwise).
     """
 
     shape: tuple
@@ -143,7 +148,8 @@ def layout(param, group, direction, cuts):
 
 
 def tensor_parallel_mode(group, shape, dim, world):
-    """What the group asks for, else `distributed` where the cut side is the long one, which Gram matrices sum over.
+    """What the group asks for, else `distributed` where the cut side is the long one, which Gram matrices sum
+    over.
 
     ValueError for a `blockwise` that cannot be.
     """
@@ -210,7 +216,9 @@ def cut_into_chunks(entries, where, size):
 
 
 def state_placements(param, where):
-    """How a direction's state is cut over the parameter's mesh: experts with their matrices, vectors of blocks."""
+    """How a direction's state is cut over the parameter's mesh: experts with their matrices, vectors of
+    blocks.
+    """
     placements = [Replicate()] * param.device_mesh.ndim
     for axis, placement in enumerate(param.placements):
         if param.ndim == 3 and not placement.is_replicate() and placement.dim == 0:
@@ -233,7 +241,9 @@ def whole_state_shape(param, name, buffer, where):
 
 
 class BankOfPieces(Bank):
-    """A bank of what this rank holds: whole experts, or pieces that tensor parallelism orthogonalizes together."""
+    """A bank of what this rank holds: whole experts, or pieces that tensor parallelism orthogonalizes
+    together.
+    """
 
     def __init__(self, entries, where, hyperparameters, free_grads):
         self.where = where
@@ -253,10 +263,11 @@ class BankOfPieces(Bank):
 
 
 class Chunk:
-    """Same-shaped matrices that go through the pipeline together: K in all, k of them whole at this rank, their owner.
+    """Same-shaped matrices that go through the pipeline together: K in all, k of them whole at this rank,
+    their owner.
 
-    Momentum, weight decay and update are elementwise and happen on the shards; the direction, with what it keeps,
-    at the owner. The owners are ascending, so a rank's matrices are consecutive.
+    Momentum, weight decay and update are elementwise and happen on the shards; the direction, with what it
+    keeps, at the owner. The owners are ascending, so a rank's matrices are consecutive.
     """
 
     def __init__(self, entries, where, hyperparameters, free_grads):
@@ -378,8 +389,8 @@ class OwnedInPieces(InPieces):
 class Pipeline:
     """All chunks, as one piece of work: `step` never hears of them.
 
-    One chunk is admitted a round, so that its collect runs under the compute of the one before. The first one is
-    admitted in compute(), under the other works.
+    One chunk is admitted a round, so that its collect runs under the compute of the one before. The first one
+    is admitted in compute(), under the other works.
     """
 
     def __init__(self, chunks, max_in_flight):

@@ -1,12 +1,17 @@
-"""Matrices that the ranks of a tensor-parallel group orthogonalize together, after Megatron's TensorParallelMuon.
+"""Matrices that the ranks of a tensor-parallel group orthogonalize together, after Megatron's own.
 
-An (m, n) matrix is cut along one dimension over T ranks. What a bank of pieces asks for its direction:
+An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short and its long side.
+`tensor_parallel` of a Muon group says how they work:
 
-    Duplicated    the whole matrix is gathered, every rank computes all of it and keeps its piece
-    Distributed   every rank works on its piece; Gram matrices and norms, which are sums over the cut dimension, are
-                  all-reduced. The cut dimension has to be the one that the Gram matrix sums over, the long one
+  mode         default where             sent by a rank               computed by a rank      result
+  distributed  the long side is cut,     2(T-1)/T s^2 a step, twice   products with X: 1/T,   the whole
+               or a square               in all in Gram form          of s x s: all           matrix's
+  duplicated   the short side is cut,    (T-1)/T l s                  all of it               the whole
+               or rows of fused parts                                                         matrix's
+  blockwise    never                     nothing                      its block               each block's
 
-Both give what one process would. (The third way, "blockwise", is no direction of its own: each piece is a matrix.)
+`distributed` falls back to `duplicated` where that is the default: Gram matrices are sums over the long side.
+`blockwise` is no direction of its own, each block being a matrix; the other two are the classes below.
 """
 
 from dataclasses import dataclass

@@ -119,7 +119,8 @@ def products(optimizer, device):
             dtype = torch.float16 if gram else torch.bfloat16
         X, Y = (torch.randn(k, short, long, device=device, dtype=dtype) / long for _ in range(2))
         A, B = (torch.randn(k, short, short, device=device, dtype=dtype) / short for _ in range(2))
-        # The long side is touched 4 times in Gram form (2 products to R, 2 from Q), twice a step in the plain one
+        # The long side is touched 4 times in Gram form (2 products to R, 2 from Q), twice a step in the plain
+        # one
         sides, shorts = (4, 14) if gram else (2 * NS_STEPS, NS_STEPS)
         for _ in bank.batches:
             calls += [(X, X.mT, A), (A, X, Y)] * (sides // 2) + [(A, A, B)] * shorts
@@ -197,9 +198,7 @@ def compare(args):
                 if round >= 0:
                     times[name].append(ms)
         tables[part] = report(part, times, first)
-    flops = sum(
-        len(bank.matrices) * newton_schulz_flops(*bank.shape, NS_STEPS) for bank in muon_banks(ours)
-    )
+    flops = sum(len(bank.matrices) * newton_schulz_flops(*bank.shape, NS_STEPS) for bank in muon_banks(ours))
     parameters = sum(p.numel() for g in groups for p in g["params"])
     print(
         f"\ndepth {args.depth}: {parameters / 1e6:.1f} M parameters, Newton-Schulz {flops / 1e9:.1f} GFLOP a step"

@@ -21,3 +21,10 @@ def test_the_list_of_packages_has_all_modules_of_the_library():
     """Setuptools takes the folders that are listed and none inside them."""
     folders = {file.parent for file in (ROOT / "nanomuon").rglob("*.py")}
     assert folders == {ROOT / package for package in installed_packages()}
+
+
+def test_the_optimizer_needs_torch_alone():
+    others = ["datasets", "matplotlib", "pyarrow", "rustbpe", "safetensors", "scipy", "tiktoken", "wandb"]
+    code = f"import nanomuon.optim, sys; print([name for name in {others} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -5,6 +5,7 @@ parameters.
 import functools
 import math
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -85,15 +86,13 @@ def one_process(model, steps, dtype, holes=0, **options):
     return [p.detach() for p in params], optimizer.full_state_dict()["state"]
 
 
-def sharded_model(
-    group, model, names, placements, dtype, options=(), settings=(), seed=0, make=DistMuonAdamW
-):
+def sharded_model(group, model, names, placements, dtype, options=(), settings=(), seed=0):
     mesh = mesh_of(group, names)
     params, groups = build(model, dtype, seed=seed, **dict(options))
     pieces = {p: torch.nn.Parameter(cut(p.detach(), mesh, placements)) for p in params}
     for each in groups:
         each["params"] = [pieces[p] for p in each["params"]]
-    return mesh, list(pieces.values()), make(groups, group, **dict(settings))
+    return mesh, list(pieces.values()), DistMuonAdamW(groups, group, **dict(settings))
 
 
 def full(params):
@@ -222,21 +221,20 @@ def test_fully_shard_and_parallelize_module_train_what_one_process_trains(size, 
 # ---- the pipeline
 
 
-class Watched(DistMuonAdamW):
-    """Records when transfers are launched and waited for, and when directions are computed, of which
-    chunk.
-    """
+class Watched:
+    """Records when transfers are launched and waited for, and when directions are computed, of which chunk."""
 
-    def _sharded(self, chunk):
-        index, stages = self._chunks.index(chunk), super()._sharded(chunk)
-        self.flying += 1
+    def __init__(self, optimizer):
+        self.optimizer, (self.pipeline,) = optimizer, optimizer.works[:1]
+        for index, chunk in enumerate(self.pipeline.chunks):
+            for stage in ("collect", "compute", "deliver"):
+                setattr(chunk, stage, functools.partial(self.stage, index, stage, getattr(chunk, stage)))
+
+    def stage(self, index, name, run, ok):
+        self.now, self.flying = index, self.flying + (name == "collect")
         self.most = max(self.most, self.flying)
-        while True:
-            self.now = index
-            if next(stages, "done"):
-                break
-            yield
-        self.flying -= 1
+        run(ok)
+        self.flying -= name == "deliver"
 
     def step(self):
         self.events, self.flying, self.most = [], 0, 0
@@ -255,12 +253,13 @@ class Watched(DistMuonAdamW):
             self.events.append(("adamw", None))
             return adamw(*args, **options)
 
+        adamw_kind = replace(optim.KINDS["adamw"], update=elementwise)
         with (
             mock.patch.object(dist, "all_to_all_single", launch),
             mock.patch.object(optim, "muon_direction", compute),
-            mock.patch.object(optim, "adamw_update", elementwise),
+            mock.patch.object(self.optimizer.works[-1], "kind", adamw_kind),
         ):
-            super().step()
+            self.optimizer.step()
 
 
 CHUNKED = [("muon", (48, 64))] * 12 + [("adamw", (20, 3))]
@@ -269,13 +268,14 @@ CHUNKED = [("muon", (48, 64))] * 12 + [("adamw", (20, 3))]
 def watched(group, max_in_flight, chunk_size):
     settings = dict(max_in_flight=max_in_flight, chunk_size=chunk_size)
     model = group, CHUNKED, ("dp",), ROWS, torch.float32
-    mesh, params, optimizer = sharded_model(*model, settings=settings, make=Watched)
+    mesh, params, optimizer = sharded_model(*model, settings=settings)
+    watched = Watched(optimizer)
     for step in range(3):
-        train(optimizer, params, CHUNKED, 1, torch.float32, start=step, mesh=mesh, placements=ROWS)
-        flat = [event for event in optimizer.events]
+        train(watched, params, CHUNKED, 1, torch.float32, start=step, mesh=mesh, placements=ROWS)
+        flat = [event for event in watched.events]
     with LiveBytes() as live:
-        DistMuonAdamW.step(optimizer)
-    return flat, optimizer.most, live.peak, full(params)
+        optimizer.step()
+    return flat, watched.most, live.peak, full(params)
 
 
 def test_communication_of_a_chunk_runs_under_the_compute_of_the_one_before():

@@ -15,7 +15,9 @@ import tempfile
 import traceback
 
 LARGEST = 4
-SMALL = 1023  # in place of optim.SMALL: the parameters of tests are small, and their rows are cut all the same
+SMALL = (
+    1023  # in place of optim.SMALL: the parameters of tests are small, and their rows are cut all the same
+)
 _workers = []  # (process, connection)
 
 
