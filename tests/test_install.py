@@ -1,5 +1,7 @@
 """What `pip install` puts on a machine: the library alone. The scripts are run from the checkout."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
