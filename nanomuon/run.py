@@ -107,7 +107,9 @@ def data_rank(args: argparse.Namespace, runtime: Runtime) -> int:
     return runtime.rank // args.tensor_parallel
 
 
-def build_optimizer(args: argparse.Namespace, model: GPT, batch: int, runtime: Runtime):
+def build_optimizer(
+    args: argparse.Namespace, model: GPT, batch: int, runtime: Runtime
+) -> tuple[torch.optim.Optimizer, Callable]:
     """The optimizer, and the schedule that moves its groups: the recipe, or what the user's file has."""
     build = functools.partial(
         recipe.param_groups,
@@ -160,12 +162,13 @@ def start_run(
     if not_trained:
         print0(f"in no param group, so not trained: {', '.join(not_trained)}")
 
-    step, skipped, loader_state, resumed_step = 0, 0, None, None
+    step, skipped = 0, 0
+    resumed_step, loader_state = None, None
     found = checkpoint.find(folder, args.resume)
     if found:
         meta = checkpoint.load(found, model, optimizer)
-        step, skipped, loader_state = meta["step"], meta["skipped_steps"], meta["loader"]
-        resumed_step = step
+        step = resumed_step = meta["step"]
+        skipped, loader_state = meta["skipped_steps"], meta["loader"]
         print0("; ".join([f"resuming run {args.run} at step {step}", *changed]))
         if plan.steps < step:
             print0(f"step {step} is beyond --num-iterations {plan.steps}: nothing is left to train")
@@ -199,7 +202,9 @@ def start_run(
         if args.wandb:
             wandb = dict(project="nanomuon", name=args.run, id=args.run, config=defined)
         log = report.MetricsLog(metrics, resumed_step, wandb)
-    training, evaluations = report.read_metrics(metrics) if found else ([], [])
+    training, evaluations = [], []
+    if found:
+        training, evaluations = report.read_metrics(metrics)
     losses = [row["train_loss"] for row in training if row["step"] <= step]
 
     run = Run(
