@@ -167,9 +167,8 @@ def print_layouts(args, config: GPTConfig, layouts) -> None:
 
 
 def print_what_fits(args, layouts) -> None:
-    print(
-        f"\nThe deepest model, of even depths up to {DEEPEST}, that fits with one row on a GPU, and its parameters"
-    )
+    print(f"\nThe deepest model, of even depths up to {DEEPEST}, that fits with one row on a GPU", end=", ")
+    print("and its parameters")
     table = [["GPUs", *map(label, layouts)]]
     for gpus in (2**i for i in range(13)):
         table.append([str(gpus), *(deepest(args, gpus, layout) for layout in layouts)])
