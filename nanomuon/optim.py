@@ -131,7 +131,10 @@ def muon_update(param, X, gain, ok, *, lr, scale, decay, cautious):
 
 def run(kernel, *tensors, **arguments):
     """Call a kernel: compiled, unless NANOMUON_COMPILE=0 or there is too little work for it to pay."""
-    if tensors[0].numel() < COMPILE_FROM or not compile_enabled():
+    too_little = (
+        tensors[0].numel() < COMPILE_FROM or tensors[0].is_meta
+    )  # on the meta device nothing is computed
+    if too_little or not compile_enabled():
         return kernel(*tensors, **arguments)
     named = [(name, describe(argument)) for name, argument in arguments.items()]
     return compiled(kernel, *map(describe, tensors), *named)(*tensors, **arguments)
@@ -511,8 +514,10 @@ def rows_over(world, tensor, shape):
 
 # ------------------------------------------------------------------------------------------------------------
 # The pieces of work. Each has collect(), compute(ok) and deliver(), and
-#   places     {parameter: {name: place}}, its state
-#   collected  the parameters whose gradients collect() sends: with overlap_backward() it waits for these
+#   places      {parameter: {name: place}}, its state
+#   collected   the parameters whose gradients collect() sends: with overlap_backward() it waits for these
+#   in_flight_bytes(), batch_bytes()   for planning: what it holds from the first round to the last, and what
+#               temporaries take while it computes
 
 
 class SmallParameters:
@@ -541,6 +546,12 @@ class SmallParameters:
             self.places[param] |= {
                 name: like_param(param, view) for name, view in zip(kind.state, views, strict=True)
             }
+
+    def in_flight_bytes(self):
+        return 2 * self.state[0].nbytes  # gradients and parameters as one vector
+
+    def batch_bytes(self):
+        return 0
 
     def flat_gradients(self):
         return torch.cat([gradient(param).flatten() for param in self.params])  # promotes different dtypes
@@ -593,6 +604,18 @@ class LargeParameter:
 
     def rows(self, tensor):
         return tensor[self.lo : self.hi]
+
+    def in_flight_bytes(self):
+        if self.world.size == 1:
+            return 0
+        length = len(local(self.param))
+        row = local(self.param)[:1].nbytes
+        each = -(-length // self.world.size)
+        padded = 0 if each * self.world.size == length else each * self.world.size
+        return row * (each + padded)
+
+    def batch_bytes(self):
+        return 0
 
     def collect(self):
         if self.world.size > 1:
@@ -710,6 +733,14 @@ class Bank:
     def choose_owned(self):
         return self.matrices
 
+    def in_flight_bytes(self):
+        return 0
+
+    def batch_bytes(self):
+        """Gradients or X, U, P and the products of Newton-Schulz: about four batches."""
+        most = max((hi - lo for lo, hi in self.batches), default=0)
+        return 4 * most * math.prod(self.shape) * self.momentum.itemsize
+
     def place(self, i, param, name, buffer):
         """Where a state tensor of the i-th parameter lives."""
         return WholeEverywhere(self.as_parameter(buffer, i, param, name))
@@ -789,6 +820,11 @@ class SharedBank(Bank):
         self.first = owners.index(world.rank) if world.rank in owners else 0
         super().__init__(entries, direction, world, hyperparameters, free_grads)
         self.collected = self.params
+
+    def in_flight_bytes(self):
+        """The stack that is sent and the part that is received, of gradients or of results."""
+        stack = self.slot_count * math.prod(self.shape) * self.momentum.itemsize
+        return stack * (1 + 1 / self.world.size)
 
     def choose_owned(self):
         count = self.owners.count(self.world.rank)

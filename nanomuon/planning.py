@@ -107,16 +107,9 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
     by_role = [f"{role} {count / 1e6:.2f}M" for role, count in counts.items() if count]
 
     devices, kind = runtime.world_size, runtime.device.type
+    layout = footprint.Layout(devices, args.shard == "fsdp", args.tensor_parallel)
     memory = footprint.memory(
-        footprint.footprint(
-            config,
-            devices,
-            args.shard == "fsdp",
-            args.tensor_parallel,
-            plan.rows,
-            plan.micro_steps,
-            runtime.compute_dtype.itemsize,
-        )
+        footprint.memory_by_kind(config, layout, plan.rows, runtime.compute_dtype.itemsize)
     )
     time = "not known for this device"
     peak = peak_flops(runtime.device)

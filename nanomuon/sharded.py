@@ -400,6 +400,15 @@ class Pipeline:
         for chunk in chunks:
             self.places |= chunk.places
 
+    def in_flight_bytes(self):
+        """What the largest chunks send and receive."""
+        sizes = sorted(chunk.momentum.nbytes for chunk in self.chunks)
+        return 2 * sum(sizes[-self.max_in_flight :])
+
+    def batch_bytes(self):
+        sizes = [4 * chunk.count * math.prod(chunk.shape) * chunk.momentum.itemsize for chunk in self.chunks]
+        return max(sizes)
+
     def collect(self):
         """Momentum comes first, and needs to know that all gradients are finite."""
 

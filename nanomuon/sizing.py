@@ -40,8 +40,9 @@ def device_batch_size(
     """
     most = max(1, most)
     ranks, itemsize = runtime.world_size, runtime.compute_dtype.itemsize
-    one = footprint.footprint(config, ranks, fsdp, tensor_parallel, 1, 1, itemsize)
-    two = footprint.footprint(config, ranks, fsdp, tensor_parallel, 2, 1, itemsize)
+    layout = footprint.Layout(ranks, fsdp, tensor_parallel)
+    one = footprint.memory_by_kind(config, layout, 1, itemsize)
+    two = footprint.memory_by_kind(config, layout, 2, itemsize)
     one_row, two_rows = footprint.memory(one), footprint.memory(two)  # bytes
     if runtime.device.type == "cpu":
         capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
