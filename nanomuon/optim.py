@@ -536,8 +536,9 @@ class SmallParameters:
         self.steps = like.new_zeros(len(pieces), dtype=torch.float32)
         self.state = [like.new_zeros(sum(self.sizes)) for _ in kind.state]  # a flat vector for each name
         self.table = hyperparameters.table(kind.hyperparameters, [group for _, group in entries], like)
-        counts = torch.tensor(self.sizes)
-        self.param_of_element = torch.arange(len(pieces)).repeat_interleave(counts).to(like.device)
+        numbers, counts = torch.arange(len(pieces)), torch.tensor(self.sizes)
+        in_order = numbers.repeat_interleave(counts, output_size=sum(self.sizes))
+        self.param_of_element = in_order.to(like.device)
         self.places = {}
         parts = [vector.split(self.sizes) for vector in self.state]
         for i, param in enumerate(self.params):
