@@ -200,7 +200,7 @@ def rank_plans(config: GPTConfig, layout: Layout) -> list[RankPlan]:
         others = data_ranks[1:]
     else:
         load = first.rows.load if layout.fsdp else first.world.load
-        others = {data_ranks[-1], max(data_ranks, key=lambda rank: load[rank])} - {0}
+        others = {data_ranks[-1], max(data_ranks, key=load.__getitem__)} - {0}
     return [first, *(RankPlan(config, layout, rank * step) for rank in others)]
 
 

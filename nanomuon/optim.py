@@ -477,12 +477,7 @@ class InPieces:
     here = True
 
     def __init__(self, tensor, shape, mesh, placements):
-        self.tensor, self.shape, self.placements = tensor, tuple(shape), tuple(placements)
-        self.make_mesh = mesh  # a function: a mesh of the optimizer's own ranks is made when one is needed
-
-    @functools.cached_property
-    def mesh(self):
-        return self.make_mesh()
+        self.tensor, self.shape, self.mesh, self.placements = tensor, tuple(shape), mesh, tuple(placements)
 
     def shown(self):
         stride = torch.empty(self.shape, device="meta").stride()
@@ -501,15 +496,26 @@ class InPieces:
         return distribute_tensor(whole(saved), self.mesh, self.placements, src_data_rank=None).to_local()
 
 
+class RowsOverRanks(InPieces):
+    """Every rank keeps the rows that `World.share` gives it."""
+
+    def __init__(self, tensor, shape, world):
+        self.tensor, self.shape, self.world, self.placements = tensor, tuple(shape), world, (Shard(0),)
+
+    @functools.cached_property
+    def mesh(self):  # made when one is needed: a run that is only planned has no process group
+        return self.world.mesh(self.tensor.device)
+
+
 def whole(saved):
     return saved.full_tensor() if isinstance(saved, DTensor) else saved
 
 
-def rows_over(world, tensor, shape):
-    """The place of state that is cut by rows over the optimizer's ranks, or whole in one process."""
-    if world.size == 1:
-        return WholeEverywhere(tensor)
-    return InPieces(tensor, shape, functools.partial(world.mesh, tensor.device), (Shard(0),))
+def like_param(param, tensor):
+    """The place of a tensor that is kept as its parameter is: in the same pieces, or whole on every rank."""
+    if isinstance(param, DTensor) and is_cut(param):
+        return InPieces(tensor, param.shape, param.device_mesh, param.placements)
+    return WholeEverywhere(tensor)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -599,8 +605,10 @@ class LargeParameter:
         self.table = hyperparameters.table(kind.hyperparameters, [group], self.state[0])
         places = {"step": WholeEverywhere(self.step)}
         for name, tensor in zip(kind.state, self.state, strict=True):
-            cut_by_us = world.size > 1
-            places[name] = rows_over(world, tensor, param.shape) if cut_by_us else like_param(param, tensor)
+            if world.size > 1:
+                places[name] = RowsOverRanks(tensor, param.shape, world)
+            else:
+                places[name] = like_param(param, tensor)
         self.places = {param: places}
 
     def rows(self, tensor):
@@ -833,7 +841,7 @@ class SharedBank(Bank):
 
     def place(self, i, param, name, buffer):
         if param.ndim == 3:  # a bank by itself, whose matrices are cut over the ranks like rows
-            return rows_over(self.world, buffer, (len(self.matrices), *buffer.shape[1:]))
+            return RowsOverRanks(buffer, (len(self.matrices), *buffer.shape[1:]), self.world)
         if self.owners[i] == self.world.rank:
             return OwnedHere(self.as_parameter(buffer, i - self.first, param, name), self.world)
         shape = buffer.shape[:0:-1] if self.matrices[i].transposed else buffer.shape[1:]
@@ -900,13 +908,6 @@ def drop_gradients(params):
         param.grad = None
 
 
-def like_param(param, tensor):
-    """The place of a tensor that is kept as its parameter is: in the same pieces, or whole on every rank."""
-    if isinstance(param, DTensor) and is_cut(param):
-        return InPieces(tensor, param.shape, lambda: param.device_mesh, param.placements)
-    return WholeEverywhere(tensor)
-
-
 def assign_owners(count, load):
     """The rank that works on each of `count` equal matrices, ascending: as evenly as whole matrices allow.
 
@@ -914,7 +915,7 @@ def assign_owners(count, load):
     """
     even, left_over = divmod(count, len(load))
     ranks = range(len(load))
-    idlest = sorted(ranks, key=lambda rank: load[rank])[:left_over]
+    idlest = sorted(ranks, key=load.__getitem__)[:left_over]
     owners = []
     for rank in ranks:
         owners += [rank] * (even + (rank in idlest))
@@ -1243,9 +1244,9 @@ class MuonAdamW(torch.optim.Optimizer):
             entry = {key: place.shown() for key, place in self.places.get(param, {}).items() if place.here}
             if entry:
                 state[name] = entry
-        groups = [
-            {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
-        ]
+        groups = [dict(group) for group in self.param_groups]
+        for group in groups:
+            del group["params"]
         return {"state": state, "param_groups": groups}
 
     def full_state_dict(self):

@@ -67,9 +67,10 @@ def build_param_groups(model, *, muon, adamw, roles=None, skip_keys=(), expert_k
     (E, m, n). is_muon: a predicate (name, parameter) -> bool that decides instead of the rules. Each group
     carries `names`, without wrapper components, and is in the order of the model.
     """
+    roles = roles or {}
     groups = {}  # (kind, role) -> group
     for name, param, kind, _ in _routed(model, skip_keys, expert_keys, is_muon):
-        role = next((key for key in roles or {} if matches(name, key)), None)
+        role = next((key for key in roles if matches(name, key)), None)
         if (kind, role) not in groups:
             base = muon if kind == "muon" else adamw
             groups[kind, role] = dict(

@@ -143,9 +143,8 @@ class TorchMuonAdamW:
     """
 
     def __init__(self, groups, float32):
-        muon, adamw = (
-            [p for g in groups if g["kind"] == kind for p in g["params"]] for kind in ("muon", "adamw")
-        )
+        muon = [p for g in groups if g["kind"] == "muon" for p in g["params"]]
+        adamw = [p for g in groups if g["kind"] == "adamw" for p in g["params"]]
         self.parts = [torch.optim.Muon(muon, lr=1e-3, weight_decay=0.1)] if muon else []
         self.parts += [torch.optim.AdamW(adamw, lr=1e-4, fused=True)] if adamw else []
         self.float32 = float32
@@ -238,7 +237,8 @@ def distributed(args):
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(rank_main, (args, folder), nprocs=args.world)
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(args.world)]
-    slowest = [max(times) for times in zip(*(rank["times"] for rank in ranks), strict=True)]
+    times = [rank["times"] for rank in ranks]
+    slowest = [max(of_a_round) for of_a_round in zip(*times, strict=True)]
     median, sent, parameters = statistics.median(slowest), ranks[0]["bytes"], ranks[0]["parameters"]
     print(f"\n{args.world} ranks, depth {args.depth}, DistMuonAdamW compiled", end=": ")
     print(f"{median:.1f} ms a step (slowest rank)")
