@@ -56,20 +56,19 @@ class FusedDirection(MuonDirection):
             fused_direction,
             U,
             kept.get("second_momentum_buffer"),
-            ok,
-            square_weight,
+            square_weight * ok,
             split=(self.heads, self.groups, self.rows),
             **self.options(),
         )
 
 
-def fused_direction(U, second_momentum_buffer, ok, square_weight, *, split, **options):
+def fused_direction(U, second_momentum_buffer, square_weight, *, split, **options):
     """`optim.muon_direction` of every part. U: (k, m, n). Returns X with the gain of each part in it, and
     ones.
     """
 
     def direction(part, second, part_weight):
-        return muon_direction(part, second, ok, part_weight, **options)
+        return muon_direction(part, second, part_weight, **options)
 
     return of_parts(direction, U, second_momentum_buffer, square_weight, split, U.size(2))
 

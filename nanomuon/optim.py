@@ -23,9 +23,11 @@ docs/optimizer.md draws the same story.
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import types
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -49,9 +51,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # ------------------------------------------------------------------------------------------------------------
-# Kernels. Hyperparameters are tensors, so changing them recompiles nothing. `ok` is 0-D: 1, or 0 where some
-# gradient is not finite; gradients are then replaced by 0 and rates multiplied by 0, so every line is a
-# no-op. All arithmetic is in the dtype of the state.
+# Kernels. Hyperparameters are tensors, so changing them recompiles nothing. `ok` is 1, or 0 where a parameter
+# is to be left alone: it has no gradient, or some gradient is not finite. Its gradient is then replaced by 0
+# and its rates multiplied by 0, so every line is a no-op. All arithmetic is in the dtype of the state.
 
 
 def adamw_update(
@@ -59,8 +61,8 @@ def adamw_update(
 ):
     """AdamW (arXiv 1711.05101) in place on tensors of one shape.
 
-    What comes by name is 0-D, or has a value for each element: step_size lr/(1-b1^t), rescale (1-b2^t)^-1/2,
-    grad_weight 1-b1, square_weight 1-b2, decay lr times weight decay.
+    ok and what comes by name are 0-D, or have a value for each element: step_size lr/(1-b1^t), rescale
+    (1-b2^t)^-1/2, grad_weight 1-b1, square_weight 1-b2, decay lr times weight decay.
     """
     grad = torch.where(ok > 0, grad, 0).to(exp_avg.dtype)
     exp_avg.lerp_(grad, grad_weight * ok)
@@ -70,7 +72,7 @@ def adamw_update(
 
 
 def muon_momentum(grad, momentum_buffer, ok, *, momentum, grad_weight, nesterov):
-    """Momentum in place. Returns what is to be orthogonalized, U, all (k, m, n).
+    """Momentum in place. Returns what is to be orthogonalized, U, all (k, m, n). The others are (k, 1, 1).
 
     M <- lerp(M, G, 1 - mu) is 1 - mu times the M <- mu M + G of other projects: the same direction at
     constant mu.
@@ -83,14 +85,14 @@ def muon_momentum(grad, momentum_buffer, ok, *, momentum, grad_weight, nesterov)
 
 
 def muon_direction(
-    U, second_momentum_buffer, ok, square_weight, *, coefficients, ns_steps, row_equilibrate, renormalize
+    U, second_momentum_buffer, square_weight, *, coefficients, ns_steps, row_equilibrate, renormalize
 ):
     """Polar factor and variance reduction (NorMuon, arXiv 2510.05491) of a batch of matrices.
 
     U: (k, m, n). second_momentum_buffer: (k, m, 1) if m >= n, else (k, 1, n), updated in place; None for
-    plain Muon. square_weight: (k, 1, 1), 1 - beta2. Returns X (k, m, n) in the dtype of the iteration and its
-    gain, in the dtype of the state and shaped like the second moment or (k, 1, 1): their product is the
-    direction of the update.
+    plain Muon. square_weight: (k, 1, 1), 1 - beta2 times ok. Returns X (k, m, n) in the dtype of the
+    iteration and its gain, in the dtype of the state and shaped like the second moment or (k, 1, 1): their
+    product is the direction of the update.
     """
     m, n = U.shape[1:]
     short = min(m, n)
@@ -108,7 +110,7 @@ def muon_direction(
     # these values, so X is read once.
     mean_over = 2 if m >= n else 1
     v = X.to(gain.dtype).square().sum(dim=mean_over, keepdim=True) / short * gain.square()
-    second_momentum_buffer.lerp_(v, square_weight * ok)
+    second_momentum_buffer.lerp_(v, square_weight)
     s = second_momentum_buffer.clamp(min=1e-10).rsqrt()
     norm_before = (v.sum(dim=(1, 2), keepdim=True) * short).sqrt()  # (k, 1, 1) Frobenius norms
     norm_after = ((v * s.square()).sum(dim=(1, 2), keepdim=True) * short).sqrt()
@@ -197,6 +199,7 @@ class MatrixKind:
 
     required: frozenset
     options: dict
+    hyperparameters: callable
 
 
 def adamw_hyperparameters(group):
@@ -243,6 +246,7 @@ KINDS = {
     "muon": MatrixKind(
         required=frozenset({"lr", "momentum", "ns_steps", "beta2", "weight_decay"}),
         options=MUON_OPTIONS,
+        hyperparameters=muon_hyperparameters,
     ),
 }
 
@@ -254,12 +258,12 @@ class Table:
 
     def __init__(self, read, groups):
         self.read, self.groups = read, groups  # read(group): {name: number}; the group of each entry
-        self.names = list(read(groups[0]))
-        self.columns = {}
+        self.names, self.columns = [], {}
 
     def numbers(self):
         """What the groups say now, on the host, one name after the other."""
         rows = [self.read(group) for group in self.groups]
+        self.names = list(rows[0])
         return [row[name] for name in self.names for row in rows]
 
     def fill(self, numbers):
@@ -276,10 +280,21 @@ class Table:
 
 
 class Hyperparameters:
-    """Every number of the param groups that a kernel reads, brought to the device in one copy a step."""
+    """Every number that a kernel reads, brought to the device in one copy a step."""
 
     def __init__(self):
         self.tables = {}  # (device, dtype) -> tables
+        self.params = []  # in the order of the groups
+        self.numbers = {}  # parameter -> its place in that order
+
+    def add(self, params):
+        for param in params:
+            self.numbers[param] = len(self.params)
+            self.params.append(param)
+
+    def numbers_of(self, params, device):
+        """(k,) int64: where these parameters stand in what is known of all of them."""
+        return torch.tensor([self.numbers[param] for param in params], dtype=torch.int64, device=device)
 
     def table(self, read, groups, like):
         """A Table that is filled anew in every step, with tensors of the device and dtype of `like`."""
@@ -295,6 +310,11 @@ class Hyperparameters:
             on_device = together.to(device, non_blocking=True)
             for table, part in zip(tables, on_device.split([len(part) for part in numbers]), strict=True):
                 table.fill(part)
+
+
+def takes_part(param):
+    """Whether a parameter is to be updated, as far as this rank knows."""
+    return {"takes_part": float(param.requires_grad and param.grad is not None)}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -519,7 +539,8 @@ def like_param(param, tensor):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The pieces of work. Each has collect(), compute(ok) and deliver(), and
+# The pieces of work. Each has collect(), compute(ok) and deliver(), where ok (parameters,) is 1 for every
+# parameter that is to be updated, in the order of the groups, and
 #   places      {parameter: {name: place}}, its state
 #   collected   the parameters whose gradients collect() sends: with overlap_backward() it waits for these
 #   in_flight_bytes(), batch_bytes()   for planning: what it holds from the first round to the last, and what
@@ -545,6 +566,7 @@ class SmallParameters:
         numbers, counts = torch.arange(len(pieces)), torch.tensor(self.sizes)
         in_order = numbers.repeat_interleave(counts, output_size=sum(self.sizes))
         self.param_of_element = in_order.to(like.device)
+        self.numbers = hyperparameters.numbers_of(self.params, like.device)
         self.places = {}
         parts = [vector.split(self.sizes) for vector in self.state]
         for i, param in enumerate(self.params):
@@ -571,11 +593,12 @@ class SmallParameters:
     def compute(self, ok):
         grads = self.transfer.wait() if self.world.size > 1 else self.flat_gradients()
         params = torch.cat([local(param).flatten() for param in self.params])
+        ok = ok[self.numbers]  # of these parameters
         self.steps += ok
-        rates = self.kind.rates(self.steps.to(params.dtype), **self.table.columns)  # of every parameter
-        of_elements = torch.stack([*rates.values()])[:, self.param_of_element]  # (names, N)
-        rates = dict(zip(rates, of_elements.unbind(), strict=True))
-        run(self.kind.update, params, grads, *self.state, ok, **rates)
+        rates = self.kind.rates(self.steps.to(self.state[0].dtype), **self.table.columns)
+        of_elements = torch.stack([ok.to(self.state[0].dtype), *rates.values()])[:, self.param_of_element]
+        ok, *values = of_elements.unbind()  # (N,) each
+        run(self.kind.update, params, grads, *self.state, ok, **dict(zip(rates, values, strict=True)))
         pieces = [local(param) for param in self.params]
         new = [part.view(piece.shape) for part, piece in zip(params.split(self.sizes), pieces, strict=True)]
         torch._foreach_copy_(pieces, new)
@@ -597,6 +620,7 @@ class LargeParameter:
     def __init__(self, param, group, kind, world, hyperparameters, free_grads):
         self.param, self.kind, self.world, self.free_grads = param, kind, world, free_grads
         self.collected = [param] if world.size > 1 else []
+        self.number = hyperparameters.numbers[param]
         self.lo, self.hi = world.share(len(local(param)))
         rows = self.rows(local(param))
         zeros = functools.partial(torch.zeros, device=rows.device)
@@ -637,6 +661,7 @@ class LargeParameter:
             grad = self.transfer.wait()[: self.hi - self.lo]
         else:
             grad = gradient(self.param)
+        ok = ok[self.number]
         self.step += ok
         rates = self.kind.rates(self.step.to(self.state[0].dtype), **self.table.each(0))
         for rows, *others in cache_blocks(self.rows(param), grad, *self.state):
@@ -732,6 +757,7 @@ class Bank:
         self.kept = {name: zeros(k, *shape) for name, shape in direction.state(*self.shape).items()}
         self.scale = update_scales(direction, self.owned, self.shape, self.momentum)
         self.batches = batches(k, direction.whole_shape(*self.shape), param.device)
+        self.numbers = hyperparameters.numbers_of([matrix.param for matrix in self.owned], param.device)
         groups = [matrix.group for matrix in self.owned] or [group]  # a rank may own none
         self.table = hyperparameters.table(muon_hyperparameters, groups, self.momentum)
         self.places = {param: {} for param in self.params}
@@ -768,8 +794,9 @@ class Bank:
 
     def compute(self, ok):
         grads, params = self.gradients(), self.to_update()
+        of_owned = ok[self.numbers].view(-1, 1, 1).to(self.momentum.dtype)
         for lo, hi in self.batches:
-            hyper = self.table.batch(lo, hi)
+            hyper, ok = self.table.batch(lo, hi), of_owned[lo:hi]
             kept = {name: buffer[lo:hi] for name, buffer in self.kept.items()}
             U = momentum_of(self, as_batch(grads[lo:hi]), self.momentum[lo:hi], ok, hyper)
             X, gain = self.direction(U, kept, ok, hyper["square_weight"])
@@ -971,9 +998,13 @@ class MuonDirection:
         return newton_schulz_flops(m, n, len(triples(self.coefficients, self.ns_steps)))
 
     def __call__(self, U, kept, ok, square_weight):
-        """(X, gain), see `muon_direction`. U: (k, m, n). kept: {name: (k, *shape)}, updated in place."""
+        """(X, gain), see `muon_direction`.
+
+        U: (k, m, n). kept: {name: (k, *shape)}, updated in place. ok: (k, 1, 1), 0 for a matrix that is to be
+        left alone, with what is kept for it. square_weight: (k, 1, 1), 1 - beta2.
+        """
         second = kept.get("second_momentum_buffer")
-        return run(muon_direction, U, second, ok, square_weight, **self.options())
+        return run(muon_direction, U, second, square_weight * ok, **self.options())
 
     def options(self):
         """The keywords of `muon_direction`."""
@@ -1027,7 +1058,8 @@ class MuonAdamW(torch.optim.Optimizer):
     with its own second moment and the scale of its own shape; their second moments are saved one after the
     other, (S, 1). ValueError at construction for anything unknown, missing or impossible.
 
-    A gradient of None counts as zero. `p.grad` is not changed. If any gradient is not finite, or the sum of
+    A parameter without a gradient, or that does not require one any more, is left alone: parameter, state and
+    step count. `p.grad` is not changed. If any gradient is not finite, or the sum of
     its squares overflows, the step is not applied: parameters and state stay as they were, and
     `skipped_steps`, a 0-D tensor, counts it.
 
@@ -1044,6 +1076,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.launched = 0  # the first so many have collected already, see `overlap_backward`
         self.places = {}  # parameter -> {name of its state: place}
         self.hyperparameters = Hyperparameters()
+        self.noticed = []  # (event, 0-D on the host): how far the ranks' hyperparameters are apart
         super().__init__(param_groups, {})
         device = next((param.device for _, param, _ in self.named(self.param_groups)), None)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
@@ -1075,7 +1108,7 @@ class MuonAdamW(torch.optim.Optimizer):
             with record_function("optimizer.collect"):
                 for work in self.works[self.launched :]:  # overlap_backward has launched the first ones
                     work.collect()
-            ok = self.all_finite(finite)
+            ok = self.agree(finite)
             with record_function("optimizer.compute"):
                 for work in self.works:  # later collects and earlier deliveries are under way
                     work.compute(ok)
@@ -1083,24 +1116,60 @@ class MuonAdamW(torch.optim.Optimizer):
                 for work in self.works:
                     work.deliver()
         self.launched = 0
-        self.skipped_steps += ok == 0
         return loss
 
-    def all_finite(self, told=True):
-        """0-D, not read here: 1 if every gradient on every rank is finite and `told` is true on all, else
-        0.
+    def agree(self, told):
+        """ok (parameters,): 1 for each parameter that is to be updated, the same on all ranks. Not read here.
+
+        0 for all of them where a gradient is not finite or `told` is false on any rank; 0 for one that has no
+        gradient on any rank. All that ranks have to know of each other travels in one small MAX all_reduce.
         """
-        grads = [gradient(param) for _, param, _ in self.named(self.param_groups) if param.grad is not None]
+        params = [param for param in self.hyperparameters.params if takes_part(param)["takes_part"]]
+        grads = [gradient(param) for param in params]
         finite = torch.ones_like(self.skipped_steps, dtype=torch.bool)
         if grads:
             dtype = functools.reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
             finite = torch.stack(torch._foreach_norm(grads, dtype=dtype)).isfinite().all()
         if told is not True:
             finite = finite & told
-        bad = 1 - finite.float()
+        facts = [
+            1 - finite.float().view(1),
+            *self.facts.columns.values(),
+            *self.fingerprints.columns.values(),
+        ]
+        facts = torch.cat(facts)  # not finite, takes part, fingerprint, -fingerprint
         if self.world.size > 1:
-            self.world.all_reduce(bad, dist.ReduceOp.MAX).wait()
-        return 1 - bad
+            self.world.all_reduce(facts, dist.ReduceOp.MAX).wait()
+        bad, takes_part_somewhere, fingerprints = facts.split([1, len(facts) - 3, 2])
+        self.skipped_steps += bad[0] > 0
+        self.notice_different_ranks(fingerprints.sum())  # the largest less the smallest
+        return (1 - bad) * takes_part_somewhere
+
+    def fingerprint(self):
+        """Of the hyperparameters, as an integer that float32 holds exactly."""
+        values = [KINDS[group["kind"]].hyperparameters(group) for group in self.param_groups]
+        return zlib.crc32(repr(values).encode()) % 2**24
+
+    def notice_different_ranks(self, difference):
+        """ValueError where ranks have other hyperparameters than each other: on a GPU, which is not waited
+        for, in one of the next steps.
+        """
+        if self.world.size == 1:
+            return
+        if difference.is_cuda:
+            if self.noticed and self.noticed[0].query():
+                _, difference_before = self.noticed.pop()
+                self.raise_if_different(difference_before)
+            if not self.noticed:
+                on_host = torch.empty((), pin_memory=True).copy_(difference, non_blocking=True)
+                self.noticed.append((torch.cuda.current_stream().record_event(), on_host))
+        elif not difference.is_meta:
+            self.raise_if_different(difference)
+
+    def raise_if_different(self, difference):
+        if difference != 0:
+            mine = [KINDS[group["kind"]].hyperparameters(group) for group in self.param_groups]
+            raise ValueError(f"ranks have different hyperparameters; rank {self.world.rank} has {mine}")
 
     @contextlib.contextmanager
     def overlap_backward(self):
@@ -1134,6 +1203,8 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def plan(self, groups):
         """Cut the parameters of these groups into pieces of work and create their state."""
+        self.check_ranks_have_the_same(groups)
+        self.hyperparameters.add([param for _, param, _ in self.named(groups)])
         pieces, in_pieces = {}, []  # what has to be alike -> [(parameter, group)]
         for name, param, group in self.named(groups):
             if is_cut(param):
@@ -1150,6 +1221,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 in_pieces.append((name, param, group))
             elif param.numel():
                 pieces.setdefault(self.alike(name, param, group), []).append((param, group))
+        self.tables_of_facts()
         works = self.pieces_of_work(pieces)
         if in_pieces:
             from nanomuon import sharded
@@ -1160,6 +1232,43 @@ class MuonAdamW(torch.optim.Optimizer):
             for param, places in work.places.items():
                 self.places[param] = places
                 self.state[param].update({name: place.tensor for name, place in places.items() if place.here})
+
+    def tables_of_facts(self):
+        """What `agree` tells the other ranks, beside finiteness: it reaches the device with the
+        hyperparameters.
+        """
+        if hasattr(self, "facts"):
+            return  # of a parameter list that grows with every group
+        like = torch.empty((), device=self.skipped_steps.device)
+        self.facts = self.hyperparameters.table(takes_part, self.hyperparameters.params, like)
+
+        def read(optimizer):
+            fingerprint = optimizer.fingerprint()
+            return {"fingerprint": fingerprint, "minus_fingerprint": -fingerprint}
+
+        self.fingerprints = self.hyperparameters.table(read, [self], like)
+
+    def check_ranks_have_the_same(self, groups):
+        """ValueError on every rank where they bring other parameters, or the same in another order."""
+        if self.world.size == 1 or self.world.process_group is None:
+            return
+        mine = [
+            f"{name} {tuple(param.shape)} {param.dtype}, kind {group['kind']}"
+            for name, param, group in self.named(groups)
+        ]
+        fingerprint = zlib.crc32(repr(mine).encode()) % 2**24
+        facts = torch.tensor(
+            [fingerprint, -fingerprint], dtype=torch.float32, device=self.skipped_steps.device
+        )
+        if self.world.all_reduce(facts, dist.ReduceOp.MAX).wait().sum() == 0:
+            return
+        theirs = [None] * self.world.size
+        dist.all_gather_object(theirs, mine, group=self.world.process_group)
+        for rank, other in enumerate(theirs):
+            for i, (first, here) in enumerate(itertools.zip_longest(theirs[0], other, fillvalue="nothing")):
+                if first != here:
+                    difference = f"number {i} is {first} on rank 0, {here} on rank {rank}"
+                    raise ValueError(f"ranks have different parameters: {difference}")
 
     def start_equal(self, param):
         """Rank 0's values: a different seed per rank must not train different models."""

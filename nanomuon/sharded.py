@@ -295,6 +295,7 @@ class Chunk:
         self.table = hyperparameters.table(
             muon_hyperparameters, [group for _, group in entries], self.momentum
         )
+        self.numbers = hyperparameters.numbers_of(self.params, param.device)
         self.places = {}
         for i, param in enumerate(self.params):
             self.places[param] = {
@@ -327,14 +328,15 @@ class Chunk:
                 [matrix.of(gradient(matrix.param)) for matrix in self.matrices]
             )  # (K, rows, columns)
             hyper = self.table.batch(0, len(grads))
-            U = momentum_of(self, grads, self.momentum, ok, hyper).to(self.world.sent_dtype(grads))
+            self.ok = ok[self.numbers].view(-1, 1, 1).to(self.momentum.dtype)
+            U = momentum_of(self, grads, self.momentum, self.ok, hyper).to(self.world.sent_dtype(grads))
             if self.free_grads:
                 drop_gradients(self.params)
             sent = [self.owners.count(rank) * U[0].numel() for rank in range(self.world.size)]
             received = [math.prod(shape) for shape in self.shards(self.count)]
             self.transfer = self.world.all_to_all(U.flatten(), sent, received)
 
-    def compute(self, ok):
+    def compute(self):
         """The direction of the owned matrices, and the way of its shards back."""
         with record_function("muon.compute"):
             shapes = self.shards(self.count)
@@ -343,10 +345,11 @@ class Chunk:
                 [part.view(shape) for part, shape in zip(received, shapes, strict=True)], dim=self.dim
             )
             comm_dtype, X = X.dtype, X.to(self.momentum.dtype)  # (k, m, n)
-            weight = self.table.batch(self.first, self.first + self.count)["square_weight"]
+            last = self.first + self.count
+            ok, weight = self.ok[self.first : last], self.table.batch(self.first, last)["square_weight"]
             for lo, hi in self.batches:
                 kept = {name: buffer[lo:hi] for name, buffer in self.kept.items()}
-                direction, gain = self.direction(X[lo:hi], kept, ok, weight[lo:hi])
+                direction, gain = self.direction(X[lo:hi], kept, ok[lo:hi], weight[lo:hi])
                 torch.mul(direction, gain, out=X[lo:hi])
             shards = X.to(comm_dtype).split([shape[self.dim] for shape in shapes], dim=self.dim)
             mine = math.prod(self.momentum.shape[1:])
@@ -356,14 +359,14 @@ class Chunk:
                 torch.cat([shard.flatten() for shard in shards]), sent, received
             )
 
-    def deliver(self, ok):
+    def deliver(self):
         """Weight decay and update of the shards."""
         with record_function("muon.deliver"):
             params = [matrix.of(matrix.param) for matrix in self.matrices]
             X = self.transfer.wait().view(self.momentum.shape)
             self.transfer = ()
             P, one = torch.stack(params), self.momentum.new_ones(1, 1, 1)
-            update(self, P, X, one, ok, self.table.batch(0, len(params)), self.scale)
+            update(self, P, X, one, self.ok, self.table.batch(0, len(params)), self.scale)
             torch._foreach_copy_(params, P.unbind())
 
     def shards(self, count):
@@ -422,12 +425,12 @@ class Pipeline:
         while self.in_flight:
             if self.waiting and len(self.in_flight) == self.max_in_flight:
                 for stage in self.in_flight.popleft():  # all that is left of the oldest
-                    stage(self.ok)
+                    stage()
             earlier = list(self.in_flight)
             if self.waiting:
                 self.admit()
             for stages in reversed(earlier):  # the oldest last: its delivery runs under the others' compute
-                stages.popleft()(self.ok)
+                stages.popleft()()
             self.in_flight = deque(stages for stages in self.in_flight if stages)
 
     def admit(self):

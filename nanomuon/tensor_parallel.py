@@ -78,9 +78,9 @@ class Distributed(Duplicated):
     """The same, computed together. It communicates inside, so it is not compiled."""
 
     def __call__(self, U, kept, ok, square_weight):
-        second = kept.get("second_momentum_buffer")
+        second, weight = kept.get("second_momentum_buffer"), square_weight * ok
         if not isinstance(self.whole, fused.FusedDirection):
-            return self.direction(U, second, ok, square_weight, self.shape)
+            return self.direction(U, second, weight, self.shape)
         split = (
             self.whole.heads,
             self.whole.groups,
@@ -88,9 +88,9 @@ class Distributed(Duplicated):
         )  # columns are cut: each part is, like the matrix
 
         def part_direction(part, part_second, part_weight):
-            return self.direction(part, part_second, ok, part_weight, (part.size(1), self.shape[1]))
+            return self.direction(part, part_second, part_weight, (part.size(1), self.shape[1]))
 
-        return fused.of_parts(part_direction, U, second, square_weight, split, self.shape[1])
+        return fused.of_parts(part_direction, U, second, weight, split, self.shape[1])
 
     def sum(self, partial, *dims):
         """The sum over ranks of what is a sum over these dimensions (1 rows, 2 columns) of the pieces."""
@@ -98,7 +98,7 @@ class Distributed(Duplicated):
             self.world.all_reduce(partial, dist.ReduceOp.SUM).wait()
         return partial
 
-    def direction(self, U, second, ok, square_weight, shape):
+    def direction(self, U, second, square_weight, shape):
         """`optim.muon_direction` with the sums over all ranks. U: pieces of (m, n) = shape."""
         m, n = shape
         short, options = min(m, n), self.whole
@@ -118,7 +118,7 @@ class Distributed(Duplicated):
         v = v / short * gain.square()
         if self.dim != mean_over:
             v = self.gathered_vector(v, shape)
-        second.lerp_(v, square_weight * ok)
+        second.lerp_(v, square_weight)
         s = second.clamp(min=1e-10).rsqrt()
         norm_before = (v.sum(dim=(1, 2), keepdim=True) * short).sqrt()
         norm_after = ((v * s.square()).sum(dim=(1, 2), keepdim=True) * short).sqrt()

@@ -195,21 +195,51 @@ def mixed(dtype=torch.float32):
     return params, [muon(*params[:4], names=list("abcd")), adamw(*params[4:], names=list("efg"))]
 
 
-def test_none_gradient_counts_as_zero():
-    params, groups = mixed()
-    zeros, zero_groups = mixed()
-    optimizer, expected = MuonAdamW(groups), MuonAdamW(zero_groups)
-    for step in range(3):
-        for i, (p, q) in enumerate(zip(params, zeros, strict=True)):
-            p.grad = q.grad = gradient(p, step)
-            if (i + step) % 3 == 0:
-                p.grad, q.grad = None, torch.zeros_like(q)
+def test_a_parameter_without_a_gradient_is_left_alone():
+    """As torch's optimizers do: parameter, state and step count."""
+    params, groups = mixed(torch.float64)
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in params[4:]]
+    expected = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    references = [ReferenceMuon(p, lr=0.02, weight_decay=0.1) for p in params[:3]]
+    optimizer = MuonAdamW(groups)
+    for step in range(7):
+        for i, p in enumerate(params):
+            p.grad = None if (i + step) % 3 == 0 else gradient(p, step)
+            if i < 3 and p.grad is not None:
+                references[i].step(p.grad)
+        for p, q in zip(params[4:], theirs, strict=True):
+            q.grad = p.grad
+        before = [p.detach().clone() for p in params]
         optimizer.step()
         expected.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, zeros, strict=True))
+        for p, q in zip(params, before, strict=True):
+            assert torch.equal(p, q) == (p.grad is None)
+    for p, reference in zip(params[:3], references, strict=True):
+        assert distance(p, reference.P) < 1e-9
+    for p, q in zip(params[4:], theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+        assert optimizer.state[p]["step"] == expected.state[q]["step"]
     for p in params:
         p.grad = None
     optimizer.step()
+    assert optimizer.skipped_steps == 0
+
+
+def test_a_parameter_that_is_frozen_on_the_way_does_not_drift():
+    params, groups = mixed()
+    optimizer = MuonAdamW(groups)
+    train(optimizer, params, 2)
+    frozen = [params[0], params[3], params[5]]
+    for p in frozen:
+        p.requires_grad_(False)
+    before = [p.detach().clone() for p in params]
+    state = {id(p): {key: value.clone() for key, value in optimizer.state[p].items()} for p in params}
+    train(optimizer, params, 3, start=2)  # gradients that are still there do not count
+    for p, q in zip(params, before, strict=True):
+        is_frozen = any(p is each for each in frozen)
+        assert torch.equal(p, q) == is_frozen
+        for key, value in state[id(p)].items():
+            assert torch.equal(optimizer.state[p][key], value) == is_frozen, key
 
 
 def test_gradient_is_not_changed_by_step():

@@ -67,8 +67,10 @@ def local_gradient(i, shape, dtype, step, rank, holes):
 
 
 def mean_gradient(i, shape, dtype, step, size, holes):
+    """None on some ranks counts as zero there; None on all of them is none."""
     grads = [local_gradient(i, shape, torch.float64, step, rank, holes) for rank in range(size)]
-    return (sum(grad for grad in grads if grad is not None) / size + torch.zeros(shape)).to(dtype)
+    grads = [grad for grad in grads if grad is not None]
+    return (sum(grads) / size).to(dtype) if grads else None
 
 
 def one_process(model, size, steps, dtype, holes=0, start=0, **options):
@@ -282,6 +284,63 @@ def told_by_one_rank(group, as_tensor):
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_a_loss_that_one_rank_knows_to_be_bad_skips_the_step_on_all(as_tensor):
     assert run_world(3, told_by_one_rank, as_tensor) == [1, 1, 1]
+
+
+def refused(group, change):
+    """The error of a constructor whose groups `change` has spoilt on rank 1."""
+    params, groups = build(MIXED)
+    if dist.get_rank(group) == 1:
+        change(groups)
+    with pytest.raises(ValueError) as error:
+        DistMuonAdamW(groups, group)
+    return str(error.value)
+
+
+def another_order(groups):
+    groups[0]["params"][1:3] = groups[0]["params"][2:0:-1]
+    groups[0]["names"][1:3] = groups[0]["names"][2:0:-1]
+
+
+def another_shape(groups):
+    groups[1]["params"][0] = torch.nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
+
+
+def one_group_less(groups):
+    del groups[-1]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (another_order, "number 1 is p3 (16, 16) torch.float64, kind muon on rank 0, p6 (12, 24)"),
+        (another_shape, "number 4 is p1 (16, 16) torch.float64, kind muon on rank 0, p1 (3, 4)"),
+        (one_group_less, "torch.float64, kind adamw on rank 0, nothing on rank 1"),
+    ],
+)
+def test_ranks_with_different_parameters_hear_of_it_at_construction(change, message):
+    for error in run_world(3, refused, change):
+        assert "ranks have different parameters" in error and message in error
+
+
+def another_rate(group):
+    params, groups = build(MIXED)
+    optimizer = DistMuonAdamW(groups, group)
+    for step in range(2):
+        set_local_gradients(group, params, MIXED, torch.float64, step, 0)
+        if step == 1 and dist.get_rank(group) == 2:
+            optimizer.param_groups[1]["lr"] *= 1 + 1e-9
+        if step == 1:
+            before = [p.detach().clone() for p in params]
+            with pytest.raises(ValueError, match="ranks have different hyperparameters") as error:
+                optimizer.step()
+            assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+            return str(error.value)
+        optimizer.step()
+
+
+def test_ranks_with_different_rates_hear_of_it_in_that_step():
+    errors = run_world(3, another_rate)
+    assert "rank 0 has" in errors[0] and "'lr': 0.02," in errors[0] and "0.02000000002" in errors[2]
 
 
 def plan(group, model):
@@ -514,5 +573,6 @@ def test_bytes_communicated():
     model = [("muon", (16, 16))] * 8 + [("adamw", (1024, 4)), ("adamw", (12,))]
     parameters = sum(4 * math.prod(shape) for _, shape in model)
     for size in (2, 4):
-        flag = 2 * (size - 1) / size * 4
-        assert run_world(size, counted_bytes, model) == [2 * (size - 1) / size * parameters + flag] * size
+        # What ranks tell each other: finite or not, for each parameter whether it takes part, two fingerprints
+        facts = 2 * (size - 1) / size * 4 * (1 + len(model) + 2)
+        assert run_world(size, counted_bytes, model) == [2 * (size - 1) / size * parameters + facts] * size

@@ -230,10 +230,10 @@ class Watched:
             for stage in ("collect", "compute", "deliver"):
                 setattr(chunk, stage, functools.partial(self.stage, index, stage, getattr(chunk, stage)))
 
-    def stage(self, index, name, run, ok):
+    def stage(self, index, name, run, *ok):
         self.now, self.flying = index, self.flying + (name == "collect")
         self.most = max(self.most, self.flying)
-        run(ok)
+        run(*ok)
         self.flying -= name == "deliver"
 
     def step(self):
