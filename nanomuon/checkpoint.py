@@ -34,6 +34,7 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.tensor import DTensor
 
+from nanomuon.optim import MuonAdamW
 from nanomuon.runtime import InputError, print0, together
 from nanomuon.tensor_files import sync, write_tensors
 
@@ -70,7 +71,7 @@ class Checkpointer:
             self.wait()
         if step == self.last_step:
             return
-        tensors, values = _flat_state(model, optimizer.state_dict())
+        tensors, values = _flat_state(model, _local_state(optimizer))
         tensors |= _random_state(self.rank)
         manifest = {
             "step": step,
@@ -260,7 +261,7 @@ def load(path, model, optimizer) -> dict:
     manifest = read_manifest(path)
     reader = HuggingFaceStorageReader(path)
     saved = _saved_tensors(path, reader)
-    state = optimizer.state_dict()
+    state = _local_state(optimizer)
     keys = _parameter_keys(state)
     if not any(together(lambda: bool(state["state"]))):
         _create_optimizer_state(state, keys, optimizer, saved)
@@ -270,9 +271,19 @@ def load(path, model, optimizer) -> dict:
     random_state = _random_state_to_restore(manifest, saved)
     with _without_warning():
         dcp.load(tensors | random_state, storage_reader=reader, no_dist=not dist.is_initialized())
-    optimizer.load_state_dict(state)
+    if isinstance(optimizer, MuonAdamW):
+        optimizer.load_state_dict(state, hyperparameters="keep")  # flags that are given anew win
+    else:
+        optimizer.load_state_dict(state)
     _restore_random_state(random_state)
     return manifest["meta"]
+
+
+def _local_state(optimizer):
+    """What this rank holds: by name, or as other optimizers number their parameters."""
+    if isinstance(optimizer, MuonAdamW):
+        return optimizer.named_state_dict()
+    return optimizer.state_dict()
 
 
 def _saved_tensors(path, reader):

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tens
 from torch.profiler import record_function
 
 from nanomuon.orthogonalize import newton_schulz_flops, orthogonalize, triples, update_scale
-from nanomuon.param_groups import MUON_OPTIONS, check_group, default_names
+from nanomuon.param_groups import MUON_OPTIONS, check_group, clean_name, default_names
 from nanomuon.runtime import compile_enabled
 
 # AdamW parameters of up to this many elements travel together and are updated on every rank; the rows of
@@ -191,6 +191,7 @@ class ElementwiseKind:
     update: callable
     rates: callable = as_they_are
     options = {}
+    structure = frozenset()
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,7 @@ class MatrixKind:
     required: frozenset
     options: dict
     hyperparameters: callable
+    structure: frozenset  # those keys that decide how the work is done, and stay as they were constructed
 
 
 def adamw_hyperparameters(group):
@@ -247,6 +249,7 @@ KINDS = {
         required=frozenset({"lr", "momentum", "ns_steps", "beta2", "weight_decay"}),
         options=MUON_OPTIONS,
         hyperparameters=muon_hyperparameters,
+        structure=frozenset({*MUON_OPTIONS, "ns_steps"}),
     ),
 }
 
@@ -1339,15 +1342,24 @@ class MuonAdamW(torch.optim.Optimizer):
                 self.world.load[owner] += flops[alike]
         return owners
 
-    # ---- state, by name
+    # ---- state
 
     def state_dict(self):
-        """What this rank holds, without communication: {"state": {name: {key: tensor}}, "param_groups":
-        [...]}.
+        """What this rank holds, in torch's layout and without communication.
 
-        Tensors share memory with the optimizer's. Pieces are DTensors; what a rank owns alone is with it
-        only.
+        {"state": {number: {key: tensor}}, "param_groups": [...]}, where groups have the numbers of their
+        parameters in `params`, and `names`. Tensors share memory with the optimizer's. Pieces are DTensors;
+        what another rank owns is not in it: full_state_dict() has all.
         """
+        named = self.named_state_dict()
+        numbers = {name: i for i, (name, _, _) in enumerate(self.named(self.param_groups))}
+        for group in named["param_groups"]:
+            group["params"] = [numbers[name] for name in group["names"]]
+        state = {numbers[name]: entry for name, entry in named["state"].items()}
+        return {"state": state, "param_groups": named["param_groups"]}
+
+    def named_state_dict(self):
+        """The same by name: {"state": {name: {key: tensor}}, ...}, and groups without `params`."""
         state = {}
         for name, param, _ in self.named(self.param_groups):
             entry = {key: place.shown() for key, place in self.places.get(param, {}).items() if place.here}
@@ -1359,44 +1371,137 @@ class MuonAdamW(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def full_state_dict(self):
-        """The same with the whole of every tensor on every rank, as copies. Collective."""
+        """named_state_dict() with the whole of every tensor on every rank, as copies. Collective."""
         state = {}
         for name, param, _ in self.named(self.param_groups):
             if param in self.places:
                 state[name] = {key: place.gathered() for key, place in self.places[param].items()}
-        return {"state": state, "param_groups": self.state_dict()["param_groups"]}
+        return {"state": state, "param_groups": self.named_state_dict()["param_groups"]}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict):
-        """Restore state, whole or local, from any world size, group order or grouping.
+    def load_state_dict(self, state_dict, hyperparameters="restore"):
+        """Restore what any of the three above gave, from any world size, group order or grouping.
 
-        Hyperparameters stay as constructed and state keeps its dtype. ValueError, before anything is changed,
-        for a name or key that is missing, a shape that differs, or parameters without names in other groups
-        than the saved.
+        hyperparameters: "restore" takes lr and all others that are read at every step, what schedulers have
+        written into the groups included, from where the parameters were when it was saved, as torch's
+        optimizers do; "keep" leaves those of the groups. State keeps its dtype. The state of a torch
+        optimizer with named parameters (torch.optim.AdamW(model.named_parameters())) loads as well: a
+        parameter that is trained by another kind now starts with state of zero. ValueError, before anything
+        is changed, for a name or key that is missing, a shape that differs, parameters without names in other
+        groups than the saved, one of our groups that would get two values, and options of Muon that are not
+        those of the saved groups.
         """
-        self.check_names(state_dict["param_groups"])
+        if hyperparameters not in ("restore", "keep"):
+            raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
+        saved = SavedState(state_dict, self.param_groups)
+        values = [{}] * len(self.param_groups)
+        if hyperparameters == "restore":
+            values = [saved.hyperparameters(i, group) for i, group in enumerate(self.param_groups)]
         found = []  # (place, what was saved of it)
         for name, param, _ in self.named(self.param_groups):
-            entry = state_dict["state"].get(name, {})
-            for key, place in self.places.get(param, {}).items():
-                if key not in entry:
-                    if place.here:
-                        raise ValueError(f"the loaded state has no {key} of {name}")
-                    continue
-                if tuple(entry[key].shape) != place.shape:
+            places = self.places.get(param, {})
+            entry = saved.entry(name, places)
+            for key, place in places.items():
+                if key in entry and tuple(entry[key].shape) != place.shape:
                     shape = tuple(entry[key].shape)
                     raise ValueError(f"{key} of {name} has shape {shape}, expected {place.shape}")
-                found.append((place, entry[key]))
-        pieces = [(place, place.piece_of(saved)) for place, saved in found]
+                if key in entry:
+                    found.append((place, entry[key]))
+                elif place.here:
+                    raise ValueError(self.missing(key, name))
+        pieces = [(place, place.piece_of(tensor)) for place, tensor in found]
         for place, piece in pieces:
             if place.here:
                 place.tensor.copy_(piece)
+        for group, restored in zip(self.param_groups, values, strict=True):
+            group.update(restored)
 
-    def check_names(self, saved_groups):
-        ours, theirs = (
-            [group["names"] for group in self.param_groups],
-            [group["names"] for group in saved_groups],
+    def missing(self, key, name):
+        if self.world.size == 1:
+            return f"the loaded state has no {key} of {name}"
+        return (
+            f"the loaded state has no {key} of {name}, which this rank owns: save optimizer.full_state_dict()"
         )
+
+    def __getstate__(self):
+        """For copy.deepcopy and pickle: with groups and settings the constructor can make the rest."""
+        state = {param: dict(entry) for param, entry in self.state.items()}
+        skipped = self.skipped_steps
+        return {
+            "groups": self.param_groups,
+            "state": state,
+            "skipped_steps": skipped,
+            "settings": self.settings(),
+        }
+
+    def __setstate__(self, copied):
+        """On many ranks all of them copy or unpickle together."""
+        groups, written_later = [], []
+        for group in copied["groups"]:
+            kind = KINDS[group["kind"]]
+            known = {"kind", "params", "names", "initial_lr", *kind.required, *kind.options}
+            groups.append({key: value for key, value in group.items() if key in known})
+            written_later.append({key: value for key, value in group.items() if key not in known})
+        settings = dict(copied["settings"])
+        if "process_group" in settings:
+            settings["process_group"] = settings["process_group"].process_group
+        self.__init__(groups, **settings)
+        for group, values in zip(self.param_groups, written_later, strict=True):
+            group.update(values)
+        self.skipped_steps.copy_(copied["skipped_steps"])
+        for param, entry in copied["state"].items():
+            for key, tensor in entry.items():
+                self.state[param][key].copy_(tensor)
+
+    def settings(self):
+        """The keywords of the constructor, beside the groups."""
+        return {"matmul_precision": self.matmul_precision}
+
+
+class SameGroup:
+    """A process group in a copied optimizer: the same one. In a pickled one it is the default one."""
+
+    def __init__(self, process_group=None):
+        self.process_group = process_group
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        return SameGroup, ()
+
+
+class SavedState:
+    """A state dict that is to be loaded: by name, or in torch's layout."""
+
+    def __init__(self, state_dict, our_groups):
+        self.groups = state_dict["param_groups"]
+        self.is_ours = all("kind" in group for group in self.groups)
+        state, names = state_dict["state"], []
+        for i, group in enumerate(self.groups):
+            if "names" in group or "param_names" in group:
+                names.append(group.get("names", group.get("param_names")))
+            else:
+                names.append(self.by_position(i, group, our_groups))
+        if state and not any(isinstance(key, str) for key in state):
+            numbers = {}
+            for group, of_group in zip(self.groups, names, strict=True):
+                numbers |= dict(zip(group["params"], of_group, strict=True))
+            state = {numbers[number]: entry for number, entry in state.items()}
+        self.state = {clean_name(name): entry for name, entry in state.items()}
+        self.group_of = {clean_name(name): i for i, of_group in enumerate(names) for name in of_group}
+        self.check_names([group["names"] for group in our_groups], names)
+
+    def by_position(self, i, group, our_groups):
+        """Without names the i-th group has to be our i-th."""
+        if i >= len(our_groups) or len(group["params"]) != len(our_groups[i]["params"]):
+            raise ValueError(
+                "the saved parameters have no names, and are in other groups than ours: save an optimizer of "
+                "model.named_parameters()"
+            )
+        return our_groups[i]["names"]
+
+    def check_names(self, ours, theirs):
         if ours == theirs:
             return
         for i, names in enumerate(ours):
@@ -1404,6 +1509,57 @@ class MuonAdamW(torch.optim.Optimizer):
                 raise ValueError(
                     "parameters without names load only into the same groups: give every group names=[...]"
                 )
+
+    def entry(self, name, places):
+        """What was saved of a parameter; zeros of each place where it was trained by another kind."""
+        entry = self.state.get(name, {})
+        switched = entry and not (entry.keys() & places.keys()) - {"step"}
+        if switched or (
+            not entry and not self.is_ours
+        ):  # torch's optimizers have no state before the first gradient
+            return {key: torch.zeros(place.shape) for key, place in places.items()}
+        return entry
+
+    def hyperparameters(self, i, group):
+        """What our i-th group restores of the groups that its parameters were in."""
+        sources = {self.group_of[name] for name in group["names"] if name in self.group_of}
+        found = {}  # key -> value
+        for source in sorted(sources):
+            for key, value in self.values(self.groups[source], group).items():
+                if key in found and found[key] != value:
+                    two = f"{found[key]!r} and {value!r}"
+                    raise ValueError(
+                        f'param group {i} would get {key}={two}: load with hyperparameters="keep"'
+                    )
+                found[key] = value
+        structure = KINDS[group["kind"]].structure
+        for key in found.keys() & {*structure, "beta2"}:
+            if not same_structure(key, found[key], group[key]):
+                raise ValueError(
+                    f'param group {i} was saved with another {key}: load with hyperparameters="keep"'
+                )
+        return {key: value for key, value in found.items() if key not in structure}
+
+    def values(self, saved, group):
+        """The hyperparameters of a saved group; none where it trained by another kind."""
+        if saved.get("kind", "adamw") != group["kind"]:
+            return {}
+        known = {"initial_lr", *KINDS[group["kind"]].required}
+        not_values = {"kind", "params", "names", "param_names"}
+        return {
+            key: value
+            for key, value in saved.items()
+            if key not in not_values and (self.is_ours or key in known)
+        }
+
+
+def same_structure(key, saved, ours):
+    """Whether an option that decides how the work is done is the same. beta2: whether there is one."""
+    if key == "beta2":
+        return (saved is None) == (ours is None)
+    if key == "coefficients" and not isinstance(saved, str) and not isinstance(ours, str):
+        return [tuple(triple) for triple in saved] == [tuple(triple) for triple in ours]
+    return saved == ours
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1461,6 +1617,16 @@ class DistMuonAdamW(MuonAdamW):
             raise ValueError(f"{chunk_size=} must be at least 1")
         self.max_in_flight, self.chunk_size, self.free_grads = max_in_flight, chunk_size, free_grads
         super().__init__(param_groups, matmul_precision=matmul_precision, world=world)
+
+    def settings(self):
+        return {
+            "process_group": SameGroup(self.world.process_group),
+            "comm_dtype": self.world.comm_dtype,
+            "max_in_flight": self.max_in_flight,
+            "chunk_size": self.chunk_size,
+            "free_grads": self.free_grads,
+            "matmul_precision": self.matmul_precision,
+        }
 
 
 # ------------------------------------------------------------------------------------------------------------

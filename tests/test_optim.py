@@ -1,13 +1,16 @@
 """MuonAdamW in one process: the update rules, the contract of the class, compilation."""
 
+import copy
 import functools
 import math
+import pickle
 import types
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import nanomuon.optim as optim
 from nanomuon.optim import MuonAdamW
@@ -264,7 +267,7 @@ def test_non_finite_gradient_skips_the_step(value, where):
     optimizer.step()
     assert optimizer.skipped_steps.item() == 1 and optimizer.skipped_steps.ndim == 0
     assert all(torch.equal(p, q) for p, q in zip(params, before[1], strict=True))
-    after = optimizer.state_dict()["state"]
+    after = optimizer.named_state_dict()["state"]
     assert all(
         torch.equal(after[name][key], value) for name in after for key, value in before[0][name].items()
     )
@@ -345,7 +348,7 @@ def test_empty_groups_and_empty_parameters():
 
 def test_state_exists_before_the_first_step_under_its_names():
     params, groups = mixed()
-    state = MuonAdamW(groups).state_dict()["state"]
+    state = MuonAdamW(groups).named_state_dict()["state"]
     assert set(state["a"]) == {"momentum_buffer", "second_momentum_buffer"}
     assert set(state["e"]) == {"step", "exp_avg", "exp_avg_sq"}
     assert state["b"]["momentum_buffer"].shape == (24, 12) and state["b"]["second_momentum_buffer"].shape == (
@@ -377,15 +380,129 @@ def test_state_loads_into_other_groups_and_keeps_its_dtype():
     assert all(distance(p, q) < 3e-5 for p, q in zip(again, params, strict=True))
 
 
-def test_given_hyperparameters_win_over_the_saved_ones():
+def test_hyperparameters_are_restored_unless_they_are_to_be_kept():
     params, groups = mixed()
     saved = MuonAdamW(groups).state_dict()
     assert saved["param_groups"][0]["lr"] == 0.02
+    for hyperparameters, lr, betas in (("restore", 0.02, (0.9, 0.999)), ("keep", 0.5, (0.5, 0.5))):
+        params, groups = mixed()
+        groups[0]["lr"], groups[1]["betas"] = 0.5, (0.5, 0.5)
+        optimizer = MuonAdamW(groups)
+        optimizer.load_state_dict(saved, hyperparameters)
+        assert optimizer.param_groups[0]["lr"] == lr and optimizer.param_groups[1]["betas"] == betas
+    with pytest.raises(ValueError, match="hyperparameters is"):
+        optimizer.load_state_dict(saved, hyperparameters="ours")
+
+
+def test_hyperparameters_are_restored_by_name_into_other_groups():
     params, groups = mixed()
-    groups[0]["lr"] = 0.5
-    optimizer = MuonAdamW(groups)
+    a, b, c, d, e, f, g = params
+    saved = MuonAdamW(
+        [
+            muon(a, b, names=["a", "b"], lr=0.3),
+            muon(c, d, names=["c", "d"], lr=0.4),
+            adamw(e, f, g, names=["e", "f", "g"]),
+        ]
+    ).full_state_dict()
+    other = [
+        adamw(e, f, g, names=["e", "f", "g"]),
+        muon(d, names=["d"]),
+        muon(a, b, names=["a", "b"]),
+        muon(c, names=["c"]),
+    ]
+    optimizer = MuonAdamW(other)
     optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.4, 0.3, 0.4]
+    with pytest.raises(ValueError, match="group 0 would get lr=0.3 and 0.4"):
+        MuonAdamW(mixed()[1]).load_state_dict(saved)
+    with pytest.raises(ValueError, match="group 2 was saved with another nesterov"):
+        MuonAdamW([*other[:2], dict(other[2], nesterov=False), other[3]]).load_state_dict(saved)
+
+
+def resumable(seed=0):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4, bias=False))
+    matrices = [model[0].weight, model[2].weight]
+    optimizer = MuonAdamW(
+        [muon(*matrices, names=["0.weight", "2.weight"]), adamw(model[0].bias, names=["0.bias"])]
+    )
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+
+
+def train_on_a_schedule(model, optimizer, scheduler, first, last):
+    rates = []
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(5, 8, generator=generator)
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize("how", ["state_dict", "full_state_dict", "deepcopy", "pickle"])
+def test_a_resumed_run_is_the_uninterrupted_one(how, tmp_path):
+    """Bit for bit, learning rates included."""
+    uninterrupted = resumable()
+    rates = train_on_a_schedule(*uninterrupted, 0, 10)
+    model, optimizer, scheduler = resumable()
+    assert train_on_a_schedule(model, optimizer, scheduler, 0, 5) == rates[:5]
+    if how == "deepcopy":
+        model, optimizer, scheduler = copy.deepcopy((model, optimizer, scheduler))
+    elif how == "pickle":
+        model, optimizer, scheduler = pickle.loads(pickle.dumps((model, optimizer, scheduler)))
+    else:
+        state = model.state_dict(), getattr(optimizer, how)(), scheduler.state_dict()
+        torch.save(state, tmp_path / "saved.pt")
+        saved = torch.load(tmp_path / "saved.pt")
+        model, optimizer, scheduler = resumable(seed=1)
+        for each, of_it in zip((model, optimizer, scheduler), saved, strict=True):
+            each.load_state_dict(of_it)
+    assert train_on_a_schedule(model, optimizer, scheduler, 5, 10) == rates[5:]
+    for p, q in zip(model.parameters(), uninterrupted[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_state_dict_has_torchs_layout():
+    params, groups = mixed()
+    state = MuonAdamW(groups).state_dict()
+    assert [group["params"] for group in state["param_groups"]] == [[0, 1, 2, 3], [4, 5, 6]]
+    assert [group["names"] for group in state["param_groups"]] == [list("abcd"), list("efg")]
+    assert set(state["state"]) == set(range(7))
+    assert state["state"][4]["exp_avg"].shape == (50, 30)
+
+
+def test_torchs_distributed_state_dicts():
+    model, optimizer, scheduler = resumable()
+    train_on_a_schedule(model, optimizer, scheduler, 0, 3)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    assert set(optimizer_state["state"]) == {"0.weight", "0.bias", "2.weight"}
+    other, other_optimizer, _ = resumable(seed=1)
+    set_state_dict(other, other_optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    expected, found = optimizer.full_state_dict(), other_optimizer.full_state_dict()
+    for name, entry in expected["state"].items():
+        assert all(torch.equal(found["state"][name][key], value) for key, value in entry.items())
+    assert found["param_groups"] == expected["param_groups"]
+
+
+def test_from_torchs_adamw_in_the_middle_of_a_run():
+    model, _, _ = resumable()
+    adamw_optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.3, betas=(0.7, 0.8))
+    scheduler = torch.optim.lr_scheduler.ConstantLR(adamw_optimizer)
+    train_on_a_schedule(model, adamw_optimizer, scheduler, 0, 3)
+    _, optimizer, _ = resumable()
+    optimizer.load_state_dict(adamw_optimizer.state_dict())
+    assert (
+        optimizer.param_groups[0]["lr"] == 0.02
+        and optimizer.param_groups[1]["lr"] == adamw_optimizer.param_groups[0]["lr"]
+    )
+    assert optimizer.param_groups[1]["betas"] == (0.7, 0.8)
+    state = optimizer.full_state_dict()["state"]
+    for key, value in adamw_optimizer.state[model[0].bias].items():
+        assert torch.equal(state["0.bias"][key], value)
+    assert not state["0.weight"]["momentum_buffer"].any()
 
 
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
@@ -410,7 +527,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
             saved[name][key] = wrong
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict({"state": saved, "param_groups": whole["param_groups"]})
-        state = optimizer.state_dict()["state"]
+        state = optimizer.named_state_dict()["state"]
         assert all(
             torch.equal(v, state[n][k]) for n, entry in whole["state"].items() for k, v in entry.items()
         )
@@ -418,7 +535,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
 
 def test_without_names_a_regrouped_load_is_refused():
     a, b = parameter(8, 8), parameter(8, 8, seed=1)
-    saved = MuonAdamW([muon(a, b)]).state_dict()
+    saved = MuonAdamW([muon(a, b)]).named_state_dict()
     assert list(saved["state"]) == ["group0.0", "group0.1"]
     MuonAdamW([muon(a, b)]).load_state_dict(saved)
     with pytest.raises(ValueError, match="names"):

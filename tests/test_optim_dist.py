@@ -435,7 +435,7 @@ def saved_in_a_world(group, model, steps):
             params[i].grad = mean_gradient(i, shape, torch.float64, step, 1, 0)
         optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())  # a local state fits its own world
-    local, whole = optimizer.state_dict()["state"], optimizer.full_state_dict()
+    local, whole = optimizer.named_state_dict()["state"], optimizer.full_state_dict()
     for name, entry in local.items():  # what this rank owns of the whole
         for key, value in entry.items():
             if not isinstance(value, DTensor):
@@ -475,7 +475,7 @@ def test_state_saved_in_a_world_of_2_continues_in_3_and_1():
 def local_shapes(group):
     _, groups = build([("adamw", (1030, 2)), ("muon", (5, 6, 4)), ("muon", (8, 8))])
     optimizer = DistMuonAdamW(groups, group)
-    state = optimizer.state_dict()["state"]
+    state = optimizer.named_state_dict()["state"]
     moments, batch = state["p0"]["exp_avg"], state["p1"]["momentum_buffer"]
     shapes = [tuple(t.shape) for t in (moments, moments.to_local(), batch, batch.to_local())]
     return (*shapes, "p2" in state)

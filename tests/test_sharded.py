@@ -532,7 +532,7 @@ def on_disk(group, folder, where, save):
     mesh, params, optimizer = sharded_model(group, MODEL, names, placements, torch.float64, seed=7)
     if save:
         train(optimizer, params, MODEL, 2, torch.float64, mesh=mesh, placements=placements)
-    state = optimizer.state_dict()
+    state = optimizer.named_state_dict()
     flat = {f"{name}/{key}": value for name, entry in state["state"].items() for key, value in entry.items()}
     if save:
         dcp.save(flat, checkpoint_id=folder, process_group=group)
