@@ -1,6 +1,4 @@
-"""The patch in docs/add_your_optimizer.md applies to this source and makes an optimizer for one rank and
-two.
-"""
+"""The patch in docs/add_your_optimizer.md applies to this source and makes an optimizer for any world."""
 
 import os
 import re
@@ -25,7 +23,8 @@ def train(group):
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in [(1030, 3), (7,), (8, 8)]]
     groups = [dict(kind="lion", params=params[:2], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1),
-              dict(kind="muon", params=params[2:], lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.0)]
+              dict(kind="muon", params=params[2:], lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95,
+                   weight_decay=0.0)]
     optimizer = DistMuonAdamW(groups, group)
     expected = [(p.detach().clone(), torch.zeros_like(p)) for p in params[:2]]
     for step in range(5):
@@ -41,7 +40,8 @@ def train(group):
         optimizer.step()
     for p, (P, M), name in zip(params, expected, ("group0.0", "group0.1")):
         torch.testing.assert_close(p.detach(), P, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(optimizer.full_state_dict()["state"][name]["exp_avg"], M, rtol=1e-5, atol=1e-6)
+        exp_avg = optimizer.full_state_dict()["state"][name]["exp_avg"]
+        torch.testing.assert_close(exp_avg, M, rtol=1e-5, atol=1e-6)
 
 train(lone[rank])
 train(dist.group.WORLD)
