@@ -42,9 +42,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     Tq, Tk = q.size(1), k.size(1)
     mask = None
     if window is not None or 1 < Tq < Tk:
-        distance = torch.arange(Tk - Tq, Tk, device=q.device)[:, None] - torch.arange(
-            Tk, device=q.device
-        )  # (Tq, Tk)
+        keys = torch.arange(Tk, device=q.device)
+        distance = keys[Tk - Tq :, None] - keys  # (Tq, Tk)
         mask = (distance >= 0) & (distance < (window or Tk))
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -146,46 +145,61 @@ def measure(
         for heads in (H, Hkv, Hkv, H)
     )
     q *= 8  # so sharp that a single key too few or too many shows
-    backends = [sdpa, varlen, *([flex] if with_flex else [])] if device.type == "cuda" else [sdpa]
+    backends = [sdpa]
+    if device.type == "cuda":
+        backends.append(varlen)
+        if with_flex:
+            backends.append(flex)
     results = {}
     for implementation in flash_implementations(device):
         use_flash_implementation(implementation)
+        results[implementation] = {}
         for window in windows:
-            row = results.setdefault(implementation, {}).setdefault(window, {})
+            row = results[implementation][window] = {}
             for backend in backends:
                 if implementation is not None and backend is flex:
                     continue  # has no part in the switch
                 try:
-                    length = min(T, CHECKED)
-                    checked = window and max(1, window * length // T)
-                    if backend is flex:
-                        make_block_mask(T, window, device)
-                        make_block_mask(length, checked, device)
-                    error = _error(backend, *(x[:1, :length] for x in (q, k, v, grad)), checked)
-                    row[backend.__name__] = f"wrong: off by {error:.2g}"
-                    if error < (1e-4 if dtype == torch.float32 else 3e-2):
-                        times = [_milliseconds(backend, q, k, v, grad, window) for _ in range(1 + rounds)]
-                        row[backend.__name__] = statistics.median(times[1:])
+                    row[backend.__name__] = _checked_milliseconds(backend, q, k, v, grad, window, rounds)
                 except Exception as reason:  # a kernel that a device lacks fails in a way of its own
                     row[backend.__name__] = f"{type(reason).__name__}: {reason}".splitlines()[0][:120]
     use_flash_implementation(None)
     return results
 
 
+def _checked_milliseconds(backend, q, k, v, grad, window, rounds):
+    """Milliseconds forward and backward, the median of some rounds; or text, by how much a backend is off."""
+    T = q.size(1)
+    length = min(T, CHECKED)
+    checked_window = None if window is None else max(1, window * length // T)
+    if backend is flex:
+        make_block_mask(T, window, q.device)
+        make_block_mask(length, checked_window, q.device)
+    inputs = [x[:1, :length] for x in (q, k, v, grad)]
+    error = _error(backend, *inputs, checked_window)
+    tolerance = 1e-4 if q.dtype == torch.float32 else 3e-2
+    if not error < tolerance:
+        return f"wrong: off by {error:.2g}"
+    _milliseconds(backend, q, k, v, grad, window)  # warms up
+    return statistics.median(_milliseconds(backend, q, k, v, grad, window) for _ in range(rounds))
+
+
 def fastest(measured: dict) -> tuple[str | None, dict[int | None, tuple[float, str]]]:
     """Of what measure() gives: the flash implementation that is best over all windows, and by window
     (milliseconds, backend). Empty where no implementation has a backend for every window.
     """
-    best = {}
+    fastest_sum, fastest_implementation, fastest_backends = float("inf"), None, {}
     for implementation, rows in measured.items():
-        usable = {
-            window: [(ms, name) for name, ms in row.items() if not isinstance(ms, str)]
-            for window, row in rows.items()
-        }
-        if all(usable.values()):
-            best[implementation] = {window: min(row) for window, row in usable.items()}
-    implementation = min(best, key=lambda name: sum(ms for ms, _ in best[name].values()), default=None)
-    return implementation, best.get(implementation, {})
+        backends = {}
+        for window, row in rows.items():
+            usable = [(ms, name) for name, ms in row.items() if not isinstance(ms, str)]
+            if usable:
+                backends[window] = min(usable)
+        milliseconds = sum(ms for ms, _ in backends.values())
+        if len(backends) == len(rows) and milliseconds < fastest_sum:
+            fastest_sum, fastest_implementation = milliseconds, implementation
+            fastest_backends = backends
+    return fastest_implementation, fastest_backends
 
 
 def use(
@@ -227,18 +241,20 @@ def _with_gradients(backend, q, k, v, grad, window):
 
 def _error(backend, q, k, v, grad, window):
     """Largest error of output and gradients, each relative to its largest entry."""
-    pairs = zip(
-        _with_gradients(backend, q, k, v, grad, window),
-        _with_gradients(plain_attention, q, k, v, grad, window),
-        strict=True,
-    )
-    return max(((a.float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs)
+    found = _with_gradients(backend, q, k, v, grad, window)
+    expected = _with_gradients(plain_attention, q, k, v, grad, window)
+    errors = []
+    for ours, right in zip(found, expected, strict=True):
+        right = right.float()
+        errors.append(((ours.float() - right).abs().max() / right.abs().max()).item())
+    return max(errors)
 
 
 def _milliseconds(backend, q, k, v, grad, window):
+    repeats = 1 if q.device.type == "cpu" else 10
     began = time.perf_counter()
-    for _ in range(1 if q.device.type == "cpu" else 10):
+    for _ in range(repeats):
         _with_gradients(backend, q, k, v, grad, window)
     if q.device.type == "cuda":
         torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began) / (1 if q.device.type == "cpu" else 10)
+    return 1e3 * (time.perf_counter() - began) / repeats

@@ -21,9 +21,7 @@ def bits_per_byte(
     sums = torch.zeros(2, dtype=torch.float64, device=token_bytes.device)  # nats, bytes
     for inputs, targets in batches:
         loss = model(inputs, targets, reduction="none")  # (B * T,) nats
-        scored = torch.where(
-            targets < 0, 0, token_bytes[targets]
-        ).flatten()  # (B * T,) bytes, 0 where unscored
+        scored = torch.where(targets < 0, 0, token_bytes[targets]).flatten()  # (B * T,) bytes
         sums[0] += loss[scored > 0].sum(dtype=torch.float64)
         sums[1] += scored.sum()
     if dist.is_initialized():

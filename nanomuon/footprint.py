@@ -1,150 +1,308 @@
 """What a run takes on each device, from shapes alone: memory by kind, bytes communicated, Newton-Schulz
 FLOPs.
 
-Nothing here touches a device, so a run on thousands of them can be planned on a laptop.
+What the optimizer takes is asked of its own plan, which is made on the meta device for one rank of many,
+without a process group; its step is run there, too. Nothing here touches a device, so a run on thousands of
+them can be planned on a laptop.
 """
 
 import functools
 import math
-from collections import Counter
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from nanomuon import recipe
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.optim import SMALL
-from nanomuon.orthogonalize import gram_pays, newton_schulz_flops, triples
+from nanomuon.optim import MuonAdamW, Transfer, World
 from nanomuon.parallel import COLUMNS, ROWS
-from nanomuon.sharded import BATCH_BYTES, CHUNK_BYTES
+from nanomuon.sharded import Cut
 
-NUMBER = 4  # bytes of a weight, a gradient and a number of the optimizer's state: float32
-IN_FLIGHT = 3  # chunks of the pipeline, the default of DistMuonAdamW
+NUMBER = 4  # bytes of a weight and a gradient: float32
+ALL_RANKS = 8  # with so many every rank is looked at, with more the first, the last and the busiest
 
 
-class Part(NamedTuple):
-    """One parameter."""
+@dataclass(frozen=True)
+class Layout:
+    """How many devices there are, and what they share.
 
-    whole: tuple  # shape, (m, n) of each matrix where it is (E, m, n) of experts
-    held: tuple  # shape on a tensor-parallel rank, experts included
-    cut: int | None  # the dimension in which they differ
-    muon: bool
-    steps: int = 0  # of Newton-Schulz
-    variance: bool = False  # a second moment
-    place: str = "root"  # or "block" or "embedding": what FSDP2 gathers together
-    experts: int = 0
+    ranks: devices in all, of which `tensor_parallel` at a time see the same rows. fsdp: parameters in pieces
+    over the others (FSDP2).
+    """
+
+    ranks: int
+    fsdp: bool = False
+    tensor_parallel: int = 1
 
     @property
-    def second(self):
-        """Numbers of the second moment of a matrix."""
-        return max(self.whole) if self.variance else 0
+    def data_parallel(self) -> int:
+        return self.ranks // self.tensor_parallel
+
+    @property
+    def cuts_rows(self) -> bool:
+        return self.fsdp and self.data_parallel > 1
 
 
-@functools.cache
-def _parameters(config):
-    """[(name, shape, kind and options of a Part)] of a GPT under the recipe."""
-    with torch.device("meta"):
-        model = GPT(config)
-    found = []
-    for group in recipe.param_groups(model):
-        kind = dict(muon=group["kind"] == "muon")
-        if kind["muon"]:
-            steps = len(triples(group.get("coefficients", "polar_express"), group["ns_steps"]))
-            kind |= dict(steps=steps, variance=group["beta2"] is not None)
-        found += [
-            (name, tuple(p.shape), kind) for name, p in zip(group["names"], group["params"], strict=True)
-        ]
-    return found
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a model: its name, shape and param group (without the parameters)."""
 
+    name: str
+    shape: tuple
+    group: int  # its index
 
-@functools.cache
-def parts(config: GPTConfig, tensor_parallel: int = 1) -> Counter:
-    """{Part: how many parameters are like it} of a GPT under the recipe."""
-    found = Counter()
-    for name, shape, kind in _parameters(config):
-        experts = shape[0] if len(shape) == 3 else 0
-        held, module, cut = list(shape), name.split(".", 2)[-1].removesuffix(".weight"), None
-        if tensor_parallel > 1 and (name.startswith("value_embeds") or module in COLUMNS + ROWS):
-            cut = 0 if module in COLUMNS else 1
-            held[cut] //= tensor_parallel
-        place = {"blocks": "block", "wte": "embedding", "value_embeds": "embedding"}.get(
-            name.split(".")[0], "root"
+    @property
+    def module(self) -> str:
+        """Within a block, or the model: "attn.q"."""
+        return self.name.split(".", 2)[-1].removesuffix(".weight")
+
+    @property
+    def place(self) -> str:
+        """What FSDP2 gathers it with."""
+        return {"blocks": "block", "wte": "embedding", "value_embeds": "embedding"}.get(
+            self.name.split(".")[0], "root"
         )
-        found[Part(shape[-2:], tuple(held), cut, **kind, place=place, experts=experts)] += 1
-    return found
+
+    def cut_dim(self, layout: Layout) -> int | None:
+        """The dimension that tensor parallelism cuts."""
+        if layout.tensor_parallel == 1:
+            return None
+        if self.module in COLUMNS:
+            return 0
+        if self.module in ROWS or self.name.startswith("value_embeds"):
+            return 1
+        return None
+
+    def held(self, layout: Layout) -> tuple:
+        """The shape on a tensor-parallel rank, before FSDP2 cuts it."""
+        shape, cut = list(self.shape), self.cut_dim(layout)
+        if cut is not None:
+            shape[cut] //= layout.tensor_parallel
+        return tuple(shape)
 
 
-def footprint(
-    config: GPTConfig,
-    ranks: int,
-    fsdp: bool,
-    tensor_parallel: int,
-    rows: int,
-    micro_steps: int,
-    compute_bytes: int,
-) -> dict[str, int]:
-    """What the device takes that has the most of it.
+@functools.cache
+def parameters(config: GPTConfig) -> tuple[list[Parameter], list[dict]]:
+    """The parameters of a GPT, and the groups of the recipe that train them."""
+    with torch.device("meta"):
+        groups = recipe.param_groups(GPT(config))
+    found = []
+    for i, group in enumerate(groups):
+        for name, param in zip(group["names"], group.pop("params"), strict=True):
+            found.append(Parameter(name, tuple(param.shape), i))
+    return found, groups
 
-    ranks: devices in all, of which `tensor_parallel` at a time see the same rows. rows: sequences per device
-    and micro-step. compute_bytes: of an activation, 2 in bf16. Returns bytes of `weights`, `gradients`,
-    `state` (of the optimizer), `activations` (saved for the backward of a micro-step) and `buffers`
-    (collectives, gathered weights and other temporaries: an estimate); `communicated`, the bytes that a
-    device sends in a step by ring algorithms; `newton_schulz`, FLOPs of a step.
+
+# ------------------------------------------------------------------------------------------------------------
+# The optimizer's plan
+
+
+class NoWork:
+    """A transfer that does not happen."""
+
+    def wait(self):
+        pass
+
+
+class PlannedWorld(World):
+    """One rank of a world that is only planned. Transfers send nothing and count the bytes that they would
+    send.
+
+    By ring algorithms: (W-1)/W of the whole, twice for an all_reduce. sent: a list to count into.
     """
-    model, data, tokens = parts(config, tensor_parallel), ranks // tensor_parallel, rows * config.seq_len
-    fsdp = fsdp and data > 1
-    shards = data if fsdp else 1
-    weights = NUMBER * sum(count * math.prod(_rows(part.held, shards)) for part, count in model.items())
-    optimizer = _optimizer(model, ranks, data, tensor_parallel, fsdp, compute_bytes)
+
+    def __init__(self, size: int, rank: int, sent: list):
+        super().__init__(size=size, rank=rank)
+        self.sent = sent
+
+    def transfer(self, size, received):
+        self.sent.append(size * (self.size - 1) / self.size)
+        return Transfer(NoWork(), None, received)
+
+    def reduce_scatter(self, send):
+        return self.transfer(send.nbytes, send.new_empty(len(send) // self.size, *send.shape[1:]))
+
+    def all_gather(self, whole):
+        return self.transfer(whole.nbytes, whole)
+
+    def all_reduce(self, tensor, operation=None):
+        return self.transfer(2 * tensor.nbytes, tensor)
+
+    def reduce_to(self, owner, tensor):
+        return self.transfer(tensor.nbytes, tensor)
+
+    def broadcast_from(self, owner, tensor):
+        return self.transfer(tensor.nbytes, tensor)
+
+    def all_to_all(self, send, sent, received):
+        self.sent.append((sum(sent) - sent[self.rank]) * send.itemsize)
+        return Transfer(NoWork(), None, send.new_empty(sum(received)))
+
+
+class RankPlan:
+    """The optimizer of one rank, on the meta device."""
+
+    def __init__(self, config: GPTConfig, layout: Layout, rank: int):
+        self.sent = []
+        found, groups = parameters(config)
+        data_rank, tensor_rank = divmod(rank, layout.tensor_parallel)
+        self.rows = PlannedWorld(layout.data_parallel, data_rank, self.sent)
+        self.tensor = PlannedWorld(layout.tensor_parallel, tensor_rank, self.sent)
+        self.world = PlannedWorld(layout.ranks, rank, self.sent)
+        groups = [dict(group, params=[], names=[]) for group in groups]
+        for parameter in found:
+            groups[parameter.group]["params"].append(self.parameter(parameter, layout))
+            groups[parameter.group]["names"].append(parameter.name)
+        self.optimizer = MuonAdamW(groups, world=self.world)
+
+    def parameter(self, parameter: Parameter, layout: Layout) -> torch.nn.Parameter:
+        """What this rank holds of it, and how it is cut (see sharded.cuts)."""
+        shape, cuts = parameter.held(layout), []
+        if layout.cuts_rows:
+            lo, hi = self.rows.share(shape[0])
+            shape = (hi - lo, *shape[1:])
+            cuts.append(Cut(self.rows, 0, is_tensor_parallel=False))
+        if parameter.cut_dim(layout) is not None:
+            cuts.append(Cut(self.tensor, parameter.cut_dim(layout), is_tensor_parallel=True))
+        planned = torch.nn.Parameter(torch.empty(shape, device="meta"))
+        planned.planned_cuts, planned.planned_shape = cuts, parameter.shape
+        return planned
+
+    def weights(self) -> int:
+        return sum(param.nbytes for _, param, _ in self.optimizer.named(self.optimizer.param_groups))
+
+    def state(self) -> int:
+        total = 0
+        for entry in self.optimizer.state.values():
+            total += sum(tensor.nbytes for tensor in entry.values())
+        return total
+
+    def buffers(self) -> int:
+        """What is in flight, and the largest batch that is worked on."""
+        works = self.optimizer.works
+        return sum(work.in_flight_bytes() for work in works) + max(work.batch_bytes() for work in works)
+
+    def step(self) -> tuple[int, int]:
+        """(bytes sent, FLOPs of matrix products) of a step."""
+        self.sent.clear()
+        with FlopCounterMode(display=False) as flops:
+            self.optimizer.step()
+        return round(sum(self.sent)), flops.get_total_flops()
+
+
+def rank_plans(config: GPTConfig, layout: Layout) -> list[RankPlan]:
+    """Of every rank, or of those that have the most of something. Tensor-parallel ranks have the same."""
+    first = RankPlan(config, layout, 0)
+    data_ranks = range(layout.data_parallel if layout.fsdp else layout.ranks)
+    step = layout.tensor_parallel if layout.fsdp else 1
+    if len(data_ranks) <= ALL_RANKS:
+        others = data_ranks[1:]
+    else:
+        load = first.rows.load if layout.fsdp else first.world.load
+        others = {data_ranks[-1], max(data_ranks, key=load.__getitem__)} - {0}
+    return [first, *(RankPlan(config, layout, rank * step) for rank in others)]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The whole run
+
+
+@functools.cache
+def optimizer_memory(config: GPTConfig, layout: Layout, roughly: bool) -> dict[str, int]:
+    """Bytes of the device that has the most: weights, state and the optimizer's buffers."""
+    plans = [RankPlan(config, layout, 0)] if roughly else rank_plans(config, layout)
+    return {
+        "weights": max(plan.weights() for plan in plans),
+        "state": max(plan.state() for plan in plans),
+        "buffers": max(plan.buffers() for plan in plans),
+    }
+
+
+def memory_by_kind(
+    config: GPTConfig, layout: Layout, rows: int, compute_bytes: int, roughly: bool = False
+) -> dict[str, int]:
+    """Bytes on the device that has the most; roughly: on the first one, which is as good as always that.
+
+    rows: sequences per device and micro-step. compute_bytes: of an activation, 2 in bf16. `weights`,
+    `gradients`, `state` (of the optimizer), `activations` (saved for the backward of a micro-step) and
+    `buffers` (collectives, gathered weights and other temporaries: an estimate).
+    """
+    optimizer, tokens = optimizer_memory(config, layout, roughly), rows * config.seq_len
     buffers = optimizer["buffers"] + NUMBER * config.seq_len * config.head_dim  # and the rotary tables
     buffers += (
         2 * NUMBER * tokens * config.vocab_size
     )  # the gradient of the logits before and after their cap
-    sent = optimizer["sent"]
-    if fsdp:
-        gathered = (
-            NUMBER if config.experts else compute_bytes
-        )  # parallel.parallelize: the router computes in float32
-        numbers, largest = Counter(), 0  # padded to equal pieces
-        for part, count in model.items():
-            padded = data * math.prod(_rows(part.held, data))
-            numbers[part.place] += count * padded
-            largest = max(largest, padded if part.place == "embedding" else 0)
-        block, rest = numbers.pop("block"), sum(numbers.values())
-        # all_gather of a block before its forward and its backward, of what is around them once;
-        # reduce_scatter of all
-        sent += micro_steps * (2 * gathered * block + NUMBER * (block + 2 * rest)) * (data - 1) / data
-        # weights and gradients: two blocks, two embeddings and the head
-        buffers += 2 * (gathered + NUMBER) * block / config.depth + 2 * NUMBER * (
-            2 * largest + numbers["root"]
-        )
-    if tensor_parallel > 1:
-        # an all_reduce after the attention and one after the MLP, in the backward before them; experts are
-        # not cut
-        sums = 2 if config.experts else 4
-        sent += (
-            micro_steps
-            * sums
-            * config.depth
-            * _all_reduce(tokens * config.width * compute_bytes, tensor_parallel)
-        )
-    if tensor_parallel > 1 and not fsdp:  # the mean of the gradients
-        held = sum(count * math.prod(part.held) for part, count in model.items() if part.cut is not None)
-        sent += _all_reduce(NUMBER * held, data)
+    if layout.cuts_rows:
+        gathered = gathered_numbers(config, layout)
+        # Weights and gradients: of two blocks, two embeddings and the head
+        block_bytes = compute_bytes if not config.experts else NUMBER
+        buffers += 2 * (block_bytes + NUMBER) * gathered["block"] / config.depth
+        buffers += 2 * NUMBER * (2 * gathered["largest embedding"] + gathered["root"])
     return {
-        "weights": weights,
-        "gradients": weights,
+        "weights": optimizer["weights"],
+        "gradients": optimizer["weights"],
         "state": optimizer["state"],
-        "activations": activations(config, tokens, tensor_parallel, compute_bytes),
+        "activations": activations(config, tokens, layout.tensor_parallel, compute_bytes),
         "buffers": round(buffers),
-        "communicated": round(sent),
-        "newton_schulz": round(optimizer["flops"]),
     }
 
 
-def memory(footprint: dict[str, int]) -> int:
+def traffic(
+    config: GPTConfig, layout: Layout, rows: int, micro_steps: int, compute_bytes: int
+) -> dict[str, int]:
+    """What a device does in an optimizer step, the one that does the most of each.
+
+    `communicated`: bytes that it sends, by ring algorithms. `newton_schulz`: FLOPs.
+    """
+    steps = [plan.step() for plan in rank_plans(config, layout)]
+    sent = max(sent for sent, _ in steps)
+    data, tensor = layout.data_parallel, layout.tensor_parallel
+    if layout.cuts_rows:
+        gathered = gathered_numbers(config, layout)
+        around = gathered["embedding"] + gathered["root"]
+        block_bytes = compute_bytes if not config.experts else NUMBER  # a router computes in float32
+        # all_gather of a block before its forward and its backward, of what is around them once;
+        # reduce_scatter of all
+        numbers = 2 * block_bytes * gathered["block"] + NUMBER * (gathered["block"] + 2 * around)
+        sent += micro_steps * numbers * (data - 1) / data
+    if tensor > 1:
+        # An all_reduce after the attention and one after the MLP, in the backward before them; experts are
+        # not cut
+        sums = 2 if config.experts else 4
+        activation = rows * config.seq_len * config.width * compute_bytes
+        sent += micro_steps * sums * config.depth * all_reduce_bytes(activation, tensor)
+    if tensor > 1 and not layout.cuts_rows:  # the mean of the gradients of what tensor parallelism cuts
+        found, _ = parameters(config)
+        cut = [parameter for parameter in found if parameter.cut_dim(layout) is not None]
+        held = sum(math.prod(parameter.held(layout)) for parameter in cut)
+        sent += all_reduce_bytes(NUMBER * held, data)
+    return {"communicated": round(sent), "newton_schulz": max(flops for _, flops in steps)}
+
+
+def footprint(
+    config: GPTConfig, layout: Layout, rows: int, micro_steps: int, compute_bytes: int
+) -> dict[str, int]:
+    """`memory_by_kind` and `traffic` together."""
+    memory = memory_by_kind(config, layout, rows, compute_bytes)
+    return memory | traffic(config, layout, rows, micro_steps, compute_bytes)
+
+
+def gathered_numbers(config: GPTConfig, layout: Layout) -> dict[str, int]:
+    """What FSDP2 gathers, in numbers, padded to equal pieces: by place, and the largest embedding."""
+    numbers = {"block": 0, "embedding": 0, "root": 0, "largest embedding": 0}
+    for parameter in parameters(config)[0]:
+        rows, *rest = parameter.held(layout) or (1,)
+        padded = -(-rows // layout.data_parallel) * layout.data_parallel * math.prod(rest)
+        numbers[parameter.place] += padded
+        if parameter.place == "embedding":
+            numbers["largest embedding"] = max(numbers["largest embedding"], padded)
+    return numbers
+
+
+def memory(by_kind: dict[str, int]) -> int:
     """Bytes a device needs."""
-    return sum(footprint[kind] for kind in ("weights", "gradients", "state", "activations", "buffers"))
+    return sum(by_kind[kind] for kind in ("weights", "gradients", "state", "activations", "buffers"))
 
 
 def activations(config: GPTConfig, tokens: int, tensor_parallel: int, compute_bytes: int) -> int:
@@ -165,105 +323,14 @@ def activations(config: GPTConfig, tokens: int, tensor_parallel: int, compute_by
         mlp = (8 + 2 * config.experts_per_token) * config.width
     channels = config.depth * (6 * config.width + cut / tensor_parallel + mlp) + 2 * config.width
     copies = config.vocab_size * config.width if compute_bytes < NUMBER else 0
-    for part, count in parts(config, tensor_parallel).items():
-        copies += count * math.prod(part.held) if part.muon and compute_bytes < NUMBER else 0
+    if compute_bytes < NUMBER:
+        found, groups = parameters(config)
+        matrices = [parameter for parameter in found if groups[parameter.group]["kind"] == "muon"]
+        layout = Layout(tensor_parallel, tensor_parallel=tensor_parallel)
+        copies += sum(math.prod(parameter.held(layout)) for parameter in matrices)
     return round(compute_bytes * (tokens * channels + copies) + 2 * NUMBER * tokens * config.vocab_size)
 
 
-def _optimizer(model, ranks, data, tensor_parallel, fsdp, product_bytes):
-    """State, bytes sent, FLOPs and buffers of DistMuonAdamW: the most that a rank has of each."""
-    world = data if fsdp else ranks  # who shares the work on what tensor parallelism does not cut
-    everyone = range(world)
-    state, sent, flops, load = ([0.0] * world for _ in range(4))
-    by_all, small, buffers, matrices = _all_reduce(4, ranks), 0, 0, 0  # 4: whether all gradients are finite
-    for part, count in model.items():
-        if part.muon:
-            continue
-        numbers = math.prod(part.held)
-        slices = world if fsdp or part.cut is None and numbers >= SMALL else 1
-        if not fsdp and slices > 1:  # reduce_scatter and all_gather
-            padded = count * NUMBER * slices * math.prod(_rows(part.held, slices))
-            by_all += _all_reduce(padded, slices)
-            buffers += padded / slices + (padded if part.held[0] % slices else 0)
-        elif not fsdp and part.cut is None:
-            small += count * numbers
-        for rank in everyone:
-            mine = math.prod(_rows(part.held, slices, rank % slices))
-            state[rank] += count * (2 * NUMBER * mine + 4)  # and the step
-    by_all += _all_reduce(NUMBER * small, ranks)
-    for bank, count in _banks(model, fsdp):
-        matrix, whole_flops = NUMBER * math.prod(bank.held[-2:]), newton_schulz_flops(*bank.whole, bank.steps)
-        owners = world if fsdp or bank.cut is None else 1
-        even, left = divmod(count, owners)
-        idlest = set(sorted(everyone, key=load.__getitem__)[:left])
-        experts_of = [_rows(bank.held, owners, rank)[0] for rank in everyone]  # like Shard(0)
-        tp_sent, tp_share = _tensor_parallel(bank, tensor_parallel, product_bytes)
-        matrices = max(matrices, count * NUMBER * math.prod(bank.whole))
-        if (
-            not fsdp and owners > 1
-        ):  # reduce_scatter and all_gather of a padded bank, or of each matrix by itself
-            stacked = matrix * (count if 2 * count < owners else -(-count // owners) * owners)
-            by_all += _all_reduce(stacked, owners)
-            buffers += stacked * (1 + 1 / owners)
-        for rank in everyone:
-            owned = experts_of[rank] if bank.experts else even + (rank in idlest)
-            if not (fsdp and bank.experts):
-                load[rank] += owned * whole_flops
-            flops[rank] += owned * whole_flops * tp_share
-            sent[rank] += owned * tp_sent
-            state[rank] += owned * NUMBER * bank.second
-            if fsdp and not bank.experts:  # momentum shards to the owners, update shards back
-                shard = NUMBER * math.prod(_rows(bank.held, world, rank))
-                state[rank] += count * shard
-                sent[rank] += (count - owned) * shard + owned * (matrix - shard)
-            else:
-                state[rank] += owned * matrix
-    # a batch of Newton-Schulz with its products, and what the chunks of the pipeline send and receive
-    buffers += (
-        4 * min(matrices, BATCH_BYTES["cuda"]) + 2 * IN_FLIGHT * min(matrices, CHUNK_BYTES["cuda"]) * fsdp
-    )
-    return dict(state=round(max(state)), sent=max(sent) + by_all, flops=max(flops), buffers=buffers)
-
-
-def _banks(model, fsdp):
-    """(Part, how many matrices) in the order in which the optimizer finds owners for them."""
-    banks, of_experts = Counter(), []
-    for part, count in model.items():
-        if part.experts:  # each parameter a bank by itself
-            of_experts += [(part, part.experts)] * count
-        elif part.muon:  # whole matrices and their transposes share a bank
-            shape = tuple(sorted(part.whole))
-            banks[part if fsdp or part.cut is not None else part._replace(whole=shape, held=shape)] += count
-    return sorted(
-        [*banks.items(), *of_experts], key=lambda item: -newton_schulz_flops(*item[0].whole, item[0].steps)
-    )
-
-
-def _tensor_parallel(part, ranks, product_bytes):
-    """Bytes that each of `ranks` sends to orthogonalize a matrix that they share, and its part of the
-    FLOPs.
-    """
-    if part.cut is None:
-        return 0, 1
-    m, n = part.whole
-    if not (m >= n if part.cut == 0 else n >= m):  # duplicated
-        return NUMBER * m * n * (ranks - 1) / ranks, 1
-    gram, short, long = gram_pays(m, n, part.steps), min(m, n), max(m, n)
-    products = min(part.steps, 2) if gram else part.steps
-    sent = _all_reduce(NUMBER + products * short**2 * product_bytes, ranks)  # the norm and the Gram matrices
-    if part.variance:  # a sum over the side that is cut, or the pieces of the side that has the values
-        summed = part.cut == (1 if m >= n else 0)
-        sent += _all_reduce(NUMBER * long, ranks) if summed else NUMBER * long * (ranks - 1) / ranks
-    cut_flops = 4 * short**2 * long * (min(part.steps, 2) if gram else part.steps)
-    return sent, 1 - (1 - 1 / ranks) * cut_flops / newton_schulz_flops(m, n, part.steps)
-
-
-def _rows(shape, ranks, rank=0):
-    """Shape of a rank's piece: ceil(rows/W) rows, the last ones short or empty."""
-    each = -(-shape[0] // ranks)
-    return max(0, min(each, shape[0] - rank * each)), *shape[1:]
-
-
-def _all_reduce(size, ranks):
+def all_reduce_bytes(size: float, ranks: int) -> float:
     """Bytes that each rank sends."""
     return 2 * size * (ranks - 1) / ranks

@@ -30,7 +30,8 @@ def generate(
     history, unread, cache = list(prompt), prompt[-context:], None
     for _ in range(max_tokens):
         if cache is None or cache.length + len(unread) > context:
-            unread = unread if cache is None else history[-max(1, context // 2) :]
+            if cache is not None:
+                unread = history[-max(1, context // 2) :]
             cache = KVCache(model.config, 1, device, model.compute_dtype)
         logits = model(torch.tensor([unread], device=device), cache=cache)[0, -1]  # (V,)
         token = _draw(logits, temperature, top_k, generator)

@@ -19,9 +19,8 @@ from nanomuon.attention import attention
 from nanomuon.moe import MoE
 from nanomuon.qk_clip import record_largest_
 
-LOGIT_CAP = (
-    15.0  # logits pass through cap * tanh(x / cap): Gemma 2 (arXiv 2408.00118); 15 as in modded-nanogpt
-)
+# Logits pass through cap * tanh(x / cap): Gemma 2 (arXiv 2408.00118); 15 as in modded-nanogpt
+LOGIT_CAP = 15.0
 GATE_INPUTS = 32  # the value gate reads this many residual channels
 TAPS = 4  # tokens that the convolution of an MLP's input spans, its own included
 
@@ -38,9 +37,8 @@ class GPTConfig:
     width: int  # residual channels, a multiple of heads
     heads: int
     kv_heads: int  # grouped-query attention: divides heads
-    window_pattern: str = (
-        "L"  # tiled over the layers: L sees everything, S the last half context; the last layer is L
-    )
+    # Tiled over the layers: L sees everything, S the last half context; the last layer is L
+    window_pattern: str = "L"
     qk_norm: bool = True
     experts: int = 0  # MLPs to choose from, 0: one for all tokens
     experts_per_token: int = 2
@@ -52,19 +50,16 @@ class GPTConfig:
         """
         width = 64 * depth
         heads = max(1, width // (128 if width >= 512 else 64))
-        return cls(
-            **{
-                **dict(
-                    vocab_size=vocab_size,
-                    seq_len=seq_len,
-                    depth=depth,
-                    width=width,
-                    heads=heads,
-                    kv_heads=heads,
-                ),
-                **overrides,
-            }
+        fields = dict(
+            vocab_size=vocab_size,
+            seq_len=seq_len,
+            depth=depth,
+            width=width,
+            heads=heads,
+            kv_heads=heads,
         )
+        fields.update(overrides)
+        return cls(**fields)
 
     def __post_init__(self):
         for field in ("vocab_size", "seq_len", "depth", "width", "heads", "kv_heads"):
@@ -77,12 +72,13 @@ class GPTConfig:
             )
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise ValueError(f"window_pattern is a string of S and L, not {self.window_pattern!r}")
-        chosen = self.experts_per_token
-        if self.experts and (not 1 <= chosen <= self.experts or 4 * self.width % chosen):
-            raise ValueError(
-                f"experts_per_token {chosen} must be between 1 and experts {self.experts}, "
-                f"and divide the {4 * self.width} hidden channels of an MLP"
-            )
+        if self.experts:
+            chosen, hidden = self.experts_per_token, 4 * self.width
+            if not 1 <= chosen <= self.experts or hidden % chosen:
+                raise ValueError(
+                    f"experts_per_token {chosen} must be between 1 and experts {self.experts}, "
+                    f"and divide the {hidden} hidden channels of an MLP"
+                )
 
     @property
     def head_dim(self) -> int:
@@ -151,9 +147,8 @@ class Attention(nn.Module):
         self.o = Linear(config.heads * config.head_dim, config.width)
         if config.has_value_embed(layer):
             self.value_gate = Linear(min(GATE_INPUTS, config.width), config.kv_heads)
-        self.register_buffer(
-            "largest_logits", None, persistent=False
-        )  # a tensor where qk_clip.watch_ asks for it
+        # A tensor where qk_clip.watch_ asks for it
+        self.register_buffer("largest_logits", None, persistent=False)
 
     def forward(
         self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache | None
@@ -161,9 +156,8 @@ class Attention(nn.Module):
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)  # (B, T, H or Hkv, D)
         if value_embed is not None:
-            gate = 2 * torch.sigmoid(
-                self.value_gate(x[..., : self.value_gate.in_features])
-            )  # (B, T, Hkv), 1 at start
+            gate_inputs = x[..., : self.value_gate.in_features]
+            gate = 2 * torch.sigmoid(self.value_gate(gate_inputs))  # (B, T, Hkv), 1 at start
             v = v + gate[..., None] * value_embed.view(heads)
         q, k = rotate(q, *rope), rotate(k, *rope)
         if self.qk_norm:
@@ -212,15 +206,17 @@ class Block(nn.Module):
         self.layer = layer
         self.attn = Attention(config, layer)
         self.conv = Convolution(config.width)
-        self.mlp = (
-            MoE(config.width, config.experts, config.experts_per_token) if config.experts else MLP(config)
-        )
+        if config.experts:
+            self.mlp = MoE(config.width, config.experts, config.experts_per_token)
+        else:
+            self.mlp = MLP(config)
 
     def forward(
         self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache | None
     ):
         x = x + self.attn(norm(x), value_embed, rope, cache)
-        return x + self.mlp(self.conv(norm(x), None if cache is None else cache.recent[self.layer]))
+        recent = None if cache is None else cache.recent[self.layer]
+        return x + self.mlp(self.conv(norm(x), recent))
 
 
 class GPT(nn.Module):
@@ -234,13 +230,11 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.compute_dtype = config, compute_dtype
         self.wte = nn.Embedding(config.vocab_size, config.width)
-        self.value_embeds = nn.ModuleDict(
-            {
-                str(i): nn.Embedding(config.vocab_size, config.kv_heads * config.head_dim)
-                for i in range(config.depth)
-                if config.has_value_embed(i)
-            }
-        )
+        self.value_embeds = nn.ModuleDict()  # by layer
+        for layer in range(config.depth):
+            if config.has_value_embed(layer):
+                embed = nn.Embedding(config.vocab_size, config.kv_heads * config.head_dim)
+                self.value_embeds[str(layer)] = embed
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
         self.resid_scalars = nn.Parameter(torch.empty(config.depth))
         self.x0_scalars = nn.Parameter(torch.empty(config.depth))
@@ -258,25 +252,29 @@ class GPT(nn.Module):
             embed.weight.uniform_(-bound, bound, generator=generator)
         for block in self.blocks:
             attn, mlp = block.attn, block.mlp
-            inward, outward = [attn.q.weight, attn.k.weight, attn.v.weight], [attn.o.weight, block.conv.taps]
-            inward += [mlp.router, mlp.w1] if self.config.experts else [mlp.up.weight]
-            outward += [mlp.w2, mlp.bias, mlp.load] if self.config.experts else [mlp.down.weight]
+            inward = [attn.q.weight, attn.k.weight, attn.v.weight]
+            outward = [attn.o.weight, block.conv.taps]
+            if self.config.experts:
+                inward += [mlp.router, mlp.w1]
+                outward += [mlp.w2, mlp.bias, mlp.load]
+            else:
+                inward += [mlp.up.weight]
+                outward += [mlp.down.weight]
             for weight in inward:
                 weight.uniform_(-bound, bound, generator=generator)
             for weight in outward:
                 weight.zero_()
-            if hasattr(block.attn, "value_gate"):
-                block.attn.value_gate.weight.zero_()
+            if hasattr(attn, "value_gate"):
+                attn.value_gate.weight.zero_()
         self.resid_scalars.fill_(1.0)
         self.x0_scalars.fill_(0.1)
         self.lm_head.weight.normal_(0, 0.001, generator=generator)
         self._fill_rope()
 
     def _fill_rope(self, base: float = 10_000.0) -> None:
-        half = torch.arange(self.cos.size(-1), device=self.cos.device, dtype=torch.float32)
-        angles = torch.outer(
-            torch.arange(self.cos.size(0), device=half.device), base ** (-half / half.numel())
-        )
+        positions = torch.arange(self.cos.size(0), device=self.cos.device)
+        pairs = torch.arange(self.cos.size(-1), device=self.cos.device, dtype=torch.float32)
+        angles = torch.outer(positions, base ** (-pairs / pairs.numel()))  # (T, D/2)
         self.cos.copy_(angles.cos()[:, None])
         self.sin.copy_(angles.sin()[:, None])
 
@@ -319,10 +317,13 @@ class GPT(nn.Module):
         """
         counts = dict.fromkeys(("wte", "value_embeds", "lm_head", "matrices", "idle_experts", "scalars"), 0)
         for name, p in self.named_parameters():
-            role, idle = name.split(".")[0], 0
+            role = name.split(".")[0]
+            if role not in counts:
+                role = "matrices" if p.ndim > 1 else "scalars"
+            idle = 0
             if p.ndim == 3:  # (E, m, n), which may be a DTensor: p[0] would communicate
                 idle = (self.config.experts - self.config.experts_per_token) * p.shape[1:].numel()
-            counts[role if role in counts else "matrices" if p.ndim > 1 else "scalars"] += p.numel() - idle
+            counts[role] += p.numel() - idle
             counts["idle_experts"] += idle
         return {**counts, "total": sum(counts.values())}
 

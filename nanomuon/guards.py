@@ -1,5 +1,5 @@
-"""What lets a training loop be interrupted and watched: signals that all ranks obey, a watchdog, loss
-spikes.
+"""What lets a training loop be interrupted and watched: signals that all ranks obey, a watchdog, gradients
+that are not finite, loss spikes.
 """
 
 import math
@@ -10,10 +10,12 @@ import threading
 import time
 from collections import deque
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from .runtime import print0
+from nanomuon.runtime import print0
 
 
 class Requests:
@@ -31,21 +33,27 @@ class Requests:
             self.stop = True
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one stops at once
 
-    def agree(self, loss: Tensor) -> tuple[float, bool, bool]:
-        """(mean loss over ranks, stop?, save?): what one rank was asked, all do. Waits for the device."""
+    def agree(self, loss: Tensor, finite: Tensor | None = None) -> tuple[float, bool, bool]:
+        """(mean loss over ranks, stop?, save?): what one rank was asked, all do. Waits for the device.
+
+        loss: 0-D. finite: 0-D bool, whether this rank's gradients are finite, None where nobody has looked.
+        Where they are not on one rank, there is no loss to speak of: all get NaN.
+        """
         save, self.save = self.save, False
+        if finite is not None:
+            loss = torch.where(finite, loss, math.nan)
         values = loss.new_tensor([0, self.stop, save])
         values[0] = loss
         if dist.is_initialized():
             dist.all_reduce(values)
             values[0] /= dist.get_world_size()
-        loss, stop, save = values.tolist()
-        return loss, stop > 0, stop + save > 0
+        mean_loss, stops, saves = values.tolist()
+        return mean_loss, stops > 0, stops + saves > 0
 
     def exit_at_once(self) -> None:
         """Call when everything is on disk: a signal then has nothing to wait for."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: sys.exit(0))
+            signal.signal(number, lambda number, frame: sys.exit(0))
         if self.stop:
             sys.exit(0)
 
@@ -58,7 +66,8 @@ class Watchdog:
     """
 
     def __init__(self):
-        self.times, self.step, self.deadline = deque(maxlen=20), 0, math.inf
+        self.times = deque(maxlen=20)  # milliseconds of the last steps
+        self.step, self.deadline = 0, math.inf
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -92,6 +101,17 @@ class Watchdog:
         return statistics.median(tuple(self.times))
 
 
+def gradients_finite(model: nn.Module) -> Tensor:
+    """Whether every gradient that this rank holds is finite: 0-D bool, not read here."""
+    grads = []
+    for parameter in model.parameters():
+        if isinstance(parameter.grad, DTensor):
+            grads.append(parameter.grad.to_local())
+        elif parameter.grad is not None:
+            grads.append(parameter.grad)
+    return torch.nn.utils.get_total_norm(grads).isfinite()
+
+
 def is_spike(loss: float, recent: deque) -> bool:
     """Whether a loss is 7 standard deviations above the mean of the recent ones (spike score of arXiv
     2501.00656).
@@ -100,3 +120,17 @@ def is_spike(loss: float, recent: deque) -> bool:
         return False
     mean = statistics.fmean(recent)
     return loss - mean > 7 * math.sqrt(statistics.fmean((value - mean) ** 2 for value in recent))
+
+
+def warn_of_loss(step: int, loss: float, bad_steps: int, recent: deque) -> None:
+    """Say what is wrong with the loss of a step, if something is, and add it to the recent ones.
+
+    bad_steps: how many steps in a row had no update, this one included.
+    """
+    if bad_steps:
+        print0(f"step {step}: loss {loss}; it or a gradient is not finite: no update ({bad_steps} in a row)")
+    elif is_spike(loss, recent):
+        mean = statistics.fmean(recent)
+        print0(f"step {step}: the loss jumps to {loss:.4f} from a mean of {mean:.4f}")
+    if math.isfinite(loss):
+        recent.append(loss)

@@ -11,6 +11,8 @@ after every optimizer step `balance_` raises it where an expert got fewer tokens
 others'.
 """
 
+import itertools
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -37,9 +39,8 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)  # (N, width)
-        scores = torch.sigmoid(
-            F.linear(tokens.to(self.router.dtype), self.router)
-        )  # (N, E) in the master dtype
+        logits = F.linear(tokens.to(self.router.dtype), self.router)  # (N, E) in the master dtype
+        scores = torch.sigmoid(logits)
         chosen = (scores.detach() + self.bias).topk(self.per_token).indices  # (N, k)
         gates = 2 * scores.gather(1, chosen).to(x.dtype)
         # Pairs in the order of their experts; stable, so that equal runs add in equal order
@@ -99,10 +100,8 @@ def grouped_outer(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """
     if _fused(x, y):
         out = F.grouped_mm(y.T, x, offs=ends.int())
-        empty = (
-            ends.diff(prepend=ends.new_zeros(1)) == 0
-        )  # the kernel may leave these as they were: pytorch 172439
-        return out.masked_fill_(empty[:, None, None], 0)
+        empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+        return out.masked_fill_(empty[:, None, None], 0)  # the kernel may not write these: pytorch 172439
     out = x.new_empty(len(ends), y.size(1), x.size(1))
     for i, rows in enumerate(_groups(ends)):
         torch.mm(y[rows].T, x[rows], out=out[i])
@@ -115,8 +114,8 @@ def _fused(*tensors):
 
 
 def _groups(ends):
-    bounds = [0, *ends.tolist()]
-    return [slice(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+    """The rows of each group, as slices."""
+    return [slice(start, end) for start, end in itertools.pairwise([0, *ends.tolist()])]
 
 
 def _save(ctx, inputs, output):

@@ -131,7 +131,10 @@ def muon_update(param, X, gain, ok, *, lr, scale, decay, cautious):
 
 def run(kernel, *tensors, **arguments):
     """Call a kernel: compiled, unless NANOMUON_COMPILE=0 or there is too little work for it to pay."""
-    if tensors[0].numel() < COMPILE_FROM or not compile_enabled():
+    too_little = (
+        tensors[0].numel() < COMPILE_FROM or tensors[0].is_meta
+    )  # on the meta device nothing is computed
+    if too_little or not compile_enabled():
         return kernel(*tensors, **arguments)
     named = [(name, describe(argument)) for name, argument in arguments.items()]
     return compiled(kernel, *map(describe, tensors), *named)(*tensors, **arguments)
@@ -474,12 +477,7 @@ class InPieces:
     here = True
 
     def __init__(self, tensor, shape, mesh, placements):
-        self.tensor, self.shape, self.placements = tensor, tuple(shape), tuple(placements)
-        self.make_mesh = mesh  # a function: a mesh of the optimizer's own ranks is made when one is needed
-
-    @functools.cached_property
-    def mesh(self):
-        return self.make_mesh()
+        self.tensor, self.shape, self.mesh, self.placements = tensor, tuple(shape), mesh, tuple(placements)
 
     def shown(self):
         stride = torch.empty(self.shape, device="meta").stride()
@@ -498,21 +496,34 @@ class InPieces:
         return distribute_tensor(whole(saved), self.mesh, self.placements, src_data_rank=None).to_local()
 
 
+class RowsOverRanks(InPieces):
+    """Every rank keeps the rows that `World.share` gives it."""
+
+    def __init__(self, tensor, shape, world):
+        self.tensor, self.shape, self.world, self.placements = tensor, tuple(shape), world, (Shard(0),)
+
+    @functools.cached_property
+    def mesh(self):  # made when one is needed: a run that is only planned has no process group
+        return self.world.mesh(self.tensor.device)
+
+
 def whole(saved):
     return saved.full_tensor() if isinstance(saved, DTensor) else saved
 
 
-def rows_over(world, tensor, shape):
-    """The place of state that is cut by rows over the optimizer's ranks, or whole in one process."""
-    if world.size == 1:
-        return WholeEverywhere(tensor)
-    return InPieces(tensor, shape, functools.partial(world.mesh, tensor.device), (Shard(0),))
+def like_param(param, tensor):
+    """The place of a tensor that is kept as its parameter is: in the same pieces, or whole on every rank."""
+    if isinstance(param, DTensor) and is_cut(param):
+        return InPieces(tensor, param.shape, param.device_mesh, param.placements)
+    return WholeEverywhere(tensor)
 
 
 # ------------------------------------------------------------------------------------------------------------
 # The pieces of work. Each has collect(), compute(ok) and deliver(), and
-#   places     {parameter: {name: place}}, its state
-#   collected  the parameters whose gradients collect() sends: with overlap_backward() it waits for these
+#   places      {parameter: {name: place}}, its state
+#   collected   the parameters whose gradients collect() sends: with overlap_backward() it waits for these
+#   in_flight_bytes(), batch_bytes()   for planning: what it holds from the first round to the last, and what
+#               temporaries take while it computes
 
 
 class SmallParameters:
@@ -531,8 +542,9 @@ class SmallParameters:
         self.steps = like.new_zeros(len(pieces), dtype=torch.float32)
         self.state = [like.new_zeros(sum(self.sizes)) for _ in kind.state]  # a flat vector for each name
         self.table = hyperparameters.table(kind.hyperparameters, [group for _, group in entries], like)
-        counts = torch.tensor(self.sizes)
-        self.param_of_element = torch.arange(len(pieces)).repeat_interleave(counts).to(like.device)
+        numbers, counts = torch.arange(len(pieces)), torch.tensor(self.sizes)
+        in_order = numbers.repeat_interleave(counts, output_size=sum(self.sizes))
+        self.param_of_element = in_order.to(like.device)
         self.places = {}
         parts = [vector.split(self.sizes) for vector in self.state]
         for i, param in enumerate(self.params):
@@ -541,6 +553,12 @@ class SmallParameters:
             self.places[param] |= {
                 name: like_param(param, view) for name, view in zip(kind.state, views, strict=True)
             }
+
+    def in_flight_bytes(self):
+        return 2 * self.state[0].nbytes  # gradients and parameters as one vector
+
+    def batch_bytes(self):
+        return 0
 
     def flat_gradients(self):
         return torch.cat([gradient(param).flatten() for param in self.params])  # promotes different dtypes
@@ -587,12 +605,26 @@ class LargeParameter:
         self.table = hyperparameters.table(kind.hyperparameters, [group], self.state[0])
         places = {"step": WholeEverywhere(self.step)}
         for name, tensor in zip(kind.state, self.state, strict=True):
-            cut_by_us = world.size > 1
-            places[name] = rows_over(world, tensor, param.shape) if cut_by_us else like_param(param, tensor)
+            if world.size > 1:
+                places[name] = RowsOverRanks(tensor, param.shape, world)
+            else:
+                places[name] = like_param(param, tensor)
         self.places = {param: places}
 
     def rows(self, tensor):
         return tensor[self.lo : self.hi]
+
+    def in_flight_bytes(self):
+        if self.world.size == 1:
+            return 0
+        length = len(local(self.param))
+        row = local(self.param)[:1].nbytes
+        each = -(-length // self.world.size)
+        padded = 0 if each * self.world.size == length else each * self.world.size
+        return row * (each + padded)
+
+    def batch_bytes(self):
+        return 0
 
     def collect(self):
         if self.world.size > 1:
@@ -710,6 +742,14 @@ class Bank:
     def choose_owned(self):
         return self.matrices
 
+    def in_flight_bytes(self):
+        return 0
+
+    def batch_bytes(self):
+        """Gradients or X, U, P and the products of Newton-Schulz: about four batches."""
+        most = max((hi - lo for lo, hi in self.batches), default=0)
+        return 4 * most * math.prod(self.shape) * self.momentum.itemsize
+
     def place(self, i, param, name, buffer):
         """Where a state tensor of the i-th parameter lives."""
         return WholeEverywhere(self.as_parameter(buffer, i, param, name))
@@ -790,13 +830,18 @@ class SharedBank(Bank):
         super().__init__(entries, direction, world, hyperparameters, free_grads)
         self.collected = self.params
 
+    def in_flight_bytes(self):
+        """The stack that is sent and the part that is received, of gradients or of results."""
+        stack = self.slot_count * math.prod(self.shape) * self.momentum.itemsize
+        return stack * (1 + 1 / self.world.size)
+
     def choose_owned(self):
         count = self.owners.count(self.world.rank)
         return self.matrices[self.first : self.first + count]
 
     def place(self, i, param, name, buffer):
         if param.ndim == 3:  # a bank by itself, whose matrices are cut over the ranks like rows
-            return rows_over(self.world, buffer, (len(self.matrices), *buffer.shape[1:]))
+            return RowsOverRanks(buffer, (len(self.matrices), *buffer.shape[1:]), self.world)
         if self.owners[i] == self.world.rank:
             return OwnedHere(self.as_parameter(buffer, i - self.first, param, name), self.world)
         shape = buffer.shape[:0:-1] if self.matrices[i].transposed else buffer.shape[1:]
@@ -863,13 +908,6 @@ def drop_gradients(params):
         param.grad = None
 
 
-def like_param(param, tensor):
-    """The place of a tensor that is kept as its parameter is: in the same pieces, or whole on every rank."""
-    if isinstance(param, DTensor) and is_cut(param):
-        return InPieces(tensor, param.shape, lambda: param.device_mesh, param.placements)
-    return WholeEverywhere(tensor)
-
-
 def assign_owners(count, load):
     """The rank that works on each of `count` equal matrices, ascending: as evenly as whole matrices allow.
 
@@ -877,7 +915,7 @@ def assign_owners(count, load):
     """
     even, left_over = divmod(count, len(load))
     ranks = range(len(load))
-    idlest = sorted(ranks, key=lambda rank: load[rank])[:left_over]
+    idlest = sorted(ranks, key=load.__getitem__)[:left_over]
     owners = []
     for rank in ranks:
         owners += [rank] * (even + (rank in idlest))
@@ -1206,9 +1244,9 @@ class MuonAdamW(torch.optim.Optimizer):
             entry = {key: place.shown() for key, place in self.places.get(param, {}).items() if place.here}
             if entry:
                 state[name] = entry
-        groups = [
-            {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
-        ]
+        groups = [dict(group) for group in self.param_groups]
+        for group in groups:
+            del group["params"]
         return {"state": state, "param_groups": groups}
 
     def full_state_dict(self):

@@ -57,7 +57,8 @@ def triples(coefficients, steps=None):
         table = COEFFICIENTS[coefficients]
     else:
         table = tuple(tuple(map(float, triple)) for triple in coefficients)
-    if not table or any(len(triple) != 3 for triple in table) or (steps is not None and steps < 1):
+    too_few = not table or (steps if steps is not None else 1) < 1
+    if too_few or any(len(triple) != 3 for triple in table):
         raise ValueError(
             f"coefficients must be (a, b, c) triples, at least one step: {coefficients!r}, {steps=}"
         )

@@ -22,21 +22,18 @@ from torch.overrides import TorchFunctionMode
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError, Runtime
 
-COLUMNS = (
-    "attn.q",
-    "attn.k",
-    "attn.v",
-    "attn.value_gate",
-    "mlp.up",
-)  # outputs cut: rows of the (out, in) weight
-ROWS = ("attn.o", "mlp.down")  # inputs cut: columns of the weight
+# outputs cut: rows of the (out, in) weight
+COLUMNS = ("attn.q", "attn.k", "attn.v", "attn.value_gate", "mlp.up")
+# inputs cut: columns of the weight
+ROWS = ("attn.o", "mlp.down")
 
 
 def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig | None = None) -> int:
     """How many ranks see different rows. InputError where the ranks, or the model's heads, do not divide."""
     if world_size % tensor_parallel:
         raise InputError(
-            f"--tensor-parallel {tensor_parallel} does not divide {world_size} processes: start a multiple of it"
+            f"--tensor-parallel {tensor_parallel} does not divide {world_size} processes: "
+            "start a multiple of it"
         )
     if config and config.kv_heads % tensor_parallel:
         fitting = [str(n) for n in range(1, config.kv_heads + 1) if config.kv_heads % n == 0]
@@ -77,17 +74,18 @@ def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
             parallelize_module(block, mesh["tp"], {name: styles[name] for name in styles if name in present})
         parallelize_module(gpt.value_embeds, mesh["tp"], {"*": ColwiseParallel()})
     if fsdp:
-        # Blocks are gathered in the dtype they compute in; their gradients are averaged in float32
-        lower = gpt.compute_dtype.itemsize < 4 and not gpt.config.experts  # whose router computes in float32
-        policy = MixedPrecisionPolicy(gpt.compute_dtype, torch.float32) if lower else MixedPrecisionPolicy()
+        # Blocks are gathered in the dtype they compute in, and their gradients averaged in float32; but the
+        # router of experts computes in float32
+        policy = MixedPrecisionPolicy()
+        if gpt.compute_dtype.itemsize < 4 and not gpt.config.experts:
+            policy = MixedPrecisionPolicy(param_dtype=gpt.compute_dtype, reduce_dtype=torch.float32)
         for block in gpt.blocks:
             fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
         # with tensor parallelism an embedding's output is a view, which would matter to operations in place
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         for embed in [gpt.wte, *gpt.value_embeds.values()]:
-            fully_shard(embed, mesh=mesh["dp"]).set_unshard_in_backward(
-                False
-            )  # its gradient needs the tokens only
+            fully_shard(embed, mesh=mesh["dp"])
+            embed.set_unshard_in_backward(False)  # its gradient needs the tokens only
         fully_shard(gpt, mesh=mesh["dp"])
 
 
@@ -110,13 +108,15 @@ class _DrawnWhole(TorchFunctionMode):
     """Random numbers for a DTensor are drawn for all of it on every rank, which keeps its piece."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in (torch.Tensor.normal_, torch.Tensor.uniform_) and isinstance(
-            param := args[0], DTensor
-        ):
-            whole = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-            param.to_local().copy_(cut(function(whole, *args[1:], **kwargs), param).to_local())
-            return param
-        return function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        draws = function in (torch.Tensor.normal_, torch.Tensor.uniform_)
+        if not draws or not isinstance(args[0], DTensor):
+            return function(*args, **kwargs)
+        param = args[0]
+        whole = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+        function(whole, *args[1:], **kwargs)
+        param.to_local().copy_(cut(whole, param).to_local())
+        return param
 
 
 def cut(whole: torch.Tensor, like: DTensor) -> DTensor:
@@ -125,6 +125,20 @@ def cut(whole: torch.Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
         placements=like.placements
     )
+
+
+def average_whole_gradients(gpt: GPT) -> None:
+    """The mean over all processes of the gradients of whole parameters, for optimizers that leave it to the
+    loop. A missing gradient counts as zero. Those of DTensors are means already.
+    """
+    if not dist.is_initialized():
+        return
+    for parameter in gpt.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if not isinstance(parameter, DTensor):
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
 
 
 def average_gradients(gpt: GPT, mesh: DeviceMesh) -> None:

@@ -62,14 +62,15 @@ def build_param_groups(model, *, muon, adamw, roles=None, skip_keys=(), expert_k
     muon:   hyperparameters of the Muon group: lr, momentum, ns_steps, beta2, weight_decay and any option
     adamw:  lr, betas, eps, weight_decay of everything else
     roles:  {key: overrides}; a parameter whose name matches a key (the first one that does) gets a group of
-            its own kind with these hyperparameters on top, e.g. {"wte": dict(lr=0.3), "lm_head": dict(lr=0.004)}
+            its own kind with these hyperparameters on top, e.g. {"wte": dict(lr=0.3)}
     skip_keys: more names that are never Muon.  expert_keys: names whose leading dimension counts matrices,
     (E, m, n). is_muon: a predicate (name, parameter) -> bool that decides instead of the rules. Each group
     carries `names`, without wrapper components, and is in the order of the model.
     """
+    roles = roles or {}
     groups = {}  # (kind, role) -> group
     for name, param, kind, _ in _routed(model, skip_keys, expert_keys, is_muon):
-        role = next((key for key in roles or {} if matches(name, key)), None)
+        role = next((key for key in roles if matches(name, key)), None)
         if (kind, role) not in groups:
             base = muon if kind == "muon" else adamw
             groups[kind, role] = dict(

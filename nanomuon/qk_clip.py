@@ -3,7 +3,7 @@ weights.
 
     watch_(model, tau)           # once: from now on training forwards record each head's largest logit
     optimizer.step()
-    clip_(model, tau)            # every step: scale the rows of W_q and W_k of the heads above tau, start anew
+    clip_(model, tau)            # every step: scale the rows of W_q and W_k of heads above tau, start anew
 
 For models without QK norm, which bounds the logits by itself and would undo a scaling.
 """
@@ -92,24 +92,24 @@ def record_largest_(largest: Tensor, q: Tensor, k: Tensor, window: int | None) -
     """
     heads = torch.arange(q.size(2), device=q.device)
     key_heads = heads * k.size(2) // q.size(2)
-    longest_q, longest_k = (
-        torch.linalg.vector_norm(x, dim=-1).amax((0, 1)).float() for x in (q, k)
-    )  # (H,), (Hkv,)
+    longest_q = torch.linalg.vector_norm(q, dim=-1).amax((0, 1)).float()  # (H,)
+    longest_k = torch.linalg.vector_norm(k, dim=-1).amax((0, 1)).float()  # (Hkv,)
     scale = q.size(3) ** -0.5
     heads = heads[longest_q * longest_k[key_heads] * scale > largest]
     if not len(heads):
         return
-    q, k = (
-        q[:, :, heads].transpose(1, 2),
-        k[:, :, key_heads[heads]].permute(0, 2, 3, 1),
-    )  # (B, h, T, D), (B, h, D, T)
+    q = q[:, :, heads].transpose(1, 2)  # (B, h, T, D)
+    k = k[:, :, key_heads[heads]].permute(0, 2, 3, 1)  # (B, h, D, T)
     positions = torch.arange(q.size(2), device=q.device)
     block = max(16, LOGITS_AT_ONCE[q.device.type] // (q.size(0) * len(heads) * len(positions)))
     for start in range(0, len(positions), block):
         rows = positions[start : start + block]
-        columns = positions[0 if window is None else max(0, start + 1 - window) : start + len(rows)]
+        first = 0 if window is None else max(0, start + 1 - window)
+        columns = positions[first : start + len(rows)]
         distance = rows[:, None] - columns
-        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        hidden = distance < 0
+        if window is not None:
+            hidden |= distance >= window
         logits = q[:, :, rows] @ k[..., columns]  # (B, h, rows, columns)
         found = logits.masked_fill_(hidden, -torch.inf).amax((0, 2, 3)).float() * scale
         largest[heads] = largest[heads].maximum(found)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +28,12 @@ class MetricsLog:
     def __init__(self, path, resume_step=None, wandb=None):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [row for row in _rows(path) if row["step"] <= resume_step] if resume_step is not None else []
-        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-        self.file, self.waiting = open(path, "ab", buffering=0), b""
+        kept = []
+        if resume_step is not None:
+            kept = [row for row in _rows(path) if row["step"] <= resume_step]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.file = open(path, "ab", buffering=0)
+        self.waiting = b""  # lines for which the disk had no room
         self.wandb = None
         if wandb is not None:
             import wandb as library
@@ -40,8 +44,8 @@ class MetricsLog:
         """row: a dict with `step`, values numbers or text; non-finite numbers are written as null, as JSON
         has none.
         """
-        line = json.dumps({key: None if _non_finite(value) else value for key, value in row.items()})
-        self.waiting += line.encode() + b"\n"
+        finite = {key: None if _non_finite(value) else value for key, value in row.items()}
+        self.waiting += json.dumps(finite).encode() + b"\n"
         with contextlib.suppress(OSError):
             self.flush()
         if self.wandb is not None:
@@ -62,7 +66,9 @@ class MetricsLog:
 def read_metrics(path) -> tuple[list[dict], list[dict]]:
     """(training rows, evaluation rows) of a metrics.jsonl, in order; a torn last line is left out."""
     rows = _rows(Path(path))
-    return [row for row in rows if "train_loss" in row], [row for row in rows if "val_bpb" in row]
+    training = [row for row in rows if "train_loss" in row]
+    evaluation = [row for row in rows if "val_bpb" in row]
+    return training, evaluation
 
 
 def plot_run(metrics, image) -> None:
@@ -147,9 +153,12 @@ def plot_race(curves, unit, image) -> None:
     axis = figure.subplots()
     top, bottom = -math.inf, math.inf
     for name, runs in curves.items():
-        steps, losses = np.array(runs)[0, :, 0], np.array(runs)[:, :, 1]
+        points = np.array(runs)  # (runs, steps, 2)
+        steps, losses = points[0, :, 0], points[:, :, 1]
         means = losses.mean(axis=0)
-        errors = losses.std(axis=0, ddof=1) / len(runs) ** 0.5 if len(runs) > 1 else 0 * means
+        errors = np.zeros_like(means)
+        if len(runs) > 1:
+            errors = losses.std(axis=0, ddof=1) / len(runs) ** 0.5
         (line,) = axis.plot(steps, means, linewidth=1.6, label=f"{name}  {means[-1]:.4f}")
         axis.fill_between(
             steps, means - errors, means + errors, color=line.get_color(), alpha=0.25, linewidth=0
@@ -175,23 +184,21 @@ def write_report(run_dir, settings, summary, samples, machine, stages) -> None:
     run_dir = Path(run_dir)
     plot_run(run_dir / "metrics.jsonl", run_dir / "loss.png")
     name = run_dir.resolve().name
+    usage = (
+        f"python -m scripts.sample --run {name}      # more text\n"
+        f"python -m scripts.base_eval --run {name}   # evaluate again"
+    )
+    times = [(stage, f"{seconds:.1f}") for stage, seconds in stages]
+    times.append(("total", f"{sum(seconds for _, seconds in stages):.1f}"))
     parts = [
         f"# {name}",
         f"Trained on {machine}.",
         "## Results\n\n" + _table(("", "value"), summary.items()),
         "![Training loss, validation bits per byte, learning rate and throughput over tokens](loss.png)",
         "## Samples\n\n" + "\n\n".join(_fenced(sample) for sample in samples),
-        "## Use it\n\n"
-        + _fenced(
-            f"python -m scripts.sample --run {name}      # more text\n"
-            f"python -m scripts.base_eval --run {name}   # evaluate again"
-        )
-        + "\n\n`model.safetensors` and `config.json` are the model; opening them runs no code.",
-        "## Time\n\n"
-        + _table(
-            ("stage", "seconds"),
-            [*((s, f"{t:.1f}") for s, t in stages), ("total", f"{sum(t for _, t in stages):.1f}")],
-        ),
+        "## Use it\n\n" + _fenced(usage),
+        "`model.safetensors` and `config.json` are the model; opening them runs no code.",
+        "## Time\n\n" + _table(("stage", "seconds"), times),
         "## Settings\n\n" + _table(("setting", "value"), settings.items()),
     ]
     write_text(run_dir / "report.md", "\n\n".join(parts) + "\n")
@@ -201,15 +208,18 @@ def machine_description() -> str:
     """One line: processor, memory, GPUs, versions: "2 x AMD EPYC, 24 GB, no GPU, torch 2.13.0, Python
     3.11.7".
     """
-    cpu_info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    models = [
-        line.split(":", 1)[1].strip() for line in cpu_info.splitlines() if line.startswith("model name")
-    ]
+    processor = platform.machine()
+    cpu_info = Path("/proc/cpuinfo")
+    if cpu_info.exists():
+        for line in cpu_info.read_text().splitlines():
+            if line.startswith("model name"):
+                processor = line.split(":", 1)[1].strip()
+                break
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     graphics = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
     return (
-        f"{cores()} x {models[0] if models else platform.machine()}, {memory:.0f} GB, {graphics}, "
+        f"{cores()} x {processor}, {memory:.0f} GB, {graphics}, "
         f"torch {torch.__version__}, Python {platform.python_version()}"
     )
 
@@ -235,8 +245,10 @@ def _rows(path):
     """Rows up to the first line that is not a whole JSON object with a step; what follows a torn line is left
     out.
     """
+    if not path.exists():
+        return []
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text().splitlines():
         try:
             row = json.loads(line)
             row["step"]
@@ -270,15 +282,16 @@ def _unit(largest):
 
 
 def _table(header, rows):
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join(
-        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |"
-        for line in lines
-    )
+    """Rows of cells as a Markdown table."""
+    lines = []
+    for row in (header, ("---",) * len(header), *rows):
+        cells = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in row]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def _fenced(text):
     """A fenced block that no backticks inside can end: the fence is longer than any run of them."""
-    longest = max((len(run) for run in "".join(c if c == "`" else " " for c in text).split()), default=0)
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}\n{text}\n{fence}"

@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -189,6 +190,19 @@ def together(work, group=None) -> list:
     return [result for result, _ in outcomes]
 
 
+def first_rank_first(work, runtime: Runtime):
+    """work() on the first rank, then on the others, which find what it wrote. Returns each rank's result.
+
+    It may take hours: a download does.
+    """
+    if runtime.world_size == 1:
+        return work()
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # NCCL would give up after 10 minutes
+    first = together(lambda: work() if runtime.rank == 0 else None, patient)[0]
+    dist.destroy_process_group(patient)
+    return first if runtime.rank == 0 else work()
+
+
 def run_command(main) -> None:
     """Run a script's main() and exit: 0, or 2 with one line on stderr for what the user can fix.
 
@@ -220,5 +234,7 @@ def run_command(main) -> None:
 
 
 def _complain(message: str) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    line = " ".join(message.split())
+    sys.stderr.write(f"error: {line}\n")  # in one piece: print() writes the end of the line by itself
+    sys.stderr.flush()
     return 2

@@ -118,7 +118,8 @@ def layout(param, group, direction, cuts):
         if batch and cut.dim == 0:
             continue  # experts: each rank has whole matrices
         cut_dim = cut.dim + 1 - batch
-        cuts_matrix = cut_dim == 1 or (cut_dim == 2 and param.ndim < 4)
+        matrix_dims = (1, 2) if param.ndim < 4 else (1,)  # a convolution is (out, rest)
+        cuts_matrix = cut_dim in matrix_dims
         if cut.is_tensor_parallel:
             possible = cuts_matrix
         else:
@@ -254,12 +255,12 @@ class BankOfPieces(Bank):
         if not isinstance(param, DTensor):  # planned only
             return WholeEverywhere(mine)
         if name == "momentum_buffer":
-            return InPieces(mine, param.shape, lambda: param.device_mesh, param.placements)
+            return InPieces(mine, param.shape, param.device_mesh, param.placements)
         placements = state_placements(param, self.where)
         if all(placement.is_replicate() for placement in placements):
             return WholeEverywhere(mine)
         shape = whole_state_shape(param, name, buffer, self.where)
-        return InPieces(mine, shape, lambda: param.device_mesh, placements)
+        return InPieces(mine, shape, param.device_mesh, placements)
 
 
 class Chunk:
@@ -316,7 +317,7 @@ class Chunk:
             return OwnedElsewhere(shape, param, self.world, self.owners[i])
         mine = kept[i - self.first]
         if self.where.vectors_cut and isinstance(param, DTensor):
-            return OwnedInPieces(mine, shape, lambda: param.device_mesh["tp"], (Shard(0),), self.world)
+            return OwnedInPieces(mine, shape, param.device_mesh["tp"], (Shard(0),), self.world)
         return OwnedHere(mine, self.world)
 
     def collect(self, ok):
@@ -399,6 +400,15 @@ class Pipeline:
         self.places = {}
         for chunk in chunks:
             self.places |= chunk.places
+
+    def in_flight_bytes(self):
+        """What the largest chunks send and receive."""
+        sizes = sorted(chunk.momentum.nbytes for chunk in self.chunks)
+        return 2 * sum(sizes[-self.max_in_flight :])
+
+    def batch_bytes(self):
+        sizes = [4 * chunk.count * math.prod(chunk.shape) * chunk.momentum.itemsize for chunk in self.chunks]
+        return max(sizes)
 
     def collect(self):
         """Momentum comes first, and needs to know that all gradients are finite."""

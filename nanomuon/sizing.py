@@ -38,19 +38,20 @@ def device_batch_size(
     On CUDA one row and two are tried, eagerly, which takes more memory than the compiled model does; where
     parameters live in pieces the formula stands for it.
     """
-    most, device, itemsize = max(1, most), runtime.device, runtime.compute_dtype.itemsize
-    one, two = (
-        footprint.footprint(config, runtime.world_size, fsdp, tensor_parallel, tried, 1, itemsize)
-        for tried in (1, 2)
-    )
-    needed = [footprint.memory(one), footprint.memory(two)]
-    if device.type == "cpu":
-        capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // runtime.world_size
-        return schedule.rows_that_fit(math.gcd(most, 16), *needed, capacity)
-    capacity = torch.cuda.mem_get_info(device)[0]
+    most = max(1, most)
+    ranks, itemsize = runtime.world_size, runtime.compute_dtype.itemsize
+    layout = footprint.Layout(ranks, fsdp, tensor_parallel)
+    one = footprint.memory_by_kind(config, layout, 1, itemsize)
+    two = footprint.memory_by_kind(config, layout, 2, itemsize)
+    one_row, two_rows = footprint.memory(one), footprint.memory(two)  # bytes
+    if runtime.device.type == "cpu":
+        capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+        return schedule.rows_that_fit(math.gcd(most, 16), one_row, two_rows, capacity)
+    capacity = torch.cuda.mem_get_info(runtime.device)[0]
     if not fsdp and tensor_parallel == 1:
-        needed = [one["state"] + one["buffers"] + peak for peak in probe_memory(config, runtime)]
-    return min(together(lambda: schedule.rows_that_fit(most, *needed, capacity)))
+        optimizer = one["state"] + one["buffers"]  # which a probe leaves out
+        one_row, two_rows = (optimizer + peak for peak in probe_memory(config, runtime))
+    return min(together(lambda: schedule.rows_that_fit(most, one_row, two_rows, capacity)))
 
 
 def probe_memory(config: GPTConfig, runtime: Runtime) -> list[float]:
@@ -59,7 +60,8 @@ def probe_memory(config: GPTConfig, runtime: Runtime) -> list[float]:
 
     Infinite for what it has no room for.
     """
-    gpt, peaks = None, [math.inf, math.inf]
+    gpt = None
+    peaks = [math.inf, math.inf]
     try:
         gpt = parallel.build_model(config, runtime, seed=0)
         for rows in (1, 2):
@@ -102,35 +104,34 @@ def choose_attention(
         config.kv_heads // tensor_parallel,
         config.head_dim,
     )
-    where = runtime.device, runtime.compute_dtype
+    device, dtype = runtime.device, runtime.compute_dtype
 
     def kernels():
+        """[flash implementation, [window, backend, milliseconds] for each], as JSON keeps it."""
         found = measured.get("attention")
-        usable = found and found[0] in attention.flash_implementations(runtime.device)
-        if (
-            usable
-            and (with_flex or "flex" not in [backend for _, backend, _ in found[1]])
-            or runtime.rank > 0
-        ):
+        if runtime.rank > 0:
             return found
-        rates = attention.measure(rows, *shape, [None, *windows], *where, with_flex)
+        if found and found[0] in attention.flash_implementations(device):
+            needs_flex = any(backend == "flex" for _, backend, _ in found[1])
+            if with_flex or not needs_flex:
+                return found
+        rates = attention.measure(rows, *shape, [None, *windows], device, dtype, with_flex)
         implementation, best = attention.fastest(rates)
         return [implementation, [[window, backend, ms] for window, (ms, backend) in best.items()]]
 
     implementation, best = measured["attention"] = together(kernels)[0]
-    attention.use(*shape, implementation, {window: backend for window, backend, _ in best}, *where)
+    backends = {window: backend for window, backend, _ in best}
+    milliseconds = {window: ms for window, _, ms in best}
+    attention.use(*shape, implementation, backends, device, dtype)
     if not best:
         print0("attention: no kernel could be measured (train_bench --attention tells why); PyTorch chooses")
         return config
     suffix = f" ({implementation})" if implementation else ""
-    print0(
-        "attention: "
-        + ", ".join(
-            f"{f'window {window}' if window else 'full'} {backend}{suffix} {ms:.2f} ms"
-            for window, backend, ms in best
-        )
-    )
-    milliseconds = {window: ms for window, _, ms in best}
+    chosen = []
+    for window, backend, ms in best:
+        extent = f"window {window}" if window else "full"
+        chosen.append(f"{extent} {backend}{suffix} {ms:.2f} ms")
+    print0("attention: " + ", ".join(chosen))
     if new and any(milliseconds[window] > milliseconds[None] for window in windows):
         print0("a window costs more than full attention on this device: using full attention")
         return replace(config, window_pattern="L")

@@ -11,10 +11,9 @@ import torch
 from nanomuon import shards
 from nanomuon.dataloader import validation_batches
 from nanomuon.evaluate import bits_per_byte
-from nanomuon.runtime import InputError, check_at_least_1, print0, run_command, start
+from nanomuon.finished_run import load_run
+from nanomuon.runtime import InputError, check_at_least_1, first_rank_first, print0, run_command, start
 from nanomuon.tokenizer import Tokenizer
-from scripts.base_train import first_rank_first
-from scripts.sample import load_run
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,8 +1,7 @@
-"""Time optimizer steps on a model's real shapes, beside the floor: the same matrix products alone, plus the
-bytes.
+"""Time optimizer steps on a model's real shapes, beside the floor: the same products alone, plus the bytes.
 
     python -m scripts.optim_bench --depth 8                        # one process, all contestants
-    python -m scripts.optim_bench --depth 8 --world 2              # the distributed step and its bytes (gloo or NCCL)
+    python -m scripts.optim_bench --depth 8 --world 2              # the distributed step and its bytes
     python -m scripts.optim_bench --depth 4 --peer my_optim:MyOptimizer --json bench.json
 
 The contestants run in turn, round after round, so that a busy machine slows all of them; medians, the spread
@@ -144,9 +143,8 @@ class TorchMuonAdamW:
     """
 
     def __init__(self, groups, float32):
-        muon, adamw = (
-            [p for g in groups if g["kind"] == kind for p in g["params"]] for kind in ("muon", "adamw")
-        )
+        muon = [p for g in groups if g["kind"] == "muon" for p in g["params"]]
+        adamw = [p for g in groups if g["kind"] == "adamw" for p in g["params"]]
         self.parts = [torch.optim.Muon(muon, lr=1e-3, weight_decay=0.1)] if muon else []
         self.parts += [torch.optim.AdamW(adamw, lr=1e-4, fused=True)] if adamw else []
         self.float32 = float32
@@ -200,9 +198,8 @@ def compare(args):
         tables[part] = report(part, times, first)
     flops = sum(len(bank.matrices) * newton_schulz_flops(*bank.shape, NS_STEPS) for bank in muon_banks(ours))
     parameters = sum(p.numel() for g in groups for p in g["params"])
-    print(
-        f"\ndepth {args.depth}: {parameters / 1e6:.1f} M parameters, Newton-Schulz {flops / 1e9:.1f} GFLOP a step"
-    )
+    print(f"\ndepth {args.depth}: {parameters / 1e6:.1f} M parameters", end=", ")
+    print(f"Newton-Schulz {flops / 1e9:.1f} GFLOP a step")
     print(f"copy bandwidth {bandwidth / 1e9:.1f} GB/s, {args.rounds} rounds")
     return dict(
         depth=args.depth, parameters=parameters, flops=flops, copy_bandwidth=bandwidth, milliseconds=tables
@@ -240,14 +237,13 @@ def distributed(args):
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(rank_main, (args, folder), nprocs=args.world)
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(args.world)]
-    slowest = [max(times) for times in zip(*(rank["times"] for rank in ranks), strict=True)]
+    times = [rank["times"] for rank in ranks]
+    slowest = [max(of_a_round) for of_a_round in zip(*times, strict=True)]
     median, sent, parameters = statistics.median(slowest), ranks[0]["bytes"], ranks[0]["parameters"]
-    print(
-        f"\n{args.world} ranks, depth {args.depth}, DistMuonAdamW compiled: {median:.1f} ms a step (slowest rank)"
-    )
-    print(
-        f"bytes sent per rank and step: {sent / 1e6:.1f} MB, {sent / parameters / 4:.3f} times the parameters' bytes"
-    )
+    print(f"\n{args.world} ranks, depth {args.depth}, DistMuonAdamW compiled", end=": ")
+    print(f"{median:.1f} ms a step (slowest rank)")
+    share = sent / parameters / 4
+    print(f"bytes sent per rank and step: {sent / 1e6:.1f} MB, {share:.3f} times the parameters' bytes")
     return dict(
         depth=args.depth, world=args.world, milliseconds=median, bytes_per_rank=sent, parameters=parameters
     )

@@ -11,8 +11,10 @@ that has most of it counts.
 import argparse
 import bisect
 import math
+from dataclasses import replace
 
 from nanomuon import footprint, parallel, schedule
+from nanomuon.footprint import Layout
 from nanomuon.gpt import GPTConfig
 from nanomuon.runtime import InputError, run_command
 
@@ -79,10 +81,10 @@ def main(argv: list[str] | None = None) -> None:
     tensor_parallel = args.tensor_parallel or (1 if args.shard else most_tensor_parallel(args.gpus, config))
     parallel.data_parallel_size(args.gpus, tensor_parallel, config)
     if args.shard:
-        layouts = [(args.shard == "fsdp", tensor_parallel)]
+        layouts = [Layout(args.gpus, args.shard == "fsdp", tensor_parallel)]
     else:
-        layouts = [(fsdp, n) for n in sorted({1, tensor_parallel}) for fsdp in (False, True)]
-    parameters = sum(count * math.prod(part.held) for part, count in footprint.parts(config).items())
+        layouts = [Layout(args.gpus, fsdp, n) for n in sorted({1, tensor_parallel}) for fsdp in (False, True)]
+    parameters = count_parameters(config)
     print(
         f"depth {args.depth}, width {config.width}, {config.heads} heads, context {config.seq_len}, "
         f"vocabulary {config.vocab_size}: {parameters / 1e6:,.1f}M parameters"
@@ -109,33 +111,33 @@ def most_tensor_parallel(gpus: int, config: GPTConfig) -> int:
     return max(n for n in (1, 2, 4, 8) if gpus % n == 0 and config.kv_heads % n == 0)
 
 
-def label(layout: tuple[bool, int]) -> str:
-    fsdp, tensor_parallel = layout
-    shard = "fsdp" if fsdp else "replicated (ZeRO-2)"
-    return f"{shard} x tp {tensor_parallel}" if tensor_parallel > 1 else shard
+def count_parameters(config: GPTConfig) -> int:
+    found, _ = footprint.parameters(config)
+    return sum(math.prod(parameter.shape) for parameter in found)
 
 
-def of(args, config: GPTConfig, gpus: int, layout: tuple[bool, int], rows: int) -> dict:
-    """The footprint of a layout, with as many micro-steps as the batch needs."""
-    fsdp, tensor_parallel = layout
-    counts = footprint.parts(config)
+def label(layout: Layout) -> str:
+    shard = "fsdp" if layout.fsdp else "replicated (ZeRO-2)"
+    return f"{shard} x tp {layout.tensor_parallel}" if layout.tensor_parallel > 1 else shard
+
+
+def micro_steps(args, config: GPTConfig, layout: Layout, rows: int) -> int:
+    """As many as the batch needs."""
+    found, groups = footprint.parameters(config)
     visited = config.experts_per_token / (config.experts or 1)
-    scaling = sum(
-        count * math.prod(part.held) * (visited if part.experts else 1)
-        for part, count in counts.items()
-        if part.muon
-    )
-    scaling += config.vocab_size * config.width
-    unit = rows * config.seq_len * gpus // tensor_parallel
-    batch = args.total_batch_size or schedule.total_batch_size(
-        schedule.training_tokens(scaling, args.target_param_data_ratio), unit
-    )
-    micro_steps = max(1, math.ceil(batch / unit))
-    return footprint.footprint(config, gpus, fsdp, tensor_parallel, rows, micro_steps, 2)
+    scaling = config.vocab_size * config.width  # what the length of the run follows: matrices and head
+    for parameter in found:
+        if groups[parameter.group]["kind"] == "muon":
+            is_expert = len(parameter.shape) == 3
+            scaling += math.prod(parameter.shape) * (visited if is_expert else 1)
+    unit = rows * config.seq_len * layout.data_parallel
+    tokens = schedule.training_tokens(scaling, args.target_param_data_ratio)
+    batch = args.total_batch_size or schedule.total_batch_size(tokens, unit)
+    return max(1, math.ceil(batch / unit))
 
 
-def fits(args, found: dict) -> bool:
-    return footprint.memory(found) <= HEADROOM * args.gpu_memory * 2**30
+def fits(args, by_kind: dict) -> bool:
+    return footprint.memory(by_kind) <= HEADROOM * args.gpu_memory * 2**30
 
 
 def print_table(rows: list[list[str]]) -> None:
@@ -144,52 +146,49 @@ def print_table(rows: list[list[str]]) -> None:
         print("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip())
 
 
-def print_layouts(args, config: GPTConfig, layouts) -> None:
+def print_layouts(args, config: GPTConfig, layouts: list[Layout]) -> None:
     table = [["GiB on a GPU", "rows", *MEMORY, "together", "fits", "communicated GB", "Newton-Schulz TFLOP"]]
     for layout in layouts:
         rows = args.device_batch_size or MOST_ROWS
-        while not fits(args, found := of(args, config, args.gpus, layout, rows)):
-            if args.device_batch_size or rows == 1:
-                break
+        memory = footprint.memory_by_kind(config, layout, rows, 2)
+        while not (fits(args, memory) or args.device_batch_size or rows == 1):
             rows //= 2
-        table.append(
-            [
-                label(layout),
-                str(rows),
-                *(f"{found[kind] / 2**30:.2f}" for kind in MEMORY),
-                f"{footprint.memory(found) / 2**30:.1f}",
-                "yes" if fits(args, found) else "no",
-                f"{found['communicated'] / 1e9:.2f}",
-                f"{found['newton_schulz'] / 1e12:.2f}",
-            ]
-        )
+            memory = footprint.memory_by_kind(config, layout, rows, 2)
+        steps = micro_steps(args, config, layout, rows)
+        traffic = footprint.traffic(config, layout, rows, steps, 2)
+        gib = [f"{memory[kind] / 2**30:.2f}" for kind in MEMORY]
+        together, answer = footprint.memory(memory) / 2**30, "yes" if fits(args, memory) else "no"
+        sent, products = traffic["communicated"] / 1e9, traffic["newton_schulz"] / 1e12
+        row = [label(layout), str(rows), *gib, f"{together:.1f}", answer, f"{sent:.2f}", f"{products:.2f}"]
+        table.append(row)
     print_table(table)
 
 
-def print_what_fits(args, layouts) -> None:
-    print(
-        f"\nThe deepest model, of even depths up to {DEEPEST}, that fits with one row on a GPU, and its parameters"
-    )
+def print_what_fits(args, layouts: list[Layout]) -> None:
+    print(f"\nThe deepest model, of even depths up to {DEEPEST}, that fits with one row on a GPU", end=", ")
+    print("and its parameters")
     table = [["GPUs", *map(label, layouts)]]
     for gpus in (2**i for i in range(13)):
-        table.append([str(gpus), *(deepest(args, gpus, layout) for layout in layouts)])
+        row = [str(gpus)]
+        for layout in layouts:
+            fits_together = gpus % layout.tensor_parallel == 0
+            row.append(deepest(args, replace(layout, ranks=gpus)) if fits_together else "-")
+        table.append(row)
     print_table(table)
 
 
-def deepest(args, gpus: int, layout: tuple[bool, int]) -> str:
+def deepest(args, layout: Layout) -> str:
     """By bisection: memory grows with depth."""
-    _, tensor_parallel = layout
-    if gpus % tensor_parallel:
-        return "-"
-    depths = [
-        depth for depth in range(2, DEEPEST + 1, 2) if model(args, depth).kv_heads % tensor_parallel == 0
-    ]
-    too_deep = lambda depth: not fits(args, of(args, model(args, depth), gpus, layout, 1))  # noqa: E731
+
+    def too_deep(depth):
+        return not fits(args, footprint.memory_by_kind(model(args, depth), layout, 1, 2, roughly=True))
+
+    depths = range(2, DEEPEST + 1, 2)
+    depths = [depth for depth in depths if model(args, depth).kv_heads % layout.tensor_parallel == 0]
     count = bisect.bisect_left(depths, True, key=too_deep)
     if not count:
         return "-"
-    config = model(args, depths[count - 1])
-    parameters = sum(n * math.prod(part.held) for part, n in footprint.parts(config).items())
+    parameters = count_parameters(model(args, depths[count - 1]))
     return f"{depths[count - 1]} ({parameters / 1e9:.1f}B)"
 
 

@@ -6,29 +6,9 @@ python -m scripts.sample --run base --samples 3 --temperature 0.6
 
 import argparse
 
-from nanomuon import export
+from nanomuon.finished_run import load_run
 from nanomuon.generate import sample_texts
-from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.parallel import build_model
-from nanomuon.runtime import InputError, Runtime, base_dir, check_at_least_1, run_command, start
-from nanomuon.tokenizer import Tokenizer
-
-
-def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
-    """(model, tokenizer, facts) of a finished run by name. InputError where the two do not belong
-    together.
-    """
-    run_dir = base_dir() / "runs" / run
-    config, about = export.load_model_config(run_dir)
-    tokenizer = Tokenizer.load(run_dir / "tokenizer")
-    if tokenizer.hash != about["tokenizer"] or tokenizer.vocab_size != config["vocab_size"]:
-        raise InputError(
-            f"{run_dir}/tokenizer has {tokenizer.vocab_size} tokens and is not the one the model was trained with "
-            f"({config['vocab_size']} tokens); put that one back"
-        )
-    model = build_model(GPTConfig(**config), runtime, seed=0)
-    export.load_model_weights(run_dir, model)
-    return model, tokenizer, about
+from nanomuon.runtime import InputError, check_at_least_1, run_command, start
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,8 +1,8 @@
 """Time the parts of a training step, beside the floor: its matrix products alone.
 
-    python -m scripts.train_bench --depth 4 --total-batch-size 4096      # the flags of base_train, and those below
+    python -m scripts.train_bench --depth 4 --total-batch-size 4096   # the flags of base_train, and a few
     python -m scripts.train_bench --depth 12 --window-pattern SSSL --json step.json
-    python -m scripts.train_bench --depth 4 --attention                  # the attention backends of this device
+    python -m scripts.train_bench --depth 4 --attention               # the attention backends of this device
 
 Step and floor run in turn, round after round, so that a busy machine slows both; medians, the spread (half of
 the rounds lie within it) and the median of the ratio to the floor in the same round are printed. Floor: the
@@ -19,8 +19,11 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanomuon import attention, parallel, report, shards, sizing
+from nanomuon import attention, parallel, recipe, report, shards, sizing, user_file
+from nanomuon.arguments import add_step_arguments, check_step_arguments
+from nanomuon.compilation import choose_compilation, compile_model
 from nanomuon.dataloader import TrainLoader
+from nanomuon.planning import plan_run
 from nanomuon.runtime import (
     InputError,
     check_at_least_1,
@@ -31,41 +34,64 @@ from nanomuon.runtime import (
     start,
 )
 from nanomuon.tokenizer import Tokenizer
-from scripts import base_train, optim_bench
+from scripts import optim_bench
+
+# Flags of base_train that change nothing about the time of a step. They are taken and not looked at, so that
+# the command of a run can be timed as it is
+WITHOUT_EFFECT = (
+    "--run",
+    "--qk-clip",
+    "--matrix-lr",
+    "--embedding-lr",
+    "--unembedding-lr",
+    "--scalar-lr",
+    "--weight-decay",
+    "--warmup-ratio",
+    "--warmdown-ratio",
+    "--eval-every",
+    "--eval-tokens",
+    "--save-every",
+    "--save-minutes",
+    "--keep-last",
+    "--resume",
+)
+SWITCHES_WITHOUT_EFFECT = ("--wandb", "--plan")
 
 
-def main(argv=None):
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.train_bench",
         description=__doc__,
-        add_help=False,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="The other flags of base_train are taken too; they change nothing here.",
     )
-    parser.add_argument(
-        "-h", "--help", action="store_true", help="show these flags, then those of base_train"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=7, help="rounds after one to warm up (default: %(default)s)"
-    )
-    parser.add_argument("--attention", action="store_true", help="compare the attention backends instead")
-    parser.add_argument("--json", help="also write the numbers to this file")
-    own, rest = parser.parse_known_args(argv)
-    if own.help:
-        parser.print_help()
-        rest = ["--help"]
-    check_at_least_1(own, "rounds")
-    args = base_train.parse_arguments(rest, {})
-    base_train.check_arguments(args)
+    add = parser.add_argument
+    add("--rounds", type=int, default=7, help="rounds after one to warm up (default: %(default)s)")
+    add("--attention", action="store_true", help="compare the attention backends instead")
+    add("--json", help="also write the numbers to this file")
+    add_step_arguments(parser)
+    for flag in WITHOUT_EFFECT:
+        add(flag, help=argparse.SUPPRESS)
+    for flag in SWITCHES_WITHOUT_EFFECT:
+        add(flag, action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    check_at_least_1(args, "rounds")
+    check_step_arguments(args)
     args.compile = args.compile is not False  # no run to end sooner
-    base_train.choose_compilation(args)
+    choose_compilation(args)
     runtime = start()
     if runtime.world_size > 1:
         raise InputError("train_bench measures one process; start it without torchrun")
-    result = (attention_table if own.attention else step_table)(args, own.rounds, runtime)
+    table = attention_table if args.attention else step_table
+    result = table(args, args.rounds, runtime)
     result["machine"] = dict(description=report.machine_description(), threads=torch.get_num_threads())
-    if own.json:
-        Path(own.json).write_text(json.dumps(result, indent=1))
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1))
 
 
 class Products(TorchDispatchMode):
@@ -89,8 +115,9 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         if function in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
-            left, right, into = map(self.buffer, range(3), (*args, out))
-            self.calls.append((function.overloadpacket, (left, right), dict(out=into)))
+            left, right = args
+            operands = (self.buffer("left", left), self.buffer("right", right))
+            self.calls.append((function.overloadpacket, operands, dict(out=self.buffer("out", out))))
         elif function.namespace == "nanomuon":  # products by expert (moe.py), whose sizes are data
             self.calls.append((function, args, {}))
         return out
@@ -107,12 +134,12 @@ def attention_products(config, rows, like):
     for layer in range(config.depth):
         window = config.window(layer) or T
         keys = max(1, sum(min(i + 1, window) for i in range(T)) // T)
-        queries, seen = (
-            like.new_ones(rows * config.heads, n, D) for n in (T, keys)
-        )  # q, dq or out; k, v, dk or dv
+        queries = like.new_ones(rows * config.heads, T, D)  # q, dq or out
+        seen = like.new_ones(rows * config.heads, keys, D)  # k, v, dk or dv
         scores = like.new_ones(rows * config.heads, T, keys)
-        onto_scores, onto_queries = (queries, seen.mT, scores), (scores, seen, torch.empty_like(queries))
-        onto_keys = scores.mT, queries, torch.empty_like(seen)
+        onto_scores = (queries, seen.mT, scores)
+        onto_queries = (scores, seen, torch.empty_like(queries))
+        onto_keys = (scores.mT, queries, torch.empty_like(seen))
         for left, right, out in (onto_scores, onto_queries, onto_keys) * 2:
             calls.append((torch.bmm, (left, right), dict(out=out)))
     return calls
@@ -130,86 +157,93 @@ def model_products(model, tokens):
 
 def step_table(args, rounds, runtime):
     """Print and return milliseconds of the parts of base_train's step and of the floor."""
+    device = runtime.device
     data = shards.prepare_for_training(args.corpus, args.vocab_size, tokens=10**8)  # more than it reads
-    plan = base_train.plan_run(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime, measured := {})
+    measured = {}
+    plan = plan_run(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime, measured)
     config = sizing.choose_attention(plan.config, plan.rows, 1, runtime, measured, True, args.compile)
     batch, rows = plan.batch, plan.batch // config.seq_len
     model = parallel.build_model(config, runtime, args.seed)
-    optimizer, _ = base_train.build_optimizer(args, model, batch, runtime)
-    loader = TrainLoader(data, config.seq_len, rows, plan.rows, 0, 1, args.seed, runtime.device)
+    build = recipe.param_groups
+    if args.optimizer_file:
+        build, _ = user_file.load_recipe(args.optimizer_file)
+    optimizer = user_file.make_optimizer(build, model, batch)
+    loader = TrainLoader(data, config.seq_len, rows, plan.rows, 0, 1, args.seed, device)
     products = model_products(model, next(loader)[0])
-    newton_schulz = optim_bench.products(optimizer, runtime.device.type)
-    compiled = torch.compile(model, dynamic=False) if compile_enabled() else model
-    micro_steps = rows // plan.rows
-    times = {
-        name: [] for name in ("floor", "data", "forward", "backward", "optimizer", "logging", "whole step")
-    }
+    newton_schulz = optim_bench.products(optimizer, device.type)
+    forward = compile_model(model, None) if compile_enabled() else model
+    parts = ("floor", "data", "forward", "backward", "optimizer", "logging")
+    times = {name: [] for name in (*parts, "whole step")}
+
+    def update():
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def one_step(log):
+        """{part: milliseconds} of one step, whose floor is made in between."""
+        spent = dict.fromkeys(parts, 0.0)
+
+        def timed(part, work, *inputs):
+            def run():
+                results.append(work(*inputs))
+
+            results = []
+            spent[part] += optim_bench.timed(run, device.type)
+            return results[0]
+
+        for _ in range(plan.micro_steps):
+            tokens, targets = timed("data", next, loader)
+            loss = timed("forward", lambda t, y: forward(t, y) / plan.micro_steps, tokens, targets)
+            timed("backward", loss.backward)
+            timed("floor", products.run)
+        timed("optimizer", update)
+        timed("logging", lambda: log.log({"step": 1, "tokens": batch, "train_loss": loss.item()}))
+        timed("floor", newton_schulz)
+        spent["whole step"] = sum(spent.values()) - spent["floor"]
+        return spent
 
     with tempfile.TemporaryDirectory() as folder:
         log = report.MetricsLog(Path(folder, "metrics.jsonl"), None, None)
-        for round in range(-2, rounds):
-            spent = dict.fromkeys(times, 0.0)
-
-            def timed(name, work, spent=spent):
-                def run():
-                    nonlocal result
-                    result = work()
-
-                result = None
-                spent[name] += optim_bench.timed(run, runtime.device.type)
-                return result
-
-            for _ in range(micro_steps):
-                tokens, targets = timed("data", lambda: next(loader))
-                loss = timed("forward", lambda t=tokens, y=targets: compiled(t, y) / micro_steps)
-                timed("backward", loss.backward)
-                timed("floor", products.run)
-            timed("optimizer", lambda: (optimizer.step(), optimizer.zero_grad(set_to_none=True)))
-            timed(
-                "logging", lambda loss=loss: log.log({"step": 1, "tokens": batch, "train_loss": loss.item()})
-            )
-            timed("floor", newton_schulz)
-            spent["whole step"] = sum(spent.values()) - spent["floor"]
-            if round == -2:
-                first = spent["whole step"]
-            elif round >= 0:
-                for name, value in spent.items():
-                    times[name].append(value)
+        first = one_step(log)["whole step"]  # compiles
+        one_step(log)  # warms up
+        for _ in range(rounds):
+            for name, milliseconds in one_step(log).items():
+                times[name].append(milliseconds)
         log.close()
 
-    title = f"depth {config.depth}, {rows} x {config.seq_len} tokens"
-    rows = optim_bench.report(title, times, first)
-    seconds = rows["whole step"]["median"] / 1e3
+    table = optim_bench.report(f"depth {config.depth}, {rows} x {config.seq_len} tokens", times, first)
+    seconds = table["whole step"]["median"] / 1e3
     result = dict(
         depth=config.depth,
         tokens=batch,
-        milliseconds=rows,
+        milliseconds=table,
         compile_seconds=first / 1e3 - seconds,
         tokens_per_second=batch / seconds,
-        peak_memory_mb=peak_memory_mb(runtime.device),
+        peak_memory_mb=peak_memory_mb(device),
     )
     print(f"{batch / seconds:,.0f} tokens/s, peak memory {result['peak_memory_mb']:,} MB")
-    if runtime.device.type == "cuda" and (peak := peak_flops(runtime.device)):
-        result["mfu"] = model.estimate_flops() * batch / seconds / peak
-        print(f"MFU {100 * result['mfu']:.1f}%")
+    if device.type == "cuda":
+        peak = peak_flops(device)
+        if peak is not None:
+            result["mfu"] = model.estimate_flops() * batch / seconds / peak
+            print(f"MFU {100 * result['mfu']:.1f}%")
     return result
 
 
 def attention_table(args, rounds, runtime):
     """Print and return milliseconds of every attention backend at the model's shape, forward and backward."""
-    plan = base_train.plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime, {})
+    plan = plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime, {})
     config = plan.config
     shape = plan.rows, config.seq_len, config.heads, config.kv_heads, config.head_dim
     windows = [None, max(1, config.seq_len // 2)]
     results = attention.measure(*shape, windows, runtime.device, runtime.compute_dtype, args.compile, rounds)
     print("{} rows x {} tokens, {} heads, {} for keys, of {} channels".format(*shape))
     table = {}
-    for implementation, rows in results.items():
-        for window, row in rows.items():
+    for implementation, rows_of_windows in results.items():
+        for window, row in rows_of_windows.items():
             for backend, ms in row.items():
-                name = " ".join(
-                    filter(None, (backend, implementation, f"window {window}" if window else "full"))
-                )
+                name = backend if implementation is None else f"{backend} {implementation}"
+                name += " full" if window is None else f" window {window}"
                 table[name] = ms
                 print(f"{name:24} {ms}" if isinstance(ms, str) else f"{name:24} {ms:8.2f} ms")
     return dict(attention=table)

@@ -281,9 +281,8 @@ def test_compiling_is_decided_by_what_it_saves_and_remembered(base, monkeypatch,
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
     for pays in (False, True):
         monkeypatch.delenv("NANOMUON_COMPILE", raising=False)
-        monkeypatch.setattr(
-            "nanomuon.schedule.compilation", lambda *_, pays=pays: (60.0, 61.0 if pays else 59.0)
-        )
+        saves = 61.0 if pays else 59.0
+        monkeypatch.setattr("nanomuon.schedule.compilation", lambda *_, saves=saves: [60.0, saves])
         name, compiled[:] = f"decided_{pays}", []
         assert base_train.main(arguments(base, name, 4, "--eval-every", "-1", "--save-every", "-1")) == 0
         assert ("compiling: to compile" if pays else "staying eager: to compile") in capsys.readouterr().out
@@ -307,9 +306,9 @@ def test_compiling_is_decided_by_what_it_saves_and_remembered(base, monkeypatch,
 
 
 def test_rows_of_a_micro_step_are_chosen_to_divide_the_batch(base, capsys):
-    flags = f"--depth 2 --max-seq-len 32 --corpus path:{base}/texts --vocab-size 300 --plan --total-batch-size".split()
+    flags = f"--depth 2 --max-seq-len 32 --corpus path:{base}/texts --vocab-size 300 --plan".split()
     for rows, chosen in ((64, 16), (24, 8), (5, 1)):
-        assert base_train.main([*flags, str(32 * rows)]) == 0
+        assert base_train.main([*flags, "--total-batch-size", str(32 * rows)]) == 0
         assert f"{chosen} rows x {rows // chosen} micro-steps" in capsys.readouterr().out
 
 

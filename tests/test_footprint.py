@@ -9,14 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanomuon import footprint, parallel, recipe
+from nanomuon import footprint, optim, parallel, recipe
 from nanomuon.gpt import GPTConfig
-from nanomuon.optim import DistMuonAdamW
+from nanomuon.optim import DistMuonAdamW, local
 from nanomuon.parallel import build_model
 from nanomuon.runtime import InputError, Runtime
-from nanomuon.sharded import local
 from scripts import plan
-from tests.worlds import run_world
+from tests.worlds import SMALL, run_world
 
 UNEVEN = GPTConfig(vocab_size=67, seq_len=16, depth=3, width=36, heads=2, kv_heads=2)
 GROUPED = GPTConfig(vocab_size=130, seq_len=16, depth=4, width=64, heads=8, kv_heads=4)
@@ -33,6 +32,7 @@ def eager():
     """As in the worlds, which do not compile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOMUON_COMPILE", "0")
+        patch.setattr(optim, "SMALL", SMALL)
         yield
 
 
@@ -93,7 +93,7 @@ def measured(group, config, fsdp, tensor_parallel):
 @pytest.mark.parametrize("config,fsdp,tensor_parallel", CASES)
 def test_bytes_and_products_are_those_of_a_run(config, fsdp, tensor_parallel):
     found = run_world(4, measured, config, fsdp, tensor_parallel)
-    expected = footprint.footprint(config, 4, fsdp, tensor_parallel, ROWS, MICRO_STEPS, 4)
+    expected = footprint.footprint(config, footprint.Layout(4, fsdp, tensor_parallel), ROWS, MICRO_STEPS, 4)
     for kind in found[0]:
         assert max(each[kind] for each in found) == expected[kind], kind
 
@@ -101,7 +101,7 @@ def test_bytes_and_products_are_those_of_a_run(config, fsdp, tensor_parallel):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_replicated_on_other_numbers_of_ranks(ranks):
     found = run_world(ranks, measured, UNEVEN, False, 1)
-    expected = footprint.footprint(UNEVEN, ranks, False, 1, ROWS, MICRO_STEPS, 4)
+    expected = footprint.footprint(UNEVEN, footprint.Layout(ranks), ROWS, MICRO_STEPS, 4)
     for kind in found[0]:
         assert max(each[kind] for each in found) == expected[kind], kind
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import types
 
 import pytest
 import torch
@@ -252,6 +253,39 @@ def test_non_finite_gradient_on_the_first_step_changes_nothing():
     optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(params, mixed()[0], strict=True))
     assert all(not value.any() for entry in optimizer.state.values() for value in entry.values())
+
+
+@pytest.mark.parametrize("told", [False, torch.tensor(False), torch.tensor(0.0) > 0])
+def test_a_step_that_is_told_of_a_bad_loss_changes_nothing(told):
+    params, groups = mixed()
+    optimizer = MuonAdamW(groups)
+    train(optimizer, params, 2)
+    before = optimizer.full_state_dict()["state"], [p.detach().clone() for p in params]
+    for p in params:
+        p.grad = gradient(p, 2)
+    optimizer.step(finite=told)
+    assert optimizer.skipped_steps.item() == 1
+    assert all(torch.equal(p, q) for p, q in zip(params, before[1], strict=True))
+    after = optimizer.full_state_dict()["state"]
+    for name, entry in before[0].items():
+        assert all(torch.equal(after[name][key], value) for key, value in entry.items())
+    optimizer.step(finite=torch.tensor(True))
+    assert optimizer.skipped_steps.item() == 1
+    assert not any(torch.equal(p, q) for p, q in zip(params, before[1], strict=True))
+
+
+def test_a_gradient_whose_squares_overflow_is_not_finite():
+    p, q = parameter(24, 24), parameter(50, 30)
+    optimizer = MuonAdamW([muon(p), adamw(q)])
+    p.grad, q.grad = gradient(p, 0), torch.full_like(q, 1e25)
+    optimizer.step()
+    assert optimizer.skipped_steps.item() == 1 and optimizer.state[q]["exp_avg_sq"].isfinite().all()
+
+
+def test_a_kind_that_nothing_trains_is_an_error(monkeypatch):
+    monkeypatch.setitem(optim.KINDS, "mine", types.SimpleNamespace(required=frozenset({"lr"}), options={}))
+    with pytest.raises(ValueError, match="group0.0: nothing in optim.py trains the kind 'mine'"):
+        MuonAdamW([dict(kind="mine", params=[parameter(5)], lr=0.1)])
 
 
 def test_different_dtypes_in_one_model_and_float32_state():

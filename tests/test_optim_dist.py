@@ -268,6 +268,22 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(value, where):
     assert all(torch.equal(p, q) for result in results for p, q in zip(result, expected, strict=True))
 
 
+def told_by_one_rank(group, as_tensor):
+    params, groups = build(MIXED, torch.float32)
+    optimizer = DistMuonAdamW(groups, group)
+    before = [p.detach().clone() for p in params]
+    set_local_gradients(group, params, MIXED, torch.float32, 0, 0)
+    good = dist.get_rank(group) != 1
+    optimizer.step(finite=torch.tensor(good) if as_tensor else good)
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+    return optimizer.skipped_steps.item()
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_loss_that_one_rank_knows_to_be_bad_skips_the_step_on_all(as_tensor):
+    assert run_world(3, told_by_one_rank, as_tensor) == [1, 1, 1]
+
+
 def plan(group, model):
     params, groups = build(model, torch.float32)
     optimizer = DistMuonAdamW(groups, group)

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from nanomuon import recipe, user_file
+from nanomuon import recipe, report, user_file
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
 from nanomuon.runtime import InputError
@@ -75,7 +75,7 @@ def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, environm
     build, schedule = user_file.load_recipe(file)
     assert build(model())[0]["lr"] == 0.25 and schedule({"lr": 1.0}, 3, 4) == {"lr": 0.25}
     base_train.main(arguments(base, "file", 3, "--optimizer-file", str(file), "--eval-every", "-1"))
-    rows = base_train.report.read_metrics(base / "runs" / "file" / "metrics.jsonl")[0]
+    rows = report.read_metrics(base / "runs" / "file" / "metrics.jsonl")[0]
     assert [row["lr_multiplier"] for row in rows] == [1.0, 0.5, pytest.approx(1 / 3)]
 
 

@@ -1,5 +1,6 @@
 """Runs that survive: killed, stopped, moved to other world sizes, out of disk, out of finite numbers."""
 
+import math
 import os
 import random
 import re
@@ -15,7 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from nanomuon import checkpoint
-from nanomuon.guards import is_spike
+from nanomuon.gpt import GPT
+from nanomuon.guards import gradients_finite, is_spike
+from nanomuon.optim import MuonAdamW
 from nanomuon.runtime import InputError
 from scripts import base_train
 from tests.training import Ranks, arguments, launch, losses, rows, wait_until
@@ -115,7 +118,8 @@ def test_torchrun_replaces_a_dead_rank_and_hands_on_sigterm(base, whole):
     assert len(trained) < 100 and f"stopped at step {len(trained)} and saved" in output, output
     assert checkpoint.saved_steps(base / "runs" / "torchrun")[-1] == len(trained)
     assert not any(os.path.exists(f"/proc/{worker}") for worker in workers)
-    assert max(abs(a - b) for a, b in zip(trained, losses(base, "whole"), strict=False)) < 1e-4
+    expected = losses(base, "whole")[: len(trained)]
+    assert max(abs(a - b) for a, b in zip(trained, expected, strict=True)) < 1e-4
 
 
 def test_a_second_sigint_stops_at_once(base):
@@ -188,6 +192,31 @@ def test_nan_on_one_rank_skips_the_step_on_all(base, name, build):
     assert all(value.isfinite().all() for value in states[12].values())
 
 
+def test_the_optimizer_is_told_of_a_loss_that_is_not_finite_and_skips(base, monkeypatch):
+    """The gradients of that step are finite: by itself the optimizer sees nothing wrong."""
+    forward, step = GPT.forward, MuonAdamW.step
+    told, moved = [], []
+
+    def nan_in_the_third_step(model, *inputs, **options):
+        loss = forward(model, *inputs, **options)
+        return loss + math.nan if len(told) == 2 else loss
+
+    def listen(optimizer, closure=None, *, finite=True):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        assert all(param.grad.isfinite().all() for param in params)
+        before = [param.detach().clone() for param in params]
+        step(optimizer, closure, finite=finite)
+        told.append(finite)
+        moved.append(not all(map(torch.equal, before, params)))
+
+    monkeypatch.setattr(GPT, "forward", nan_in_the_third_step)
+    monkeypatch.setattr(MuonAdamW, "step", listen)
+    assert base_train.main(arguments(base, "told", 5, *QUIET)) == 0
+    assert told == moved == [True, True, False, True, True]
+    trained = rows(base, "told")[:-1]
+    assert [row["skipped_steps"] for row in trained] == [0, 0, 1, 1, 1] and trained[2]["train_loss"] is None
+
+
 def test_too_many_bad_steps_name_the_last_checkpoint_that_trained_on(base, capsys):
     file = base / "late.py"
     file.write_text("""
@@ -242,6 +271,14 @@ def test_what_a_spike_is():
     falling = deque(6 - 0.02 * step for step in range(128))
     assert not is_spike(3.6, falling)
     assert not is_spike(9.0, deque([3.0, 3.1]))  # too few to tell
+
+
+def test_gradients_that_are_not_finite_are_seen_where_there_are_any():
+    model = torch.nn.Linear(3, 2)
+    model.weight.grad = torch.ones(2, 3)  # the bias has none
+    assert gradients_finite(model)
+    model.weight.grad[1, 1] = math.inf
+    assert not gradients_finite(model)
 
 
 def test_sigusr1_saves_and_training_goes_on(base):

@@ -222,7 +222,7 @@ def test_fully_shard_and_parallelize_module_train_what_one_process_trains(size, 
 
 
 class Watched:
-    """Records when transfers are launched and waited for, and when directions are computed, of which chunk."""
+    """Records when transfers are launched and waited for, directions computed, and of which chunk."""
 
     def __init__(self, optimizer):
         self.optimizer, (self.pipeline,) = optimizer, optimizer.works[:1]

@@ -2,6 +2,7 @@
 replaced.
 """
 
+import dataclasses
 import json
 import math
 import shutil
@@ -9,9 +10,9 @@ import shutil
 import pytest
 import torch
 
-from nanomuon import attention, schedule, sizing
+from nanomuon import attention, planning, schedule, sizing
 from nanomuon.gpt import GPTConfig
-from nanomuon.runtime import Runtime
+from nanomuon.runtime import InputError, Runtime
 from scripts import base_train
 from tests.training import Ranks, losses
 
@@ -99,7 +100,7 @@ def test_a_run_without_windows_goes_on_by_the_command_that_asked_for_them(base, 
 
     def without_windows(config, rows, tensor_parallel, runtime, measured, new, with_flex):
         seen.append((config.window_pattern, new))
-        return base_train.replace(config, window_pattern="L") if new else config
+        return dataclasses.replace(config, window_pattern="L") if new else config
 
     monkeypatch.setattr(sizing, "choose_attention", without_windows)
     command = [*FLAGS, "--corpus", f"path:{base}/texts", "--run", "windows", "--total-batch-size", "256"]
@@ -107,7 +108,7 @@ def test_a_run_without_windows_goes_on_by_the_command_that_asked_for_them(base, 
         assert base_train.main([*command, "--window-pattern", "SL", "--num-iterations", steps]) == 0
     assert base_train.main([*command, "--num-iterations", "8"]) == 0
     assert seen == [("SL", True), ("L", False), ("L", False)]
-    with pytest.raises(base_train.InputError, match="exists with window_pattern 'L', not 'SS"):
+    with pytest.raises(InputError, match="exists with window_pattern 'L', not 'SS"):
         base_train.main([*command, "--window-pattern", "SSL", "--num-iterations", "9"])
 
 
@@ -130,5 +131,5 @@ def test_processes_that_are_no_power_of_two_get_micro_steps_of_one(monkeypatch):
         sizing, "device_batch_size", lambda config, rows, *_: schedule.rows_that_fit(rows, 1, 2, 10**9)
     )
     six = Runtime(torch.device("cuda"), torch.bfloat16, 0, 6)
-    plan = base_train.plan_run(base_train.parse_arguments(["--depth", "12"], {}), 32768, six, {})
+    plan = planning.plan_run(base_train.parse_arguments(["--depth", "12"], {}), 32768, six, {})
     assert plan.rows == 32 and plan.batch == 6 * 32 * 2048  # 2^19 tokens asked for, 393,216 near enough

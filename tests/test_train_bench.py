@@ -4,10 +4,11 @@ import json
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from nanomuon.gpt import GPT, GPTConfig
-from scripts import train_bench
+from scripts import base_train, train_bench
 from tests.training import arguments
 
 
@@ -48,6 +49,15 @@ def test_the_table_of_a_step(base, environment, tmp_path, capsys):
     assert result["tokens"] == 256 and result["peak_memory_mb"] > 0
     assert "tokens/s" in capsys.readouterr().out
     assert not (base / "runs" / "bench").exists()
+
+
+def test_the_flags_of_a_run_are_taken():
+    flags = vars(base_train.parse_arguments([], {}))
+    assert flags.keys() <= vars(train_bench.parse_arguments([])).keys()
+    args = train_bench.parse_arguments("--depth 2 --save-minutes -1 --matrix-lr 0.01 --wandb".split())
+    assert args.depth == 2
+    with pytest.raises(SystemExit):
+        train_bench.parse_arguments(["--dpeth", "2"])
 
 
 def test_the_table_of_attention_backends(base, environment, capsys):

@@ -11,7 +11,8 @@ import sys
 import time
 
 SMALL = (
-    "--depth 2 --max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --vocab-size 300 --eval-tokens 512"
+    "--depth 2 --max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --vocab-size 300 "
+    "--eval-tokens 512"
 ).split()
 TIMES = ("step_ms", "tokens_per_second", "optimizer_ms")  # what differs between two runs of the same
 
@@ -73,7 +74,8 @@ class Ranks:
         return all(process.is_alive() for process in self.processes)
 
     def kill(self, number, rank=None):
-        for process in self.processes if rank is None else [self.processes[rank]]:
+        processes = self.processes if rank is None else [self.processes[rank]]
+        for process in processes:
             os.kill(process.pid, number)
 
     def join(self, timeout=60):
@@ -105,8 +107,13 @@ def _train(environment, argv, output):
 def rows(base, run):
     """metrics.jsonl as far as it is whole, without the times."""
     file = base / "runs" / run / "metrics.jsonl"
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+    if not file.exists():
+        return []
+    found = []
+    for line in file.read_text().split("\n")[:-1]:
+        row = json.loads(line)
+        found.append({key: value for key, value in row.items() if key not in TIMES})
+    return found
 
 
 def losses(base, run):

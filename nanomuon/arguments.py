@@ -1,0 +1,116 @@
+"""The flags that define a training step: corpus, model, batch, layout; of base_train and of train_bench."""
+
+import argparse
+import math
+
+from nanomuon.runtime import InputError, check_at_least_1
+
+
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--corpus", default="python", help="python, path:FILE_OR_FOLDER or hf:ORG/NAME (default: %(default)s)"
+    )
+    add("--vocab-size", type=int, help="tokens in the vocabulary (default: set by the corpus)")
+    add(
+        "--depth",
+        type=int,
+        default=4,
+        help="number of layers; width, heads and batch follow (default: %(default)s)",
+    )
+    add("--max-seq-len", type=int, help="context in tokens (default: 2048 on a GPU, 256 on a CPU)")
+    add(
+        "--window-pattern",
+        default="L",
+        help="attention window by layer: L full, S half the context, e.g. SSSL",
+    )
+    add(
+        "--experts",
+        type=int,
+        default=0,
+        help="MLPs per layer among which a router picks, 0: one (%(default)s)",
+    )
+    add(
+        "--experts-per-token",
+        type=int,
+        default=2,
+        help="how many it picks, each 1/this as wide (%(default)s)",
+    )
+    add("--no-qk-norm", action="store_true", help="do not normalize queries and keys")
+    add(
+        "--device-batch-size",
+        type=int,
+        help="rows per device and micro-step (default: a power of two that fits into the memory of the GPU, "
+        "16 on a CPU)",
+    )
+    add(
+        "--total-batch-size",
+        type=int,
+        help="tokens per optimizer step (default: from the tokens that --target-param-data-ratio asks for, "
+        "whatever --num-iterations makes of them)",
+    )
+    add("--num-iterations", type=int, help="optimizer steps (default: from --target-param-data-ratio)")
+    add(
+        "--target-param-data-ratio",
+        type=float,
+        default=10.5,
+        help="training tokens per parameter of the matrices and the head (default: %(default)s)",
+    )
+    add(
+        "--optimizer-file",
+        help="Python file with build_optimizer(model) or param_groups(model), used instead of the recipe "
+        "(see nanomuon/recipe.py)",
+    )
+    add(
+        "--shard",
+        default="none",
+        choices=["none", "fsdp"],
+        help="fsdp: parameters, gradients and optimizer state in pieces over the processes (FSDP2); "
+        "none: whole parameters on each (default: %(default)s)",
+    )
+    add(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        help="processes that share every matrix and see the same rows; divides the key-value heads "
+        "(default: %(default)s)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of initial weights, data order and samples (default: %(default)s)",
+    )
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile model and optimizer, or run eagerly, as NANOMUON_COMPILE=1 or 0 (default: after some "
+        "eager steps, where the run then ends sooner)",
+    )
+
+
+def check_step_arguments(args: argparse.Namespace) -> None:
+    """InputError for the first of them that cannot be meant, and for any argument that is not finite."""
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"--{name.replace('_', '-')} must be a finite number, not {value}")
+    check_at_least_1(
+        args,
+        "depth",
+        "device_batch_size",
+        "max_seq_len",
+        "num_iterations",
+        "total_batch_size",
+        "tensor_parallel",
+    )
+    check_not_negative(args, "seed", "experts")
+    if args.target_param_data_ratio <= 0:
+        raise InputError(f"--target-param-data-ratio must be above 0, not {args.target_param_data_ratio}")
+
+
+def check_not_negative(args: argparse.Namespace, *names: str) -> None:
+    """InputError for the first of these arguments that is below 0."""
+    for name in names:
+        value = getattr(args, name)
+        if value < 0:
+            raise InputError(f"--{name.replace('_', '-')} must not be negative, but is {value}")

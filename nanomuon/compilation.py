@@ -1,0 +1,62 @@
+"""Whether a run compiles its model and its optimizer, and compiling the model.
+
+The answer is in args.compile: True, False, or None where it is decided after a few eager steps. What runs
+kernels asks the environment (runtime.compile_enabled), which follows it.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from nanomuon import schedule
+from nanomuon.gpt import GPT
+from nanomuon.planning import Plan, duration
+from nanomuon.runtime import Runtime, compile_enabled, print0, together
+
+
+def choose_compilation(args: argparse.Namespace) -> None:
+    """Set args.compile: what the environment says counts first, then the flag. Undecided starts eagerly."""
+    if "NANOMUON_COMPILE" in os.environ:
+        args.compile = compile_enabled()
+    default = "clang++" if sys.platform == "darwin" else "g++"  # what Inductor calls
+    compiler = os.environ.get("CXX") or default
+    if args.compile is not False and not shutil.which(compiler):
+        print0(
+            f"no C++ compiler {compiler}: running eagerly, which is slower "
+            "(install it, or name another in CXX)"
+        )
+        args.compile = False
+    os.environ["NANOMUON_COMPILE"] = "1" if args.compile else "0"
+
+
+def decide_compilation(
+    args: argparse.Namespace, plan: Plan, step: int, eager_ms: float, runtime: Runtime
+) -> None:
+    """Set args.compile: whether the run ends sooner if it compiles after `step`. Called by all ranks.
+
+    eager_ms: milliseconds of an eager step, of which the slowest rank's counts, so that all decide the same.
+    """
+    seconds = max(together(lambda: eager_ms)) / 1000
+    left = plan.steps - step
+    costs, saves = schedule.compilation(runtime.device.type, plan.config.depth, left * seconds)
+    args.compile = costs < saves
+    if args.compile:
+        os.environ["NANOMUON_COMPILE"] = "1"
+    print0(
+        f"{'compiling' if args.compile else 'staying eager'}: to compile takes about {duration(costs)} and "
+        f"saves about {duration(saves)} in {left} steps (--compile and --no-compile decide it)"
+    )
+
+
+def compile_model(model: GPT, mesh: DeviceMesh | None) -> Callable:
+    """What computes the model's loss from now on. mesh: where its parameters are in pieces."""
+    if mesh is None:
+        return torch.compile(model, dynamic=False)
+    for block in model.blocks:  # what FSDP2 does between blocks stays outside
+        block.compile(dynamic=False)
+    return model
