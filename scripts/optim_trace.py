@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -39,6 +40,7 @@ FORMS = {
 }
 TRANSFERS = ("reduce_scatter", "all_gather", "all_reduce", "reduce_to", "broadcast_from", "all_to_all")
 AGREEMENT = "are all gradients finite?"
+OTHER = "other"  # what no piece of work launches: nothing, today
 WARM_UP, RECORDED = 3, 7  # steps
 ROWS, SEQ_LEN = 4, 64  # of tokens on each rank
 # Muon's pieces are blue and green, AdamW's red and yellow
@@ -110,7 +112,7 @@ class Recorder:
 
     def __init__(self):
         self.spans, self.flights = [], []
-        self.pieces = ["other"]  # whose method runs now, the innermost last
+        self.pieces = [OTHER]  # whose method runs now, the innermost last
 
     @contextlib.contextmanager
     def span(self, what, piece=""):
@@ -344,10 +346,10 @@ def print_summary(form, trace):
 # Drawing
 
 
-def colours_of(pieces):
+def colours_of(trace):
     """{label: colour}"""
     cold, warm, colours = 0, 0, {}
-    for piece in pieces:
+    for piece in trace["pieces"]:
         if piece["muon"]:
             colours[piece["label"]] = COLD[cold % len(COLD)]
             cold += 1
@@ -355,6 +357,8 @@ def colours_of(pieces):
             colours[piece["label"]] = WARM[warm % len(WARM)]
             warm += 1
     colours[AGREEMENT] = INK
+    if any(flight["piece"] == OTHER for events in trace["ranks"] for flight in events["transfers"]):
+        colours[OTHER] = "#000000"
     return colours
 
 
@@ -375,7 +379,7 @@ def draw_timeline(form, trace, image):
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    colours, world = colours_of(trace["pieces"]), trace["world"]
+    colours, world = colours_of(trace), trace["world"]
     begin, end = shown(trace["ranks"])
     figure = new_figure(11, 1.3 + 1.45 * world)
     axis = figure.subplots()
@@ -555,7 +559,12 @@ def draw_box(axis, x, y, width, height, facecolor, text="", edgecolor="white", l
 
 
 def save(figure, image):
-    figure.savefig(image, pil_kwargs={"optimize": True})
+    """As a PNG of 128 colours, a third of the bytes."""
+    from PIL import Image  # comes with matplotlib
+
+    figure.canvas.draw()
+    picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
+    picture.quantize(128, dither=Image.Dither.NONE).save(image, optimize=True)
     print(image)
 
 

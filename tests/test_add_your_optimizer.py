@@ -1,4 +1,6 @@
-"""The patch in docs/add_your_optimizer.md applies to this source and makes an optimizer for any world."""
+"""The patch in docs/add_your_optimizer.md applies to this source and makes an optimizer for any world; the
+pages about the optimizer name what exists.
+"""
 
 import os
 import re
@@ -6,6 +8,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -69,3 +73,19 @@ def test_the_documented_patch_makes_lion(tmp_path):
     for rank in ranks:
         output, _ = rank.communicate(timeout=100)
         assert rank.returncode == 0 and "trained" in output, output
+
+
+@pytest.mark.parametrize("page", ["optimizer.md", "add_your_optimizer.md"])
+def test_the_page_names_what_exists(page):
+    text = (ROOT / "docs" / page).read_text()
+    known = set()
+    for folder in ("nanomuon", "scripts", "tests"):
+        for file in (ROOT / folder).glob("*.py"):
+            known |= {file.name, file.stem, folder, *re.findall(r"\w+", file.read_text())}
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    known |= set(re.findall(r"\w+", "".join(re.findall(r"```.*?```", text, re.DOTALL))))  # its own examples
+    for quoted in re.findall(r"`([^`\n]+)`", prose):
+        for word in re.findall(r"[A-Za-z_]\w{2,}", quoted):
+            assert word in known, quoted
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert target.startswith("http") or (ROOT / "docs" / target).exists(), target
