@@ -40,7 +40,7 @@ from nanomuon.runtime import compile_enabled
 # AdamW parameters of up to this many elements travel together and are updated on every rank; the rows of
 # larger ones are cut over the ranks.
 SMALL = 16_384
-BATCH_BYTES = {"cpu": 2**20, "cuda": 2**29, "meta": 2**29}  # Muon works on this much of a bank at a time
+BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29, "meta": 2**29}  # Muon works on this much of a bank at a time
 COMPILE_FROM = 1024  # elements; below, a kernel is not worth compiling
 CACHE_BLOCK = 2**18  # elements; see `cache_blocks`
 

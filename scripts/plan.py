@@ -9,7 +9,6 @@ that has most of it counts.
 """
 
 import argparse
-import bisect
 import math
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ MEMORY = ("weights", "gradients", "state", "activations", "buffers")
 HEADROOM = 0.9  # of the memory; the rest is for the allocator, the libraries and what is not foreseen
 DEEPEST = 256
 MOST_ROWS = 64
+GPUS = [2**i for i in range(13)]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -167,29 +167,60 @@ def print_layouts(args, config: GPTConfig, layouts: list[Layout]) -> None:
 def print_what_fits(args, layouts: list[Layout]) -> None:
     print(f"\nThe deepest model, of even depths up to {DEEPEST}, that fits with one row on a GPU", end=", ")
     print("and its parameters")
+    columns = [deepest_by_gpus(args, layout) for layout in layouts]
     table = [["GPUs", *map(label, layouts)]]
-    for gpus in (2**i for i in range(13)):
-        row = [str(gpus)]
-        for layout in layouts:
-            fits_together = gpus % layout.tensor_parallel == 0
-            row.append(deepest(args, replace(layout, ranks=gpus)) if fits_together else "-")
-        table.append(row)
+    table += [[str(gpus), *row] for gpus, row in zip(GPUS, zip(*columns, strict=True), strict=True)]
     print_table(table)
 
 
-def deepest(args, layout: Layout) -> str:
-    """By bisection: memory grows with depth."""
-
-    def too_deep(depth):
-        return not fits(args, footprint.memory_by_kind(model(args, depth), layout, 1, 2, roughly=True))
-
+def deepest_by_gpus(args, layout: Layout) -> list[str]:
+    """A cell for each number of GPUs: the deepest model that fits, as `depth (parameters)`."""
     depths = range(2, DEEPEST + 1, 2)
     depths = [depth for depth in depths if model(args, depth).kv_heads % layout.tensor_parallel == 0]
-    count = bisect.bisect_left(depths, True, key=too_deep)
-    if not count:
-        return "-"
-    parameters = count_parameters(model(args, depths[count - 1]))
-    return f"{depths[count - 1]} ({parameters / 1e9:.1f}B)"
+    cells, found = [], 0
+    for gpus in GPUS:
+        if gpus % layout.tensor_parallel:
+            cells.append("-")
+            continue
+        of_gpus = replace(layout, ranks=gpus)
+
+        def fits_at(index, layout=of_gpus):
+            by_kind = footprint.memory_by_kind(model(args, depths[index]), layout, 1, 2, roughly=True)
+            return fits(args, by_kind)
+
+        found = last_true(fits_at, len(depths), near=found)  # about where it is with half as many GPUs
+        if found < 0:
+            cells.append("-")
+        else:
+            parameters = count_parameters(model(args, depths[found]))
+            cells.append(f"{depths[found]} ({parameters / 1e9:.1f}B)")
+    return cells
+
+
+def last_true(holds, count: int, near: int) -> int:
+    """The last index below `count` at which `holds` is true, -1 if there is none; it is true up to there.
+
+    From `near` by steps of 1, 2, 4, ... past it, then by halves.
+    """
+    true, false, step = -1, count, 1
+    near = max(near, 0)
+    if holds(near):
+        true = near
+        while true + step < count and holds(true + step):
+            true, step = true + step, 2 * step
+        false = min(count, true + step)
+    else:
+        false = near
+        while false - step >= 0 and not holds(false - step):
+            false, step = false - step, 2 * step
+        true = max(-1, false - step)
+    while false - true > 1:
+        middle = (true + false) // 2
+        if holds(middle):
+            true = middle
+        else:
+            false = middle
+    return true
 
 
 if __name__ == "__main__":
