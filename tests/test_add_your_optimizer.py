@@ -49,6 +49,8 @@ def train(group):
 
 train(lone[rank])
 train(dist.group.WORLD)
+dist.barrier()
+dist.destroy_process_group()  # gloo's threads outlive the interpreter otherwise, and sometimes abort
 print("trained")
 """
 
