@@ -2,7 +2,7 @@
 
     python -m scripts.optim_trace --world 4                    # three timelines and who owns what, in docs/
     python -m scripts.optim_trace --world 4 --form overlap --out . --json trace.json
-    python -m scripts.optim_trace --world 3 --depth 5          # another plan: little divides
+    python -m scripts.optim_trace --world 3 --depth 5 --out .  # another plan: little divides
 
 Every rank trains a small GPT on rows of its own, in three forms: `replicated` (whole parameters on every
 rank, ZeRO-2), `overlap` (the same with `overlap_backward` around the backward) and `fsdp` (parameters in
