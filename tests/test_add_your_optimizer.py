@@ -1,5 +1,5 @@
-"""The patch in docs/add_your_optimizer.md applies to this source and makes an optimizer for one rank and
-two.
+"""The patch in docs/add_your_optimizer.md applies to this source and makes an optimizer for any world; the
+pages about the optimizer name what exists.
 """
 
 import os
@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,7 +27,8 @@ def train(group):
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in [(1030, 3), (7,), (8, 8)]]
     groups = [dict(kind="lion", params=params[:2], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1),
-              dict(kind="muon", params=params[2:], lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.0)]
+              dict(kind="muon", params=params[2:], lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95,
+                   weight_decay=0.0)]
     optimizer = DistMuonAdamW(groups, group)
     expected = [(p.detach().clone(), torch.zeros_like(p)) for p in params[:2]]
     for step in range(5):
@@ -41,10 +44,13 @@ def train(group):
         optimizer.step()
     for p, (P, M), name in zip(params, expected, ("group0.0", "group0.1")):
         torch.testing.assert_close(p.detach(), P, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(optimizer.full_state_dict()["state"][name]["exp_avg"], M, rtol=1e-5, atol=1e-6)
+        exp_avg = optimizer.full_state_dict()["state"][name]["exp_avg"]
+        torch.testing.assert_close(exp_avg, M, rtol=1e-5, atol=1e-6)
 
 train(lone[rank])
 train(dist.group.WORLD)
+dist.barrier()
+dist.destroy_process_group()  # gloo's threads outlive the interpreter otherwise, and sometimes abort
 print("trained")
 """
 
@@ -69,3 +75,19 @@ def test_the_documented_patch_makes_lion(tmp_path):
     for rank in ranks:
         output, _ = rank.communicate(timeout=100)
         assert rank.returncode == 0 and "trained" in output, output
+
+
+@pytest.mark.parametrize("page", ["optimizer.md", "add_your_optimizer.md"])
+def test_the_page_names_what_exists(page):
+    text = (ROOT / "docs" / page).read_text()
+    known = set()
+    for folder in ("nanomuon", "scripts", "tests"):
+        for file in (ROOT / folder).glob("*.py"):
+            known |= {file.name, file.stem, folder, *re.findall(r"\w+", file.read_text())}
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    known |= set(re.findall(r"\w+", "".join(re.findall(r"```.*?```", text, re.DOTALL))))  # its own examples
+    for quoted in re.findall(r"`([^`\n]+)`", prose):
+        for word in re.findall(r"[A-Za-z_]\w{2,}", quoted):
+            assert word in known, quoted
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert target.startswith("http") or (ROOT / "docs" / target).exists(), target

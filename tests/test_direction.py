@@ -1,0 +1,157 @@
+"""A direction of one's own for matrices: the function that docs/add_your_optimizer.md prints trains the same
+in every world and layout, and its state lives, is saved and moves as the second moment does.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+from nanomuon.optim import DistMuonAdamW, MuonAdamW, muon_direction
+from tests import test_optim_dist, test_sharded
+from tests.test_optim_dist import assert_close, assert_same_everywhere, build
+from tests.worlds import run_world
+
+# Squares, tall and wide ones, a single matrix, a batch, a convolution; AdamW beside them
+MODEL = [("muon", shape) for shape in [(12, 12)] * 5 + [(16, 8), (8, 16), (16, 8), (10, 6)]]
+MODEL += [("muon", shape) for shape in [(5, 8, 6), (6, 2, 3, 3)]]
+MODEL += [("adamw", shape) for shape in [(1019, 3), (7,)]]
+# FSDP2 cuts these by rows: not evenly, and one has fewer rows than there are ranks
+CUT = [("muon", shape) for shape in [(12, 12)] * 4 + [(10, 6), (6, 10), (2, 9)]] + [("adamw", (1019, 3))]
+ROWS = [Shard(0)]
+TOLERANCE = 1e-9
+
+
+def documented():
+    """The function in the page, as a function of this module, so that other processes can be told of it."""
+    page = Path(__file__).parent.parent / "docs" / "add_your_optimizer.md"
+    (code,) = re.findall(r"```python\n(def whitened.*?)```", page.read_text(), re.DOTALL)
+    names = {"__name__": __name__, "torch": torch}
+    exec(code, names)
+    return names["whitened"]
+
+
+whitened = documented()
+
+
+def like_the_default(U, kept, ok, square_weight):
+    second = kept["second_momentum_buffer"]
+    options = dict(coefficients="polar_express", ns_steps=5, row_equilibrate=False, renormalize=False)
+    return muon_direction(U, second, ok, square_weight, **options)
+
+
+def like_the_second_moment(m, n):
+    return {"second_momentum_buffer": (m, 1) if m >= n else (1, n)}
+
+
+like_the_default.state = like_the_second_moment
+
+
+def sign(U, kept, ok, square_weight):
+    assert not kept
+    return U.sign(), torch.full_like(square_weight, 0.1)
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """As in the worlds, which do not compile."""
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+
+
+@pytest.mark.parametrize("direction", [whitened, sign])
+@pytest.mark.parametrize("size", [2, 3])
+def test_replicated_parameters_train_as_in_one_process(direction, size):
+    options = [("direction", direction)]
+    arguments = MODEL, 6, torch.float64, 5, None, options  # every fifth gradient is None on some rank
+    results = run_world(size, test_optim_dist.many_processes, *arguments)
+    assert_same_everywhere(results)
+    expected = test_optim_dist.one_process(MODEL, size, 6, torch.float64, 5, direction=direction)
+    assert_close(results[0], expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("direction", [whitened, sign, like_the_default])
+@pytest.mark.parametrize("size", [2, 3])
+def test_parameters_in_pieces_train_as_in_one_process(direction, size):
+    options = [("direction", direction)]
+    arguments = CUT, ("dp",), ROWS, 6, torch.float64, 5, options
+    results = run_world(size, test_sharded.many_processes, *arguments)
+    assert_same_everywhere(results)
+    expected = test_sharded.one_process(CUT, 6, torch.float64, 5, direction=direction)
+    assert_close(results[0], expected, TOLERANCE)
+
+
+def test_tensor_parallel_ranks_gather_what_it_is_asked_for():
+    arguments = CUT, ("tp",), ROWS, 6, torch.float64, 5, [("direction", whitened)]
+    results = run_world(2, test_sharded.many_processes, *arguments)
+    expected = test_sharded.one_process(CUT, 6, torch.float64, 5, direction=whitened)
+    assert_close(results[0], expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_default_as_a_function_gives_what_the_default_gives(size):
+    options = [("direction", like_the_default)]
+    results = run_world(size, test_optim_dist.many_processes, MODEL, 6, torch.float64, 0, None, options)
+    assert_close(results[0], test_optim_dist.one_process(MODEL, size, 6, torch.float64), TOLERANCE)
+
+
+def test_state_is_named_and_shaped_as_declared():
+    _, groups = build(MODEL, direction=whitened)
+    state = MuonAdamW(groups).full_state_dict()["state"]
+    sides = [12, 12, 12, 12, 12, 16, 8, 16, 10]
+    for i, m in enumerate(sides):
+        assert state[f"p{i}"].keys() == {"momentum_buffer", "gram"}
+        assert state[f"p{i}"]["gram"].shape == (m, m)
+    assert state["p9"]["gram"].shape == (5, 8, 8)  # a batch has one for each of its matrices
+    assert state["p10"]["gram"].shape == (6, 6)  # (out, rest) of a convolution
+
+
+def test_a_skipped_step_changes_nothing():
+    params, groups = build(MODEL, direction=whitened)
+    optimizer = MuonAdamW(groups)
+    for value in (float("nan"), 1.0, float("inf")):
+        before = [p.detach().clone() for p in params], optimizer.full_state_dict()["state"]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        params[0].grad[0, 0] = value
+        optimizer.step()
+        if value != 1.0:
+            assert_same_everywhere([before, (params, optimizer.full_state_dict()["state"])])
+    assert optimizer.skipped_steps == 2
+
+
+# ---- saved in one world, continued in another
+
+
+def continued(group, in_pieces, weights, saved, start):
+    """Three more steps on mean gradients in this world: what the next one needs."""
+    mesh, placements = None, None
+    if in_pieces:
+        layout = ("dp",), ROWS, torch.float64, [("direction", whitened)]
+        mesh, params, optimizer = test_sharded.sharded_model(group, CUT, *layout, seed=1)
+        placements = ROWS
+    else:
+        params, groups = build(CUT, seed=1, direction=whitened)
+        optimizer = DistMuonAdamW(groups, group) if group else MuonAdamW(groups)
+    for param, weight in zip(params, weights, strict=True):
+        param.data.copy_(test_sharded.cut(weight, mesh, ROWS) if in_pieces else weight)
+    optimizer.load_state_dict(saved)
+    test_sharded.train(optimizer, params, CUT, 3, torch.float64, start, mesh=mesh, placements=placements)
+    return test_sharded.full(params), optimizer.full_state_dict()
+
+
+def test_state_moves_between_worlds_and_layouts():
+    params, groups = build(CUT, direction=whitened)
+    optimizer = MuonAdamW(groups)
+    weights, saved, start = [p.detach().clone() for p in params], optimizer.full_state_dict(), 0
+    for size, in_pieces in [(2, False), (3, True), (3, False), (2, True)]:
+        weights, saved = run_world(size, continued, in_pieces, weights, saved, start)[0]
+        start += 3
+        test_sharded.train(optimizer, params, CUT, 3, torch.float64, start=start - 3)
+        expected = [p.detach() for p in params], optimizer.full_state_dict()["state"]
+        assert_close((weights, saved["state"]), expected, TOLERANCE)
+    weights, saved = continued(None, False, weights, saved, start)
+    test_sharded.train(optimizer, params, CUT, 3, torch.float64, start=start)
+    expected = [p.detach() for p in params], optimizer.full_state_dict()["state"]
+    assert_close((weights, saved["state"]), expected, TOLERANCE)
