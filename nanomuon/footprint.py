@@ -98,13 +98,6 @@ def parameters(config: GPTConfig) -> tuple[list[Parameter], list[dict]]:
 # The optimizer's plan
 
 
-class NoWork:
-    """A transfer that does not happen."""
-
-    def wait(self):
-        pass
-
-
 class PlannedWorld(World):
     """One rank of a world that is only planned. Transfers send nothing and count the bytes that they would
     send.
@@ -118,7 +111,7 @@ class PlannedWorld(World):
 
     def transfer(self, size, received):
         self.sent.append(size * (self.size - 1) / self.size)
-        return Transfer(NoWork(), None, received)
+        return Transfer(received)
 
     def reduce_scatter(self, send):
         return self.transfer(send.nbytes, send.new_empty(len(send) // self.size, *send.shape[1:]))
@@ -137,7 +130,7 @@ class PlannedWorld(World):
 
     def all_to_all(self, send, sent, received):
         self.sent.append((sum(sent) - sent[self.rank]) * send.itemsize)
-        return Transfer(NoWork(), None, send.new_empty(sum(received)))
+        return Transfer(send.new_empty(sum(received)))
 
 
 class RankPlan:

@@ -327,9 +327,9 @@ def takes_part(param):
 class Transfer:
     """A collective in flight. What it sends and receives stays referenced until it has been waited for."""
 
-    def __init__(self, work, sent, received):
-        self.in_flight = [(work, sent)]
+    def __init__(self, received, work=None, sent=None):
         self.received = received
+        self.in_flight = [(work, sent)] if work is not None else []
 
     def wait(self):
         for work, _ in self.in_flight:
@@ -376,35 +376,37 @@ class World:
         work = reduce_scatter_single(
             received, send, dist.ReduceOp.AVG, group=self.process_group, async_op=True
         )
-        return Transfer(work, send, received)
+        return Transfer(received, work, send)
 
     def all_gather(self, whole):
         """whole: (W*c, ...) with this rank's c rows in place. Fills and gives all of it."""
         mine = whole.chunk(self.size)[self.rank]
         work = all_gather_single(whole, mine, group=self.process_group, async_op=True)
-        return Transfer(work, mine, whole)
+        return Transfer(whole, work, mine)
 
     def all_reduce(self, tensor, operation=dist.ReduceOp.AVG):
         """Gives the same tensor, with the mean over ranks in it."""
+        if self.size == 1:
+            return Transfer(tensor)
         work = dist.all_reduce(tensor, operation, group=self.process_group, async_op=True)
-        return Transfer(work, tensor, tensor)
+        return Transfer(tensor, work, tensor)
 
     def reduce_to(self, owner, tensor):
         """Gives the same tensor: at its owner the mean over ranks, elsewhere nothing of use."""
         operation = dist.ReduceOp.AVG
         work = dist.reduce(tensor, op=operation, group=self.process_group, group_dst=owner, async_op=True)
-        return Transfer(work, tensor, tensor)
+        return Transfer(tensor, work, tensor)
 
     def broadcast_from(self, owner, tensor):
         """Gives the same tensor, with the owner's values."""
         work = dist.broadcast(tensor, group=self.process_group, group_src=owner, async_op=True)
-        return Transfer(work, tensor, tensor)
+        return Transfer(tensor, work, tensor)
 
     def all_to_all(self, send, sent, received):
         """send: flat, sent[r] elements for rank r. Gives the received[r] elements from each rank r, flat."""
         out = send.new_empty(sum(received))
         work = dist.all_to_all_single(out, send, received, sent, group=self.process_group, async_op=True)
-        return Transfer(work, send, out)
+        return Transfer(out, work, send)
 
     def mesh(self, device):
         return DeviceMesh.from_group(self.process_group, device.type)
@@ -1030,7 +1032,11 @@ class CustomDirection(MuonDirection):
         return self.function.state(m, n) if hasattr(self.function, "state") else {}
 
     def __call__(self, U, kept, ok, square_weight):
-        return self.function(U, kept, ok, square_weight)
+        answer = self.function(U, kept, ok, square_weight)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            name = getattr(self.function, "__name__", self.function)
+            raise TypeError(f"direction {name} has to return (X, gain), not {type(answer).__name__}")
+        return answer
 
 
 def update_scales(direction, matrices, shape, like):
@@ -1076,7 +1082,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.world = world or World()  # the ranks that share the work on replicated parameters
         self.matmul_precision = matmul_precision
         self.works = []  # the pieces of work, in the order of their collectives, which all ranks share
-        self.launched = 0  # the first so many have collected already, see `overlap_backward`
+        self.launched, self.overlapped = 0, False  # the first so many have collected, in overlap_backward
         self.places = {}  # parameter -> {name of its state: place}
         self.hyperparameters = Hyperparameters()
         self.noticed = []  # (event, 0-D on the host): how far the ranks' hyperparameters are apart
@@ -1109,23 +1115,29 @@ class MuonAdamW(torch.optim.Optimizer):
         with matmul_precision(self.matmul_precision):
             self.hyperparameters.refresh()
             with record_function("optimizer.collect"):
-                for work in self.works[self.launched :]:  # overlap_backward has launched the first ones
+                # Collectives are served in their order, and `ok` is waited for first. After overlap_backward
+                # ranks have launched some collects already, not all of them as many: then it comes last.
+                if not self.overlapped:
+                    agreement = self.ask_ranks(finite)
+                for work in self.works[self.launched :]:
                     work.collect()
-            ok = self.agree(finite)
+                if self.overlapped:
+                    agreement = self.ask_ranks(finite)
             with record_function("optimizer.compute"):
+                ok = self.agreed(agreement.wait())
                 for work in self.works:  # later collects and earlier deliveries are under way
                     work.compute(ok)
             with record_function("optimizer.deliver"):
                 for work in self.works:
                     work.deliver()
-        self.launched = 0
+        self.launched, self.overlapped = 0, False
         return loss
 
-    def agree(self, told):
-        """ok (parameters,): 1 for each parameter that is to be updated, the same on all ranks. Not read here.
+    def ask_ranks(self, told):
+        """Launch the MAX over ranks of all that they have to know of each other, one small tensor.
 
-        0 for all of them where a gradient is not finite or `told` is false on any rank; 0 for one that has no
-        gradient on any rank. All that ranks have to know of each other travels in one small MAX all_reduce.
+        (1 + parameters + 2,) float32: 1 where a gradient here is not finite or `told` is false; 1 for each
+        parameter that has a gradient here; a fingerprint of the hyperparameters and its negative.
         """
         params = [param for param in self.hyperparameters.params if takes_part(param)["takes_part"]]
         grads = [gradient(param) for param in params]
@@ -1135,14 +1147,15 @@ class MuonAdamW(torch.optim.Optimizer):
             finite = torch.stack(torch._foreach_norm(grads, dtype=dtype)).isfinite().all()
         if told is not True:
             finite = finite & told
-        facts = [
-            1 - finite.float().view(1),
-            *self.facts.columns.values(),
-            *self.fingerprints.columns.values(),
-        ]
-        facts = torch.cat(facts)  # not finite, takes part, fingerprint, -fingerprint
-        if self.world.size > 1:
-            self.world.all_reduce(facts, dist.ReduceOp.MAX).wait()
+        bad = 1 - finite.float().view(1)
+        facts = [bad, *self.taking_part.columns.values(), *self.fingerprints.columns.values()]
+        return self.world.all_reduce(torch.cat(facts), dist.ReduceOp.MAX)
+
+    def agreed(self, facts):
+        """ok (parameters,): 1 for each parameter that is to be updated, the same on all ranks. Not read here.
+
+        0 for all of them where something is not finite on any rank; 0 for one that has a gradient on none.
+        """
         bad, takes_part_somewhere, fingerprints = facts.split([1, len(facts) - 3, 2])
         self.skipped_steps += bad[0] > 0
         self.notice_different_ranks(fingerprints.sum())  # the largest less the smallest
@@ -1183,6 +1196,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         if self.launched:
             raise RuntimeError("overlap_backward: earlier collects are in flight; call step() first")
+        self.overlapped = True
         missing = [set(work.collected) for work in self.works]
         work_of = {param: i for i, work in enumerate(self.works) for param in work.collected}
 
@@ -1240,10 +1254,10 @@ class MuonAdamW(torch.optim.Optimizer):
         """What `agree` tells the other ranks, beside finiteness: it reaches the device with the
         hyperparameters.
         """
-        if hasattr(self, "facts"):
+        if hasattr(self, "taking_part"):
             return  # of a parameter list that grows with every group
         like = torch.empty((), device=self.skipped_steps.device)
-        self.facts = self.hyperparameters.table(takes_part, self.hyperparameters.params, like)
+        self.taking_part = self.hyperparameters.table(takes_part, self.hyperparameters.params, like)
 
         def read(optimizer):
             fingerprint = optimizer.fingerprint()

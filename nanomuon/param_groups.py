@@ -182,6 +182,8 @@ def check_muon_group(group):
             split_rows(group["split"], param.size(1 if param.ndim == 3 else 0))
         if group["direction"] is not None:
             raise ValueError("the parts of a fused matrix (split) are orthogonalized; they take no direction")
+    if group["direction"] is not None and not callable(group["direction"]):
+        raise ValueError(f"direction={group['direction']!r} is not a function")
     if group["tensor_parallel"] not in (None, "duplicated", "distributed", "blockwise"):
         raise ValueError(f"unknown tensor_parallel {group['tensor_parallel']!r}")
     if group["weight_decay_form"] not in ("cautious", "decoupled"):

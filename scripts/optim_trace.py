@@ -39,7 +39,7 @@ FORMS = {
     "fsdp": "FSDP2: AdamW where the rows are, Muon's matrices through a pipeline of chunks",
 }
 TRANSFERS = ("reduce_scatter", "all_gather", "all_reduce", "reduce_to", "broadcast_from", "all_to_all")
-AGREEMENT = "are all gradients finite?"
+AGREEMENT = "what ranks tell each other"
 OTHER = "other"  # what no piece of work launches: nothing, today
 WARM_UP, RECORDED = 3, 7  # steps
 ROWS, SEQ_LEN = 4, 64  # of tokens on each rank
@@ -167,8 +167,9 @@ class Recorder:
                 for what in ("collect", "compute", "deliver"):
                     method = self.of_piece(getattr(work, what), what, label)
                     stack.enter_context(mock.patch.object(work, what, method))
-            agree = self.of_piece(optimizer.all_finite, "agree", AGREEMENT)
-            stack.enter_context(mock.patch.object(optimizer, "all_finite", agree))
+            for part in ("ask_ranks", "agreed"):
+                method = self.of_piece(getattr(optimizer, part), "agree", AGREEMENT)
+                stack.enter_context(mock.patch.object(optimizer, part, method))
             for operation in TRANSFERS:
                 method = self.launching(getattr(optim.World, operation), operation)
                 stack.enter_context(mock.patch.object(optim.World, operation, method))

@@ -39,7 +39,7 @@ whitened = documented()
 def like_the_default(U, kept, ok, square_weight):
     second = kept["second_momentum_buffer"]
     options = dict(coefficients="polar_express", ns_steps=5, row_equilibrate=False, renormalize=False)
-    return muon_direction(U, second, ok, square_weight, **options)
+    return muon_direction(U, second, square_weight * ok, **options)
 
 
 def like_the_second_moment(m, n):

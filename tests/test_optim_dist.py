@@ -573,6 +573,6 @@ def test_bytes_communicated():
     model = [("muon", (16, 16))] * 8 + [("adamw", (1024, 4)), ("adamw", (12,))]
     parameters = sum(4 * math.prod(shape) for _, shape in model)
     for size in (2, 4):
-        # What ranks tell each other: finite or not, for each parameter whether it takes part, two fingerprints
+        # What ranks tell each other: not finite, whether each parameter has a gradient, two fingerprints
         facts = 2 * (size - 1) / size * 4 * (1 + len(model) + 2)
         assert run_world(size, counted_bytes, model) == [2 * (size - 1) / size * parameters + facts] * size
