@@ -6,8 +6,6 @@ kernels asks the environment (runtime.compile_enabled), which follows it.
 
 import argparse
 import os
-import shutil
-import sys
 from collections.abc import Callable
 
 import torch
@@ -16,16 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from nanomuon import schedule
 from nanomuon.gpt import GPT
 from nanomuon.planning import Plan, duration
-from nanomuon.runtime import Runtime, compile_enabled, print0, together
+from nanomuon.runtime import Runtime, compile_enabled, missing_compiler, print0, together
 
 
 def choose_compilation(args: argparse.Namespace) -> None:
     """Set args.compile: what the environment says counts first, then the flag. Undecided starts eagerly."""
     if "NANOMUON_COMPILE" in os.environ:
         args.compile = compile_enabled()
-    default = "clang++" if sys.platform == "darwin" else "g++"  # what Inductor calls
-    compiler = os.environ.get("CXX") or default
-    if args.compile is not False and not shutil.which(compiler):
+    compiler = missing_compiler()
+    if args.compile is not False and compiler is not None:
         print0(
             f"no C++ compiler {compiler}: running eagerly, which is slower "
             "(install it, or name another in CXX)"

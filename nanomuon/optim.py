@@ -22,11 +22,14 @@ docs/optimizer.md draws the same story.
 """
 
 import contextlib
+import contextvars
 import functools
 import itertools
+import logging
 import math
 import os
 import types
+import warnings
 import zlib
 from dataclasses import dataclass
 
@@ -36,8 +39,15 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tens
 from torch.profiler import record_function
 
 from nanomuon.orthogonalize import newton_schulz_flops, orthogonalize, triples, update_scale
-from nanomuon.param_groups import MUON_OPTIONS, check_group, clean_name, default_names
-from nanomuon.runtime import compile_enabled
+from nanomuon.param_groups import (
+    MUON_OPTIONS,
+    build_param_groups,
+    check_group,
+    check_values,
+    clean_name,
+    default_names,
+)
+from nanomuon.runtime import compile_enabled, missing_compiler
 
 # AdamW parameters of up to this many elements travel together and are updated on every rank; the rows of
 # larger ones are cut over the ranks.
@@ -45,6 +55,10 @@ SMALL = 16_384
 BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29, "meta": 2**29}  # Muon works on this much of a bank at a time
 COMPILE_FROM = 1024  # elements; below, a kernel is not worth compiling
 CACHE_BLOCK = 2**18  # elements; see `cache_blocks`
+
+OPTIMIZER_COMPILES = contextvars.ContextVar(
+    "optimizer_compiles", default=True
+)  # set for the length of a step
 
 # Since torch 2.13 the collectives on one tensor are called *_single, and the old names warn.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -132,11 +146,9 @@ def muon_update(param, X, gain, ok, *, lr, scale, decay, cautious):
 
 
 def run(kernel, *tensors, **arguments):
-    """Call a kernel: compiled, unless NANOMUON_COMPILE=0 or there is too little work for it to pay."""
-    too_little = (
-        tensors[0].numel() < COMPILE_FROM or tensors[0].is_meta
-    )  # on the meta device nothing is computed
-    if too_little or not compile_enabled():
+    """Call a kernel: compiled where the optimizer compiles (see `MuonAdamW`), unless it would not pay."""
+    nothing_to_gain = tensors[0].numel() < COMPILE_FROM or tensors[0].is_meta  # which computes nothing
+    if nothing_to_gain or not compile_enabled(OPTIMIZER_COMPILES.get()):
         return kernel(*tensors, **arguments)
     named = [(name, describe(argument)) for name, argument in arguments.items()]
     return compiled(kernel, *map(describe, tensors), *named)(*tensors, **arguments)
@@ -155,13 +167,15 @@ def compiled(kernel, *signature):
     code = kernel.__code__.replace()
     copy = types.FunctionType(code, kernel.__globals__, kernel.__name__, kernel.__defaults__)
     copy.__kwdefaults__ = kernel.__kwdefaults__
+    logging.getLogger("nanomuon").info("compiling %s: this step takes a while", kernel.__name__)
     return torch.compile(copy, dynamic=False, fullgraph=True)
 
 
 def cache_blocks(*tensors):
     """Runs of rows of these tensors that stay in a CPU's cache, where a kernel passes over them eagerly."""
     first = tensors[0]
-    if compile_enabled() or first.numel() <= CACHE_BLOCK or first.device.type != "cpu":
+    compiles = compile_enabled(OPTIMIZER_COMPILES.get())
+    if compiles or first.numel() <= CACHE_BLOCK or first.device.type != "cpu":
         return [tensors]
     rows = max(1, CACHE_BLOCK * len(first) // first.numel())
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
@@ -346,12 +360,18 @@ class World:
 
     def __init__(self, process_group=None, size=1, rank=0, comm_dtype=None):
         self.process_group, self.size, self.rank, self.comm_dtype = process_group, size, rank, comm_dtype
+        self.gradients_averaged = False  # whether they are means over the ranks already, and nothing is sent
         self.load = [0] * size  # Newton-Schulz FLOPs a step of the matrices that each rank owns
 
     @classmethod
     def of(cls, process_group, comm_dtype=None):
         size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         return cls(process_group, size, rank, comm_dtype)
+
+    @property
+    def averages(self):
+        """Whether gradients have to be sent to be averaged."""
+        return self.size > 1 and not self.gradients_averaged
 
     def sent_dtype(self, gradient):
         return self.comm_dtype or gradient.dtype
@@ -561,7 +581,7 @@ class SmallParameters:
     def __init__(self, entries, kind, world, hyperparameters, free_grads):
         self.params = [param for param, _ in entries]
         self.kind, self.world, self.free_grads = kind, world, free_grads
-        self.collected = self.params if world.size > 1 else []
+        self.collected = self.params if world.averages else []
         pieces = [local(param) for param in self.params]
         self.sizes = [piece.numel() for piece in pieces]
         like = torch.empty((), dtype=state_dtype(self.params[0]), device=pieces[0].device)
@@ -591,12 +611,12 @@ class SmallParameters:
         return torch.cat([gradient(param).flatten() for param in self.params])  # promotes different dtypes
 
     def collect(self):
-        if self.world.size > 1:
+        if self.world.averages:
             grads = self.flat_gradients()
             self.transfer = self.world.all_reduce(grads.to(self.world.sent_dtype(grads)))
 
     def compute(self, ok):
-        grads = self.transfer.wait() if self.world.size > 1 else self.flat_gradients()
+        grads = self.transfer.wait() if self.world.averages else self.flat_gradients()
         params = torch.cat([local(param).flatten() for param in self.params])
         ok = ok[self.numbers]  # of these parameters
         self.steps += ok
@@ -624,7 +644,7 @@ class LargeParameter:
 
     def __init__(self, param, group, kind, world, hyperparameters, free_grads):
         self.param, self.kind, self.world, self.free_grads = param, kind, world, free_grads
-        self.collected = [param] if world.size > 1 else []
+        self.collected = [param] if world.averages else []
         self.number = hyperparameters.numbers[param]
         self.lo, self.hi = world.share(len(local(param)))
         rows = self.rows(local(param))
@@ -656,16 +676,16 @@ class LargeParameter:
         return 0
 
     def collect(self):
-        if self.world.size > 1:
+        if self.world.averages:
             grad = gradient(self.param)
             self.transfer = self.world.reduce_scatter(self.world.padded(grad.to(self.world.sent_dtype(grad))))
 
     def compute(self, ok):
         param = local(self.param)
-        if self.world.size > 1:
+        if self.world.averages:
             grad = self.transfer.wait()[: self.hi - self.lo]
         else:
-            grad = gradient(self.param)
+            grad = self.rows(gradient(self.param))
         ok = ok[self.number]
         self.step += ok
         rates = self.kind.rates(self.step.to(self.state[0].dtype), **self.table.each(0))
@@ -860,7 +880,7 @@ class SharedBank(Bank):
             self.slot_count = each * world.size
         self.first = owners.index(world.rank) if world.rank in owners else 0
         super().__init__(entries, direction, world, hyperparameters, free_grads)
-        self.collected = self.params
+        self.collected = self.params if world.averages else []
 
     def in_flight_bytes(self):
         """The stack that is sent and the part that is received, of gradients or of results."""
@@ -888,6 +908,8 @@ class SharedBank(Bank):
         return stack
 
     def collect(self):
+        if not self.world.averages:
+            return
         grads = [matrix.of(gradient(matrix.param)) for matrix in self.matrices]
         stack = self.stacked(grads, self.slots, self.world.sent_dtype(grads[0]))
         if self.one_by_one:
@@ -896,6 +918,8 @@ class SharedBank(Bank):
             self.transfers = [self.world.reduce_scatter(stack)]
 
     def gradients(self):
+        if not self.world.averages:
+            return super().gradients()
         received = [transfer.wait() for transfer in self.transfers]
         self.transfers = []
         if self.one_by_one:
@@ -1078,9 +1102,16 @@ class MuonAdamW(torch.optim.Optimizer):
 
     max_in_flight, chunk_size, free_grads = 3, None, False  # see DistMuonAdamW
 
-    def __init__(self, param_groups, *, matmul_precision=None, world=None):
+    def __init__(self, param_groups, *, compile="auto", matmul_precision=None, world=None):
+        param_groups = list(param_groups)
+        if not all(isinstance(group, dict) for group in param_groups):
+            name = type(self).__name__
+            raise ValueError(
+                f"{name} takes param groups, which say what trains what: {name}.for_model(model, lr=...), or "
+                "groups of nanomuon.param_groups.build_param_groups(model, ...)"
+            )
         self.world = world or World()  # the ranks that share the work on replicated parameters
-        self.matmul_precision = matmul_precision
+        self.compile, self.matmul_precision = compile, matmul_precision
         self.works = []  # the pieces of work, in the order of their collectives, which all ranks share
         self.launched, self.overlapped = 0, False  # the first so many have collected, in overlap_backward
         self.places = {}  # parameter -> {name of its state: place}
@@ -1089,7 +1120,36 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__(param_groups, {})
         device = next((param.device for _, param, _ in self.named(self.param_groups)), None)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.compiles = self.decide_compilation(self.skipped_steps.device)
         self.plan(self.param_groups)
+        # Schedulers look here for what they may cycle: OneCycleLR writes group["momentum"]
+        self.defaults["momentum"] = 0.95
+
+    @classmethod
+    def for_model(cls, model, lr=3e-4, weight_decay=0.01, *, muon_lr=None, **settings):
+        """An optimizer of all parameters of a model, with defaults for a transformer of any width.
+
+        Muon's updates are scaled to the rms of AdamW's (`match_rms_adamw`, Moonlight, arXiv 2502.16982), so
+        that one rate serves both; muon_lr: another one for the matrices. Weight decay is AdamW's, decoupled.
+        Which parameter is trained by what: `param_groups.routing_table(model)`. settings: further keywords of
+        the constructor.
+        """
+        muon = dict(lr=lr if muon_lr is None else muon_lr, momentum=0.95, ns_steps=5, beta2=0.95)
+        muon |= dict(weight_decay=weight_decay, weight_decay_form="decoupled", scale="match_rms_adamw")
+        adamw = dict(lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay)
+        return cls(build_param_groups(model, muon=muon, adamw=adamw), **settings)
+
+    def decide_compilation(self, device):
+        """Whether kernels are compiled where NANOMUON_COMPILE does not say."""
+        if self.compile not in (True, False, "auto"):
+            raise ValueError(f'compile is True, False or "auto", not {self.compile!r}')
+        if self.compile == "auto":
+            return device.type == "cuda"
+        compiler = missing_compiler() if self.compile and device.type == "cpu" else None
+        if compiler is not None:
+            warnings.warn(f"no C++ compiler {compiler}: kernels run eagerly", stacklevel=3)
+            return False
+        return self.compile
 
     def add_param_group(self, group):
         super().add_param_group(check_group(group, self.param_groups, KINDS))
@@ -1112,7 +1172,12 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         with torch.enable_grad():
             loss = closure() if closure else None
-        with matmul_precision(self.matmul_precision):
+        for i, group in enumerate(self.param_groups):  # a schedule may have written into them
+            try:
+                check_values(group)
+            except ValueError as error:
+                raise ValueError(f"param group {i}: {error}") from None
+        with matmul_precision(self.matmul_precision), kernels_compiled(self.compiles):
             self.hyperparameters.refresh()
             with record_function("optimizer.collect"):
                 # Collectives are served in their order, and `ok` is waited for first. After overlap_backward
@@ -1469,7 +1534,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def settings(self):
         """The keywords of the constructor, beside the groups."""
-        return {"matmul_precision": self.matmul_precision}
+        return {"compile": self.compile, "matmul_precision": self.matmul_precision}
 
 
 class SameGroup:
@@ -1585,7 +1650,9 @@ class DistMuonAdamW(MuonAdamW):
     process_group: default the whole world; a world of one where torch.distributed is not initialized and
     torchrun did not start us. It holds the ranks of all device meshes. comm_dtype: of the reduction, and of
     both transfers of sharded matrices; default the gradient's own. free_grads: set `p.grad` to None as soon
-    as it is used; otherwise it is not changed. matmul_precision: None, or highest | high | medium
+    as it is used; otherwise it is not changed. gradients_averaged: they are means over the ranks already (DDP
+    makes them), and are not sent again; ranks whose gradients differ would train different models.
+    matmul_precision: None, or highest | high | medium
     (torch.set_float32_matmul_precision) during the step.
 
     Gradients and state of replicated parameters are split (ZeRO-2). They start as rank 0 has them, and the
@@ -1616,11 +1683,14 @@ class DistMuonAdamW(MuonAdamW):
         max_in_flight=3,
         chunk_size=None,
         free_grads=False,
+        gradients_averaged=False,
+        compile="auto",
         matmul_precision=None,
     ):
         world = World(comm_dtype=comm_dtype)
         if dist.is_initialized():
             world = World.of(process_group or dist.group.WORLD, comm_dtype)
+            world.gradients_averaged = gradients_averaged
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
                 "torchrun started several processes: call torch.distributed.init_process_group first"
@@ -1630,7 +1700,7 @@ class DistMuonAdamW(MuonAdamW):
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"{chunk_size=} must be at least 1")
         self.max_in_flight, self.chunk_size, self.free_grads = max_in_flight, chunk_size, free_grads
-        super().__init__(param_groups, matmul_precision=matmul_precision, world=world)
+        super().__init__(param_groups, compile=compile, matmul_precision=matmul_precision, world=world)
 
     def settings(self):
         return {
@@ -1639,11 +1709,22 @@ class DistMuonAdamW(MuonAdamW):
             "max_in_flight": self.max_in_flight,
             "chunk_size": self.chunk_size,
             "free_grads": self.free_grads,
+            "gradients_averaged": self.world.gradients_averaged,
+            "compile": self.compile,
             "matmul_precision": self.matmul_precision,
         }
 
 
 # ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def kernels_compiled(compiles):
+    token = OPTIMIZER_COMPILES.set(compiles)
+    try:
+        yield
+    finally:
+        OPTIMIZER_COMPILES.reset(token)
 
 
 @contextlib.contextmanager

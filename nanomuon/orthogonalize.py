@@ -62,6 +62,8 @@ def triples(coefficients, steps=None):
         raise ValueError(
             f"coefficients must be (a, b, c) triples, at least one step: {coefficients!r}, {steps=}"
         )
+    if not all(math.isfinite(value) for triple in table for value in triple):
+        raise ValueError(f"coefficients must be finite: {coefficients!r}")
     steps = len(table) if steps is None else steps
     last = (1.875, -1.25, 0.375) if coefficients == "polar_express" else table[-1]
     return table[:steps] + (last,) * (steps - len(table))

@@ -2,6 +2,9 @@
 shape.
 """
 
+import math
+import numbers
+
 import torch
 
 from nanomuon.orthogonalize import triples, update_scale
@@ -108,6 +111,8 @@ def split_rows(split, m):
     the other; or the number of heads, each a part. ValueError where m rows are not so many.
     """
     heads, grouped, rows = 1, False, split
+    if isinstance(split, bool) or not isinstance(split, int | tuple | list):
+        raise ValueError(f"split={split!r}: neither a number of heads nor row counts")
     if isinstance(split, int):
         heads, rows = split, (m // max(split, 1),)
     elif len(split) == 2 and split[0] == "qkv":
@@ -144,12 +149,37 @@ def check_group(group, others, kinds):
     group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
     group["names"] = list(group.get("names") or default_names(len(others), len(group["params"])))
     check_names(group, where, others)
-    if kind == "muon":
-        try:
+    try:
+        check_values(group)
+        if kind == "muon":
             check_muon_group(group)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     return group
+
+
+def check_values(group):
+    """ValueError for hyperparameters that no step can be taken with. Cheap: it is asked before every step."""
+    for key in ("lr", "weight_decay", "eps"):
+        if key in group and not 0 <= number(key, group[key]) < math.inf:
+            raise ValueError(f"{key} must be finite and not negative, but is {group[key]}")
+    averages = {key: group[key] for key in ("momentum", "beta2") if group.get(key) is not None}
+    if "betas" in group:
+        if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
+            raise ValueError(f"betas are two numbers, not {group['betas']!r}")
+        averages |= {"betas[0]": group["betas"][0], "betas[1]": group["betas"][1]}
+    for key, value in averages.items():
+        if not 0 <= number(key, value) < 1:
+            raise ValueError(f"{key} must be at least 0 and below 1, but is {value}")
+
+
+def number(key, value):
+    """The value; ValueError for what is none. A tensor, as torch allows for rates, is not read here."""
+    if isinstance(value, torch.Tensor):
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{key} must be a number, but is {value!r}")
+    return value
 
 
 def check_names(group, where, others):
@@ -175,7 +205,10 @@ def check_muon_group(group):
             raise ValueError(f"{name} has shape {tuple(param.shape)}; Muon takes matrices, 2-D to 4-D")
         if param.ndim == 4 and not param.is_contiguous():
             raise ValueError(f"{name} is 4-D and not contiguous, so it cannot be viewed as a matrix")
-    triples(group["coefficients"], group["ns_steps"])
+    steps = group["ns_steps"]
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
+        raise ValueError(f"ns_steps must be a whole number or None, but is {steps!r}")
+    triples(group["coefficients"], steps)
     update_scale(group["scale"], 1, 1)
     if group["split"] is not None:
         for param in group["params"]:

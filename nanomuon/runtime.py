@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import sys
 import time
 from contextlib import contextmanager
@@ -116,9 +117,16 @@ def peak_memory_mb(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 
-def compile_enabled() -> bool:
-    """False where NANOMUON_COMPILE=0: the same kernels then run eagerly."""
-    return os.environ.get("NANOMUON_COMPILE", "1") != "0"
+def compile_enabled(otherwise: bool = True) -> bool:
+    """What NANOMUON_COMPILE says: 0, and the same kernels run eagerly. otherwise: where it says nothing."""
+    return os.environ.get("NANOMUON_COMPILE", str(int(otherwise))) != "0"
+
+
+def missing_compiler() -> str | None:
+    """The C++ compiler that torch.compile would call on a CPU, where there is no such program; else None."""
+    default = "clang++" if sys.platform == "darwin" else "g++"  # what Inductor calls
+    compiler = os.environ.get("CXX") or default
+    return None if shutil.which(compiler) else compiler
 
 
 def keep_freed_memory() -> None:

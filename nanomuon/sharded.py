@@ -126,7 +126,10 @@ def layout(param, group, direction, cuts):
             possible = cuts_matrix and not batch and not data_parallel
         if not possible:
             where = f"{param.placements} over {param.device_mesh}"
-            raise ValueError(f"cut as {where}: Muon has no transport for this")
+            raise ValueError(
+                f"cut as {where}: Muon has no transport for this. The mesh dimension of tensor parallelism "
+                'has to be called "tp" (mesh_dim_names)'
+            )
         if not cut.is_tensor_parallel:
             data_parallel, dim = (cut,), cut_dim
         elif dim == cut_dim and isinstance(param, DTensor) and isinstance(param.placements[0], Shard):

@@ -566,6 +566,84 @@ def test_bad_groups_are_refused_at_construction():
     MuonAdamW([muon(p, initial_lr=0.1, names=["w"])])
 
 
+@pytest.mark.parametrize(
+    "group, message",
+    [
+        (lambda p: muon(p, lr=-0.01), "group 0: lr must be finite and not negative, but is -0.01"),
+        (lambda p: muon(p, lr=math.nan), "group 0: lr must be finite and not negative, but is nan"),
+        (lambda p: muon(p, lr="0.1"), "group 0: lr must be a number, but is '0.1'"),
+        (lambda p: muon(p, momentum=1.5), "group 0: momentum must be at least 0 and below 1, but is 1.5"),
+        (lambda p: muon(p, beta2=1.0), "group 0: beta2 must be at least 0 and below 1, but is 1.0"),
+        (lambda p: muon(p, weight_decay=math.inf), "group 0: weight_decay must be finite"),
+        (lambda p: muon(p, ns_steps=2.5), "group 0: ns_steps must be a whole number or None, but is 2.5"),
+        (lambda p: muon(p, coefficients=[(2.0, math.nan, 0.5)]), "group 0: coefficients must be finite"),
+        (lambda p: muon(p, split=True), "group 0: split=True: neither"),
+        (lambda p: muon(p, split=2.0), "group 0: split=2.0: neither"),
+        (lambda p: muon(p, direction="polar"), "group 0: direction='polar' is not a function"),
+        (lambda p: adamw(p, eps=-1), "group 0: eps must be finite and not negative, but is -1"),
+        (
+            lambda p: adamw(p, betas=(0.9, 1.0)),
+            r"group 0: betas\[1\] must be at least 0 and below 1, but is 1.0",
+        ),
+        (lambda p: adamw(p, betas=0.9), "group 0: betas are two numbers, not 0.9"),
+    ],
+)
+def test_impossible_values_are_refused_at_construction(group, message):
+    with pytest.raises(ValueError, match=message):
+        MuonAdamW([group(parameter(8, 8))])
+
+
+def test_impossible_values_that_a_schedule_writes_are_refused_before_the_step():
+    p = parameter(8, 8)
+    optimizer = MuonAdamW([muon(p)])
+    p.grad = gradient(p, 0)
+    optimizer.param_groups[0]["lr"] = math.nan
+    with pytest.raises(ValueError, match="group 0: lr must be finite"):
+        optimizer.step()
+    assert torch.equal(p, parameter(8, 8))
+
+
+def test_parameters_without_groups_are_told_what_to_do():
+    model = torch.nn.Linear(4, 4)
+    for parameters in (model.parameters(), model.named_parameters()):
+        with pytest.raises(ValueError, match=r"MuonAdamW.for_model\(model, lr=...\)"):
+            MuonAdamW(parameters)
+
+
+def test_one_cycle_moves_rates_and_momentum():
+    p, q = parameter(8, 8), parameter(5)
+    optimizer = MuonAdamW([muon(p), adamw(q)])
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.01], total_steps=10)
+    seen = []
+    for step in range(9):
+        p.grad, q.grad = gradient(p, step), gradient(q, step)
+        optimizer.step()
+        scheduler.step()
+        seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+    assert max(lr for lr, _ in seen) == pytest.approx(0.1) and min(mu for _, mu in seen) == pytest.approx(
+        0.85
+    )
+
+
+def test_for_model_trains_every_parameter_with_one_rate():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(20, 16), torch.nn.Linear(16, 32), torch.nn.Linear(32, 7))
+    optimizer = MuonAdamW.for_model(model, lr=1e-3, compile=False)
+    trained = {param for group in optimizer.param_groups for param in group["params"]}
+    assert trained == set(model.parameters())
+    assert {group["lr"] for group in optimizer.param_groups} == {1e-3}
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.arange(20)).square().mean().backward()
+    optimizer.step()
+    for p, q in zip(
+        model.parameters(), before, strict=True
+    ):  # AdamW's first step has rms of the rate, Muon's 0.2
+        rms = (p - q).square().mean().sqrt().item()
+        assert 1e-5 < rms < 1.1e-3
+    faster = MuonAdamW.for_model(model, lr=1e-3, muon_lr=0.1, matmul_precision="high")
+    assert {group["kind"]: group["lr"] for group in faster.param_groups} == {"muon": 0.1, "adamw": 1e-3}
+
+
 def test_it_is_a_torch_optimizer():
     """Closures, schedulers that write group["lr"], add_param_group, zero_grad."""
     p, q, late = parameter(8, 8), parameter(5), parameter(8, 8, seed=3)
@@ -611,6 +689,22 @@ def test_a_big_bank_in_batches_is_the_same(monkeypatch):
 
 
 # ---- compilation
+
+
+def test_as_a_library_a_cpu_runs_eagerly_unless_told_otherwise(monkeypatch):
+    monkeypatch.delenv("NANOMUON_COMPILE")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    before = graphs()
+    p = parameter(48, 44)
+    for compiles in ("auto", False, True):
+        optimizer = MuonAdamW([muon(p)], compile=compiles)
+        train(optimizer, [p], 1)
+        assert (graphs() > before) == (compiles is True)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler no-such-compiler: kernels run eagerly"):
+        assert not MuonAdamW([muon(p)], compile=True).compiles
+    with pytest.raises(ValueError, match="compile is True, False or"):
+        MuonAdamW([muon(p)], compile="sometimes")
 
 
 def graphs():

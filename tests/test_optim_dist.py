@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 import nanomuon.optim as optim
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from tests.reference import distance
-from tests.worlds import run_world
+from tests.test_footprint import SentBytes
+from tests.worlds import SMALL, run_world
 
 MUON = dict(kind="muon", lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.1)
 ADAMW = dict(kind="adamw", lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
@@ -284,6 +285,36 @@ def told_by_one_rank(group, as_tensor):
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_a_loss_that_one_rank_knows_to_be_bad_skips_the_step_on_all(as_tensor):
     assert run_world(3, told_by_one_rank, as_tensor) == [1, 1, 1]
+
+
+def averaged_before(group, model, averaged):
+    """Trained on gradients that are means already; and the bytes sent by one more step."""
+    params, groups = build(model)
+    optimizer = DistMuonAdamW(groups, group, gradients_averaged=averaged)
+    for step in range(3):
+        for i, (_, shape) in enumerate(model):
+            params[i].grad = mean_gradient(i, shape, torch.float64, step, 2, 0)
+        with optimizer.overlap_backward():
+            pass
+        optimizer.step()
+    after = [p.detach().clone() for p in params]
+    with SentBytes() as sent:
+        optimizer.step()
+    return after, sent.total
+
+
+def test_gradients_that_are_averaged_already_are_not_sent_again():
+    expected, _ = one_process(MIXED, 2, 3, torch.float64)
+    sent = {}
+    for averaged in (False, True):
+        for params, total in run_world(2, averaged_before, MIXED, averaged):
+            assert all(distance(p, q) < 1e-10 for p, q in zip(params, expected, strict=True))
+            sent[averaged] = total
+    small = 8 * sum(
+        math.prod(shape) for kind, shape in MIXED if kind == "adamw" and math.prod(shape) <= SMALL
+    )
+    facts = 4 * (1 + len(MIXED) + 2)
+    assert sent[True] - facts == pytest.approx((sent[False] - facts - small) / 2)
 
 
 def refused(group, change):
