@@ -627,7 +627,8 @@ class SmallParameters:
         pieces = [local(param) for param in self.params]
         new = [part.view(piece.shape) for part, piece in zip(params.split(self.sizes), pieces, strict=True)]
         torch._foreach_copy_(pieces, new)
-        self.transfer = ()
+        if self.world.averages:
+            del self.transfer
         if self.free_grads:
             drop_gradients(self.params)
 
@@ -701,7 +702,7 @@ class LargeParameter:
             param, new = local(self.param), self.transfer.wait()
             if new is not param:  # it was padded
                 param.copy_(new[: len(param)])
-            self.transfer = ()
+            del self.transfer
 
 
 @dataclass(eq=False)
@@ -870,15 +871,16 @@ class SharedBank(Bank):
     """
 
     def __init__(self, entries, owners, direction, world, hyperparameters, free_grads):
-        self.owners, count = owners, len(owners)
-        each = -(-count // world.size)
-        self.one_by_one = 2 * count < world.size
+        self.owners = owners
+        self.first = sum(owner < world.rank for owner in owners)  # of the matrices that this rank owns
+        self.one_by_one = 2 * len(owners) < world.size
         if self.one_by_one:
-            self.slots, self.slot_count = list(range(count)), count
-        else:  # as many for each rank, the first ones filled
-            self.slots = [owner * each + i - owners.index(owner) for i, owner in enumerate(owners)]
-            self.slot_count = each * world.size
-        self.first = owners.index(world.rank) if world.rank in owners else 0
+            self.slots, self.slot_count = list(range(len(owners))), len(owners)
+        else:  # each rank has as many slots as the others, and fills its first ones
+            each = -(-len(owners) // world.size)
+            self.slots, self.slot_count = [], each * world.size
+            for i, owner in enumerate(owners):
+                self.slots.append(owner * each + i - owners.index(owner))
         super().__init__(entries, direction, world, hyperparameters, free_grads)
         self.collected = self.params if world.averages else []
 
@@ -896,7 +898,9 @@ class SharedBank(Bank):
             return RowsOverRanks(buffer, (len(self.matrices), *buffer.shape[1:]), self.world)
         if self.owners[i] == self.world.rank:
             return OwnedHere(self.as_parameter(buffer, i - self.first, param, name), self.world)
-        shape = buffer.shape[:0:-1] if self.matrices[i].transposed else buffer.shape[1:]
+        shape = tuple(buffer.shape[1:])
+        if self.matrices[i].transposed:
+            shape = shape[::-1]
         if name == "momentum_buffer":
             shape = param.shape
         return OwnedElsewhere(shape, param, self.world, self.owners[i])
@@ -928,11 +932,12 @@ class SharedBank(Bank):
 
     def to_update(self):
         """(k, m, n): the owned matrices in their slots of what will be sent."""
-        last = self.first + len(self.owned)
         params = [matrix.of(matrix.param) for matrix in self.owned]
-        self.result = self.stacked(params, self.slots[self.first : last], self.matrices[0].param.dtype)
-        first_slot = self.slots[self.first]
-        return self.result[first_slot : first_slot + len(params)]
+        slots = self.slots[self.first : self.first + len(params)]
+        self.result = self.stacked(params, slots, self.matrices[0].param.dtype)
+        if not slots:
+            return self.result[:0]
+        return self.result[slots[0] : slots[-1] + 1]
 
     def keep(self, P, lo, hi):
         """It is where it will be sent from."""
@@ -951,7 +956,8 @@ class SharedBank(Bank):
             transfer.wait()
         params = [matrix.of(matrix.param) for matrix in self.matrices]
         copy_all(params, [self.result[slot] for slot in self.slots])
-        self.transfers, self.result = [], ()
+        self.transfers = []
+        del self.result
 
 
 def copy_all(targets, sources):

@@ -282,7 +282,7 @@ class Chunk:
         self.owners = assign_owners(len(entries), self.world.load)
         for owner in self.owners:
             self.world.load[owner] += self.direction.flops(*self.shape)
-        self.first = self.owners.index(self.world.rank) if self.world.rank in self.owners else 0
+        self.first = sum(owner < self.world.rank for owner in self.owners)  # of the owned ones
         self.count = self.owners.count(self.world.rank)  # k
 
         param, group = entries[0]
@@ -367,7 +367,7 @@ class Chunk:
         with record_function("muon.deliver"):
             params = [matrix.of(matrix.param) for matrix in self.matrices]
             X = self.transfer.wait().view(self.momentum.shape)
-            self.transfer = ()
+            del self.transfer
             P, one = torch.stack(params), self.momentum.new_ones(1, 1, 1)
             update(self, P, X, one, self.ok, self.table.batch(0, len(params)), self.scale)
             torch._foreach_copy_(params, P.unbind())
