@@ -63,15 +63,17 @@ def matches(name, key):
 
 
 def input_widths(model):
-    """The numbers of channels that linear layers and norms take and embeddings have.
+    """The numbers of channels that linear layers and norms take, and those of embeddings.
 
     Convolutions do not count: the 3 colours of an image are not what a head of 3 classes is made for.
     """
     widths = set()
     for module in model.modules():
-        for attribute in ("in_features", "embedding_dim"):
-            widths.add(getattr(module, attribute, None))
-        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        if isinstance(module, nn.Linear):
+            widths.add(module.in_features)
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            widths.add(module.embedding_dim)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             widths.add(module.normalized_shape[-1])
     return widths
 
@@ -99,15 +101,17 @@ def find_heads(model):
             for param in module.parameters():
                 linears[param] = module
         elif isinstance(module, nn.ModuleList):
-            for layer in module:
+            for layer in module.children():
                 inside_layers.update(child for child in layer.modules() if child is not layer)
     found = []
     only_heads_so_far = True
     matrices = [param for param in model.parameters() if param.ndim >= 2 and param not in embeddings]
     for param in reversed(matrices):
         linear = linears.get(param)
-        untaken = linear is not None and linear.out_features not in widths and linear not in inside_layers
-        if untaken and (only_heads_so_far or linear.out_features in vocabularies):
+        is_head = False
+        if linear is not None and linear.out_features not in widths and linear not in inside_layers:
+            is_head = only_heads_so_far or linear.out_features in vocabularies
+        if is_head:
             found.append(linear)
         else:
             only_heads_so_far = False
@@ -167,7 +171,8 @@ def route(name, param, reasons=None, skip_keys=(), expert_keys=()):
         return "muon", f"matrices of {expert}"
     if param.ndim > 2 and param.size(0) == 1:
         return "adamw", "leading dimension of 1: no batch of matrices"
-    if name.endswith((".bias", "_bias")):
+    own_name = name.split(".")[-1]
+    if own_name == "bias" or own_name.endswith("_bias"):
         return "adamw", "a bias"
     if param.ndim == 4:
         return "muon", f"matrix of {param.size(0)}x{param.shape[1:].numel()}"
