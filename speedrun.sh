@@ -29,7 +29,7 @@ for flag in "$@"; do # the other stages need these, too
 done
 
 began=$SECONDS
-source scripts/setup.sh
+source scripts/setup.sh train
 environment_seconds=$((SECONDS - began))
 
 # Presets by hardware

@@ -1,11 +1,15 @@
-"""Param groups: what each kind needs, and which parameter is trained by which kind, from its name and
-shape.
+"""Param groups: what each kind needs, and which parameter is trained by which kind.
+
+Muon takes the matrices between hidden layers; AdamW takes the rest. What a parameter is, the module that
+holds it says best, then its name, then its shape: see `route`. docs/routing.md shows the decisions for
+models of other libraries.
 """
 
 import math
 import numbers
 
 import torch
+from torch import nn
 
 from nanomuon.orthogonalize import triples, update_scale
 
@@ -20,23 +24,38 @@ MUON_OPTIONS = {
     "direction": None,  # a function of your own in place of the polar factor, see optim.CustomDirection
     "tensor_parallel": None,  # duplicated | distributed | blockwise; None: by shape, see optim.DistMuonAdamW
 }
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, activation checkpointing
+# torch.compile, activation checkpointing, FullyShardedDataParallel
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 NOT_MUON = (
     "embed_tokens",
     "tok_embeddings",
     "wte",
     "value_embeds",
     "lm_head",
-    "output",
+    "output.weight",  # a head where it is a layer by itself; BERT's `output.dense` is a hidden one
     "mhc_attn",
     "mhc_ffn",
     "lambda_proj",
+    "A_log",  # Mamba's: a decay per channel and state, which multiplies element by element
+)
+CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
 )
 
 
 def clean_name(name):
-    """The name without wrapper components: `a._orig_mod.b` and `a.b` are the same parameter."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    """The name without wrapper components: `a._orig_mod.b` and `a.b` are the same parameter, and so is
+    `module.a.b`, as DistributedDataParallel calls it.
+    """
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    while parts[0] == "module" and len(parts) > 1:
+        parts = parts[1:]
+    return ".".join(parts)
 
 
 def matches(name, key):
@@ -46,29 +65,134 @@ def matches(name, key):
     return f".{key}." in f".{clean_name(name)}."
 
 
-def route(name, param, skip_keys=(), expert_keys=()):
-    """(kind, why) of one parameter. An expert's leading dimension counts matrices and not for the 2-D
-    test.
+def input_widths(model):
+    """The numbers of channels that linear layers and norms take, and those of embeddings.
+
+    Convolutions do not count: the 3 colours of an image are not what a head of 3 classes is made for.
     """
-    for key in (*NOT_MUON, *skip_keys):
+    widths = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            widths.add(module.in_features)
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            widths.add(module.embedding_dim)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            widths.add(module.normalized_shape[-1])
+    return widths
+
+
+def find_heads(model):
+    """The nn.Linear modules whose output is the vocabulary or the classes, the last one first.
+
+    A linear layer with m outputs is a head if
+    - no module takes m channels: m is nobody's in_features, embedding_dim or normalized_shape, its own
+      in_features included;
+    - it is not inside a layer of an nn.ModuleList, where the blocks of a model are (it may be a member); and
+    - m is the number of rows of an nn.Embedding, the vocabulary, or it is one of the last matrices of the
+      model: no parameter with 2 or more dimensions comes after it but those of heads and embeddings.
+    """
+    widths = input_widths(model)
+    vocabularies = set()
+    embeddings = set()  # their parameters
+    inside_layers = set()
+    linears = {}  # parameter -> the linear layer that has it
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            vocabularies.add(module.num_embeddings)
+            embeddings.update(module.parameters())
+        elif isinstance(module, nn.Linear):
+            for param in module.parameters():
+                linears[param] = module
+        elif isinstance(module, nn.ModuleList):
+            for layer in module.children():
+                inside_layers.update(child for child in layer.modules() if child is not layer)
+    found = []
+    only_heads_so_far = True
+    matrices = [param for param in model.parameters() if param.ndim >= 2 and param not in embeddings]
+    for param in reversed(matrices):
+        linear = linears.get(param)
+        is_head = False
+        if linear is not None and linear.out_features not in widths and linear not in inside_layers:
+            is_head = only_heads_so_far or linear.out_features in vocabularies
+        if is_head:
+            found.append(linear)
+        else:
+            only_heads_so_far = False
+    return found
+
+
+def not_hidden_matrices(model):
+    """{parameter: why} of those that their module keeps from Muon."""
+    reasons = {}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            reasons.update(dict.fromkeys(module.parameters(), "weight of an nn.Embedding"))
+    for head in find_heads(model):
+        for param in head.parameters():
+            # A head that is tied to an embedding is in already
+            reasons.setdefault(param, f"head: no module takes its {head.out_features} outputs")
+    for module in model.modules():
+        if not isinstance(module, CONVOLUTIONS):
+            continue
+        for param in module.parameters():
+            if param.ndim < 2:
+                continue
+            if 1 < module.groups == module.in_channels:
+                reasons[param] = "depthwise convolution: each channel by itself"
+            elif param.ndim == 3:
+                # (out, in, k) would be taken for `out` matrices
+                reasons[param] = "1-D convolution: 3 dimensions, but no batch of matrices"
+    return reasons
+
+
+def route(name, param, reasons=None, skip_keys=(), expert_keys=()):
+    """(kind, why) of one parameter. The first of these that applies decides:
+
+    1. a key of the caller's skip_keys is in its name: AdamW;
+    2. it is the weight of an nn.Embedding or tied to one, of a head (see `find_heads`), or of a convolution
+       that is depthwise or 1-D: AdamW. reasons: {parameter: why}, from `not_hidden_matrices`;
+    3. a key of NOT_MUON is in its name: AdamW;
+    4. it is no matrix by its shape: fewer than 2 dimensions (the leading one of a parameter that an expert
+       key names does not count), more than 4, or 3 and more of which the first is 1, as of position
+       embeddings; or it is a bias by its name, of which experts have one a row: AdamW;
+    5. Muon. 3 dimensions are a batch of matrices, 4 a convolution's matrix (out, in * height * width).
+    """
+    for key in skip_keys:
+        if matches(name, key):
+            return "adamw", f"name has {key}"
+    if reasons and param in reasons:
+        return "adamw", reasons[param]
+    for key in NOT_MUON:
         if matches(name, key):
             return "adamw", f"name has {key}"
     expert = next((key for key in expert_keys if matches(name, key)), None)
     if param.ndim - (expert is not None) < 2:
         return "adamw", "fewer than 2 dimensions"
-    return "muon", f"matrices of {expert}" if expert else "matrix"
+    if param.ndim > 4:
+        return "adamw", "more than 4 dimensions"
+    if expert:
+        return "muon", f"matrices of {expert}"
+    if param.ndim > 2 and param.size(0) == 1:
+        return "adamw", "leading dimension of 1: no batch of matrices"
+    own_name = name.split(".")[-1]
+    if own_name == "bias" or own_name.endswith("_bias"):
+        return "adamw", "a bias"
+    if param.ndim == 4:
+        return "muon", f"matrix of {param.size(0)}x{param.shape[1:].numel()}"
+    return "muon", "batch of matrices" if param.ndim == 3 else "matrix"
 
 
 def build_param_groups(model, *, muon, adamw, roles=None, skip_keys=(), expert_keys=(), is_muon=None):
     """Groups for MuonAdamW from `model.named_parameters()`; frozen parameters are left out.
 
     muon:   hyperparameters of the Muon group: lr, momentum, ns_steps, beta2, weight_decay and any option
-    adamw:  lr, betas, eps, weight_decay of everything else
+    adamw:  lr, betas, eps, weight_decay of everything else: embeddings, heads, what is not a matrix (`route`)
     roles:  {key: overrides}; a parameter whose name matches a key (the first one that does) gets a group of
             its own kind with these hyperparameters on top, e.g. {"wte": dict(lr=0.3)}
     skip_keys: more names that are never Muon.  expert_keys: names whose leading dimension counts matrices,
     (E, m, n). is_muon: a predicate (name, parameter) -> bool that decides instead of the rules. Each group
-    carries `names`, without wrapper components, and is in the order of the model.
+    carries `names`, without wrapper components, and is in the order of the model. A parameter that two
+    modules share is trained once, under the name that comes first.
     """
     roles = roles or {}
     groups = {}  # (kind, role) -> group
@@ -76,11 +200,10 @@ def build_param_groups(model, *, muon, adamw, roles=None, skip_keys=(), expert_k
         role = next((key for key in roles if matches(name, key)), None)
         if (kind, role) not in groups:
             base = muon if kind == "muon" else adamw
-            groups[kind, role] = dict(
-                kind=kind, params=[], names=[], **{**base, **(roles[role] if role else {})}
-            )
+            overrides = roles[role] if role else {}
+            groups[kind, role] = dict(kind=kind, params=[], names=[], **{**base, **overrides})
         groups[kind, role]["params"].append(param)
-        groups[kind, role]["names"].append(clean_name(name))
+        groups[kind, role]["names"].append(name)
     return list(groups.values())
 
 
@@ -88,19 +211,23 @@ def routing_table(model, *, skip_keys=(), expert_keys=(), is_muon=None):
     """The decision for every trained parameter as text: parameter, shape, kind, why."""
     rows = [("parameter", "shape", "kind", "why")]
     for name, param, kind, why in _routed(model, skip_keys, expert_keys, is_muon):
-        rows.append((clean_name(name), "x".join(map(str, param.shape)) or "scalar", kind, why))
+        rows.append((name, "x".join(map(str, param.shape)) or "scalar", kind, why))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def _routed(model, skip_keys, expert_keys, is_muon):
+    """(name, parameter, kind, why) of every parameter that is trained, in the order of the model."""
+    reasons = not_hidden_matrices(model)
     for name, param in model.named_parameters():
-        if param.requires_grad:
-            if is_muon:
-                kind, why = ("muon" if is_muon(name, param) else "adamw"), "the caller's predicate"
-            else:
-                kind, why = route(name, param, skip_keys, expert_keys)
-            yield name, param, kind, why
+        name = clean_name(name)
+        if not param.requires_grad:
+            continue
+        if is_muon:
+            kind, why = ("muon" if is_muon(name, param) else "adamw"), "the caller's predicate"
+        else:
+            kind, why = route(name, param, reasons, skip_keys, expert_keys)
+        yield name, param, kind, why
 
 
 def split_rows(split, m):

@@ -1,8 +1,14 @@
-# Makes the Python environment of this checkout; speedrun.sh and tests/run.sh read it with `source`.
-# Afterwards $PYTHON is an interpreter that has everything. Nothing is installed again while pyproject.toml stays the same.
+# Makes the Python environment of this checkout; speedrun.sh and tests/run.sh read it with
+#
+#   source scripts/setup.sh train     what a run needs: the extra of that name in pyproject.toml
+#   source scripts/setup.sh dev       that and what the tests need
+#
+# Afterwards $PYTHON is an interpreter that has everything. Nothing is installed again while pyproject.toml stays the same:
+# .venv/installed has its checksum and the extra.
 #
 #   NANOMUON_PYTHON=/path/to/python   use this interpreter, which has all of it, and install nothing
 
+extra=$1
 if [ -n "${NANOMUON_PYTHON:-}" ]; then
     PYTHON=$NANOMUON_PYTHON
     needed="torch tiktoken rustbpe datasets numpy pyarrow safetensors matplotlib zstandard scipy"
@@ -14,21 +20,23 @@ print(*(name for name in sys.argv[1:] if not importlib.util.find_spec(name)))' $
     fi
 else
     PYTHON=.venv/bin/python
-    wanted=$(cksum pyproject.toml)
-    if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
+    checksum=$(cksum pyproject.toml)
+    installed=$(cat .venv/installed 2>/dev/null || true)
+    if [ "$installed" != "$checksum $extra" ] && [ "$installed" != "$checksum dev" ]; then # dev has all of train
         echo "environment: installing into .venv (a minute or two)"
         if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             echo "error: Python 3.10 or newer is needed; install it and its venv module" >&2
             exit 2
         fi
+        rm -f .venv/installed # until all of it is there
         # torch first and pinned: a plain "torch" would take the newest build, which may not be the one tested
         { "$PYTHON" -m pip --version >/dev/null 2>&1 || python3 -m venv .venv; } &&
             "$PYTHON" -m pip install --quiet --disable-pip-version-check torch==2.13.0 &&
-            "$PYTHON" -m pip install --quiet --disable-pip-version-check -e '.[dev]' || {
+            "$PYTHON" -m pip install --quiet --disable-pip-version-check -e ".[$extra]" || {
             echo "error: the installation failed (see above); run the command again to continue it" >&2
             exit 2
         }
-        echo "$wanted" >.venv/installed
+        echo "$checksum $extra" >.venv/installed
     else
         echo "environment: .venv is complete, skipped"
     fi
