@@ -131,18 +131,19 @@ def muon_direction(
     return X, gain * s * norm_before / norm_after.clamp(min=1e-10)
 
 
-def muon_update(param, X, gain, ok, *, lr, scale, decay, cautious):
+def muon_update(param, X, gain, ok, *, lr, scale, weight_decay, cautious):
     """Weight decay and update in place. param, X: (k, m, n).
 
-    gain, lr, decay and scale broadcast to it: the step is lr * scale, and so is the rate of a cautious decay.
+    gain, lr, weight_decay and scale broadcast to it. The step is lr * scale, and so is the rate of a cautious
+    decay.
     """
     P = param.to(gain.dtype)
     X = X.to(gain.dtype) * gain
     rate = lr * scale * ok
     if cautious:  # decay only what the update also shrinks
-        param.copy_(P - X * rate - torch.where(X * P >= 0, P, 0) * (rate * decay))
+        param.copy_(P - X * rate - torch.where(X * P >= 0, P, 0) * (rate * weight_decay))
     else:
-        param.copy_(P - X * rate - P * (lr * decay * ok))
+        param.copy_(P - X * rate - P * (lr * weight_decay * ok))
 
 
 def run(kernel, *tensors, **arguments):
@@ -247,7 +248,7 @@ def muon_hyperparameters(group):
         "momentum": group["momentum"],
         "grad_weight": 1 - group["momentum"],
         "square_weight": 1 - (group["beta2"] or 0),  # None: no variance reduction, nobody reads it
-        "decay": group["weight_decay"],
+        "weight_decay": group["weight_decay"],
     }
 
 
@@ -269,30 +270,28 @@ KINDS = {
 
 
 class Table:
-    """The hyperparameters of some parameters or matrices, by name: a tensor with one value for each of
-    them.
-    """
+    """Numbers of some groups, parameters or matrices, by name: a tensor with one value for each of them."""
 
-    def __init__(self, read, groups):
-        self.read, self.groups = read, groups  # read(group): {name: number}; the group of each entry
+    def __init__(self, read, sources):
+        self.read, self.sources = read, sources  # read(source): {name: number}
         self.names, self.columns = [], {}
 
-    def numbers(self):
-        """What the groups say now, on the host, one name after the other."""
-        rows = [self.read(group) for group in self.groups]
-        self.names = list(rows[0])
+    def values(self):
+        """What the sources say now, on the host, one name after the other."""
+        rows = [self.read(source) for source in self.sources]
+        self.names = list(rows[0]) if rows else []
         return [row[name] for name in self.names for row in rows]
 
-    def fill(self, numbers):
-        values = numbers.view(len(self.names), len(self.groups)).unbind()
-        self.columns = dict(zip(self.names, values, strict=True))
+    def fill(self, values):
+        columns = values.view(len(self.names), len(self.sources)).unbind() if self.names else []
+        self.columns = dict(zip(self.names, columns, strict=True))
 
-    def each(self, index):
-        """{name: 0-D} of one entry."""
+    def entry(self, index):
+        """{name: 0-D} of one of them."""
         return {name: column[index] for name, column in self.columns.items()}
 
     def batch(self, lo, hi):
-        """{name: (hi - lo, 1, 1)} of consecutive entries."""
+        """{name: (hi - lo, 1, 1)} of consecutive ones."""
         return {name: column[lo:hi].view(-1, 1, 1) for name, column in self.columns.items()}
 
 
@@ -301,37 +300,32 @@ class Hyperparameters:
 
     def __init__(self):
         self.tables = {}  # (device, dtype) -> tables
-        self.params = []  # in the order of the groups
-        self.numbers = {}  # parameter -> its place in that order
+        self.params = []  # of all groups, in their order: that of `ok`
+        self.position = {}  # parameter -> its place in that order
 
     def add(self, params):
         for param in params:
-            self.numbers[param] = len(self.params)
+            self.position[param] = len(self.params)
             self.params.append(param)
 
-    def numbers_of(self, params, device):
-        """(k,) int64: where these parameters stand in what is known of all of them."""
-        return torch.tensor([self.numbers[param] for param in params], dtype=torch.int64, device=device)
+    def positions(self, params, device):
+        """(k,) int64: where in `ok` these parameters are."""
+        return torch.tensor([self.position[param] for param in params], dtype=torch.int64, device=device)
 
-    def table(self, read, groups, like):
+    def table(self, read, sources, like):
         """A Table that is filled anew in every step, with tensors of the device and dtype of `like`."""
-        table = Table(read, groups)
+        table = Table(read, sources)
         self.tables.setdefault((like.device, like.dtype), []).append(table)
         return table
 
     def refresh(self):
         for (device, dtype), tables in self.tables.items():
-            numbers = [table.numbers() for table in tables]
+            values = [table.values() for table in tables]
             # Rounded once, from Python's float64. From pageable memory so few bytes leave without a wait.
-            together = torch.tensor([number for part in numbers for number in part], dtype=dtype)
-            on_device = together.to(device, non_blocking=True)
-            for table, part in zip(tables, on_device.split([len(part) for part in numbers]), strict=True):
+            on_host = torch.tensor([value for part in values for value in part], dtype=dtype)
+            on_device = on_host.to(device, non_blocking=True)
+            for table, part in zip(tables, on_device.split([len(part) for part in values]), strict=True):
                 table.fill(part)
-
-
-def takes_part(param):
-    """Whether a parameter is to be updated, as far as this rank knows."""
-    return {"takes_part": float(param.requires_grad and param.grad is not None)}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -584,14 +578,15 @@ class SmallParameters:
         self.collected = self.params if world.averages else []
         pieces = [local(param) for param in self.params]
         self.sizes = [piece.numel() for piece in pieces]
-        like = torch.empty((), dtype=state_dtype(self.params[0]), device=pieces[0].device)
+        self.dtype = state_dtype(self.params[0])
+        like = torch.empty((), dtype=self.dtype, device=pieces[0].device)
         self.steps = like.new_zeros(len(pieces), dtype=torch.float32)
         self.state = [like.new_zeros(sum(self.sizes)) for _ in kind.state]  # a flat vector for each name
         self.table = hyperparameters.table(kind.hyperparameters, [group for _, group in entries], like)
         numbers, counts = torch.arange(len(pieces)), torch.tensor(self.sizes)
         in_order = numbers.repeat_interleave(counts, output_size=sum(self.sizes))
         self.param_of_element = in_order.to(like.device)
-        self.numbers = hyperparameters.numbers_of(self.params, like.device)
+        self.in_ok = hyperparameters.positions(self.params, like.device)
         self.places = {}
         parts = [vector.split(self.sizes) for vector in self.state]
         for i, param in enumerate(self.params):
@@ -602,7 +597,7 @@ class SmallParameters:
             }
 
     def in_flight_bytes(self):
-        return 2 * self.state[0].nbytes  # gradients and parameters as one vector
+        return 2 * len(self.param_of_element) * self.dtype.itemsize  # gradients and parameters as one vector
 
     def batch_bytes(self):
         return 0
@@ -618,12 +613,13 @@ class SmallParameters:
     def compute(self, ok):
         grads = self.transfer.wait() if self.world.averages else self.flat_gradients()
         params = torch.cat([local(param).flatten() for param in self.params])
-        ok = ok[self.numbers]  # of these parameters
-        self.steps += ok
-        rates = self.kind.rates(self.steps.to(self.state[0].dtype), **self.table.columns)
-        of_elements = torch.stack([ok.to(self.state[0].dtype), *rates.values()])[:, self.param_of_element]
-        ok, *values = of_elements.unbind()  # (N,) each
-        run(self.kind.update, params, grads, *self.state, ok, **dict(zip(rates, values, strict=True)))
+        ok_of_params = ok[self.in_ok]
+        self.steps += ok_of_params
+        rates = self.kind.rates(self.steps.to(self.dtype), **self.table.columns)  # {name: (parameters,)}
+        of_elements = torch.stack([ok_of_params.to(self.dtype), *rates.values()])[:, self.param_of_element]
+        ok_of_elements, *values = of_elements.unbind()  # (N,) each
+        rates = dict(zip(rates, values, strict=True))
+        run(self.kind.update, params, grads, *self.state, ok_of_elements, **rates)
         pieces = [local(param) for param in self.params]
         new = [part.view(piece.shape) for part, piece in zip(params.split(self.sizes), pieces, strict=True)]
         torch._foreach_copy_(pieces, new)
@@ -646,13 +642,14 @@ class LargeParameter:
     def __init__(self, param, group, kind, world, hyperparameters, free_grads):
         self.param, self.kind, self.world, self.free_grads = param, kind, world, free_grads
         self.collected = [param] if world.averages else []
-        self.number = hyperparameters.numbers[param]
+        self.in_ok = hyperparameters.position[param]
         self.lo, self.hi = world.share(len(local(param)))
         rows = self.rows(local(param))
         zeros = functools.partial(torch.zeros, device=rows.device)
         self.step = zeros((), dtype=torch.float32)
-        self.state = [zeros(rows.shape, dtype=state_dtype(param)) for _ in kind.state]
-        self.table = hyperparameters.table(kind.hyperparameters, [group], self.state[0])
+        self.dtype = state_dtype(param)
+        self.state = [zeros(rows.shape, dtype=self.dtype) for _ in kind.state]
+        self.table = hyperparameters.table(kind.hyperparameters, [group], self.step.to(self.dtype))
         places = {"step": WholeEverywhere(self.step)}
         for name, tensor in zip(kind.state, self.state, strict=True):
             if world.size > 1:
@@ -687,11 +684,11 @@ class LargeParameter:
             grad = self.transfer.wait()[: self.hi - self.lo]
         else:
             grad = self.rows(gradient(self.param))
-        ok = ok[self.number]
-        self.step += ok
-        rates = self.kind.rates(self.step.to(self.state[0].dtype), **self.table.each(0))
+        ok_of_param = ok[self.in_ok]
+        self.step += ok_of_param
+        rates = self.kind.rates(self.step.to(self.dtype), **self.table.entry(0))
         for rows, *others in cache_blocks(self.rows(param), grad, *self.state):
-            run(self.kind.update, rows, *others, ok, **rates)
+            run(self.kind.update, rows, *others, ok_of_param, **rates)
         if self.free_grads:
             drop_gradients([self.param])
         if self.world.size > 1:
@@ -743,10 +740,15 @@ def matrices_of(entries):
 
 
 def batches(count, shape, device):
-    """Equal runs of `count` matrices, each within BATCH_BYTES, as (lo, hi): one shape to compile."""
-    most = max(1, BATCH_BYTES[device.type] // (4 * math.prod(shape)))
+    """Runs of `count` matrices, each within BATCH_BYTES, as (lo, hi).
+
+    Equal ones, of one shape to compile, unless these would be less than half as long as they may be.
+    """
+    most = max(1, BATCH_BYTES.get(device.type, BATCH_BYTES["cuda"]) // (4 * math.prod(shape)))
     size = next((size for size in range(min(count, most), 0, -1) if count % size == 0), 1)
-    return [(lo, lo + size) for lo in range(0, count, size)]
+    if 2 * size < min(count, most):
+        size = -(-count // -(-count // most))
+    return [(lo, min(lo + size, count)) for lo in range(0, count, size)]
 
 
 def as_batch(matrices):
@@ -783,7 +785,7 @@ class Bank:
         self.kept = {name: zeros(k, *shape) for name, shape in direction.state(*self.shape).items()}
         self.scale = update_scales(direction, self.owned, self.shape, self.momentum)
         self.batches = batches(k, direction.whole_shape(*self.shape), param.device)
-        self.numbers = hyperparameters.numbers_of([matrix.param for matrix in self.owned], param.device)
+        self.in_ok = hyperparameters.positions([matrix.param for matrix in self.owned], param.device)
         groups = [matrix.group for matrix in self.owned] or [group]  # a rank may own none
         self.table = hyperparameters.table(muon_hyperparameters, groups, self.momentum)
         self.places = {param: {} for param in self.params}
@@ -820,15 +822,15 @@ class Bank:
 
     def compute(self, ok):
         grads, params = self.gradients(), self.to_update()
-        of_owned = ok[self.numbers].view(-1, 1, 1).to(self.momentum.dtype)
+        ok_of_owned = ok[self.in_ok].view(-1, 1, 1).to(self.momentum.dtype)
         for lo, hi in self.batches:
-            hyper, ok = self.table.batch(lo, hi), of_owned[lo:hi]
+            hyper, ok_of_batch = self.table.batch(lo, hi), ok_of_owned[lo:hi]
             kept = {name: buffer[lo:hi] for name, buffer in self.kept.items()}
-            U = momentum_of(self, as_batch(grads[lo:hi]), self.momentum[lo:hi], ok, hyper)
-            X, gain = self.direction(U, kept, ok, hyper["square_weight"])
+            U = momentum_of(self, as_batch(grads[lo:hi]), self.momentum[lo:hi], ok_of_batch, hyper)
+            X, gain = self.direction(U, kept, ok_of_batch, hyper["square_weight"])
             P = as_batch(params[lo:hi])
-            update(self, P, X, gain, ok, hyper, self.scale[lo:hi])
-            self.keep(P, lo, hi)
+            update_of(self, P, X, gain, ok_of_batch, hyper, self.scale[lo:hi])
+            self.write_back(P, lo, hi)
         if self.free_grads:
             drop_gradients(self.params)
 
@@ -840,8 +842,8 @@ class Bank:
         """The owned matrices, likewise."""
         return [matrix.of(matrix.param) for matrix in self.owned]
 
-    def keep(self, P, lo, hi):
-        """Write an updated batch back; one of a single matrix is the parameter itself."""
+    def write_back(self, P, lo, hi):
+        """P is a copy of the parameters, but of one matrix it is the parameter itself (`as_batch`)."""
         if hi - lo > 1:
             torch._foreach_copy_(self.to_update()[lo:hi], P.unbind())
 
@@ -850,14 +852,14 @@ class Bank:
 
 
 def momentum_of(bank, grads, momentum_buffer, ok, hyper):
-    """`muon_momentum` with the options of a bank. hyper: see Table.batch."""
+    """`muon_momentum` with the options of a Bank or sharded.Chunk. hyper: see Table.batch."""
     rates = {"momentum": hyper["momentum"], "grad_weight": hyper["grad_weight"]}
     return run(muon_momentum, grads, momentum_buffer, ok, **rates, nesterov=bank.nesterov)
 
 
-def update(bank, P, X, gain, ok, hyper, scale):
-    """`muon_update` with the options of a bank."""
-    rates = {"lr": hyper["lr"], "decay": hyper["decay"]}
+def update_of(bank, P, X, gain, ok, hyper, scale):
+    """`muon_update`, likewise."""
+    rates = {"lr": hyper["lr"], "weight_decay": hyper["weight_decay"]}
     run(muon_update, P, X, gain, ok, **rates, scale=scale, cautious=bank.cautious)
 
 
@@ -939,8 +941,8 @@ class SharedBank(Bank):
             return self.result[:0]
         return self.result[slots[0] : slots[-1] + 1]
 
-    def keep(self, P, lo, hi):
-        """It is where it will be sent from."""
+    def write_back(self, P, lo, hi):
+        """P is the part of `result` that will be sent."""
 
     def compute(self, ok):
         super().compute(ok)
@@ -1084,6 +1086,131 @@ def update_scales(direction, matrices, shape, like):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# What ranks have to know of each other
+
+
+class Agreement:
+    """Whether a step is taken, and by which parameters: the same answer on all ranks, in one small
+    all_reduce.
+
+    Each rank brings (1 + parameters + 2,) float32, and of each the largest over ranks counts: 1 where a
+    gradient is not finite, or the caller of step() knows something to be bad; 1 for each parameter that has a
+    gradient; a fingerprint of the hyperparameters, and its negative, which add up to 0 where all ranks have
+    the same.
+    """
+
+    def __init__(self, optimizer):
+        self.optimizer, self.world = optimizer, optimizer.world
+        hyperparameters, like = (
+            optimizer.hyperparameters,
+            torch.zeros((), device=optimizer.skipped_steps.device),
+        )
+        like = like.float()
+        # Both reach the device with the hyperparameters. The list of parameters grows with every group
+        self.has_gradient = hyperparameters.table(
+            lambda p: {"has": has_gradient(p)}, hyperparameters.params, like
+        )
+        self.fingerprints = hyperparameters.table(lambda _: self.fingerprint(), [optimizer], like)
+        self.on_its_way = None  # (event, 0-D on the host) of a GPU's answer about the fingerprints
+
+    def ask(self, told):
+        """Launch the all_reduce. told: False, or a 0-D tensor that is false, for something bad."""
+        params = [param for param in self.optimizer.hyperparameters.params if has_gradient(param)]
+        grads = [local(param.grad) for param in params]
+        finite = torch.ones_like(self.optimizer.skipped_steps, dtype=torch.bool)
+        if grads:
+            dtype = functools.reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
+            finite = torch.stack(torch._foreach_norm(grads, dtype=dtype)).isfinite().all()
+        if told is not True:
+            finite = finite & told
+        bad = 1 - finite.float().view(1)
+        facts = [bad, *self.has_gradient.columns.values(), *self.fingerprints.columns.values()]
+        return self.world.all_reduce(torch.cat(facts), dist.ReduceOp.MAX)
+
+    def read(self, facts):
+        """ok (parameters,): 1 for each parameter that is to be updated. The host does not wait for it.
+
+        0 for all of them where something is not finite on any rank; 0 for one that has a gradient on none.
+        """
+        bad, has_gradient_somewhere, fingerprints = facts.split([1, len(facts) - 3, 2])
+        self.optimizer.skipped_steps += bad[0] > 0
+        self.notice(fingerprints.sum())
+        return (1 - bad) * has_gradient_somewhere
+
+    def values(self):
+        """The hyperparameters that kernels read, by group."""
+        groups = self.optimizer.param_groups
+        return [KINDS[group["kind"]].hyperparameters(group) for group in groups]
+
+    def fingerprint(self):
+        """As integers that float32 holds exactly."""
+        fingerprint = zlib.crc32(repr(self.values()).encode()) % 2**24
+        return {"fingerprint": fingerprint, "minus_fingerprint": -fingerprint}
+
+    def notice(self, difference):
+        """ValueError where ranks have other hyperparameters; on a GPU, not waited for, in one of the next
+        steps.
+        """
+        if self.world.size == 1 or difference.is_meta:
+            return
+        if not difference.is_cuda:
+            self.refuse(difference)
+        elif self.on_its_way is None:
+            self.on_its_way = send_to_host(difference)
+        else:
+            event, on_host = self.on_its_way
+            if event.query():
+                self.on_its_way = None
+                self.refuse(on_host)
+
+    def refuse(self, difference):
+        if difference != 0:
+            raise ValueError(
+                f"ranks have different hyperparameters; rank {self.world.rank} has {self.values()}"
+            )
+
+    def check_parameters(self, groups):
+        """ValueError on every rank where they bring other parameters or options, or the same in another
+        order.
+        """
+        if self.world.size == 1 or self.world.process_group is None:
+            return
+        mine = []
+        for name, param, group in self.optimizer.named(groups):
+            kind, chosen = KINDS[group["kind"]], {}
+            for key in sorted(kind.structure):
+                if group[key] != kind.options.get(key):
+                    chosen[key] = getattr(group[key], "__qualname__", group[key])  # functions: by name
+            mine.append(
+                f"{name} {tuple(param.shape)} {param.dtype}, kind {group['kind']} {chosen or ''}".strip()
+            )
+        fingerprint = zlib.crc32(repr(mine).encode()) % 2**24
+        both = torch.tensor([fingerprint, -fingerprint], dtype=torch.float32)
+        both = both.to(self.optimizer.skipped_steps.device)
+        if self.world.all_reduce(both, dist.ReduceOp.MAX).wait().sum() == 0:
+            return
+        of_ranks = [None] * self.world.size
+        dist.all_gather_object(of_ranks, mine, group=self.world.process_group)
+        for rank, theirs in enumerate(of_ranks):
+            for i, (first, here) in enumerate(
+                itertools.zip_longest(of_ranks[0], theirs, fillvalue="nothing")
+            ):
+                if first != here:
+                    difference = f"number {i} is {first} on rank 0, {here} on rank {rank}"
+                    raise ValueError(f"ranks have different parameters: {difference}")
+
+
+def has_gradient(param):
+    return param.requires_grad and param.grad is not None
+
+
+def send_to_host(value):
+    """(event, 0-D on the host), which has the value once the event has happened."""
+    on_host = torch.empty((), pin_memory=True).copy_(value, non_blocking=True)
+    return torch.cuda.current_stream().record_event(), on_host
+
+
+# ------------------------------------------------------------------------------------------------------------
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -1122,11 +1249,11 @@ class MuonAdamW(torch.optim.Optimizer):
         self.launched, self.overlapped = 0, False  # the first so many have collected, in overlap_backward
         self.places = {}  # parameter -> {name of its state: place}
         self.hyperparameters = Hyperparameters()
-        self.noticed = []  # (event, 0-D on the host): how far the ranks' hyperparameters are apart
         super().__init__(param_groups, {})
         device = next((param.device for _, param, _ in self.named(self.param_groups)), None)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.compiles = self.decide_compilation(self.skipped_steps.device)
+        self.agreement = Agreement(self)
         self.plan(self.param_groups)
         # Schedulers look here for what they may cycle: OneCycleLR writes group["momentum"]
         self.defaults["momentum"] = 0.95
@@ -1189,13 +1316,13 @@ class MuonAdamW(torch.optim.Optimizer):
                 # Collectives are served in their order, and `ok` is waited for first. After overlap_backward
                 # ranks have launched some collects already, not all of them as many: then it comes last.
                 if not self.overlapped:
-                    agreement = self.ask_ranks(finite)
+                    answer = self.agreement.ask(finite)
                 for work in self.works[self.launched :]:
                     work.collect()
                 if self.overlapped:
-                    agreement = self.ask_ranks(finite)
+                    answer = self.agreement.ask(finite)
             with record_function("optimizer.compute"):
-                ok = self.agreed(agreement.wait())
+                ok = self.agreement.read(answer.wait())
                 for work in self.works:  # later collects and earlier deliveries are under way
                     work.compute(ok)
             with record_function("optimizer.deliver"):
@@ -1203,60 +1330,6 @@ class MuonAdamW(torch.optim.Optimizer):
                     work.deliver()
         self.launched, self.overlapped = 0, False
         return loss
-
-    def ask_ranks(self, told):
-        """Launch the MAX over ranks of all that they have to know of each other, one small tensor.
-
-        (1 + parameters + 2,) float32: 1 where a gradient here is not finite or `told` is false; 1 for each
-        parameter that has a gradient here; a fingerprint of the hyperparameters and its negative.
-        """
-        params = [param for param in self.hyperparameters.params if takes_part(param)["takes_part"]]
-        grads = [gradient(param) for param in params]
-        finite = torch.ones_like(self.skipped_steps, dtype=torch.bool)
-        if grads:
-            dtype = functools.reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
-            finite = torch.stack(torch._foreach_norm(grads, dtype=dtype)).isfinite().all()
-        if told is not True:
-            finite = finite & told
-        bad = 1 - finite.float().view(1)
-        facts = [bad, *self.taking_part.columns.values(), *self.fingerprints.columns.values()]
-        return self.world.all_reduce(torch.cat(facts), dist.ReduceOp.MAX)
-
-    def agreed(self, facts):
-        """ok (parameters,): 1 for each parameter that is to be updated, the same on all ranks. Not read here.
-
-        0 for all of them where something is not finite on any rank; 0 for one that has a gradient on none.
-        """
-        bad, takes_part_somewhere, fingerprints = facts.split([1, len(facts) - 3, 2])
-        self.skipped_steps += bad[0] > 0
-        self.notice_different_ranks(fingerprints.sum())  # the largest less the smallest
-        return (1 - bad) * takes_part_somewhere
-
-    def fingerprint(self):
-        """Of the hyperparameters, as an integer that float32 holds exactly."""
-        values = [KINDS[group["kind"]].hyperparameters(group) for group in self.param_groups]
-        return zlib.crc32(repr(values).encode()) % 2**24
-
-    def notice_different_ranks(self, difference):
-        """ValueError where ranks have other hyperparameters than each other: on a GPU, which is not waited
-        for, in one of the next steps.
-        """
-        if self.world.size == 1:
-            return
-        if difference.is_cuda:
-            if self.noticed and self.noticed[0].query():
-                _, difference_before = self.noticed.pop()
-                self.raise_if_different(difference_before)
-            if not self.noticed:
-                on_host = torch.empty((), pin_memory=True).copy_(difference, non_blocking=True)
-                self.noticed.append((torch.cuda.current_stream().record_event(), on_host))
-        elif not difference.is_meta:
-            self.raise_if_different(difference)
-
-    def raise_if_different(self, difference):
-        if difference != 0:
-            mine = [KINDS[group["kind"]].hyperparameters(group) for group in self.param_groups]
-            raise ValueError(f"ranks have different hyperparameters; rank {self.world.rank} has {mine}")
 
     @contextlib.contextmanager
     def overlap_backward(self):
@@ -1291,7 +1364,7 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def plan(self, groups):
         """Cut the parameters of these groups into pieces of work and create their state."""
-        self.check_ranks_have_the_same(groups)
+        self.agreement.check_parameters(groups)
         self.hyperparameters.add([param for _, param, _ in self.named(groups)])
         pieces, in_pieces = {}, []  # what has to be alike -> [(parameter, group)]
         for name, param, group in self.named(groups):
@@ -1309,7 +1382,6 @@ class MuonAdamW(torch.optim.Optimizer):
                 in_pieces.append((name, param, group))
             elif param.numel():
                 pieces.setdefault(self.alike(name, param, group), []).append((param, group))
-        self.tables_of_facts()
         works = self.pieces_of_work(pieces)
         if in_pieces:
             from nanomuon import sharded
@@ -1320,43 +1392,6 @@ class MuonAdamW(torch.optim.Optimizer):
             for param, places in work.places.items():
                 self.places[param] = places
                 self.state[param].update({name: place.tensor for name, place in places.items() if place.here})
-
-    def tables_of_facts(self):
-        """What `agree` tells the other ranks, beside finiteness: it reaches the device with the
-        hyperparameters.
-        """
-        if hasattr(self, "taking_part"):
-            return  # of a parameter list that grows with every group
-        like = torch.empty((), device=self.skipped_steps.device)
-        self.taking_part = self.hyperparameters.table(takes_part, self.hyperparameters.params, like)
-
-        def read(optimizer):
-            fingerprint = optimizer.fingerprint()
-            return {"fingerprint": fingerprint, "minus_fingerprint": -fingerprint}
-
-        self.fingerprints = self.hyperparameters.table(read, [self], like)
-
-    def check_ranks_have_the_same(self, groups):
-        """ValueError on every rank where they bring other parameters, or the same in another order."""
-        if self.world.size == 1 or self.world.process_group is None:
-            return
-        mine = [
-            f"{name} {tuple(param.shape)} {param.dtype}, kind {group['kind']}"
-            for name, param, group in self.named(groups)
-        ]
-        fingerprint = zlib.crc32(repr(mine).encode()) % 2**24
-        facts = torch.tensor(
-            [fingerprint, -fingerprint], dtype=torch.float32, device=self.skipped_steps.device
-        )
-        if self.world.all_reduce(facts, dist.ReduceOp.MAX).wait().sum() == 0:
-            return
-        theirs = [None] * self.world.size
-        dist.all_gather_object(theirs, mine, group=self.world.process_group)
-        for rank, other in enumerate(theirs):
-            for i, (first, here) in enumerate(itertools.zip_longest(theirs[0], other, fillvalue="nothing")):
-                if first != here:
-                    difference = f"number {i} is {first} on rank 0, {here} on rank {rank}"
-                    raise ValueError(f"ranks have different parameters: {difference}")
 
     def start_equal(self, param):
         """Rank 0's values: a different seed per rank must not train different models."""
@@ -1465,7 +1500,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict, hyperparameters="restore"):
-        """Restore what any of the three above gave, from any world size, group order or grouping.
+        """Restore full_state_dict(), of any world size or grouping, or a local one where it was saved.
 
         hyperparameters: "restore" takes lr and all others that are read at every step, what schedulers have
         written into the groups included, from where the parameters were when it was saved, as torch's
@@ -1483,9 +1518,9 @@ class MuonAdamW(torch.optim.Optimizer):
         if hyperparameters == "restore":
             values = [saved.hyperparameters(i, group) for i, group in enumerate(self.param_groups)]
         found = []  # (place, what was saved of it)
-        for name, param, _ in self.named(self.param_groups):
+        for name, param, group in self.named(self.param_groups):
             places = self.places.get(param, {})
-            entry = saved.entry(name, places)
+            entry = saved.entry(name, group["kind"], places)
             for key, place in places.items():
                 if key in entry and tuple(entry[key].shape) != place.shape:
                     shape = tuple(entry[key].shape)
@@ -1595,13 +1630,13 @@ class SavedState:
                     "parameters without names load only into the same groups: give every group names=[...]"
                 )
 
-    def entry(self, name, places):
+    def entry(self, name, kind, places):
         """What was saved of a parameter; zeros of each place where it was trained by another kind."""
         entry = self.state.get(name, {})
-        switched = entry and not (entry.keys() & places.keys()) - {"step"}
-        if switched or (
-            not entry and not self.is_ours
-        ):  # torch's optimizers have no state before the first gradient
+        group = self.groups[self.group_of[name]] if name in self.group_of else {"kind": kind}
+        switched = group.get("kind", "adamw") != kind
+        never_stepped = not entry and not self.is_ours  # torch's have no state before the first gradient
+        if switched or never_stepped:
             return {key: torch.zeros(place.shape) for key, place in places.items()}
         return entry
 

@@ -22,7 +22,7 @@ MUON_OPTIONS = {
     "renormalize": False,  # Muon+, arXiv 2602.21545
     "split": None,  # the parts of a fused matrix, see split_rows
     "direction": None,  # a function of your own in place of the polar factor, see optim.CustomDirection
-    "tensor_parallel": None,  # duplicated | distributed | blockwise; None: by shape, see optim.DistMuonAdamW
+    "tensor_parallel": None,  # duplicated | distributed | blockwise; None: by shape, see tensor_parallel.py
 }
 # torch.compile, activation checkpointing, FullyShardedDataParallel
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

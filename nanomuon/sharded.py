@@ -45,7 +45,7 @@ from nanomuon.optim import (
     momentum_of,
     muon_hyperparameters,
     state_dtype,
-    update,
+    update_of,
     update_scales,
 )
 from nanomuon.param_groups import split_rows
@@ -298,7 +298,7 @@ class Chunk:
         self.table = hyperparameters.table(
             muon_hyperparameters, [group for _, group in entries], self.momentum
         )
-        self.numbers = hyperparameters.numbers_of(self.params, param.device)
+        self.in_ok = hyperparameters.positions(self.params, param.device)
         self.places = {}
         for i, param in enumerate(self.params):
             self.places[param] = {
@@ -331,7 +331,7 @@ class Chunk:
                 [matrix.of(gradient(matrix.param)) for matrix in self.matrices]
             )  # (K, rows, columns)
             hyper = self.table.batch(0, len(grads))
-            self.ok = ok[self.numbers].view(-1, 1, 1).to(self.momentum.dtype)
+            self.ok = ok[self.in_ok].view(-1, 1, 1).to(self.momentum.dtype)
             U = momentum_of(self, grads, self.momentum, self.ok, hyper).to(self.world.sent_dtype(grads))
             if self.free_grads:
                 drop_gradients(self.params)
@@ -369,7 +369,7 @@ class Chunk:
             X = self.transfer.wait().view(self.momentum.shape)
             del self.transfer
             P, one = torch.stack(params), self.momentum.new_ones(1, 1, 1)
-            update(self, P, X, one, self.ok, self.table.batch(0, len(params)), self.scale)
+            update_of(self, P, X, one, self.ok, self.table.batch(0, len(params)), self.scale)
             torch._foreach_copy_(params, P.unbind())
 
     def shards(self, count):

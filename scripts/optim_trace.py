@@ -167,9 +167,9 @@ class Recorder:
                 for what in ("collect", "compute", "deliver"):
                     method = self.of_piece(getattr(work, what), what, label)
                     stack.enter_context(mock.patch.object(work, what, method))
-            for part in ("ask_ranks", "agreed"):
-                method = self.of_piece(getattr(optimizer, part), "agree", AGREEMENT)
-                stack.enter_context(mock.patch.object(optimizer, part, method))
+            for part in ("ask", "read"):
+                method = self.of_piece(getattr(optimizer.agreement, part), "agree", AGREEMENT)
+                stack.enter_context(mock.patch.object(optimizer.agreement, part, method))
             for operation in TRANSFERS:
                 method = self.launching(getattr(optim.World, operation), operation)
                 stack.enter_context(mock.patch.object(optim.World, operation, method))

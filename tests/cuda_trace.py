@@ -100,8 +100,8 @@ def trace(world, rank, depth):
 
     optim.World.mesh = real_mesh
     # Imagined ranks have nothing to compare; and there is no stream to record an event on
-    optim.MuonAdamW.check_ranks_have_the_same = lambda optimizer, groups: None
-    optim.MuonAdamW.notice_different_ranks = lambda optimizer, difference: None
+    optim.Agreement.check_parameters = lambda agreement, groups: None
+    optim.Agreement.notice = lambda agreement, difference: None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor):

@@ -603,6 +603,39 @@ def test_impossible_values_that_a_schedule_writes_are_refused_before_the_step():
     assert torch.equal(p, parameter(8, 8))
 
 
+def test_a_gpu_hears_of_different_ranks_when_the_answer_has_arrived(monkeypatch):
+    """Not waited for: an event says when."""
+    agreement = MuonAdamW([muon(parameter(8, 8))]).agreement
+    agreement.world = types.SimpleNamespace(size=2, rank=1)
+    event = types.SimpleNamespace(query=lambda: event.happened, happened=False)
+    on_host = torch.zeros(())
+    monkeypatch.setattr(optim, "send_to_host", lambda difference: (event, on_host))
+    on_gpu = types.SimpleNamespace(is_cuda=True, is_meta=False)
+    for _ in range(3):
+        agreement.notice(on_gpu)  # nothing has arrived
+    event.happened = True
+    agreement.notice(on_gpu)  # it has: no difference
+    agreement.notice(on_gpu)  # the next one is on its way
+    on_host.fill_(1)
+    with pytest.raises(ValueError, match="ranks have different hyperparameters; rank 1 has"):
+        agreement.notice(on_gpu)
+
+
+def test_a_kind_without_state_and_an_optimizer_without_parameters(monkeypatch):
+    def sgd_update(param, grad, ok, *, lr):
+        param.sub_(grad * lr * ok)
+
+    sgd = optim.ElementwiseKind(frozenset({"lr"}), (), lambda group: {"lr": group["lr"]}, sgd_update)
+    monkeypatch.setitem(optim.KINDS, "sgd", sgd)
+    small, large = parameter(5), parameter(64, 32)
+    before = [p.detach().clone() for p in (small, large)]
+    optimizer = MuonAdamW([dict(kind="sgd", params=[small, large], lr=0.5)])
+    train(optimizer, [small, large], 1)
+    for p, q in zip((small, large), before, strict=True):
+        torch.testing.assert_close(p.detach(), q - 0.5 * gradient(p, 0))
+    MuonAdamW([muon(), adamw()]).step()
+
+
 def test_parameters_without_groups_are_told_what_to_do():
     model = torch.nn.Linear(4, 4)
     for parameters in (model.parameters(), model.named_parameters()):
