@@ -69,7 +69,8 @@ def main(argv=None):
         raise InputError(f"--world must be at least 2, not {args.world}: one process transfers nothing")
     if min(args.depth, args.vocab_size) < 1:
         raise InputError("--depth and --vocab-size must be at least 1")
-    traces = {form: recorded(form, args) for form in args.form or FORMS}
+    forms = args.form or FORMS
+    traces = {form: recorded(form, args) for form in forms}
     for form, trace in traces.items():
         print_summary(form, trace)
     folder = Path(args.out)
@@ -191,7 +192,7 @@ def recorded(form, args):
     for step in range(RECORDED):
         of_step = [rank["steps"][step] for rank in ranks]
         lengths.append(max(map(end_of, of_step)) - min(map(start_of, of_step)))
-    median = sorted(range(RECORDED), key=lambda step: lengths[step])[RECORDED // 2]
+    median = sorted(range(RECORDED), key=lengths.__getitem__)[RECORDED // 2]
     chosen = [rank["steps"][median] for rank in ranks]
     origin = min(map(start_of, chosen))
     for events in chosen:
