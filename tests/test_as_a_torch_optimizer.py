@@ -1,0 +1,287 @@
+"""What training loops that are not ours do with a torch optimizer, done with MuonAdamW and DistMuonAdamW."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from nanomuon.optim import DistMuonAdamW, MuonAdamW
+from nanomuon.param_groups import build_param_groups
+from tests.worlds import run_world
+
+MUON = dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.1)
+ADAMW = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+ROWS = 4  # of a batch
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 4))
+
+
+def groups_of(model):
+    return build_param_groups(model, muon=MUON, adamw=ADAMW, skip_keys=["4"])
+
+
+def batch(step, rank=0):
+    """(ROWS, 12)"""
+    return torch.randn(ROWS, 12, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(model, step, rank=0):
+    return (model(batch(step, rank)) - 1).square().mean()
+
+
+def train(model, optimizer, steps, rank=0):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+
+
+def trained(steps):
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    train(model, optimizer, range(steps))
+    return model
+
+
+def assert_same(model, other):
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+# ---- one process
+
+
+def test_one_cycle():
+    """Of the learning rates: torch cycles the momentum of all groups by one name, and ours have two."""
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    settings = dict(max_lr=[0.02, 0.01], total_steps=6, cycle_momentum=False)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, **settings)
+    rates = []
+    for step in range(5):
+        train(model, optimizer, [step])
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert max(rates) == pytest.approx(0.02, rel=0.1) and rates[-1] < 1e-3
+    other = MuonAdamW(groups_of(build(1)))
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["max_lr"] == 0.02
+    with pytest.raises(ValueError, match="cycle_momentum"):
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=6)
+
+
+def test_grad_scaler():
+    """The same parameters as without, and a step that overflows is skipped and lowers the scale."""
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        scaler.step(optimizer)
+        scaler.update()
+    assert_same(model, trained(4))
+    before = copy.deepcopy(model)
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, 4)).backward()
+    model[0].weight.grad[0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    assert_same(model, before)
+
+
+def test_gradients_that_are_zeroed_in_place():
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    for step in range(4):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    assert all(not p.grad.any() for p in model.parameters())
+    assert_same(model, trained(4))
+
+
+def test_hooks_and_a_closure():
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).requires_grad
+    assert called == ["before", "after"]
+    assert_same(model, trained(1))
+
+
+def test_a_group_that_comes_later_has_a_rate_and_is_saved():
+    model, late = build(), nn.Linear(4, 4, bias=False)
+    optimizer = MuonAdamW(groups_of(model))
+    train(model, optimizer, range(2))
+    optimizer.add_param_group(dict(MUON, kind="muon", params=[late.weight], names=["late.weight"]))
+    for step in range(2, 4):
+        optimizer.zero_grad()
+        late(model(batch(step))).square().mean().backward()
+        optimizer.step()
+    both = nn.ModuleList([build(1), nn.Linear(4, 4, bias=False)])
+    other = MuonAdamW(groups_of(both[0]))
+    other.add_param_group(dict(MUON, kind="muon", params=[both[1].weight], names=["late.weight"]))
+    other.load_state_dict(optimizer.state_dict())
+    found, expected = other.full_state_dict(), optimizer.full_state_dict()
+    assert found["state"].keys() == expected["state"].keys()
+    assert torch.equal(
+        found["state"]["late.weight"]["momentum_buffer"], expected["state"]["late.weight"]["momentum_buffer"]
+    )
+
+
+def test_step_under_torch_compile():
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    step = torch.compile(optimizer.step, backend="eager")
+    for i in range(4):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        step()
+    assert_same(model, trained(4))
+
+
+# ---- two processes
+
+
+def under_ddp(group, micro_batches):
+    """Parameters after four steps; all but the last micro-batch of a step send nothing (no_sync)."""
+    rank, model = dist.get_rank(group), build()
+    optimizer = DistMuonAdamW(groups_of(model), group)
+    ddp = DistributedDataParallel(model, process_group=group)
+    for step in range(4):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            for micro in range(micro_batches - 1):
+                (loss_of(ddp, 100 * micro + step, rank) / micro_batches).backward()
+        (loss_of(ddp, 100 * (micro_batches - 1) + step, rank) / micro_batches).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_ddp_and_no_sync(micro_batches):
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in range(2):
+            for micro in range(micro_batches):
+                (loss_of(model, 100 * micro + step, rank) / (2 * micro_batches)).backward()
+        optimizer.step()
+    first, second = run_world(2, under_ddp, micro_batches)
+    for p, q, expected in zip(first, second, model.parameters(), strict=True):
+        assert torch.equal(p, q)
+        torch.testing.assert_close(p, expected, rtol=1e-3, atol=1e-4)
+
+
+def wrapped(kind, group, seed):
+    """A model under DDP or FSDP2 and its optimizer."""
+    model = build(seed)
+    if kind == "ddp":
+        optimizer = DistMuonAdamW(groups_of(model), group)
+        return DistributedDataParallel(model, process_group=group), optimizer
+    mesh = dist.DeviceMesh.from_group(group, "cpu")
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+    return model, DistMuonAdamW(groups_of(model), group)
+
+
+def through_torchs_state_dicts(group, kind, full):
+    rank = dist.get_rank(group)
+    # Under DDP other ranks own some of the state, which torch takes for missing
+    options = StateDictOptions(full_state_dict=full, strict=kind == "fsdp")
+    model, optimizer = wrapped(kind, group, 0)
+    train(model, optimizer, range(3), rank)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    other, other_optimizer = wrapped(kind, group, 1)
+    set_state_dict(
+        other,
+        other_optimizer,
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
+        options=options,
+    )
+    train(model, optimizer, range(3, 6), rank)
+    train(other, other_optimizer, range(3, 6), rank)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return [bool((p == q).all()) for p, q in pairs]
+
+
+@pytest.mark.parametrize("kind, full", [("ddp", False), ("ddp", True), ("fsdp", False), ("fsdp", True)])
+def test_torchs_distributed_state_dicts_resume(kind, full):
+    for same in run_world(2, through_torchs_state_dicts, kind, full):
+        assert all(same)
+
+
+def clipped(group):
+    """The norm that clip_grad_norm_ gives for DTensor gradients, and of those that it leaves."""
+    rank = dist.get_rank(group)
+    model, optimizer = wrapped("fsdp", group, 0)
+    loss_of(model, 0, rank).backward()
+    before = nn.utils.clip_grad_norm_(model.parameters(), 1e-3).full_tensor()
+    after = nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    finite = all(bool(p.full_tensor().isfinite().all()) for p in model.parameters())
+    return before.item(), after.item(), finite
+
+
+def test_clip_grad_norm_over_dtensors():
+    model = build()
+    ((loss_of(model, 0, 0) + loss_of(model, 0, 1)) / 2).backward()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    for before, after, finite in run_world(2, clipped):
+        assert before == pytest.approx(norm, rel=1e-4)
+        assert after == pytest.approx(1e-3, rel=1e-2)
+        assert finite
+
+
+def late_group(group, kind):
+    rank = dist.get_rank(group)
+    model, optimizer = wrapped(kind, group, 0)
+    train(model, optimizer, range(2), rank)
+    late = nn.Linear(4, 4, bias=False)
+    if kind == "fsdp":
+        fully_shard(late, mesh=dist.DeviceMesh.from_group(group, "cpu"))
+    optimizer.add_param_group(dict(MUON, kind="muon", params=[late.weight], names=["late.weight"]))
+    before = late.weight.detach().clone()
+    optimizer.zero_grad()
+    late(model(batch(2, rank))).square().mean().backward()
+    optimizer.step()
+    return bool((late.weight != before).any()), "late.weight" in optimizer.full_state_dict()["state"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_group_that_comes_later_on_two_ranks(kind):
+    for changed, saved in run_world(2, late_group, kind):
+        assert changed and saved
