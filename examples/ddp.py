@@ -31,9 +31,8 @@ rank = dist.get_rank()
 torch.manual_seed(0)
 teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))  # whom the model is to imitate
 model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 8))
-# of the model itself, because DDP puts `module.` before the names
-groups = build_param_groups(model, muon=MUON, adamw=ADAMW, skip_keys=["4"])
-optimizer = DistMuonAdamW(groups)
+groups = build_param_groups(model, muon=MUON, adamw=ADAMW)
+optimizer = DistMuonAdamW(groups, gradients_averaged=True)  # by DDP: they are not sent again
 done = 0
 if args.resume:
     checkpoint = torch.load(args.resume)

@@ -83,8 +83,9 @@ def test_one_cycle():
     other = MuonAdamW(groups_of(build(1)))
     other.load_state_dict(optimizer.state_dict())
     assert other.param_groups[0]["max_lr"] == 0.02
-    with pytest.raises(ValueError, match="cycle_momentum"):
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=6)
+    # With its defaults it cycles Muon's momentum too
+    torch.optim.lr_scheduler.OneCycleLR(other, max_lr=0.02, total_steps=6)
+    assert other.param_groups[0]["momentum"] == 0.95
 
 
 def test_grad_scaler():
