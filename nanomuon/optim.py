@@ -16,8 +16,9 @@ another. In one process the transfers do nothing, and there is no second copy of
 
 The file in its order: the kernels (the mathematics), the kinds, what reaches the kernels from the param
 groups, the ranks and their transfers, where state lives, the pieces of work and who owns which matrix, what a
-bank asks for the direction of an update, what ranks tell each other, the optimizers. What it leaves to others: `orthogonalize.py` has the polar factor; parameters that are cut over a
-device mesh (FSDP2, tensor parallelism) come in through `sharded.py`, fused matrices through `fused.py`.
+bank asks for the direction of an update, what ranks tell each other, the optimizers. What it leaves to
+others: `orthogonalize.py` has the polar factor; parameters that are cut over a device mesh (FSDP2, tensor
+parallelism) come in through `sharded.py`, fused matrices through `fused.py`.
 docs/optimizer.md draws the same story.
 """
 
@@ -565,13 +566,11 @@ def like_param(param, tensor):
 #   in_flight_bytes(), batch_bytes()   for planning: what it holds from the first round to the last, and what
 #               temporaries take while it computes
 #
-#                     state on a rank          collect         compute launches   buffers of a step
-#   SmallParameters   all of it, flat          all_reduce      nothing            gradients, parameters: flat
-#   LargeParameter    of its rows              reduce_scatter  all_gather         its rows of the gradient; padded
-#                                                                                 copies where W does not divide
-#   Bank              of all matrices          nothing         nothing            U, X and P of a batch
-#   SharedBank        of the ones it owns      reduce_scatter  all_gather         the stack of gradients and its part;
-#                                                                                 the stack of results; a batch
+#                   state on a rank       collect         compute sends  buffers of a step
+#   SmallParameters all of it, flat       all_reduce      nothing        gradients and parameters, flat
+#   LargeParameter  of its rows           reduce_scatter  all_gather     its rows of the gradient, padding
+#   Bank            of all matrices       nothing         nothing        U, X and P of a batch
+#   SharedBank      of those it owns      reduce_scatter  all_gather     stacks of gradients and results, U, X
 #
 # Gradients are averaged by the collective itself, and nowhere else: its operation is AVG (`World`).
 
