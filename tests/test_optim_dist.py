@@ -150,6 +150,8 @@ def test_world_of_one_is_bitwise_muonadamw():
 def test_no_process_group_is_a_world_of_one_but_not_under_torchrun(monkeypatch):
     params, groups = build(MIXED[:3])
     DistMuonAdamW(groups).step()
+    with pytest.raises(ValueError, match="comm_dtype=torch.float16"):
+        DistMuonAdamW(build(MIXED[:3])[1], comm_dtype=torch.float16)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="init_process_group"):
         DistMuonAdamW(build(MIXED[:3])[1])
