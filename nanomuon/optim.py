@@ -1746,7 +1746,7 @@ class DistMuonAdamW(MuonAdamW):
                 "torchrun started several processes: call torch.distributed.init_process_group first"
             )
         if comm_dtype == torch.float16:
-            raise ValueError("comm_dtype=torch.float16 turns gradients above 65,504 into inf: use torch.bfloat16")
+            raise ValueError("comm_dtype=torch.float16 has no number above 65,504: use torch.bfloat16")
         if max_in_flight < 1:
             raise ValueError(f"{max_in_flight=} must be at least 1")
         if chunk_size is not None and chunk_size < 1:
