@@ -74,11 +74,13 @@ def test_plain_loop(tmp_path):
     same_saved(tmp_path, "plain_loop/step_200.pt", "resumed/step_200.pt")
 
 
+@pytest.mark.slow  # two launches of two processes
 def test_ddp(tmp_path):
     learns_and_resumes("ddp", tmp_path)
     same_saved(tmp_path, "ddp/step_100.pt", "resumed/step_100.pt")
 
 
+@pytest.mark.slow
 def test_fsdp2_llama(tmp_path):
     pytest.importorskip("transformers", reason="needs transformers")
     learns_and_resumes("fsdp2_llama", tmp_path)
