@@ -48,7 +48,6 @@ from nanomuon.optim import (
     update_of,
     update_scales,
 )
-from nanomuon.param_groups import split_rows
 
 CHUNK_BYTES = {
     "cpu": 2**22,
@@ -141,39 +140,11 @@ def layout(param, group, direction, cuts):
     if not tp:
         return Layout(shape, direction, data_parallel, dim)
     world = tp[0].world
-    mode = tensor_parallel_mode(group, shape, tp_dim, world)
+    mode = tensor_parallel.choose_mode(group, shape, tp_dim, world)
+    direction = tensor_parallel.direction_of_pieces(mode, direction, world, tp_dim, shape)
     lo, hi = world.share(shape[tp_dim - 1])
     held = (hi - lo, n) if tp_dim == 1 else (m, hi - lo)
-    if mode == "duplicated":
-        direction = tensor_parallel.Duplicated(direction, world, tp_dim, shape)
-    elif mode == "distributed":
-        direction = tensor_parallel.Distributed(direction, world, tp_dim, shape)
     return Layout(held, direction, data_parallel, dim, tp, vectors_cut=mode == "blockwise")
-
-
-def tensor_parallel_mode(group, shape, dim, world):
-    """What the group asks for, else `distributed` where the cut side is the long one, which Gram matrices sum
-    over.
-
-    ValueError for a `blockwise` that cannot be.
-    """
-    m, n = shape
-    rows, fused_rows = [m], False
-    if group["split"] is not None:
-        _, groups, run_rows = split_rows(group["split"], m)
-        rows = [groups * each for each in run_rows]
-        fused_rows = dim == 1  # a rank's rows are not the parts'
-    if group["tensor_parallel"] == "blockwise":
-        if fused_rows or shape[dim - 1] % world.size:
-            raise ValueError(
-                "tensor_parallel=blockwise takes neither split rows nor uneven blocks: use duplicated"
-            )
-        return "blockwise"
-    long_side_is_cut = all(each >= n if dim == 1 else each <= n for each in rows)
-    can_be_distributed = long_side_is_cut and not fused_rows and group["direction"] is None
-    if can_be_distributed and group["tensor_parallel"] != "duplicated":
-        return "distributed"
-    return "duplicated"
 
 
 # ------------------------------------------------------------------------------------------------------------

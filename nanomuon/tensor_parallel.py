@@ -21,6 +21,41 @@ import torch.distributed as dist
 
 from nanomuon import fused, orthogonalize
 from nanomuon.optim import MuonDirection, World
+from nanomuon.param_groups import split_rows
+
+
+def choose_mode(group, shape, dim, world):
+    """What the group asks for, else `distributed` where the cut side is the long one, which Gram matrices sum
+    over.
+
+    ValueError for a `blockwise` that cannot be.
+    """
+    m, n = shape
+    rows, fused_rows = [m], False
+    if group["split"] is not None:
+        _, groups, run_rows = split_rows(group["split"], m)
+        rows = [groups * each for each in run_rows]
+        fused_rows = dim == 1  # a rank's rows are not the parts'
+    if group["tensor_parallel"] == "blockwise":
+        if fused_rows or shape[dim - 1] % world.size:
+            raise ValueError(
+                "tensor_parallel=blockwise takes neither split rows nor uneven blocks: use duplicated"
+            )
+        return "blockwise"
+    long_side_is_cut = all(each >= n if dim == 1 else each <= n for each in rows)
+    can_be_distributed = long_side_is_cut and not fused_rows and group["direction"] is None
+    if can_be_distributed and group["tensor_parallel"] != "duplicated":
+        return "distributed"
+    return "duplicated"
+
+
+def direction_of_pieces(mode, whole, world, dim, shape):
+    """What a bank of pieces asks for its direction. whole: the direction of whole matrices."""
+    if mode == "duplicated":
+        return Duplicated(whole, world, dim, shape)
+    if mode == "distributed":
+        return Distributed(whole, world, dim, shape)
+    return whole  # blockwise: each block is a matrix by itself
 
 
 @dataclass(frozen=True)
