@@ -40,9 +40,13 @@ def run(command, folder):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
-    assert result.returncode == 0, result.stdout + result.stderr
+    # Gloo threads outlive destroy_process_group and abort now and then, after all is done (docs/log.md)
+    aborted_at_exit = (
+        program == "torchrun" and "terminate called without an active exception" in result.stderr
+    )
+    assert result.returncode == 0 or aborted_at_exit, result.stdout + result.stderr
     return [float(loss) for loss in LOSS.findall(result.stdout)]
 
 
