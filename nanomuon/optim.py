@@ -1110,11 +1110,8 @@ class Agreement:
 
     def __init__(self, optimizer):
         self.optimizer, self.world = optimizer, optimizer.world
-        hyperparameters, like = (
-            optimizer.hyperparameters,
-            torch.zeros((), device=optimizer.skipped_steps.device),
-        )
-        like = like.float()
+        hyperparameters = optimizer.hyperparameters
+        like = torch.zeros((), dtype=torch.float32, device=optimizer.skipped_steps.device)
         # Both reach the device with the hyperparameters. The list of parameters grows with every group
         self.has_gradient = hyperparameters.table(
             lambda p: {"has": has_gradient(p)}, hyperparameters.params, like
@@ -1152,8 +1149,8 @@ class Agreement:
         return [KINDS[group["kind"]].hyperparameters(group) for group in groups]
 
     def fingerprint(self):
-        """As integers that float32 holds exactly."""
-        fingerprint = zlib.crc32(repr(self.values()).encode()) % 2**24
+        """Of the hyperparameters; one process has nobody to compare them with."""
+        fingerprint = fingerprint_of(self.values()) if self.world.size > 1 else 0
         return {"fingerprint": fingerprint, "minus_fingerprint": -fingerprint}
 
     def notice(self, difference):
@@ -1193,7 +1190,7 @@ class Agreement:
             mine.append(
                 f"{name} {tuple(param.shape)} {param.dtype}, kind {group['kind']} {chosen or ''}".strip()
             )
-        fingerprint = zlib.crc32(repr(mine).encode()) % 2**24
+        fingerprint = fingerprint_of(mine)
         both = torch.tensor([fingerprint, -fingerprint], dtype=torch.float32)
         both = both.to(self.optimizer.skipped_steps.device)
         if self.world.all_reduce(both, dist.ReduceOp.MAX).wait().sum() == 0:
@@ -1207,6 +1204,11 @@ class Agreement:
                 if first != here:
                     difference = f"number {i} is {first} on rank 0, {here} on rank {rank}"
                     raise ValueError(f"ranks have different parameters: {difference}")
+
+
+def fingerprint_of(values):
+    """An integer that float32 holds exactly."""
+    return zlib.crc32(repr(values).encode()) % 2**24
 
 
 def has_gradient(param):
@@ -1619,7 +1621,7 @@ class SavedState:
             state = {numbers[number]: entry for number, entry in state.items()}
         self.state = {clean_name(name): entry for name, entry in state.items()}
         self.group_of = {clean_name(name): i for i, of_group in enumerate(names) for name in of_group}
-        self.check_names([group["names"] for group in our_groups], names)
+        self.check_default_names([group["names"] for group in our_groups], names)
 
     def by_position(self, i, group, our_groups):
         """Without names the i-th group has to be our i-th."""
@@ -1630,7 +1632,7 @@ class SavedState:
             )
         return our_groups[i]["names"]
 
-    def check_names(self, ours, theirs):
+    def check_default_names(self, ours, theirs):
         if ours == theirs:
             return
         for i, names in enumerate(ours):
