@@ -75,6 +75,7 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         help="processes that share every matrix and see the same rows; divides the key-value heads "
         "(default: %(default)s)",
     )
+    add_dtype_argument(parser)
     add(
         "--seed",
         type=int,
@@ -86,6 +87,16 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="compile model and optimizer, or run eagerly, as NANOMUON_COMPILE=1 or 0 (default: after some "
         "eager steps, where the run then ends sooner)",
+    )
+
+
+def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "bfloat16", "float32"],
+        help="of activations and matrix products; weights are float32. auto: bfloat16 where this device is "
+        "faster in it, else float32 (default: %(default)s)",
     )
 
 

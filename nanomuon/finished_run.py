@@ -67,6 +67,7 @@ def summarize(rows: list[dict], val_bpb: float, plan: Plan, runtime: Runtime) ->
         "tokens_per_second": round(statistics.median(row["tokens_per_second"] for row in rows)),
         "optimizer_ms": round(statistics.median(row["optimizer_ms"] for row in rows), 1),
         "peak_memory_mb": peak_memory_mb(runtime.device),
+        "dtype": runtime.dtype_name,
         "parameters": meta_model(plan.config).parameter_counts()["total"],
     }
 

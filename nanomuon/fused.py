@@ -24,9 +24,9 @@ class FusedDirection(MuonDirection):
     transposable = False  # rows must stay rows
 
     @classmethod
-    def of(cls, group, m):
+    def of(cls, group, m, device_type, ns_dtype):
         """The direction of a group with `split`, for parameters of m rows."""
-        plain = MuonDirection.of(group)
+        plain = MuonDirection.of(group, device_type, ns_dtype)
         options = {field.name: getattr(plain, field.name) for field in fields(plain)}
         heads, groups, rows = split_rows(group["split"], m)
         return cls(**options, heads=heads, groups=groups, rows=rows)

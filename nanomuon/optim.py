@@ -39,7 +39,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
 from torch.profiler import record_function
 
-from nanomuon.orthogonalize import newton_schulz_flops, orthogonalize, triples, update_scale
+from nanomuon.orthogonalize import (
+    newton_schulz_flops,
+    newton_schulz_form,
+    orthogonalize,
+    triples,
+    update_scale,
+)
 from nanomuon.param_groups import (
     MUON_OPTIONS,
     build_param_groups,
@@ -100,7 +106,15 @@ def muon_momentum(grad, momentum_buffer, ok, *, momentum, grad_weight, nesterov)
 
 
 def muon_direction(
-    U, second_momentum_buffer, square_weight, *, coefficients, ns_steps, row_equilibrate, renormalize
+    U,
+    second_momentum_buffer,
+    square_weight,
+    *,
+    coefficients,
+    ns_steps,
+    row_equilibrate,
+    renormalize,
+    ns_dtype=None,
 ):
     """Polar factor and variance reduction (NorMuon, arXiv 2510.05491) of a batch of matrices.
 
@@ -114,7 +128,7 @@ def muon_direction(
     if row_equilibrate:  # MuonEq, arXiv 2603.28254: rows of equal norm
         row_norm = U.square().sum(dim=2, keepdim=True).sqrt()  # (k, m, 1)
         U = U * (row_norm.mean(dim=1, keepdim=True) / row_norm.clamp(min=1e-7))
-    X = orthogonalize(U, coefficients, ns_steps)
+    X = orthogonalize(U, coefficients, ns_steps, ns_dtype=ns_dtype)
     gain = torch.ones_like(square_weight)  # (k, 1, 1)
     if renormalize:  # Muon+, arXiv 2602.21545: the norm of an exact polar factor
         norm = X.to(gain.dtype).square().sum(dim=(1, 2), keepdim=True).sqrt()
@@ -1009,17 +1023,20 @@ class MuonDirection:
     row_equilibrate: bool
     renormalize: bool
     variance_reduction: bool
+    device_type: str
+    ns_dtype: object  # see `orthogonalize.newton_schulz_form`
 
     @classmethod
-    def of(cls, group):
+    def of(cls, group, device_type, ns_dtype):
         coefficients = group["coefficients"]
         if not isinstance(coefficients, str):
             coefficients = tuple(tuple(triple) for triple in coefficients)
         variance_reduction = group["beta2"] is not None
         options = group["ns_steps"], group["row_equilibrate"], group["renormalize"], variance_reduction
+        where = device_type, ns_dtype
         if group["direction"] is not None:
-            return CustomDirection(coefficients, *options, group["direction"])
-        return cls(coefficients, *options)
+            return CustomDirection(coefficients, *options, *where, group["direction"])
+        return cls(coefficients, *options, *where)
 
     @property
     def transposable(self):
@@ -1041,7 +1058,9 @@ class MuonDirection:
         return [update_scale(rule, m, n)]
 
     def flops(self, m, n):
-        return newton_schulz_flops(m, n, len(triples(self.coefficients, self.ns_steps)))
+        steps = len(triples(self.coefficients, self.ns_steps))
+        gram, _ = newton_schulz_form(m, n, steps, self.device_type, self.ns_dtype)
+        return newton_schulz_flops(m, n, steps, gram)
 
     def __call__(self, U, kept, ok, square_weight):
         """(X, gain), see `muon_direction`.
@@ -1057,6 +1076,7 @@ class MuonDirection:
         return {
             "coefficients": self.coefficients,
             "ns_steps": self.ns_steps,
+            "ns_dtype": self.ns_dtype,
             "row_equilibrate": self.row_equilibrate,
             "renormalize": self.renormalize,
         }
@@ -1235,6 +1255,10 @@ class MuonAdamW(torch.optim.Optimizer):
     with its own second moment and the scale of its own shape; their second moments are saved one after the
     other, (S, 1). ValueError at construction for anything unknown, missing or impossible.
 
+    ns_dtype: in which Newton-Schulz iterates. None: half precision on GPUs, float32 on CPUs; torch.bfloat16
+    is about twice as fast on CPUs that multiply it natively, and several times slower on others. All other
+    arithmetic is float32 (see `state_dtype`).
+
     A parameter without a gradient, or that does not require one any more, is left alone: parameter, state and
     step count. `p.grad` is not changed. If any gradient is not finite, or the sum of
     its squares overflows, the step is not applied: parameters and state stay as they were, and
@@ -1246,7 +1270,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     max_in_flight, chunk_size, free_grads = 3, None, False  # see DistMuonAdamW
 
-    def __init__(self, param_groups, *, compile="auto", matmul_precision=None, world=None):
+    def __init__(self, param_groups, *, compile="auto", matmul_precision=None, ns_dtype=None, world=None):
         param_groups = list(param_groups)
         if not all(isinstance(group, dict) for group in param_groups):
             name = type(self).__name__
@@ -1255,7 +1279,9 @@ class MuonAdamW(torch.optim.Optimizer):
                 "groups of nanomuon.param_groups.build_param_groups(model, ...)"
             )
         self.world = world or World()  # the ranks that share the work on replicated parameters
-        self.compile, self.matmul_precision = compile, matmul_precision
+        if ns_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(f"ns_dtype is None, torch.float32 or torch.bfloat16, not {ns_dtype!r}")
+        self.compile, self.matmul_precision, self.ns_dtype = compile, matmul_precision, ns_dtype
         self.works = []  # the pieces of work, in the order of their collectives, which all ranks share
         self.launched, self.overlapped = 0, False  # the first so many have collected, in overlap_backward
         self.places = {}  # parameter -> {name of its state: place}
@@ -1418,7 +1444,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 return "small", kind, is_cut(param), *where
             return "large", name
         shape = matrix_shape(param)
-        direction = self.direction(group, shape[0])
+        direction = self.direction(group, shape[0], param.device)
         if direction.transposable and param.ndim != 3:
             shape = tuple(
                 sorted(shape)
@@ -1427,13 +1453,14 @@ class MuonAdamW(torch.optim.Optimizer):
         batch = name if param.ndim == 3 else ""  # one by itself
         return "bank", shape, batch, direction, *form, param.dtype, param.device
 
-    def direction(self, group, m):
+    def direction(self, group, m, device):
         """What a bank of parameters of m rows asks for its direction."""
+        where = device.type, self.ns_dtype
         if group["split"] is not None:
             from nanomuon import fused
 
-            return fused.FusedDirection.of(group, m)
-        return MuonDirection.of(group)
+            return fused.FusedDirection.of(group, m, *where)
+        return MuonDirection.of(group, *where)
 
     def pieces_of_work(self, pieces):
         """The works, in reversed order of the model: its last gradients come first."""
@@ -1448,7 +1475,7 @@ class MuonAdamW(torch.optim.Optimizer):
             elif alike[0] == "large":
                 works.append(LargeParameter(param, group, kind, *shared))
             else:
-                direction = self.direction(group, matrix_shape(param)[0])
+                direction = self.direction(group, matrix_shape(param)[0], param.device)
                 if world.size == 1:
                     works.append(Bank(entries, direction, *shared))
                 else:
@@ -1460,7 +1487,7 @@ class MuonAdamW(torch.optim.Optimizer):
         flops = {}
         for alike, ((param, group), *_) in banks.items():
             shape = matrix_shape(param)
-            flops[alike] = self.direction(group, shape[0]).flops(*shape)
+            flops[alike] = self.direction(group, shape[0], param.device).flops(*shape)
         owners = {}
         for alike in sorted(banks, key=lambda alike: -flops[alike]):
             params = [param for param, _ in banks[alike]]
@@ -1586,7 +1613,11 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def settings(self):
         """The keywords of the constructor, beside the groups."""
-        return {"compile": self.compile, "matmul_precision": self.matmul_precision}
+        return {
+            "compile": self.compile,
+            "matmul_precision": self.matmul_precision,
+            "ns_dtype": self.ns_dtype,
+        }
 
 
 class SameGroup:
@@ -1738,6 +1769,7 @@ class DistMuonAdamW(MuonAdamW):
         gradients_averaged=False,
         compile="auto",
         matmul_precision=None,
+        ns_dtype=None,
     ):
         world = World(comm_dtype=comm_dtype)
         if dist.is_initialized():
@@ -1754,7 +1786,13 @@ class DistMuonAdamW(MuonAdamW):
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"{chunk_size=} must be at least 1")
         self.max_in_flight, self.chunk_size, self.free_grads = max_in_flight, chunk_size, free_grads
-        super().__init__(param_groups, compile=compile, matmul_precision=matmul_precision, world=world)
+        super().__init__(
+            param_groups,
+            compile=compile,
+            matmul_precision=matmul_precision,
+            ns_dtype=ns_dtype,
+            world=world,
+        )
 
     def settings(self):
         return {
@@ -1766,6 +1804,7 @@ class DistMuonAdamW(MuonAdamW):
             "gradients_averaged": self.world.gradients_averaged,
             "compile": self.compile,
             "matmul_precision": self.matmul_precision,
+            "ns_dtype": self.ns_dtype,
         }
 
 

@@ -124,6 +124,7 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
         f"training   {plan.steps} steps x {plan.batch} tokens = {plan.tokens:,} tokens, "
         f"{flops / 1e6:.0f} MFLOP each\n"
         f"devices    {devices} x {kind}, {plan.rows} rows x {plan.micro_steps} micro-steps a step\n"
+        f"dtype      {runtime.dtype_name} (weights float32)\n"
         f"memory     about {memory / 2**30:.1f} GB per device\n"
         f"time       {time}"
     )

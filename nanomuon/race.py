@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
 
-from nanomuon import report
+from nanomuon import report, sizing
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.race_contenders import Contender, described
 from nanomuon.race_tasks import TASKS, as_text, digest, empty_model
@@ -57,11 +57,10 @@ class Run:
     """A contender at work: its model, its optimizer, its data, and what has been measured so far."""
 
     def __init__(self, setup, place, contender, seed):
-        runtime = start()
         self.setup = setup
-        self.device = runtime.device
+        self.device = start().device
         torch.manual_seed(seed)
-        model = empty_model(setup, self.device, runtime.compute_dtype)
+        model = empty_model(setup, self.device)
         model.init_weights(seed)
         self.optimizer, self.built, self.schedule = contender.prepare(model, setup)
         self.initial = digest(*(param.detach().cpu().numpy().tobytes() for param in model.parameters()))
@@ -175,6 +174,16 @@ def start_worker(counter):
 def exit_with_parent():
     multiprocessing.parent_process().join()
     os._exit(1)
+
+
+def choose_dtype(asked, folder):
+    """Name of the compute dtype of a race: the one asked for; "auto" is that of the runs in `folder`, or what
+    this device multiplies best.
+    """
+    file = folder / "task.json"
+    if asked == "auto" and file.exists():
+        asked = json.loads(file.read_text()).get("dtype", asked)
+    return sizing.choose_dtype(asked, start(), {}).dtype_name
 
 
 def check_setup(folder, setup):

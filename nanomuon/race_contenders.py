@@ -158,7 +158,8 @@ class Contender:
     def prepare(self, model, setup):
         """(optimizer, its groups as built, schedule) for a model."""
         build, schedule = self.functions()
-        optimizer = make_optimizer(build, model, setup["rows"] * model.config.seq_len)
+        batch = setup["rows"] * model.config.seq_len
+        optimizer = make_optimizer(build, model, batch, ns_dtype=model.compute_dtype)
         for group in optimizer.param_groups:
             group["lr"] *= self.lr_scale
         built = [dict(group) for group in optimizer.param_groups]

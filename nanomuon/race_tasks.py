@@ -190,10 +190,10 @@ def open_task(name, text, vocab_size, steps, model):
     return place, setup
 
 
-def empty_model(setup, device, dtype=torch.float32):
+def empty_model(setup, device):
     """The model of a setup, its parameters not yet set."""
     with torch.device("meta"):
-        model = GPT(GPTConfig(**setup["model"]), dtype)
+        model = GPT(GPTConfig(**setup["model"]), getattr(torch, setup["dtype"]))
     return model.to_empty(device=device)
 
 

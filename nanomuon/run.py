@@ -125,7 +125,10 @@ def build_optimizer(
     if args.optimizer_file:
         build, own_schedule = user_file.load_recipe(args.optimizer_file)
         schedule = own_schedule or schedule
-    return user_file.make_optimizer(build, model, batch, runtime.world_size), schedule
+    optimizer = user_file.make_optimizer(
+        build, model, batch, runtime.world_size, ns_dtype=runtime.compute_dtype
+    )
+    return optimizer, schedule
 
 
 def start_run(
@@ -303,6 +306,7 @@ def write_report(run: Run, val_bpb: float, evaluation_seconds: float) -> None:
         **vars(run.args),
         "device_batch_size": run.plan.rows,
         "attention": run.measured.get("attention"),
+        "dtype": summary["dtype"],
     }
     for key, value in options.items():
         if key not in settings and value is not None:

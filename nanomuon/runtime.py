@@ -36,6 +36,10 @@ class Runtime:
     rank: int = 0
     world_size: int = 1
 
+    @property
+    def dtype_name(self) -> str:
+        return str(self.compute_dtype).removeprefix("torch.")
+
 
 def check_name(flag: str, name: str) -> None:
     """InputError where a name would leave the folder that it names a folder in."""

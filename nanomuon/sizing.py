@@ -1,7 +1,8 @@
-"""What this device has room and speed for: the rows of a micro-step, and the kernels of attention."""
+"""What this device has room and speed for: its dtype, the rows of a micro-step, the kernels of attention."""
 
 import math
 import os
+import time
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,9 @@ import torch
 from nanomuon import attention, footprint, parallel, schedule
 from nanomuon.gpt import GPTConfig
 from nanomuon.runtime import Runtime, print0, together
+
+BF16_PAYS = 1.3  # times float32: below, what a step does beside its products takes the gain back
+BF16_ROUNDS = 8
 
 
 def recalled(settings: dict, shard: str, tensor_parallel: int, runtime: Runtime) -> dict:
@@ -27,6 +31,41 @@ def recalled(settings: dict, shard: str, tensor_parallel: int, runtime: Runtime)
     }
     measured = settings.get("measured", {})
     return together(lambda: measured if measured.get("here") == here else {"here": here})[0]
+
+
+def choose_dtype(asked: str, runtime: Runtime, measured: dict) -> Runtime:
+    """The runtime with the compute dtype that was asked for: "bfloat16", "float32" or "auto".
+
+    "auto" is what the device multiplies best: on a CPU bf16 where a product is BF16_PAYS times as fast in it,
+    which the first rank decides for all. measured: see recalled(); a CPU that was measured for this run
+    before is not measured again.
+    """
+    name = asked
+    if asked == "auto":
+        name = runtime.dtype_name
+        if runtime.device.type == "cpu":
+            if "bf16_speedup" not in measured:
+                measured["bf16_speedup"] = together(cpu_bf16_speedup)[0]
+            name = "bfloat16" if measured["bf16_speedup"] >= BF16_PAYS else "float32"
+    return replace(runtime, compute_dtype=getattr(torch, name))
+
+
+def cpu_bf16_speedup() -> float:
+    """How many times as fast this CPU makes a product of 1,024 in bf16 as in float32; 0 where it has no
+    instructions for it, and would take several times as long.
+    """
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # {name: whether}; older PyTorch has none
+    if not any(has for name, has in capabilities.items() if "bf16" in name):
+        return 0.0
+    fastest = {}  # dtype -> seconds: what else runs on the machine can only make it slower
+    for _ in range(BF16_ROUNDS):
+        for dtype in (torch.float32, torch.bfloat16):
+            matrix = torch.ones(1024, 1024, dtype=dtype)
+            began = time.perf_counter()
+            matrix @ matrix
+            seconds = time.perf_counter() - began
+            fastest[dtype] = min(seconds, fastest.get(dtype, math.inf))
+    return round(fastest[torch.float32] / fastest[torch.bfloat16], 2)
 
 
 def device_batch_size(

@@ -169,11 +169,13 @@ class Distributed(Duplicated):
     def orthogonalize(self, U, shape):
         """`orthogonalize.orthogonalize` of pieces: Gram matrices are sums over the cut dimension."""
         table = orthogonalize.triples(self.whole.coefficients, self.whole.ns_steps)
-        gram_form = orthogonalize.gram_pays(*shape, len(table))
-        X = orthogonalize.in_iteration_precision(U)
+        gram_form, iteration_dtype = orthogonalize.newton_schulz_form(
+            *shape, len(table), U.device.type, self.whole.ns_dtype
+        )
+        X = orthogonalize.in_norm_dtype(U)
         norm = self.sum(torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).square(), 1, 2).sqrt()
         X = orthogonalize.normalized(X, norm, self.whole.coefficients)
-        X = orthogonalize.in_iteration_dtype(X, gram_form)
+        X = orthogonalize.in_iteration_dtype(X, iteration_dtype)
         if gram_form:
             for part in (table[:2], table[2:]):
                 if part:

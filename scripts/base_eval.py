@@ -8,7 +8,8 @@ import argparse
 
 import torch
 
-from nanomuon import shards
+from nanomuon import shards, sizing
+from nanomuon.arguments import add_dtype_argument
 from nanomuon.dataloader import validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.finished_run import load_run
@@ -26,9 +27,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--device-batch-size", type=int, default=16, help="rows at a time (default: %(default)s)"
     )
+    add_dtype_argument(parser)
     args = parser.parse_args(argv)
     check_at_least_1(args, "device_batch_size")
-    runtime = start()
+    runtime = sizing.choose_dtype(args.dtype, start(), {})
     model, tokenizer, about = load_run(args.run, runtime)
     corpus, vocab_size = about["corpus"], tokenizer.vocab_size
     folder = first_rank_first(lambda: shards.prepare(corpus, vocab_size, max_tokens=0), runtime)
@@ -38,7 +40,8 @@ def main(argv: list[str] | None = None) -> None:
         folder, model.config.seq_len, args.device_batch_size, runtime.rank, runtime.world_size, runtime.device
     )
     value = bits_per_byte(model, batches, torch.from_numpy(tokenizer.token_bytes).to(runtime.device))
-    print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {about['step']}\nval_bpb: {value:.4f}")
+    print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {about['step']}\ndtype: {runtime.dtype_name}")
+    print0(f"val_bpb: {value:.4f}")
 
 
 if __name__ == "__main__":

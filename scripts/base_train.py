@@ -163,6 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     args, settings, changed = together(lambda: resolved)[0]  # one settings.json, read once
     choose_compilation(args)
     measured = sizing.recalled(settings, args.shard, args.tensor_parallel, runtime)
+    runtime = sizing.choose_dtype(args.dtype, runtime, measured)
     # What is wrong with the arguments shows here, before the data is worked on
     plan = plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime, measured)
     if args.plan:

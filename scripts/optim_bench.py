@@ -1,14 +1,16 @@
 """Time optimizer steps on a model's real shapes, beside the floor: the same products alone, plus the bytes.
 
     python -m scripts.optim_bench --depth 8                        # one process, all contestants
+    python -m scripts.optim_bench --depth 8 --dtype float32        # where the CPU would take bf16
     python -m scripts.optim_bench --depth 8 --world 2              # the distributed step and its bytes
     python -m scripts.optim_bench --depth 4 --peer my_optim:MyOptimizer --json bench.json
 
 The contestants run in turn, round after round, so that a busy machine slows all of them; medians, the spread
 (half of the rounds lie within it) and the median of the ratio to the floor in the same round are printed.
-Floor: the products of the cheapest form of Newton-Schulz (see orthogonalize), into buffers that exist, plus
-20 bytes per float32 Muon parameter (gradient read; momentum and parameter read and written) and 28 per AdamW
-parameter at the bandwidth of a large copy.
+Floor: the products of Newton-Schulz in the form and dtype that the optimizer takes (see orthogonalize), into
+buffers that exist, plus 20 bytes per float32 Muon parameter (gradient read; momentum and parameter read and
+written) and 28 per AdamW parameter at the bandwidth of a large copy. torch.optim as shipped iterates in bf16
+on every device.
 """
 
 import argparse
@@ -27,11 +29,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nanomuon import sizing
+from nanomuon.arguments import add_dtype_argument
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import Bank, DistMuonAdamW, MuonAdamW
-from nanomuon.orthogonalize import gram_pays, newton_schulz_flops
+from nanomuon.orthogonalize import newton_schulz_form
 from nanomuon.param_groups import build_param_groups
-from nanomuon.runtime import InputError, cores, run_command
+from nanomuon.runtime import InputError, Runtime, cores, run_command
 
 NS_STEPS = 5
 
@@ -53,11 +57,15 @@ def main(argv=None):
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="cpu or cuda (default: %(default)s)",
     )
+    add_dtype_argument(parser)
     add("--json", help="also write the numbers to this file")
     args = parser.parse_args(argv)
     if min(args.depth, args.rounds, args.world) < 1:
         raise InputError("--depth, --rounds and --world are at least 1")
-    result = distributed(args) if args.world > 1 else compare(args)
+    native = torch.bfloat16 if args.device == "cuda" else torch.float32
+    runtime = sizing.choose_dtype(args.dtype, Runtime(torch.device(args.device), native), {})
+    result = distributed(args, runtime) if args.world > 1 else compare(args, runtime)
+    result["dtype"] = runtime.dtype_name
     result["machine"] = dict(
         device=torch.cuda.get_device_name() if args.device == "cuda" else f"{cores()} CPU cores",
         threads=torch.get_num_threads(),
@@ -111,11 +119,7 @@ def products(optimizer, device):
     calls = []
     for bank in muon_banks(optimizer):
         k, (short, long) = bank.batches[0][1], sorted(bank.shape)
-        gram = gram_pays(short, long, NS_STEPS)
-        if device == "cpu":
-            dtype = torch.float32
-        else:
-            dtype = torch.float16 if gram else torch.bfloat16
+        gram, dtype = newton_schulz_form(short, long, NS_STEPS, device, optimizer.ns_dtype)
         X, Y = (torch.randn(k, short, long, device=device, dtype=dtype) / long for _ in range(2))
         A, B = (torch.randn(k, short, short, device=device, dtype=dtype) / short for _ in range(2))
         # The long side is touched 4 times in Gram form (2 products to R, 2 from Q), twice a step in the plain
@@ -160,7 +164,7 @@ class TorchMuonAdamW:
                 part.step()
 
 
-def compare(args):
+def compare(args, runtime):
     groups = model_groups(args)
     bandwidth = copy_bandwidth(args.device)
     tables = {}
@@ -169,7 +173,7 @@ def compare(args):
         ("AdamW", [g for g in groups if g["kind"] == "adamw"]),
         ("whole step", groups),
     ):
-        ours = MuonAdamW(chosen)
+        ours = MuonAdamW(chosen, ns_dtype=runtime.compute_dtype)
         multiply = products(ours, args.device)
         traffic = sum((20 if g["kind"] == "muon" else 28) * p.numel() for g in chosen for p in g["params"])
         torchs, torchs32 = TorchMuonAdamW(chosen, False), TorchMuonAdamW(chosen, True)
@@ -185,6 +189,9 @@ def compare(args):
             "torch.optim, float32": torchs32.step,
             "torch.optim, as shipped": torchs.step,
         }
+        if runtime.compute_dtype != torch.float32:
+            float32 = MuonAdamW(chosen, ns_dtype=torch.float32)
+            contestants["float32's floor"] = products(float32, args.device)
         if args.peer:
             module, _, name = args.peer.partition(":")
             contestants[args.peer] = getattr(importlib.import_module(module), name)(chosen).step
@@ -192,13 +199,15 @@ def compare(args):
         times = {name: [] for name in contestants}
         for round in range(-1, args.rounds):
             for name, run in contestants.items():
-                ms = timed(run, args.device) + (1e3 * traffic / bandwidth if name == "floor" else 0)
+                ms = timed(run, args.device)
+                if name.endswith("floor"):
+                    ms += 1e3 * traffic / bandwidth
                 if round >= 0:
                     times[name].append(ms)
         tables[part] = report(part, times, first)
-    flops = sum(len(bank.matrices) * newton_schulz_flops(*bank.shape, NS_STEPS) for bank in muon_banks(ours))
+    flops = sum(len(bank.matrices) * bank.direction.flops(*bank.shape) for bank in muon_banks(ours))
     parameters = sum(p.numel() for g in groups for p in g["params"])
-    print(f"\ndepth {args.depth}: {parameters / 1e6:.1f} M parameters", end=", ")
+    print(f"\ndepth {args.depth}: {parameters / 1e6:.1f} M parameters, {runtime.dtype_name}", end=", ")
     print(f"Newton-Schulz {flops / 1e9:.1f} GFLOP a step")
     print(f"copy bandwidth {bandwidth / 1e9:.1f} GB/s, {args.rounds} rounds")
     return dict(
@@ -233,9 +242,9 @@ class SentBytes(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def distributed(args):
+def distributed(args, runtime):
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_main, (args, folder), nprocs=args.world)
+        torch.multiprocessing.spawn(rank_main, (args, runtime, folder), nprocs=args.world)
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(args.world)]
     times = [rank["times"] for rank in ranks]
     slowest = [max(of_a_round) for of_a_round in zip(*times, strict=True)]
@@ -249,14 +258,14 @@ def distributed(args):
     )
 
 
-def rank_main(rank, args, folder):
+def rank_main(rank, args, runtime, folder):
     backend = "nccl" if args.device == "cuda" else "gloo"
     if args.device == "cuda":
         torch.cuda.set_device(rank)
     torch.set_num_threads(max(1, cores() // args.world))
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=args.world)
     groups = model_groups(args, seed=rank)
-    optimizer = DistMuonAdamW(groups)
+    optimizer = DistMuonAdamW(groups, ns_dtype=runtime.compute_dtype)
     with compilation(False), SentBytes() as sent:
         optimizer.step()
     times = []

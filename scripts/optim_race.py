@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 from nanomuon import compare, race, report
+from nanomuon.arguments import add_dtype_argument
 from nanomuon.race_contenders import Contender
 from nanomuon.race_tasks import TASKS, empty_model, open_task
 from nanomuon.runtime import (
@@ -54,6 +55,7 @@ def main(argv=None):
     args = parse_arguments(argv)
     place, setup = open_task(args.task, args.text, args.vocab_size, args.steps, dict(args.model))
     folder = base_dir() / "races" / (args.name or args.task)
+    setup["dtype"] = race.choose_dtype(args.dtype, folder)
     baseline = Contender(args.baseline or args.contenders[0])
     contenders = distinct([baseline, *map(Contender, args.contenders)])
     announce(args.task, setup, folder)
@@ -129,6 +131,7 @@ def parse_arguments(argv):
         help="tokens in the vocabulary of the tasks with a tokenizer (default: the task's)",
     )
     add("--name", help="folder of the race under races/ (default: the task)")
+    add_dtype_argument(parser)
     jobs = torch.cuda.device_count() or cores()
     add("--jobs", type=int, default=jobs, help="runs at a time (default: one a GPU or core, %(default)s)")
     args = parser.parse_args(argv)
@@ -172,7 +175,7 @@ def announce(task, setup, folder):
     embedding = counts["wte"]
     print(
         f"{task}: {setup['steps']} steps, {counts['total'] - embedding:,} parameters beside the token "
-        f"embedding's {embedding:,}; results in {folder}",
+        f"embedding's {embedding:,}, {setup['dtype']}; results in {folder}",
         flush=True,
     )
 

@@ -6,6 +6,8 @@ python -m scripts.sample --run base --samples 3 --temperature 0.6
 
 import argparse
 
+from nanomuon import sizing
+from nanomuon.arguments import add_dtype_argument
 from nanomuon.finished_run import load_run
 from nanomuon.generate import sample_texts
 from nanomuon.runtime import InputError, check_at_least_1, run_command, start
@@ -28,11 +30,12 @@ def main(argv: list[str] | None = None) -> None:
         "--top-k", type=int, default=50, help="draw from this many tokens (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first sample (default: %(default)s)")
+    add_dtype_argument(parser)
     args = parser.parse_args(argv)
     check_at_least_1(args, "samples", "max_tokens", "top_k")
     if not args.temperature >= 0:
         raise InputError(f"--temperature must not be below 0, but is {args.temperature}")
-    model, tokenizer, _ = load_run(args.run, start())
+    model, tokenizer, _ = load_run(args.run, sizing.choose_dtype(args.dtype, start(), {}))
     texts = sample_texts(
         model,
         tokenizer,

@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     check_step_arguments(args)
     args.compile = args.compile is not False  # no run to end sooner
     choose_compilation(args)
-    runtime = start()
+    runtime = sizing.choose_dtype(args.dtype, start(), {})
     if runtime.world_size > 1:
         raise InputError("train_bench measures one process; start it without torchrun")
     table = attention_table if args.attention else step_table
@@ -167,7 +167,7 @@ def step_table(args, rounds, runtime):
     build = recipe.param_groups
     if args.optimizer_file:
         build, _ = user_file.load_recipe(args.optimizer_file)
-    optimizer = user_file.make_optimizer(build, model, batch)
+    optimizer = user_file.make_optimizer(build, model, batch, ns_dtype=runtime.compute_dtype)
     loader = TrainLoader(data, config.seq_len, rows, plan.rows, 0, 1, args.seed, device)
     products = model_products(model, next(loader)[0])
     newton_schulz = optim_bench.products(optimizer, device.type)
@@ -221,7 +221,8 @@ def step_table(args, rounds, runtime):
         tokens_per_second=batch / seconds,
         peak_memory_mb=peak_memory_mb(device),
     )
-    print(f"{batch / seconds:,.0f} tokens/s, peak memory {result['peak_memory_mb']:,} MB")
+    print(f"{runtime.dtype_name}: {batch / seconds:,.0f} tokens/s", end=", ")
+    print(f"peak memory {result['peak_memory_mb']:,} MB")
     if device.type == "cuda":
         peak = peak_flops(device)
         if peak is not None:

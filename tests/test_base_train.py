@@ -4,6 +4,7 @@ processes.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -220,8 +221,29 @@ def test_run_command_turns_what_the_user_can_fix_into_one_line(error, capsys):
     assert "/data/shard" in message or "no such thing" in message
 
 
+def test_a_run_in_bf16_learns_and_resumes_bit_for_bit(base, whole_run):
+    """Its last steps done again from a checkpoint, by the command that leaves the dtype to the run."""
+    command = arguments(base, "half-precision", 40, "--eval-every", "-1", "--save-every", "30")
+    at = command.index("--dtype")
+    assert base_train.main([*command[:at], "--dtype", "bfloat16", *command[at + 2 :]]) == 0
+    run = base / "runs" / "half-precision"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["dtype"] == "bfloat16" and "bfloat16" in (run / "report.md").read_text()
+    before, model = losses(base, "half-precision"), load_file(run / "model.safetensors")
+    assert before[-1] < before[0] - 0.2
+    in_float32 = losses(base, "whole")
+    assert before != in_float32 and before == pytest.approx(in_float32, abs=0.03)
+
+    shutil.rmtree(run / "checkpoints" / "step_40")
+    (run / "summary.json").unlink()
+    assert base_train.main([*command[:at], *command[at + 2 :]]) == 0
+    assert losses(base, "half-precision") == before
+    again = load_file(run / "model.safetensors")
+    assert all(torch.equal(again[name], model[name]) for name in model)
+
+
 def test_evaluating_a_finished_run_gives_its_figure_again(whole_run, capsys):
-    base_eval.main(["--run", "whole"])
+    base_eval.main(["--run", "whole", "--dtype", "float32"])
     summary = json.loads((whole_run / "summary.json").read_text())
     assert f"val_bpb: {summary['val_bpb']:.4f}" in capsys.readouterr().out
 

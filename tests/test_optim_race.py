@@ -18,7 +18,9 @@ from nanomuon.runtime import InputError
 from scripts import optim_race
 from tests.training import wait_until
 
-SMALL = "--model depth=1 width=32 heads=2 kv_heads=2 seq_len=16 --steps 50 --targets 3.0 --jobs 1".split()
+SMALL = (
+    "--model depth=1 width=32 heads=2 kv_heads=2 seq_len=16 --steps 50 --targets 3.0 --jobs 1 --dtype float32"
+).split()
 
 
 class Inline:
@@ -123,6 +125,7 @@ def open_small(text, **model):
     """Setup and place of a small race, in the order of race.train."""
     model = dict(depth=1, width=32, heads=2, kv_heads=2, seq_len=16) | model
     place, setup = race_tasks.open_task("shakespeare", str(text), None, 50, model)
+    setup["dtype"] = "float32"
     return setup, place
 
 
@@ -284,7 +287,7 @@ def test_a_corpus_is_raced_on_with_the_loader_of_base_train(base, environment, t
     place, setup = race_tasks.corpus_setup(
         f"path:{base}/texts", 300, dict(depth=1), seq_len=32, rows=8, **options
     )
-    setup["name"] = "python"
+    setup |= {"name": "python", "dtype": "float32"}
     halves = race.train(setup, place, "default", 0, tmp_path / "halves.json")
     whole = race.train(setup | {"micro_rows": 8}, place, "default", 0, tmp_path / "whole.json")
     assert halves["score"] == pytest.approx(whole["score"], abs=1e-4)

@@ -38,6 +38,29 @@ def measurements(monkeypatch):
     return found
 
 
+def test_bf16_is_taken_on_a_cpu_that_is_faster_in_it_and_remembered(monkeypatch):
+    speedups = iter([1.29, 1.31])
+    monkeypatch.setattr(sizing, "cpu_bf16_speedup", lambda: next(speedups))
+    cpu = Runtime(torch.device("cpu"), torch.float32)
+    assert sizing.choose_dtype("auto", cpu, {}).compute_dtype == torch.float32
+    measured = {}
+    assert sizing.choose_dtype("auto", cpu, measured).compute_dtype == torch.bfloat16
+    measured = json.loads(json.dumps(measured))  # as settings.json keeps it
+    assert sizing.choose_dtype("auto", cpu, measured).compute_dtype == torch.bfloat16
+    assert next(speedups, "none left") == "none left"
+    for name in ("float32", "bfloat16"):  # what is asked for is not measured
+        assert sizing.choose_dtype(name, cpu, {}).dtype_name == name
+    assert sizing.choose_dtype("auto", CUDA, {}) == CUDA
+    assert sizing.choose_dtype("float32", CUDA, {}).compute_dtype == torch.float32
+
+
+def test_the_speedup_of_bf16_is_none_without_instructions_and_a_ratio_with_them(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True, "avx512_bf16": False})
+    assert sizing.cpu_bf16_speedup() == 0
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    assert sizing.cpu_bf16_speedup() > 0.02
+
+
 def backends(found):
     return {key[-1]: backend.__name__ for key, backend in found["chosen"].items()}
 

@@ -12,7 +12,7 @@ import time
 
 SMALL = (
     "--depth 2 --max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --vocab-size 300 "
-    "--eval-tokens 512"
+    "--eval-tokens 512 --dtype float32"
 ).split()
 TIMES = ("step_ms", "tokens_per_second", "optimizer_ms")  # what differs between two runs of the same
 
