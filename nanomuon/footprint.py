@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nanomuon import recipe
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.optim import MuonAdamW, Transfer, World
+from nanomuon.optim import MuonAdamW, Transfer, World, named_parameters
 from nanomuon.parallel import COLUMNS, ROWS
 from nanomuon.sharded import Cut
 
@@ -163,7 +163,7 @@ class RankPlan:
         return planned
 
     def weights(self) -> int:
-        return sum(param.nbytes for _, param, _ in self.optimizer.named(self.optimizer.param_groups))
+        return sum(param.nbytes for _, param, _ in named_parameters(self.optimizer.param_groups))
 
     def state(self) -> int:
         total = 0

@@ -317,10 +317,12 @@ class Hyperparameters:
         self.tables = {}  # (device, dtype) -> tables
         self.params = []  # of all groups, in their order: that of `ok`
         self.position = {}  # parameter -> its place in that order
+        self.planned = {}  # parameter -> its device and dtype
 
     def add(self, params):
         for param in params:
             self.position[param] = len(self.params)
+            self.planned[param] = param.device, param.dtype
             self.params.append(param)
 
     def positions(self, params, device):
@@ -1128,22 +1130,22 @@ class Agreement:
     the same.
     """
 
-    def __init__(self, optimizer):
-        self.optimizer, self.world = optimizer, optimizer.world
-        hyperparameters = optimizer.hyperparameters
-        like = torch.zeros((), dtype=torch.float32, device=optimizer.skipped_steps.device)
-        # Both reach the device with the hyperparameters. The list of parameters grows with every group
-        self.has_gradient = hyperparameters.table(
-            lambda p: {"has": has_gradient(p)}, hyperparameters.params, like
-        )
-        self.fingerprints = hyperparameters.table(lambda _: self.fingerprint(), [optimizer], like)
+    def __init__(self, world, param_groups, hyperparameters, skipped_steps):
+        # Not the optimizer, which holds this: a cycle would keep its process group alive until the
+        # interpreter ends, when gloo's threads may abort it
+        self.world, self.param_groups = world, param_groups
+        self.params, self.skipped_steps = hyperparameters.params, skipped_steps  # the list grows with groups
+        like = torch.zeros((), dtype=torch.float32, device=skipped_steps.device)
+        # Both reach the device with the hyperparameters
+        self.has_gradient = hyperparameters.table(lambda p: {"has": has_gradient(p)}, self.params, like)
+        fingerprints = fingerprints_of_groups if world.size > 1 else no_fingerprints
+        self.fingerprints = hyperparameters.table(fingerprints, [param_groups], like)
         self.on_its_way = None  # (event, 0-D on the host) of a GPU's answer about the fingerprints
 
     def ask(self, told):
         """Launch the all_reduce. told: False, or a 0-D tensor that is false, for something bad."""
-        params = [param for param in self.optimizer.hyperparameters.params if has_gradient(param)]
-        grads = [local(param.grad) for param in params]
-        finite = torch.ones_like(self.optimizer.skipped_steps, dtype=torch.bool)
+        grads = [local(param.grad) for param in self.params if has_gradient(param)]
+        finite = torch.ones_like(self.skipped_steps, dtype=torch.bool)
         if grads:
             dtype = functools.reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
             finite = torch.stack(torch._foreach_norm(grads, dtype=dtype)).isfinite().all()
@@ -1159,19 +1161,9 @@ class Agreement:
         0 for all of them where something is not finite on any rank; 0 for one that has a gradient on none.
         """
         bad, has_gradient_somewhere, fingerprints = facts.split([1, len(facts) - 3, 2])
-        self.optimizer.skipped_steps += bad[0] > 0
+        self.skipped_steps += bad[0] > 0
         self.notice(fingerprints.sum())
         return (1 - bad) * has_gradient_somewhere
-
-    def values(self):
-        """The hyperparameters that kernels read, by group."""
-        groups = self.optimizer.param_groups
-        return [KINDS[group["kind"]].hyperparameters(group) for group in groups]
-
-    def fingerprint(self):
-        """Of the hyperparameters; one process has nobody to compare them with."""
-        fingerprint = fingerprint_of(self.values()) if self.world.size > 1 else 0
-        return {"fingerprint": fingerprint, "minus_fingerprint": -fingerprint}
 
     def notice(self, difference):
         """ValueError where ranks have other hyperparameters; on a GPU, not waited for, in one of the next
@@ -1191,9 +1183,8 @@ class Agreement:
 
     def refuse(self, difference):
         if difference != 0:
-            raise ValueError(
-                f"ranks have different hyperparameters; rank {self.world.rank} has {self.values()}"
-            )
+            values = hyperparameters_of(self.param_groups)
+            raise ValueError(f"ranks have different hyperparameters; rank {self.world.rank} has {values}")
 
     def check_parameters(self, groups):
         """ValueError on every rank where they bring other parameters or options, or the same in another
@@ -1202,7 +1193,7 @@ class Agreement:
         if self.world.size == 1 or self.world.process_group is None:
             return
         mine = []
-        for name, param, group in self.optimizer.named(groups):
+        for name, param, group in named_parameters(groups):
             kind, chosen = KINDS[group["kind"]], {}
             for key in sorted(kind.structure):
                 if group[key] != kind.options.get(key):
@@ -1212,7 +1203,7 @@ class Agreement:
             )
         fingerprint = fingerprint_of(mine)
         both = torch.tensor([fingerprint, -fingerprint], dtype=torch.float32)
-        both = both.to(self.optimizer.skipped_steps.device)
+        both = both.to(self.skipped_steps.device)
         if self.world.all_reduce(both, dist.ReduceOp.MAX).wait().sum() == 0:
             return
         of_ranks = [None] * self.world.size
@@ -1226,9 +1217,30 @@ class Agreement:
                     raise ValueError(f"ranks have different parameters: {difference}")
 
 
+def hyperparameters_of(groups):
+    """What kernels read, by group."""
+    return [KINDS[group["kind"]].hyperparameters(group) for group in groups]
+
+
+def fingerprints_of_groups(groups):
+    fingerprint = fingerprint_of(hyperparameters_of(groups))
+    return {"fingerprint": fingerprint, "minus_fingerprint": -fingerprint}
+
+
+def no_fingerprints(groups):
+    """One process has nobody to compare them with."""
+    return {"fingerprint": 0, "minus_fingerprint": 0}
+
+
 def fingerprint_of(values):
     """An integer that float32 holds exactly."""
     return zlib.crc32(repr(values).encode()) % 2**24
+
+
+def named_parameters(groups):
+    for group in groups:
+        for name, param in zip(group["names"], group["params"], strict=True):
+            yield name, param, group
 
 
 def has_gradient(param):
@@ -1282,18 +1294,24 @@ class MuonAdamW(torch.optim.Optimizer):
         if ns_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"ns_dtype is None, torch.float32 or torch.bfloat16, not {ns_dtype!r}")
         self.compile, self.matmul_precision, self.ns_dtype = compile, matmul_precision, ns_dtype
-        self.works = []  # the pieces of work, in the order of their collectives, which all ranks share
         self.launched, self.overlapped = 0, False  # the first so many have collected, in overlap_backward
-        self.places = {}  # parameter -> {name of its state: place}
-        self.hyperparameters = Hyperparameters()
         super().__init__(param_groups, {})
-        device = next((param.device for _, param, _ in self.named(self.param_groups)), None)
-        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
-        self.compiles = self.decide_compilation(self.skipped_steps.device)
-        self.agreement = Agreement(self)
-        self.plan(self.param_groups)
+        self.plan_all()
         # Schedulers look here for what they may cycle: OneCycleLR writes group["momentum"]
         self.defaults["momentum"] = 0.95
+
+    def plan_all(self):
+        """Make the pieces of work of all groups, with state of zero."""
+        self.works = []  # in the order of their collectives, which all ranks share
+        self.places = {}  # parameter -> {name of its state: place}
+        self.state.clear()
+        self.has_state = False  # of steps that were taken or loaded
+        self.hyperparameters = Hyperparameters()
+        device = next((param.device for _, param, _ in named_parameters(self.param_groups)), None)
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.compiles = self.decide_compilation(self.skipped_steps.device)
+        self.agreement = Agreement(self.world, self.param_groups, self.hyperparameters, self.skipped_steps)
+        self.plan(self.param_groups)
 
     @classmethod
     def for_model(cls, model, lr=3e-4, weight_decay=0.01, *, muon_lr=None, **settings):
@@ -1326,11 +1344,6 @@ class MuonAdamW(torch.optim.Optimizer):
         if hasattr(self, "skipped_steps"):  # not while the constructor adds the first ones: those share banks
             self.plan(self.param_groups[-1:])
 
-    def named(self, groups):
-        for group in groups:
-            for name, param in zip(group["names"], group["params"], strict=True):
-                yield name, param, group
-
     # ---- the step
 
     @torch.no_grad()
@@ -1342,6 +1355,8 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         with torch.enable_grad():
             loss = closure() if closure else None
+        self.follow_parameters()
+        self.has_state = True
         for i, group in enumerate(self.param_groups):  # a schedule may have written into them
             try:
                 check_values(group)
@@ -1402,9 +1417,9 @@ class MuonAdamW(torch.optim.Optimizer):
     def plan(self, groups):
         """Cut the parameters of these groups into pieces of work and create their state."""
         self.agreement.check_parameters(groups)
-        self.hyperparameters.add([param for _, param, _ in self.named(groups)])
+        self.hyperparameters.add([param for _, param, _ in named_parameters(groups)])
         pieces, in_pieces = {}, []  # what has to be alike -> [(parameter, group)]
-        for name, param, group in self.named(groups):
+        for name, param, group in named_parameters(groups):
             if is_cut(param):
                 if self.world.size == 1 and isinstance(param, DTensor):
                     raise ValueError(f"{name} is sharded over {param.device_mesh}: DistMuonAdamW trains it")
@@ -1429,6 +1444,23 @@ class MuonAdamW(torch.optim.Optimizer):
             for param, places in work.places.items():
                 self.places[param] = places
                 self.state[param].update({name: place.tensor for name, place in places.items() if place.here})
+
+    def follow_parameters(self):
+        """Plan anew where what is in the groups is not what was planned: accelerate takes a model with its
+        optimizer, moves it to its device, and puts FSDP2's parameters into the groups.
+        """
+        planned = self.hyperparameters.planned
+        for name, param, _ in named_parameters(self.param_groups):
+            if param.grad is not None and param.grad.is_sparse:
+                raise ValueError(f"{name} has a sparse gradient: take nn.Embedding(..., sparse=False)")
+            if planned.get(param) != (param.device, param.dtype):
+                if self.has_state:
+                    raise ValueError(
+                        f"{name} has been moved, converted or replaced since the optimizer has state of it: "
+                        "prepare the model before its optimizer"
+                    )
+                self.plan_all()
+                return
 
     def start_equal(self, param):
         """Rank 0's values: a different seed per rank must not train different models."""
@@ -1510,7 +1542,7 @@ class MuonAdamW(torch.optim.Optimizer):
         what another rank owns is not in it: full_state_dict() has all.
         """
         named = self.named_state_dict()
-        numbers = {name: i for i, (name, _, _) in enumerate(self.named(self.param_groups))}
+        numbers = {name: i for i, (name, _, _) in enumerate(named_parameters(self.param_groups))}
         for group in named["param_groups"]:
             group["params"] = [numbers[name] for name in group["names"]]
         state = {numbers[name]: entry for name, entry in named["state"].items()}
@@ -1519,7 +1551,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def named_state_dict(self):
         """The same by name: {"state": {name: {key: tensor}}, ...}, and groups without `params`."""
         state = {}
-        for name, param, _ in self.named(self.param_groups):
+        for name, param, _ in named_parameters(self.param_groups):
             entry = {key: place.shown() for key, place in self.places.get(param, {}).items() if place.here}
             if entry:
                 state[name] = entry
@@ -1531,7 +1563,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def full_state_dict(self):
         """named_state_dict() with the whole of every tensor on every rank, as copies. Collective."""
         state = {}
-        for name, param, _ in self.named(self.param_groups):
+        for name, param, _ in named_parameters(self.param_groups):
             if param in self.places:
                 state[name] = {key: place.gathered() for key, place in self.places[param].items()}
         return {"state": state, "param_groups": self.named_state_dict()["param_groups"]}
@@ -1551,12 +1583,13 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         if hyperparameters not in ("restore", "keep"):
             raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
+        self.follow_parameters()
         saved = SavedState(state_dict, self.param_groups)
         values = [{}] * len(self.param_groups)
         if hyperparameters == "restore":
             values = [saved.hyperparameters(i, group) for i, group in enumerate(self.param_groups)]
         found = []  # (place, what was saved of it)
-        for name, param, group in self.named(self.param_groups):
+        for name, param, group in named_parameters(self.param_groups):
             places = self.places.get(param, {})
             entry = saved.entry(name, group["kind"], places)
             for key, place in places.items():
@@ -1573,6 +1606,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 place.tensor.copy_(piece)
         for group, restored in zip(self.param_groups, values, strict=True):
             group.update(restored)
+        self.has_state = True
 
     def missing(self, key, name):
         if self.world.size == 1:
@@ -1607,6 +1641,7 @@ class MuonAdamW(torch.optim.Optimizer):
         for group, values in zip(self.param_groups, written_later, strict=True):
             group.update(values)
         self.skipped_steps.copy_(copied["skipped_steps"])
+        self.has_state = True
         for param, entry in copied["state"].items():
             for key, tensor in entry.items():
                 self.state[param][key].copy_(tensor)

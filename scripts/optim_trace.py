@@ -289,7 +289,7 @@ def is_muon(work):
 def short_names(work, optimizer):
     """{parameter: its name without what all names have}."""
     names = {}
-    for name, param, _ in optimizer.named(optimizer.param_groups):
+    for name, param, _ in optim.named_parameters(optimizer.param_groups):
         if param in work.places:
             names[param] = name.removesuffix(".weight").removeprefix("blocks.")
     return names

@@ -1,6 +1,8 @@
 """What training loops that are not ours do with a torch optimizer, done with MuonAdamW and DistMuonAdamW."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -286,3 +288,78 @@ def late_group(group, kind):
 def test_a_group_that_comes_later_on_two_ranks(kind):
     for changed, saved in run_world(2, late_group, kind):
         assert changed and saved
+
+
+def prepared_after(group, model):
+    """What accelerate does: fully_shard a model that has its optimizer, and put the new parameters into the
+    groups.
+    """
+    optimizer = DistMuonAdamW(groups_of(model), group)
+    names = {param: name for name, param in model.named_parameters()}
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=dist.DeviceMesh.from_group(group, "cpu"))
+    sharded = dict(model.named_parameters())
+    for param_group in optimizer.param_groups:
+        param_group["params"] = [sharded[names[param]] for param in param_group["params"]]
+    return optimizer
+
+
+def trained_after_it_was_prepared(group):
+    rank = dist.get_rank(group)
+    model = build()
+    optimizer = prepared_after(group, model)
+    train(model, optimizer, range(3), rank)
+    return [param.full_tensor().detach() for param in model.parameters()]
+
+
+def test_parameters_that_fsdp_replaces_in_the_groups_are_trained():
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    for step in range(3):
+        optimizer.zero_grad()
+        ((loss_of(model, step, 0) + loss_of(model, step, 1)) / 2).backward()
+        optimizer.step()
+    for params in run_world(2, trained_after_it_was_prepared):
+        for ours, expected in zip(params, model.parameters(), strict=True):
+            torch.testing.assert_close(ours, expected.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_that_is_converted_after_its_optimizer_was_built():
+    before, after = build(), build()
+    early = MuonAdamW(groups_of(before))
+    before.double()
+    after.double()
+    late = MuonAdamW(groups_of(after))
+    for model, optimizer in ((before, early), (after, late)):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(before.parameters(), after.parameters(), strict=True))
+    before.float()
+    with pytest.raises(ValueError, match="0.weight has been moved, converted or replaced"):
+        early.step()
+
+
+def test_a_sparse_gradient_is_refused_by_name():
+    embedding = nn.Embedding(5, 4, sparse=True)
+    optimizer = MuonAdamW(build_param_groups(embedding, muon=MUON, adamw=ADAMW))
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="weight has a sparse gradient"):
+        optimizer.step()
+
+
+def test_an_optimizer_goes_with_its_last_reference():
+    """Without the garbage collector: a process group that lives until the interpreter ends is aborted by gloo
+    now and then.
+    """
+    MuonAdamW(groups_of(build())).step()  # the first one is held by what torch._dynamo imports on the way
+    gc.collect()
+    gc.disable()
+    try:
+        optimizer = MuonAdamW(groups_of(build()))
+        optimizer.step()
+        parts = [weakref.ref(part) for part in (optimizer, optimizer.agreement, optimizer.works[0])]
+        del optimizer
+        assert [part() for part in parts] == [None] * 3
+    finally:
+        gc.enable()
