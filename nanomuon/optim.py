@@ -1111,7 +1111,13 @@ def update_scales(direction, matrices, shape, like):
     rows = []
     for matrix in matrices:
         m, n = shape[::-1] if matrix.transposed else shape
-        rows.append(direction.row_scales(matrix.group["scale"], m, n))
+        rule = matrix.group["scale"]
+        if callable(rule) and matrix.param.ndim > 3:
+            rows.append(
+                [float(rule(*matrix.param.shape))]
+            )  # a convolution: it may look at the kernel's sides
+        else:
+            rows.append(direction.row_scales(rule, m, n))
     values = torch.tensor(rows, dtype=like.dtype, device=like.device)
     return values.view(len(matrices), -1, 1) if rows else values.view(0, 1, 1)
 

@@ -336,7 +336,8 @@ def check_muon_group(group):
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
         raise ValueError(f"ns_steps must be a whole number or None, but is {steps!r}")
     triples(group["coefficients"], steps)
-    update_scale(group["scale"], 1, 1)
+    if not callable(group["scale"]):
+        update_scale(group["scale"], 1, 1)
     if group["split"] is not None:
         for param in group["params"]:
             split_rows(group["split"], param.size(1 if param.ndim == 3 else 0))

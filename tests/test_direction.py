@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW, muon_direction
+from nanomuon.orthogonalize import orthogonalize
 from tests import test_optim_dist, test_sharded
 from tests.test_optim_dist import assert_close, assert_same_everywhere, build
 from tests.worlds import run_world
@@ -24,16 +25,16 @@ ROWS = [Shard(0)]
 TOLERANCE = 1e-9
 
 
-def documented():
+def documented(name):
     """The function in the page, as a function of this module, so that other processes can be told of it."""
     page = Path(__file__).parent.parent / "docs" / "add_your_optimizer.md"
-    (code,) = re.findall(r"```python\n(def whitened.*?)```", page.read_text(), re.DOTALL)
-    names = {"__name__": __name__, "torch": torch}
+    (code,) = re.findall(rf"```python\n(def {name}.*?)```", page.read_text(), re.DOTALL)
+    names = {"__name__": __name__, "torch": torch, "orthogonalize": orthogonalize}
     exec(code, names)
-    return names["whitened"]
+    return names[name]
 
 
-whitened = documented()
+whitened, by_row = documented("whitened"), documented("by_row")
 
 
 def like_the_default(U, kept, ok, square_weight):
@@ -94,6 +95,37 @@ def test_the_default_as_a_function_gives_what_the_default_gives(size):
     options = [("direction", like_the_default)]
     results = run_world(size, test_optim_dist.many_processes, MODEL, 6, torch.float64, 0, None, options)
     assert_close(results[0], test_optim_dist.one_process(MODEL, size, 6, torch.float64), TOLERANCE)
+
+
+def test_the_second_moment_by_row_is_the_default_of_tall_matrices_and_not_of_wide_ones():
+    tall = [("muon", (16, 8))] * 2
+    ours, _ = test_optim_dist.one_process(tall, 1, 6, torch.float64, direction=by_row)
+    default, _ = test_optim_dist.one_process(tall, 1, 6, torch.float64)
+    for p, q in zip(ours, default, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=0)
+
+    (param,), groups = build([("muon", (8, 16))], lr=0.1, weight_decay=0.0, scale="shape", direction=by_row)
+    before, param.grad = param.detach().clone(), torch.randn(8, 16, dtype=torch.float64)
+    MuonAdamW(groups).step()
+    row_norms = (before - param.detach()).norm(dim=1)  # after one step every row is divided by its own norm
+    torch.testing.assert_close(row_norms, row_norms.mean().expand(8), rtol=1e-9, atol=0)
+
+
+def test_a_scale_of_ones_own_sees_the_kernel_of_a_convolution():
+    seen = []
+
+    def scale(out, channels, *kernel):
+        seen.append((out, channels, *kernel))
+        return 2.0 if kernel else 1.0
+
+    moved = []
+    for rule in (scale, lambda *shape: 1.0):
+        (conv, _), groups = build([("muon", (6, 2, 3, 3)), ("muon", (4, 5))], scale=rule, weight_decay=0.0)
+        before, conv.grad = conv.detach().clone(), torch.ones(6, 2, 3, 3, dtype=torch.float64)
+        MuonAdamW(groups).step()
+        moved.append(conv.detach() - before)
+    assert (6, 2, 3, 3) in seen and (4, 5) in seen
+    torch.testing.assert_close(moved[0], 2 * moved[1])
 
 
 def test_state_is_named_and_shaped_as_declared():
