@@ -31,7 +31,7 @@ from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import Bank, DistMuonAdamW, MuonAdamW
 from nanomuon.orthogonalize import gram_pays, newton_schulz_flops
 from nanomuon.param_groups import build_param_groups
-from nanomuon.runtime import InputError, cores, run_command
+from nanomuon.runtime import InputError, cores, run_command, usable_gpus
 
 NS_STEPS = 5
 
@@ -50,7 +50,7 @@ def main(argv=None):
     add("--peer", help="module:Class of another optimizer that takes the same param groups")
     add(
         "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
+        default="cuda" if usable_gpus() else "cpu",
         help="cpu or cuda (default: %(default)s)",
     )
     add("--json", help="also write the numbers to this file")

@@ -32,7 +32,6 @@ import statistics
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from nanomuon import compare, race, report
 from nanomuon.race_contenders import Contender
@@ -44,6 +43,7 @@ from nanomuon.runtime import (
     check_name,
     cores,
     run_command,
+    usable_gpus,
     write_text,
 )
 
@@ -129,7 +129,7 @@ def parse_arguments(argv):
         help="tokens in the vocabulary of the tasks with a tokenizer (default: the task's)",
     )
     add("--name", help="folder of the race under races/ (default: the task)")
-    jobs = torch.cuda.device_count() or cores()
+    jobs = usable_gpus() or cores()
     add("--jobs", type=int, default=jobs, help="runs at a time (default: one a GPU or core, %(default)s)")
     args = parser.parse_args(argv)
     check_arguments(args)
