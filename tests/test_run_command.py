@@ -35,9 +35,8 @@ def test_an_error_on_one_rank_ends_the_launch(kind, place):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += ["-m", "tests.failing_rank", kind, place]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    began = time.monotonic()
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
-    seconds = time.monotonic() - began
+    ended = time.time()
     said, report = result.stderr.split("tests.failing_rank FAILED")
     assert result.returncode == 1
     assert said.count(message) == 1
@@ -48,4 +47,4 @@ def test_an_error_on_one_rank_ends_the_launch(kind, place):
     codes = dict(re.findall(r"rank      : (\d) .*\n  exitcode  : (-?\d+) ", report))
     expected = {"0": str(BUG), "1": str(code)} if place == "alone" else {"0": str(code), "1": str(code)}
     assert codes == expected
-    assert seconds < 15
+    assert ended - float(result.stdout.split()[-1]) < 15
