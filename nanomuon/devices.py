@@ -12,7 +12,7 @@ import torch
 
 NVIDIA_SMI_SECONDS = 10  # for an answer of nvidia-smi, which hangs where the driver does
 # The first driver that runs programs of a CUDA version ("minor version compatibility", CUDA release notes)
-OLDEST_DRIVER = {"12": "525", "13": "580"}
+OLDEST_DRIVER = {12: 525, 13: 580}  # by major version of CUDA
 
 # Dense peak in TFLOP/s of bf16 products that are added up in float32, from NVIDIA's data sheets and
 # architecture white papers; half of the figure where those print one "with sparsity".
@@ -135,8 +135,9 @@ def why_unusable(reason: str) -> str:
     names, driver = gpus_of_nvidia_smi()
     gpus = f"{len(names)} x {names[0]}" if names else "a GPU"
     built_for = torch.version.cuda
-    runs = cuda_of_driver()
-    newer_is_needed = built_for and (runs is None or _numbers(runs) < _numbers(built_for))
+    runs = cuda_of_driver() if names else None
+    # Within a major version of CUDA every driver runs every build
+    newer_is_needed = built_for and (runs is None or major(runs) < major(built_for))
     can_run = f", which runs CUDA up to {runs}" if runs else ""
     build = f"is built for CUDA {built_for}" if built_for else "is built without CUDA"
     wanted = f"CUDA {runs} or older" if runs else "a CUDA version that this driver runs"
@@ -144,7 +145,7 @@ def why_unusable(reason: str) -> str:
         wanted = "this kind of GPU"
     remedies = [f"NANOMUON_PYTHON=/path/to/python, one whose PyTorch (2.11 or newer) is built for {wanted}"]
     if newer_is_needed:
-        oldest = OLDEST_DRIVER.get(built_for.split(".")[0])
+        oldest = OLDEST_DRIVER.get(major(built_for))
         newer = f"driver {oldest} or newer" if oldest else "a newer driver"
         remedies.append(f"{newer}, for CUDA {built_for}")
     remedies.append("NANOMUON_DEVICE=cpu, to compute on the CPU all the same")
@@ -154,6 +155,6 @@ def why_unusable(reason: str) -> str:
     )
 
 
-def _numbers(version: str) -> list[int]:
-    """13.0 -> [13, 0]"""
-    return [int(number) for number in version.split(".")]
+def major(version: str) -> int:
+    """13 of "13.0"."""
+    return int(version.split(".")[0])

@@ -175,8 +175,7 @@ def usable_gpus() -> int:
         seen_by_torch = torch.cuda.device_count()  # asks the driver, and not whether CUDA runs with it
     if devices.gpus_are_hidden():
         return 0
-    names, _ = devices.gpus_of_nvidia_smi()
-    if names or seen_by_torch:
+    if seen_by_torch or devices.gpus_of_nvidia_smi()[0]:
         reason = devices.cuda_error(0) or "it finds no GPU"
         raise InputError(devices.why_unusable(reason))
     return 0
@@ -298,6 +297,8 @@ def run_command(main) -> None:
     """
     try:
         code = main() or 0
+    except SystemExit as exit:
+        code = exit.code
     except (Exception, KeyboardInterrupt) as error:
         code, message = explain(error)
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -339,11 +340,11 @@ def _line(message: str) -> str:
 def let_others_speak(error: BaseException, code: int) -> None:
     """Wait a little with an error that another rank probably tells of, to be ended by torchrun meanwhile.
 
-    Most errors come to all ranks: then the first of each node tells the user, and not eight of them. Another
-    rank's error, and the end of that rank, shows as a connection that is lost.
+    Most errors come to all ranks: then the first of each node tells the user, and not eight of them. The end
+    of another rank shows as a connection that is lost.
     """
     first_of_node = os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0"
-    lost_connection = "by peer" in str(error)  # the words of gloo
+    lost_connection = isinstance(error, dist.DistError) or "by peer" in str(error)  # the words of gloo
     if first_of_node and not lost_connection:
         return
     signal.signal(signal.SIGTERM, lambda number, frame: leave(code))  # by which torchrun ends us
