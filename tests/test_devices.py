@@ -161,6 +161,7 @@ def test_the_speedrun_stops_at_a_gpu_that_it_cannot_use(nvidia_smi, tmp_path):
     assert errors.startswith("error: here is 2 x NVIDIA H100") and errors.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_speedrun_takes_the_cpu_where_it_is_told_to(nvidia_smi, tmp_path, monkeypatch):
     nvidia_smi(NVIDIA_SMI)
     monkeypatch.setenv("NANOMUON_DEVICE", "cpu")
