@@ -12,7 +12,8 @@
 #   DEPTH=8                 a deeper (and wider) or smaller model
 #   RUN=name                name of the run under $NANOMUON_BASE_DIR/runs
 #   NANOMUON_BASE_DIR=...   where everything is written (~/.cache/nanomuon)
-#   NANOMUON_PYTHON=...     an interpreter that has every package already; nothing is installed then
+#   NANOMUON_PYTHON=...     an interpreter that has every package already, PyTorch 2.11 or newer; nothing is installed then
+#   NANOMUON_DEVICE=cpu     train on the CPU of a machine that has a GPU
 set -euo pipefail
 cd "$(dirname "$0")"
 case "${1:-}" in
@@ -33,7 +34,8 @@ source scripts/setup.sh train
 environment_seconds=$((SECONDS - began))
 
 # Presets by hardware
-GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+# Those that training will compute on: one that is there and cannot be used ends it here, with a line on what helps
+GPUS=$("$PYTHON" -c 'from nanomuon.runtime import print_usable_gpus, run_command; run_command(print_usable_gpus)')
 WEB=hf:karpathy/climbmix-400b-shuffle # or hf:HuggingFaceFW/fineweb-edu:sample-10BT
 case $GPUS in
     0)

@@ -83,6 +83,12 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         help="of initial weights, data order and samples (default: %(default)s)",
     )
     add(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="equal runs give equal bits on a GPU too, more slowly (default: off; CPUs do so anyway)",
+    )
+    add(
         "--compile",
         action=argparse.BooleanOptionalAction,
         help="compile model and optimizer, or run eagerly, as NANOMUON_COMPILE=1 or 0 (default: after some "

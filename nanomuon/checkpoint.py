@@ -357,7 +357,7 @@ def _flat_state(model, optimizer_state):
 def _random_state(rank):
     """torch's random state as tensors named by rank."""
     state = {f"random.{rank}.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # a run on the CPU leaves the GPUs of its machine alone
         state[f"random.{rank}.cuda"] = torch.cuda.get_rng_state()
     return state
 

@@ -17,16 +17,16 @@ from nanomuon.planning import Plan, duration
 from nanomuon.runtime import Runtime, compile_enabled, missing_compiler, print0, together
 
 
-def choose_compilation(args: argparse.Namespace) -> None:
+def choose_compilation(args: argparse.Namespace, device_type: str) -> None:
     """Set args.compile: what the environment says counts first, then the flag. Undecided starts eagerly."""
     if "NANOMUON_COMPILE" in os.environ:
         args.compile = compile_enabled()
-    compiler = missing_compiler()
-    if args.compile is not False and compiler is not None:
-        print0(
-            f"no C++ compiler {compiler}: running eagerly, which is slower "
-            "(install it, or name another in CXX)"
-        )
+    if args.compile is None and args.deterministic:
+        # Which step it would happen at depends on how fast this machine is today
+        args.compile = device_type == "cuda"
+    missing = missing_compiler(device_type)
+    if args.compile is not False and missing is not None:
+        print0(f"no {missing}: running eagerly, which is slower")
         args.compile = False
     os.environ["NANOMUON_COMPILE"] = "1" if args.compile else "0"
 

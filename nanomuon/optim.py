@@ -1337,13 +1337,12 @@ class MuonAdamW(torch.optim.Optimizer):
         """Whether kernels are compiled where NANOMUON_COMPILE does not say."""
         if self.compile not in (True, False, "auto"):
             raise ValueError(f'compile is True, False or "auto", not {self.compile!r}')
-        if self.compile == "auto":
-            return device.type == "cuda"
-        compiler = missing_compiler() if self.compile and device.type == "cpu" else None
-        if compiler is not None:
-            warnings.warn(f"no C++ compiler {compiler}: kernels run eagerly", stacklevel=3)
+        compiles = device.type == "cuda" if self.compile == "auto" else self.compile
+        missing = missing_compiler(device.type) if compiles else None
+        if missing is not None:
+            warnings.warn(f"no {missing}: kernels run eagerly", stacklevel=3)
             return False
-        return self.compile
+        return compiles
 
     def add_param_group(self, group):
         super().add_param_group(check_group(group, self.param_groups, KINDS))

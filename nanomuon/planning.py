@@ -111,9 +111,11 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
     memory = footprint.memory(
         footprint.memory_by_kind(config, layout, plan.rows, runtime.compute_dtype.itemsize)
     )
-    time = "not known for this device"
     peak = peak_flops(runtime.device)
-    if peak is not None:
+    if peak is None:
+        name = torch.cuda.get_device_name(runtime.device)
+        time = f"not known, nor MFU: nanomuon/devices.py has no peak for {name}"
+    else:
         seconds = plan.tokens * flops / (0.4 * peak * devices)
         time = f"about {duration(seconds)} at 40% of this device's peak"
 

@@ -17,7 +17,7 @@ import torch
 from nanomuon import attention, gpt, moe, qk_clip, shards
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.runtime import InputError
+from nanomuon.runtime import InputError, usable_gpus
 from nanomuon.tokenizer import Tokenizer
 
 EVAL_ROWS = 64  # windows of a validation batch of the shakespeare task
@@ -126,7 +126,7 @@ def speedrun_setup(text=None, vocab_size=None):
     Two things differ, so that its figures compare with each other and not with that track's: the tokenizer is
     our own of GPT-2's size, and the model is this repo's, with value embeddings and residual scalars.
     """
-    if not torch.cuda.is_available():
+    if not usable_gpus():
         raise InputError(
             "the task speedrun trains on 2 billion tokens and needs a GPU; shakespeare and python do not"
         )
@@ -184,7 +184,7 @@ def open_task(name, text, vocab_size, steps, model):
         raise InputError(f"--model: {error}") from error
     if steps:
         setup["steps"] = steps
-    setup["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    setup["device"] = "cuda" if usable_gpus() else "cpu"
     code = [Path(module.__file__).read_bytes() for module in (gpt, attention, moe, qk_clip)]
     setup["model_code"] = digest(*code)
     return place, setup

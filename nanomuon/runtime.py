@@ -9,8 +9,12 @@ import json
 import os
 import resource
 import shutil
+import signal
 import sys
+import sysconfig
 import time
+import traceback
+import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,8 +23,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nanomuon import devices
+
 # What the system says where nothing can be written: no room, or no permission
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+
+BUG = 1  # exit code of an error that is no one's input
+PATIENCE = 2  # seconds that a rank waits before it tells of an error which others probably tell of
 
 
 class InputError(Exception):
@@ -91,21 +100,13 @@ def cores() -> int:
     return os.cpu_count()
 
 
-# Dense bf16 peak in FLOP/s by a part of the device's name, from the vendors' data sheets
-PEAK_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
-
-
 def peak_flops(device: torch.device) -> float | None:
     """FLOP/s this device can reach in matrix products; None for a GPU that is not in the table.
 
     In bf16, from its data sheet, on CUDA; in float32, measured, on a CPU.
     """
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for part, peak in PEAK_FLOPS.items():
-            if part in name:
-                return peak
-        return None
+        return devices.bf16_peak(torch.cuda.get_device_name(device))
     matrix = torch.ones(1024, 1024)
     matrix @ matrix  # the first product starts the threads
     began = time.perf_counter()
@@ -126,11 +127,25 @@ def compile_enabled(otherwise: bool = True) -> bool:
     return os.environ.get("NANOMUON_COMPILE", str(int(otherwise))) != "0"
 
 
-def missing_compiler() -> str | None:
-    """The C++ compiler that torch.compile would call on a CPU, where there is no such program; else None."""
-    default = "clang++" if sys.platform == "darwin" else "g++"  # what Inductor calls
-    compiler = os.environ.get("CXX") or default
-    return None if shutil.which(compiler) else compiler
+def missing_compiler(device_type: str) -> str | None:
+    """What torch.compile needs on this kind of device and does not find, and the remedy; None if it has all.
+
+    On a CPU it writes C++. On CUDA Triton compiles a little C with every kernel, against Python's headers.
+    """
+    if device_type == "cuda":
+        compiler, variable, kind = os.environ.get("CC"), "CC", "C"
+        if compiler is None:
+            compiler = "gcc" if shutil.which("gcc") else "clang"  # what Triton looks for
+    else:
+        default = "clang++" if sys.platform == "darwin" else "g++"  # what Inductor calls
+        compiler, variable, kind = os.environ.get("CXX") or default, "CXX", "C++"
+    if not shutil.which(compiler):
+        return f"{kind} compiler {compiler} (install it, or name another in {variable})"
+    # This scheme is where Triton looks, too: Debian's own points into /usr/local, where headers never are
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    if device_type == "cuda" and not header.exists():
+        return f"{header} (install the development package of this Python, python3-dev or the like)"
+    return None
 
 
 def keep_freed_memory() -> None:
@@ -144,16 +159,73 @@ def keep_freed_memory() -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap does not shrink
 
 
+def usable_gpus() -> int:
+    """How many GPUs of this machine can be computed on; with none, or NANOMUON_DEVICE=cpu, the CPU computes.
+
+    InputError where there is a GPU, but this PyTorch cannot use it: nobody wants to find out after an hour
+    that eight processes train on a CPU. A GPU is one that PyTorch or nvidia-smi knows of.
+    """
+    wanted = os.environ.get("NANOMUON_DEVICE", "")
+    if wanted not in ("", "cpu"):
+        raise InputError(
+            f"NANOMUON_DEVICE={wanted}: it can be cpu, or not be set, which means a GPU if there is one"
+        )
+    if wanted == "cpu":
+        return 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a driver that is too old: why_unusable says it
+        if torch.cuda.is_available():
+            return torch.cuda.device_count()
+        seen_by_torch = torch.cuda.device_count()  # asks the driver, and not whether CUDA runs with it
+    if devices.gpus_are_hidden():
+        return 0
+    if seen_by_torch or devices.gpus_of_nvidia_smi()[0]:
+        reason = devices.cuda_error(0) or "it finds no GPU"
+        raise InputError(devices.why_unusable(reason))
+    return 0
+
+
+def check_gpu(index: int) -> None:
+    """InputError where the GPU of that number does not compute: this PyTorch may be built for other kinds."""
+    reason = devices.cuda_error(index)
+    if reason is not None:
+        raise InputError(devices.why_unusable(reason))
+
+
+def print_usable_gpus() -> None:
+    """What speedrun.sh asks, so that it never disagrees with the scripts that it starts."""
+    count = usable_gpus()
+    if count:
+        check_gpu(0)
+    print(count)
+
+
+def make_deterministic() -> None:
+    """From now on equal operations on equal numbers give equal bits, on GPUs too, at some cost in time.
+
+    Called before the first matrix product on a GPU, which is when cuBLAS reads its variable. Of the kernels
+    for attention cuDNN's is left out: the others know a deterministic backward, which this asks for.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # NVIDIA's cuBLAS manual, on reproducibility
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def start() -> Runtime:
     """Pick the device and join the process group when torchrun started us.
 
     Several processes always form one group (NCCL on CUDA, gloo on CPU), so torchrun never trains independent
     models. bf16 is the compute dtype where the device multiplies it natively; CPUs stay in float32, which all
-    of them do well.
+    of them do well. InputError where there is a GPU that cannot be used.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    gpus = usable_gpus()
+    if gpus:
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        if index >= gpus:
+            raise InputError(f"process {index} of this machine has no GPU: there are {gpus}, counted from 0")
+        check_gpu(index)
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
         dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
@@ -186,12 +258,16 @@ def print0(*values, **keywords) -> None:
 
 
 def together(work, group=None) -> list:
-    """Run work() on every rank; return all results, or raise the first error on all: none is left waiting."""
+    """Run work() on every rank; return all results, or raise the first error on all: none is left waiting.
+
+    An error keeps the traceback of where it happened, as text in its attribute `origin`.
+    """
     result = error = None
     try:
         result = work()
     except Exception as caught:
         error = caught
+        error.origin = traceback.format_exc()
     outcomes = [(result, error)]
     if dist.is_initialized():
         outcomes = [None] * dist.get_world_size()
@@ -218,35 +294,69 @@ def first_rank_first(work, runtime: Runtime):
 def run_command(main) -> None:
     """Run a script's main() and exit: 0, or 2 with one line on stderr for what the user can fix.
 
-    Other exceptions keep their traceback: they are bugs. Every rank that fails says so, and the process group
-    is left.
+    Other exceptions keep their traceback: they are bugs. In a world of several ranks an error ends its rank
+    at once, so that torchrun ends the others, which may be waiting for this one in a collective: leaving the
+    process group would wait for them. What was being written in the background stays unfinished, as when the
+    process is killed.
     """
     try:
         code = main() or 0
-    except InputError as error:
-        code = _complain(str(error))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = 130
-    except torch.OutOfMemoryError as error:
-        first = str(error).split(". ")[0]
-        code = _complain(
-            f"{first}; fewer rows (--device-batch-size), a smaller model or --shard fsdp need less"
-        )
-    except OSError as error:
-        if error.errno not in NOT_WRITABLE:
+    except SystemExit as exit:
+        code = exit.code
+    except (Exception, KeyboardInterrupt) as error:
+        code, message = explain(error)
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        if alone and code == BUG:
             raise
-        code = _complain(
-            f"{error.strerror}: {error.filename or base_dir()}; NANOMUON_BASE_DIR=/folder/with/room helps"
-        )
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if not alone:
+            let_others_speak(error, code)
+        sys.stderr.write(message)  # in one piece: print() writes the end of the line by itself
+        if not alone:
+            leave(code)
+    if dist.is_initialized():
+        dist.destroy_process_group()
     sys.exit(code)
 
 
-def _complain(message: str) -> int:
-    line = " ".join(message.split())
-    sys.stderr.write(f"error: {line}\n")  # in one piece: print() writes the end of the line by itself
+def explain(error: BaseException) -> tuple[int, str]:
+    """The exit code for an error that ends this process, and what to tell the user about it."""
+    if isinstance(error, InputError):
+        return 2, _line(str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted\n"
+    if isinstance(error, torch.OutOfMemoryError):
+        first = str(error).split(". ")[0]
+        return 2, _line(
+            f"{first}; fewer rows (--device-batch-size), a smaller model or --shard fsdp need less"
+        )
+    if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
+        return 2, _line(
+            f"{error.strerror}: {error.filename or base_dir()}; NANOMUON_BASE_DIR=/folder/with/room helps"
+        )
+    origin = getattr(error, "origin", None)  # see together()
+    return BUG, origin or "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+
+def _line(message: str) -> str:
+    return f"error: {' '.join(message.split())}\n"
+
+
+def let_others_speak(error: BaseException, code: int) -> None:
+    """Wait a little with an error that another rank probably tells of, to be ended by torchrun meanwhile.
+
+    Most errors come to all ranks: then the first of each node tells the user, and not eight of them. The end
+    of another rank shows as a connection that is lost.
+    """
+    first_of_node = os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0"
+    lost_connection = isinstance(error, dist.DistError) or "by peer" in str(error)  # the words of gloo
+    if first_of_node and not lost_connection:
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: leave(code))  # by which torchrun ends us
+    time.sleep(PATIENCE)
+
+
+def leave(code: int) -> None:
+    """End this process at once, without waiting for threads or for other ranks."""
+    sys.stdout.flush()
     sys.stderr.flush()
-    return 2
+    os._exit(code)

@@ -137,6 +137,11 @@ def choose_attention(
         if windows:
             print0("attention windows save no time on a CPU: what they hide is computed and masked")
         return config
+    if torch.are_deterministic_algorithms_enabled():
+        print0(
+            "attention: PyTorch chooses, as which kernel is fastest differs from measurement to measurement"
+        )
+        return config
     shape = (
         config.seq_len,
         config.heads // tensor_parallel,

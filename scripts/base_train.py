@@ -33,6 +33,7 @@ from nanomuon.runtime import (
     check_at_least_1,
     check_name,
     first_rank_first,
+    make_deterministic,
     peak_flops,
     print0,
     run_command,
@@ -161,7 +162,9 @@ def main(argv: list[str] | None = None) -> int:
     resolved = resolve_arguments(argv)
     runtime = start()
     args, settings, changed = together(lambda: resolved)[0]  # one settings.json, read once
-    choose_compilation(args)
+    if args.deterministic:
+        make_deterministic()
+    choose_compilation(args, runtime.device.type)
     measured = sizing.recalled(settings, args.shard, args.tensor_parallel, runtime)
     runtime = sizing.choose_dtype(args.dtype, runtime, measured)
     # What is wrong with the arguments shows here, before the data is worked on

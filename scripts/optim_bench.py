@@ -35,7 +35,7 @@ from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import Bank, DistMuonAdamW, MuonAdamW
 from nanomuon.orthogonalize import newton_schulz_form
 from nanomuon.param_groups import build_param_groups
-from nanomuon.runtime import InputError, Runtime, cores, run_command
+from nanomuon.runtime import InputError, Runtime, cores, run_command, usable_gpus
 
 NS_STEPS = 5
 
@@ -54,7 +54,7 @@ def main(argv=None):
     add("--peer", help="module:Class of another optimizer that takes the same param groups")
     add(
         "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
+        default="cuda" if usable_gpus() else "cpu",
         help="cpu or cuda (default: %(default)s)",
     )
     add_dtype_argument(parser)

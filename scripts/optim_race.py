@@ -32,7 +32,6 @@ import statistics
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from nanomuon import compare, race, report
 from nanomuon.arguments import add_dtype_argument
@@ -45,6 +44,7 @@ from nanomuon.runtime import (
     check_name,
     cores,
     run_command,
+    usable_gpus,
     write_text,
 )
 
@@ -132,7 +132,7 @@ def parse_arguments(argv):
     )
     add("--name", help="folder of the race under races/ (default: the task)")
     add_dtype_argument(parser)
-    jobs = torch.cuda.device_count() or cores()
+    jobs = usable_gpus() or cores()
     add("--jobs", type=int, default=jobs, help="runs at a time (default: one a GPU or core, %(default)s)")
     args = parser.parse_args(argv)
     check_arguments(args)

@@ -6,7 +6,8 @@
 # Afterwards $PYTHON is an interpreter that has everything. Nothing is installed again while pyproject.toml stays the same:
 # .venv/installed has its checksum and the extra.
 #
-#   NANOMUON_PYTHON=/path/to/python   use this interpreter, which has all of it, and install nothing
+#   NANOMUON_PYTHON=/path/to/python   use this interpreter, which has all of it, and install nothing. Its PyTorch may be any
+#                                     from 2.11 on, such as one that is built for the CUDA of an older driver
 
 extra=$1
 if [ -n "${NANOMUON_PYTHON:-}" ]; then
@@ -16,6 +17,14 @@ if [ -n "${NANOMUON_PYTHON:-}" ]; then
 print(*(name for name in sys.argv[1:] if not importlib.util.find_spec(name)))' $needed 2>/dev/null) || missing="Python"
     if [ -n "$missing" ]; then
         echo "error: NANOMUON_PYTHON=$PYTHON has no $missing; install it there, or unset NANOMUON_PYTHON" >&2
+        exit 2
+    fi
+    # A torch that says nothing about its version is taken as it is
+    too_old=$("$PYTHON" -c 'import importlib.metadata, re
+found = importlib.metadata.version("torch")
+if [int(number) for number in re.findall(r"\d+", found)[:2]] < [2, 11]: print(found)' 2>/dev/null) || too_old=""
+    if [ -n "$too_old" ]; then
+        echo "error: NANOMUON_PYTHON=$PYTHON has PyTorch $too_old, and 2.11 or newer is needed" >&2
         exit 2
     fi
 else

@@ -28,6 +28,7 @@ from nanomuon.runtime import (
     InputError,
     check_at_least_1,
     compile_enabled,
+    make_deterministic,
     peak_flops,
     peak_memory_mb,
     run_command,
@@ -83,8 +84,10 @@ def main(argv: list[str] | None = None) -> None:
     check_at_least_1(args, "rounds")
     check_step_arguments(args)
     args.compile = args.compile is not False  # no run to end sooner
-    choose_compilation(args)
     runtime = sizing.choose_dtype(args.dtype, start(), {})
+    if args.deterministic:
+        make_deterministic()
+    choose_compilation(args, runtime.device.type)
     if runtime.world_size > 1:
         raise InputError("train_bench measures one process; start it without torchrun")
     table = attention_table if args.attention else step_table
@@ -225,7 +228,9 @@ def step_table(args, rounds, runtime):
     print(f"peak memory {result['peak_memory_mb']:,} MB")
     if device.type == "cuda":
         peak = peak_flops(device)
-        if peak is not None:
+        if peak is None:
+            print(f"MFU not known: nanomuon/devices.py has no peak for {torch.cuda.get_device_name(device)}")
+        else:
             result["mfu"] = model.estimate_flops() * batch / seconds / peak
             print(f"MFU {100 * result['mfu']:.1f}%")
     return result

@@ -101,6 +101,42 @@ def test_a_killed_run_resumed_equals_the_uninterrupted_one_bit_for_bit(base, who
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.fixture
+def nondeterministic(monkeypatch):
+    """PyTorch as it is by default; makes it so again when called, and after the test."""
+
+    def reset():
+        for name in ("CUBLAS_WORKSPACE_CONFIG", "NANOMUON_COMPILE"):
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+    reset()
+    yield reset
+    reset()
+
+
+def test_a_deterministic_run_equals_itself_and_stays_one(base, nondeterministic, capsys):
+    """On a CPU every run equals itself. What is seen here: all operations have a deterministic form, and GPUs
+    are asked for it.
+    """
+    options = ("--experts", "2", "--window-pattern", "SL", "--eval-every", "-1", "--save-every", "-1")
+    for run in ("deterministic", "the same"):
+        nondeterministic()
+        assert base_train.main(arguments(base, run, 4, *options, "--deterministic")) == 0
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        # Whether to compile is not left to how long the first steps take
+        assert "to compile takes" not in capsys.readouterr().out
+    assert losses(base, "deterministic") == losses(base, "the same")
+    for flags, stays in (([], True), (["--no-deterministic"], False)):
+        args, _, _ = base_train.resolve_arguments(arguments(base, "the same", 6, *flags))
+        assert args.deterministic is stays
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_exits_0(base, number):
     run = f"signal-{number.name}"

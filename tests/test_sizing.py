@@ -83,6 +83,12 @@ def test_a_window_that_costs_time_is_left_out_of_new_runs_only(measurements, cap
     assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, False, True) == WINDOWED
 
 
+def test_a_deterministic_run_takes_no_kernel_by_its_time(measurements, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, True, True) == WINDOWED
+    assert measurements["calls"] == 0 and not measurements["chosen"]
+
+
 def test_without_any_kernel_pytorch_chooses(measurements, capsys):
     measurements["table"][None][32] = dict(sdpa="OutOfMemoryError: no room")
     assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, True, True) == WINDOWED

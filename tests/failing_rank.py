@@ -1,0 +1,41 @@
+"""Two ranks under torchrun, of which the second fails; started by test_run_command.py.
+
+    torchrun --standalone --nproc_per_node=2 -m tests.failing_rank KIND PLACE
+
+KIND of error: input, memory or bug. PLACE: alone, while the other rank waits in a collective, or together.
+"""
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from nanomuon.runtime import InputError, run_command, start, together
+
+ERRORS = {
+    "input": InputError("no such thing: bring one"),
+    "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has none"),
+    "bug": AssertionError("this cannot be"),
+}
+
+
+def work_of(rank, kind):
+    if rank == 1:
+        print("failing at", time.time(), flush=True)
+        raise ERRORS[kind]
+
+
+def main():
+    kind, place = sys.argv[1:]
+    rank = start().rank
+    if place == "together":
+        together(lambda: work_of(rank, kind))
+    if rank == 1:
+        time.sleep(0.5)  # the other one is waiting by now
+    work_of(rank, kind)
+    dist.all_reduce(torch.zeros(1))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,50 @@
+"""How a launch of several ranks ends when one of them fails: soon, with one message, with its exit code."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nanomuon.runtime import BUG
+
+ROOT = Path(__file__).parent.parent
+
+FAILURES = {  # kind: (exit code of the rank that fails, what the user sees, once)
+    "input": (2, "error: no such thing: bring one\n"),
+    "memory": (2, "error: CUDA out of memory; fewer rows (--device-batch-size), a smaller model or"),
+    "bug": (BUG, "AssertionError: this cannot be\n"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind,place",
+    [
+        ("input", "alone"),
+        pytest.param("memory", "alone", marks=pytest.mark.slow),
+        pytest.param("bug", "alone", marks=pytest.mark.slow),
+        pytest.param("input", "together", marks=pytest.mark.slow),
+        pytest.param("bug", "together", marks=pytest.mark.slow),
+    ],
+)
+def test_an_error_on_one_rank_ends_the_launch(kind, place):
+    code, message = FAILURES[kind]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "tests.failing_rank", kind, place]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    ended = time.time()
+    said, report = result.stderr.split("tests.failing_rank FAILED")
+    assert result.returncode == 1
+    assert said.count(message) == 1
+    assert "by peer" not in said  # the other rank loses its connection, which is nothing to tell of
+    # The traceback shows where it happened, also where the error came to all ranks
+    assert ("in work_of\n    raise ERRORS[kind]\n" in said) == (kind == "bug")
+    # torchrun tells of every rank: (rank, exit code). The one that waited ends by torchrun's signal
+    codes = dict(re.findall(r"rank      : (\d) .*\n  exitcode  : (-?\d+) ", report))
+    expected = {"0": str(BUG), "1": str(code)} if place == "alone" else {"0": str(code), "1": str(code)}
+    assert codes == expected
+    assert ended - float(result.stdout.split()[-1]) < 15
