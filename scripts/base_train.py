@@ -178,9 +178,11 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = Tokenizer.load(data / "tokenizer")
         plan = plan_run(args, tokenizer.vocab_size, runtime, measured)
         config = plan.config
-        if settings and args.window_pattern == settings["options"]["window_pattern"]:
-            # The run may have started without the windows that were asked for, where they cost time
-            config = replace(config, window_pattern=settings["window_pattern"])
+        if settings:
+            config = replace(config, short_window=settings["short_window"])
+            if args.window_pattern == settings["options"]["window_pattern"]:
+                # The run may have started without the windows that were asked for, where they cost time
+                config = replace(config, window_pattern=settings["window_pattern"])
         with_flex = args.compile is not False
         config = sizing.choose_attention(
             config, plan.rows, args.tensor_parallel, runtime, measured, not settings, with_flex

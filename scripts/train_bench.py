@@ -235,15 +235,14 @@ def attention_table(args, rounds, runtime):
     plan = plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime, {})
     config = plan.config
     shape = plan.rows, config.seq_len, config.heads, config.kv_heads, config.head_dim
-    windows = [None, max(1, config.seq_len // 2)]
+    windows = [None, config.short_window_tokens]
     results = attention.measure(*shape, windows, runtime.device, runtime.compute_dtype, args.compile, rounds)
     print("{} rows x {} tokens, {} heads, {} for keys, of {} channels".format(*shape))
     table = {}
     for implementation, rows_of_windows in results.items():
         for window, row in rows_of_windows.items():
             for backend, ms in row.items():
-                name = backend if implementation is None else f"{backend} {implementation}"
-                name += " full" if window is None else f" window {window}"
+                name = attention.described(implementation, window, backend)
                 table[name] = ms
                 print(f"{name:24} {ms}" if isinstance(ms, str) else f"{name:24} {ms:8.2f} ms")
     return dict(attention=table)
