@@ -21,8 +21,8 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-seq-len", type=int, help="context in tokens (default: 2048 on a GPU, 256 on a CPU)")
     add(
         "--window-pattern",
-        help="attention window by layer: L full, S the last quarter of the context (default: L on a CPU; on a "
-        "GPU SSSL, or L where the windows save no time)",
+        help="attention window by layer: L full, S the last quarter of the context (default: L on a CPU, on "
+        "a GPU SSSL, or L where the windows save no time)",
     )
     add(
         "--experts",

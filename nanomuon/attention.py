@@ -67,8 +67,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 
 @contextlib.contextmanager
 def without_cudnn() -> Iterator[None]:
-    """PyTorch's dispatch leaves out cuDNN's attention, which it prefers on Hopper and which plans a kernel for
-    every new length (about 0.4 s): for decoding, where every token makes a new length.
+    """PyTorch's dispatch leaves out cuDNN's attention, for decoding.
+
+    PyTorch prefers it on Hopper, and it plans a kernel for every length (about 0.4 s each): decoding has a
+    new length with every token.
     """
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -124,8 +126,8 @@ def make_block_mask(T: int, window: int | None, device: torch.device) -> None:
 
 
 def flash_packages(device: torch.device) -> dict[str, str | None]:
-    """Installed FlashAttention versions, by PyTorch's name for them (FA3, FA4): None where PyTorch can switch to
-    it, else the error of its package.
+    """Installed FlashAttention versions, by PyTorch's name for them (FA3, FA4): None where PyTorch can switch
+    to it, else the error of its package.
     """
     found = {}
     if device.type == "cuda":
@@ -134,8 +136,9 @@ def flash_packages(device: torch.device) -> dict[str, str | None]:
                 torch.nn.attention.activate_flash_attention_impl(name)
                 found[name] = None
             except Exception as error:  # whatever importing that package raises on this machine
-                missing = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("flash_attn")
-                if not missing:
+                # Only the package itself may be missing; what it needs, once it is installed, may not
+                absent = error.name if isinstance(error, ModuleNotFoundError) else None
+                if absent is None or not absent.startswith("flash_attn"):
                     found[name] = "failed: " + _in_one_line(error)
         use_flash_implementation(None)
     return found
@@ -218,7 +221,9 @@ def _why_not(error):
 
 
 def unexpected(measured: dict) -> list[str]:
-    """What measure() says of kernels that should run and do not, or compute something else, in one line each."""
+    """What measure() says of kernels that should run and do not, or that compute something else, in one line
+    each.
+    """
     lines = []
     for implementation, rows in measured.items():
         for window, row in rows.items():

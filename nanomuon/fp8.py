@@ -1,11 +1,11 @@
 """Matrix products of blocks and head in float8 while training: torchao's, one scale for each matrix.
 
-Input and weight are rounded to e4m3 and the output's gradient to e5m2, each scaled so that its largest entry
-is the largest number of its format (arXiv 2209.05433); sums are float32, results in the dtype of the
-activations. Nothing else changes: parameters, their names and the optimizer's state are those of a run without
-it, and what is computed without gradients (evaluation, samples) is computed as without it.
+Input and weight are rounded to e4m3 and the output's gradient to e5m2 (arXiv 2209.05433), each scaled so that
+its largest entry is the largest number of its format; sums are float32, results in the dtype of the
+activations. Nothing else changes: parameters, their names and the optimizer's state are those of a run
+without it, and so is what is computed without gradients: evaluation and samples.
 
-Not measured on a GPU.
+It has not run on a GPU.
 """
 
 from collections.abc import Callable

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 
-from nanomuon import guards, parallel, run_folder, shards, sizing
+from nanomuon import fp8, guards, parallel, run_folder, shards, sizing
 from nanomuon.arguments import add_step_arguments, check_not_negative, check_step_arguments
 from nanomuon.compilation import choose_compilation
 from nanomuon.moe import balance_
@@ -162,6 +162,8 @@ def main(argv: list[str] | None = None) -> int:
     runtime = start()
     args, settings, changed = together(lambda: resolved)[0]  # one settings.json, read once
     choose_compilation(args)
+    if args.fp8:
+        fp8.check(runtime, args.tensor_parallel)
     measured = sizing.recalled(settings, args.shard, args.tensor_parallel, runtime)
     # What is wrong with the arguments shows here, before the data is worked on
     plan = plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime, measured)
