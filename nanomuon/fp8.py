@@ -8,6 +8,7 @@ without it, and so is what is computed without gradients: evaluation and samples
 It has not run on a GPU.
 """
 
+import importlib.metadata
 from collections.abc import Callable
 
 import torch
@@ -19,6 +20,8 @@ from nanomuon.runtime import InputError, Runtime
 
 MULTIPLE = 16  # of which every side of a product must be one (cuBLAS)
 CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
+# Before this torchao, float8 kernels compiled by PyTorch 2.13 may write NaNs (triton-lang/triton#11111)
+OLDEST_TORCHAO = (0, 18)
 
 
 def check(runtime: Runtime, tensor_parallel: int) -> None:
@@ -69,9 +72,14 @@ def _product(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _torchao():
-    """The module torchao.float8. InputError where there is none."""
+    """The module torchao.float8. InputError where there is none, or an old one."""
+    install = "pip install 'torchao>=0.18'"
     try:
         import torchao.float8
     except ImportError as error:
-        raise InputError(f"--fp8 needs torchao ({error}): pip install 'torchao>=0.14'") from error
+        raise InputError(f"--fp8 needs torchao ({error}): {install}") from error
+    version = importlib.metadata.version("torchao")
+    major, minor = version.split(".")[:2]
+    if (int(major), int(minor)) < OLDEST_TORCHAO:
+        raise InputError(f"--fp8 needs a newer torchao than {version}: {install}")
     return torchao.float8

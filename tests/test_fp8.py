@@ -5,6 +5,7 @@ Without torchao all of it that needs torchao is skipped.
 
 import importlib.util
 import sys
+import types
 
 import pytest
 import torch
@@ -153,6 +154,15 @@ def test_what_is_missing_or_does_not_go_together_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(InputError, match="--fp8 and --tensor-parallel do not go together"):
         fp8.check(runtime, tensor_parallel=2)
+    package = types.ModuleType("torchao")
+    package.float8 = types.ModuleType("torchao.float8")
+    monkeypatch.setitem(sys.modules, "torchao", package)
+    monkeypatch.setitem(sys.modules, "torchao.float8", package.float8)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.18.0")
+    fp8.check(runtime, tensor_parallel=1)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.9.0")
+    with pytest.raises(InputError, match="--fp8 needs a newer torchao than 0.9.0: pip install"):
+        fp8.check(runtime, tensor_parallel=1)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(InputError, match="--fp8 needs torchao .*: pip install"):
