@@ -21,8 +21,8 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-seq-len", type=int, help="context in tokens (default: 2048 on a GPU, 256 on a CPU)")
     add(
         "--window-pattern",
-        default="L",
-        help="attention window by layer: L full, S half the context, e.g. SSSL",
+        help="attention window by layer: L full, S the last quarter of the context (default: L on a CPU, on "
+        "a GPU SSSL, or L where the windows save no time)",
     )
     add(
         "--experts",
@@ -76,6 +76,13 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     add_dtype_argument(parser)
+    add(
+        "--fp8",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="training multiplies in float8 (torchao, tensorwise scales), evaluation as without it; for GPUs "
+        "that have it (default: off; its gain has not been measured)",
+    )
     add(
         "--seed",
         type=int,

@@ -4,16 +4,25 @@ The backends differ in speed alone. Where use() has not named one for a shape, P
 work.
 """
 
+import contextlib
 import functools
+import inspect
 import statistics
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
+from torch.nn.attention import varlen as varlen_module
 
 CHECKED = 2048  # tokens of a row at which measure() compares a backend with the definition
+NOT_SUPPORTED = "not supported here: "  # begins what measure() says of a kernel that a device lacks
+# Words in the errors by which PyTorch and FlashAttention refuse a device, a dtype or a shape
+REFUSALS = ("support", "no available kernel", "requires", "compute capability")
+# PyTorch 2.11 has no such argument: keys and values are repeated there
+_VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_module.varlen_attn).parameters
 _chosen = {}  # key(q, k, window): backend
 _block_masks = {}  # (T, window): BlockMask, made outside of what is compiled
 
@@ -56,18 +65,37 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return out.transpose(1, 2)
 
 
+@contextlib.contextmanager
+def without_cudnn() -> Iterator[None]:
+    """PyTorch's dispatch leaves out cuDNN's attention, for decoding.
+
+    PyTorch prefers it on Hopper, and it plans a kernel for every length (about 0.4 s each): decoding has a
+    new length with every token.
+    """
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
 def varlen(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """FlashAttention, which skips what the window hides: every row is one sequence of a ragged batch. CUDA,
     16 bit.
     """
-    from torch.nn.attention.varlen import varlen_attn  # not in every build
-
-    B, T = q.shape[:2]
+    B, T, H = q.shape[:3]
     ends = torch.arange(0, (B + 1) * T, T, device=q.device, dtype=torch.int32)
     past = -1 if window is None else window - 1  # keys before the query's own
+    groups = {}
+    if k.size(2) != H:
+        if _VARLEN_TAKES_GROUPS:
+            groups = {"enable_gqa": True}
+        else:
+            k, v = (x.repeat_interleave(H // x.size(2), dim=2) for x in (k, v))
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (B * T, heads, D)
-    gqa = q.size(1) != k.size(1)
-    return varlen_attn(q, k, v, ends, ends, T, T, window_size=(past, 0), enable_gqa=gqa).unflatten(0, (B, T))
+    out = varlen_module.varlen_attn(q, k, v, ends, ends, T, T, window_size=(past, 0), **groups)
+    return out.unflatten(0, (B, T))
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -97,27 +125,35 @@ def make_block_mask(T: int, window: int | None, device: torch.device) -> None:
     _block_masks[T, window] = flex_module.create_block_mask(visible, None, None, T, T, device=device)
 
 
-def flash_implementations(device: torch.device) -> list[str | None]:
-    """FlashAttention versions that PyTorch can switch to; None is its own. A package that is missing is left
-    out.
+def flash_packages(device: torch.device) -> dict[str, str | None]:
+    """Installed FlashAttention versions, by PyTorch's name for them (FA3, FA4): None where PyTorch can switch
+    to it, else the error of its package.
     """
-    found = [None]
-    if device.type == "cuda" and hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+    found = {}
+    if device.type == "cuda":
         for name in torch.nn.attention.list_flash_attention_impls():
             try:
                 torch.nn.attention.activate_flash_attention_impl(name)
-                found.append(name)
-            except Exception:  # whatever importing that package raises on this machine
-                pass
+                found[name] = None
+            except Exception as error:  # whatever importing that package raises on this machine
+                # Only the package itself may be missing; what it needs, once it is installed, may not
+                absent = error.name if isinstance(error, ModuleNotFoundError) else None
+                if absent is None or not absent.startswith("flash_attn"):
+                    found[name] = "failed: " + _in_one_line(error)
         use_flash_implementation(None)
     return found
+
+
+def flash_implementations(device: torch.device) -> list[str | None]:
+    """FlashAttention versions that PyTorch can switch to; None is its own."""
+    return [None, *(name for name, error in flash_packages(device).items() if error is None)]
 
 
 def use_flash_implementation(name: str | None) -> None:
     """Switch the flash kernels of this process, those of scaled_dot_product_attention included."""
     if name is not None:
         torch.nn.attention.activate_flash_attention_impl(name)
-    elif getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)() is not None:
+    elif torch.nn.attention.current_flash_attention_impl() is not None:
         torch.nn.attention.restore_flash_attention_impl()
 
 
@@ -134,7 +170,7 @@ def measure(
     rounds: int = 5,
 ) -> dict[str | None, dict[int | None, dict[str, float | str]]]:
     """By flash implementation, window and backend: milliseconds forward and backward, or why the backend is
-    out.
+    out: NOT_SUPPORTED and the reason, or what nobody should expect: an error, or by how much it is off.
 
     A backend is out where it fails or where output or gradients are not those of a plain masked softmax. That
     takes T^2 memory, so longer rows are checked at CHECKED tokens, with a window of the same share.
@@ -151,7 +187,11 @@ def measure(
         if with_flex:
             backends.append(flex)
     results = {}
-    for implementation in flash_implementations(device):
+    packages = {None: None, **flash_packages(device)}
+    for implementation, failure in packages.items():
+        if failure is not None:
+            results[implementation] = {window: {varlen.__name__: failure} for window in windows}
+            continue
         use_flash_implementation(implementation)
         results[implementation] = {}
         for window in windows:
@@ -161,10 +201,42 @@ def measure(
                     continue  # has no part in the switch
                 try:
                     row[backend.__name__] = _checked_milliseconds(backend, q, k, v, grad, window, rounds)
-                except Exception as reason:  # a kernel that a device lacks fails in a way of its own
-                    row[backend.__name__] = f"{type(reason).__name__}: {reason}".splitlines()[0][:120]
+                except Exception as error:  # a kernel that a device lacks fails in a way of its own
+                    row[backend.__name__] = _why_not(error)
     use_flash_implementation(None)
     return results
+
+
+def _in_one_line(error):
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _why_not(error):
+    """One line about the error of a kernel, which says whether the kernel is known not to run here."""
+    refuses = any(word in str(error).lower() for word in REFUSALS)
+    refused = refuses and isinstance(error, RuntimeError | ValueError | AssertionError)
+    if refused or isinstance(error, NotImplementedError | torch.OutOfMemoryError):
+        return NOT_SUPPORTED + _in_one_line(error)
+    return "failed: " + _in_one_line(error)
+
+
+def unexpected(measured: dict) -> list[str]:
+    """What measure() says of kernels that should run and do not, or that compute something else, in one line
+    each.
+    """
+    lines = []
+    for implementation, rows in measured.items():
+        for window, row in rows.items():
+            for backend, found in row.items():
+                if isinstance(found, str) and not found.startswith(NOT_SUPPORTED):
+                    lines.append(f"{described(implementation, window, backend)}: {found}")
+    return lines
+
+
+def described(implementation: str | None, window: int | None, backend: str) -> str:
+    """How a backend is called in what is printed."""
+    name = backend if implementation is None else f"{backend} {implementation}"
+    return f"{name} full" if window is None else f"{name} window {window}"
 
 
 def _checked_milliseconds(backend, q, k, v, grad, window, rounds):

@@ -9,7 +9,7 @@ import torch
 
 from nanomuon import export, report
 from nanomuon.generate import sample_texts
-from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.gpt import EARLIER_SHORT_WINDOW, GPT, GPTConfig
 from nanomuon.parallel import build_model
 from nanomuon.planning import Plan, meta_model
 from nanomuon.runtime import InputError, Runtime, base_dir, peak_memory_mb, print0, write_json
@@ -32,6 +32,7 @@ def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
             f"{run_dir}/tokenizer has {tokenizer.vocab_size} tokens and is not the one the model was trained "
             f"with ({config['vocab_size']} tokens); put that one back"
         )
+    config.setdefault("short_window", EARLIER_SHORT_WINDOW)
     model = build_model(GPTConfig(**config), runtime, seed=0)
     export.load_model_weights(run_dir, model)
     return model, tokenizer, about

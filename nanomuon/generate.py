@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from nanomuon.attention import without_cudnn
 from nanomuon.gpt import GPT, KVCache
 
 
@@ -33,7 +34,8 @@ def generate(
             if cache is not None:
                 unread = history[-max(1, context // 2) :]
             cache = KVCache(model.config, 1, device, model.compute_dtype)
-        logits = model(torch.tensor([unread], device=device), cache=cache)[0, -1]  # (V,)
+        with without_cudnn():
+            logits = model(torch.tensor([unread], device=device), cache=cache)[0, -1]  # (V,)
         token = _draw(logits, temperature, top_k, generator)
         if token == stop:
             return

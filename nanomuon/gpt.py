@@ -22,6 +22,8 @@ from nanomuon.qk_clip import record_largest_
 # Logits pass through cap * tanh(x / cap): Gemma 2 (arXiv 2408.00118); 15 as in modded-nanogpt
 LOGIT_CAP = 15.0
 GATE_INPUTS = 32  # the value gate reads this many residual channels
+# Share of the context that S meant in configs that were written before short_window was part of them
+EARLIER_SHORT_WINDOW = 0.5
 TAPS = 4  # tokens that the convolution of an MLP's input spans, its own included
 
 
@@ -37,8 +39,9 @@ class GPTConfig:
     width: int  # residual channels, a multiple of heads
     heads: int
     kv_heads: int  # grouped-query attention: divides heads
-    # Tiled over the layers: L sees everything, S the last half context; the last layer is L
+    # Tiled over the layers: L sees everything, S the last part of the context; the last layer is L
     window_pattern: str = "L"
+    short_window: float = 0.25  # share of the context that S sees
     qk_norm: bool = True
     experts: int = 0  # MLPs to choose from, 0: one for all tokens
     experts_per_token: int = 2
@@ -72,6 +75,8 @@ class GPTConfig:
             )
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise ValueError(f"window_pattern is a string of S and L, not {self.window_pattern!r}")
+        if not 0 < self.short_window <= 1:
+            raise ValueError(f"short_window is a share of the context, not {self.short_window}")
         if self.experts:
             chosen, hidden = self.experts_per_token, 4 * self.width
             if not 1 <= chosen <= self.experts or hidden % chosen:
@@ -84,10 +89,15 @@ class GPTConfig:
     def head_dim(self) -> int:
         return self.width // self.heads
 
+    @property
+    def short_window_tokens(self) -> int:
+        """Keys that a query of a layer with a short window sees, its own included."""
+        return max(1, int(self.seq_len * self.short_window))
+
     def window(self, layer: int) -> int | None:
         """Attention window of a layer in tokens, None where it sees the whole context."""
         short = self.window_pattern[layer % len(self.window_pattern)] == "S" and layer < self.depth - 1
-        return max(1, self.seq_len // 2) if short else None
+        return self.short_window_tokens if short else None
 
     def has_value_embed(self, layer: int) -> bool:
         return layer % 2 == (self.depth - 1) % 2
@@ -98,12 +108,19 @@ def norm(x: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """No bias; the float32 master weight is cast to the dtype of the activations."""
+    """No bias; the float32 master weight is cast to the dtype of the activations.
+
+    training_product: what multiplies in its place where gradients are wanted, as (x, weight); see fp8.py.
+    """
+
+    training_product = None
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.training_product is not None and torch.is_grad_enabled():
+            return self.training_product(x, self.weight)
         return F.linear(x, self.weight.to(x.dtype))
 
 

@@ -62,13 +62,17 @@ def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime, measur
 
 def model_config(args: argparse.Namespace, vocab_size: int, runtime: Runtime) -> GPTConfig:
     """The model that the arguments ask for. InputError for one that cannot be built."""
-    default_context = 2048 if runtime.device.type == "cuda" else 256
+    on_gpu = runtime.device.type == "cuda"
+    default_context = 2048 if on_gpu else 256
+    window_pattern = args.window_pattern
+    if window_pattern is None:
+        window_pattern = "SSSL" if on_gpu else "L"  # on a CPU windows save no time
     try:
         return GPTConfig.from_depth(
             args.depth,
             vocab_size,
             args.max_seq_len or default_context,
-            window_pattern=args.window_pattern,
+            window_pattern=window_pattern,
             qk_norm=not args.no_qk_norm,
             experts=args.experts,
             experts_per_token=args.experts_per_token,

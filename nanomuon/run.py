@@ -23,6 +23,7 @@ from nanomuon.compilation import compile_model, decide_compilation
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.finished_run import sample_run, summarize, write_results
+from nanomuon.fp8 import train_in_fp8
 from nanomuon.gpt import GPT
 from nanomuon.optim import MuonAdamW
 from nanomuon.planning import Plan, print_plan
@@ -155,6 +156,8 @@ def start_run(
     if runtime.world_size > 1 and (args.shard == "fsdp" or args.tensor_parallel > 1):
         mesh = parallel.device_mesh(runtime.device.type, plan.data_parallel, args.tensor_parallel)
     model = parallel.build_model(plan.config, runtime, args.seed, mesh, args.shard == "fsdp")
+    if args.fp8:
+        print0(f"fp8: {train_in_fp8(model)} matrices multiply in float8 in training")
     if args.qk_clip:
         watch_(model, args.qk_clip)
     optimizer, schedule = build_optimizer(args, model, plan.batch, runtime)

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nanomuon.finished_run import print_summary
+from nanomuon.gpt import EARLIER_SHORT_WINDOW
 from nanomuon.locks import being_written, locked
 from nanomuon.planning import Plan
 from nanomuon.runtime import InputError, base_dir, print0, write_json
@@ -29,7 +30,11 @@ def folder_of(run: str) -> Path:
 def read_settings(run_dir: Path) -> dict:
     """What settings.json holds, {} for a run that does not exist yet."""
     file = run_dir / "settings.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    if not file.exists():
+        return {}
+    settings = json.loads(file.read_text())
+    settings.setdefault("short_window", EARLIER_SHORT_WINDOW)
+    return settings
 
 
 def definition(args: argparse.Namespace, plan: Plan, tokenizer: Tokenizer) -> dict:

@@ -125,8 +125,8 @@ def choose_attention(
     new: bool,
     with_flex: bool,
 ) -> GPTConfig:
-    """On CUDA, take the fastest attention kernels. A new run whose window costs more than full attention goes
-    without.
+    """On CUDA, take the fastest attention kernels. A new run whose window costs more than full attention, or
+    could not be measured, goes without.
 
     measured: see recalled(); what is there is measured again only if it cannot be used any more. new: the
     run's model is not fixed yet. with_flex: the run may compile. The first rank measures, and all take what
@@ -138,9 +138,10 @@ def choose_attention(
             print0("attention windows save no time on a CPU: what they hide is computed and masked")
         return config
     if torch.are_deterministic_algorithms_enabled():
-        print0(
-            "attention: PyTorch chooses, as which kernel is fastest differs from measurement to measurement"
-        )
+        print0("attention: PyTorch chooses, as the fastest kernel is not the same in every measurement")
+        if new and windows:
+            print0("what a window saves is not measured either: using full attention")
+            return replace(config, window_pattern="L")
         return config
     shape = (
         config.seq_len,
@@ -160,6 +161,8 @@ def choose_attention(
             if with_flex or not needs_flex:
                 return found
         rates = attention.measure(rows, *shape, [None, *windows], device, dtype, with_flex)
+        for line in attention.unexpected(rates):
+            print0(f"attention: a kernel is left out: {line}")
         implementation, best = attention.fastest(rates)
         return [implementation, [[window, backend, ms] for window, (ms, backend) in best.items()]]
 
@@ -169,6 +172,9 @@ def choose_attention(
     attention.use(*shape, implementation, backends, device, dtype)
     if not best:
         print0("attention: no kernel could be measured (train_bench --attention tells why); PyTorch chooses")
+        if new and windows:
+            print0("what a window saves is not known on this device: using full attention")
+            return replace(config, window_pattern="L")
         return config
     suffix = f" ({implementation})" if implementation else ""
     chosen = []

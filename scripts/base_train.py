@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 
-from nanomuon import guards, parallel, run_folder, shards, sizing
+from nanomuon import fp8, guards, parallel, run_folder, shards, sizing
 from nanomuon.arguments import add_step_arguments, check_not_negative, check_step_arguments
 from nanomuon.compilation import choose_compilation
 from nanomuon.moe import balance_
@@ -165,6 +165,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.deterministic:
         make_deterministic()
     choose_compilation(args, runtime.device.type)
+    if args.fp8:
+        fp8.check(runtime, args.tensor_parallel)
     measured = sizing.recalled(settings, args.shard, args.tensor_parallel, runtime)
     runtime = sizing.choose_dtype(args.dtype, runtime, measured)
     # What is wrong with the arguments shows here, before the data is worked on
@@ -182,9 +184,11 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = Tokenizer.load(data / "tokenizer")
         plan = plan_run(args, tokenizer.vocab_size, runtime, measured)
         config = plan.config
-        if settings and args.window_pattern == settings["options"]["window_pattern"]:
-            # The run may have started without the windows that were asked for, where they cost time
-            config = replace(config, window_pattern=settings["window_pattern"])
+        if settings:
+            config = replace(config, short_window=settings["short_window"])
+            if args.window_pattern == settings["options"]["window_pattern"]:
+                # The run may have started without the windows that were asked for, where they cost time
+                config = replace(config, window_pattern=settings["window_pattern"])
         with_flex = args.compile is not False
         config = sizing.choose_attention(
             config, plan.rows, args.tensor_parallel, runtime, measured, not settings, with_flex

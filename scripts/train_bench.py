@@ -7,8 +7,9 @@
 Step and floor run in turn, round after round, so that a busy machine slows both; medians, the spread (half of
 the rounds lie within it) and the median of the ratio to the floor in the same round are printed. Floor: the
 products of every Linear, forward and backward, those of attention with as many keys as a query sees on
-average, and those of Newton-Schulz, with the step's shapes and dtypes, into buffers that exist. The time to
-compile is that of the first step; TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) starts from an empty cache.
+average, and those of Newton-Schulz, with the step's shapes and dtypes, into buffers that exist. With --fp8
+the floor, and the peak that MFU is a share of, stay those of a step without it. The time to compile is that
+of the first step; TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) starts from an empty cache.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanomuon import attention, parallel, recipe, report, shards, sizing, user_file
+from nanomuon import attention, fp8, parallel, recipe, report, shards, sizing, user_file
 from nanomuon.arguments import add_step_arguments, check_step_arguments
 from nanomuon.compilation import choose_compilation, compile_model
 from nanomuon.dataloader import TrainLoader
@@ -90,6 +91,8 @@ def main(argv: list[str] | None = None) -> None:
     choose_compilation(args, runtime.device.type)
     if runtime.world_size > 1:
         raise InputError("train_bench measures one process; start it without torchrun")
+    if args.fp8:
+        fp8.check(runtime, args.tensor_parallel)
     table = attention_table if args.attention else step_table
     result = table(args, args.rounds, runtime)
     result["machine"] = dict(description=report.machine_description(), threads=torch.get_num_threads())
@@ -173,6 +176,8 @@ def step_table(args, rounds, runtime):
     optimizer = user_file.make_optimizer(build, model, batch, ns_dtype=runtime.compute_dtype)
     loader = TrainLoader(data, config.seq_len, rows, plan.rows, 0, 1, args.seed, device)
     products = model_products(model, next(loader)[0])
+    if args.fp8:
+        fp8.train_in_fp8(model)
     newton_schulz = optim_bench.products(optimizer, device.type)
     forward = compile_model(model, None) if compile_enabled() else model
     parts = ("floor", "data", "forward", "backward", "optimizer", "logging")
@@ -241,15 +246,14 @@ def attention_table(args, rounds, runtime):
     plan = plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime, {})
     config = plan.config
     shape = plan.rows, config.seq_len, config.heads, config.kv_heads, config.head_dim
-    windows = [None, max(1, config.seq_len // 2)]
+    windows = [None, config.short_window_tokens]
     results = attention.measure(*shape, windows, runtime.device, runtime.compute_dtype, args.compile, rounds)
     print("{} rows x {} tokens, {} heads, {} for keys, of {} channels".format(*shape))
     table = {}
     for implementation, rows_of_windows in results.items():
         for window, row in rows_of_windows.items():
             for backend, ms in row.items():
-                name = backend if implementation is None else f"{backend} {implementation}"
-                name += " full" if window is None else f" window {window}"
+                name = attention.described(implementation, window, backend)
                 table[name] = ms
                 print(f"{name:24} {ms}" if isinstance(ms, str) else f"{name:24} {ms:8.2f} ms")
     return dict(attention=table)

@@ -2,6 +2,9 @@
 calls.
 """
 
+import inspect
+import re
+
 import pytest
 import torch
 
@@ -41,15 +44,82 @@ def test_backends_of_the_cpu_are_the_definition(backend, window):
     torch.testing.assert_close(backend(q, k, v, window), definition(q, k, v, window), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 10])
-def test_varlen_asks_for_the_rows_and_keys_that_count(monkeypatch, window):
-    """The kernel needs a GPU: in its place stands its documented meaning, (left, right) keys around the
-    query's own.
-    """
+# What attention.py calls of PyTorch, as each version has it
+FLEX = (
+    "query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False, "
+    "kernel_options=None, *, return_aux=None"
+)
+BLOCK_MASK = f"mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE={2**7}, _compile=False"
+VARLEN = (
+    "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, "
+    "return_aux=None, scale=None, window_size=(-1, -1)"
+)
+SAME_IN_ALL = {
+    "scaled_dot_product_attention": (
+        "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False"
+    ),
+    "flex_attention": FLEX,
+    "create_block_mask": BLOCK_MASK,
+    "activate_flash_attention_impl": "impl",
+    "list_flash_attention_impls": "",
+    "current_flash_attention_impl": "",
+    "restore_flash_attention_impl": "_raise_warn=True",
+}
+WITH_GROUPS = f"{VARLEN}, enable_gqa=False, seqused_k=None, block_table=None, num_splits=None"
+SIGNATURES = {
+    "2.11": {**SAME_IN_ALL, "varlen_attn": VARLEN},
+    "2.12": {**SAME_IN_ALL, "varlen_attn": WITH_GROUPS},
+    "2.13": {
+        **SAME_IN_ALL,
+        "varlen_attn": WITH_GROUPS,
+        "create_block_mask": (
+            f"{BLOCK_MASK}, separate_full_blocks=True, compute_dq_write_order=False, dq_kv_order=True"
+        ),
+    },
+}
 
-    def varlen_attn(q, k, v, ends, ends_k, longest, longest_k, *, window_size, enable_gqa):
+
+def signature(parameters):
+    return inspect.signature(eval(f"(lambda {parameters}: None)"))
+
+
+def installed_signature(name):
+    if name == "scaled_dot_product_attention":  # written in C++
+        described = torch.nn.functional.scaled_dot_product_attention.__doc__
+        return signature(re.search(rf"{name}\((.*?)\) ->", described, re.DOTALL).group(1))
+    if name == "varlen_attn":
+        place = module.varlen_module
+    elif name in ("flex_attention", "create_block_mask"):
+        place = module.flex_module
+    else:
+        place = torch.nn.attention
+    parameters = inspect.signature(getattr(place, name)).parameters.values()
+    return inspect.Signature([each.replace(annotation=inspect.Parameter.empty) for each in parameters])
+
+
+@pytest.mark.parametrize("name", SIGNATURES["2.13"])
+def test_pytorch_has_the_signatures_that_are_written_down(name):
+    version = ".".join(torch.__version__.split(".")[:2])
+    if version not in SIGNATURES:
+        pytest.skip(f"the table has no row for PyTorch {version}")
+    assert installed_signature(name) == signature(SIGNATURES[version][name])
+
+
+@pytest.mark.parametrize("window", [None, 10])
+@pytest.mark.parametrize("version", SIGNATURES)
+def test_varlen_asks_for_the_rows_and_keys_that_count(monkeypatch, version, window):
+    """The kernel needs a GPU: in its place stands its documented meaning, (left, right) keys around the
+    query's own, with the arguments that each version takes.
+    """
+    arguments = signature(SIGNATURES[version]["varlen_attn"])
+
+    def varlen_attn(*args, **keywords):
+        bound = arguments.bind(*args, **keywords)
+        bound.apply_defaults()
+        q, k, v, ends, ends_k, longest, longest_k = bound.args
+        window_size = bound.kwargs["window_size"]
         assert torch.equal(ends, ends_k) and longest == longest_k and ends.dtype == torch.int32
-        assert enable_gqa == (q.size(1) != k.size(1)) and window_size[1] == 0
+        assert bound.kwargs.get("enable_gqa", False) == (q.size(1) != k.size(1)) and window_size[1] == 0
         visible = None if window_size[0] == -1 else window_size[0] + 1
         bounds = ends.tolist()
         assert max(b - a for a, b in zip(bounds, bounds[1:], strict=False)) == longest
@@ -60,8 +130,14 @@ def test_varlen_asks_for_the_rows_and_keys_that_count(monkeypatch, window):
         return torch.cat(rows)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr(module, "_VARLEN_TAKES_GROUPS", "enable_gqa" in arguments.parameters)
     q, k, v = tensors()
     torch.testing.assert_close(module.varlen(q, k, v, window), definition(q, k, v, window))
+
+
+def test_what_is_installed_says_whether_varlen_takes_groups():
+    parameters = inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters
+    assert module._VARLEN_TAKES_GROUPS == ("enable_gqa" in parameters)
 
 
 def test_flex_compiled_into_a_graph_is_the_definition():
@@ -105,14 +181,53 @@ def test_measure_times_what_is_right_and_names_what_is_not(monkeypatch):
     def broken(q, k, v, window):
         raise NotImplementedError("no such kernel\nhere")
 
-    for backend, complaint in (
-        (one_key_too_many, "wrong: off by"),
-        (broken, "NotImplementedError: no such kernel"),
+    def refused(q, k, v, window):
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+    def out_of_date(q, k, v, window):
+        return sdpa(q, k, v, window, enable_gqa=True)
+
+    for backend, complaint, is_expected in (
+        (one_key_too_many, "wrong: off by", False),
+        (broken, "not supported here: NotImplementedError: no such kernel", True),
+        (refused, "not supported here: RuntimeError: FlashAttention only supports Ampere", True),
+        (out_of_date, "failed: TypeError: sdpa() got an unexpected keyword argument 'enable_gqa'", False),
     ):
         backend.__name__ = "sdpa"
         monkeypatch.setattr(module, "sdpa", backend)
-        row = measure(2, 48, 4, 2, 16, [10], CPU, torch.float32, False, rounds=1)[None][10]
-        assert row["sdpa"].startswith(complaint) and "\n" not in row["sdpa"]
+        measured = measure(2, 48, 4, 2, 16, [10], CPU, torch.float32, False, rounds=1)
+        found = measured[None][10]["sdpa"]
+        assert found.startswith(complaint) and "\n" not in found
+        named = [] if is_expected else [f"sdpa window 10: {found}"]
+        assert module.unexpected(measured) == named
+
+
+def test_a_flash_package_that_is_installed_and_broken_is_named(monkeypatch):
+    errors = {
+        "FA3": ImportError("libcudart.so.12: cannot open shared object file"),
+        "FA4": ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"),
+        "FA5": None,
+        "FA6": ModuleNotFoundError("No module named 'cutlass'", name="cutlass"),
+    }
+
+    def activate(name):
+        if errors[name] is not None:
+            raise errors[name]
+
+    monkeypatch.setattr(torch.nn.attention, "list_flash_attention_impls", lambda: list(errors))
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    cuda = torch.device("cuda")
+    broken = "failed: ImportError: libcudart.so.12: cannot open shared object file"
+    packages = module.flash_packages(cuda)
+    assert packages["FA3"] == broken and packages["FA5"] is None and "cutlass" in packages["FA6"]
+    assert packages.keys() == {"FA3", "FA5", "FA6"}
+    assert flash_implementations(cuda) == [None, "FA5"] and flash_implementations(CPU) == [None]
+
+    monkeypatch.setattr(module, "flash_packages", lambda device: {"FA3": broken})
+    measured = measure(2, 48, 4, 2, 16, [None, 10], CPU, torch.float32, False, rounds=1)
+    lines = [f"varlen FA3 full: {broken}", f"varlen FA3 window 10: {broken}"]
+    assert module.unexpected(measured) == lines
+    assert fastest(measured)[0] is None and fastest(measured)[1].keys() == {None, 10}
 
 
 def test_long_rows_are_checked_where_the_definition_has_room(monkeypatch):

@@ -52,6 +52,27 @@ def test_sampling_ends_at_the_stop_token():
     assert list(generate(model, [5], 12, temperature=0, stop=whole[4])) == whole[: whole.index(whole[4])]
 
 
+def test_no_token_waits_for_a_plan_of_cudnn(monkeypatch):
+    """cuDNN's attention plans anew for each length. What is generated between two tokens leaves no trace."""
+    attention, enabled = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(*args, **keywords):
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attention(*args, **keywords)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    model = build(depth=1)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        for setting in (True, False):
+            torch.backends.cuda.enable_cudnn_sdp(setting)
+            for _ in generate(model, [5, 6], 3):
+                assert torch.backends.cuda.cudnn_sdp_enabled() == setting
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert enabled == [False] * 6
+
+
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="bos_id"):
         next(generate(build(), [], 1))

@@ -66,8 +66,8 @@ def test_future_tokens_do_not_matter(pattern):
 
 
 def test_short_window_hides_old_tokens():
-    model = build(window_pattern="S", depth=2)  # layer 0 sees 8 tokens, the last layer all
-    assert [model.config.window(i) for i in range(2)] == [8, None]
+    model = build(window_pattern="S", depth=2)  # layer 0 sees 4 tokens, the last layer all
+    assert [model.config.window(i) for i in range(2)] == [4, None]
     model.blocks[1].attn.o.weight.data.zero_()  # leaves layer 0 to look
     for block in model.blocks:
         block.conv.taps.data.zero_()  # these see the last tokens by themselves
@@ -75,7 +75,7 @@ def test_short_window_hides_old_tokens():
     changed = tokens.clone()
     changed[:, 0] = (changed[:, 0] + 1) % 97
     same = torch.isclose(model(tokens), model(changed)).all(-1)[0]
-    assert not same[:8].any() and same[8:].all()
+    assert not same[:4].any() and same[4:].all()
 
 
 @pytest.mark.parametrize("pattern", ["L", "SL"])
@@ -110,6 +110,10 @@ def test_counts_and_flops():
     # each
     attention_flops = 4 * 6 * 2 * 32 * 64
     assert 64 * (model.estimate_flops() - attention_flops) == counter.get_total_flops()
+    # three of the four layers see 8 tokens of 32, and one sees all
+    windowed = build(depth=4, width=64, heads=2, kv_heads=2, vocab_size=1000, seq_len=32, window_pattern="S")
+    saved = model.estimate_flops() - windowed.estimate_flops()
+    assert saved == 3 * 6 * 2 * (32 - 8) * 64
 
 
 def test_targets_of_minus_one_are_not_scored():
@@ -139,6 +143,8 @@ def test_from_depth_gives_a_valid_family():
         (dict(kv_heads=3), "kv_heads"),
         (dict(window_pattern="SX"), "window_pattern"),
         (dict(window_pattern=""), "window_pattern"),
+        (dict(short_window=0.0), "short_window"),
+        (dict(short_window=1.5), "short_window"),
     ],
 )
 def test_impossible_shapes_are_refused_by_name(fields, name):

@@ -45,10 +45,11 @@ def test_the_library_pulls_two_packages_and_the_extras_bring_the_rest():
     project = settings()["project"]
     extras = {extra: names(packages) for extra, packages in project["optional-dependencies"].items()}
     assert names(project["dependencies"]) == {"torch", "numpy"}
-    assert extras.keys() == {"train", "dev", "peers"}
+    assert extras.keys() == {"train", "dev", "peers", "fp8", "flash"}
     assert {"pytest", "transformers", "tokenizers", "accelerate"} < extras["dev"]
     assert "nanomuon[train]" in project["optional-dependencies"]["dev"]
     assert extras["peers"] == {"lightning", "lm-eval", "torchao"}
+    assert extras["fp8"] == {"torchao"} and extras["flash"] == {"flash-attn-4"}
 
 
 def python(code, *, executable=sys.executable, cwd=ROOT):

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from nanomuon import attention, planning, schedule, sizing
+from nanomuon.finished_run import load_run
 from nanomuon.gpt import GPTConfig
-from nanomuon.runtime import InputError, Runtime
+from nanomuon.runtime import InputError, Runtime, write_json
 from scripts import base_train
 from tests.training import Ranks, losses
 
 CUDA, CPU = (Runtime(torch.device(name), torch.bfloat16) for name in ("cuda", "cpu"))
-WINDOWED = GPTConfig.from_depth(4, 256, 64, window_pattern="SL")
+WINDOWED = GPTConfig.from_depth(4, 256, 64, window_pattern="SL", short_window=0.5)
 
 
 @pytest.fixture
@@ -91,8 +92,33 @@ def test_a_deterministic_run_takes_no_kernel_by_its_time(measurements, monkeypat
 
 def test_without_any_kernel_pytorch_chooses(measurements, capsys):
     measurements["table"][None][32] = dict(sdpa="OutOfMemoryError: no room")
-    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, True, True) == WINDOWED
+    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, False, True) == WINDOWED
     assert not measurements["chosen"] and "PyTorch chooses" in capsys.readouterr().out
+    # nobody knows that the windows of a new run pay
+    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, True, True).window_pattern == "L"
+
+
+def test_a_kernel_that_should_run_and_does_not_is_named(measurements, capsys):
+    measurements["table"][None][32] |= {
+        "flex": attention.NOT_SUPPORTED + "no",
+        "varlen": "failed: TypeError: x",
+    }
+    sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, True, True)
+    output = capsys.readouterr().out
+    assert "a kernel is left out: varlen window 32: failed: TypeError: x" in output and "flex" not in output
+
+
+def test_windows_are_for_gpus_unless_asked_for():
+    """SSSL with a quarter of the context; an explicit pattern counts on any device."""
+    for runtime, flags, windows in (
+        (CUDA, [], [512, 512, 512, None] * 2),
+        (CPU, ["--max-seq-len", "2048"], [None] * 8),
+        (CUDA, ["--window-pattern", "L"], [None] * 8),
+        (CPU, ["--window-pattern", "SL", "--max-seq-len", "64"], [16, None] * 4),
+    ):
+        args = base_train.parse_arguments(["--depth", "8", *flags], {})
+        config = planning.model_config(args, 256, runtime)
+        assert [config.window(layer) for layer in range(8)] == windows
 
 
 def test_what_was_measured_holds_for_the_same_device_and_layout():
@@ -124,19 +150,29 @@ FLAGS = "--depth 2 --max-seq-len 32 --vocab-size 300 --eval-every -1 --save-ever
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_run_without_windows_goes_on_by_the_command_that_asked_for_them(base, monkeypatch):
+def test_a_run_goes_on_with_the_windows_it_was_started_with(base, monkeypatch):
+    """By the command that asked for windows it does not have, and from before the window was a quarter."""
     seen = []
 
     def without_windows(config, rows, tensor_parallel, runtime, measured, new, with_flex):
-        seen.append((config.window_pattern, new))
+        seen.append((config.window_pattern, config.short_window, new))
         return dataclasses.replace(config, window_pattern="L") if new else config
 
     monkeypatch.setattr(sizing, "choose_attention", without_windows)
     command = [*FLAGS, "--corpus", f"path:{base}/texts", "--run", "windows", "--total-batch-size", "256"]
     for steps in ("4", "6"):
         assert base_train.main([*command, "--window-pattern", "SL", "--num-iterations", steps]) == 0
+    run = base / "runs" / "windows"
+    settings = json.loads((run / "settings.json").read_text())
+    assert settings.pop("short_window") == 0.25  # earlier runs have none, and saw half of the context
+    write_json(run / "settings.json", settings)
     assert base_train.main([*command, "--num-iterations", "8"]) == 0
-    assert seen == [("SL", True), ("L", False), ("L", False)]
+    assert seen == [("SL", 0.25, True), ("L", 0.25, False), ("L", 0.5, False)]
+    exported = json.loads((run / "config.json").read_text())
+    assert exported["config"].pop("short_window") == 0.5
+    write_json(run / "config.json", exported)
+    model, _, _ = load_run("windows", Runtime(CPU.device, torch.float32))
+    assert model.config.short_window == 0.5
     with pytest.raises(InputError, match="exists with window_pattern 'L', not 'SS"):
         base_train.main([*command, "--window-pattern", "SSL", "--num-iterations", "9"])
 

@@ -28,9 +28,9 @@ def test_the_floor_makes_the_products_of_the_step():
     products = train_bench.model_products(model, torch.randint(97, (B, T)))
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
     linear = 6 * weights * B * T
-    # a query of a full layer sees (1 + ... + 16) / 16 = 8.5 keys, with a window of 8 (1 + ... + 8 + 8 * 8) /
-    # 16 = 6.25
-    seen = 8 + 6 + 8
+    # a query of a full layer sees (1 + ... + 16) / 16 = 8.5 keys, with a window of 4 (1 + ... + 4 + 4 * 12) /
+    # 16 = 3.6
+    seen = 3 + 8 + 8
     assert flops(products.calls) == linear + 12 * B * T * width * seen
     assert all(parameter.grad is None for parameter in model.parameters())
     products.run()  # into buffers of the right shapes, else an error
@@ -63,7 +63,7 @@ def test_the_flags_of_a_run_are_taken():
 def test_the_table_of_attention_backends(base, environment, capsys):
     train_bench.main([*arguments(base, "bench", 5), "--attention", "--rounds", "1"])
     out = capsys.readouterr().out
-    assert "4 rows x 32 tokens" in out and "sdpa full" in out and "sdpa window 16" in out
+    assert "4 rows x 32 tokens" in out and "sdpa full" in out and "sdpa window 8" in out
 
 
 def test_freed_memory_is_used_again():
