@@ -78,8 +78,7 @@ def main(argv: list[str] | None = None) -> int:
             if stage.name in results:
                 print(f"{stage.name:26} {results[stage.name]['result']}, done before (--again repeats it)")
                 continue
-            command = [sys.executable, "-m", "scripts.gpu_stages", stage.name, "--device", device]
-            command += ["--ranks", str(ranks), "--folder", str(work)]
+            command = stage_command(stage, device, ranks, work)
             left = deadline - time.monotonic()
             limit = stage.seconds * (SLOWER if device == "cpu" else 1)
             result = run_stage(stage.name, command, min(limit, left), folder)
@@ -208,6 +207,11 @@ def repository_version() -> str:
 
 # ------------------------------------------------------------------------------------------------------------
 # A stage
+
+
+def stage_command(stage: gpu_stages.Stage, device: str, ranks: int, work: Path) -> list[str]:
+    command = [sys.executable, "-m", "scripts.gpu_stages", stage.name, "--device", device]
+    return [*command, "--ranks", str(ranks), "--folder", str(work)]
 
 
 def run_stage(name: str, command: list[str], seconds: float, folder: Path) -> dict:

@@ -72,6 +72,8 @@ LAST_TEN = {"cpu": 2e-2, "cuda": 5e-2}  # 100 steps on, rounding has become anot
 MFU = 0.40  # at depth 12, of the device's peak
 TIMES_FLOOR = 1.3  # the optimizer's whole step
 
+GRACE = 10  # seconds that ranks have to end when another has failed
+
 
 @dataclass(frozen=True)
 class Place:
@@ -121,6 +123,17 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Frobenius norm of the difference over that of the expected, in float64 on the CPU."""
     found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
     return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+def largest(values) -> float:
+    """The largest of some numbers; infinity where one is NaN, which max() may pass over."""
+    return max(math.inf if math.isnan(value) else value for value in values)
+
+
+def worst_of(errors: dict[str, float]) -> tuple[str, float]:
+    """The name with the largest error, and that."""
+    found = largest(errors.values())
+    return next(name for name, error in errors.items() if error == found or math.isnan(error)), found
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -221,7 +234,7 @@ def check_adamw(how: str, place: Place, lines: Lines) -> None:
     param, grad, exp_avg, exp_avg_sq = (x.to(place.device, copy=True) for x in (P, G, M, V))
     run_kernel(adamw_update, param, grad, exp_avg, exp_avg_sq, torch.ones((), device=place.device), **rates)
     lines.at_most(f"AdamW update, {how}", distance(param.cpu() - P, P64 - P), FLOAT32)
-    worst = max(distance(exp_avg, M64), distance(exp_avg_sq, V64))
+    worst = largest([distance(exp_avg, M64), distance(exp_avg_sq, V64)])
     lines.at_most(f"AdamW moments, {how}", worst, FLOAT32)
 
     before = [x.clone() for x in (param, exp_avg, exp_avg_sq)]
@@ -246,7 +259,7 @@ def check_momentum_and_update(how: str, place: Place, lines: Lines) -> None:
     param, grad, buffer, direction = (x.to(place.device, copy=True) for x in (P, G, M, X))
     weights = dict(momentum=number(mu), grad_weight=number(1 - mu), nesterov=True)
     U = run_kernel(muon_momentum, grad, buffer, number(1.0), **weights)
-    lines.at_most(f"momentum, {how}", max(distance(U, U64), distance(buffer, M64)), FLOAT32)
+    lines.at_most(f"momentum, {how}", largest([distance(U, U64), distance(buffer, M64)]), FLOAT32)
     rates = dict(lr=number(lr), scale=number(scale), weight_decay=number(decay), cautious=True)
     run_kernel(muon_update, param, direction, number(1.0), number(1.0), **rates)
     lines.at_most(f"Muon update, {how}", distance(param.cpu() - P, P64 - P), FLOAT32)
@@ -263,7 +276,7 @@ def check_direction(name: str, shape, dtype, tolerance: float, place: Place, lin
     weight = torch.full((k, 1, 1), 1 - beta2, device=place.device, dtype=dtype)
     options = dict(coefficients="polar_express", ns_steps=5, row_equilibrate=False, renormalize=False)
     X, gain = run_kernel(muon_direction, U.to(place.device, dtype), second, weight, **options)
-    error = max(distance(X, polar), distance(X.to(dtype) * gain, X64), distance(second, V64))
+    error = largest([distance(X, polar), distance(X.to(dtype) * gain, X64), distance(second, V64)])
     lines.at_most(name, error, tolerance)
     if dtype == torch.float64 and m != n:  # square ones have values near zero, which five steps do not raise
         values = torch.linalg.svdvals(X.cpu())
@@ -307,8 +320,8 @@ def optimizer(place: Place, lines: Lines) -> None:
                 for name, before in parameters.items():
                     if kinds[name] == kind:
                         errors[name] = distance(found[name].cpu() - before, expected[name] - before)
-                worst = max(errors, key=errors.get)
-                lines.at_most(f"updates of {kind}, {how}, worst {worst}", errors[worst], tolerance)
+                worst, error = worst_of(errors)
+                lines.at_most(f"updates of {kind}, {how}, worst {worst}", error, tolerance)
             for param in ours.param_groups[0]["params"]:
                 param.grad = torch.full_like(param, math.inf)
             ours.step()
@@ -369,8 +382,8 @@ def model(place: Place, lines: Lines) -> None:
         loss, found = loss_and_gradients(config, tokens, place.device, dtype, compiles)
         lines.at_most(f"loss in {name}", abs(loss - expected_loss) / expected_loss, tolerance / 10)
         errors = {key: distance(found[key], expected[key]) for key in expected}
-        worst = max(errors, key=errors.get)
-        lines.at_most(f"gradients in {name}, worst {worst}", errors[worst], tolerance)
+        worst, error = worst_of(errors)
+        lines.at_most(f"gradients in {name}, worst {worst}", error, tolerance)
 
 
 def loss_and_gradients(config, tokens, device, dtype, compiles):
@@ -440,7 +453,7 @@ def attention_error(backend: str, T, H, D, window, device, dtype) -> float:
     errors = []
     for ours, right in zip(found, expected, strict=True):
         errors.append(((ours.cpu().double() - right).abs().max() / right.abs().max()).item())
-    return max(errors)
+    return largest(errors)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -513,9 +526,9 @@ def rank_of_layout(place: Place, lines: Lines, name: str) -> None:
     if here.rank == 0:
         alone = trained_exactly(config, here.device, batches, MuonAdamW)
         errors = {key: distance(found[key], alone[key]) for key in alone}
-        worst = max(errors, key=errors.get)
+        worst, error = worst_of(errors)
         words = f"5 steps in float64, {here.world_size} processes against one, worst {worst}"
-        lines.at_most(words, errors[worst], FLOAT64)
+        lines.at_most(words, error, FLOAT64)
     if here.world_size == 1:
         return
     run = f"layout-{name}"
@@ -530,7 +543,7 @@ def check_collectives(here: Runtime, lines: Lines) -> None:
     ranks, mine = here.world_size, here.rank + 1
     ones = torch.ones(ranks, 1000, device=here.device)
     total = ranks * (ranks + 1) / 2
-    mean, part, whole = ones * mine, ones[0] * 0, ones * 0
+    mean, part, whole = ones * mine, ones[:1] * 0, ones * 0
     dist.all_reduce(mean, dist.ReduceOp.AVG)
     reduce_scatter_single(part, ones * mine)
     all_gather_single(whole, ones[:1] * mine)
@@ -593,7 +606,7 @@ def environment_of(place: Place, device_type: str, ranks: int = 1) -> dict[str, 
 def start(place, command, ranks=1, device_type=None, kill_when=None) -> tuple[list[int], str]:
     """Run a command as so many ranks to its end; returns their exit codes and what they printed.
 
-    Where one rank fails, the others are killed after 10 s. kill_when: as soon as this is true, all of them
+    Where one rank fails, the others are killed GRACE later. kill_when: as soon as this is true, all of them
     are, with SIGKILL. Nobody outlives this process's group, which gpu_check kills at its time limit.
     """
     device_type = device_type or place.device.type
@@ -616,7 +629,7 @@ def start(place, command, ranks=1, device_type=None, kill_when=None) -> tuple[li
             time.sleep(0.05)
             failed = any(process.poll() not in (None, 0) for process in processes)
             if failed and deadline == math.inf:
-                deadline = time.monotonic() + 10
+                deadline = time.monotonic() + GRACE
             if time.monotonic() > deadline or (kill_when is not None and kill_when()):
                 for process in processes:
                     process.kill()
@@ -702,7 +715,7 @@ def compare_losses(found: list[float], expected: list[float], device_type: str, 
     if len(found) != 100 or len(expected) != 100:
         lines.check("100 steps", False, f"{len(found)} steps, of one process {len(expected)}")
         return
-    first_ten = max(abs(a - b) for a, b in zip(found[:10], expected[:10], strict=True))
+    first_ten = largest(abs(a - b) for a, b in zip(found[:10], expected[:10], strict=True))
     lines.at_most("losses of the first ten steps against one process", first_ten, FIRST_TEN[device_type])
     last_ten = abs(sum(found[-10:]) - sum(expected[-10:])) / 10
     lines.at_most("mean loss of the last ten against one process", last_ten, LAST_TEN[device_type])
@@ -738,7 +751,7 @@ def training(place: Place, lines: Lines) -> None:
         return
     errors = [abs(a - b) for a, b in zip(curve[5:15], expected[5:15], strict=True)]
     limit = FIRST_TEN[place.device.type]
-    lines.at_most("losses of steps 6 to 15 against the CPU, in nats", max(errors), limit)
+    lines.at_most("losses of steps 6 to 15 against the CPU, in nats", largest(errors), limit)
     finite = all(math.isfinite(loss) for loss in curve)
     skipped = metrics(place, "from-cpu")[-1]["skipped_steps"]
     lines.check("losses are finite, no step is skipped", finite and skipped == 0, f"{skipped} skipped")
@@ -795,7 +808,7 @@ def resume(place: Place, lines: Lines) -> None:
     if len(ours) != len(theirs):
         lines.check("it makes every step once", False, f"{len(ours)} of {len(theirs)} steps")
         return
-    difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    difference = largest(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     if place.on_gpu and not deterministic:
         lines.at_most("losses against the run that was not killed", difference, FIRST_TEN["cuda"])
     else:
