@@ -950,8 +950,7 @@ def profile(place: Place, lines: Lines) -> None:
         launches = sum(count for call, count in calls.items() if "LaunchKernel" in call)
         waits = calls["cudaStreamSynchronize"] + calls["cudaEventSynchronize"]
         lines.figure(f"kernels launched, {name}", f"{launches}, and {waits} waits for the device")
-        table = recorded.key_averages().table(sort_by="self_cuda_time_total", row_limit=25)
-        (place.folder / f"profile_{name.replace(' ', '_')}.txt").write_text(table)
+        print(recorded.key_averages().table(sort_by="self_cuda_time_total", row_limit=25))
 
 
 # ------------------------------------------------------------------------------------------------------------
