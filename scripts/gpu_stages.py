@@ -310,7 +310,7 @@ def optimizer(place: Place, lines: Lines) -> None:
     expected = optimized(config, parameters, torch.device("cpu"), torch.float64)
     kinds = {name: group["kind"] for group in expected.param_groups for name in group["names"]}
     expected = weights_of(expected)
-    for compiles in (False, True):
+    for compiles in place.sized((False, True), (False,)):  # a CPU compiles slowly, and `numerics` has it
         how = "compiled" if compiles else "eager"
         with compilation(compiles):
             ours = optimized(config, parameters, place.device, torch.float32)
