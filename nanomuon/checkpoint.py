@@ -225,7 +225,8 @@ def _pieces(tensors):
     """{(name, offset of the piece in the tensor): bytes} of what this rank holds of each tensor."""
     pieces = {}
     for item in create_default_local_save_plan(tensors, is_coordinator=False).items:
-        pieces[item.index.fqn, tuple(item.index.offset)] = item.tensor_storage_size()
+        name = item.index.fqn
+        pieces[name, tuple(item.index.offset)] = _local(tensors[name]).nbytes
     return pieces
 
 

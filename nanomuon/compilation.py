@@ -1,7 +1,7 @@
 """Whether a run compiles its model and its optimizer, and compiling the model.
 
-The answer is in args.compile: True, False, or None where it is decided after a few eager steps. What runs
-kernels asks the environment (runtime.compile_enabled), which follows it.
+The answer is in args.compile: True, False, or None where it is decided after a few eager steps, on CPUs. What
+runs kernels asks the environment (runtime.compile_enabled), which follows it.
 """
 
 import argparse
@@ -17,10 +17,15 @@ from nanomuon.planning import Plan, duration
 from nanomuon.runtime import Runtime, compile_enabled, missing_compiler, print0, together
 
 
-def choose_compilation(args: argparse.Namespace) -> None:
-    """Set args.compile: what the environment says counts first, then the flag. Undecided starts eagerly."""
+def choose_compilation(args: argparse.Namespace, device_type: str) -> None:
+    """Set args.compile: what the environment says counts first, then the flag.
+
+    Undecided compiles at once on CUDA, where it always pays, and starts eagerly on a CPU.
+    """
     if "NANOMUON_COMPILE" in os.environ:
         args.compile = compile_enabled()
+    if args.compile is None and device_type == "cuda":
+        args.compile = True
     compiler = missing_compiler()
     if args.compile is not False and compiler is not None:
         print0(

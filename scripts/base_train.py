@@ -40,7 +40,7 @@ from nanomuon.runtime import (
 )
 from nanomuon.tokenizer import Tokenizer
 
-EAGER_STEPS = 3  # before it is decided whether to compile
+EAGER_STEPS = 3  # before it is decided whether to compile, on a CPU
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
 
 
@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     resolved = resolve_arguments(argv)
     runtime = start()
     args, settings, changed = together(lambda: resolved)[0]  # one settings.json, read once
-    choose_compilation(args)
+    choose_compilation(args, runtime.device.type)
     measured = sizing.recalled(settings, args.shard, args.tensor_parallel, runtime)
     # What is wrong with the arguments shows here, before the data is worked on
     plan = plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime, measured)

@@ -83,8 +83,8 @@ def main(argv: list[str] | None = None) -> None:
     check_at_least_1(args, "rounds")
     check_step_arguments(args)
     args.compile = args.compile is not False  # no run to end sooner
-    choose_compilation(args)
     runtime = start()
+    choose_compilation(args, runtime.device.type)
     if runtime.world_size > 1:
         raise InputError("train_bench measures one process; start it without torchrun")
     table = attention_table if args.attention else step_table
