@@ -98,8 +98,8 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="compile model and optimizer, or run eagerly, as NANOMUON_COMPILE=1 or 0 (default: after some "
-        "eager steps, where the run then ends sooner)",
+        help="compile model and optimizer, or run eagerly, as NANOMUON_COMPILE=1 or 0 (default: on a GPU "
+        "compile at once, on a CPU after some eager steps, where the run then ends sooner)",
     )
 
 

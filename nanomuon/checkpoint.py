@@ -5,8 +5,8 @@
         manifest.json         step, settings, versions; SHA-256 of every file, itself too
 
 Tensors go through torch.distributed.checkpoint with its safetensors storage: each rank writes what it holds
-(a replicated tensor is written once, by one of them) and reads what it needs, so W ranks load what V ranks
-saved, row slices (DTensor) included. Ranks share one file system. A checkpoint is written to a hidden folder
+(of what several hold, its share) and reads what it needs, so W ranks load what V ranks saved, row slices
+(DTensor) included. Ranks share one file system. A checkpoint is written to a hidden folder
 and appears by one rename, after every rank has finished; whatever a kill leaves behind is never taken for
 one.
 """
@@ -32,6 +32,7 @@ from torch.distributed.checkpoint import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 
 from nanomuon.optim import MuonAdamW
@@ -44,8 +45,9 @@ class Checkpointer:
 
     run_dir: runs/<name>. resumed_step: where this process starts from, None for a fresh start; checkpoints of
     later steps belong to a future that will not happen and are removed. keep_last: how many to keep.
-    background: save() copies the state to host memory and returns, a thread writes it; what fails there is
-    said at once.
+    background: save() copies what this rank writes to host memory and returns, a thread writes it; what fails
+    there is said at once. From a GPU the copies go into pinned memory, which is kept for the next save, and
+    save() does not wait for them.
     """
 
     def __init__(self, run_dir, resumed_step=None, keep_last=2, background=False):
@@ -58,6 +60,9 @@ class Checkpointer:
         self.rank, self.world_size = _place()
         self.thread = ThreadPoolExecutor(1)
         self.pending = []  # the background save that was not waited for, if any
+        self.held = None  # pieces of tensors that this rank held at the last save, see _pieces
+        self.writer = {}  # piece: the rank that writes it
+        self.pinned = {}  # name: where the piece of a GPU's tensor is copied to
         together(self._clean, self.group)
 
     def save(self, step, model, optimizer, meta) -> None:
@@ -72,7 +77,7 @@ class Checkpointer:
         if step == self.last_step:
             return
         tensors, values = _flat_state(model, _local_state(optimizer))
-        tensors |= _random_state(self.rank)
+        tensors = self._to_write(tensors | _random_state(self.rank))
         manifest = {
             "step": step,
             "world_size": self.world_size,
@@ -80,22 +85,52 @@ class Checkpointer:
             "meta": meta,
             "optimizer_values": values,
         }
+        data = {name: _local(tensor) for name, tensor in tensors.items()}
         if self.background:
-            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-            self.pending.append(self.thread.submit(self._write, step, tensors, manifest))
+            data = {name: self._copy(name, tensor) for name, tensor in data.items()}
+            copied = None
+            if self.pinned:
+                copied = torch.cuda.Event()
+                copied.record()
+            self.pending.append(self.thread.submit(self._write, step, tensors, data, manifest, copied))
         else:
-            self._write(step, tensors, manifest)
+            self._write(step, tensors, data, manifest)
 
     def wait(self) -> None:
         """Return when the last background save is on disk."""
         while self.pending:
             self.pending.pop().result()
 
-    def _write(self, step, tensors, manifest):
+    def _to_write(self, tensors):
+        """Those of the tensors that this rank writes: of what several ranks hold, each writes its share."""
+        held = _pieces(tensors)
+        # Who writes what is worked out again where some rank holds something else than at the last save
+        if any(together(lambda: held != self.held, self.group)):
+            self.held = held
+            self.writer = assign_writers(together(lambda: held, self.group))
+        mine = {name for name, offset in held if self.writer[name, offset] == self.rank}
+        return {name: tensor.detach() for name, tensor in tensors.items() if name in mine}
+
+    def _copy(self, name, tensor):
+        """A copy in host memory; one from a GPU is complete when the device gets there."""
+        if not tensor.is_cuda:
+            return tensor.clone()
+        buffer = self.pinned.get(name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+            buffer = self.pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return buffer.copy_(tensor, non_blocking=True)
+
+    def _write(self, step, tensors, data, manifest, copied=None):
+        """tensors: which tensors, and which piece of each, this rank writes; data: the pieces, by name.
+
+        copied: event of a GPU after which they are there.
+        """
+        if copied is not None:
+            copied.synchronize()
         final = self.folder / f"step_{step}"
         hidden = self.folder / f".step_{step}"
         try:
-            self._write_files(hidden, tensors, manifest)
+            self._write_files(hidden, tensors, data, manifest)
             together(lambda: self._publish(hidden, final, manifest), self.group)
             self.last_step = step
             together(self._clean, self.group)
@@ -104,13 +139,13 @@ class Checkpointer:
                 shutil.rmtree(hidden, ignore_errors=True)
             self._fail(final, error)
 
-    def _write_files(self, hidden, tensors, manifest):
+    def _write_files(self, hidden, tensors, data, manifest):
         """Each rank's file, and the fingerprints of all of them into the manifest."""
         mine = hidden / f"rank_{self.rank}.safetensors"
         with _without_warning():
             dcp.save(
                 tensors,
-                storage_writer=_Writer(mine),
+                storage_writer=_Writer(mine, data),
                 process_group=self.group,
                 no_dist=self.group is None,
             )
@@ -166,23 +201,57 @@ class Checkpointer:
             shutil.rmtree(hidden)
 
 
+def assign_writers(held: list[dict]) -> dict:
+    """{piece: rank that writes it}, so that ranks write about as many bytes each.
+
+    held: of each rank, {piece: bytes} of what it holds. A pure function: all ranks come to the same.
+    """
+    holders, sizes = {}, {}
+    for rank, pieces in enumerate(held):
+        for piece, size in pieces.items():
+            holders.setdefault(piece, []).append(rank)
+            sizes[piece] = size
+    load = [0] * len(held)  # bytes that each rank writes
+    writer = {}
+    # What one rank alone holds comes first; the large before the small, which then even it out
+    for piece in sorted(holders, key=lambda piece: (len(holders[piece]) > 1, -sizes[piece])):
+        rank = min(holders[piece], key=lambda rank: load[rank])
+        writer[piece] = rank
+        load[rank] += sizes[piece]
+    return writer
+
+
+def _pieces(tensors):
+    """{(name, offset of the piece in the tensor): bytes} of what this rank holds of each tensor."""
+    pieces = {}
+    for item in create_default_local_save_plan(tensors, is_coordinator=False).items:
+        name = item.index.fqn
+        pieces[name, tuple(item.index.offset)] = _local(tensors[name]).nbytes
+    return pieces
+
+
+def _local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class _Writer(HuggingFaceStorageWriter):
-    """torch's writer with its inner loop replaced.
+    """torch's writer with its inner loop replaced: writes `data`, the pieces of tensors by name, to `file`.
 
     That one assembles a file in memory while it holds the interpreter's lock, which stopped a training thread
     for 2 s a GB; safetensors writing by itself stops it not at all (measured).
     """
 
-    def __init__(self, file):
+    def __init__(self, file, data):
         super().__init__(file.parent, save_distributed=True)
         self.file = file
+        self.data = data
 
     def write_data(self, plan, planner):
         tensors, offsets = {}, {}
         for item in plan.items:
             name = item.index.fqn
             assert name not in tensors  # a DTensor has one piece a rank, and the file one tensor a name
-            tensors[name] = planner.resolve_data(item).detach().cpu()
+            tensors[name] = self.data[name].cpu()
             offsets[name] = {"saved_offsets": item.tensor_data.chunk.offsets}
         if tensors:
             write_tensors(tensors, self.file, {"DCP_SHARDING_INFO": json.dumps(offsets)})

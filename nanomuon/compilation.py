@@ -1,7 +1,7 @@
 """Whether a run compiles its model and its optimizer, and compiling the model.
 
-The answer is in args.compile: True, False, or None where it is decided after a few eager steps. What runs
-kernels asks the environment (runtime.compile_enabled), which follows it.
+The answer is in args.compile: True, False, or None where it is decided after a few eager steps, on CPUs. What
+runs kernels asks the environment (runtime.compile_enabled), which follows it.
 """
 
 import argparse
@@ -18,11 +18,14 @@ from nanomuon.runtime import Runtime, compile_enabled, missing_compiler, print0,
 
 
 def choose_compilation(args: argparse.Namespace, device_type: str) -> None:
-    """Set args.compile: what the environment says counts first, then the flag. Undecided starts eagerly."""
+    """Set args.compile: what the environment says counts first, then the flag.
+
+    Undecided compiles at once on CUDA, where it always pays, and starts eagerly on a CPU. There it stays
+    eager with --deterministic: the step at which it would compile depends on how fast the machine is today.
+    """
     if "NANOMUON_COMPILE" in os.environ:
         args.compile = compile_enabled()
-    if args.compile is None and args.deterministic:
-        # Which step it would happen at depends on how fast this machine is today
+    if args.compile is None and (device_type == "cuda" or args.deterministic):
         args.compile = device_type == "cuda"
     missing = missing_compiler(device_type)
     if args.compile is not False and missing is not None:

@@ -302,15 +302,18 @@ def validation_batches(
     manifest = _manifest(folder)
     bos_id = manifest["bos_id"]
     rows = _Rows.for_validation(_open(Path(folder), manifest, "val"), bos_id, seq_len, max_tokens)
+    device = torch.device(device)
+    shape = (device_batch_size, seq_len + 1)
     per_round = world_size * device_batch_size
     rounds = -(-len(rows) // per_round)
     for number in range(rounds):
         first = number * per_round + rank * device_batch_size
-        batch = np.full((device_batch_size, seq_len + 1), bos_id, dtype=np.int64)
+        batch = torch.full(shape, bos_id, dtype=torch.int64, pin_memory=device.type == "cuda")
         for place, index in enumerate(range(first, min(first + device_batch_size, len(rows)))):
-            rows.fill(index, batch[place])
-        targets = np.where(batch == bos_id, -1, batch)[:, 1:]
-        yield torch.tensor(batch[:, :-1], device=device), torch.tensor(targets, device=device)
+            rows.fill(index, batch[place].numpy())
+        batch = batch.to(device, non_blocking=True)
+        following = batch[:, 1:]
+        yield batch[:, :-1].contiguous(), torch.where(following == bos_id, -1, following)
 
 
 def _manifest(folder):

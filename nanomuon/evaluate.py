@@ -8,22 +8,40 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-@torch.no_grad()  # not inference_mode: what FSDP2 gathers here, training uses too
 def bits_per_byte(
-    model: torch.nn.Module, batches: Iterable[tuple[Tensor, Tensor]], token_bytes: Tensor
+    model: torch.nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    token_bytes: Tensor,
+    as_in_training: bool = False,
 ) -> float:
     """Cross-entropy of the text in bits, divided by the UTF-8 bytes of the text.
 
-    batches yields (inputs, targets), each (B, T) int64, targets of -1 unscored; token_bytes (V,) gives the
-    bytes that each token stands for. Special tokens stand for none and are not scored. Every rank passes its
-    share of the batches and gets the figure for all of them. Raises ValueError where no target has bytes.
+    model(inputs, targets) gives the mean loss in nats over the targets that are not -1. batches yields
+    (inputs, targets), each (B, T) int64, targets of -1 unscored; token_bytes (V,) gives the bytes that each
+    token stands for. Special tokens stand for none and are not scored. Every rank passes its share of the
+    batches and gets the figure for all of them. Waits for the device once, at the end. Raises ValueError
+    where no target has bytes.
+
+    as_in_training: run the forward pass that keeps what a backward pass would need. A compiled model has it
+    compiled already, where without gradients it would compile another graph, which costs more than it saves
+    (docs/log.md). It takes the memory of a training step's forward pass.
     """
+    # What a forward pass in training records besides (the load of experts, the largest logits) is no
+    # evaluation's to record
+    before = [buffer.clone() for buffer in model.buffers()] if as_in_training else []
     sums = torch.zeros(2, dtype=torch.float64, device=token_bytes.device)  # nats, bytes
-    for inputs, targets in batches:
-        loss = model(inputs, targets, reduction="none")  # (B * T,) nats
-        scored = torch.where(targets < 0, 0, token_bytes[targets]).flatten()  # (B * T,) bytes
-        sums[0] += loss[scored > 0].sum(dtype=torch.float64)
-        sums[1] += scored.sum()
+    # Never inference_mode: what FSDP2 gathers here, training uses too
+    with torch.set_grad_enabled(as_in_training):
+        for inputs, targets in batches:
+            lengths = torch.where(targets < 0, 0, token_bytes[targets])  # (B, T) bytes
+            scored = lengths > 0
+            mean = model(inputs, torch.where(scored, targets, -1)).detach()  # NaN where nothing is scored
+            count = scored.sum()
+            sums[0] += torch.where(count > 0, mean.double() * count, 0)
+            sums[1] += lengths.sum()
+    if as_in_training:
+        for buffer, values in zip(model.buffers(), before, strict=True):
+            buffer.copy_(values)
     if dist.is_initialized():
         dist.all_reduce(sums)
     nats, count = sums.tolist()

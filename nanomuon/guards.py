@@ -33,22 +33,23 @@ class Requests:
             self.stop = True
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one stops at once
 
-    def agree(self, loss: Tensor, finite: Tensor | None = None) -> tuple[float, bool, bool]:
-        """(mean loss over ranks, stop?, save?): what one rank was asked, all do. Waits for the device.
+    def agree(self, loss: Tensor, finite: Tensor | None = None) -> Tensor:
+        """(3,): mean loss over ranks; how many ranks are asked to stop; to save. Not read here.
 
-        loss: 0-D. finite: 0-D bool, whether this rank's gradients are finite, None where nobody has looked.
-        Where they are not on one rank, there is no loss to speak of: all get NaN.
+        What one rank is asked, all do. loss: 0-D. finite: 0-D bool, whether this rank's gradients are
+        finite, None where nobody has looked. Where they are not on one rank, there is no loss to speak of:
+        all get NaN.
         """
         save, self.save = self.save, False
         if finite is not None:
             loss = torch.where(finite, loss, math.nan)
-        values = loss.new_tensor([0, self.stop, save])
-        values[0] = loss
+        # Filled on the device: a copy from the host would wait for it
+        stops, saves = loss.new_full((), self.stop), loss.new_full((), save)
+        agreed = torch.stack([loss, stops, saves])
         if dist.is_initialized():
-            dist.all_reduce(values)
-            values[0] /= dist.get_world_size()
-        mean_loss, stops, saves = values.tolist()
-        return mean_loss, stops > 0, stops + saves > 0
+            dist.all_reduce(agreed)
+            agreed[0] /= dist.get_world_size()
+        return agreed
 
     def exit_at_once(self) -> None:
         """Call when everything is on disk: a signal then has nothing to wait for."""
@@ -56,6 +57,24 @@ class Requests:
             signal.signal(number, lambda number, frame: sys.exit(0))
         if self.stop:
             sys.exit(0)
+
+
+class Moment:
+    """A point in the device's work, for timing: the clock on a CPU; on a GPU, which runs behind the host, an
+    event.
+    """
+
+    def __init__(self, device: torch.device):
+        self.seconds, self.event = time.perf_counter(), None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def milliseconds_since(self, earlier: "Moment") -> float:
+        """Of the device. The host must have waited for something later than this moment."""
+        if self.event is None:
+            return 1000 * (self.seconds - earlier.seconds)
+        return earlier.event.elapsed_time(self.event)
 
 
 class Watchdog:

@@ -69,7 +69,8 @@ class Run:
             self.runtime.device,
             max_tokens,
         )
-        value = bits_per_byte(self.model, batches, self.token_bytes)
+        as_in_training = self.forward is not self.model  # compiled whole: then with the graph that is there
+        value = bits_per_byte(self.forward, batches, self.token_bytes, as_in_training)
         if self.log:
             tokens = self.step * self.plan.batch
             whole_set = max_tokens is None
@@ -237,9 +238,11 @@ def start_run(
         skipped=skipped,
     )
     print_plan(args, plan, runtime)
-    if compile_enabled() and step < plan.steps:
-        print0("compiling: the first step takes a while (--no-compile starts at once)")
+    if compile_enabled():
+        # Also where only the last evaluation is left: it is to give what it had given without interruption
         run.forward = compile_model(model, mesh)
+        if step < plan.steps:
+            print0("compiling: the first step takes a while (--no-compile starts at once)")
     return run
 
 

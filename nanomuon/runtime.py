@@ -122,6 +122,17 @@ def peak_memory_mb(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 
+def let_segments_grow() -> None:
+    """Let PyTorch's allocator on CUDA extend its segments: less memory is lost between blocks of many sizes.
+
+    Called before CUDA starts. What the user has set for the allocator stays as it is.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    set_by_user = any(name in os.environ for name in names)
+    if torch.version.cuda is not None and sys.platform == "linux" and not set_by_user:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def compile_enabled(otherwise: bool = True) -> bool:
     """What NANOMUON_COMPILE says: 0, and the same kernels run eagerly. otherwise: where it says nothing."""
     return os.environ.get("NANOMUON_COMPILE", str(int(otherwise))) != "0"
@@ -218,6 +229,7 @@ def start() -> Runtime:
     models. bf16 is the compute dtype where the device multiplies it natively; CPUs stay in float32, which all
     of them do well. InputError where there is a GPU that cannot be used.
     """
+    let_segments_grow()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     gpus = usable_gpus()
     if gpus:

@@ -76,14 +76,17 @@ def matrix_lr_scale(batch: int) -> float:
     return min(1.0, (batch / 4096) ** 0.5)
 
 
+FILLED = 0.85  # share of a device's memory that a step may take
+
+
 def rows_that_fit(rows: int, one_row: float, two_rows: float, capacity: float) -> int:
-    """The largest power of two that divides `rows` and keeps memory below 85% of `capacity`, at least 1.
+    """The largest power of two that divides `rows` and keeps memory below FILLED of `capacity`, at least 1.
 
     one_row, two_rows: bytes at the height of a step of so many rows; every further row takes as much again.
     """
 
     def fits(size):
-        return one_row + (size - 1) * (two_rows - one_row) <= 0.85 * capacity
+        return one_row + (size - 1) * (two_rows - one_row) <= FILLED * capacity
 
     size = 1
     while rows % (2 * size) == 0 and fits(2 * size):

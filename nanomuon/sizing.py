@@ -9,7 +9,7 @@ import torch
 
 from nanomuon import attention, footprint, parallel, schedule
 from nanomuon.gpt import GPTConfig
-from nanomuon.runtime import Runtime, print0, together
+from nanomuon.runtime import Runtime, compile_enabled, print0, together
 
 BF16_PAYS = 1.3  # times float32: below, what a step does beside its products takes the gain back
 BF16_ROUNDS = 8
@@ -74,8 +74,10 @@ def device_batch_size(
     """Rows of a micro-step, a power of two that divides the `most` of a step on a device: what fits into
     memory; on a CPU 16 at most, where more gain nothing.
 
-    On CUDA one row and two are tried, eagerly, which takes more memory than the compiled model does; where
-    parameters live in pieces the formula stands for it.
+    On CUDA one row and two are tried, eagerly. Where the run compiles its model, which then takes about a
+    third less, twice the rows that this gives are tried as they will run, as long as they fit: one
+    compilation is then lost, the others training finds in its cache. Where parameters live in pieces the
+    formula stands for it.
     """
     most = max(1, most)
     ranks, itemsize = runtime.world_size, runtime.compute_dtype.itemsize
@@ -87,33 +89,44 @@ def device_batch_size(
         capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
         return schedule.rows_that_fit(math.gcd(most, 16), one_row, two_rows, capacity)
     capacity = torch.cuda.mem_get_info(runtime.device)[0]
-    if not fsdp and tensor_parallel == 1:
-        optimizer = one["state"] + one["buffers"]  # which a probe leaves out
-        one_row, two_rows = (optimizer + peak for peak in probe_memory(config, runtime))
-    return min(together(lambda: schedule.rows_that_fit(most, one_row, two_rows, capacity)))
+    probes = not fsdp and tensor_parallel == 1
+    optimizer = one["state"] + one["buffers"]  # which a probe leaves out
+    if probes:
+        one_row = optimizer + probe_memory(config, 1, runtime)
+        two_rows = optimizer + probe_memory(config, 2, runtime)
+    rows = schedule.rows_that_fit(most, one_row, two_rows, capacity)
+    if probes and compile_enabled():
+        while most % (2 * rows) == 0:
+            peak = optimizer + probe_memory(config, 2 * rows, runtime, compiled=True)
+            if peak > schedule.FILLED * capacity:
+                break
+            rows *= 2
+    return min(together(lambda: rows))
 
 
-def probe_memory(config: GPTConfig, runtime: Runtime) -> list[float]:
-    """Bytes on the GPU at the height of forward and backward for one row and for two, with weights and
-    gradients.
+def probe_memory(config: GPTConfig, rows: int, runtime: Runtime, compiled: bool = False) -> float:
+    """Bytes on the GPU at the height of forward and backward for so many rows, with weights and gradients.
 
     Infinite for what it has no room for.
     """
-    gpt = None
-    peaks = [math.inf, math.inf]
+    gpt = forward = None
+    peak = math.inf
     try:
         gpt = parallel.build_model(config, runtime, seed=0)
-        for rows in (1, 2):
+        forward = torch.compile(gpt, dynamic=False) if compiled else gpt
+        tokens = torch.zeros(rows, config.seq_len, dtype=torch.int64, device=runtime.device)
+        for _ in range(2):  # the second time counts, after the compiler
             torch.cuda.reset_peak_memory_stats(runtime.device)
-            tokens = torch.zeros(rows, config.seq_len, dtype=torch.int64, device=runtime.device)
-            gpt(tokens, tokens).backward()
+            forward(tokens, tokens).backward()
             gpt.zero_grad(set_to_none=True)
-            peaks[rows - 1] = torch.cuda.max_memory_allocated(runtime.device)
+        peak = torch.cuda.max_memory_allocated(runtime.device)
     except torch.OutOfMemoryError:
         pass
-    del gpt
+    del gpt, forward
+    if compiled:
+        torch.compiler.reset()  # graphs that the run may not use; what it uses is in the cache on disk
     torch.cuda.empty_cache()
-    return peaks
+    return peak
 
 
 def choose_attention(

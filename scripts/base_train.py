@@ -13,7 +13,6 @@ last checkpoint.
 
 import argparse
 import contextlib
-import math
 import os
 import time
 from dataclasses import replace
@@ -42,7 +41,7 @@ from nanomuon.runtime import (
 )
 from nanomuon.tokenizer import Tokenizer
 
-EAGER_STEPS = 3  # before it is decided whether to compile
+EAGER_STEPS = 3  # before it is decided whether to compile, on a CPU
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
 
 
@@ -93,28 +92,29 @@ def train(run: Run, watchdog: guards.Watchdog) -> int | None:
             gradients_finite = guards.gradients_finite(model)
 
         # What one rank's signals ask for, and a loss that is not finite on one, holds for all
-        train_loss, stop, save_now = requests.agree(loss, gradients_finite)  # waits for the device
-        finite = math.isfinite(train_loss)
-
-        update_began = time.perf_counter()
+        agreed = requests.agree(loss, gradients_finite)  # (3,): mean loss, ranks to stop, ranks to save
+        finite = agreed[0].isfinite()
+        update_began = guards.Moment(device)
         if is_ours:
             optimizer.step(finite=finite)
-            bad = int(optimizer.skipped_steps) > run.skipped  # waits for the device
+            skipped = optimizer.skipped_steps
         else:
-            bad = not finite
+            # Whether such an optimizer may step at all is for the host to know: one wait for the device more
             if finite:
                 optimizer.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            skipped = run.skipped + finite.logical_not()
         balance_(model)
         if args.qk_clip:
             clip_(model, args.qk_clip)
         optimizer.zero_grad(set_to_none=True)
+        update_ended = guards.Moment(device)
 
-        ended = time.perf_counter()
-        step_ms = 1000 * (ended - began)
+        # The step's one wait for the device: all that the host wants to know, in one copy
+        told = torch.cat([agreed.double(), skipped.double().view(1)])
+        train_loss, stops, saves, skipped_steps = told.tolist()
+        step_ms = 1000 * (time.perf_counter() - began)
         run.step += 1
-        if bad:
+        if skipped_steps > run.skipped:
             run.skipped += 1
             bad_steps += 1
         else:
@@ -126,7 +126,7 @@ def train(run: Run, watchdog: guards.Watchdog) -> int | None:
             "lr_multiplier": lr_multiplier,
             "step_ms": step_ms,
             "tokens_per_second": 1000 * plan.batch / step_ms,
-            "optimizer_ms": 1000 * (ended - update_began),
+            "optimizer_ms": update_ended.milliseconds_since(update_began),
             "skipped_steps": run.skipped,
         }
         if peak is not None:
@@ -146,10 +146,10 @@ def train(run: Run, watchdog: guards.Watchdog) -> int | None:
             return give_up(run, bad_steps)
         # Only a few checkpoints are kept: those of bad steps must not push the good ones out
         due = args.save_every > 0 and run.step % args.save_every == 0 and bad_steps == 0
-        if due or save_now or run.step == plan.steps:
+        if due or stops or saves or run.step == plan.steps:
             run.save()
             saved_at = time.monotonic()
-        if stop:
+        if stops:
             run.checkpoints.wait()
             print0(f"stopped at step {run.step} and saved; the same command carries on")
             return 0

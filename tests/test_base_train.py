@@ -363,6 +363,58 @@ def test_compiling_is_decided_by_what_it_saves_and_remembered(base, monkeypatch,
         assert any(isinstance(each, GPT) for each in compiled) is (flag == "--compile")
 
 
+class Compiled(torch.nn.Module):
+    """In place of a compiled model: what would make it compile another graph is written down."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.calls = []
+
+    def forward(self, *inputs, **options):
+        shapes = [(x.shape, x.stride(), x.dtype) for x in inputs]
+        self.calls.append((shapes, options, torch.is_grad_enabled()))
+        return self.model(*inputs, **options)
+
+
+def test_evaluation_runs_what_training_compiled(base, monkeypatch):
+    """Also where an earlier launch has trained and only the last evaluation is left."""
+    models = []
+
+    def compile_nothing(function, **_):
+        if not isinstance(function, GPT):
+            return function
+        models.append(Compiled(function))
+        return models[-1]
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    for name in ("whole", "interrupted"):
+        command = arguments(
+            base, f"{name}_compiled", 3, "--eval-every", "2", "--save-every", "-1", "--compile"
+        )
+        if name == "interrupted":
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.delenv("NANOMUON_COMPILE")
+                patch.setattr(base_train, "finish", fail)
+                base_train.main(command)
+        monkeypatch.delenv("NANOMUON_COMPILE", raising=False)
+        assert base_train.main(command) == 0
+    last = []
+    for name in ("whole", "interrupted"):
+        last.append(read_metrics(base / "runs" / f"{name}_compiled" / "metrics.jsonl")[1][-1])
+    assert last[0] == last[1] and last[0]["whole_set"]
+    assert len(models) == 3
+    training_calls = 2 * 3  # micro-steps of the three steps
+    for model in models:
+        assert all(call == models[0].calls[0] for call in model.calls)
+        assert model.calls[0][2]  # with gradients, for which the graph was compiled
+    assert len(models[0].calls) > training_calls + 2  # evaluations went through it too
+    assert len(models[2].calls) > 0
+
+
 def test_rows_of_a_micro_step_are_chosen_to_divide_the_batch(base, capsys):
     flags = f"--depth 2 --max-seq-len 32 --corpus path:{base}/texts --vocab-size 300 --plan".split()
     for rows, chosen in ((64, 16), (24, 8), (5, 1)):

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanomuon import checkpoint, export
 from nanomuon.optim import DistMuonAdamW
@@ -409,19 +410,101 @@ def test_a_background_save_holds_the_state_of_its_step(tmp_path):
         world(size, tmp_path, save_in_background, tmp_path / f"run_of_{size}")
 
 
+class Copies(TorchDispatchMode):
+    """Counts the bytes that operations copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        aten = torch.ops.aten
+        if function in (aten.clone.default, aten._to_copy.default, aten.copy_.default):
+            copy = result.to_local() if isinstance(result, DTensor) else result
+            self.bytes += copy.nbytes
+        return result
+
+
 def save_in_background(run_dir):
     model = Tiny()
     optimizer = muon(model)
     checkpoints = checkpoint.Checkpointer(run_dir, background=True)
     train(model, optimizer, [0])
     before = everything(model, optimizer)
-    checkpoints.save(1, model, optimizer, {"step": 1})
+    with Copies() as copies:
+        checkpoints.save(1, model, optimizer, {"step": 1})
     train(model, optimizer, range(1, 5))  # its collectives run beside the save's
     checkpoints.wait()
+    written = []
+    for rank in range(dist.get_world_size()):
+        file = run_dir / "checkpoints" / "step_1" / f"rank_{rank}.safetensors"
+        written.append({name: tensor.nbytes for name, tensor in load_file(file).items()})
+    mine = written[dist.get_rank()]
+    assert copies.bytes == sum(mine.values())  # and not what other ranks write
+    totals = [sum(sizes.values()) for sizes in written]
+    largest = max(max(sizes.values()) for sizes in written)
+    assert max(totals) - min(totals) <= largest
     other = Tiny(seed=1)
     other_optimizer = muon(other)
     checkpoint.load(checkpoint.find(run_dir), other, other_optimizer)
     assert_same(everything(other, other_optimizer), before)
+
+
+class OnGPU(torch.Tensor):
+    """A tensor of the host that says it is on a GPU."""
+
+    is_cuda = True
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def test_copies_from_a_gpu_are_waited_for_and_their_memory_kept(tmp_path, monkeypatch):
+    """With stand-ins for the GPU's tensors, events and pinned memory."""
+    happened = []
+    empty = torch.empty
+
+    class Event:
+        def record(self):
+            happened.append("recorded")
+
+        def synchronize(self):
+            happened.append("waited")
+
+    def empty_or_pinned(*size, pin_memory=False, **options):
+        if pin_memory:
+            happened.append("pinned")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "empty", empty_or_pinned)
+    monkeypatch.setattr(checkpoint, "_local", lambda tensor: tensor.as_subclass(OnGPU))
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoints = checkpoint.Checkpointer(tmp_path, background=True)
+    for step in (1, 2):
+        with torch.no_grad():
+            model.weight.fill_(step)
+        checkpoints.save(step, model, optimizer, {})
+        checkpoints.wait()
+        saved = load_file(tmp_path / "checkpoints" / f"step_{step}" / FILE)
+        assert torch.equal(saved["model.weight"], torch.full((2, 3), float(step)))
+    assert happened == ["pinned"] * 3 + ["recorded", "waited"] * 2  # weight, bias, random state
+
+
+def test_who_writes_what_several_ranks_hold():
+    replicated = {("weights", (0, 0)): 100, ("head", (0, 0)): 60, ("norm", (0,)): 40, ("scale", (0,)): 1}
+    rows = {0: {("rows", (0, 0)): 30}, 1: {("rows", (8, 0)): 30}}
+    writer = checkpoint.assign_writers([{**replicated, **rows[0]}, {**replicated, **rows[1]}])
+    assert writer.keys() == replicated.keys() | rows[0].keys() | rows[1].keys()
+    assert writer["rows", (0, 0)] == 0 and writer["rows", (8, 0)] == 1
+    load = [30, 30]
+    for piece, size in replicated.items():
+        load[writer[piece]] += size
+    assert sorted(load) == [130, 131]
+    # Of a tensor cut over two ranks and replicated over two such pairs, one rank writes each piece
+    pairs = [{("rows", (8 * (rank % 2), 0)): 50} for rank in range(4)]
+    writer = checkpoint.assign_writers(pairs)
+    assert writer["rows", (0, 0)] in (0, 2) and writer["rows", (8, 0)] in (1, 3)
 
 
 def test_killed_at_any_moment_the_last_announced_checkpoint_is_there(tmp_path):

@@ -2,18 +2,22 @@
 replaced.
 """
 
+import argparse
 import dataclasses
 import json
 import math
+import os
 import shutil
+import sys
 
 import pytest
 import torch
 
 from nanomuon import attention, planning, schedule, sizing
+from nanomuon.compilation import choose_compilation
 from nanomuon.finished_run import load_run
-from nanomuon.gpt import GPTConfig
-from nanomuon.runtime import InputError, Runtime, write_json
+from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.runtime import InputError, Runtime, let_segments_grow, write_json
 from scripts import base_train
 from tests.training import Ranks, losses
 
@@ -143,7 +147,83 @@ def test_a_row_that_finds_no_room_is_tried_all_the_same(monkeypatch):
 
     monkeypatch.setattr(sizing.parallel, "build_model", no_room)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    assert sizing.probe_memory(WINDOWED, CUDA) == [math.inf, math.inf]
+    assert sizing.probe_memory(WINDOWED, 1, CUDA) == math.inf
+
+
+@pytest.mark.parametrize(
+    "capacity,eager,compiled,trials",
+    [(150, 8, 16, [16, 32]), (120, 8, 8, [16]), (1000, 64, 64, [])],
+)
+def test_rows_are_those_that_fit_as_they_will_run(monkeypatch, capacity, eager, compiled, trials):
+    """By a stand-in: a row takes 10 bytes eagerly, 7 compiled, and the optimizer nothing."""
+    tried = []
+
+    def peak(config, rows, runtime, compiled=False):
+        if compiled:
+            tried.append(rows)
+        return 7 * rows if compiled else 10 * rows
+
+    nothing = dict.fromkeys(("weights", "gradients", "state", "buffers", "activations", "logits"), 0)
+    monkeypatch.setattr(sizing.footprint, "memory_by_kind", lambda *_: nothing)
+    monkeypatch.setattr(sizing, "probe_memory", peak)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (capacity, capacity))
+    for compiles, expected in (("0", eager), ("1", compiled)):
+        monkeypatch.setenv("NANOMUON_COMPILE", compiles)
+        assert sizing.device_batch_size(WINDOWED, 64, False, 1, CUDA) == expected
+    assert tried == trials
+
+
+def test_what_is_probed_is_the_model_that_runs(monkeypatch):
+    """On a CPU, with stand-ins for the compiler and for what counts a GPU's memory."""
+    compiled, forwards = [], []
+    monkeypatch.setattr(torch, "compile", lambda model, **_: compiled.append(model) or model)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: forwards.clear())
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: len(forwards))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    forward = GPT.forward
+    monkeypatch.setattr(
+        GPT,
+        "forward",
+        lambda model, tokens, targets: forwards.append(tokens.shape) or forward(model, tokens, targets),
+    )
+    for compiles in (False, True):
+        compiled.clear()
+        assert sizing.probe_memory(WINDOWED, 3, CPU, compiles) == 1
+        assert forwards == [(3, WINDOWED.seq_len)] and len(compiled) == compiles
+
+
+def test_cuda_compiles_at_once_and_a_cpu_decides_later(monkeypatch):
+    monkeypatch.setenv("NANOMUON_COMPILE", "")  # so that it is put back
+    for device_type, flag, environment, expected in (
+        ("cuda", None, None, True),
+        ("cpu", None, None, None),
+        ("cuda", False, None, False),
+        ("cuda", None, "0", False),
+    ):
+        monkeypatch.delenv("NANOMUON_COMPILE")
+        if environment is not None:
+            monkeypatch.setenv("NANOMUON_COMPILE", environment)
+        args = argparse.Namespace(compile=flag, deterministic=False)
+        choose_compilation(args, device_type)
+        assert args.compile is expected
+        assert os.environ["NANOMUON_COMPILE"] == ("1" if expected else "0")
+
+
+def test_the_allocator_gets_segments_that_grow_unless_the_user_has_set_it(monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is put back
+    for theirs in (None, *names):
+        for name in names:
+            os.environ.pop(name, None)
+        if theirs:
+            monkeypatch.setenv(theirs, "max_split_size_mb:64")
+        let_segments_grow()
+        found = {name: os.environ[name] for name in names if name in os.environ}
+        expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        assert found == ({theirs: "max_split_size_mb:64"} if theirs else expected)
 
 
 FLAGS = "--depth 2 --max-seq-len 32 --vocab-size 300 --eval-every -1 --save-every 4 --eval-tokens 512".split()
