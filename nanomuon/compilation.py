@@ -19,7 +19,7 @@ from nanomuon.gpt import GPT
 from nanomuon.planning import Plan, duration
 from nanomuon.runtime import Runtime, compile_enabled, missing_compiler, print0, together
 
-GRAPHS = 8  # into about so many a model is cut that several ranks train (docs/optimizer.md, section 5)
+GRAPHS = 4  # into about so many a model is cut that several ranks train: docs/optimizer.md, section 5
 
 
 def choose_compilation(args: argparse.Namespace) -> None:
