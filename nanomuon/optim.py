@@ -678,6 +678,9 @@ class LargeParameter:
         row = local(self.param)[:1].nbytes
         each = -(-length // self.world.size)
         padded = 0 if each * self.world.size == length else each * self.world.size
+        if not padded and self.world.comm_dtype not in (None, self.param.dtype):
+            # A copy of the gradient is sent, which is gone when the rows of the parameter are
+            return row * (each + length) * self.world.comm_dtype.itemsize // self.param.itemsize
         return row * (each + padded)
 
     def batch_bytes(self):
@@ -1483,7 +1486,7 @@ class MuonAdamW(torch.optim.Optimizer):
             if alike[0] == "bank":
                 length = run_length(len(entries), self.world.size)
             for first in range(0, len(entries), length):
-                cut[*alike, first] = entries[first : first + length]
+                cut[(*alike, first)] = entries[first : first + length]
         return cut
 
     def pieces_of_work(self, pieces):

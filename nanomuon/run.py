@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nanomuon import checkpoint, export, parallel, recipe, report, run_folder, user_file
+from nanomuon.arguments import COMM_DTYPES
 from nanomuon.compilation import compile_model, decide_compilation
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
@@ -125,7 +126,8 @@ def build_optimizer(
     if args.optimizer_file:
         build, own_schedule = user_file.load_recipe(args.optimizer_file)
         schedule = own_schedule or schedule
-    return user_file.make_optimizer(build, model, batch, runtime.world_size), schedule
+    comm_dtype = COMM_DTYPES.get(args.comm_dtype)  # None for auto
+    return user_file.make_optimizer(build, model, batch, runtime.world_size, comm_dtype), schedule
 
 
 def start_run(

@@ -76,11 +76,11 @@ def own_function(file, module, name):
     return value
 
 
-def make_optimizer(build, model, batch, world_size=1):
+def make_optimizer(build, model, batch, world_size=1, comm_dtype=None):
     """MuonAdamW, on one process or many, of the groups that build(model) gives; an optimizer stays as it is.
 
-    A builder with a parameter `batch` is told the tokens of a step. InputError for what is neither, or not
-    sound.
+    A builder with a parameter `batch` is told the tokens of a step. comm_dtype: see DistMuonAdamW. InputError
+    for what is neither, or not sound.
     """
     if "batch" in inspect.signature(build).parameters:
         built = build(model, batch=batch)
@@ -91,7 +91,9 @@ def make_optimizer(build, model, batch, world_size=1):
     if not isinstance(built, list) or not built or not all(isinstance(group, dict) for group in built):
         raise InputError(f"no list of param groups and no optimizer, but {type(built).__name__}, was built")
     try:
-        return DistMuonAdamW(built) if world_size > 1 else MuonAdamW(built)
+        if world_size > 1:
+            return DistMuonAdamW(built, comm_dtype=comm_dtype)
+        return MuonAdamW(built)
     except ValueError as error:
         raise InputError(str(error)) from error
 

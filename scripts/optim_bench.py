@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nanomuon.arguments import COMM_DTYPES
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import Bank, DistMuonAdamW, MuonAdamW
 from nanomuon.orthogonalize import gram_pays, newton_schulz_flops
@@ -47,6 +48,12 @@ def main(argv=None):
         "--rounds", type=int, default=7, help="measured rounds after one that warms up (default: %(default)s)"
     )
     add("--world", type=int, default=1, help="processes: the distributed step instead of the comparison")
+    add(
+        "--comm-dtype",
+        default="auto",
+        choices=["auto", *COMM_DTYPES],
+        help="with --world: dtype in which gradients travel, as in base_train (default: %(default)s)",
+    )
     add("--peer", help="module:Class of another optimizer that takes the same param groups")
     add(
         "--device",
@@ -256,7 +263,7 @@ def rank_main(rank, args, folder):
     torch.set_num_threads(max(1, cores() // args.world))
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=args.world)
     groups = model_groups(args, seed=rank)
-    optimizer = DistMuonAdamW(groups)
+    optimizer = DistMuonAdamW(groups, comm_dtype=COMM_DTYPES.get(args.comm_dtype))  # None for auto
     with compilation(False), SentBytes() as sent:
         optimizer.step()
     times = []

@@ -1,5 +1,5 @@
-"""A training step of several ranks on CUDA tensors that are faked: which gradients are sent while the backward
-goes on. No GPU, no memory.
+"""A training step of several ranks on CUDA tensors that are faked: which gradients are sent while the
+backward goes on. No GPU, no memory.
 
     python -m tests.overlap_trace --world 8 --depth 24
 
