@@ -40,13 +40,11 @@ def test_a_step_at_depth_24_is_few_operations(world, rank, collectives):
     assert counts["from_host"] <= 2
 
 
-@pytest.mark.parametrize(
-    "depth, collectives", [(4, 16), pytest.param(24, 2 * 14 + 2 * (3 + 4) + 2, marks=pytest.mark.slow)]
-)
-def test_most_gradients_are_sent_while_the_compiled_backward_goes_on(depth, collectives):
-    found = json_of("tests.overlap_trace", "--world", "8", "--depth", str(depth))
-    assert found["collectives"] == collectives
+@pytest.mark.slow
+def test_most_gradients_are_sent_while_the_compiled_backward_goes_on():
+    found = json_of("tests.overlap_trace", "--world", "8", "--depth", "24")
+    assert found["collectives"] == 2 * 14 + 2 * (3 + 4) + 2
     early = [(done, launched) for done, launched in found["launches"] if done < 0.9]
-    assert early[0][0] < 0.6, "the head's gradient, the first, waits for no other"
+    assert early[0][0] < 0.1, "the head's gradient, the first, waits for no other"
     assert early[-1][1] > 0.69  # the last graph has the token embedding and the first layers
     assert found["launches"][-1][1] == 1

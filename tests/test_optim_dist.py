@@ -1,5 +1,6 @@
 """DistMuonAdamW in gloo worlds of 1 to 4 ranks against MuonAdamW on the mean gradient."""
 
+import functools
 import math
 import os
 import weakref
@@ -14,7 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import nanomuon.optim as optim
+from nanomuon import recipe
+from nanomuon.compilation import compile_model
+from nanomuon.gpt import GPTConfig
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
+from nanomuon.parallel import build_model
+from nanomuon.runtime import Runtime
 from tests.reference import distance
 from tests.test_footprint import SentBytes
 from tests.worlds import SMALL, run_world
@@ -463,6 +469,41 @@ def test_overlap_backward_launches_in_order_and_gives_the_same():
         if missing:  # what rank 0 lacked was launched by step()
             assert all(few < results[1][2] for few in results[0][1][1:])
             assert results[1][1][1:] == [results[1][2]] * 2
+
+
+def compiled_and_overlapped(group):
+    """For each collect of the second step: which parameters had a gradient when it was launched."""
+    config = GPTConfig.from_depth(2, 96, 16)
+    model = build_model(config, Runtime(torch.device("cpu"), torch.float32), 0)
+    optimizer = DistMuonAdamW(recipe.param_groups(model), group)
+    forward = compile_model(model, None, backend="aot_eager")
+    at_launch = []
+    for step in range(2):
+        tokens = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(step))
+        loss = forward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        if step == 1:
+            for work in optimizer.works:
+                work.collect = functools.partial(noting_gradients, model, at_launch, work.collect)
+        with optimizer.overlap_backward():
+            loss.backward()
+            assert step == 0 or len(at_launch) == len(optimizer.works)
+        optimizer.step()
+        optimizer.zero_grad()
+    return at_launch, [p.detach() for p in model.parameters()]
+
+
+def noting_gradients(model, at_launch, collect):
+    at_launch.append({name for name, param in model.named_parameters() if param.grad is not None})
+    collect()
+
+
+def test_collects_are_launched_while_a_compiled_backward_goes_on():
+    (at_launch, params), (same, others) = run_world(2, compiled_and_overlapped, timeout=300)
+    assert at_launch == same and all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+    assert at_launch[0] == {"lm_head.weight"}  # its graph alone has run
+    early = [names for names in at_launch if "wte.weight" not in names]  # before the last graph has
+    assert len(early) >= len(at_launch) // 2
+    assert any("blocks.1.mlp.down.weight" in names for names in early)
 
 
 def saved_in_a_world(group, model, steps):
