@@ -3,7 +3,11 @@
 import argparse
 import math
 
+import torch
+
 from nanomuon.runtime import InputError, check_at_least_1
+
+COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # --comm-dtype
 
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +86,13 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="training multiplies in float8 (torchao, tensorwise scales), evaluation as without it; for GPUs "
         "that have it (default: off; its gain has not been measured)",
+    )
+    add(
+        "--comm-dtype",
+        default="auto",
+        choices=["auto", *COMM_DTYPES],
+        help="dtype in which gradients travel to be averaged; with --shard fsdp or --tensor-parallel only "
+        "those of Muon's matrices, and their updates (auto: that of the gradients, float32)",
     )
     add(
         "--seed",

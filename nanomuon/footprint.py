@@ -28,12 +28,13 @@ class Layout:
     """How many devices there are, and what they share.
 
     ranks: devices in all, of which `tensor_parallel` at a time see the same rows. fsdp: parameters in pieces
-    over the others (FSDP2).
+    over the others (FSDP2). comm_dtype: see DistMuonAdamW.
     """
 
     ranks: int
     fsdp: bool = False
     tensor_parallel: int = 1
+    comm_dtype: torch.dtype | None = None
 
     @property
     def data_parallel(self) -> int:
@@ -105,8 +106,8 @@ class PlannedWorld(World):
     By ring algorithms: (W-1)/W of the whole, twice for an all_reduce. sent: a list to count into.
     """
 
-    def __init__(self, size: int, rank: int, sent: list):
-        super().__init__(size=size, rank=rank)
+    def __init__(self, size: int, rank: int, sent: list, comm_dtype: torch.dtype | None):
+        super().__init__(size=size, rank=rank, comm_dtype=comm_dtype)
         self.sent = sent
 
     def transfer(self, size, received):
@@ -140,9 +141,9 @@ class RankPlan:
         self.sent = []
         found, groups = parameters(config)
         data_rank, tensor_rank = divmod(rank, layout.tensor_parallel)
-        self.rows = PlannedWorld(layout.data_parallel, data_rank, self.sent)
-        self.tensor = PlannedWorld(layout.tensor_parallel, tensor_rank, self.sent)
-        self.world = PlannedWorld(layout.ranks, rank, self.sent)
+        self.rows = PlannedWorld(layout.data_parallel, data_rank, self.sent, layout.comm_dtype)
+        self.tensor = PlannedWorld(layout.tensor_parallel, tensor_rank, self.sent, layout.comm_dtype)
+        self.world = PlannedWorld(layout.ranks, rank, self.sent, layout.comm_dtype)
         groups = [dict(group, params=[], names=[]) for group in groups]
         for parameter in found:
             groups[parameter.group]["params"].append(self.parameter(parameter, layout))

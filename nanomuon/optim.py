@@ -62,6 +62,7 @@ SMALL = 16_384
 BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29, "meta": 2**29}  # Muon works on this much of a bank at a time
 COMPILE_FROM = 1024  # elements; below, a kernel is not worth compiling
 CACHE_BLOCK = 2**18  # elements; see `cache_blocks`
+RUNS = 4  # a bank that ranks share is cut into up to so many, so that not all of it waits for the first layer
 
 OPTIMIZER_COMPILES = contextvars.ContextVar(
     "optimizer_compiles", default=True
@@ -693,6 +694,9 @@ class LargeParameter:
         row = local(self.param)[:1].nbytes
         each = -(-length // self.world.size)
         padded = 0 if each * self.world.size == length else each * self.world.size
+        if not padded and self.world.comm_dtype not in (None, self.param.dtype):
+            # A copy of the gradient is sent, which is gone when the rows of the parameter are
+            return row * (each + length) * self.world.comm_dtype.itemsize // self.param.itemsize
         return row * (each + padded)
 
     def batch_bytes(self):
@@ -997,6 +1001,15 @@ def drop_gradients(params):
         param.grad = None
 
 
+def run_length(count, world_size):
+    """How many of `count` matrices work together, where a bank is cut into up to RUNS runs of layers.
+
+    A multiple of the ranks: owners then have as many as without the cut, and no slot more is padded.
+    """
+    of_a_rank = -(-count // world_size)
+    return -(-of_a_rank // RUNS) * world_size
+
+
 def assign_owners(count, load):
     """The rank that works on each of `count` equal matrices, ascending: as evenly as whole matrices allow.
 
@@ -1192,6 +1205,11 @@ class Agreement:
             values = hyperparameters_of(self.param_groups)
             raise ValueError(f"ranks have different hyperparameters; rank {self.world.rank} has {values}")
 
+    def of_rank_0(self, numbers):
+        """The integers that rank 0 brings, on every rank, each of which brings as many. Waits for them."""
+        numbers = torch.tensor(numbers, device=self.skipped_steps.device)
+        return self.world.broadcast_from(0, numbers).wait().tolist()
+
     def check_parameters(self, groups):
         """ValueError on every rank where they bring other parameters or options, or the same in another
         order.
@@ -1309,6 +1327,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def plan_all(self):
         """Make the pieces of work of all groups, with state of zero."""
         self.works = []  # in the order of their collectives, which all ranks share
+        self.follows_backward = False  # whether that is the order in which a backward completes them
         self.places = {}  # parameter -> {name of its state: place}
         self.state.clear()
         self.has_state = False  # of steps that were taken or loaded
@@ -1392,18 +1411,28 @@ class MuonAdamW(torch.optim.Optimizer):
     def overlap_backward(self):
         """Around the last micro-batch's backward: launches each collect as soon as its gradients are there.
 
-        Always in the order of the pieces, which all ranks share, whatever order autograd takes; step()
-        launches the rest, and must follow before any gradient changes again. Does nothing in one process.
+        The first backward only shows in which order the pieces get theirs. From the second on they are
+        launched in this order, that of rank 0, whatever order autograd takes; step() launches the rest, and
+        must follow before any gradient changes again. Does nothing in one process. A compiled graph has all
+        of its gradients at its end: what overlaps is decided by how the model is cut into graphs
+        (compilation.py).
         """
         if self.launched:
             raise RuntimeError("overlap_backward: earlier collects are in flight; call step() first")
+        self.follow_parameters()
         self.overlapped = True
         missing = [set(work.collected) for work in self.works]
         work_of = {param: i for i, work in enumerate(self.works) for param in work.collected}
+        completed = []  # the numbers of the works, in the order in which they got their last gradient
 
         @torch.no_grad()
         def arrived(param):
-            missing[work_of[param]].discard(param)
+            number = work_of[param]
+            missing[number].discard(param)
+            if not missing[number]:
+                completed.append(number)
+            if not self.follows_backward:
+                return
             while self.launched < len(self.works) and not missing[self.launched]:
                 self.works[self.launched].collect()
                 self.launched += 1
@@ -1415,6 +1444,18 @@ class MuonAdamW(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
+        if not self.follows_backward and self.world.averages:
+            self.follow_backward(completed)
+
+    def follow_backward(self, completed):
+        """Put the works into the order in which rank 0 has completed them.
+
+        Those that wait for no gradient stay first; those that this backward did not complete come last.
+        """
+        wait_for_nothing = [i for i, work in enumerate(self.works) if not work.collected]
+        order = dict.fromkeys([*wait_for_nothing, *completed, *range(len(self.works))])  # each once
+        self.works = [self.works[i] for i in self.agreement.of_rank_0(list(order))]
+        self.follows_backward = True
 
     # ---- the plan: what is worked on together, and where
 
@@ -1439,12 +1480,13 @@ class MuonAdamW(torch.optim.Optimizer):
                 in_pieces.append((name, param, group))
             elif param.numel():
                 pieces.setdefault(self.alike(name, param, group), []).append((param, group))
-        works = self.pieces_of_work(pieces)
+        works = self.pieces_of_work(self.with_banks_cut(pieces))
         if in_pieces:
             from nanomuon import sharded
 
             works = sharded.pieces_of_work(self, in_pieces) + works
         self.works += works
+        self.follows_backward = False
         for work in works:
             for param, places in work.places.items():
                 self.places[param] = places
@@ -1498,6 +1540,19 @@ class MuonAdamW(torch.optim.Optimizer):
 
             return fused.FusedDirection.of(group, m, *where)
         return MuonDirection.of(group, *where)
+
+    def with_banks_cut(self, pieces):
+        """The same pieces, with the banks that ranks share cut into runs of consecutive layers."""
+        if not self.world.averages:
+            return pieces  # nothing is collected
+        cut = {}
+        for alike, entries in pieces.items():
+            length = len(entries)
+            if alike[0] == "bank":
+                length = run_length(len(entries), self.world.size)
+            for first in range(0, len(entries), length):
+                cut[(*alike, first)] = entries[first : first + length]
+        return cut
 
     def pieces_of_work(self, pieces):
         """The works, in reversed order of the model: its last gradients come first."""

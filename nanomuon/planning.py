@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from nanomuon import footprint, parallel, schedule, sizing
+from nanomuon.arguments import COMM_DTYPES
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError, Runtime, peak_flops, print0
 
@@ -111,7 +112,8 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
     by_role = [f"{role} {count / 1e6:.2f}M" for role, count in counts.items() if count]
 
     devices, kind = runtime.world_size, runtime.device.type
-    layout = footprint.Layout(devices, args.shard == "fsdp", args.tensor_parallel)
+    comm_dtype = COMM_DTYPES.get(args.comm_dtype)  # None for auto
+    layout = footprint.Layout(devices, args.shard == "fsdp", args.tensor_parallel, comm_dtype)
     memory = footprint.memory(
         footprint.memory_by_kind(config, layout, plan.rows, runtime.compute_dtype.itemsize)
     )

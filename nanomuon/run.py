@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nanomuon import checkpoint, export, parallel, recipe, report, run_folder, user_file
+from nanomuon.arguments import COMM_DTYPES
 from nanomuon.compilation import compile_model, decide_compilation
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
@@ -127,9 +128,10 @@ def build_optimizer(
     if args.optimizer_file:
         build, own_schedule = user_file.load_recipe(args.optimizer_file)
         schedule = own_schedule or schedule
-    optimizer = user_file.make_optimizer(
-        build, model, batch, runtime.world_size, ns_dtype=runtime.compute_dtype
-    )
+    settings = {"ns_dtype": runtime.compute_dtype}
+    if runtime.world_size > 1:
+        settings["comm_dtype"] = COMM_DTYPES.get(args.comm_dtype)  # None for auto
+    optimizer = user_file.make_optimizer(build, model, batch, runtime.world_size, **settings)
     return optimizer, schedule
 
 

@@ -79,7 +79,7 @@ def own_function(file, module, name):
 def make_optimizer(build, model, batch, world_size=1, **settings):
     """MuonAdamW, on one process or many, of the groups that build(model) gives; an optimizer stays as it is.
 
-    A builder with a parameter `batch` is told the tokens of a step. settings: keywords of MuonAdamW.
+    A builder with a parameter `batch` is told the tokens of a step. settings: keywords of the constructor.
     InputError for what is neither, or not sound.
     """
     if "batch" in inspect.signature(build).parameters:

@@ -362,7 +362,7 @@ def optimized(config, parameters, device, dtype, steps=10) -> MuonAdamW:
 
 
 def weights_of(ours: MuonAdamW) -> dict[str, torch.Tensor]:
-    return {name: param.detach().clone() for name, param, _ in ours.named(ours.param_groups)}
+    return {name: param.detach().clone() for name, param, _ in named_parameters(ours.param_groups)}
 
 
 def model(place: Place, lines: Lines) -> None:

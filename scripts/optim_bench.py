@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanomuon import sizing
-from nanomuon.arguments import add_dtype_argument
+from nanomuon.arguments import COMM_DTYPES, add_dtype_argument
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import Bank, DistMuonAdamW, MuonAdamW
 from nanomuon.orthogonalize import newton_schulz_form
@@ -51,6 +51,12 @@ def main(argv=None):
         "--rounds", type=int, default=7, help="measured rounds after one that warms up (default: %(default)s)"
     )
     add("--world", type=int, default=1, help="processes: the distributed step instead of the comparison")
+    add(
+        "--comm-dtype",
+        default="auto",
+        choices=["auto", *COMM_DTYPES],
+        help="with --world: dtype in which gradients travel, as in base_train (default: %(default)s)",
+    )
     add("--peer", help="module:Class of another optimizer that takes the same param groups")
     add(
         "--device",
@@ -265,7 +271,8 @@ def rank_main(rank, args, runtime, folder):
     torch.set_num_threads(max(1, cores() // args.world))
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=args.world)
     groups = model_groups(args, seed=rank)
-    optimizer = DistMuonAdamW(groups, ns_dtype=runtime.compute_dtype)
+    comm_dtype = COMM_DTYPES.get(args.comm_dtype)  # None for auto
+    optimizer = DistMuonAdamW(groups, comm_dtype=comm_dtype, ns_dtype=runtime.compute_dtype)
     with compilation(False), SentBytes() as sent:
         optimizer.step()
     times = []

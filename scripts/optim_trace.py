@@ -236,8 +236,9 @@ def rank_main(rank, form, args, folder):
         if step >= WARM_UP:
             spans = [asdict(span) for span in recorder.spans]
             steps.append(dict(spans=spans, transfers=[asdict(flight) for flight in recorder.flights]))
-    pieces = [dict(label=label, muon=is_muon(work)) for work, label in labels.items()]
-    owners = [owners_of(work, label, optimizer) for work, label in labels.items()]
+    in_order = pieces_of(optimizer)  # with overlap_backward it is that of the first backward
+    pieces = [dict(label=labels[work], muon=is_muon(work)) for work in in_order]
+    owners = [owners_of(work, labels[work], optimizer) for work in in_order]
     Path(folder, f"{rank}.json").write_text(json.dumps(dict(pieces=pieces, owners=owners, steps=steps)))
     dist.destroy_process_group()
 
@@ -306,7 +307,9 @@ def label_of(work, optimizer):
         number = 1 + pieces_of(optimizer).index(work)
         return f"chunk {number}: {len(work.matrices)} of {m}x{n}"
     transposes = any(matrix.transposed for matrix in work.matrices)
-    return f"bank: {len(work.matrices)} of {m}x{n}" + (f" and {n}x{m}" if transposes else "")
+    shapes = f"{m}x{n}" + (f" and {n}x{m}" if transposes else "")
+    first, last = names[work.params[0]], names[work.params[-1]]  # of a run of layers
+    return f"{len(work.matrices)} of {shapes}: {first} to {last}"
 
 
 def owners_of(work, label, optimizer):

@@ -13,6 +13,7 @@ import math
 from dataclasses import replace
 
 from nanomuon import footprint, parallel, schedule
+from nanomuon.arguments import COMM_DTYPES
 from nanomuon.footprint import Layout
 from nanomuon.gpt import GPTConfig
 from nanomuon.runtime import InputError, run_command
@@ -49,6 +50,12 @@ def main(argv: list[str] | None = None) -> None:
         help="GPUs that share every matrix (default: the most up to 8 that divide "
         "--gpus and the key-value heads; with --shard: 1)",
     )
+    add(
+        "--comm-dtype",
+        default="auto",
+        choices=["auto", *COMM_DTYPES],
+        help="dtype in which gradients travel, as in base_train (default: %(default)s)",
+    )
     add("--gpu-memory", type=float, default=80, help="GiB of a GPU (default: %(default)s)")
     add(
         "--device-batch-size",
@@ -80,10 +87,13 @@ def main(argv: list[str] | None = None) -> None:
     config = model(args, args.depth)
     tensor_parallel = args.tensor_parallel or (1 if args.shard else most_tensor_parallel(args.gpus, config))
     parallel.data_parallel_size(args.gpus, tensor_parallel, config)
+    comm_dtype = COMM_DTYPES.get(args.comm_dtype)  # None for auto
     if args.shard:
-        layouts = [Layout(args.gpus, args.shard == "fsdp", tensor_parallel)]
+        layouts = [Layout(args.gpus, args.shard == "fsdp", tensor_parallel, comm_dtype)]
     else:
-        layouts = [Layout(args.gpus, fsdp, n) for n in sorted({1, tensor_parallel}) for fsdp in (False, True)]
+        layouts = []
+        for n in sorted({1, tensor_parallel}):
+            layouts += [Layout(args.gpus, fsdp, n, comm_dtype) for fsdp in (False, True)]
     parameters = count_parameters(config)
     print(
         f"depth {args.depth}, width {config.width}, {config.heads} heads, context {config.seq_len}, "

@@ -67,12 +67,12 @@ def nbytes(tensors):
     return sum(local(t).nbytes for t in tensors)
 
 
-def measured(group, config, fsdp, tensor_parallel):
+def measured(group, config, fsdp, tensor_parallel, comm_dtype=None):
     ranks = dist.get_world_size(group)
     in_pieces = fsdp or tensor_parallel > 1
     mesh = parallel.device_mesh("cpu", ranks // tensor_parallel, tensor_parallel) if in_pieces else None
     model = build_model(config, Runtime(torch.device("cpu"), torch.float32, 0, ranks), 0, mesh, fsdp)
-    optimizer = DistMuonAdamW(recipe.param_groups(model), group)
+    optimizer = DistMuonAdamW(recipe.param_groups(model), group, comm_dtype)
     with SentBytes() as sent:
         for _ in range(MICRO_STEPS):
             tokens = torch.zeros(ROWS, config.seq_len, dtype=torch.int64)
@@ -104,6 +104,16 @@ def test_replicated_on_other_numbers_of_ranks(ranks):
     expected = footprint.footprint(UNEVEN, footprint.Layout(ranks), ROWS, MICRO_STEPS, 4)
     for kind in found[0]:
         assert max(each[kind] for each in found) == expected[kind], kind
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_gradients_that_travel_in_bf16_are_counted_so(fsdp):
+    found = run_world(2, measured, UNEVEN, fsdp, 1, torch.bfloat16)
+    layout = footprint.Layout(2, fsdp, comm_dtype=torch.bfloat16)
+    expected = footprint.footprint(UNEVEN, layout, ROWS, MICRO_STEPS, 4)
+    assert max(each["communicated"] for each in found) == expected["communicated"]
+    in_float32 = footprint.footprint(UNEVEN, footprint.Layout(2, fsdp), ROWS, MICRO_STEPS, 4)
+    assert expected["communicated"] < in_float32["communicated"]
 
 
 def saved_bytes(group, config, tensor_parallel, dtype):

@@ -1,5 +1,6 @@
 """DistMuonAdamW in gloo worlds of 1 to 4 ranks against MuonAdamW on the mean gradient."""
 
+import functools
 import math
 import os
 import weakref
@@ -14,7 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import nanomuon.optim as optim
+from nanomuon import recipe
+from nanomuon.compilation import compile_model
+from nanomuon.gpt import GPTConfig
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
+from nanomuon.parallel import build_model
+from nanomuon.runtime import Runtime
 from tests.reference import distance
 from tests.test_footprint import SentBytes
 from tests.worlds import SMALL, run_world
@@ -419,11 +425,11 @@ def test_owners_hold_whole_matrices_evenly_and_leftovers_balance():
     results = run_world(4, plan, model)
     owners, alone, load, _ = results[0]
     assert all(result[:3] == (owners, alone, load) for result in results)
-    assert [sorted(map(o.count, range(4))) for o in owners] == [[0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 2]]
-    small, middle, big = owners  # in the order in which backward finishes them
-    loaded = max(big, key=big.count)
-    assert loaded not in middle, "the rank with two big matrices gets none of the middle ones"
-    assert loaded not in small and not any(alone)
+    small, middle, fifth, four = owners  # in the order in which backward finishes them
+    assert [sorted(map(o.count, range(4))) for o in (small, middle)] == [[0, 0, 1, 1], [0, 1, 1, 1]]
+    assert four == [0, 1, 2, 3] and len(fifth) == 1, "five big ones are cut into a run of four and one of one"
+    assert fifth[0] not in middle, "the rank with two big matrices gets none of the middle ones"
+    assert fifth[0] not in small and alone == [False, False, True, False]
     # state is split: momentum and row moments of every matrix once, two moments of 1030 rows, a step count
     # per rank
     muon_state = 5 * (32 * 32 + 32) + 3 * (16 * 16 + 16) + 2 * (8 * 8 + 8)
@@ -451,7 +457,7 @@ def overlapped(group, order, missing):
         with optimizer.overlap_backward():
             loss.backward()
         launched.append(optimizer.launched)
-        if step == 0:
+        if step == 1:
             with pytest.raises(RuntimeError, match="in flight"):
                 with optimizer.overlap_backward():
                     pass
@@ -479,12 +485,47 @@ def test_overlap_backward_launches_in_order_and_gives_the_same():
             optimizer.step()
         for params, launched, units in results:
             assert all(distance(p, q) < 1e-10 for p, q in zip(params, expected, strict=True))
+            assert launched[0] == 0  # the first backward only shows the order
             if not missing:
-                assert launched == [units] * 3  # every collect was under way before step()
-        if missing:
-            assert (
-                results[0][1][0] < results[1][1][0] == results[1][2]
-            )  # what rank 0 lacked was launched by step()
+                assert launched[1:] == [units] * 2  # every collect was under way before step()
+        if missing:  # what rank 0 lacked was launched by step()
+            assert all(few < results[1][2] for few in results[0][1][1:])
+            assert results[1][1][1:] == [results[1][2]] * 2
+
+
+def compiled_and_overlapped(group):
+    """For each collect of the second step: which parameters had a gradient when it was launched."""
+    config = GPTConfig.from_depth(2, 96, 16)
+    model = build_model(config, Runtime(torch.device("cpu"), torch.float32), 0)
+    optimizer = DistMuonAdamW(recipe.param_groups(model), group)
+    forward = compile_model(model, None, backend="aot_eager")
+    at_launch = []
+    for step in range(2):
+        tokens = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(step))
+        loss = forward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        if step == 1:
+            for work in optimizer.works:
+                work.collect = functools.partial(noting_gradients, model, at_launch, work.collect)
+        with optimizer.overlap_backward():
+            loss.backward()
+            assert step == 0 or len(at_launch) == len(optimizer.works)
+        optimizer.step()
+        optimizer.zero_grad()
+    return at_launch, [p.detach() for p in model.parameters()]
+
+
+def noting_gradients(model, at_launch, collect):
+    at_launch.append({name for name, param in model.named_parameters() if param.grad is not None})
+    collect()
+
+
+def test_collects_are_launched_while_a_compiled_backward_goes_on():
+    (at_launch, params), (same, others) = run_world(2, compiled_and_overlapped, timeout=300)
+    assert at_launch == same and all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+    assert at_launch[0] == {"lm_head.weight"}  # its graph alone has run
+    early = [names for names in at_launch if "wte.weight" not in names]  # before the last graph has
+    assert len(early) >= len(at_launch) // 2
+    assert any("blocks.1.mlp.down.weight" in names for names in early)
 
 
 def saved_in_a_world(group, model, steps):

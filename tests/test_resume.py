@@ -1,5 +1,6 @@
 """Runs that survive: killed, stopped, moved to other world sizes, out of disk, out of finite numbers."""
 
+import json
 import math
 import os
 import random
@@ -372,3 +373,23 @@ def test_a_run_keeps_its_options_and_takes_new_ones_that_are_given(base, capsys)
     capsys.readouterr()
     assert base_train.main([*run, "--target-param-data-ratio", "0.006"]) == 0  # fewer steps than it has
     assert "run options is complete" in capsys.readouterr().out
+
+
+def test_gradients_that_travel_in_bf16_train_the_same_but_for_their_rounding(base):
+    runs = {"in-float32": (), "in-bf16": ("--comm-dtype", "bfloat16")}
+    for run, options in runs.items():
+        ranks = Ranks(base, run, 12, *QUIET, *options, processes=2)
+        assert ranks.join() == [0, 0], ranks.output()
+    exact, rounded = losses(base, "in-float32"), losses(base, "in-bf16")
+    assert rounded[0] == exact[0] and rounded[1:] != exact[1:]
+    # A mean of two gradients is off by up to 2^-8 of them: each is rounded by 2^-9, and their sum once more.
+    # What the updates gain is off by no larger a part, since the errors of elements add up to nothing
+    gained = exact[0] - exact[-1]
+    assert gained > 0.5
+    assert all(abs(a - b) < 2**-8 * gained for a, b in zip(rounded, exact, strict=True))
+
+    ranks = Ranks(base, "in-bf16", 14, *QUIET, processes=2)  # remembered
+    assert ranks.join() == [0, 0], ranks.output()
+    assert "--comm-dtype" not in ranks.output() and len(losses(base, "in-bf16")) == 14
+    settings = json.loads((base / "runs" / "in-bf16" / "settings.json").read_text())
+    assert settings["options"]["comm_dtype"] == "bfloat16"
