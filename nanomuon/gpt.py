@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanomuon import head_loss
 from nanomuon.attention import attention
 from nanomuon.moe import MoE
 from nanomuon.qk_clip import record_largest_
 
-# Logits pass through cap * tanh(x / cap): Gemma 2 (arXiv 2408.00118); 15 as in modded-nanogpt
-LOGIT_CAP = 15.0
 GATE_INPUTS = 32  # the value gate reads this many residual channels
 TAPS = 4  # tokens that the convolution of an MLP's input spans, its own included
 
@@ -302,14 +301,20 @@ class GPT(nn.Module):
             x = block(x, value_embed, rope, cache)
         if cache is not None:
             cache.length = positions.stop
-        logits = self.lm_head(norm(x))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        # cap * tanh(x / cap) by way of the sigmoid, which compiles to half the CPU time of the tanh
-        # (docs/log.md)
-        logits = LOGIT_CAP * (2 * torch.sigmoid(logits * (2 / LOGIT_CAP)) - 1)
+        hidden = norm(x)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+            return head_loss.capped(self.lm_head(hidden))
+        return self._loss(hidden.flatten(0, 1), targets.flatten(), reduction)
+
+    def _loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """hidden (N, width), targets (N,)."""
+        if reduction == "mean" and torch.is_grad_enabled() and type(self.lm_head) is Linear:
+            return head_loss.mean_loss(hidden, self.lm_head.weight, targets)
+        # Evaluation, or a module in the place of the head that multiplies in its own way
+        losses = head_loss.token_losses(hidden, self.lm_head, self.config.vocab_size, targets)
+        if reduction == "none":
+            return losses
+        return losses.sum() / (targets != -1).sum()
 
     def parameter_counts(self) -> dict[str, int]:
         """Number of parameters by role, and their total. matrices holds the experts that one token visits,
