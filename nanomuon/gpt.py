@@ -179,14 +179,41 @@ class Convolution(nn.Module):
         """x (B, T, width); recent (B, TAPS - 1, width), the inputs before x, replaced by the last ones of
         x.
         """
-        before = x.new_zeros(len(x), TAPS - 1, x.size(2)) if recent is None else recent
-        padded, T = torch.cat((before, x), dim=1), x.size(1)
-        if recent is not None:
-            recent.copy_(padded[:, T:])
+        if recent is None:
+            return _Convolve.apply(x, self.taps)
+        padded, T = torch.cat((recent, x), dim=1), x.size(1)
+        recent.copy_(padded[:, T:])
         taps = self.taps.to(x.dtype).view(TAPS, -1)
         for j in range(TAPS):
             x = x + taps[j] * padded[:, TAPS - 1 - j :][:, :T]
         return x
+
+
+class _Convolve(torch.autograd.Function):
+    """The same where nothing comes before x. It needs no padded copy of x, neither to compute nor for the
+    backward.
+    """
+
+    @staticmethod
+    def forward(ctx, x, taps):
+        ctx.save_for_backward(x, taps)
+        T, taps = x.size(1), taps.to(x.dtype).view(TAPS, -1)
+        y = torch.addcmul(x, x, taps[0])
+        for j in range(1, min(TAPS, T)):
+            y[:, j:].addcmul_(x[:, : T - j], taps[j])
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, flat_taps = ctx.saved_tensors
+        T, taps = x.size(1), flat_taps.to(x.dtype).view(TAPS, -1)
+        grad_x = torch.addcmul(grad, grad, taps[0])
+        grad_taps = torch.zeros_like(flat_taps).view(TAPS, -1)
+        for j in range(min(TAPS, T)):
+            if j > 0:
+                grad_x[:, : T - j].addcmul_(grad[:, j:], taps[j])
+            grad_taps[j] = (grad[:, j:] * x[:, : T - j]).sum((0, 1), dtype=grad_taps.dtype)
+        return grad_x, grad_taps.flatten()
 
 
 class MLP(nn.Module):

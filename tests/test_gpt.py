@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nanomuon import head_loss
 from nanomuon.attention import attention
-from nanomuon.gpt import GPT, GPTConfig, KVCache, rotate
+from nanomuon.gpt import GPT, TAPS, Convolution, GPTConfig, KVCache, rotate
 
 
 def build(seed=0, randomize=True, **fields):
@@ -245,3 +245,18 @@ def test_the_logits_of_all_tokens_never_exist_together(monkeypatch):
         with torch.no_grad():
             model(tokens, tokens, reduction="none")
     assert largest == tokens.numel() * 4 * 32  # the hidden channels of the MLPs, where the logits had 1,000
+
+
+@pytest.mark.parametrize("T", [1, 3, 4, 9])
+def test_the_convolution_is_a_sum_over_the_last_tokens(T):
+    conv = Convolution(5).double()
+    torch.nn.init.normal_(conv.taps)
+    x, upstream = torch.randn(2, T, 5, dtype=torch.float64).requires_grad_(), torch.randn(2, T, 5).double()
+    taps = conv.taps.view(TAPS, 5)
+    expected = []
+    for t in range(T):
+        expected.append(x[:, t] + sum(taps[j] * x[:, t - j] for j in range(min(TAPS, t + 1))))
+    gradients = torch.autograd.grad(torch.stack(expected, 1), (x, conv.taps), upstream)
+    found = conv(x, None)
+    torch.testing.assert_close(found, torch.stack(expected, 1))
+    torch.testing.assert_close(torch.autograd.grad(found, (x, conv.taps), upstream), gradients)
