@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanomuon import recipe
+from nanomuon import head_loss, recipe
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW, Transfer, World, named_parameters
 from nanomuon.parallel import COLUMNS, ROWS
@@ -224,9 +224,10 @@ def memory_by_kind(
     """
     optimizer, tokens = optimizer_memory(config, layout, roughly), rows * config.seq_len
     buffers = optimizer["buffers"] + NUMBER * config.seq_len * config.head_dim  # and the rotary tables
-    buffers += (
-        2 * NUMBER * tokens * config.vocab_size
-    )  # the gradient of the logits before and after their cap
+    # Three numbers and a boolean for each logit of a chunk; and the gradient of the head's weight once more,
+    # times that of the loss
+    chunk = head_loss.chunk_rows(tokens, config.vocab_size) * config.vocab_size
+    buffers += (3 * NUMBER + 1) * chunk + NUMBER * config.vocab_size * config.width
     if layout.cuts_rows:
         gathered = gathered_numbers(config, layout)
         # Weights and gradients: of two blocks, two embeddings and the head
@@ -306,8 +307,8 @@ def activations(config: GPTConfig, tokens: int, tensor_parallel: int, compute_by
     and after the convolution. Divided by tensor parallelism: queries and keys before and after their norm,
     values, value embeddings, what attention puts out, and 2 times the 4 widths of the MLP; experts are not
     divided and save what goes into and comes out of each that a token visits. After the blocks the residual
-    twice, and the logits twice in float32. Below float32 also the weights of the products, in the lower
-    precision.
+    and the gradient of its norm, and the gradient of the head's weight, which the forward pass computes
+    (head_loss.py). Below float32 also the weights of the blocks' products, in the lower precision.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     embeds = sum(map(config.has_value_embed, range(config.depth))) / config.depth
@@ -316,13 +317,13 @@ def activations(config: GPTConfig, tokens: int, tensor_parallel: int, compute_by
     if config.experts:
         mlp = (8 + 2 * config.experts_per_token) * config.width
     channels = config.depth * (6 * config.width + cut / tensor_parallel + mlp) + 2 * config.width
-    copies = config.vocab_size * config.width if compute_bytes < NUMBER else 0
+    copies = 0
     if compute_bytes < NUMBER:
         found, groups = parameters(config)
         matrices = [parameter for parameter in found if groups[parameter.group]["kind"] == "muon"]
         layout = Layout(tensor_parallel, tensor_parallel=tensor_parallel)
         copies += sum(math.prod(parameter.held(layout)) for parameter in matrices)
-    return round(compute_bytes * (tokens * channels + copies) + 2 * NUMBER * tokens * config.vocab_size)
+    return round(compute_bytes * (tokens * channels + copies) + NUMBER * config.vocab_size * config.width)
 
 
 def all_reduce_bytes(size: float, ranks: int) -> float:

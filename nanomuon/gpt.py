@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanomuon import head_loss
 from nanomuon.attention import attention
 from nanomuon.moe import MoE
 from nanomuon.qk_clip import record_largest_
 
-# Logits pass through cap * tanh(x / cap): Gemma 2 (arXiv 2408.00118); 15 as in modded-nanogpt
-LOGIT_CAP = 15.0
 GATE_INPUTS = 32  # the value gate reads this many residual channels
 # Share of the context that S meant in configs that were written before short_window was part of them
 EARLIER_SHORT_WINDOW = 0.5
@@ -197,14 +196,41 @@ class Convolution(nn.Module):
         """x (B, T, width); recent (B, TAPS - 1, width), the inputs before x, replaced by the last ones of
         x.
         """
-        before = x.new_zeros(len(x), TAPS - 1, x.size(2)) if recent is None else recent
-        padded, T = torch.cat((before, x), dim=1), x.size(1)
-        if recent is not None:
-            recent.copy_(padded[:, T:])
+        if recent is None:
+            return _Convolve.apply(x, self.taps)
+        padded, T = torch.cat((recent, x), dim=1), x.size(1)
+        recent.copy_(padded[:, T:])
         taps = self.taps.to(x.dtype).view(TAPS, -1)
         for j in range(TAPS):
             x = x + taps[j] * padded[:, TAPS - 1 - j :][:, :T]
         return x
+
+
+class _Convolve(torch.autograd.Function):
+    """The same where nothing comes before x. It needs no padded copy of x, neither to compute nor for the
+    backward.
+    """
+
+    @staticmethod
+    def forward(ctx, x, taps):
+        ctx.save_for_backward(x, taps)
+        T, taps = x.size(1), taps.to(x.dtype).view(TAPS, -1)
+        y = torch.addcmul(x, x, taps[0])
+        for j in range(1, min(TAPS, T)):
+            y[:, j:].addcmul_(x[:, : T - j], taps[j])
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, flat_taps = ctx.saved_tensors
+        T, taps = x.size(1), flat_taps.to(x.dtype).view(TAPS, -1)
+        grad_x = torch.addcmul(grad, grad, taps[0])
+        grad_taps = torch.zeros_like(flat_taps).view(TAPS, -1)
+        for j in range(min(TAPS, T)):
+            if j > 0:
+                grad_x[:, : T - j].addcmul_(grad[:, j:], taps[j])
+            grad_taps[j] = (grad[:, j:] * x[:, : T - j]).sum((0, 1), dtype=grad_taps.dtype)
+        return grad_x, grad_taps.flatten()
 
 
 class MLP(nn.Module):
@@ -319,14 +345,20 @@ class GPT(nn.Module):
             x = block(x, value_embed, rope, cache)
         if cache is not None:
             cache.length = positions.stop
-        logits = self.lm_head(norm(x))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        # cap * tanh(x / cap) by way of the sigmoid, which compiles to half the CPU time of the tanh
-        # (docs/log.md)
-        logits = LOGIT_CAP * (2 * torch.sigmoid(logits * (2 / LOGIT_CAP)) - 1)
+        hidden = norm(x)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+            return head_loss.capped(self.lm_head(hidden))
+        return self._loss(hidden.flatten(0, 1), targets.flatten(), reduction)
+
+    def _loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """hidden (N, width), targets (N,)."""
+        if reduction == "mean" and torch.is_grad_enabled() and type(self.lm_head) is Linear:
+            return head_loss.mean_loss(hidden, self.lm_head.weight, targets)
+        # Evaluation, or a module in the place of the head that multiplies in its own way
+        losses = head_loss.token_losses(hidden, self.lm_head, self.config.vocab_size, targets)
+        if reduction == "none":
+            return losses
+        return losses.sum() / (targets != -1).sum()
 
     def parameter_counts(self) -> dict[str, int]:
         """Number of parameters by role, and their total. matrices holds the experts that one token visits,

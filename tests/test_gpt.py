@@ -4,10 +4,13 @@ context.
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from nanomuon import head_loss
 from nanomuon.attention import attention
-from nanomuon.gpt import GPT, GPTConfig, KVCache, rotate
+from nanomuon.gpt import GPT, TAPS, Convolution, GPTConfig, KVCache, rotate
 
 
 def build(seed=0, randomize=True, **fields):
@@ -175,3 +178,91 @@ def test_compiled_model_gives_the_same_loss_and_gradients():
     torch.testing.assert_close(compiled, eager)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_loss_by_chunks_is_the_capped_cross_entropy(chunks, dtype, monkeypatch):
+    """Against the formula as it is in the papers, in float64, on the same hidden states and weight."""
+    monkeypatch.setattr(head_loss, "MOST_CHUNKS", chunks)
+    monkeypatch.setattr(head_loss, "SMALLEST_CHUNK", 97)  # of 50 tokens: chunks of 17, 17 and 16
+    torch.manual_seed(0)
+    hidden = (3 * torch.randn(50, 32)).to(dtype).requires_grad_()
+    weight = torch.randn(97, 32, dtype=torch.promote_types(dtype, torch.float32)).requires_grad_()
+    targets = torch.randint(97, (50,))
+    targets[[3, 20, 21, 49]] = -1
+
+    same_hidden, same_weight = hidden.detach().double(), weight.detach().to(dtype).double()
+    same_hidden.requires_grad_()
+    same_weight.requires_grad_()
+    logits = 15 * torch.tanh(same_hidden @ same_weight.T / 15)
+    expected = F.cross_entropy(logits, targets, ignore_index=-1)
+    (expected / 3).backward()
+
+    found = head_loss.mean_loss(hidden, weight, targets)
+    (found / 3).backward()
+    relative = 1e-13 if dtype == torch.float64 else 1e-2
+    assert found.dtype == weight.dtype == weight.grad.dtype and hidden.grad.dtype == dtype
+    for mine, theirs in (
+        (found.detach(), expected.detach()),
+        (hidden.grad, same_hidden.grad),
+        (weight.grad, same_weight.grad),
+    ):
+        assert (mine.double() - theirs).norm() < relative * theirs.norm()
+    with torch.no_grad():
+        losses = head_loss.token_losses(hidden, lambda x: F.linear(x, weight.to(x.dtype)), 97, targets)
+    theirs = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    assert (losses.double() - theirs).norm() < relative * theirs.norm() and not losses[targets < 0].any()
+
+
+def test_a_head_that_is_another_module_is_asked_for_its_logits():
+    model = build()
+    tokens, targets = torch.randint(97, (2, 16)), torch.randint(97, (2, 16))
+    expected = model(tokens, targets)
+    expected.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    head = torch.nn.Linear(32, 97, bias=False)
+    head.weight = model.lm_head.weight
+    model.lm_head = head
+    loss = model(tokens, targets)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_the_logits_of_all_tokens_never_exist_together(monkeypatch):
+    monkeypatch.setattr(head_loss, "SMALLEST_CHUNK", 1000)
+    model = build(vocab_size=1000)
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            if torch.is_tensor(out) and out.is_floating_point():
+                largest = max(largest, out.numel())
+            return out
+
+    tokens = torch.randint(1000, (32, 16))
+    with Sizes():
+        model(tokens, tokens).backward()
+        with torch.no_grad():
+            model(tokens, tokens, reduction="none")
+    assert largest == tokens.numel() * 4 * 32  # the hidden channels of the MLPs, where the logits had 1,000
+
+
+@pytest.mark.parametrize("T", [1, 3, 4, 9])
+def test_the_convolution_is_a_sum_over_the_last_tokens(T):
+    conv = Convolution(5).double()
+    torch.nn.init.normal_(conv.taps)
+    x, upstream = torch.randn(2, T, 5, dtype=torch.float64).requires_grad_(), torch.randn(2, T, 5).double()
+    taps = conv.taps.view(TAPS, 5)
+    expected = []
+    for t in range(T):
+        expected.append(x[:, t] + sum(taps[j] * x[:, t - j] for j in range(min(TAPS, t + 1))))
+    gradients = torch.autograd.grad(torch.stack(expected, 1), (x, conv.taps), upstream)
+    found = conv(x, None)
+    torch.testing.assert_close(found, torch.stack(expected, 1))
+    torch.testing.assert_close(torch.autograd.grad(found, (x, conv.taps), upstream), gradients)

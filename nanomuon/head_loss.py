@@ -1,0 +1,113 @@
+"""The loss of the head, a few rows of logits at a time: those of all tokens never exist together.
+
+With a vocabulary of 65,536 the float32 logits of 32 rows of 2,048 tokens alone would take 17 GB. What a
+micro-step needs of them is a number, the gradient of the hidden states and that of the weight, and each chunk
+of rows can give its part of all three in the forward pass. Its logits are gone before those of the next one
+come, and nothing is computed twice. (The idea is that of Liger Kernel, arXiv 2410.10989.)
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# Logits pass through cap * tanh(x / cap): Gemma 2 (arXiv 2408.00118); 15 as in modded-nanogpt
+LOGIT_CAP = 15.0
+# Below this many logits a chunk saves nothing worth having: 16 MB in float32
+SMALLEST_CHUNK = 2**22
+# A compiled model holds the kernels of every chunk, and each adds its gradient of the weight to the sum:
+# more chunks take more time, and an eighth of the logits is already less than the blocks' activations
+MOST_CHUNKS = 8
+
+
+def chunk_rows(tokens: int, vocab_size: int) -> int:
+    """Rows of logits that exist at a time, of `tokens`."""
+    chunks = min(MOST_CHUNKS, -(-tokens * vocab_size // SMALLEST_CHUNK))
+    return -(-tokens // chunks)
+
+
+def capped(logits: Tensor) -> Tensor:
+    """In float32 or better: cap * tanh(x / cap) by way of the sigmoid, which compiles to half the CPU time of
+    the tanh (docs/log.md).
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return LOGIT_CAP * (2 * torch.sigmoid(logits * (2 / LOGIT_CAP)) - 1)
+
+
+def mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy in nats, float32 or better, of the capped logits hidden @ weight.T.
+
+    hidden (N, width) in the compute dtype, weight (V, width) in its own, targets (N,) int64, of which -1 is
+    not predicted. The gradient is ready when this returns; where none is wanted, call `token_losses`.
+    """
+    return _MeanLoss.apply(hidden, weight, targets)
+
+
+class _MeanLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets):
+        product_weight = weight.to(hidden.dtype)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        scored = targets != -1
+        shares = scored.to(dtype) / scored.sum()  # (N,), of each token in the mean
+        loss = torch.zeros((), dtype=dtype, device=hidden.device)
+        grad_weight = torch.zeros_like(weight)
+        grad_hidden = []
+        rows = chunk_rows(len(hidden), len(weight))
+        for x, target, share in zip(hidden.split(rows), targets.split(rows), shares.split(rows), strict=True):
+            part, grad = _loss_and_grad(F.linear(x, product_weight).to(dtype), target, share)
+            grad = grad.to(x.dtype)
+            loss += part
+            grad_hidden.append(grad @ product_weight)
+            grad_weight += grad.mT @ x
+            del grad  # before the logits of the next chunk
+        ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad * grad_hidden, grad * grad_weight, None
+
+
+def _loss_and_grad(logits: Tensor, target: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum over rows of share times cross-entropy, and its gradient in the logits before their cap.
+
+    logits (rows, V) are overwritten; target (rows,), share (rows,).
+    """
+    target, share = target.clamp(min=0)[:, None], share[:, None]
+    # cap * (2 * half - 1) is the capped logit. A cross-entropy does not see the constant; without it the
+    # largest exponential is e^30, of which float32 can add as many as there are tokens
+    half = logits.mul_(2 / LOGIT_CAP).sigmoid_()
+    exponentials = (half * (2 * LOGIT_CAP)).exp_()
+    total = exponentials.sum(dim=1, keepdim=True)
+    losses = total.log() - 2 * LOGIT_CAP * half.gather(1, target)
+    # The softmax, minus one at the target, times the slope of the cap
+    is_target = torch.arange(logits.size(1), device=logits.device) == target
+    grad = exponentials.mul_(share / total).sub_(torch.where(is_target, share, 0))
+    slope = half.mul_(1 - half).mul_(4)
+    return (share * losses).sum(), grad.mul_(slope)
+
+
+def token_losses(
+    hidden: Tensor, head: Callable[[Tensor], Tensor], vocab_size: int, targets: Tensor
+) -> Tensor:
+    """The cross-entropy in nats of each token, (N,), zero where the target is -1: for evaluation, and for a
+    head that is more than a product with its weight.
+
+    head: from hidden states (rows, width) to logits (rows, V). Its logits are computed again in a backward.
+    """
+
+    def chunk_losses(x, target):
+        return F.cross_entropy(capped(head(x)), target, ignore_index=-1, reduction="none")
+
+    rows = chunk_rows(len(hidden), vocab_size)
+    losses = []
+    for x, target in zip(hidden.split(rows), targets.split(rows), strict=True):
+        if torch.is_grad_enabled():
+            losses.append(checkpoint(chunk_losses, x, target, use_reentrant=False))
+        else:
+            losses.append(chunk_losses(x, target))
+    return torch.cat(losses)
