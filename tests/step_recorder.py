@@ -75,14 +75,12 @@ class StepRecorder(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.is_on = False
         self.depth_in_graphs = 0
         self.graphs = 0
         self.start()
-        self.is_on = False
-        FakeTensor.tolist = lambda tensor: self.read_list(
-            tensor
-        )  # a GPU gives a list in one copy, not number by number
+        self.finish()
+        # A GPU gives a list in one copy, not number by number
+        FakeTensor.tolist = lambda tensor: self.read_list(tensor)
         torch.cuda.synchronize = lambda device=None: self.wait("synchronize")
         torch.compiler.set_default_backend(self.backend())
 
@@ -157,11 +155,14 @@ class StepRecorder(TorchDispatchMode):
             if "wait_tensor" not in name:
                 self.collectives.append(collective(name, function, args, kwargs))
             return
-        tensors = [value for value in (*args, result) if isinstance(value, torch.Tensor)]
+        tensors = tensors_in((*args, result))
         devices = {tensor.device.type for tensor in tensors}
         if name in COPIES and devices == {"cpu", "cuda"}:
             self.note_copy(name, args, kwargs, result)
-        elif self.depth_in_graphs == 0 and devices != {"cpu"} and not is_view(name):
+            return
+        if devices == {"cpu", "cuda"} and any(len(t.shape) for t in tensors if t.device.type == "cpu"):
+            self.wait("copy to the device")  # of an index, say; a single number goes with the kernel
+        if self.depth_in_graphs == 0 and devices != {"cpu"} and not is_view(name):
             self.operations[name] += 1
 
     def note_copy(self, name, args, kwargs, result):
@@ -187,6 +188,17 @@ class StepRecorder(TorchDispatchMode):
     def read_list(self, tensor):
         self.read(tensor)
         return [0.0] * len(tensor)
+
+
+def tensors_in(values):
+    """The tensors among these, and in lists of them."""
+    found = []
+    for value in values:
+        if isinstance(value, list | tuple):
+            found += tensors_in(value)
+        elif isinstance(value, torch.Tensor):
+            found.append(value)
+    return found
 
 
 def arguments_of(functionalized):
