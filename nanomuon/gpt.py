@@ -352,9 +352,10 @@ class GPT(nn.Module):
 
     def _loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """hidden (N, width), targets (N,)."""
-        if reduction == "mean" and torch.is_grad_enabled() and type(self.lm_head) is Linear:
+        plain = type(self.lm_head) is Linear and self.lm_head.training_product is None
+        if reduction == "mean" and torch.is_grad_enabled() and plain:
             return head_loss.mean_loss(hidden, self.lm_head.weight, targets)
-        # Evaluation, or a module in the place of the head that multiplies in its own way
+        # Evaluation, or a head that multiplies in its own way (fp8.py)
         losses = head_loss.token_losses(hidden, self.lm_head, self.config.vocab_size, targets)
         if reduction == "none":
             return losses

@@ -41,10 +41,11 @@ from nanomuon.optim import (
     muon_direction,
     muon_momentum,
     muon_update,
+    named_parameters,
     reduce_scatter_single,
 )
 from nanomuon.optim import run as run_kernel
-from nanomuon.orthogonalize import COEFFICIENTS, gram_pays
+from nanomuon.orthogonalize import COEFFICIENTS, newton_schulz_form
 from nanomuon.param_groups import build_param_groups
 from nanomuon.runtime import Runtime
 from scripts import base_train
@@ -203,7 +204,8 @@ def numerics(place: Place, lines: Lines) -> None:
             for shape in shapes if place.on_gpu or not compiles else shapes[1:2]:  # a CPU compiles slowly
                 precision = "float32"
                 if place.on_gpu:
-                    precision = "float16 Gram" if gram_pays(*shape[1:], steps=5) else "bf16"
+                    gram, _ = newton_schulz_form(*shape[1:], steps=5, device_type="cuda")
+                    precision = "float16 Gram" if gram else "bf16"
                 name = f"polar factor {shape[1:]} in {precision}, {how}"
                 check_direction(name, shape, torch.float32, POLAR[place.device.type], place, lines)
     if place.on_gpu:

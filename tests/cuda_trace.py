@@ -1,170 +1,243 @@
-"""One optimizer step on CUDA tensors that are faked: what it dispatches, as JSON. No GPU, no memory, seconds.
+"""What a training step does to a GPU, without one: `scripts.base_train.train` on CUDA tensors that are faked.
 
-    python -m tests.cuda_trace --world 8 --rank 0 --depth 24
+    python -m tests.cuda_trace --form fsdp --world 8
+    python -m tests.cuda_trace --form optimizer --world 1024 --rank 1023     # depth 24
 
-Shapes, dtypes and branches are those of a GPU; anything that would wait for a value of the device raises.
-Counted are operations that reach the dispatcher (a compiled kernel and a `_foreach` are one each, views
-none), copies from the host, and collectives. Exit code 3, and the reason, where this PyTorch cannot be made
-to take such tensors.
+The step is that of base_train, compiled by Dynamo and AOTAutograd; what Inductor and a GPU would make of it
+is left out. Shapes, dtypes and branches are those of a GPU; the other ranks are imagined. The first step
+compiles, the second is written down: operations that reach the dispatcher, calls of compiled graphs,
+collectives and the bytes a rank sends in them, and where the host waits for the device. Seconds, for 1,024
+ranks as for one. Exit code 3, and the reason, where this PyTorch cannot be made to take such tensors.
 """
 
 import argparse
 import collections
 import contextlib
-import ctypes
-import importlib.util
 import json
 import os
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
+import traceback
+from dataclasses import asdict
+from types import SimpleNamespace
 
-VIEWS = ("view", "aten.t.", "transpose", "slice", "select", "expand", "squeeze", "alias", "detach", "split")
-VIEWS += ("unbind", "permute", "chunk", "lift_fresh", "empty", "as_strided", "profiler", "prim.")
-UNAVAILABLE = 3
+# Flags of base_train
+FORMS = {
+    "replicated": [],
+    "fsdp": ["--shard", "fsdp"],
+    "tensor-parallel": ["--tensor-parallel", "2"],
+    "fsdp-tensor-parallel": ["--shard", "fsdp", "--tensor-parallel", "2"],
+    "experts": ["--experts", "4"],
+    "qk-clip": ["--no-qk-norm", "--qk-clip", "100"],
+    "fp8": ["--fp8"],
+    "optimizer": [],  # its step alone, on gradients that are there
+}
+DEPTH = {"optimizer": 24}  # of other forms 2
+VOCABULARY, SEQ_LEN = 32_768, 2048
+ROWS, MICRO_STEPS = 2, 2  # sequences in a micro-step, micro-steps in a step
 
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.cuda_trace",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--world", type=int, default=1, help="ranks, all but one of them imagined")
+    parser.add_argument("--form", choices=FORMS, default="replicated", help="(default: %(default)s)")
+    parser.add_argument("--world", type=int, default=8, help="ranks, all but one of them imagined")
     parser.add_argument("--rank", type=int, default=0, help="which of them this is")
-    parser.add_argument("--depth", type=int, default=24, help="of the model")
+    parser.add_argument("--depth", type=int, help="of the model (default: 2, of the optimizer alone 24)")
+    parser.add_argument(
+        "--json",
+        nargs="+",
+        metavar="FORM:WORLD:RANK[:DEPTH]",
+        help="these traces instead, one after the other, each a line of JSON",
+    )
     args = parser.parse_args()
     os.environ["NANOMUON_COMPILE"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        load_stub(Path(folder))
-    print(json.dumps(trace(args.world, args.rank, args.depth)))
+
+    from tests.fake_gpu import load_stub, pretend_cuda
+
+    load_stub()
+    pretend_cuda()
+
+    from tests.step_recorder import StepRecorder
+
+    recorder = StepRecorder()
+    if args.json is None:
+        show(trace(recorder, args.form, args.world, args.rank, args.depth))
+        return
+    for case in args.json:
+        form, *numbers = case.split(":")
+        try:
+            found = trace(recorder, form, *map(int, numbers))
+        except (Exception, SystemExit):  # of one trace: the others go on
+            found = {"error": traceback.format_exc()}
+        print(json.dumps({"case": case, **found}), flush=True)
 
 
-def load_stub(folder):
-    """Compile fake_cuda.cpp and load it before PyTorch, which then finds its hooks."""
-    torch_folder = Path(importlib.util.find_spec("torch").submodule_search_locations[0])
-    libraries, stub = torch_folder / "lib", folder / "fake_cuda.so"
-    source = Path(__file__).with_name("fake_cuda.cpp")
-    command = [
-        "g++",
-        "-std=c++20",
-        "-shared",
-        "-fPIC",
-        f"-I{torch_folder}/include",
-        str(source),
-        "-o",
-        str(stub),
-    ]
-    try:
-        subprocess.run(
-            [*command, f"-L{libraries}", "-lc10", "-ltorch_cpu"], check=True, capture_output=True, text=True
-        )
-        for library in (libraries / "libc10.so", libraries / "libtorch_cpu.so", stub):
-            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", None) or str(error)
-        print(reason.strip().splitlines()[0], file=sys.stderr)
-        sys.exit(UNAVAILABLE)
-
-
-def pretend_cuda(torch):
-    """What Python asks of torch.cuda on the way. Functions of their own: Dynamo tells them apart by
-    identity.
-    """
-    torch.cuda._lazy_init = lambda: None
-    torch.cuda.is_initialized = lambda: True
-    torch.cuda.current_device = lambda: 0
-    torch.cuda.set_device = lambda device: None
-    torch.cuda.get_device_capability = lambda *device: (9, 0)
-
-
-def trace(world, rank, depth):
+def trace(recorder, form: str, world: int, rank: int, depth: int | None = None) -> dict:
+    """The second step of rank `rank` in a world of so many."""
     import torch
-    import torch.distributed as dist
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    pretend_cuda(torch)
-    if world > 1:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+    from nanomuon.runtime import Runtime
 
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    runtime = Runtime(torch.device("cuda", 0), torch.bfloat16, rank, world)
+    depth = depth or DEPTH.get(form, 2)
+    recorder.graphs = 0
+    # One thread, because a mode is a thread's own: the backward would run in another, without the recorder
+    with imagined_ranks(world, rank), torch.autograd.set_multithreading_enabled(False):
+        with FakeTensorMode(allow_non_fake_inputs=True), recorder:
+            if form == "optimizer":
+                optimizer_steps(recorder, depth, runtime)
+            else:
+                training_steps(recorder, FORMS[form], depth, runtime)
+    return {
+        "form": form,
+        "world": world,
+        "rank": rank,
+        "depth": depth,
+        "operations": recorder.operations.total(),
+        "compiled_calls": recorder.compiled_calls,
+        "compiled_graphs": recorder.graphs,
+        "from_host": recorder.from_host,
+        "waits": [asdict(wait) for wait in recorder.waits],
+        "collectives": [asdict(collective) for collective in recorder.collectives],
+        "most_common": dict(recorder.operations.most_common(12)),
+    }
 
-    from nanomuon import optim, recipe
+
+def training_steps(recorder, flags: list[str], depth: int, runtime) -> None:
+    """base_train.train for two steps, with stand-ins for data, checkpoints, and the watchdog, which hears
+    where a step begins and ends.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from nanomuon import parallel
+    from nanomuon.compilation import compile_model
+    from nanomuon.gpt import GPT
+    from nanomuon.planning import plan_run
+    from nanomuon.qk_clip import watch_
+    from nanomuon.run import build_optimizer
+    from scripts import base_train
+
+    flags = ["--depth", str(depth), "--compile", "--max-seq-len", str(SEQ_LEN), *flags]
+    flags += ["--device-batch-size", str(ROWS), "--num-iterations", "2"]
+    args = base_train.parse_arguments(flags, {})
+    data_parallel = runtime.world_size // args.tensor_parallel
+    args.total_batch_size = ROWS * MICRO_STEPS * SEQ_LEN * data_parallel  # tokens
+    plan = plan_run(args, VOCABULARY, runtime, {})
+
+    # As nanomuon.run.start_run makes them
+    mesh = None
+    if runtime.world_size > 1 and (args.shard == "fsdp" or args.tensor_parallel > 1):
+        with unset_fake_temporarily():
+            mesh = parallel.device_mesh("cuda", plan.data_parallel, args.tensor_parallel)
+    # As parallel.build_model does, but not by way of the meta device, which faked tensors cannot leave
+    with runtime.device:
+        model = GPT(plan.config, runtime.compute_dtype)
+    if mesh is not None:
+        parallel.parallelize(model, mesh, args.shard == "fsdp")
+    parallel.init_weights(model, args.seed)
+    if args.qk_clip:
+        watch_(model, args.qk_clip)
+    optimizer, schedule = build_optimizer(args, model, plan.batch, runtime)
+
+    rows = torch.zeros(ROWS, plan.config.seq_len, dtype=torch.int64, device=runtime.device)
+    run = SimpleNamespace(
+        args=args,
+        runtime=runtime,
+        plan=plan,
+        mesh=mesh,
+        model=model,
+        forward=compile_model(model, mesh),
+        optimizer=optimizer,
+        schedule=schedule,
+        initial_groups=[dict(group) for group in optimizer.param_groups],
+        loader=iter(lambda: (rows, rows), None),  # (inputs, targets) without end
+        save=lambda: None,
+        checkpoints=SimpleNamespace(wait=lambda: None),
+        log=None,
+        evaluations={},
+        recent_losses=collections.deque(),
+        step=0,
+        skipped=0,
+    )
+    watchdog = SimpleNamespace(
+        begin=lambda step: recorder.start(),
+        end=lambda milliseconds: recorder.finish(),
+        median=lambda: 0.0,
+        times=[],
+    )
+    with contextlib.redirect_stdout(sys.stderr):  # what it prints of its progress
+        base_train.train(run, watchdog)
+
+
+def optimizer_steps(recorder, depth: int, runtime) -> None:
+    """Two steps of the optimizer alone, of replicated parameters."""
+    import torch
+
+    from nanomuon import recipe
     from nanomuon.gpt import GPT, GPTConfig
     from nanomuon.user_file import make_optimizer
 
-    make_mesh = optim.World.mesh
-
-    def real_mesh(*args):  # of ranks, not of numbers on a device
-        with unset_fake_temporarily():
-            return make_mesh(*args)
-
-    optim.World.mesh = real_mesh
-    # Imagined ranks have nothing to compare; and there is no stream to record an event on
-    optim.Agreement.check_parameters = lambda agreement, groups: None
-    optim.Agreement.notice = lambda agreement, difference: None
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def fake(tensor):
-        return FakeTensor(mode, tensor.detach(), torch.device("cuda", 0))
-
-    with torch.device("meta"):
-        model = GPT(GPTConfig.from_depth(depth, 32768, 2048), torch.bfloat16)
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                module._parameters[name] = torch.nn.Parameter(fake(param))
-    with mode:
-        optimizer = make_optimizer(recipe.param_groups, model, 2**19, world)
-        for param in model.parameters():
-            param.grad = torch.empty_like(param)
-        with counting(torch, optim) as counts:
-            optimizer.step()
-    counts["world"], counts["rank"], counts["depth"] = world, rank, depth
-    return counts
+    with runtime.device:
+        model = GPT(GPTConfig.from_depth(depth, VOCABULARY, SEQ_LEN), runtime.compute_dtype)
+    optimizer = make_optimizer(recipe.param_groups, model, 2**19, runtime.world_size)
+    for param in model.parameters():
+        param.grad = torch.empty_like(param)
+    for _ in range(2):
+        recorder.start()
+        optimizer.step()
+        recorder.finish()
 
 
 @contextlib.contextmanager
-def counting(torch, optim):
-    """Count into the dict that this gives, with compiled kernels standing for themselves."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+def imagined_ranks(world: int, rank: int):
+    """A process group in which every collective is done at once, and nothing is sent."""
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    operations, totals = collections.Counter(), {"compiled": 0, "from_host": 0, "collectives": 0}
-    inside = []  # a compiled kernel
+    if world == 1:
+        yield
+        return
+    make_mesh = DeviceMesh.__init__
 
-    def run(kernel, *tensors, **arguments):
-        totals["compiled"] += tensors[0].numel() >= optim.COMPILE_FROM
-        inside.append(tensors[0].numel() >= optim.COMPILE_FROM)
-        try:
-            return kernel(*tensors, **arguments)
-        finally:
-            inside.pop()
+    def make_real_mesh(*args, **settings):  # of the ranks' numbers, which it looks at
+        with unset_fake_temporarily():
+            make_mesh(*args, **settings)
 
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            name, result = str(function), function(*args, **(kwargs or {}))
-            if not any(inside):
-                self.count(name, args, result)
-            return result
-
-        def count(self, name, args, result):
-            tensors = [value for value in (*args, result) if isinstance(value, torch.Tensor)]
-            devices = {tensor.device.type for tensor in tensors}
-            if name.startswith("c10d."):
-                totals["collectives"] += 1
-            elif devices == {"cpu", "cuda"} and "copy" in name:
-                totals["from_host"] += 1
-            elif devices != {"cpu"} and not any(view in name for view in VIEWS):
-                operations[name] += 1
-
-    original, optim.run = optim.run, run
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    DeviceMesh.__init__ = make_real_mesh
     try:
-        counts = {}
-        with Count():
-            yield counts
+        yield
     finally:
-        optim.run = original
-    counts.update(totals, operations=sum(operations.values()) + totals["compiled"])
-    counts["most_common"] = dict(operations.most_common(12))
+        DeviceMesh.__init__ = make_mesh
+        dist.destroy_process_group()
+
+
+def show(found: dict) -> None:
+    print(
+        f"{found['form']}, rank {found['rank']} of {found['world']}, depth {found['depth']}: "
+        f"{found['operations']} operations, {found['compiled_calls']} calls of {found['compiled_graphs']} "
+        f"compiled graphs, {len(found['collectives'])} collectives, {found['from_host']} copies from the host"
+    )
+    for wait in found["waits"]:
+        print(f"waits for the device: {wait['reason']} in {wait['asked_by']}")
+    count, sent = collections.Counter(), collections.Counter()
+    for collective in found["collectives"]:
+        key = tuple(collective[name] for name in ("asked_by", "operation", "dtype", "device", "ranks"))
+        count[key] += 1
+        sent[key] += collective["sent"]
+    print(f"{'asked by':32} {'operation':14} {'dtype':9} {'ranks':>5} {'count':>5} {'bytes sent':>14}")
+    for key, number in count.items():
+        asked_by, operation, dtype, _, ranks = key
+        print(f"{asked_by:32} {operation:14} {dtype:9} {ranks:5} {number:5} {round(sent[key]):14,}")
+    print(f"{'':69} {round(sum(sent.values())):14,}")
+    print(", ".join(f"{name} {number}" for name, number in found["most_common"].items()))
 
 
 if __name__ == "__main__":

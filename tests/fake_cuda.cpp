@@ -1,5 +1,6 @@
 // Lets a CPU build of PyTorch take tensors that say they are on "cuda" and have no memory (FakeTensor).
 // It answers the two questions that are asked on the way, which device and which stream; nothing is computed.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -27,6 +28,7 @@ struct CUDAHooks : CUDAHooksInterface {  // this very name is looked up
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
   bool hasPrimaryContext(DeviceIndex) const override { return false; }
+  Generator getNewGenerator(DeviceIndex) const override { return detail::createCPUGenerator(0); }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks);
 

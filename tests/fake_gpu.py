@@ -1,0 +1,105 @@
+"""A GPU that is not there: CUDA tensors without memory, on a PyTorch built for CPUs.
+
+    load_stub()        # before torch is imported
+    import torch
+    pretend_cuda()
+
+From then on tensors made under a FakeTensorMode may be on "cuda": shapes, dtypes and branches are those of a
+GPU, memory and numbers are not there.
+"""
+
+import ctypes
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+UNAVAILABLE = 3  # exit code where this PyTorch cannot be made to take such tensors
+
+
+def load_stub() -> None:
+    """Compile fake_cuda.cpp and load it before PyTorch, which then finds its hooks.
+
+    Ends the process with UNAVAILABLE and the reason where they do not fit.
+    """
+    torch_folder = Path(importlib.util.find_spec("torch").submodule_search_locations[0])
+    libraries = torch_folder / "lib"
+    source = Path(__file__).with_name("fake_cuda.cpp")
+    with tempfile.TemporaryDirectory() as folder:
+        stub = Path(folder) / "fake_cuda.so"
+        command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include", str(source)]
+        command += ["-o", str(stub), f"-L{libraries}", "-lc10", "-ltorch_cpu"]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            for library in (libraries / "libc10.so", libraries / "libtorch_cpu.so", stub):
+                ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+        except (OSError, subprocess.CalledProcessError) as error:
+            unavailable(getattr(error, "stderr", None) or str(error))
+
+
+def unavailable(reason: str) -> None:
+    print(reason.strip().splitlines()[0], file=sys.stderr)
+    sys.exit(UNAVAILABLE)
+
+
+class Event:
+    """What has been recorded has happened: there is nothing to wait for."""
+
+    def __init__(self, *args, **settings):
+        pass
+
+    def record(self, stream=None):
+        return self
+
+    def query(self):
+        return True
+
+    def wait(self, stream=None):
+        pass
+
+    def elapsed_time(self, later):
+        return 1.0  # milliseconds
+
+
+class Stream:
+    """An order of work that nobody does."""
+
+    def __init__(self, *args, **settings):
+        pass
+
+    def record_event(self, event=None):
+        return event or Event()
+
+    def wait_event(self, event):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+def pretend_cuda() -> None:
+    """Put answers in place of what a step asks of torch.cuda. Functions of their own: Dynamo tells them apart
+    by identity.
+    """
+    import torch
+
+    if not hasattr(torch.compiler, "set_default_backend"):
+        unavailable(f"PyTorch {torch.__version__} lets nobody set the default backend of torch.compile")
+    cuda, the_stream = torch.cuda, Stream()
+    cuda._lazy_init = lambda: None
+    cuda.is_initialized = lambda: True
+    cuda.device_count = lambda: 1
+    cuda.current_device = lambda: 0
+    cuda.set_device = lambda device: None
+    cuda.get_device_capability = lambda *device: (9, 0)
+    cuda.get_device_name = lambda *device: "NVIDIA H100 80GB HBM3"
+    cuda.Stream, cuda.Event, torch.Event = Stream, Event, Event
+    cuda.current_stream = lambda *device: the_stream
+    cuda.stream = lambda stream: stream
