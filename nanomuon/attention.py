@@ -23,21 +23,29 @@ NOT_SUPPORTED = "not supported here: "  # begins what measure() says of a kernel
 REFUSALS = ("support", "no available kernel", "requires", "compute capability")
 # PyTorch 2.11 has no such argument: keys and values are repeated there
 _VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_module.varlen_attn).parameters
+# Tokens up to which a CPU in bf16 makes all scores of a row, the hidden ones too, by products of whole
+# matrices: at 256 twice as fast as its fused kernel (docs/log.md)
+WHOLE_SCORES = 512
 _chosen = {}  # key(q, k, window): backend
 _block_masks = {}  # (T, window): BlockMask, made outside of what is compiled
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, normalized: bool = False) -> Tensor:
     """softmax(q k^T / sqrt(D)) v, where query i sees keys j with i - window < j <= i (all j <= i if window is
     None).
 
     q (B, Tq, H, D); k, v (B, Tk, Hkv, D) with Hkv dividing H: query head h reads key head h * Hkv // H.
     Where Tq < Tk the queries are the last Tq positions, as when decoding with a cache. Returns (B, Tq, H, D).
-    A window that hides nothing counts as full.
+    A window that hides nothing counts as full. normalized: queries and keys have norm sqrt(D), so that scores
+    are small and may be rounded to bf16.
     """
     if window is not None and window >= k.size(1):
         window = None
-    return _chosen.get(_key(q, k, window), sdpa)(q, k, v, window)
+    otherwise = sdpa
+    in_bf16_on_cpu = q.device.type == "cpu" and q.dtype == torch.bfloat16
+    if in_bf16_on_cpu and normalized and q.size(1) == k.size(1) <= WHOLE_SCORES:
+        otherwise = whole_scores
+    return _chosen.get(_key(q, k, window), otherwise)(q, k, v, window)
 
 
 def _key(q, k, window):
@@ -63,6 +71,66 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         enable_gqa=q.size(2) != k.size(2),
     )
     return out.transpose(1, 2)
+
+
+def whole_scores(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """All scores at once, in the dtype of the queries: T^2 numbers for every head, which are kept for the
+    backward.
+    """
+    group = q.size(2) // k.size(2)
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+    B, T, H, D = q.shape
+    q, k, v = (x.transpose(1, 2).reshape(B * H, T, D) for x in (q, k, v))
+    out, _ = attend(q * D**-0.5, k, v, window or T)
+    return out.view(B, H, T, D).transpose(1, 2)
+
+
+@torch.library.custom_op("nanomuon::attend", mutates_args=())
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """(weights v, weights) of softmax weights (N, T, T) from scores q k^T; q, k, v (N, T, D).
+
+    One op to the compiler, whose own kernels for a softmax over bf16 take three times as long.
+    """
+    keys = torch.arange(q.size(1), device=q.device)
+    distance = keys[:, None] - keys  # (T, T)
+    hidden = (distance < 0) | (distance >= window)
+    bias = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    weights = torch.baddbmm(bias, q, k.mT).softmax(-1)
+    return weights @ v, weights
+
+
+@torch.library.custom_op("nanomuon::attend_backward", mutates_args=())
+def attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v (N, T, D) from that of the first output of `attend`."""
+    grad_scores = torch._softmax_backward_data(grad @ v.mT, weights, -1, weights.dtype)
+    return grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad
+
+
+def _save_attended(ctx, inputs, output):
+    q, k, v, _ = inputs
+    _, weights = output
+    ctx.save_for_backward(q, k, v, weights)
+    ctx.mark_non_differentiable(weights)
+
+
+def _attended_backward(ctx, grad, _):
+    return *attend_backward(grad.contiguous(), *ctx.saved_tensors), None
+
+
+def _attended_shapes(q, k, v, window):
+    return torch.empty_like(v), q.new_empty(len(q), q.size(1), q.size(1))
+
+
+def _attended_backward_shapes(grad, q, k, v, weights):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+attend.register_fake(_attended_shapes)
+attend.register_autograd(_attended_backward, setup_context=_save_attended)
+attend_backward.register_fake(_attended_backward_shapes)
 
 
 @contextlib.contextmanager

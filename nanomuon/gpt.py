@@ -182,7 +182,7 @@ class Attention(nn.Module):
             record_largest_(self.largest_logits, q.detach(), k.detach(), self.window)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
-        return self.o(attention(q, k, v, self.window).flatten(2))
+        return self.o(attention(q, k, v, self.window, self.qk_norm).flatten(2))
 
 
 class Convolution(nn.Module):

@@ -124,7 +124,7 @@ class Products(TorchDispatchMode):
             left, right = args
             operands = (self.buffer("left", left), self.buffer("right", right))
             self.calls.append((function.overloadpacket, operands, dict(out=self.buffer("out", out))))
-        elif function.namespace == "nanomuon":  # products by expert (moe.py), whose sizes are data
+        elif "grouped" in str(function):  # products by expert (moe.py), whose sizes are data
             self.calls.append((function, args, {}))
         return out
 

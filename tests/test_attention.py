@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from nanomuon import attention as module
-from nanomuon.attention import attention, fastest, flash_implementations, measure, plain_attention, sdpa, use
+from nanomuon.attention import (
+    WHOLE_SCORES,
+    attention,
+    fastest,
+    flash_implementations,
+    measure,
+    plain_attention,
+    sdpa,
+    use,
+    whole_scores,
+)
 
 CPU = torch.device("cpu")
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -38,10 +48,33 @@ def definition(q, k, v, window=None):
 
 
 @pytest.mark.parametrize("window", [None, 1, 10])
-@pytest.mark.parametrize("backend", [sdpa, plain_attention])
+@pytest.mark.parametrize("backend", [sdpa, whole_scores, plain_attention])
 def test_backends_of_the_cpu_are_the_definition(backend, window):
     q, k, v = tensors()
     torch.testing.assert_close(backend(q, k, v, window), definition(q, k, v, window), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_gradients_of_whole_scores_are_those_of_the_definition(window):
+    inputs = [x.double().requires_grad_() for x in tensors(B=1, T=12, D=4)]
+    assert torch.autograd.gradcheck(lambda q, k, v: whole_scores(q, k, v, window), inputs)
+    q, k, v = (x.detach()[:, :, :2].flatten(0, 1).contiguous().requires_grad_() for x in inputs)
+    torch.library.opcheck(module.attend, (q, k, v, window or 12))
+
+
+def test_a_cpu_in_bf16_takes_whole_scores_where_they_are_small_and_few(monkeypatch):
+    asked = []
+    for backend in (sdpa, whole_scores):
+        monkeypatch.setattr(
+            module, backend.__name__, lambda q, k, v, window, name=backend.__name__: asked.append(name)
+        )
+    short, long = ([x.bfloat16() for x in tensors(B=1, T=T)] for T in (WHOLE_SCORES, WHOLE_SCORES + 1))
+    attention(*short, normalized=True)
+    attention(*long, normalized=True)
+    attention(*short)  # large scores would lose digits
+    attention(*[x.float() for x in short], normalized=True)
+    attention(short[0][:, -1:], *short[1:], normalized=True)  # decoding
+    assert asked == ["whole_scores", "sdpa", "sdpa", "sdpa", "sdpa"]
 
 
 # What attention.py calls of PyTorch, as each version has it
