@@ -117,7 +117,7 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
     memory = footprint.memory(
         footprint.memory_by_kind(config, layout, plan.rows, runtime.compute_dtype.itemsize)
     )
-    peak = peak_flops(runtime.device)
+    peak = peak_flops(runtime.device, runtime.compute_dtype)
     if peak is None:
         name = torch.cuda.get_device_name(runtime.device)
         time = f"not known, nor MFU: nanomuon/devices.py has no peak for {name}"

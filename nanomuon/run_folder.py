@@ -12,11 +12,14 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from nanomuon.finished_run import print_summary
 from nanomuon.gpt import EARLIER_SHORT_WINDOW
 from nanomuon.locks import being_written, locked
 from nanomuon.planning import Plan
-from nanomuon.runtime import InputError, base_dir, print0, write_json
+from nanomuon.runtime import InputError, Runtime, base_dir, print0, write_json
+from nanomuon.sizing import choose_dtype
 from nanomuon.tokenizer import Tokenizer
 
 # arguments that concern one launch of a run, which does not remember them
@@ -35,6 +38,14 @@ def read_settings(run_dir: Path) -> dict:
     settings = json.loads(file.read_text())
     settings.setdefault("short_window", EARLIER_SHORT_WINDOW)
     return settings
+
+
+def print_cpu_dtype(run: str) -> None:
+    """What speedrun.sh asks: the dtype that a run has, or would get here, on the CPU."""
+    settings = read_settings(folder_of(run))
+    asked = settings.get("options", {}).get("dtype", "auto")
+    cpu = Runtime(torch.device("cpu"), torch.float32)
+    print(choose_dtype(asked, cpu, settings.get("measured", {})).dtype_name)
 
 
 def definition(args: argparse.Namespace, plan: Plan, tokenizer: Tokenizer) -> dict:

@@ -100,14 +100,14 @@ def cores() -> int:
     return os.cpu_count()
 
 
-def peak_flops(device: torch.device) -> float | None:
+def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float | None:
     """FLOP/s this device can reach in matrix products; None for a GPU that is not in the table.
 
-    In bf16, from its data sheet, on CUDA; in float32, measured, on a CPU.
+    In bf16, from its data sheet, on CUDA; in `dtype`, measured, on a CPU.
     """
     if device.type == "cuda":
         return devices.bf16_peak(torch.cuda.get_device_name(device))
-    matrix = torch.ones(1024, 1024)
+    matrix = torch.ones(1024, 1024, dtype=dtype)
     matrix @ matrix  # the first product starts the threads
     began = time.perf_counter()
     for _ in range(8):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from nanomuon import planning, run_folder
+from nanomuon import planning, run_folder, sizing
 from nanomuon.finished_run import record_stages
 from nanomuon.locks import being_written
 from nanomuon.runtime import InputError, Runtime
@@ -30,6 +30,19 @@ def test_settings_hold_what_defines_the_run_and_what_it_remembers(tmp_path):
     options = settings["options"]
     assert options["matrix_lr"] == 0.01 and options["total_batch_size"] == 64
     assert not {"run", "resume", "wandb", "shard"} & options.keys()  # of one launch
+
+
+def test_the_speedrun_hears_of_the_dtype_that_a_run_has(tmp_path, monkeypatch, capsys):
+    """Measured again it might be another, and the run another length."""
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
+    (tmp_path / "runs").mkdir()
+    for speedup, dtype in ((2.0, "bfloat16"), (1.0, "float32")):
+        monkeypatch.setattr(sizing, "cpu_bf16_speedup", lambda speedup=speedup: speedup)
+        run_folder.print_cpu_dtype("new")
+        assert capsys.readouterr().out == f"{dtype}\n"
+    write(tmp_path / "runs" / "run", "--dtype", "bfloat16")
+    run_folder.print_cpu_dtype("run")
+    assert capsys.readouterr().out == "bfloat16\n"
 
 
 def test_a_run_that_was_started_as_another_is_refused(tmp_path):
