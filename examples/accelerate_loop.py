@@ -17,8 +17,7 @@ from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nanomuon.optim import MuonAdamW
-from nanomuon.param_groups import build_param_groups
+from nanomuon import MuonAdamW, build_param_groups
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path, required=True, help="where the checkpoints go")

@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-from nanomuon.optim import MuonAdamW
-from nanomuon.param_groups import build_param_groups
+from nanomuon import MuonAdamW, build_param_groups
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", required=True, help="where the checkpoints go")

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nanomuon.optim import MuonAdamW
-from nanomuon.param_groups import build_param_groups
+from nanomuon import MuonAdamW, build_param_groups
 
 STEPS = 200
 
