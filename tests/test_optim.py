@@ -734,7 +734,7 @@ def test_as_a_library_a_cpu_runs_eagerly_unless_told_otherwise(monkeypatch):
         train(optimizer, [p], 1)
         assert (graphs() > before) == (compiles is True)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.warns(UserWarning, match="no C\\+\\+ compiler no-such-compiler: kernels run eagerly"):
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler no-such-compiler .*: kernels run eagerly"):
         assert not MuonAdamW([muon(p)], compile=True).compiles
     with pytest.raises(ValueError, match="compile is True, False or"):
         MuonAdamW([muon(p)], compile="sometimes")
