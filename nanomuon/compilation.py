@@ -57,7 +57,7 @@ def decide_compilation(
     )
 
 
-def compile_model(model: GPT, mesh: DeviceMesh | None, backend: str = "inductor") -> Callable:
+def compile_model(model: GPT, mesh: DeviceMesh | None, backend: str | Callable = "inductor") -> Callable:
     """What computes the model's loss from now on. mesh: where its parameters are in pieces.
 
     Among several ranks the graph is cut: `DistMuonAdamW.overlap_backward` sends gradients while the backward
@@ -72,7 +72,7 @@ def compile_model(model: GPT, mesh: DeviceMesh | None, backend: str = "inductor"
     return torch.compile(model, dynamic=False, backend=backend)
 
 
-def cut_backend(model: GPT, backend: str) -> Callable:
+def cut_backend(model: GPT, backend: str | Callable) -> Callable:
     """A backend for torch.compile that cuts the model's graph, by PyTorch's own way to do so for
     DistributedDataParallel: the head by itself, the others with equal bytes of parameters.
     """
