@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch._ops import HigherOrderOperator
+from torch._higher_order_ops.flex_attention import flex_attention
 from torch.distributed.device_mesh import DeviceMesh
 
 from nanomuon import schedule
@@ -84,7 +84,7 @@ def cut_backend(model: GPT, backend: str | Callable) -> Callable:
 
     def compile_cut(graph, inputs):
         operators = [node.target for node in graph.graph.nodes]
-        if any(isinstance(operator, HigherOrderOperator) for operator in operators):
+        if flex_attention in operators:
             return compile_graph(graph, inputs)  # FlexAttention: not every PyTorch can cut around it
         return cutter.compile_fn(graph, inputs)
 
