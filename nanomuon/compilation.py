@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._higher_order_ops.flex_attention import flex_attention
 from torch.distributed.device_mesh import DeviceMesh
 
-from nanomuon import schedule
+from nanomuon import head_loss, schedule
 from nanomuon.gpt import GPT
 from nanomuon.planning import Plan, duration
 from nanomuon.runtime import Runtime, compile_enabled, missing_compiler, print0, together
@@ -66,6 +66,7 @@ def compile_model(model: GPT, mesh: DeviceMesh | None, backend: str | Callable =
     if mesh is not None:
         for block in model.blocks:  # what FSDP2 does between blocks stays outside
             block.compile(dynamic=False, backend=backend)
+        model.mean_loss = torch.compile(head_loss.mean_loss, dynamic=False, backend=backend)
         return model
     if dist.is_initialized() and dist.get_world_size() > 1:
         return torch.compile(model, dynamic=False, backend=cut_backend(model, backend))

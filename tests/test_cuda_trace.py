@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanomuon import footprint
 from nanomuon.gpt import GPTConfig
 from scripts import base_train
-from tests.cuda_trace import MICRO_STEPS, ROWS, SEQ_LEN, VOCABULARY
+from tests.cuda_trace import MICRO_STEPS, ROWS, SEQ_LEN, VOCABULARY, sent_early
 
 ROOT = Path(__file__).parent.parent
 # FORM:WORLD:RANK[:DEPTH]
@@ -135,12 +136,14 @@ def check_bytes(found):
     config = GPTConfig.from_depth(
         found["depth"], VOCABULARY, SEQ_LEN, experts=4 if found["form"] == "experts" else 0
     )
-    layout = footprint.Layout(found["world"], **LAYOUTS.get(found["form"], {}))
+    layout = footprint.Layout(
+        found["world"], **LAYOUTS.get(found["form"], {}), ns_dtype=torch.bfloat16
+    )
     plan = footprint.RankPlan(config, layout, found["rank"])
     plan.step()
     sent = collections.defaultdict(list)
     for collective in found["collectives"]:
-        sent[part(collective)].append(in_float32(collective))
+        sent[part(collective)].append(collective["sent"])
     # What sends nothing does not count: a world of one does not communicate, a rank may own nothing
     traced = [size for size in sent["optimizer"] if size]
     planned = [size for size in plan.sent if size]
@@ -157,13 +160,6 @@ def planned_of_the_model(config, layout):
     """Bytes that a rank sends in a step beside those of the optimizer, the same on all ranks."""
     whole = footprint.traffic(config, layout, ROWS, MICRO_STEPS, COMPUTE_BYTES)["communicated"]
     return whole - max(plan.step()[0] for plan in footprint.rank_plans(config, layout))
-
-
-def in_float32(collective):
-    """Bytes, of the optimizer as the plan has them: of products in float32, which a GPU makes with half."""
-    if part(collective) == "optimizer" and collective["dtype"] in ("float16", "bfloat16"):
-        return 2 * collective["sent"]
-    return collective["sent"]
 
 
 @pytest.mark.parametrize("case", STEPS)
