@@ -73,8 +73,8 @@ def newton_schulz_form(m, n, steps, device_type="cpu", ns_dtype=None):
     """(whether the Gram form is taken, dtype of the iteration) for float32 matrices of this shape.
 
     ns_dtype: torch.float32, torch.bfloat16, or None for that of the device: bf16 on "cuda", float32
-    elsewhere. On "meta" bf16 plans a GPU's step. A function of these alone, never of a measurement: all ranks, and a run that goes on, have to
-    choose alike.
+    elsewhere. On "meta" bf16 plans a GPU's step. A function of these alone, never of a measurement: all
+    ranks, and a run that goes on, have to choose alike.
 
     The Gram form needs 8r+28 products of the short side against 20r+10 of the plain one, r the aspect ratio.
     Only up to five steps: with ten (`deepseekv4`) it overflows in half precision and loses 0.44 in float32 at

@@ -12,6 +12,8 @@ import argparse
 import math
 from dataclasses import replace
 
+import torch
+
 from nanomuon import footprint, parallel, schedule
 from nanomuon.arguments import COMM_DTYPES
 from nanomuon.footprint import Layout

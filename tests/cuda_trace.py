@@ -8,7 +8,8 @@ is left out. Shapes, dtypes and branches are those of a GPU; the other ranks are
 compiles, the second is written down: operations that reach the dispatcher, calls of compiled graphs,
 collectives and the bytes a rank sends in them, how much of that leaves before the last backward, and where
 the host waits for the device. Attention is full, by `sdpa`: kernels are chosen by measurement, and there is
-nothing to measure. Seconds, for 1,024 ranks as for one. Exit code 3, and the reason, where this PyTorch cannot be made to take such tensors.
+nothing to measure. Seconds, for 1,024 ranks as for one. Exit code 3, and the reason, where this PyTorch
+cannot be made to take such tensors.
 """
 
 import argparse
@@ -61,12 +62,16 @@ def main():
     load_stub()
     pretend_cuda()
 
+    import torch
+
     from tests.step_recorder import StepRecorder
 
     recorder = StepRecorder()
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # where it would go on eagerly
     if args.json is None:
         show(trace(recorder, args.form, args.world, args.rank, args.depth))
         return
+    torch._dynamo.config.recompile_limit *= len(args.json)  # all of them compile the same code
     for case in args.json:
         form, *numbers = case.split(":")
         try:
@@ -118,6 +123,7 @@ def training_steps(recorder, flags: list[str], depth: int, runtime) -> None:
 
     from nanomuon import parallel
     from nanomuon.compilation import compile_model
+    from nanomuon.fp8 import train_in_fp8
     from nanomuon.gpt import GPT
     from nanomuon.planning import plan_run
     from nanomuon.qk_clip import watch_
@@ -139,6 +145,8 @@ def training_steps(recorder, flags: list[str], depth: int, runtime) -> None:
     # As parallel.build_model does, but not by way of the meta device, which faked tensors cannot leave
     with runtime.device:
         model = GPT(plan.config, runtime.compute_dtype)
+    if args.fp8:
+        train_in_fp8(model)
     if mesh is not None:
         parallel.parallelize(model, mesh, args.shard == "fsdp")
     parallel.init_weights(model, args.seed)
