@@ -28,13 +28,14 @@ class Layout:
     """How many devices there are, and what they share.
 
     ranks: devices in all, of which `tensor_parallel` at a time see the same rows. fsdp: parameters in pieces
-    over the others (FSDP2). comm_dtype: see DistMuonAdamW.
+    over the others (FSDP2). comm_dtype: see DistMuonAdamW. ns_dtype: see MuonAdamW, None for float32.
     """
 
     ranks: int
     fsdp: bool = False
     tensor_parallel: int = 1
     comm_dtype: torch.dtype | None = None
+    ns_dtype: torch.dtype | None = None
 
     @property
     def data_parallel(self) -> int:
@@ -148,7 +149,7 @@ class RankPlan:
         for parameter in found:
             groups[parameter.group]["params"].append(self.parameter(parameter, layout))
             groups[parameter.group]["names"].append(parameter.name)
-        self.optimizer = MuonAdamW(groups, world=self.world)
+        self.optimizer = MuonAdamW(groups, ns_dtype=layout.ns_dtype, world=self.world)
 
     def parameter(self, parameter: Parameter, layout: Layout) -> torch.nn.Parameter:
         """What this rank holds of it, and how it is cut (see sharded.cuts)."""

@@ -282,6 +282,7 @@ class GPT(nn.Module):
         self.resid_scalars = nn.Parameter(torch.empty(config.depth))
         self.x0_scalars = nn.Parameter(torch.empty(config.depth))
         self.lm_head = Linear(config.width, config.vocab_size)
+        self.mean_loss = head_loss.mean_loss  # compilation.py may put a compiled one here
         for name in ("cos", "sin"):  # rotary tables, filled by init_weights
             self.register_buffer(name, torch.empty(config.seq_len, 1, config.head_dim // 2), persistent=False)
 
@@ -354,7 +355,7 @@ class GPT(nn.Module):
         """hidden (N, width), targets (N,)."""
         plain = type(self.lm_head) is Linear and self.lm_head.training_product is None
         if reduction == "mean" and torch.is_grad_enabled() and plain:
-            return head_loss.mean_loss(hidden, self.lm_head.weight, targets)
+            return self.mean_loss(hidden, self.lm_head.weight, targets)
         # Evaluation, or a head that multiplies in its own way (fp8.py)
         losses = head_loss.token_losses(hidden, self.lm_head, self.config.vocab_size, targets)
         if reduction == "none":

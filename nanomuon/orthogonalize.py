@@ -73,8 +73,8 @@ def newton_schulz_form(m, n, steps, device_type="cpu", ns_dtype=None):
     """(whether the Gram form is taken, dtype of the iteration) for float32 matrices of this shape.
 
     ns_dtype: torch.float32, torch.bfloat16, or None for that of the device: bf16 on "cuda", float32
-    elsewhere. A function of these alone, never of a measurement: all ranks, and a run that goes on, have to
-    choose alike.
+    elsewhere. On "meta" bf16 plans a GPU's step. A function of these alone, never of a measurement: all
+    ranks, and a run that goes on, have to choose alike.
 
     The Gram form needs 8r+28 products of the short side against 20r+10 of the plain one, r the aspect ratio.
     Only up to five steps: with ten (`deepseekv4`) it overflows in half precision and loses 0.44 in float32 at
@@ -90,7 +90,7 @@ def newton_schulz_form(m, n, steps, device_type="cpu", ns_dtype=None):
     gram_is_cheaper = max(m, n) > 1.5 * min(m, n) and steps <= 5
     if ns_dtype == torch.float32:
         return gram_is_cheaper, torch.float32
-    if gram_is_cheaper and device_type == "cuda":
+    if gram_is_cheaper and device_type in ("cuda", "meta"):
         return True, torch.float16
     return False, torch.bfloat16
 

@@ -113,7 +113,8 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
 
     devices, kind = runtime.world_size, runtime.device.type
     comm_dtype = COMM_DTYPES.get(args.comm_dtype)  # None for auto
-    layout = footprint.Layout(devices, args.shard == "fsdp", args.tensor_parallel, comm_dtype)
+    ns_dtype = runtime.compute_dtype if kind == "cuda" else None
+    layout = footprint.Layout(devices, args.shard == "fsdp", args.tensor_parallel, comm_dtype, ns_dtype)
     memory = footprint.memory(
         footprint.memory_by_kind(config, layout, plan.rows, runtime.compute_dtype.itemsize)
     )

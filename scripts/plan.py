@@ -12,6 +12,8 @@ import argparse
 import math
 from dataclasses import replace
 
+import torch
+
 from nanomuon import footprint, parallel, schedule
 from nanomuon.arguments import COMM_DTYPES
 from nanomuon.footprint import Layout
@@ -89,11 +91,11 @@ def main(argv: list[str] | None = None) -> None:
     parallel.data_parallel_size(args.gpus, tensor_parallel, config)
     comm_dtype = COMM_DTYPES.get(args.comm_dtype)  # None for auto
     if args.shard:
-        layouts = [Layout(args.gpus, args.shard == "fsdp", tensor_parallel, comm_dtype)]
+        layouts = [Layout(args.gpus, args.shard == "fsdp", tensor_parallel, comm_dtype, torch.bfloat16)]
     else:
         layouts = []
         for n in sorted({1, tensor_parallel}):
-            layouts += [Layout(args.gpus, fsdp, n, comm_dtype) for fsdp in (False, True)]
+            layouts += [Layout(args.gpus, fsdp, n, comm_dtype, torch.bfloat16) for fsdp in (False, True)]
     parameters = count_parameters(config)
     print(
         f"depth {args.depth}, width {config.width}, {config.heads} heads, context {config.seq_len}, "

@@ -6,8 +6,10 @@
 The step is that of base_train, compiled by Dynamo and AOTAutograd; what Inductor and a GPU would make of it
 is left out. Shapes, dtypes and branches are those of a GPU; the other ranks are imagined. The first step
 compiles, the second is written down: operations that reach the dispatcher, calls of compiled graphs,
-collectives and the bytes a rank sends in them, and where the host waits for the device. Seconds, for 1,024
-ranks as for one. Exit code 3, and the reason, where this PyTorch cannot be made to take such tensors.
+collectives and the bytes a rank sends in them, how much of that leaves before the last backward, and where
+the host waits for the device. Attention is full, by `sdpa`: kernels are chosen by measurement, and there is
+nothing to measure. Seconds, for 1,024 ranks as for one. Exit code 3, and the reason, where this PyTorch
+cannot be made to take such tensors.
 """
 
 import argparse
@@ -60,12 +62,16 @@ def main():
     load_stub()
     pretend_cuda()
 
+    import torch
+
     from tests.step_recorder import StepRecorder
 
     recorder = StepRecorder()
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # where it would go on eagerly
     if args.json is None:
         show(trace(recorder, args.form, args.world, args.rank, args.depth))
         return
+    torch._dynamo.config.recompile_limit *= len(args.json)  # all of them compile the same code
     for case in args.json:
         form, *numbers = case.split(":")
         try:
@@ -101,6 +107,7 @@ def trace(recorder, form: str, world: int, rank: int, depth: int | None = None) 
         "compiled_calls": recorder.compiled_calls,
         "compiled_graphs": recorder.graphs,
         "from_host": recorder.from_host,
+        "backwards": recorder.backwards,
         "waits": [asdict(wait) for wait in recorder.waits],
         "collectives": [asdict(collective) for collective in recorder.collectives],
         "most_common": dict(recorder.operations.most_common(12)),
@@ -116,6 +123,7 @@ def training_steps(recorder, flags: list[str], depth: int, runtime) -> None:
 
     from nanomuon import parallel
     from nanomuon.compilation import compile_model
+    from nanomuon.fp8 import train_in_fp8
     from nanomuon.gpt import GPT
     from nanomuon.planning import plan_run
     from nanomuon.qk_clip import watch_
@@ -123,7 +131,7 @@ def training_steps(recorder, flags: list[str], depth: int, runtime) -> None:
     from scripts import base_train
 
     flags = ["--depth", str(depth), "--compile", "--max-seq-len", str(SEQ_LEN), *flags]
-    flags += ["--device-batch-size", str(ROWS), "--num-iterations", "2"]
+    flags += ["--window-pattern", "L", "--device-batch-size", str(ROWS), "--num-iterations", "2"]
     args = base_train.parse_arguments(flags, {})
     data_parallel = runtime.world_size // args.tensor_parallel
     args.total_batch_size = ROWS * MICRO_STEPS * SEQ_LEN * data_parallel  # tokens
@@ -137,6 +145,8 @@ def training_steps(recorder, flags: list[str], depth: int, runtime) -> None:
     # As parallel.build_model does, but not by way of the meta device, which faked tensors cannot leave
     with runtime.device:
         model = GPT(plan.config, runtime.compute_dtype)
+    if args.fp8:
+        train_in_fp8(model)
     if mesh is not None:
         parallel.parallelize(model, mesh, args.shard == "fsdp")
     parallel.init_weights(model, args.seed)
@@ -151,7 +161,7 @@ def training_steps(recorder, flags: list[str], depth: int, runtime) -> None:
         plan=plan,
         mesh=mesh,
         model=model,
-        forward=compile_model(model, mesh),
+        forward=compile_model(model, mesh, recorder.backend()),
         optimizer=optimizer,
         schedule=schedule,
         initial_groups=[dict(group) for group in optimizer.param_groups],
@@ -201,22 +211,43 @@ def imagined_ranks(world: int, rank: int):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from nanomuon.optim import Agreement
+
     if world == 1:
         yield
         return
-    make_mesh = DeviceMesh.__init__
+    make_mesh, ask_rank_0 = DeviceMesh.__init__, Agreement.of_rank_0
 
     def make_real_mesh(*args, **settings):  # of the ranks' numbers, which it looks at
         with unset_fake_temporarily():
             make_mesh(*args, **settings)
 
+    def answer_as_rank_0(agreement, numbers):  # what it would answer, as all ranks are alike
+        ask_rank_0(agreement, numbers)
+        return numbers
+
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    DeviceMesh.__init__ = make_real_mesh
+    DeviceMesh.__init__, Agreement.of_rank_0 = make_real_mesh, answer_as_rank_0
     try:
         yield
     finally:
-        DeviceMesh.__init__ = make_mesh
+        DeviceMesh.__init__, Agreement.of_rank_0 = make_mesh, ask_rank_0
         dist.destroy_process_group()
+
+
+def sent_early(found: dict) -> float:
+    """Share of the bytes of gradients, as the optimizer sends them, that leaves before the last compiled
+    backward.
+    """
+    launches = []  # (how many backwards were over, bytes)
+    for collective in found["collectives"]:
+        reduces = collective["operation"] in ("reduce_scatter", "reduce", "all_reduce")
+        if collective["asked_by"].startswith("optim.") and reduces:
+            launches.append((collective["backwards"], collective["sent"]))
+    total = sum(sent for _, sent in launches)
+    if total == 0:
+        return 0.0
+    return sum(sent for backwards, sent in launches if backwards < found["backwards"]) / total
 
 
 def show(found: dict) -> None:
@@ -225,6 +256,7 @@ def show(found: dict) -> None:
         f"{found['operations']} operations, {found['compiled_calls']} calls of {found['compiled_graphs']} "
         f"compiled graphs, {len(found['collectives'])} collectives, {found['from_host']} copies from the host"
     )
+    print(f"{100 * sent_early(found):.0f}% of the gradients' bytes leave before the last compiled backward")
     for wait in found["waits"]:
         print(f"waits for the device: {wait['reason']} in {wait['asked_by']}")
     count, sent = collections.Counter(), collections.Counter()

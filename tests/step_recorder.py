@@ -44,6 +44,7 @@ class Collective:
     device: str
     ranks: int
     sent: float  # bytes that a rank sends, by ring algorithms
+    backwards: int  # compiled graphs whose backward was over when it was launched
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class StepRecorder(TorchDispatchMode):
     written down.
 
     operations: {name: how many} on the device, views none, a `_foreach` one. compiled_calls: forwards,
-    backwards and kernels that torch.compile has made one call, whatever is inside. from_host: copies to the
-    device. graphs: what was compiled, from the first to the last start().
+    backwards and kernels that torch.compile has made one call, whatever is inside; backwards: those of them.
+    from_host: copies to the device. graphs: what was compiled, from the first to the last start().
 
     A value that the host reads shows as a wait, and is answered: nothing computes here. What takes its shape
     from such a value raises.
@@ -87,7 +88,7 @@ class StepRecorder(TorchDispatchMode):
     def start(self):
         self.is_on = True
         self.operations = collections.Counter()
-        self.compiled_calls = self.from_host = 0
+        self.compiled_calls = self.backwards = self.from_host = 0
         self.collectives, self.waits = [], []
 
     def finish(self):
@@ -98,10 +99,12 @@ class StepRecorder(TorchDispatchMode):
     def backend(self):
         """For torch.compile: Dynamo and AOTAutograd do their work, and the graph runs as it is."""
         return aot_autograd(
-            fw_compiler=self.compiler, bw_compiler=self.compiler, keep_inference_input_mutations=True
+            fw_compiler=functools.partial(self.compiler, is_backward=False),
+            bw_compiler=functools.partial(self.compiler, is_backward=True),
+            keep_inference_input_mutations=True,
         )
 
-    def compiler(self, graph, inputs):
+    def compiler(self, graph, inputs, is_backward):
         self.graphs += 1
 
         def call(arguments):
@@ -111,6 +114,7 @@ class StepRecorder(TorchDispatchMode):
                 return graph(*arguments)
             finally:
                 self.depth_in_graphs -= 1
+                self.backwards += is_backward
 
         call._boxed_call = True
         return call
@@ -153,7 +157,7 @@ class StepRecorder(TorchDispatchMode):
         name = str(function)
         if name.startswith(("c10d.", "_c10d_functional.")):
             if "wait_tensor" not in name:
-                self.collectives.append(collective(name, function, args, kwargs))
+                self.collectives.append(collective(name, function, args, kwargs, self.backwards))
             return
         tensors = tensors_in((*args, result))
         devices = {tensor.device.type for tensor in tensors}
@@ -227,7 +231,7 @@ def asked_by() -> str:
     return "the trace"
 
 
-def collective(name, function, args, kwargs) -> Collective:
+def collective(name, function, args, kwargs, backwards) -> Collective:
     """What PyTorch's operator of this name sends."""
     given = dict(zip([argument.name for argument in function._schema.arguments], args, strict=False)) | kwargs
     group = given.get("process_group", given.get("group_name"))
@@ -251,4 +255,5 @@ def collective(name, function, args, kwargs) -> Collective:
         sent = size * (ranks - 1) / ranks
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
     devices = {tensor.device.type for tensor in tensors}
-    return Collective(asked_by(), operation, "/".join(dtypes), "/".join(devices), ranks, sent)
+    places = "/".join(dtypes), "/".join(devices)
+    return Collective(asked_by(), operation, *places, ranks, sent, backwards)
