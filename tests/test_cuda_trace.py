@@ -39,7 +39,7 @@ SLOW = [
     "fsdp:1024:0",
     "fsdp:1024:512",
     "tensor-parallel:64:33",
-    "fsdp-tensor-parallel:64:33",
+    "fsdp-tensor-parallel:64:1",
     "replicated:8:0:24",
     "fsdp:8:0:24",
     "fp8:8:0",
