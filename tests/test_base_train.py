@@ -431,6 +431,7 @@ def test_wandb_works_offline(base, monkeypatch):
     assert list((base / "runs" / "logged" / "wandb").glob("offline-run-*"))
 
 
+@pytest.mark.slow
 def test_speedrun_finishes_after_being_killed_and_then_skips_everything(base):
     """A small speedrun killed at several moments, then left to finish, then run again."""
     flags = "--max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --eval-tokens 512 --save-every 5"

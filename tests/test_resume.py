@@ -375,6 +375,7 @@ def test_a_run_keeps_its_options_and_takes_new_ones_that_are_given(base, capsys)
     assert "run options is complete" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_gradients_that_travel_in_bf16_train_the_same_but_for_their_rounding(base):
     runs = {"in-float32": (), "in-bf16": ("--comm-dtype", "bfloat16")}
     for run, options in runs.items():
