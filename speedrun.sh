@@ -5,7 +5,7 @@
 #   bash speedrun.sh --plan    print what would be done, with sizes, memory and time, and stop
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
-# Without a GPU it takes about eight minutes, more steps on a CPU that multiplies bfloat16 natively than on another
+# Without a GPU it takes eight to ten minutes, more steps on a CPU that multiplies bfloat16 natively than on another
 # (--dtype float32 takes the other's). Stages whose output is complete are skipped, so the same command carries on after
 # an interruption. Override with
 #
@@ -47,7 +47,7 @@ case $GPUS in
         # Twice the recipe's learning rates: so few tokens gain 6% by them (docs/log.md)
         FLAGS=(--max-seq-len 256 --device-batch-size 16 --total-batch-size 4096
             --matrix-lr 0.04 --embedding-lr 0.6 --unembedding-lr 0.008
-            --eval-every 75 --eval-tokens 32768 --save-every 50)
+            --eval-every 100 --eval-tokens 32768 --save-every 50)
         ;;
     1)
         CORPUS=${CORPUS:-$WEB} DEPTH=${DEPTH:-12}
@@ -59,7 +59,7 @@ case $GPUS in
         ;;
 esac
 RUN=${RUN:-d$DEPTH-$(printf %s "$CORPUS" | tr -c 'A-Za-z0-9._-' '-')}
-if [ "$GPUS" -eq 0 ]; then # as many steps as end within eight minutes or so on two cores
+if [ "$GPUS" -eq 0 ]; then # as many steps as end within eight minutes on two quiet cores (docs/log.md)
     case " ${*/=/ } " in
         *" --dtype float32 "*) DTYPE=float32 ;;
         *" --dtype bfloat16 "*) DTYPE=bfloat16 ;;

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 # Logits pass through cap * tanh(x / cap): Gemma 2 (arXiv 2408.00118); 15 as in modded-nanogpt
 LOGIT_CAP = 15.0
-# Below this many logits a chunk saves nothing worth having: 16 MB in float32
-SMALLEST_CHUNK = 2**22
+# Below this many logits a chunk saves nothing worth having: 64 MB in float32. What a CPU trains is one chunk,
+# whose kernels are compiled once (docs/log.md)
+SMALLEST_CHUNK = 2**24
 # A compiled model holds the kernels of every chunk, and each adds its gradient of the weight to the sum:
 # more chunks take more time, and an eighth of the logits is already less than the blocks' activations
 MOST_CHUNKS = 8
