@@ -217,11 +217,16 @@ def test_measure_times_what_is_right_and_names_what_is_not(monkeypatch):
     def refused(q, k, v, window):
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
+    def nan_in_one_gradient(q, k, v, window):
+        zero = (q - q.detach()).abs().sqrt()  # whose slope is none
+        return plain_attention(q, k, v, window) + zero
+
     def out_of_date(q, k, v, window):
         return sdpa(q, k, v, window, enable_gqa=True)
 
     for backend, complaint, is_expected in (
         (one_key_too_many, "wrong: off by", False),
+        (nan_in_one_gradient, "wrong: off by nan", False),
         (broken, "not supported here: NotImplementedError: no such kernel", True),
         (refused, "not supported here: RuntimeError: FlashAttention only supports Ampere", True),
         (out_of_date, "failed: TypeError: sdpa() got an unexpected keyword argument 'enable_gqa'", False),
