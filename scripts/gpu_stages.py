@@ -675,7 +675,7 @@ def training_flags(place: Place, run: str, parts: int = 1, compiles: bool | None
     flags = ["--run", run, *data_flags(place, 1024), "--depth", depth, "--max-seq-len", context]
     flags += ["--device-batch-size", rows // parts, "--total-batch-size", rows * context]
     flags += ["--window-pattern", "L", "--num-iterations", 100, "--resume", "never"]
-    flags += ["--eval-every", -1, "--save-every", -1]
+    flags += ["--eval-every", -1, "--save-every", -1, "--dtype", place.sized("auto", "float32")]
     flags.append("--compile" if compiles else "--no-compile")
     return [str(flag) for flag in flags]
 
@@ -729,7 +729,8 @@ def training(place: Place, lines: Lines) -> None:
     Devices draw other weights from the same seed, so the CPU makes the first five steps and saves.
     """
     # On the CPU in micro-steps of half the rows, so that a comparison of CPUs has something to compare
-    flags = [*training_flags(place, "on-cpu", parts=2, compiles=False), "--save-every", "5"]
+    flags = [*training_flags(place, "on-cpu", parts=2, compiles=False), "--dtype", "float32"]
+    flags += ["--save-every", "5", "--keep-last", "100"]  # the first one is what the device goes on from
     on_cpu, run = place.folder / "runs" / "on-cpu", place.folder / "runs" / "from-cpu"
     shutil.rmtree(on_cpu, ignore_errors=True)
     shutil.rmtree(run, ignore_errors=True)
