@@ -78,6 +78,11 @@ def main(argv: list[str] | None = None) -> int:
             if stage.name in results:
                 print(f"{stage.name:26} {results[stage.name]['result']}, done before (--again repeats it)")
                 continue
+            if stage.for_gpus and device == "cpu":
+                line = {"name": stage.name, "result": "skipped", "found": "needs a GPU", "allowed": ""}
+                results[stage.name] = {"result": "skipped", "seconds": 0, "killed": False, "lines": [line]}
+                print_result(stage.name, results[stage.name])
+                continue
             command = stage_command(stage, device, ranks, work)
             left = deadline - time.monotonic()
             limit = stage.seconds * (SLOWER if device == "cpu" else 1)

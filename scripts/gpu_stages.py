@@ -820,9 +820,6 @@ def resume(place: Place, lines: Lines) -> None:
 
 def out_of_memory(place: Place, lines: Lines) -> None:
     """A batch that no memory holds is answered by one line and exit code 2."""
-    if not place.on_gpu:
-        lines.skip("out of memory", "needs a GPU")
-        return
     config = GPTConfig.from_depth(12, vocab_size=1024, seq_len=2048)
     rows = 1
     while plan_bytes(config, rows) < 3 * torch.cuda.mem_get_info()[1]:
@@ -879,7 +876,7 @@ def optim_bench_12(place: Place, lines: Lines) -> None:
 
 def optim_bench_24(place: Place, lines: Lines) -> None:
     """The same at depth 24."""
-    if not place.on_gpu or torch.cuda.mem_get_info()[1] < 40 * 2**30:
+    if torch.cuda.mem_get_info()[1] < 40 * 2**30:
         lines.skip("optim_bench --depth 24", "needs a GPU with 40 GiB")
         return
     optimizer_speed(place, lines, 24)
@@ -914,9 +911,6 @@ def train_bench(place: Place, lines: Lines) -> None:
 
 def profile(place: Place, lines: Lines) -> None:
     """A compiled step at depth 12: its kernels, where its time goes, its memory beside the plan."""
-    if not place.on_gpu:
-        lines.skip("launches and memory of a step", "need a GPU")
-        return
     here = runtime.start()
     config = GPTConfig.from_depth(12, vocab_size=32768, seq_len=2048)
     rows = sizing.device_batch_size(config, 16, False, 1, here)
@@ -965,6 +959,7 @@ class Stage:
 
     function: Callable[[Place, Lines], None]
     seconds: int
+    for_gpus: bool = False  # a CPU has nothing to tell
 
     @property
     def name(self) -> str:
@@ -988,11 +983,11 @@ STAGES = [
     Stage(tensor_parallel, 120),
     Stage(fsdp_and_tensor_parallel, 120),
     Stage(resume, 90),
-    Stage(out_of_memory, 60),
+    Stage(out_of_memory, 60, for_gpus=True),
     Stage(optim_bench_12, 120),
     Stage(train_bench, 180),
-    Stage(optim_bench_24, 150),
-    Stage(profile, 120),
+    Stage(optim_bench_24, 150, for_gpus=True),
+    Stage(profile, 120, for_gpus=True),
 ]
 
 
