@@ -7,7 +7,8 @@ import torch
 
 from nanomuon.runtime import InputError, check_at_least_1
 
-COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # --comm-dtype
+# What --comm-dtype means to the optimizer
+COMM_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +91,7 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--comm-dtype",
         default="auto",
-        choices=["auto", *COMM_DTYPES],
+        choices=COMM_DTYPES,
         help="dtype in which gradients travel to be averaged; with --shard fsdp or --tensor-parallel only "
         "those of Muon's matrices, and their updates (auto: that of the gradients, float32)",
     )

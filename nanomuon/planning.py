@@ -112,7 +112,7 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
     by_role = [f"{role} {count / 1e6:.2f}M" for role, count in counts.items() if count]
 
     devices, kind = runtime.world_size, runtime.device.type
-    comm_dtype = COMM_DTYPES.get(args.comm_dtype)  # None for auto
+    comm_dtype = COMM_DTYPES[args.comm_dtype]
     ns_dtype = runtime.compute_dtype if kind == "cuda" else None
     layout = footprint.Layout(devices, args.shard == "fsdp", args.tensor_parallel, comm_dtype, ns_dtype)
     memory = footprint.memory(

@@ -130,7 +130,7 @@ def build_optimizer(
         schedule = own_schedule or schedule
     settings = {"ns_dtype": runtime.compute_dtype}
     if runtime.world_size > 1:
-        settings["comm_dtype"] = COMM_DTYPES.get(args.comm_dtype)  # None for auto
+        settings["comm_dtype"] = COMM_DTYPES[args.comm_dtype]
     optimizer = user_file.make_optimizer(build, model, batch, runtime.world_size, **settings)
     return optimizer, schedule
 

@@ -54,7 +54,7 @@ def main(argv=None):
     add(
         "--comm-dtype",
         default="auto",
-        choices=["auto", *COMM_DTYPES],
+        choices=COMM_DTYPES,
         help="with --world: dtype in which gradients travel, as in base_train (default: %(default)s)",
     )
     add("--peer", help="module:Class of another optimizer that takes the same param groups")
@@ -271,7 +271,7 @@ def rank_main(rank, args, runtime, folder):
     torch.set_num_threads(max(1, cores() // args.world))
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=args.world)
     groups = model_groups(args, seed=rank)
-    comm_dtype = COMM_DTYPES.get(args.comm_dtype)  # None for auto
+    comm_dtype = COMM_DTYPES[args.comm_dtype]
     optimizer = DistMuonAdamW(groups, comm_dtype=comm_dtype, ns_dtype=runtime.compute_dtype)
     with compilation(False), SentBytes() as sent:
         optimizer.step()

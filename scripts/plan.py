@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     add(
         "--comm-dtype",
         default="auto",
-        choices=["auto", *COMM_DTYPES],
+        choices=COMM_DTYPES,
         help="dtype in which gradients travel, as in base_train (default: %(default)s)",
     )
     add("--gpu-memory", type=float, default=80, help="GiB of a GPU (default: %(default)s)")
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     config = model(args, args.depth)
     tensor_parallel = args.tensor_parallel or (1 if args.shard else most_tensor_parallel(args.gpus, config))
     parallel.data_parallel_size(args.gpus, tensor_parallel, config)
-    comm_dtype = COMM_DTYPES.get(args.comm_dtype)  # None for auto
+    comm_dtype = COMM_DTYPES[args.comm_dtype]
     if args.shard:
         layouts = [Layout(args.gpus, args.shard == "fsdp", tensor_parallel, comm_dtype, torch.bfloat16)]
     else:
