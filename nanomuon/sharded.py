@@ -307,17 +307,12 @@ class Chunk:
             if self.free_grads:
                 drop_gradients(self.params)
             sent = [self.owners.count(rank) * U[0].numel() for rank in range(self.world.size)]
-            received = [math.prod(shape) for shape in self.shards(self.count)]
-            self.transfer = self.world.all_to_all(U.flatten(), sent, received)
+            self.transfer = self.world.all_to_all(U.flatten(), sent, self.shard_sizes())
 
     def compute(self):
         """The direction of the owned matrices, and the way of its shards back."""
         with record_function("muon.compute"):
-            shapes = self.shards(self.count)
-            received = self.transfer.wait().split([math.prod(shape) for shape in shapes])
-            X = torch.cat(
-                [part.view(shape) for part, shape in zip(received, shapes, strict=True)], dim=self.dim
-            )
+            X = self.join_shards(self.transfer.wait())
             comm_dtype, X = X.dtype, X.to(self.momentum.dtype)  # (k, m, n)
             last = self.first + self.count
             ok, weight = self.ok[self.first : last], self.table.batch(self.first, last)["square_weight"]
@@ -325,13 +320,10 @@ class Chunk:
                 kept = {name: buffer[lo:hi] for name, buffer in self.kept.items()}
                 direction, gain = self.direction(X[lo:hi], kept, ok[lo:hi], weight[lo:hi])
                 torch.mul(direction, gain, out=X[lo:hi])
-            shards = X.to(comm_dtype).split([shape[self.dim] for shape in shapes], dim=self.dim)
             mine = math.prod(self.momentum.shape[1:])
             received = [self.owners.count(rank) * mine for rank in range(self.world.size)]
-            sent = [math.prod(shape) for shape in shapes]
-            self.transfer = self.world.all_to_all(
-                torch.cat([shard.flatten() for shard in shards]), sent, received
-            )
+            shards = self.cut_into_shards(X.to(comm_dtype))
+            self.transfer = self.world.all_to_all(shards, self.shard_sizes(), received)
 
     def deliver(self):
         """Weight decay and update of the shards."""
@@ -343,14 +335,42 @@ class Chunk:
             update_of(self, P, X, one, self.ok, self.table.batch(0, len(params)), self.scale)
             torch._foreach_copy_(params, P.unbind())
 
-    def shards(self, count):
-        """The shape of `count` shards on each rank."""
-        shapes = []
+    def shard_sizes(self):
+        """Elements that each rank holds of the owned matrices."""
+        sizes = []
         for rank in range(self.world.size):
             lo, hi = self.world.share(self.shape[self.dim - 1], rank)
-            rest = self.shape[2 - self.dim]
-            shapes.append((count, hi - lo, rest) if self.dim == 1 else (count, rest, hi - lo))
-        return shapes
+            sizes.append(self.count * (hi - lo) * self.shape[2 - self.dim])
+        return sizes
+
+    # The first ranks hold `each` lines (rows or columns), the next one what is left, the last ones nothing:
+    # two operations cut a matrix for a thousand ranks.
+
+    def cut_into_shards(self, X):
+        """(k, m, n) owned matrices. Gives their shards, rank after rank, flat."""
+        each, in_full_shards = self.full_shards()
+        full = X.narrow(self.dim, 0, in_full_shards).unflatten(self.dim, (-1, each)).movedim(self.dim, 0)
+        left = X.narrow(self.dim, in_full_shards, X.size(self.dim) - in_full_shards)
+        return torch.cat([full.flatten(), left.flatten()]) if left.numel() else full.flatten()
+
+    def join_shards(self, shards):
+        """The inverse of cut_into_shards."""
+        each, in_full_shards = self.full_shards()
+        m, n = self.shape
+        shape = (self.count, each, n) if self.dim == 1 else (self.count, m, each)
+        full, left = shards.tensor_split([in_full_shards * self.count * self.shape[2 - self.dim]])
+        full = full.view(in_full_shards // each, *shape).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        if not left.numel():
+            return full
+        left = left.view(self.count, -1, n) if self.dim == 1 else left.view(self.count, m, -1)
+        return torch.cat([full, left], dim=self.dim)
+
+    def full_shards(self):
+        """Lines of a full shard, and lines in all full shards."""
+        lines = self.shape[self.dim - 1]
+        _, each = self.world.share(lines, 0)
+        each = max(1, each)  # tensor parallelism may have left no lines here
+        return each, lines - lines % each
 
 
 class OwnedInPieces(InPieces):

@@ -29,6 +29,7 @@ STEPS = [
     "fsdp-tensor-parallel:8:0",
     "replicated:1024:0",
     "replicated:1024:1023",
+    "fsdp:1024:0",
     "fsdp:1024:1023",
 ]
 OPTIMIZER = ["optimizer:1:0", "optimizer:8:0", "optimizer:1024:1023"]
@@ -36,7 +37,6 @@ SLOW = [
     "replicated:64:31",
     "experts:64:31",
     "fsdp:64:31",
-    "fsdp:1024:0",
     "fsdp:1024:512",
     "tensor-parallel:64:33",
     "fsdp-tensor-parallel:64:1",
