@@ -6,7 +6,6 @@ work.
 
 import contextlib
 import functools
-import inspect
 import statistics
 import time
 from collections.abc import Iterator
@@ -15,14 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
-from torch.nn.attention import varlen as varlen_module
 
 CHECKED = 2048  # tokens of a row at which measure() compares a backend with the definition
 NOT_SUPPORTED = "not supported here: "  # begins what measure() says of a kernel that a device lacks
 # Words in the errors by which PyTorch and FlashAttention refuse a device, a dtype or a shape
 REFUSALS = ("support", "no available kernel", "requires", "compute capability")
-# PyTorch 2.11 has no such argument: keys and values are repeated there
-_VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_module.varlen_attn).parameters
+# varlen_attn has the argument enable_gqa from PyTorch 2.12 on; before, keys and values are repeated
+_VARLEN_TAKES_GROUPS = torch.__version__ >= (2, 12)
 # Tokens up to which a CPU in bf16 makes all scores of a row, the hidden ones too, by products of whole
 # matrices: at 256 twice as fast as its fused kernel (docs/log.md)
 WHOLE_SCORES = 512
@@ -152,6 +150,8 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """FlashAttention, which skips what the window hides: every row is one sequence of a ragged batch. CUDA,
     16 bit.
     """
+    from torch.nn.attention.varlen import varlen_attn  # loads torch._dynamo, a second that only GPUs need
+
     B, T, H = q.shape[:3]
     ends = torch.arange(0, (B + 1) * T, T, device=q.device, dtype=torch.int32)
     past = -1 if window is None else window - 1  # keys before the query's own
@@ -162,7 +162,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         else:
             k, v = (x.repeat_interleave(H // x.size(2), dim=2) for x in (k, v))
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (B * T, heads, D)
-    out = varlen_module.varlen_attn(q, k, v, ends, ends, T, T, window_size=(past, 0), **groups)
+    out = varlen_attn(q, k, v, ends, ends, T, T, window_size=(past, 0), **groups)
     return out.unflatten(0, (B, T))
 
 

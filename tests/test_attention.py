@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 
 from nanomuon import attention as module
 from nanomuon.attention import (
@@ -121,7 +122,7 @@ def installed_signature(name):
         described = torch.nn.functional.scaled_dot_product_attention.__doc__
         return signature(re.search(rf"{name}\((.*?)\) ->", described, re.DOTALL).group(1))
     if name == "varlen_attn":
-        place = module.varlen_module
+        place = torch.nn.attention.varlen
     elif name in ("flex_attention", "create_block_mask"):
         place = module.flex_module
     else:
