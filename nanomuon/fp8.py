@@ -39,7 +39,7 @@ def train_in_fp8(model: GPT, emulate: bool = False) -> int:
     Those with a side that is not a multiple of 16 stay as they are, the gates of the value embeddings too:
     there is nothing to gain. emulate: round as a GPU would and multiply in float32, on any device.
     """
-    product = _product(emulate)
+    product = training_product(emulate)
     count = 0
     for name, module in model.named_modules():
         if isinstance(module, Linear) and not name.endswith("value_gate"):
@@ -49,7 +49,7 @@ def train_in_fp8(model: GPT, emulate: bool = False) -> int:
     return count
 
 
-def _product(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def training_product(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """(x (..., n), weight (m, n)) -> x weight^T (..., m), with gradients, in float8."""
     torchao = _torchao()
     config = torchao.Float8LinearConfig(emulate=emulate)  # tensorwise

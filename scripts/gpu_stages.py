@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from nanomuon import attention, footprint, parallel, recipe, runtime, sizing
+from nanomuon import attention, footprint, fp8, parallel, recipe, runtime, sizing
 from nanomuon.compilation import compile_model
 from nanomuon.export import whole_tensor
 from nanomuon.gpt import GPT, GPTConfig
@@ -47,7 +47,7 @@ from nanomuon.optim import (
 from nanomuon.optim import run as run_kernel
 from nanomuon.orthogonalize import COEFFICIENTS, newton_schulz_form
 from nanomuon.param_groups import build_param_groups
-from nanomuon.runtime import Runtime
+from nanomuon.runtime import InputError, Runtime
 from scripts import base_train
 from scripts.optim_bench import compilation
 
@@ -66,6 +66,9 @@ POLAR = {
 UPDATES = {"cpu": 1e-3, "cuda": 3e-2}
 GRADIENTS = {"cpu": 1e-4, "cuda": 5e-2}  # of a two-layer model in float32, and in bf16
 ATTENTION = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # largest error over the largest entry
+# Products of Gaussian matrices: rounding changes an entry by 0.026 of itself on average in e4m3 (3 bits of
+# mantissa) and by 0.052 in e5m2 (2 bits), and the changes of both factors add up like independent ones
+FP8, FP8_GRADIENTS = 0.05, 0.08
 # Of the loss in nats: in float32 and another order of sums, and in bf16 with its half-precision Muon
 FIRST_TEN = {"cpu": 1e-4, "cuda": 1e-2}
 LAST_TEN = {"cpu": 2e-2, "cuda": 5e-2}  # 100 steps on, rounding has become another run of the same quality
@@ -211,10 +214,30 @@ def numerics(place: Place, lines: Lines) -> None:
                     precision = "float16 Gram" if gram else "bf16"
                 name = f"polar factor {shape[1:]} in {precision}, {how}"
                 check_direction(name, shape, torch.float32, POLAR[place.device.type], place, lines)
-    if place.on_gpu:
-        lines.skip("fp8", "the stage `training` compares it with bf16")
-    else:
-        lines.skip("fp8", "needs a GPU")
+    check_fp8(place, lines)
+
+
+def check_fp8(place: Place, lines: Lines) -> None:
+    """The products of --fp8 and their gradients; on a CPU rounded as on a GPU, and multiplied in float32."""
+    if place.on_gpu and torch.cuda.get_device_capability() < fp8.CAPABILITY:
+        lines.skip("fp8", "needs a GPU of capability 8.9 or more")
+        return
+    try:
+        product = fp8.training_product(emulate=not place.on_gpu)
+    except InputError as error:
+        lines.skip("fp8", str(error))
+        return
+    x, weight, grad = random(512, 256), random(384, 256, seed=1), random(512, 384, seed=2)
+    on_device = []
+    for tensor in (x, weight, grad):
+        on_device.append(tensor.to(place.device, torch.bfloat16))
+    x8, weight8, grad8 = on_device
+    out = product(x8.requires_grad_(), weight8.requires_grad_())
+    out.backward(grad8)
+    x, weight, grad = x.double(), weight.double(), grad.double()
+    lines.at_most("fp8 product", distance(out, x @ weight.mT), FP8)
+    gradients = [distance(x8.grad, grad @ weight), distance(weight8.grad, grad.mT @ x)]
+    lines.at_most("fp8 product's gradients", largest(gradients), FP8_GRADIENTS)
 
 
 def check_adamw(how: str, place: Place, lines: Lines) -> None:
@@ -466,7 +489,7 @@ def attention_error(backend: str, T, H, D, window, device, dtype) -> float:
 
 
 def replicated(place: Place, lines: Lines) -> None:
-    """DistMuonAdamW on every device against one process: exactly, and 100 steps of base_train."""
+    """DistMuonAdamW on every device against one process: exactly, and in a run of base_train."""
     layout(place, lines, "replicated", tensor_parallel=1)
 
 
@@ -537,10 +560,15 @@ def rank_of_layout(place: Place, lines: Lines, name: str) -> None:
     if here.world_size == 1:
         return
     run = f"layout-{name}"
+    flags = training_flags(place, run, data_ranks, steps=steps_of_layouts(place))
     with mock.patch.object(base_train, "start", lambda: here):  # whose process group is there already
-        base_train.main([*training_flags(place, run, data_ranks), *LAYOUT_FLAGS[name]])
+        base_train.main([*flags, *LAYOUT_FLAGS[name]])
     if here.rank == 0:
-        compare_losses(losses(place, run), losses(place, "one"), place.device.type, lines)
+        compare_losses(losses(place, run), losses(place, "one"), place, lines)
+
+
+def steps_of_layouts(place: Place) -> int:
+    return place.sized(100, 30)
 
 
 def check_collectives(here: Runtime, lines: Lines) -> None:
@@ -666,8 +694,10 @@ def data_flags(place: Place, vocab_size: int) -> list[str]:
     return ["--corpus", f"path:{write_texts(place)}", "--vocab-size", str(vocab_size)]
 
 
-def training_flags(place: Place, run: str, parts: int = 1, compiles: bool | None = None) -> list[str]:
-    """A hundred steps of a small model with full attention.
+def training_flags(
+    place: Place, run: str, parts: int = 1, compiles: bool | None = None, steps: int = 100
+) -> list[str]:
+    """Some steps of a small model with full attention.
 
     parts: micro-steps or ranks that share the rows of a step, which divide by 2 and by the place's ranks.
     """
@@ -677,7 +707,7 @@ def training_flags(place: Place, run: str, parts: int = 1, compiles: bool | None
         compiles = place.on_gpu
     flags = ["--run", run, *data_flags(place, 1024), "--depth", depth, "--max-seq-len", context]
     flags += ["--device-batch-size", rows // parts, "--total-batch-size", rows * context]
-    flags += ["--window-pattern", "L", "--num-iterations", 100, "--resume", "never"]
+    flags += ["--window-pattern", "L", "--num-iterations", steps, "--resume", "never"]
     flags += ["--eval-every", -1, "--save-every", -1, "--dtype", place.sized("auto", "float32")]
     flags.append("--compile" if compiles else "--no-compile")
     return [str(flag) for flag in flags]
@@ -703,17 +733,19 @@ def losses(place: Place, run: str) -> list[float]:
 
 def one_process_run(place: Place) -> tuple[int, str]:
     """The run `one`, which others are compared with: made by the first stage that needs it."""
-    if len(losses(place, "one")) == 100:
+    steps = steps_of_layouts(place)
+    if len(losses(place, "one")) == steps:
         return 0, "was there"
-    [code], output = start(place, base_train_command(training_flags(place, "one")))
+    [code], output = start(place, base_train_command(training_flags(place, "one", steps=steps)))
     print(output)
     return code, output
 
 
-def compare_losses(found: list[float], expected: list[float], device_type: str, lines: Lines) -> None:
-    """Two runs of 100 steps: the first ten one by one, the last ten on average."""
-    if len(found) != 100 or len(expected) != 100:
-        lines.check("100 steps", False, f"{len(found)} steps, of one process {len(expected)}")
+def compare_losses(found: list[float], expected: list[float], place: Place, lines: Lines) -> None:
+    """Two runs of a layout's steps: the first ten one by one, the last ten on average."""
+    steps, device_type = steps_of_layouts(place), place.device.type
+    if len(found) != steps or len(expected) != steps:
+        lines.check(f"{steps} steps", False, f"{len(found)} steps, of one process {len(expected)}")
         return
     first_ten = largest(abs(a - b) for a, b in zip(found[:10], expected[:10], strict=True))
     lines.at_most("losses of the first ten steps against one process", first_ten, FIRST_TEN[device_type])

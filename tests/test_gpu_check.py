@@ -264,7 +264,7 @@ def test_losses_that_part_fail(tmp_path):
     curve = [7 - 0.03 * i for i in range(100)]
 
     def check(found, place, lines):
-        gpu_stages.compare_losses(found, curve, "cuda", lines)
+        gpu_stages.compare_losses(found, curve, Place(torch.device("cuda"), 1, tmp_path), lines)
 
     assert failed(check, tmp_path, curve) == []
     assert failed(check, tmp_path, [*curve[:9], curve[9] + 0.02, *curve[10:]]) == [
