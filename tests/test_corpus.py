@@ -72,7 +72,7 @@ def test_text_files(tmp_path):
     assert all(piece.endswith("\n") for piece in pieces)
     (tmp_path / "b").mkdir()
     (tmp_path / "b/a.txt").write_text("first<|end|>second<|end|>")
-    (tmp_path / "notes.md").write_text("not a document")
+    (tmp_path / "notes.pdf").write_text("not a document")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git/a.txt").write_text("nor is this")
     assert read(f"path:{tmp_path}")[0] == ["first<|end|>second<|end|>", book]
@@ -160,7 +160,16 @@ def test_unreadable_file_is_named(tmp_path, kind):
 
 
 def test_unknown_and_empty_corpora(tmp_path):
-    for name in ("pyhton", "", f"path:{tmp_path}/nothing", f"path:{tmp_path}", "path:" + __file__):
+    (tmp_path / "a.png").write_bytes(b"no text")
+    places = (
+        "path:",
+        f"path:{tmp_path}/nothing",
+        f"path:{tmp_path}",
+        f"path:{tmp_path}/a.png",
+        "path:/dev/zero",
+    )
+    names = ("pyhton", "", "hf:", "hf::config", "hf:@main", "path:d\udce9j\udce0", f"path:/{'long' * 1000}")
+    for name in places + names:
         with pytest.raises(InputError, match="corpus"):
             open_corpus(name)
 
