@@ -386,8 +386,9 @@ def list_files(root: Path) -> tuple[list, Counter]:
 
     Files are read by their suffix. Counted are others by theirs, hidden files and folders, links that lead
     nowhere, links to folders, which might lead round in circles, folders that may not be read, files about
-    which nothing can be learnt, and pipes, sockets and devices.
+    which nothing can be learnt, pipes, sockets and devices, and base_dir(), which changes with every run.
     """
+    ours = str(base_dir().resolve())
     files = []
     suffixes = Counter()  # of files that are not read
     not_read = Counter()
@@ -407,10 +408,16 @@ def list_files(root: Path) -> tuple[list, Counter]:
     if root.is_file():
         add(root)
     for folder, subfolders, names in os.walk(root, onerror=unreadable):
-        visible = [subfolder for subfolder in subfolders if not subfolder.startswith(".")]
-        not_read["hidden"] += len(subfolders) - len(visible)
-        not_read["linked_folders"] += sum(os.path.islink(os.path.join(folder, name)) for name in visible)
-        subfolders[:] = visible  # os.walk goes into these, but for links
+        for name in list(subfolders):  # os.walk goes into those that stay in it, but not into links
+            path = os.path.join(folder, name)
+            if name.startswith("."):
+                not_read["hidden"] += 1
+                subfolders.remove(name)
+            elif path == ours:
+                not_read["folders_of_nanomuon"] += 1
+                subfolders.remove(name)
+            elif os.path.islink(path):
+                not_read["linked_folders"] += 1
         for name in names:
             if name.startswith("."):
                 not_read["hidden"] += 1
