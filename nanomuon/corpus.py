@@ -148,9 +148,12 @@ class Corpus:
             for reason in reasons:
                 print0(reason)
             named += f"; and {further} more, which are listed above"
-        advice = "repair them or take them out"
-        if not self.needs_download:
-            advice += ", or leave them out with python -m scripts.data_prep --skip-bad"
+        if self.needs_download:
+            advice = "what is damaged is fetched again once it is deleted"
+        else:
+            advice = (
+                "repair them or take them out, or leave them out with python -m scripts.data_prep --skip-bad"
+            )
         return f"bad files in corpus {self.name}, {len(reasons)} of {len(self.files)}: {named}; {advice}"
 
     def find_bad_files(self, first: int = 0) -> dict:
@@ -439,8 +442,8 @@ def _not_a_file(path):
 
 
 def in_words(counts: Counter) -> str:
-    """ "2 broken links, 1 .png" """
-    return ", ".join(f"{count:,} {key.replace('_', ' ')}" for key, count in counts.items())
+    """Such as "broken links: 1, .png: 2"."""
+    return ", ".join(f"{key.replace('_', ' ')}: {count:,}" for key, count in counts.items())
 
 
 def _hub_corpus(name, text_field, separator) -> Corpus:
@@ -468,7 +471,10 @@ def _fingerprint(name, root, files, text_field, separator):
     """
     listing = []
     for path in files:
-        status = path.stat()
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise InputError(f"{path}, just listed: {error.strerror}; try again") from error
         listing.append((path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns))
     digest = _digest([name, listing, text_field, separator])
     return digest[:16], digest[:8]
