@@ -98,7 +98,8 @@ case $CORPUS in
         mkdir -p "${run_dir%/*}"
         echo "data: ${tokens:?} tokens of $CORPUS, progress in $run_dir.data_prep.log"
         trap 'kill $(jobs -p) 2>/dev/null || true' EXIT # it may have ended
-        "$PYTHON" -m scripts.data_prep "${DATA[@]}" --max-tokens "$tokens" >"$run_dir.data_prep.log" 2>&1 &
+        # nice: training comes first where both want a core
+        nice -n 10 "$PYTHON" -m scripts.data_prep "${DATA[@]}" --max-tokens "$tokens" >"$run_dir.data_prep.log" 2>&1 &
         ;;
 esac
 if [ ! -e "$run_dir/stages.jsonl" ]; then

@@ -5,11 +5,15 @@ the same corpus reads the same documents in the same order. Repairs and skips fo
 counted:
 
     empty        a document without a character is skipped
-    null         a record whose text is null or absent is skipped
+    null         a record whose text is null is skipped
     duplicate    a document equal to an earlier one is skipped (not in hub corpora, which come deduplicated)
     not_utf8     `python` only: a file that is not UTF-8 is skipped; in `path:` corpora that is an error
     surrogates   lone surrogates and invalid bytes inside records are replaced by U+FFFD
     nul          NUL characters are text and stay; the documents that have some are counted
+    bad_files    a file that cannot be read to its end is an error, which names all such files;
+                 without_bad_files() leaves them out, whole
+
+What a folder has beside such files is counted, too: see list_files().
 """
 
 import contextlib
@@ -18,26 +22,45 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import platform
 import re
+import stat
 import sysconfig
 import threading
 import time
+import zlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nanomuon.runtime import InputError, base_dir, write_json
+from nanomuon.runtime import InputError, base_dir, print0, write_json
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-HUB_SUFFIXES = SUFFIXES + (".json", ".json.gz", ".json.zst")  # JSON lines too, as a rule of the hub
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+PROSE = ".txt .text .md .markdown .rst .tex .org .adoc"
+SOURCE_CODE = (
+    ".py .pyi .pyx .c .h .cc .hh .cpp .hpp .cxx .hxx .cu .cuh .m .mm .rs .go .zig .nim .java .kt .scala "
+    ".groovy .cs .fs .swift .dart .js .mjs .cjs .jsx .ts .tsx .vue .html .css .scss .sh .bash .zsh .pl .pm "
+    ".rb .php .lua .r .jl .f .f90 .f95 .for .pas .hs .ml .mli .erl .ex .exs .clj .el .lisp .scm .rkt .sql "
+    ".proto .cmake .s .asm"
+)
+TEXT_SUFFIXES = tuple(PROSE.split() + SOURCE_CODE.split())
+SUFFIXES = TEXT_SUFFIXES + RECORD_SUFFIXES  # in capital letters, too
+EARLIER_SUFFIXES = (".txt", *RECORD_SUFFIXES)  # what was read once, in small letters only
+HUB_SUFFIXES = EARLIER_SUFFIXES + (".json", ".json.gz", ".json.zst")  # JSON lines too, as a rule of the hub
 PRESETS = {
     "climbmix": "hf:karpathy/climbmix-400b-shuffle",
     "fineweb-edu": "hf:HuggingFaceFW/fineweb-edu:sample-10BT",
 }
-# bytes: a lone .txt file would be one document, and one document has no training and validation part
-BOOK_PIECE = 4096
+BOOK_PIECE = 4096  # characters: a lone text file would be one document, which has no second part
+PIECE_BYTES = 4096  # into which with_both_parts() cuts the documents of other corpora
 NAME_FIELD = "name the right one with python -m scripts.data_prep --text-field, which is remembered"
+NAMED_SUFFIXES = 20  # of files that are not read; further ones are counted together
+NAMED_BAD_FILES = 20  # in the message; of more, each has had a line of its own before
+
+
+class BadFileError(InputError):
+    """A file that cannot be read; the message names it and says why, and not what to do about it."""
 
 
 def is_validation(text: str) -> bool:
@@ -56,6 +79,10 @@ class Corpus:
     text_field: str = "text"
     separator: str | None = None
     repo: str | None = None
+    not_read: Counter = field(default_factory=Counter)  # what the folder has beside the files: list_files()
+    earlier_slug: str | None = None  # of the corpus without the files that were not read once
+    piece_bytes: int | None = None  # documents are cut into pieces of so many bytes: with_both_parts()
+    bad_files: dict = field(default_factory=dict)  # {file: why} that are left out: without_bad_files()
 
     @property
     def needs_download(self) -> bool:
@@ -74,40 +101,87 @@ class Corpus:
         counts gathers what was kept, skipped and repaired; counts["documents"] and counts["bytes"] are the
         number and UTF-8 size of the documents yielded. seen: digests of the documents so far.
         """
-        for text in self._records(number, counts):
-            if text is None:
+        for record in self._records(number, counts):
+            if record is None:
                 counts["null"] += 1
                 continue
-            if not text:
+            if not record:
                 counts["empty"] += 1
                 continue
-            try:
+            record = _without_surrogates(record, counts)
+            for text in self._documents_of(record):
                 data = text.encode()
-            except UnicodeEncodeError:
-                counts["surrogates"] += 1
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                data = text.encode()
-            if not self.needs_download:
-                digest = hashlib.sha256(data).digest()
-                if digest in seen:
-                    counts["duplicate"] += 1
-                    continue
-                seen.add(digest)
-            if "\0" in text:
-                counts["nul"] += 1
-            counts["documents"] += 1
-            counts["bytes"] += len(data)
-            yield text
+                if not self.needs_download:
+                    digest = hashlib.sha256(data).digest()
+                    if digest in seen:
+                        counts["duplicate"] += 1
+                        continue
+                    seen.add(digest)
+                if "\0" in text:
+                    counts["nul"] += 1
+                counts["documents"] += 1
+                counts["bytes"] += len(data)
+                yield text
+
+    def _documents_of(self, record):
+        if self.piece_bytes is None:
+            return [record]
+        return cut(record, self.piece_bytes)
 
     def _records(self, number, counts):
+        """Yield the texts of one file, None for a null; InputError where it is bad, with all that are."""
         path = self._fetch(number)
-        if self.name == "python":
-            return _python_file(path, counts)
-        if path.name.endswith(".parquet"):
-            return _parquet_file(path, self.text_field, counts)
-        if path.name.endswith(".txt"):
-            return _text_file(path, self.separator, book=len(self.files) == 1)
-        return _json_lines(path, self.text_field)
+        try:
+            yield from self._records_of(path, counts)
+        except BadFileError as error:
+            bad = {str(path): str(error)}
+            rest = len(self.files) - number - 1
+            if rest and not self.needs_download:
+                print0(f"{error}; reading {rest} more files, to name all that are bad at once")
+                bad |= self.find_bad_files(first=number + 1)
+            raise InputError(self._complaint(list(bad.values()))) from error
+
+    def _complaint(self, reasons):
+        named = "; ".join(reasons[:NAMED_BAD_FILES])
+        further = len(reasons) - NAMED_BAD_FILES
+        if further > 0:
+            for reason in reasons:
+                print0(reason)
+            named += f"; and {further} more, which are listed above"
+        if self.needs_download:
+            advice = "what is damaged is fetched again once it is deleted"
+        else:
+            advice = (
+                "repair them or take them out, or leave them out with python -m scripts.data_prep --skip-bad"
+            )
+        return f"bad files in corpus {self.name}, {len(reasons)} of {len(self.files)}: {named}; {advice}"
+
+    def find_bad_files(self, first: int = 0) -> dict:
+        """{file: why it cannot be read} of those from number `first` on, all of which this reads."""
+        bad = {}
+        for number in range(first, len(self.files)):
+            path = self._fetch(number)
+            try:
+                for _ in self._records_of(path, Counter()):
+                    pass
+            except BadFileError as error:
+                bad[str(path)] = str(error)
+        return bad
+
+    def _records_of(self, path, counts):
+        try:
+            if self.name == "python":
+                yield from _python_file(path, counts)
+            elif path.name.lower().endswith(".parquet"):
+                yield from _parquet_file(path, self.text_field, counts)
+            elif path.name.lower().endswith(TEXT_SUFFIXES):
+                lone = len(self.files) == 1 and self.piece_bytes is None
+                yield from _text_file(path, self.separator, book=lone)
+            else:
+                yield from _json_lines(path, self.text_field)
+        except (OSError, EOFError, zlib.error) as error:  # of the disk, or of damaged compression
+            reason = getattr(error, "strerror", None) or error
+            raise BadFileError(f"{path} cannot be read ({reason})") from error
 
     def _fetch(self, number) -> Path:
         """The file on this machine. The next one is fetched meanwhile."""
@@ -137,21 +211,108 @@ class Corpus:
         return Path(_patiently(download, f"fetching {self.files[number]} of {self.repo}"))
 
 
+def without_bad_files(corpus: Corpus) -> Corpus:
+    """The corpus without the files that cannot be read to their end, each of which is said. Reads all of it.
+
+    A file is left out whole: which documents came before the damage would depend on the damage.
+    """
+    if corpus.needs_download:
+        raise InputError(
+            f"--skip-bad is for files on this machine; those of {corpus.name} are checked as they are fetched"
+        )
+    print0(f"reading {len(corpus.files)} files of corpus {corpus.name} for bad ones")
+    bad = corpus.find_bad_files()
+    for reason in bad.values():
+        print0(f"left out: {reason}")
+    files = tuple(path for path in corpus.files if str(path) not in bad)
+    if not files:
+        raise InputError(f"corpus {corpus.name}: every file is bad ({next(iter(bad.values()))})")
+    return replace(corpus, files=files, bad_files=bad)
+
+
+def with_both_parts(corpus: Corpus) -> Corpus:
+    """The corpus where some documents are for training and some for validation, else the same in pieces.
+
+    That it is cut is said. Reads until it has seen both parts: some twenty documents, or all where there are
+    few. InputError where there is no text, and where not even the pieces make both parts.
+    """
+    counts = Counter()
+    lacking = _missing_part(corpus, counts)
+    if lacking is None:
+        return corpus
+    if not counts["documents"]:
+        skipped = [f"{counts[key]} {key}" for key in ("empty", "null", "not_utf8") if counts[key]]
+        found = f" ({', '.join(skipped)})" if skipped else ""
+        raise InputError(f"corpus {corpus.name} has 0 documents: no text in {len(corpus.files)} files{found}")
+    documents = f"corpus {corpus.name} has {counts['documents']} documents and none for {lacking}"
+    pieces = f"pieces of {PIECE_BYTES:,} bytes at line ends"
+    counts = Counter()
+    in_pieces = replace(corpus, piece_bytes=PIECE_BYTES)
+    lacking = _missing_part(in_pieces, counts)
+    if lacking is not None:
+        raise InputError(
+            f"{documents}; cut into {pieces} it has {counts['documents']}, and none for {lacking} "
+            "(one in 20 is for validation, by its hash): add text"
+        )
+    print0(f"{documents}: all are cut into {pieces}, and the pieces are its documents")
+    return in_pieces
+
+
+def _missing_part(corpus, counts):
+    """ "training" or "validation" where no document is for that, else None, as soon as that is known."""
+    found = set()
+    for text in corpus.documents(counts):
+        found.add(is_validation(text))
+        if len(found) == 2:
+            return None
+    return "training" if True in found else "validation"
+
+
+def cut(text: str, size: int):
+    """Yield a text in pieces of at most `size` bytes of UTF-8, which end at line ends.
+
+    A line that is longer is cut inside, and no character is cut in two.
+    """
+    data = text.encode()
+    start = 0
+    while len(data) - start > size:
+        end = data.rfind(b"\n", start, start + size) + 1
+        if end == 0:  # no line end
+            end = start + size
+            while data[end] & 0b1100_0000 == 0b1000_0000:  # inside of a character
+                end -= 1
+        yield data[start:end].decode()
+        start = end
+    yield data[start:].decode()
+
+
+def _without_surrogates(text, counts):
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        counts["surrogates"] += 1
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def open_corpus(name: str, text_field: str | None = None, separator: str | None = None) -> Corpus:
     """The corpus called `name`; InputError where there is none.
 
     python          the standard library of the running interpreter: about 30 MB, no download
-    path:PLACE      a .txt, .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, or a folder of them (sorted)
+    path:PLACE      a text file (prose, markup, source code), .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or a
+                    folder of them (sorted)
     hf:ORG/NAME     the train split of a dataset on the hub; hf:ORG/NAME:CONFIG@REVISION names more. The
                     revision is pinned when the corpus is first opened; later the hub is asked for missing
                     files only
     climbmix, fineweb-edu   short for the two web corpora that speedruns use
 
-    Records take their text from `text_field` (default "text"). A .txt file is one document, or several split
-    at `separator`; a corpus of a single .txt file without separator is cut at line ends every 4 KB. Both
-    options are remembered for later commands that name the same corpus.
+    Records take their text from `text_field` (default "text"); a.b is field b of the record in field a. A
+    text file is one document, or several split at `separator`; a corpus of a single text file without
+    separator is cut at line ends every 4 KB. Both options are remembered for later commands that name the
+    same corpus.
     """
     name = PRESETS.get(name, name)
+    _check_utf8(name)
     if name == "python":
         return _python_corpus()
     if name.startswith("path:"):
@@ -173,27 +334,121 @@ def _python_corpus() -> Corpus:
     return Corpus("python", f"{platform.python_version()}-{revision}", f"python-{digest}", tuple(files))
 
 
+def _check_utf8(name):
+    """InputError where the name of a corpus could be neither printed nor written to a report."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the name of corpus {name!a} is not UTF-8: rename the place") from error
+
+
 def _path_corpus(name, text_field, separator) -> Corpus:
-    root = Path(name.removeprefix("path:")).expanduser().resolve()
-    if root.is_file():
-        files = [root]
-    elif root.is_dir():
-        files = sorted(path for path in root.rglob("*") if _is_visible_file(path, root))
-    else:
+    place = name.removeprefix("path:")
+    if not place:
+        raise InputError("corpus path: names no place, path:FILE_OR_FOLDER does")
+    try:
+        root = Path(place).expanduser().resolve()
+        is_there = root.is_file() or root.is_dir()
+    except (OSError, RuntimeError) as error:  # a name that is too long, no permission, links in a circle
+        raise InputError(f"corpus {name}: {getattr(error, 'strerror', None) or error}") from error
+    if not is_there:
         raise InputError(f"corpus {name}: no such file or folder")
-    files = [path for path in files if path.name.endswith(SUFFIXES)]
-    if not files:
-        raise InputError(f"corpus {name} has no file that ends in {', '.join(SUFFIXES)}: name such a place")
     name = f"path:{root}"
+    _check_utf8(name)
+    files, not_read = list_files(root)
+    if not files:
+        besides = f"; not read: {in_words(not_read)}" if not_read else ""
+        raise InputError(
+            f"corpus {name} has no file with text: {', '.join(RECORD_SUFFIXES)}, prose and source code "
+            f"(.txt, .md, .rst, .py, .c and so on) are read{besides}"
+        )
     record = _recall(name, text_field=text_field, separator=separator)
     text_field = record["text_field"] or "text"
     separator = record["separator"]
+
     revision, digest = _fingerprint(name, root, files, text_field, separator)
-    slug = f"path-{_readable(root.name)}-{digest}"
-    return Corpus(name, revision, slug, tuple(files), text_field, separator)
+    slug = f"path-{_readable(root.name)}-"
+    earlier_slug = None
+    earlier_files = [path for path in files if path.name.endswith(EARLIER_SUFFIXES)]
+    if 0 < len(earlier_files) < len(files):
+        earlier_slug = slug + _fingerprint(name, root, earlier_files, text_field, separator)[1]
+    return Corpus(
+        name,
+        revision,
+        slug + digest,
+        tuple(files),
+        text_field,
+        separator,
+        not_read=not_read,
+        earlier_slug=earlier_slug,
+    )
+
+
+def list_files(root: Path) -> tuple[list, Counter]:
+    """The files of a place that are read, sorted, and how many of what else are not.
+
+    Files are read by their suffix. Counted are others by theirs, hidden files and folders, links that lead
+    nowhere, links to folders, which might lead round in circles, folders that may not be read, files about
+    which nothing can be learnt, pipes, sockets and devices, and base_dir(), which changes with every run.
+    """
+    ours = str(base_dir().resolve())
+    files = []
+    suffixes = Counter()  # of files that are not read
+    not_read = Counter()
+
+    def add(path):
+        kind = _not_a_file(path)
+        if kind is not None:
+            not_read[kind] += 1
+        elif path.name.lower().endswith(SUFFIXES):
+            files.append(path)
+        else:
+            suffixes[path.suffix.lower() or "without_suffix"] += 1
+
+    def unreadable(error):
+        not_read["unreadable_folders"] += 1
+
+    if root.is_file():
+        add(root)
+    for folder, subfolders, names in os.walk(root, onerror=unreadable):
+        for name in list(subfolders):  # os.walk goes into those that stay in it, but not into links
+            path = os.path.join(folder, name)
+            if name.startswith("."):
+                not_read["hidden"] += 1
+                subfolders.remove(name)
+            elif path == ours:
+                not_read["folders_of_nanomuon"] += 1
+                subfolders.remove(name)
+            elif os.path.islink(path):
+                not_read["linked_folders"] += 1
+        for name in names:
+            if name.startswith("."):
+                not_read["hidden"] += 1
+            else:
+                add(Path(folder, name))
+    for place, (suffix, count) in enumerate(suffixes.most_common()):
+        key = suffix if place < NAMED_SUFFIXES else "other_suffixes"
+        not_read[key] += count
+    return sorted(files), +not_read  # without the zeros
+
+
+def _not_a_file(path):
+    """What is there in place of a regular file; None where it is one."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return "broken_links" if os.path.islink(path) else "unreadable_files"
+    return None if stat.S_ISREG(mode) else "pipes_and_devices"
+
+
+def in_words(counts: Counter) -> str:
+    """Such as "broken links: 1, .png: 2"."""
+    return ", ".join(f"{key.replace('_', ' ')}: {count:,}" for key, count in counts.items())
 
 
 def _hub_corpus(name, text_field, separator) -> Corpus:
+    if not re.match(r"hf:[^:@]", name):
+        raise InputError(f"corpus {name} names no dataset, hf:ORG/NAME[:CONFIG][@REVISION] does")
     record = _recall(name, text_field=text_field, separator=separator)
     if not record.get("repo"):  # a folder may have changed since
         record = _recall(name, **_resolve(name))
@@ -216,15 +471,13 @@ def _fingerprint(name, root, files, text_field, separator):
     """
     listing = []
     for path in files:
-        status = path.stat()
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise InputError(f"{path}, just listed: {error.strerror}; try again") from error
         listing.append((path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns))
     digest = _digest([name, listing, text_field, separator])
     return digest[:16], digest[:8]
-
-
-def _is_visible_file(path, root) -> bool:
-    hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-    return path.is_file() and not hidden
 
 
 def _digest(value) -> str:
@@ -238,15 +491,20 @@ def _readable(name) -> str:
 def _recall(name, **options) -> dict:
     """What is remembered of a corpus, with the options that are given; written back where they change it."""
     folder = base_dir() / "corpus" / f"{_readable(name.replace(':', '-'))}-{_digest(name)[:8]}"
+    file = folder / "corpus.json"
     try:
-        record = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+        record = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         record = {"text_field": None, "separator": None}
+    except ValueError as error:
+        raise InputError(
+            f"{file} is damaged ({error}): delete it, and give --text-field and --separator again"
+        ) from error
     given = {key: value for key, value in options.items() if value is not None}
     if any(record.get(key) != value for key, value in given.items()):
         record |= given
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "corpus.json", {"name": name, **record})
+        write_json(file, {"name": name, **record})
     return record
 
 
@@ -274,7 +532,7 @@ def _resolve(name) -> dict:
         raise InputError(f"corpus {name} has no train split (it has: {', '.join(files) or 'no data files'})")
     files = [file.split(f"@{revision}/", 1)[-1] for file in files["train"]]
     for file in files:
-        if not file.endswith(HUB_SUFFIXES):
+        if not file.lower().endswith(HUB_SUFFIXES):
             raise InputError(f"corpus {name} holds {file}, which is none of {', '.join(HUB_SUFFIXES)}")
     return {"revision": revision, "repo": path if on_hub else None, "files": files}
 
@@ -322,7 +580,7 @@ def _text_file(path, separator, book):
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 (byte {error.start}): convert it, or take it out") from error
+        raise BadFileError(f"{path} is not UTF-8 (byte {error.start})") from error
     if separator:
         yield from text.split(separator)
     elif book:
@@ -335,65 +593,107 @@ def _text_file(path, separator, book):
 
 def _json_lines(path, field):
     with _open_binary(path) as file:
-        try:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                where = f"{path} line {number}"
-                try:
-                    record = json.loads(line)
-                except UnicodeDecodeError as error:
-                    raise InputError(f"{where} is not UTF-8: convert it, or take it out") from error
-                except ValueError as error:
-                    raise InputError(f"{where} is not JSON ({error}): repair it") from error
-                yield _field(record, field, where)
-        except (EOFError, gzip.BadGzipFile) as error:
-            raise InputError(f"{path} is damaged ({error}): fetch it again") from error
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"{path} line {number}"
+            try:
+                record = json.loads(line)
+            except UnicodeDecodeError as error:
+                raise BadFileError(f"{where} is not UTF-8") from error
+            except RecursionError as error:
+                raise BadFileError(f"{where} has too many levels of lists and objects") from error
+            except ValueError as error:
+                raise BadFileError(f"{where} is not JSON ({error})") from error
+            yield _field(record, field, where)
 
 
 def _field(record, field, where):
-    """The text of a record, None where it is null. No such field is an error: its name is likely wrong."""
-    if not isinstance(record, dict) or field not in record:
-        has = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-        raise InputError(f"{where} has no field {field!r} (it has: {has}): {NAME_FIELD}")
-    if record[field] is not None and not isinstance(record[field], str):
-        raise InputError(f"{where}: field {field!r} is not text: {NAME_FIELD}")
-    return record[field]
+    """The text of a record, None where it or what holds it is null. A field of the whole name comes first.
+
+    No such field is an error: its name is likely wrong.
+    """
+    if isinstance(record, dict) and field in record:
+        value = record[field]
+    else:
+        value = record
+        for name in field.split("."):
+            if not isinstance(value, dict) or name not in value:
+                has = ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
+                missing = repr(field) if name == field else f"{name!r} of {field!r}"
+                raise BadFileError(f"{where} has no field {missing} (it has: {has}): {NAME_FIELD}")
+            value = value[name]
+            if value is None:
+                break
+    if value is not None and not isinstance(value, str):
+        raise BadFileError(f"{where}: field {field!r} is not text: {NAME_FIELD}")
+    return value
 
 
 def _open_binary(path):
-    if path.name.endswith(".gz"):
+    name = path.name.lower()
+    if name.endswith((".gz", ".zst")) and path.stat().st_size == 0:
+        raise EOFError("it is empty")  # the readers below would find nothing wrong
+    if name.endswith(".gz"):
         return gzip.open(path)
-    if path.name.endswith(".zst"):
-        import zstandard
+    if name.endswith(".zst"):
+        import pyarrow as pa
 
-        decompressor = zstandard.ZstdDecompressor()
-        return io.BufferedReader(decompressor.stream_reader(path.open("rb"), read_across_frames=True))
+        # It tells of a stream that ends too early, which the reader of the package zstandard does not
+        return io.BufferedReader(pa.input_stream(str(path), compression="zstd"), buffer_size=1 << 20)
     return path.open("rb")
 
 
 def _parquet_file(path, field, counts):
     import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
-        raise InputError(f"{path} is not a readable parquet file ({error}): fetch it again") from error
-    with file:
-        types = {column.name: column.type for column in file.schema_arrow}
-        kind = types.get(field, pa.null())
-        if not pa.types.is_string(kind) and not pa.types.is_large_string(kind):
-            has = ", ".join(types)
-            raise InputError(f"{path} has no text column {field!r} (it has: {has}): {NAME_FIELD}")
-        for batch in file.iter_batches(batch_size=1024, columns=[field]):
-            for value in batch.column(0).cast(pa.large_binary()):
-                data = value.as_py()
-                if data is None:
-                    yield None
-                    continue
-                try:
-                    yield data.decode()
-                except UnicodeDecodeError:
-                    counts["surrogates"] += 1
-                    yield data.decode(errors="replace")
+        with pq.ParquetFile(path) as file:
+            column, inside = _parquet_column(path, file.schema_arrow, field)
+            for batch in file.iter_batches(batch_size=1024, columns=[field]):
+                texts = batch.column(column)
+                if inside:
+                    texts = pc.struct_field(texts, inside)  # null where the struct is
+                for value in texts.cast(pa.large_binary()):
+                    data = value.as_py()
+                    if data is None:
+                        yield None
+                        continue
+                    try:
+                        yield data.decode()
+                    except UnicodeDecodeError:
+                        counts["surrogates"] += 1
+                        yield data.decode(errors="replace")
+    except pa.ArrowException as error:
+        raise BadFileError(f"{path} is not a readable parquet file ({error})") from error
+
+
+def _parquet_column(path, schema, field):
+    """(column, fields inside of it) that a.b names: a column of that whole name, else one of structs."""
+    import pyarrow as pa
+
+    if field in schema.names:
+        column, inside = field, []
+    else:
+        column, *inside = field.split(".")
+    kind = schema.field(column).type if column in schema.names else pa.null()
+    for name in inside:
+        is_there = pa.types.is_struct(kind) and kind.get_field_index(name) >= 0
+        kind = kind.field(name).type if is_there else pa.null()
+    if not pa.types.is_string(kind) and not pa.types.is_large_string(kind):
+        has = ", ".join(_leaves(schema))
+        raise BadFileError(f"{path} has no text column {field!r} (it has: {has}): {NAME_FIELD}")
+    return column, inside
+
+
+def _leaves(fields, prefix=""):
+    """Yield the names of columns, a.b for those inside of structs."""
+    import pyarrow as pa
+
+    for column in fields:
+        if pa.types.is_struct(column.type):
+            yield from _leaves(column.type, f"{prefix}{column.name}.")
+        else:
+            yield prefix + column.name

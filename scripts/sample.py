@@ -33,6 +33,10 @@ def main(argv: list[str] | None = None) -> None:
     add_dtype_argument(parser)
     args = parser.parse_args(argv)
     check_at_least_1(args, "samples", "max_tokens", "top_k")
+    try:
+        args.prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InputError("--prompt is not UTF-8: type it in a terminal that is") from error
     if not args.temperature >= 0:
         raise InputError(f"--temperature must not be below 0, but is {args.temperature}")
     model, tokenizer, _ = load_run(args.run, sizing.choose_dtype(args.dtype, start(), {}))

@@ -6,7 +6,7 @@ python -m scripts.tok_train --corpus python --vocab-size 4096
 import argparse
 from collections import Counter
 
-from nanomuon.corpus import is_validation, open_corpus
+from nanomuon.corpus import is_validation, open_corpus, with_both_parts
 from nanomuon.runtime import run_command
 from nanomuon.shards import default_vocab_size, prepare_tokenizer, tokenizer_folder
 
@@ -30,7 +30,7 @@ def main(argv=None):
     )
     args = parser.parse_args(argv)
 
-    corpus = open_corpus(args.corpus)
+    corpus = with_both_parts(open_corpus(args.corpus))
     vocab_size = args.vocab_size or default_vocab_size(corpus.name)
     tokenizer = prepare_tokenizer(corpus, vocab_size)
     size = tokens = 0

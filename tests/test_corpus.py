@@ -3,7 +3,10 @@
 import gzip
 import hashlib
 import json
+import os
 import random
+import subprocess
+import sys
 import sysconfig
 import time
 from collections import Counter
@@ -15,8 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from nanomuon.corpus import is_validation, open_corpus
+from nanomuon import shards
+from nanomuon.corpus import cut, is_validation, open_corpus, with_both_parts
 from nanomuon.runtime import InputError
+from scripts import data_prep, sample
+from tests.texts import TOKENIZER, random_texts, write_corpus
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +78,7 @@ def test_text_files(tmp_path):
     assert all(piece.endswith("\n") for piece in pieces)
     (tmp_path / "b").mkdir()
     (tmp_path / "b/a.txt").write_text("first<|end|>second<|end|>")
-    (tmp_path / "notes.md").write_text("not a document")
+    (tmp_path / "notes.pdf").write_text("not a document")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git/a.txt").write_text("nor is this")
     assert read(f"path:{tmp_path}")[0] == ["first<|end|>second<|end|>", book]
@@ -135,23 +141,52 @@ def broken(path, kind):
     elif kind == "torn.jsonl.zst":
         text = random.Random(0).randbytes(200_000).hex()
         (path / kind).write_bytes(zstandard.compress(text.encode())[:-50])
+    elif kind == "ends_early.jsonl.zst":  # whole lines of text, and then nothing where more should come
+        compressor = zstandard.ZstdCompressor().compressobj()
+        written = compressor.compress(good) + compressor.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+        (path / kind).write_bytes(written)
+        return "Truncated"
+    elif kind == "junk.jsonl.zst":
+        (path / kind).write_bytes(b"hello " * 100)
+    elif kind == "scratched.jsonl.gz":
+        data = bytearray(gzip.compress(good))
+        data[20:40] = b"\xff" * 20
+        (path / kind).write_bytes(data)
+    elif kind in ("empty.jsonl.gz", "empty.jsonl.zst"):
+        (path / kind).write_bytes(b"")
+        return "empty"
+    elif kind == "deep.jsonl":
+        (path / kind).write_text("[" * 100_000 + "\n")
+        return "levels"
+    elif kind == "scratched.parquet":
+        pq.write_table(pa.table({"text": [f"text {i}" for i in range(5000)]}), path / kind)
+        data = bytearray((path / kind).read_bytes())
+        data[100:2000] = bytes(1900)
+        (path / kind).write_bytes(data)
     return kind
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "latin1.txt",
-        "no_text.parquet",
-        "numbers.parquet",
-        "torn.parquet",
-        "torn.jsonl",
-        "no_text.jsonl",
-        "latin1.jsonl",
-        "torn.jsonl.gz",
-        "torn.jsonl.zst",
-    ],
-)
+BROKEN = [
+    "latin1.txt",
+    "no_text.parquet",
+    "numbers.parquet",
+    "torn.parquet",
+    "scratched.parquet",
+    "torn.jsonl",
+    "no_text.jsonl",
+    "latin1.jsonl",
+    "deep.jsonl",
+    "torn.jsonl.gz",
+    "scratched.jsonl.gz",
+    "empty.jsonl.gz",
+    "torn.jsonl.zst",
+    "ends_early.jsonl.zst",
+    "junk.jsonl.zst",
+    "empty.jsonl.zst",
+]
+
+
+@pytest.mark.parametrize("kind", BROKEN)
 def test_unreadable_file_is_named(tmp_path, kind):
     named = broken(tmp_path, kind)
     with pytest.raises(InputError) as error:
@@ -159,8 +194,325 @@ def test_unreadable_file_is_named(tmp_path, kind):
     assert kind in str(error.value) and named in str(error.value)
 
 
+def documents(folder, kind):
+    """The texts of the shards of a kind."""
+    found = []
+    for entry in shards.read_manifest(folder)[kind]:
+        shard = shards.Shard.open(folder / entry["name"])
+        for start, end in zip(shard.offsets[:-1], shard.offsets[1:], strict=True):
+            found.append(TOKENIZER.decode(shard.tokens[start:end].tolist()))
+    return found
+
+
+def test_all_bad_files_are_named_at_once_and_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
+    texts = random_texts(500)
+    name = write_corpus(tmp_path / "texts", texts)
+    for kind in BROKEN:
+        broken(tmp_path / "texts", kind)
+    with pytest.raises(InputError, match="--skip-bad") as error:
+        shards.prepare(name, tokenizer=TOKENIZER)
+    assert all(kind in str(error.value) for kind in BROKEN)
+    (folder,) = (tmp_path / "base/shards").glob("path-*")
+    assert shards.read_manifest(folder)["train"]  # of the files that came before the first bad one
+    assert shards.prepare(name, tokenizer=TOKENIZER, skip_bad=True) == folder
+    # nothing of a bad file is left in them, as of torn.jsonl, of which 999 lines are good
+    assert documents(folder, "train") == [text for text in texts if not is_validation(text)]
+    manifest = shards.read_manifest(folder)
+    assert manifest["counts"]["bad_files"] == len(BROKEN)
+    assert sorted(manifest["bad_files"]) == sorted(str(tmp_path / "texts" / kind) for kind in BROKEN)
+    assert capsys.readouterr().out.count("left out: ") == len(BROKEN)
+    (folder / "train-00001.bin").unlink()
+    shards.prepare(name, tokenizer=TOKENIZER)  # goes on without them
+    assert shards.read_manifest(folder) == manifest
+    data_prep.main(["--corpus", name, "--vocab-size", "300", "--skip-bad"])
+    assert f"{len(BROKEN)} bad_files" in capsys.readouterr().out
+
+
+def test_more_bad_files_than_a_message_holds_have_a_line_each(tmp_path, capsys):
+    for number in range(30):
+        (tmp_path / f"{number:02}.txt").write_bytes(b"d\xe9j\xe0")
+    with pytest.raises(InputError, match="30 of 30.*19.txt.*10 more"):
+        read(f"path:{tmp_path}")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [f"{tmp_path}/{number:02}.txt is not UTF-8 (byte 1)" for number in range(30)]
+    with pytest.raises(InputError, match="every file is bad"):
+        data_prep.main(["--corpus", f"path:{tmp_path}", "--skip-bad"])
+
+
+def pieces_by_line(text):
+    """The stated rule for text whose lines fit: as many whole lines as 4,096 bytes hold."""
+    pieces = [""]
+    for line in text.splitlines(keepends=True):
+        if len((pieces[-1] + line).encode()) > 4096:
+            pieces.append("")
+        pieces[-1] += line
+    return pieces
+
+
+def book(number, lines):
+    """A text with characters of two bytes, long and short lines."""
+    rng = random.Random(number)
+    return "".join(f"{number} {i} " + "été " * rng.randrange(50) + "\n" for i in range(lines))
+
+
+def books_of_one_part(validation, count=3):
+    chosen = []
+    for number in range(1000):
+        if is_validation(book(number, 300)) == validation:
+            chosen.append(book(number, 300))
+        if len(chosen) == count:
+            return chosen
+
+
+@pytest.mark.parametrize("validation", [False, True])
+def test_a_few_long_documents_are_cut_into_pieces(tmp_path, capsys, validation):
+    """Where there would be no validation document, and where there would be no training document."""
+    books = books_of_one_part(validation)
+    for number, text in enumerate(books):
+        (tmp_path / f"{number}.txt").write_text(text)
+    folder = shards.prepare(f"path:{tmp_path}", tokenizer=TOKENIZER)
+    pieces = [piece for text in books for piece in pieces_by_line(text)]
+    assert documents(folder, "train") == [piece for piece in pieces if not is_validation(piece)]
+    assert documents(folder, "val") == [piece for piece in pieces if is_validation(piece)]
+    assert shards.read_manifest(folder)["piece_bytes"] == 4096
+    missing = "training" if validation else "validation"
+    said = f"3 documents and none for {missing}: all are cut into pieces of 4,096 bytes"
+    assert said in capsys.readouterr().out
+
+
+def test_one_document_without_line_ends_is_cut_between_characters(tmp_path):
+    text = "".join(random.Random(1).choices("aé数😀", k=200_000))
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    corpus = with_both_parts(open_corpus(f"path:{tmp_path}"))
+    pieces = list(corpus.documents(Counter()))
+    assert "".join(pieces) == text and {is_validation(piece) for piece in pieces} == {False, True}
+    sizes = [len(piece.encode()) for piece in pieces]
+    assert max(sizes) <= 4096 and min(sizes[:-1]) > 4096 - 4
+
+
+def test_cut_keeps_every_character():
+    for text in ("", "a", "\n" * 10, "é" * 20, "a\nbb\n\nccc", "x" * 9 + "\n" + "y" * 7):
+        for size in (4, 5, 8):
+            pieces = list(cut(text, size))
+            assert "".join(pieces) == text and all(len(piece.encode()) <= size for piece in pieces)
+
+
+def test_other_corpora_stay_as_they_were(tmp_path):
+    """Revision, documents and manifest of what was read before, by the rules of then."""
+    texts = [book(number, 100) for number in range(60)]  # longer than a piece
+    folder = tmp_path / "texts"
+    (folder / "b").mkdir(parents=True)
+    for number, text in enumerate(texts):
+        (folder / f"b/{number:02}.txt").write_text(text)
+    (folder / "a.jsonl").write_text('{"text": "short"}\n')
+    name = f"path:{folder}"
+    listing = []
+    for path in sorted(folder.rglob("*.*")):
+        status = path.stat()
+        listing.append([path.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns])
+    revision = hashlib.sha256(json.dumps([name, listing, "text", None]).encode()).hexdigest()
+    assert open_corpus(name).revision == revision[:16]
+    assert open_corpus(name).slug == f"path-texts-{revision[:8]}"
+    made = shards.prepare(name, tokenizer=TOKENIZER)
+    assert documents(made, "train") == [text for text in ["short", *texts] if not is_validation(text)]
+    assert shards.read_manifest(made).get("piece_bytes") is None
+    (tmp_path / "lone").mkdir()
+    text = book(0, 4000)
+    (tmp_path / "lone/book.txt").write_text(text)
+    expected, size = [""], 0  # a lone text file: lines until they have more than 4,096 characters
+    for line in text.splitlines(keepends=True):
+        if size > 4096:
+            expected.append("")
+            size = 0
+        expected[-1] += line
+        size += len(line)
+    corpus = with_both_parts(open_corpus(f"path:{tmp_path}/lone"))
+    assert list(corpus.documents(Counter())) == expected
+
+
+def test_shards_that_were_begun_of_whole_documents_are_begun_again_of_pieces(tmp_path, monkeypatch):
+    """An earlier version wrote training shards before it found that there is no validation document."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
+    books = books_of_one_part(False)
+    for number, text in enumerate(books):
+        (tmp_path / f"{number}.txt").write_text(text)
+    name = f"path:{tmp_path}"
+
+    def stop(writer):
+        raise InputError("none for val")
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(shards, "with_both_parts", lambda corpus: corpus)
+        earlier.setattr(shards.ShardWriter, "finish", stop)
+        with pytest.raises(InputError, match="none for val"):
+            shards.prepare(name, tokenizer=TOKENIZER)
+    folder = shards.prepare(name, tokenizer=TOKENIZER)
+    pieces = [piece for text in books for piece in pieces_by_line(text)]
+    assert documents(folder, "train") == [piece for piece in pieces if not is_validation(piece)]
+
+
+def test_what_cannot_be_split_is_refused_before_anything_is_computed(tmp_path, monkeypatch):
+    def train(*_):
+        raise AssertionError("a tokenizer is trained")
+
+    monkeypatch.setattr(shards.Tokenizer, "train", train)
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small/a.txt").write_text("one short text")
+    (tmp_path / "small/b.txt").write_text("another")
+    with pytest.raises(InputError, match="2 documents and none for validation.*it has 2, and none.*add text"):
+        shards.prepare(f"path:{tmp_path}/small", 300)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/a.md").write_text("")
+    (tmp_path / "empty/b.jsonl").write_text('{"text": null}\n{"text": ""}\n')
+    with pytest.raises(InputError, match=r"0 documents: no text in 2 files \(2 empty, 1 null\)$"):
+        shards.prepare(f"path:{tmp_path}/empty", 300)
+    assert not list((tmp_path / "base/shards").glob("path-*"))
+
+
+def test_a_small_validation_set_is_said_to_be_small(tmp_path, capsys):
+    texts = [text for text in random_texts(200) if not is_validation(text)]
+    texts.append(next(f"note {i}" for i in range(1000) if is_validation(f"note {i}")))
+    shards.prepare(write_corpus(tmp_path / "small", texts), tokenizer=TOKENIZER)
+    assert "the validation set is small, 1 document of " in capsys.readouterr().out
+    (tmp_path / "large").mkdir()
+    for number in range(60):
+        (tmp_path / f"large/{number}.txt").write_text(book(number, 150))
+    shards.prepare(f"path:{tmp_path}/large", tokenizer=TOKENIZER)
+    assert "is small" not in capsys.readouterr().out
+
+
+def test_what_is_not_read_is_counted_and_said(tmp_path, monkeypatch, capsys):
+    place = tmp_path / "place"
+    (place / "locked").mkdir(parents=True)
+    (place / ".git").mkdir()
+    texts = random_texts(80)
+    suffixes = [".TXT", ".md", ".Rst", ".py"]
+    for number, text in enumerate(texts):
+        (place / f"{number}{suffixes[number % 4]}").write_text(text)
+    for other in ("a.png", "B.PNG", "c.json", "LICENSE", ".hidden.txt", ".git/config", "locked/a.txt"):
+        (place / other).write_text("not read")
+    (place / "broken.txt").symlink_to("/nowhere/at all")
+    (place / "elsewhere").symlink_to("/usr")
+    os.mkfifo(place / "pipe.txt")
+    scandir = os.scandir
+
+    def refuse(folder):
+        if str(folder).endswith("locked"):
+            raise PermissionError(13, "Permission denied", folder)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    corpus = open_corpus(f"path:{place}")
+    assert sorted(corpus.documents(Counter())) == sorted(texts)
+    expected = {
+        ".png": 2,
+        ".json": 1,
+        "without_suffix": 1,
+        "hidden": 2,
+        "unreadable_folders": 1,
+        "linked_folders": 1,
+        "broken_links": 1,
+        "pipes_and_devices": 1,
+    }
+    assert corpus.not_read == expected
+    folder = shards.prepare(corpus, tokenizer=TOKENIZER)
+    assert shards.read_manifest(folder)["not_read"] == expected
+    said = capsys.readouterr().out
+    assert "has 80 files; not read: " in said and ".png: 2, " in said and "broken links: 1, " in said
+
+
+def test_what_we_write_into_a_corpus_is_not_read(tmp_path):
+    """Else it would be another one after every run."""
+    (tmp_path / "a.txt").write_text("text")
+    before = open_corpus(f"path:{tmp_path}")
+    (tmp_path / "base/runs/r").mkdir(parents=True)
+    (tmp_path / "base/runs/r/report.md").write_text("a report")
+    after = open_corpus(f"path:{tmp_path}")
+    assert after.files == before.files and after.revision == before.revision
+    assert after.not_read == {"folders_of_nanomuon": 1}
+
+
+def test_files_that_an_earlier_version_did_not_read_are_told(tmp_path, capsys):
+    name = write_corpus(tmp_path / "texts", random_texts(100))
+    shards.prepare(name, tokenizer=TOKENIZER)
+    before = open_corpus(name)
+    (tmp_path / "texts/README.md").write_text("which was not read")
+    assert open_corpus(name).earlier_slug == before.slug and open_corpus(name).revision != before.revision
+    assert "by a version" not in capsys.readouterr().out
+    shards.prepare(name, tokenizer=TOKENIZER)
+    assert "prepared before by a version that did not read all of its 4 files" in capsys.readouterr().out
+
+
+def test_nested_text_field(tmp_path):
+    rows = [{"a": {"b": "one", "n": 1}}, {"a": None}, {"a": {"b": None, "n": 2}}, {"a": {"b": "two", "n": 3}}]
+    (tmp_path / "j").mkdir()
+    (tmp_path / "p").mkdir()
+    (tmp_path / "j/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p/a.parquet")
+    for place, wrong in (("j", "no field 'c' of 'a.c'.*has: b, n"), ("p", "'a.c'.*has: a.b, a.n")):
+        with pytest.raises(InputError, match=wrong):
+            read(f"path:{tmp_path}/{place}", text_field="a.c")
+        found, counts = read(f"path:{tmp_path}/{place}", text_field="a.b")
+        assert found == ["one", "two"] and counts["null"] == 2
+        with pytest.raises(InputError, match="a.n"):
+            read(f"path:{tmp_path}/{place}", text_field="a.n")
+    for row in rows:
+        row["a.b"] = "whole name"
+    (tmp_path / "j/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p/a.parquet")
+    for place in ("j", "p"):
+        assert read(f"path:{tmp_path}/{place}", text_field="a.b")[0] == ["whole name"]
+
+
+def test_a_prompt_that_is_not_utf8():
+    with pytest.raises(InputError, match="--prompt is not UTF-8"):
+        sample.main(["--prompt", "d\udce9j\udce0"])
+
+
+# In place of Python: data_prep writes down how nice it is, and training waits for that
+BESIDE_TRAINING = f"""#!/bin/sh
+case "$*" in
+    *print_usable_gpus*) echo 0 ;;
+    *scripts.data_prep*) nice >$NANOMUON_BASE_DIR/nice ;;
+    *--plan*) echo "training  10 steps of 100 = 1,000 tokens" ;;
+    *scripts.base_train*)
+        while [ ! -s $NANOMUON_BASE_DIR/nice ]; do sleep 0.02; done
+        touch $NANOMUON_BASE_DIR/runs/r/summary.json ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+def test_data_prep_beside_training_leaves_it_the_cores(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(BESIDE_TRAINING)
+    python.chmod(0o755)
+    environment = {
+        **os.environ,
+        "NANOMUON_PYTHON": str(python),
+        "NANOMUON_BASE_DIR": str(tmp_path),
+        "CORPUS": "hf:org/name",
+        "RUN": "r",
+    }
+    command = ["bash", "speedrun.sh", "--dtype", "float32"]
+    root = Path(__file__).parent.parent
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert int((tmp_path / "nice").read_text()) == min(19, os.nice(0) + 10)
+
+
 def test_unknown_and_empty_corpora(tmp_path):
-    for name in ("pyhton", "", f"path:{tmp_path}/nothing", f"path:{tmp_path}", "path:" + __file__):
+    (tmp_path / "a.png").write_bytes(b"no text")
+    places = (
+        "path:",
+        f"path:{tmp_path}/nothing",
+        f"path:{tmp_path}",
+        f"path:{tmp_path}/a.png",
+        "path:/dev/zero",
+    )
+    names = ("pyhton", "", "hf:", "hf::config", "hf:@main", "path:d\udce9j\udce0", f"path:/{'long' * 1000}")
+    for name in places + names:
         with pytest.raises(InputError, match="corpus"):
             open_corpus(name)
 
