@@ -174,12 +174,12 @@ def plot_race(curves, unit, image) -> None:
     _save(figure, image)
 
 
-def write_report(run_dir, settings, summary, samples, machine, stages) -> None:
+def write_report(run_dir, settings, summary, samples, machine, stages, provenance=()) -> None:
     """Draw loss.png and write report.md, which shows it, from a run's metrics.jsonl and what its script
     knows.
 
     settings, summary: dicts printed as tables. samples: generated texts. machine: machine_description().
-    stages: (name, seconds) pairs in order.
+    stages: (name, seconds) pairs in order. provenance: (name, value) pairs, see provenance.table.
     """
     run_dir = Path(run_dir)
     plot_run(run_dir / "metrics.jsonl", run_dir / "loss.png")
@@ -201,6 +201,8 @@ def write_report(run_dir, settings, summary, samples, machine, stages) -> None:
         "## Time\n\n" + _table(("stage", "seconds"), times),
         "## Settings\n\n" + _table(("setting", "value"), settings.items()),
     ]
+    if provenance:
+        parts.append("## Trained on, and with\n\n" + _table(("", ""), provenance))
     write_text(run_dir / "report.md", "\n\n".join(parts) + "\n")
 
 

@@ -12,6 +12,7 @@ from nanomuon.runtime import InputError, Runtime
 from scripts import base_train
 
 DEFINED = {"corpus": "python", "depth": 2, "seed": 0}
+RECORDED = {"trained_on": {"revision": "1"}, "trained_with": {"threads": 1}, "changes": []}
 
 
 def write(run_dir, *flags):
@@ -19,7 +20,7 @@ def write(run_dir, *flags):
     args = base_train.parse_arguments(flags, {})
     plan = planning.plan_run(args, 256, Runtime(torch.device("cpu"), torch.float32), {})
     run_dir.mkdir(exist_ok=True)
-    run_folder.write_settings(run_dir, DEFINED, args, plan, {"device_batch_size": 2})
+    run_folder.write_settings(run_dir, DEFINED, args, plan, {"device_batch_size": 2}, RECORDED)
 
 
 def test_settings_hold_what_defines_the_run_and_what_it_remembers(tmp_path):
