@@ -80,28 +80,30 @@ def versions() -> dict[str, str]:
 def changes_of_data(settings: dict, now: dict) -> list[str]:
     """In words, what a launch would train on that its run has not trained on so far.
 
-    settings: of the run, as settings.json has them. now: what `record` gives for the launch. A run that an
-    earlier version started has no record but the names of its corpus and its file: those are compared.
+    settings: of the run, as settings.json has them. now: what `record` gives for the launch. Of a run that an
+    earlier version started there is no record but the name of its optimizer file, which is compared then.
+    Where this launch has no such file, it is for check_optimizer_file to say so.
     """
     new = now["trained_on"]
+    file = new["optimizer_file"]
     before = settings.get("trained_on")
     if not isinstance(before, dict):
-        changes = []
-        if settings.get("optimizer_file") != new["optimizer_file"]:
-            was = settings.get("optimizer_file")
-            changes.append(f"optimizer file {new['optimizer_file']!r}, which was {was!r}")
-        return changes
+        named = settings.get("optimizer_file")
+        if file is not None and file != named:
+            return [f"optimizer file {file!r}, which was {named!r}"]
+        return []
     changes = []
     if before.get("corpus_folder") != new["corpus_folder"]:
         changes.append(
             f"corpus {new['corpus']!r} of revision {new['revision']!r}, "
             f"which was {before.get('corpus')!r} of revision {before.get('revision')!r}"
         )
-    if before.get("optimizer_file_sha256") != new["optimizer_file_sha256"]:
-        changes.append(
-            f"optimizer file {new['optimizer_file']!r} of SHA-256 {_short(new['optimizer_file_sha256'])}, "
-            f"which was {before.get('optimizer_file')!r} of {_short(before.get('optimizer_file_sha256'))}"
-        )
+    sha256, sha256_before = new["optimizer_file_sha256"], before.get("optimizer_file_sha256")
+    if file is not None and sha256 != sha256_before:
+        was = "none"
+        if sha256_before is not None:
+            was = f"{before.get('optimizer_file')!r} of SHA-256 {_short(sha256_before)}"
+        changes.append(f"optimizer file {file!r} of SHA-256 {_short(sha256)}, which was {was}")
     return changes
 
 
