@@ -119,7 +119,7 @@ def validation_folder(corpus_name: str, tokenizer: Tokenizer, about: dict) -> Pa
     if corpus_name == about["corpus"] and revision not in (None, corpus.revision):
         print0(
             f"corpus {corpus_name} is not as it was when the run was trained (revision {corpus.revision}, "
-            f"which was {revision}): the figure is another one"
+            f"which was {revision}): the figure may be another one"
         )
     return shards.prepare(corpus, tokenizer=tokenizer, max_tokens=0)
 

@@ -145,11 +145,18 @@ def check_optimizer_file(settings: dict, args: argparse.Namespace, run_dir: Path
         )
 
 
+def described(source: bytes) -> str:
+    """The text of an optimizer file in a few words."""
+    return f"{len(source.splitlines())} lines, SHA-256 {_short(hashlib.sha256(source).hexdigest())}"
+
+
 def table(provenance: dict) -> list[tuple[str, object]]:
     """Rows for the report: what is known, and one for each change on the way."""
     rows = []
-    for part in ("trained_on", "trained_with"):
-        rows += [(key, value) for key, value in provenance[part].items() if value is not None]
+    known = {**provenance["trained_on"], **provenance["trained_with"]}
+    for key, value in known.items():
+        if value is not None and key != "corpus_folder":
+            rows.append((key, value))
     rows += [("changed", change) for change in provenance["changes"]]
     return rows
 

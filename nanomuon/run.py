@@ -167,6 +167,7 @@ def start_run(
     own_build = own_schedule = None
     unused = unused_flags(args, runtime.world_size)
     if source is not None:
+        print0(f"running {args.optimizer_file}: {provenance.described(source)}")
         own_build, own_schedule = user_file.load_recipe(args.optimizer_file, source)
         if own_schedule:
             unused.update(SCHEDULE_FLAGS)
@@ -226,7 +227,7 @@ def start_run(
         note_changes(recorded, before, accepted, step)
         run_folder.make_run_folder(folder, tokenizer, afresh=args.resume == "never")
         if source is not None:
-            run_folder.keep_optimizer_file(folder, args, source, step)
+            run_folder.keep_optimizer_file(folder, source, step)
         run_folder.write_settings(folder, defined, args, plan, measured, recorded)
     checkpoints = checkpoint.Checkpointer(folder, resumed_step, args.keep_last, background=True)
     metrics = folder / "metrics.jsonl"

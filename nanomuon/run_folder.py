@@ -7,7 +7,6 @@ provenance.py).
 
 import argparse
 import contextlib
-import hashlib
 import json
 import shutil
 import tempfile
@@ -183,17 +182,13 @@ def make_run_folder(run_dir: Path, tokenizer: Tokenizer, afresh: bool) -> None:
         tokenizer.save(run_dir / "tokenizer")  # with it, this folder is all that sampling and evaluation need
 
 
-def keep_optimizer_file(run_dir: Path, args: argparse.Namespace, source: bytes, step: int) -> None:
-    """Say which optimizer file runs, and keep its text in the run's folder.
-
-    source: the text. step: the first one that it does not train; of another text that trained up to there a
-    copy stays.
+def keep_optimizer_file(run_dir: Path, source: bytes, step: int) -> None:
+    """Keep the text of the optimizer file in the run's folder. Of another text, by which the run was trained
+    up to this step, a copy stays.
     """
     copy = run_dir / provenance.OPTIMIZER_COPY
     if copy.is_file() and step > 0 and copy.read_bytes() != source:
         copy.rename(run_dir / f"optimizer_file_until_step_{step}.py")
     with write_whole(copy) as file:
         file.write(source)
-    sha256 = hashlib.sha256(source).hexdigest()
-    lines = len(source.splitlines())
-    print0(f"running {args.optimizer_file}: {lines} lines, SHA-256 {sha256[:12]}, kept as {copy}")
+    print0(f"its text is kept as {copy}")

@@ -23,7 +23,7 @@ import torch
 from nanomuon import fp8, guards, parallel, provenance, run_folder, shards, sizing, user_file
 from nanomuon.arguments import RECIPE_FLAGS, add_step_arguments, check_not_negative, check_step_arguments
 from nanomuon.compilation import choose_compilation
-from nanomuon.corpus import Corpus, open_corpus
+from nanomuon.corpus import open_corpus
 from nanomuon.finished_run import MissingTokenizer, load_tokenizer
 from nanomuon.moe import balance_
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
@@ -32,6 +32,7 @@ from nanomuon.qk_clip import clip_
 from nanomuon.run import Run, finish, give_up, start_run
 from nanomuon.runtime import (
     InputError,
+    Runtime,
     check_at_least_1,
     check_name,
     first_rank_first,
@@ -183,11 +184,8 @@ def main(argv: list[str] | None = None) -> int:
     folder = run_folder.folder_of(args.run)
     run_folder.check_writable(folder)
     with run_folder.held(folder, runtime.rank):
-        corpus = first_rank_first(lambda: open_corpus(args.corpus), runtime)
-        recorded = together(lambda: provenance.record(corpus, args, source, runtime))[0]
-        accepted = run_folder.check_data(folder, settings, recorded, args.accept_changes)
-        data = first_rank_first(
-            lambda: prepare_shards(args, settings, corpus, plan.tokens, runtime.rank), runtime
+        data, recorded, accepted = first_rank_first(
+            lambda: prepare_data(args, settings, source, plan.tokens, runtime), runtime
         )
         tokenizer = load_tokenizer(data / "tokenizer", shards.read_manifest(data)["tokenizer"], runtime.rank)
         plan = plan_run(args, tokenizer.vocab_size, runtime, measured)
@@ -214,18 +212,25 @@ def main(argv: list[str] | None = None) -> int:
         return finish(run) if code is None else code
 
 
-def prepare_shards(args: argparse.Namespace, settings: dict, corpus: Corpus, tokens: int, rank: int) -> Path:
-    """The folder of the shards, in the tokens of the run that goes on with them if there is one.
+def prepare_data(
+    args: argparse.Namespace, settings: dict, source: bytes | None, tokens: int, runtime: Runtime
+) -> tuple[Path, dict, list[str]]:
+    """(folder of the shards, what the run is trained on and with, what of that was accepted as a change).
 
-    settings: of that run, else {}. tokens: how many to train on.
+    settings: of a run that goes on, whose tokenizer the shards are written with, else {}. source: the text of
+    the --optimizer-file. tokens: how many to train on. InputError where what the run trains on has changed.
     """
+    folder = run_folder.folder_of(args.run)
+    corpus = open_corpus(args.corpus)
+    recorded = provenance.record(corpus, args, source, runtime)
+    accepted = run_folder.check_data(folder, settings, recorded, args.accept_changes)
     tokenizer = None
     if settings:
-        own = run_folder.folder_of(args.run) / "tokenizer"
         # Where it is lost the corpus's may still be the same: the definition of the run will tell
         with contextlib.suppress(MissingTokenizer):
-            tokenizer = load_tokenizer(own, settings.get("tokenizer"), rank)
-    return shards.prepare_for_training(corpus, args.vocab_size, tokens, tokenizer)
+            tokenizer = load_tokenizer(folder / "tokenizer", settings.get("tokenizer"), runtime.rank)
+    data = shards.prepare_for_training(corpus, args.vocab_size, tokens, tokenizer)
+    return data, recorded, accepted
 
 
 def print_progress(row: dict, steps: int, median_ms: float) -> None:
