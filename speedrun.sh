@@ -31,9 +31,16 @@ for flag in "$@"; do # the other stages need these, too
     esac
 done
 
-began=$SECONDS
+# Seconds since the machine was started; bash's own SECONDS go back where somebody sets the clock back
+now() {
+    local uptime=$SECONDS # where there is no /proc
+    [ ! -r /proc/uptime ] || read -r uptime _ </proc/uptime
+    echo "${uptime%.*}"
+}
+
+began=$(now)
 source scripts/setup.sh train
-environment_seconds=$((SECONDS - began))
+environment_seconds=$(($(now) - began))
 
 # Presets by hardware
 # Those that training will compute on: one that is there and cannot be used ends it here, with a line on what helps
@@ -90,7 +97,7 @@ record() {
     echo "{\"stage\": \"$1\", \"seconds\": $2}" >>"$run_dir/stages.jsonl"
 }
 
-stage=$SECONDS
+stage=$(now)
 case $CORPUS in
     python | path:*) "$PYTHON" -m scripts.data_prep "${DATA[@]}" ;;
     *) # from the hub: what the run needs is downloaded and tokenized beside the training, which waits where it must
@@ -104,7 +111,7 @@ case $CORPUS in
 esac
 if [ ! -e "$run_dir/stages.jsonl" ]; then
     record environment "$environment_seconds"
-    record "corpus, tokenizer, shards" $((SECONDS - stage))
+    record "corpus, tokenizer, shards" $(($(now) - stage))
 fi
 
 "${TRAIN[@]}" "${FLAGS[@]}" || exit
@@ -112,4 +119,4 @@ if [ ! -e "$run_dir/summary.json" ]; then
     echo "the run was stopped before its end: bash speedrun.sh carries on"
     exit 1
 fi
-echo "done in $((SECONDS - began)) s. More text: $PYTHON -m scripts.sample --run $RUN"
+echo "done in $(($(now) - began)) s. More text: $PYTHON -m scripts.sample --run $RUN"

@@ -10,6 +10,19 @@ from nanomuon.runtime import InputError, check_at_least_1
 # What --comm-dtype means to the optimizer
 COMM_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
+# What an --optimizer-file has in place of the recipe, its groups and its schedule
+RECIPE_FLAGS = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr", "weight_decay")
+SCHEDULE_FLAGS = ("warmup_ratio", "warmdown_ratio")
+
+
+def add_run_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--run",
+        default="base",
+        help="a finished run: its name under runs/, or the path of its folder, which has a slash (./NAME) "
+        "(default: %(default)s)",
+    )
+
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -64,7 +77,7 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--optimizer-file",
         help="Python file with build_optimizer(model) or param_groups(model), used instead of the recipe "
-        "(see nanomuon/recipe.py)",
+        "(see nanomuon/recipe.py); it runs only where it is given, so a run goes on with it given again",
     )
     add(
         "--shard",
@@ -123,6 +136,24 @@ def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
         help="of activations and matrix products; weights are float32. auto: bfloat16 where this device is "
         "faster in it, else float32 (default: %(default)s)",
     )
+
+
+def unused_flags(args: argparse.Namespace, world_size: int) -> set[str]:
+    """Names of base_train's arguments that nothing depends on where the others are as they are, or that say
+    how this launch began and nothing about its run.
+    """
+    unused = {"run", "resume", "plan", "accept_changes"}
+    if args.optimizer_file:
+        unused.update(RECIPE_FLAGS)
+    if not args.experts:
+        unused.add("experts_per_token")
+    if args.num_iterations is not None and args.total_batch_size is not None:
+        unused.add("target_param_data_ratio")
+    if args.eval_every <= 0:
+        unused.add("eval_tokens")
+    if world_size == 1:
+        unused.update(["comm_dtype", "shard", "tensor_parallel"])
+    return unused
 
 
 def check_step_arguments(args: argparse.Namespace) -> None:

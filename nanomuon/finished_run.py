@@ -1,32 +1,64 @@
 """A finished run: its model for others to load, its summary, its samples and its report."""
 
 import argparse
+import contextlib
 import json
 import statistics
 from pathlib import Path
 
 import torch
 
-from nanomuon import export, report
+from nanomuon import export, report, shards
+from nanomuon.corpus import open_corpus
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import EARLIER_SHORT_WINDOW, GPT, GPTConfig
 from nanomuon.parallel import build_model
 from nanomuon.planning import Plan, meta_model
-from nanomuon.runtime import InputError, Runtime, base_dir, peak_memory_mb, print0, write_json
+from nanomuon.runtime import (
+    InputError,
+    Runtime,
+    base_dir,
+    check_name,
+    peak_memory_mb,
+    print0,
+    write_json,
+)
 from nanomuon.tokenizer import Tokenizer
 
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
 NO_PROMPTS = [""] * 3  # for other corpora
 
 
-def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
-    """(model, tokenizer, facts) of a finished run by name.
+class MissingTokenizer(InputError):
+    """A tokenizer that is gone, and of which no other folder has a copy."""
 
-    InputError where there is none, or where model and tokenizer do not belong together.
+
+def find_run(run: str) -> Path:
+    """The folder that --run names: with a slash it is a path, without one a name under runs/.
+
+    InputError where there is no such folder.
     """
-    run_dir = base_dir() / "runs" / run
+    if "/" in run or run in (".", "..", "~"):
+        folder = Path(run).expanduser()
+        if not folder.is_dir():
+            raise InputError(f"--run {run}: there is no such folder, so it holds no finished model")
+        return folder.resolve()
+    check_name("--run", run)
+    folder = base_dir() / "runs" / run
+    if not folder.is_dir() and Path(run).is_dir():
+        raise InputError(f"{folder} holds no finished model; the folder here is --run ./{run}")
+    return folder
+
+
+def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
+    """(model, tokenizer, facts) of a finished run, by its name or by the path of its folder (see find_run).
+
+    InputError where there is none, or where model and tokenizer do not belong together. A tokenizer that is
+    missing is restored if another folder on this machine has it.
+    """
+    run_dir = find_run(run)
     config, about = export.load_model_config(run_dir)
-    tokenizer = Tokenizer.load(run_dir / "tokenizer")
+    tokenizer = load_tokenizer(run_dir / "tokenizer", about["tokenizer"], runtime.rank)
     if tokenizer.hash != about["tokenizer"] or tokenizer.vocab_size != config["vocab_size"]:
         raise InputError(
             f"{run_dir}/tokenizer has {tokenizer.vocab_size} tokens and is not the one the model was trained "
@@ -38,17 +70,76 @@ def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
     return model, tokenizer, about
 
 
+def load_tokenizer(folder: Path, expected: str, rank: int = 0) -> Tokenizer:
+    """The tokenizer in a folder; where it is missing, another folder's whose hash is the expected one.
+
+    The first rank puts that back, as far as it may write there. A folder that is there is not compared with
+    `expected`. MissingTokenizer where there is none, InputError where it is damaged.
+    """
+    if (folder / "tokenizer.json").exists() or (folder / "vocab.txt").exists():
+        return Tokenizer.load(folder)
+    places = [*base_dir().glob("tokenizer/*"), *base_dir().glob("shards/*/tokenizer")]
+    places += base_dir().glob("runs/*/tokenizer")
+    for copy in sorted(places):
+        try:
+            tokenizer = Tokenizer.load(copy)
+        except InputError:  # damaged, or none
+            continue
+        if tokenizer.hash == expected:
+            print0(f"{folder} is missing: restored from {copy}")
+            if rank == 0:
+                with contextlib.suppress(OSError):
+                    tokenizer.save(folder)
+            return tokenizer
+    raise MissingTokenizer(
+        f"{folder} is missing, and nothing under {base_dir()} has this tokenizer ({expected}): "
+        "put a copy of it there"
+    )
+
+
+def validation_folder(corpus_name: str, tokenizer: Tokenizer, about: dict) -> Path:
+    """Folder of shards with the validation set of a corpus in the tokens of a run; written where it is not.
+
+    tokenizer, about: as load_run gives them. InputError where the documents are not on this machine and the
+    shards are not either.
+    """
+    try:
+        corpus = open_corpus(corpus_name)
+    except InputError as error:
+        wanted = about.get("revision") if corpus_name == about["corpus"] else None
+        for manifest_file in sorted(base_dir().glob("shards/*/manifest.json")):
+            folder = manifest_file.parent
+            manifest = shards.read_manifest(folder)
+            same = wanted is not None and manifest["revision"] == wanted
+            if same and manifest["tokenizer"] == tokenizer.hash and manifest["val"]:
+                print0(f"{error}; its validation set is in {folder}")
+                return folder
+        raise InputError(f"{error}; --corpus NAME evaluates on documents that are here") from error
+    revision = about.get("revision")
+    if corpus_name == about["corpus"] and revision not in (None, corpus.revision):
+        print0(
+            f"corpus {corpus_name} is not as it was when the run was trained (revision {corpus.revision}, "
+            f"which was {revision}): the figure may be another one"
+        )
+    return shards.prepare(corpus, tokenizer=tokenizer, max_tokens=0)
+
+
 def write_results(
-    run_dir: Path, settings: dict, summary: dict, samples: list[str], seconds: dict[str, float]
+    run_dir: Path,
+    settings: dict,
+    summary: dict,
+    samples: list[str],
+    seconds: dict[str, float],
+    provenance: list[tuple],
 ) -> None:
     """report.md, loss.png and summary.json, and what they say in short.
 
-    The summary is written last and marks the run as complete. settings: what the report lists. seconds: see
-    `record_stages`.
+    The summary is written last and marks the run as complete. settings, provenance: what the report lists.
+    seconds: see `record_stages`.
     """
     stages = record_stages(run_dir, seconds)
     machine = report.machine_description()
-    report.write_report(run_dir, settings, summary, samples, machine, list(stages.items()))
+    report.write_report(run_dir, settings, summary, samples, machine, list(stages.items()), provenance)
     write_json(run_dir / "summary.json", summary)
     for sample in samples:
         print(f"--- sample\n{sample}")

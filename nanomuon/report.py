@@ -91,7 +91,7 @@ def plot_run(metrics, image) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2, sharex=True, height_ratios=[1.6, 1])
     (loss, bpb), (rate, speed) = axes
-    blue, orange, grey = "#1f5fa8", "#c8511b", "#5a5a5a"
+    blue, orange, purple, grey = "#1f5fa8", "#c8511b", "#6b2c91", "#5a5a5a"
 
     tokens, values = curve(training, "train_loss")
     loss.plot(tokens, values, color=blue, alpha=0.25, linewidth=0.8, label="each step")
@@ -103,18 +103,29 @@ def plot_run(metrics, image) -> None:
         top = finite[min(len(finite) - 1, int(0.97 * len(finite)))]
         loss.set_ylim(finite[0] - 0.05 * (top - finite[0]), top + 0.08 * (top - finite[0]) + 1e-3)
 
-    tokens, values = curve(evaluation, "val_bpb")
-    bpb.plot(tokens, values, color=orange, linewidth=1.6, marker="o", markersize=3.5)
+    # A line joins figures of the same text only: the beginning of the set may be easier than all of it
+    on_part = [row for row in evaluation if not row.get("whole_set")]
+    on_whole = [row for row in evaluation if row.get("whole_set")]
+    tokens, values = curve(on_part, "val_bpb")
+    bpb.plot(
+        tokens, values, color=orange, linewidth=1.6, marker="o", markersize=3.5, label="first part of the set"
+    )
+    tokens, values = curve(on_whole, "val_bpb")
+    width = 1.6 if len(values) > 1 else 0  # the legend shows no line either where there is one point
+    bpb.plot(tokens, values, color=purple, linewidth=width, marker="D", markersize=4.5, label="whole set")
     bpb.set(title="Validation", ylabel="bits per byte")
+    if on_part and on_whole:
+        bpb.legend(frameon=False, labelcolor=grey, fontsize=9)
+    tokens, values = curve(evaluation, "val_bpb")
     if values:
         bpb.annotate(
             f"{values[-1]:.3f}",
             (tokens[-1], values[-1]),
-            (-9, 0),
+            (0, 9),
             textcoords="offset points",
             ha="right",
-            va="center",
-            color=orange,
+            va="bottom",
+            color=purple if on_whole else orange,
             fontweight="bold",
         )
 
@@ -174,12 +185,12 @@ def plot_race(curves, unit, image) -> None:
     _save(figure, image)
 
 
-def write_report(run_dir, settings, summary, samples, machine, stages) -> None:
+def write_report(run_dir, settings, summary, samples, machine, stages, provenance=()) -> None:
     """Draw loss.png and write report.md, which shows it, from a run's metrics.jsonl and what its script
     knows.
 
     settings, summary: dicts printed as tables. samples: generated texts. machine: machine_description().
-    stages: (name, seconds) pairs in order.
+    stages: (name, seconds) pairs in order. provenance: (name, value) pairs, see provenance.table.
     """
     run_dir = Path(run_dir)
     plot_run(run_dir / "metrics.jsonl", run_dir / "loss.png")
@@ -201,6 +212,8 @@ def write_report(run_dir, settings, summary, samples, machine, stages) -> None:
         "## Time\n\n" + _table(("stage", "seconds"), times),
         "## Settings\n\n" + _table(("setting", "value"), settings.items()),
     ]
+    if provenance:
+        parts.append("## Trained on, and with\n\n" + _table(("", ""), provenance))
     write_text(run_dir / "report.md", "\n\n".join(parts) + "\n")
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nanomuon import checkpoint, export, parallel, recipe, report, run_folder, user_file
-from nanomuon.arguments import COMM_DTYPES
+from nanomuon import checkpoint, export, parallel, provenance, recipe, report, run_folder, shards, user_file
+from nanomuon.arguments import COMM_DTYPES, SCHEDULE_FLAGS, unused_flags
 from nanomuon.compilation import compile_model, decide_compilation
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
@@ -45,6 +45,8 @@ class Run:
     token_bytes: Tensor  # (V,) int64, bytes of text that each token stands for
     defined: dict  # see run_folder.definition
     measured: dict  # see sizing.recalled
+    recorded: dict  # see provenance.record
+    unused: set[str]  # arguments that nothing of this run depends on
     mesh: DeviceMesh | None  # where parameters are in pieces
     model: GPT
     forward: Callable  # the model, compiled or as it is: (inputs, targets) -> mean loss
@@ -72,11 +74,11 @@ class Run:
         )
         as_in_training = self.forward is not self.model  # compiled whole: then with the graph that is there
         value = bits_per_byte(self.forward, batches, self.token_bytes, as_in_training)
+        whole_set = max_tokens is None or max_tokens >= shards.validation_tokens(self.data)
         if self.log:
             tokens = self.step * self.plan.batch
-            whole_set = max_tokens is None
             self.log.log({"step": self.step, "tokens": tokens, "val_bpb": value, "whole_set": whole_set})
-        extent = "" if max_tokens else " (whole set)"
+        extent = " (whole set)" if whole_set else ""
         print0(f"step {self.step:5d}/{self.plan.steps} | validation {value:.4f} bits per byte{extent}")
         return value
 
@@ -100,7 +102,9 @@ class Run:
         """
         decide_compilation(self.args, self.plan, self.step, eager_ms, self.runtime)
         if self.runtime.rank == 0:
-            run_folder.write_settings(self.folder, self.defined, self.args, self.plan, self.measured)
+            run_folder.write_settings(
+                self.folder, self.defined, self.args, self.plan, self.measured, self.recorded
+            )
         if self.args.compile:
             self.forward = compile_model(self.model, self.mesh)
 
@@ -111,10 +115,18 @@ def data_rank(args: argparse.Namespace, runtime: Runtime) -> int:
 
 
 def build_optimizer(
-    args: argparse.Namespace, model: GPT, batch: int, runtime: Runtime
+    args: argparse.Namespace,
+    model: GPT,
+    batch: int,
+    runtime: Runtime,
+    own_build: Callable | None = None,
+    own_schedule: Callable | None = None,
 ) -> tuple[torch.optim.Optimizer, Callable]:
-    """The optimizer, and the schedule that moves its groups: the recipe, or what the user's file has."""
-    build = functools.partial(
+    """The optimizer, and the schedule that moves its groups: the recipe, or what the user's file has.
+
+    own_build, own_schedule: what user_file.load_recipe gives of that file.
+    """
+    build = own_build or functools.partial(
         recipe.param_groups,
         matrix_lr=args.matrix_lr,
         embedding_lr=args.embedding_lr,
@@ -122,12 +134,9 @@ def build_optimizer(
         scalar_lr=args.scalar_lr,
         weight_decay=args.weight_decay,
     )
-    schedule = functools.partial(
+    schedule = own_schedule or functools.partial(
         recipe.schedule, warmup_ratio=args.warmup_ratio, warmdown_ratio=args.warmdown_ratio
     )
-    if args.optimizer_file:
-        build, own_schedule = user_file.load_recipe(args.optimizer_file)
-        schedule = own_schedule or schedule
     settings = {"ns_dtype": runtime.compute_dtype}
     if runtime.world_size > 1:
         settings["comm_dtype"] = COMM_DTYPES[args.comm_dtype]
@@ -142,15 +151,26 @@ def start_run(
     data: Path,
     defined: dict,
     measured: dict,
+    recorded: dict,
+    source: bytes | None,
     changed: list[str],
+    accepted: list[str],
 ) -> Run:
     """The run, where an earlier launch left it or at its beginning; its folder is made here.
 
     data: folder of the shards and their tokenizer. defined: see run_folder.definition. measured: see
-    sizing.recalled. changed: in words, what this launch does otherwise than the one before.
+    sizing.recalled. recorded: see provenance.record. source: the text of the --optimizer-file, None without
+    one. changed: in words, which arguments are others than those of the launch before. accepted: which data.
     """
     folder = run_folder.folder_of(args.run)
     tokenizer = Tokenizer.load(data / "tokenizer")
+    own_build = own_schedule = None
+    unused = unused_flags(args, runtime.world_size)
+    if source is not None:
+        print0(f"running {args.optimizer_file}: {provenance.described(source)}")
+        own_build, own_schedule = user_file.load_recipe(args.optimizer_file, source)
+        if own_schedule:
+            unused.update(SCHEDULE_FLAGS)
     seq_len = plan.config.seq_len
     if runtime.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(runtime.device)  # what measurements took does not count
@@ -163,7 +183,7 @@ def start_run(
         print0(f"fp8: {train_in_fp8(model)} matrices multiply in float8 in training")
     if args.qk_clip:
         watch_(model, args.qk_clip)
-    optimizer, schedule = build_optimizer(args, model, plan.batch, runtime)
+    optimizer, schedule = build_optimizer(args, model, plan.batch, runtime, own_build, own_schedule)
     initial_groups = [dict(group) for group in optimizer.param_groups]
     user_file.check_schedule(schedule, initial_groups, plan.steps)
     trained = {id(param) for group in initial_groups for param in group["params"]}
@@ -178,7 +198,7 @@ def start_run(
         meta = checkpoint.load(found, model, optimizer)
         step = resumed_step = meta["step"]
         skipped, loader_state = meta["skipped_steps"], meta["loader"]
-        print0("; ".join([f"resuming run {args.run} at step {step}", *changed]))
+        print0("; ".join([f"resuming run {args.run} at step {step}", *changed, *accepted]))
         if plan.steps < step:
             print0(f"step {step} is beyond --num-iterations {plan.steps}: nothing is left to train")
             plan = replace(plan, steps=step)
@@ -201,8 +221,14 @@ def start_run(
     )
 
     if runtime.rank == 0:
+        before = {}
+        if args.resume != "never":
+            before = run_folder.read_settings(folder)
+        note_changes(recorded, before, accepted, step)
         run_folder.make_run_folder(folder, tokenizer, afresh=args.resume == "never")
-        run_folder.write_settings(folder, defined, args, plan, measured)
+        if source is not None:
+            run_folder.keep_optimizer_file(folder, source, step)
+        run_folder.write_settings(folder, defined, args, plan, measured, recorded)
     checkpoints = checkpoint.Checkpointer(folder, resumed_step, args.keep_last, background=True)
     metrics = folder / "metrics.jsonl"
     log = None
@@ -225,6 +251,8 @@ def start_run(
         token_bytes=torch.from_numpy(tokenizer.token_bytes).to(runtime.device),
         defined=defined,
         measured=measured,
+        recorded=recorded,
+        unused=unused,
         mesh=mesh,
         model=model,
         forward=model,
@@ -246,6 +274,20 @@ def start_run(
         if step < plan.steps:
             print0("compiling: the first step takes a while (--no-compile starts at once)")
     return run
+
+
+def note_changes(recorded: dict, before: dict, accepted: list[str], step: int) -> None:
+    """Say with what else a run is computed from now on than before, and note in its record all that changes.
+
+    recorded: of this launch, see provenance.record. before: settings of the run so far, {} for a new one.
+    accepted: in words, what it trains on now that it has not so far. step: how far it is.
+    """
+    tools = provenance.changes_of_tools(before, recorded)
+    if tools and step > 0:
+        print0(f"since the last launch of this run: {'; '.join(tools)}")
+    recorded["changes"] = list(provenance.earlier_changes(before))
+    if step > 0:  # before, nothing has been trained that this launch does not train again
+        recorded["changes"] += [f"after step {step}: {change}" for change in [*accepted, *tools]]
 
 
 def give_up(run: Run, bad_steps: int) -> int:
@@ -286,6 +328,7 @@ def finish(run: Run) -> int:
         "step": run.plan.steps,
         "val_bpb": val_bpb,
         "corpus": run.args.corpus,
+        "revision": run.recorded["trained_on"]["revision"],
         "tokenizer": run.defined["tokenizer"],
     }
     export.export_model(run.folder, run.model, asdict(run.plan.config), about)
@@ -309,14 +352,15 @@ def write_report(run: Run, val_bpb: float, evaluation_seconds: float) -> None:
         "evaluation": evaluation_seconds,
         "samples": time.perf_counter() - began,
     }
-    settings = dict(run.defined)
     options = {
         **vars(run.args),
         "device_batch_size": run.plan.rows,
         "attention": run.measured.get("attention"),
         "dtype": summary["dtype"],
+        **run.defined,
     }
-    for key, value in options.items():
-        if key not in settings and value is not None:
-            settings[key] = value
-    write_results(run.folder, settings, summary, samples, seconds)
+    settings = {}
+    for key in [*run.defined, *options]:
+        if options[key] is not None and key not in run.unused:
+            settings[key] = options[key]
+    write_results(run.folder, settings, summary, samples, seconds, provenance.table(run.recorded))

@@ -1,7 +1,8 @@
 """The folder of a run, runs/NAME: its settings, who may write to it, and whether anything is left to do.
 
-settings.json holds what defines the run (`definition`), under `options` the arguments that it remembers, and
-under `measured` what was measured about the device (see sizing.recalled).
+settings.json holds what defines the run (`definition`), under `options` the arguments that it remembers,
+under `measured` what was measured about the device (see sizing.recalled), and what it trains on and with (see
+provenance.py).
 """
 
 import argparse
@@ -14,16 +15,27 @@ from pathlib import Path
 
 import torch
 
+from nanomuon import provenance
 from nanomuon.finished_run import print_summary
 from nanomuon.gpt import EARLIER_SHORT_WINDOW
 from nanomuon.locks import being_written, locked
 from nanomuon.planning import Plan
-from nanomuon.runtime import InputError, Runtime, base_dir, print0, write_json
+from nanomuon.runtime import InputError, Runtime, base_dir, print0, write_json, write_whole
 from nanomuon.sizing import choose_dtype
 from nanomuon.tokenizer import Tokenizer
 
-# arguments that concern one launch of a run, which does not remember them
-OF_THE_LAUNCH = ("run", "resume", "plan", "wandb", "shard", "tensor_parallel")
+# arguments that concern one launch of a run, which does not remember them. An optimizer file is one of them:
+# its code runs only where it is named
+OF_THE_LAUNCH = (
+    "run",
+    "resume",
+    "plan",
+    "wandb",
+    "shard",
+    "tensor_parallel",
+    "optimizer_file",
+    "accept_changes",
+)
 
 
 def folder_of(run: str) -> Path:
@@ -49,7 +61,7 @@ def print_cpu_dtype(run: str) -> None:
 
 
 def definition(args: argparse.Namespace, plan: Plan, tokenizer: Tokenizer) -> dict:
-    """What makes a run what it is: it can go on only with the same."""
+    """What makes a run what it is: it can go on only with the same, but for what --accept-changes is for."""
     return {
         "corpus": args.corpus,
         "tokenizer": tokenizer.hash,
@@ -61,22 +73,52 @@ def definition(args: argparse.Namespace, plan: Plan, tokenizer: Tokenizer) -> di
 
 
 def write_settings(
-    run_dir: Path, defined: dict, args: argparse.Namespace, plan: Plan, measured: dict
+    run_dir: Path, defined: dict, args: argparse.Namespace, plan: Plan, measured: dict, recorded: dict
 ) -> None:
-    """defined: what `definition` gives. measured: see sizing.recalled."""
+    """defined: what `definition` gives. measured: see sizing.recalled. recorded: see provenance.record."""
     options = {key: value for key, value in vars(args).items() if key not in OF_THE_LAUNCH}
     options |= {"total_batch_size": plan.batch, "max_seq_len": plan.config.seq_len}
-    write_json(run_dir / "settings.json", {**defined, "options": options, "measured": measured})
+    settings = {**defined, "options": options, "measured": measured, **recorded}
+    write_json(run_dir / "settings.json", settings)
 
 
-def check_definition(run_dir: Path, defined: dict) -> None:
-    """InputError where the folder holds a run that was started as another one."""
+def check_data(run_dir: Path, settings: dict, now: dict, accept: bool) -> list[str]:
+    """In words, what this launch trains on that the run has not so far; InputError unless that is accepted.
+
+    settings: of the run, {} for a new one. now: what provenance.record gives for this launch.
+    """
+    if not settings:
+        return []
+    if not isinstance(settings.get("trained_on"), dict):
+        print0(
+            f"run {run_dir.name} has no record of what it was trained on, with which this could be compared"
+        )
+    changes = provenance.changes_of_data(settings, now)
+    if changes and not accept:
+        copy = run_dir / provenance.OPTIMIZER_COPY
+        kept = f" (the optimizer file that it has run is {copy})" if copy.is_file() else ""
+        raise InputError(
+            f"run {run_dir.name} would go on with {'; and with '.join(changes)}{kept}: --accept-changes does "
+            "so, --resume never starts over, another --run leaves this one as it is"
+        )
+    return changes
+
+
+def check_definition(run_dir: Path, defined: dict, accept: bool = False) -> None:
+    """InputError where the folder holds a run that was started as another one.
+
+    accept: the run may go on with another corpus. Whether its optimizer file is the same is for check_data.
+    """
     before = read_settings(run_dir)
     if not before:
         return
-    changed = [
-        f"{key} {before.get(key)!r}, not {now!r}" for key, now in defined.items() if before.get(key) != now
-    ]
+    may_differ = ["optimizer_file"]
+    if accept:
+        may_differ.append("corpus")
+    changed = []
+    for key, now in defined.items():
+        if key not in may_differ and before.get(key) != now:
+            changed.append(f"{key} {before.get(key)!r}, not {now!r}")
     if changed:
         raise InputError(
             f"run {run_dir.name} exists with {'; '.join(changed)}: choose another --run, "
@@ -127,11 +169,26 @@ def is_complete(run_dir: Path, steps: int) -> bool:
 
 def make_run_folder(run_dir: Path, tokenizer: Tokenizer, afresh: bool) -> None:
     """The folder of a run that starts or goes on, once everything that could be wrong with it has been
-    looked at. afresh: what it holds is removed.
+    looked at. tokenizer: the run's. afresh: what the folder holds is removed.
     """
     if afresh:
         shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "summary.json").unlink(missing_ok=True)  # a run that goes on is not complete
-    if not (run_dir / "settings.json").exists():
+    started = (run_dir / "settings.json").exists()
+    if started and not (run_dir / "tokenizer").exists():
+        print0(f"{run_dir}/tokenizer is missing: restored")
+    if not started or not (run_dir / "tokenizer").exists():
         tokenizer.save(run_dir / "tokenizer")  # with it, this folder is all that sampling and evaluation need
+
+
+def keep_optimizer_file(run_dir: Path, source: bytes, step: int) -> None:
+    """Keep the text of the optimizer file in the run's folder. Of another text, by which the run was trained
+    up to this step, a copy stays.
+    """
+    copy = run_dir / provenance.OPTIMIZER_COPY
+    if copy.is_file() and step > 0 and copy.read_bytes() != source:
+        copy.rename(run_dir / f"optimizer_file_until_step_{step}.py")
+    with write_whole(copy) as file:
+        file.write(source)
+    print0(f"its text is kept as {copy}")

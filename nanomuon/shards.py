@@ -162,6 +162,11 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     write_json(folder / "manifest.json", manifest)
 
 
+def validation_tokens(folder: Path) -> int:
+    """Tokens of the validation set of a shard folder."""
+    return sum(entry["tokens"] for entry in read_manifest(folder)["val"])
+
+
 def default_vocab_size(corpus_name: str) -> int:
     """4,096 suits megabytes of text and small models; corpora worth a download train larger ones."""
     if corpus_name == "python" or corpus_name.startswith("path:"):
@@ -192,9 +197,9 @@ def prepare_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
         with locked(folder):
             if not folder.exists():  # another process may have trained it while we waited
                 print(f"training a tokenizer of {vocab_size} tokens on {corpus.name}", flush=True)
-                started = time.time()
+                started = time.monotonic()
                 Tokenizer.train(_training_text(corpus), vocab_size).save(folder)
-                print(f"tokenizer trained in {time.time() - started:.1f} s: {folder}", flush=True)
+                print(f"tokenizer trained in {time.monotonic() - started:.1f} s: {folder}", flush=True)
     return Tokenizer.load(folder)
 
 
@@ -272,16 +277,34 @@ def say_what_is_not_read(corpus: Corpus) -> None:
 
 
 def prepare_for_training(
-    corpus: Corpus | str, vocab_size: int | None = None, tokens: int | None = None
+    corpus: Corpus | str,
+    vocab_size: int | None = None,
+    tokens: int | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Path:
     """The folder of the shards as soon as training can start: prepare() for a corpus on this machine.
 
     A corpus on the hub is left to scripts.data_prep, which may stay at work during the training: this waits
     for the validation set and the first WINDOW training shards. InputError where no process works on what is
     missing; it tells how to make `tokens` training tokens.
+
+    tokenizer: of a run that goes on. Where that of the corpus is another one by now, because its documents
+    have changed, the shards are written with this one.
     """
     if isinstance(corpus, str):
         corpus = open_corpus(corpus)
+    if tokenizer is not None:
+        vocab_size = vocab_size or tokenizer.vocab_size
+        its_own = tokenizer_folder(corpus, vocab_size)
+        is_there = its_own.exists()
+        if tokenizer.vocab_size != vocab_size:  # another vocabulary was asked for: the run will be refused
+            tokenizer = None
+        elif is_there and Tokenizer.load(its_own).hash == tokenizer.hash:
+            tokenizer = None
+        elif not is_there and corpus.needs_download:  # scripts.data_prep may be about to make it
+            tokenizer = None
+    if tokenizer is not None:
+        return prepare(corpus, tokenizer=tokenizer, max_tokens=tokens if corpus.needs_download else None)
     if not corpus.needs_download:
         return prepare(corpus, vocab_size)
     vocab_size = vocab_size or default_vocab_size(corpus.name)
@@ -403,7 +426,7 @@ class ShardWriter:
         self.encoded = {"train": [], "val": []}  # documents of the shards being filled
         self.encoded_bytes = 0  # of text
         self.files_done = 0
-        self.started = self.reported = time.time()
+        self.started = self.reported = time.monotonic()
 
     def run(self):
         pending = deque()  # (batch, future) in plan order
@@ -518,7 +541,7 @@ class ShardWriter:
         self.encoded_bytes += batch.size
         if batch.ends_shard:
             self.write(batch.kind, batch.place)
-        if time.time() - self.reported > 2:
+        if time.monotonic() - self.reported > 2:
             self.report()
 
     def write(self, kind, place):
@@ -544,7 +567,7 @@ class ShardWriter:
         self.files_done = place["file"]
 
     def report(self):
-        self.reported = time.time()
+        self.reported = time.monotonic()
         megabytes = self.encoded_bytes / 1e6
         rate = megabytes / (self.reported - self.started)
         shards = len(self.manifest["train"])

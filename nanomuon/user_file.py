@@ -15,14 +15,15 @@ from nanomuon.runtime import InputError
 OURS = (nanomuon.param_groups, nanomuon.schedule, recipe.schedule)
 
 
-def load_recipe(file):
+def load_recipe(file, source: bytes | None = None):
     """(build, schedule or None) of a user's Python file.
 
     The file defines `param_groups(model)`, a list of groups for MuonAdamW, or `build_optimizer(model)`, any
     torch.optim.Optimizer; and if it likes `schedule(group, step, steps)`. None where it has no schedule: that
-    of the recipe is meant. InputError where there is no such file or function, or the file does not run.
+    of the recipe is meant. source: what was read of the file before; this runs, whatever it holds by now.
+    InputError where there is no such file or function, or the file does not run.
     """
-    module = run_file(file)
+    module = run_file(file, read_source(file) if source is None else source)
     groups = own_function(file, module, "param_groups")
     optimizer = own_function(file, module, "build_optimizer")
     schedule = own_function(file, module, "schedule")
@@ -41,14 +42,20 @@ def load_recipe(file):
     return groups or optimizer, schedule
 
 
-def run_file(file):
-    """The module that a Python file makes; InputError, with the line of the file, where it does not run."""
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    if spec is None or not Path(file).is_file():
+def read_source(file) -> bytes:
+    """The text of a Python file; InputError where there is none."""
+    if not str(file).endswith(".py") or not Path(file).is_file():
         raise InputError(f"{file}: no such Python file")
+    return Path(file).read_bytes()
+
+
+def run_file(file, source: bytes):
+    """The module that the text of a Python file makes; InputError, with the line, where it does not run."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        # Not by the loader of the module, which takes what an earlier import has left in __pycache__
+        exec(compile(source, str(file), "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         line = line_of(error, file)
         raise InputError(f"{file} line {line}: {type(error).__name__}: {error}") from error

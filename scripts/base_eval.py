@@ -1,6 +1,7 @@
-"""Bits per byte of a finished run on the whole validation set of its corpus.
+"""Bits per byte of a finished run on the whole validation set of its corpus, or of another one.
 
 python -m scripts.base_eval --run base
+python -m scripts.base_eval --run /some/folder --corpus path:my_texts   # a run from elsewhere
 torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run base
 """
 
@@ -8,13 +9,12 @@ import argparse
 
 import torch
 
-from nanomuon import shards, sizing
-from nanomuon.arguments import add_dtype_argument
+from nanomuon import sizing
+from nanomuon.arguments import add_dtype_argument, add_run_argument
 from nanomuon.dataloader import validation_batches
 from nanomuon.evaluate import bits_per_byte
-from nanomuon.finished_run import load_run
-from nanomuon.runtime import InputError, check_at_least_1, first_rank_first, print0, run_command, start
-from nanomuon.tokenizer import Tokenizer
+from nanomuon.finished_run import load_run, validation_folder
+from nanomuon.runtime import check_at_least_1, first_rank_first, print0, run_command, start
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -23,7 +23,8 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--run", default="base", help="name of a finished run (default: %(default)s)")
+    add_run_argument(parser)
+    parser.add_argument("--corpus", help="whose validation set to evaluate on (default: that of the run)")
     parser.add_argument(
         "--device-batch-size", type=int, default=16, help="rows at a time (default: %(default)s)"
     )
@@ -32,10 +33,8 @@ def main(argv: list[str] | None = None) -> None:
     check_at_least_1(args, "device_batch_size")
     runtime = sizing.choose_dtype(args.dtype, start(), {})
     model, tokenizer, about = load_run(args.run, runtime)
-    corpus, vocab_size = about["corpus"], tokenizer.vocab_size
-    folder = first_rank_first(lambda: shards.prepare(corpus, vocab_size, max_tokens=0), runtime)
-    if Tokenizer.load(folder / "tokenizer").hash != tokenizer.hash:
-        raise InputError(f"{folder} was made with another tokenizer than run {args.run}: delete that folder")
+    corpus = args.corpus or about["corpus"]
+    folder = first_rank_first(lambda: validation_folder(corpus, tokenizer, about), runtime)
     batches = validation_batches(
         folder, model.config.seq_len, args.device_batch_size, runtime.rank, runtime.world_size, runtime.device
     )

@@ -16,12 +16,15 @@ import contextlib
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from nanomuon import fp8, guards, parallel, run_folder, shards, sizing
-from nanomuon.arguments import add_step_arguments, check_not_negative, check_step_arguments
+from nanomuon import fp8, guards, parallel, provenance, run_folder, shards, sizing, user_file
+from nanomuon.arguments import RECIPE_FLAGS, add_step_arguments, check_not_negative, check_step_arguments
 from nanomuon.compilation import choose_compilation
+from nanomuon.corpus import open_corpus
+from nanomuon.finished_run import MissingTokenizer, load_tokenizer
 from nanomuon.moe import balance_
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.planning import duration, plan_run, print_plan
@@ -29,6 +32,7 @@ from nanomuon.qk_clip import clip_
 from nanomuon.run import Run, finish, give_up, start_run
 from nanomuon.runtime import (
     InputError,
+    Runtime,
     check_at_least_1,
     check_name,
     first_rank_first,
@@ -39,7 +43,6 @@ from nanomuon.runtime import (
     start,
     together,
 )
-from nanomuon.tokenizer import Tokenizer
 
 EAGER_STEPS = 3  # before it is decided whether to compile, on a CPU
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
@@ -162,6 +165,9 @@ def main(argv: list[str] | None = None) -> int:
     resolved = resolve_arguments(argv)
     runtime = start()
     args, settings, changed = together(lambda: resolved)[0]  # one settings.json, read once
+    source = None
+    if args.optimizer_file:
+        source = together(lambda: user_file.read_source(args.optimizer_file))[0]
     if args.deterministic:
         make_deterministic()
     choose_compilation(args, runtime.device.type)
@@ -178,10 +184,10 @@ def main(argv: list[str] | None = None) -> int:
     folder = run_folder.folder_of(args.run)
     run_folder.check_writable(folder)
     with run_folder.held(folder, runtime.rank):
-        data = first_rank_first(
-            lambda: shards.prepare_for_training(args.corpus, args.vocab_size, plan.tokens), runtime
+        data, recorded, accepted = first_rank_first(
+            lambda: prepare_data(args, settings, source, plan.tokens, runtime), runtime
         )
-        tokenizer = Tokenizer.load(data / "tokenizer")
+        tokenizer = load_tokenizer(data / "tokenizer", shards.read_manifest(data)["tokenizer"], runtime.rank)
         plan = plan_run(args, tokenizer.vocab_size, runtime, measured)
         config = plan.config
         if settings:
@@ -196,13 +202,35 @@ def main(argv: list[str] | None = None) -> int:
         plan = replace(plan, config=config)
         defined = run_folder.definition(args, plan, tokenizer)
         if args.resume != "never":
-            run_folder.check_definition(folder, defined)
+            run_folder.check_definition(folder, defined, args.accept_changes)
         if args.resume == "auto" and run_folder.is_complete(folder, plan.steps):
             return 0
-        run = start_run(args, runtime, plan, data, defined, measured, changed)
+        provenance.check_optimizer_file(settings, args, folder)
+        run = start_run(args, runtime, plan, data, defined, measured, recorded, source, changed, accepted)
         with guards.Watchdog() as watchdog:
             code = train(run, watchdog)
         return finish(run) if code is None else code
+
+
+def prepare_data(
+    args: argparse.Namespace, settings: dict, source: bytes | None, tokens: int, runtime: Runtime
+) -> tuple[Path, dict, list[str]]:
+    """(folder of the shards, what the run is trained on and with, what of that was accepted as a change).
+
+    settings: of a run that goes on, whose tokenizer the shards are written with, else {}. source: the text of
+    the --optimizer-file. tokens: how many to train on. InputError where what the run trains on has changed.
+    """
+    folder = run_folder.folder_of(args.run)
+    corpus = open_corpus(args.corpus)
+    recorded = provenance.record(corpus, args, source, runtime)
+    accepted = run_folder.check_data(folder, settings, recorded, args.accept_changes)
+    tokenizer = None
+    if settings:
+        # Where it is lost the corpus's may still be the same: the definition of the run will tell
+        with contextlib.suppress(MissingTokenizer):
+            tokenizer = load_tokenizer(folder / "tokenizer", settings.get("tokenizer"), runtime.rank)
+    data = shards.prepare_for_training(corpus, args.vocab_size, tokens, tokenizer)
+    return data, recorded, accepted
 
 
 def print_progress(row: dict, steps: int, median_ms: float) -> None:
@@ -227,7 +255,10 @@ def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, dict,
         check_arguments(args)
         return args, {}, []
 
-    before = settings["options"]
+    before = {}
+    for name, value in settings["options"].items():
+        if name not in run_folder.OF_THE_LAUNCH:  # earlier versions kept, say, the name of the optimizer file
+            before[name] = value
     remembered = dict(before)
     # A ratio that is given anew decides the number of steps, in place of the number that is remembered
     unless_given = {"target_param_data_ratio": None}
@@ -238,8 +269,9 @@ def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, dict,
     args.resume = resume
     check_arguments(args)
     changed = []
+    unused = RECIPE_FLAGS if args.optimizer_file else ()
     for name, value in before.items():
-        if getattr(args, name) != value:
+        if getattr(args, name) != value and name not in unused:
             changed.append(f"--{name.replace('_', '-')} {getattr(args, name)} (was {value})")
     return args, settings, changed
 
@@ -326,6 +358,11 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
     )
     add("--save-minutes", type=float, default=-1, help="minutes between checkpoints, -1: off (%(default)s)")
     add("--keep-last", type=int, default=2, help="how many checkpoints to keep (default: %(default)s)")
+    add(
+        "--accept-changes",
+        action="store_true",
+        help="go on with a run whose corpus or optimizer file is another one by now",
+    )
     add(
         "--resume",
         default="auto",

@@ -7,7 +7,7 @@ python -m scripts.sample --run base --samples 3 --temperature 0.6
 import argparse
 
 from nanomuon import sizing
-from nanomuon.arguments import add_dtype_argument
+from nanomuon.arguments import add_dtype_argument, add_run_argument
 from nanomuon.finished_run import load_run
 from nanomuon.generate import sample_texts
 from nanomuon.runtime import InputError, check_at_least_1, run_command, start
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--run", default="base", help="name of a finished run (default: %(default)s)")
+    add_run_argument(parser)
     parser.add_argument("--prompt", default="", help="how the document begins (default: nothing)")
     parser.add_argument("--samples", type=int, default=1, help="how many (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=128, help="length of each (default: %(default)s)")

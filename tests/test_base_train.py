@@ -14,11 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanomuon import locks
+from nanomuon import locks, shards
+from nanomuon.corpus import open_corpus
 from nanomuon.gpt import GPT
 from nanomuon.report import read_metrics
 from nanomuon.runtime import InputError, run_command
+from nanomuon.tokenizer import Tokenizer
 from scripts import base_eval, base_train, sample
+from tests.texts import TOKENIZER
 from tests.training import Ranks, arguments, launch, losses, wait_until
 
 pytestmark = pytest.mark.usefixtures("environment")
@@ -73,7 +76,18 @@ def test_a_finished_run_has_everything(whole_run, capsys):
         "checkpoints/step_40",
     ):
         assert (whole_run / name).exists(), name
-    assert str(summary["val_bpb"]) in (whole_run / "report.md").read_text()
+    text = (whole_run / "report.md").read_text()
+    assert str(summary["val_bpb"]) in text
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    if head:  # tests also run where there is no git
+        assert f"| commit | {head} |" in text and "| clean_tree | " in text
+    assert f"| torch | {torch.__version__.split('+')[0]}" in text and "| threads | " in text
+    revision = json.loads((whole_run / "config.json").read_text())["meta"]["revision"]
+    assert revision == open_corpus(f"path:{whole_run.parents[1]}/texts").revision
+    assert f"| revision | {revision} |" in text
+    used = [line.split(" | ")[0] for line in text.split("## Settings")[1].split("##")[0].splitlines()]
+    assert {"| matrix_lr", "| eval_tokens", "| depth"} <= set(used)
+    assert not {"| experts_per_token", "| comm_dtype", "| plan", "| resume"} & set(used)
     assert not list(whole_run.rglob("*.tmp")) and not list(whole_run.rglob("*.pt")) + list(
         whole_run.rglob("*.pkl")
     )
@@ -303,6 +317,67 @@ def test_a_run_with_another_tokenizer_is_refused(base, whole_run, tmp_path):
     (stranger / "config.json").write_text(json.dumps(settings))
     with pytest.raises(InputError, match="not the one the model was trained with"):
         sample.main(["--run", "stranger"])
+
+
+def test_a_shared_run_is_evaluated_and_sampled_by_path(base, whole_run, tmp_path, monkeypatch, capsys):
+    """On a machine that knows nothing of it, and whose tokenizer of the same corpus is another."""
+    shared = tmp_path / "shared"
+    shutil.copytree(whole_run, shared, ignore=shutil.ignore_patterns("checkpoints"))
+    val_bpb = json.loads((whole_run / "summary.json").read_text())["val_bpb"]
+    words = "--prompt abc --max-tokens 20".split()
+    sample.main(["--run", "whole", *words])
+    text = capsys.readouterr().out
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "elsewhere"))
+    sample.main(["--run", str(shared), *words])
+    assert capsys.readouterr().out == text
+
+    corpus = open_corpus(f"path:{base}/texts")
+    TOKENIZER.save(shards.tokenizer_folder(corpus, 300))
+    shards.prepare(corpus, 300)
+    base_eval.main(["--run", str(shared), "--dtype", "float32"])
+    assert f"val_bpb: {val_bpb:.4f}\n" in capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="the folder here is --run ./shared"):
+        base_eval.main(["--run", "shared"])
+    config = json.loads((shared / "config.json").read_text())
+    config["meta"]["corpus"] = "path:/no/such/texts"
+    (shared / "config.json").write_text(json.dumps(config))
+    base_eval.main(["--run", "./shared", "--dtype", "float32"])  # the shards are still there
+    assert f"val_bpb: {val_bpb:.4f}\n" in capsys.readouterr().out
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "third"))
+    with pytest.raises(InputError, match="no such file or folder; --corpus NAME evaluates"):
+        base_eval.main(["--run", "./shared"])
+    shutil.copytree(base / "texts", tmp_path / "same texts")
+    base_eval.main(["--run", "./shared", "--dtype", "float32", "--corpus", "path:same texts"])
+    assert f"val_bpb: {val_bpb:.4f}\n" in capsys.readouterr().out
+
+
+def test_a_missing_tokenizer_is_restored_or_refused(base, whole_run, tmp_path, monkeypatch, capsys):
+    bald = base / "runs" / "bald"
+    shutil.copytree(whole_run, bald)
+    expected = Tokenizer.load(whole_run / "tokenizer").hash
+    monkeypatch.setattr(base_train, "finish", lambda run: 0)  # as if stopped: nothing of it matters here
+
+    def sample_it():
+        sample.main("--run bald --max-tokens 2".split())
+
+    def train_it():
+        assert base_train.main(arguments(base, "bald", 41)) == 0
+
+    for command in (sample_it, train_it):
+        shutil.rmtree(bald / "tokenizer")
+        command()
+        assert f"{bald}/tokenizer is missing: restored" in capsys.readouterr().out
+        assert Tokenizer.load(bald / "tokenizer").hash == expected
+    for folder in base.glob("shards/*/tokenizer"):
+        shutil.rmtree(folder)
+    assert base_train.main(arguments(base, "bald", 42)) == 0
+
+    shutil.copytree(bald, tmp_path / "alone", ignore=shutil.ignore_patterns("tokenizer", "checkpoints"))
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "nothing"))
+    with pytest.raises(InputError, match=f"alone/tokenizer is missing, and nothing.*{expected}"):
+        sample.main(["--run", f"{tmp_path}/alone"])
 
 
 def test_unfinished_runs_are_named(base):

@@ -109,6 +109,28 @@ def test_the_picture_is_drawn_for_runs_of_any_length(tmp_path, steps):
     assert png_size(tmp_path / "loss.png") == (1800, 1120)
 
 
+@pytest.mark.parametrize("on_the_way", [False, True])
+def test_a_line_joins_evaluations_of_the_same_text_only(tmp_path, monkeypatch, on_the_way):
+    """All of the set may be harder than its beginning: joined, the run would seem to diverge at its end."""
+    log = report.MetricsLog(tmp_path / "metrics.jsonl")
+    values = [1.5, 1.2, 1.1, 1.3]
+    for step, value in enumerate(values, 1):
+        whole_set = on_the_way or step == len(values)
+        log.log({"step": step, "tokens": step, "val_bpb": value, "whole_set": whole_set})
+    log.close()
+    figures = []
+    monkeypatch.setattr(report, "_save", lambda figure, image: figures.append(figure))
+    report.plot_run(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    axis = figures[0].axes[1]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axis.lines if len(line.get_ydata())}
+    if on_the_way:
+        assert drawn == {"whole set": values}
+    else:
+        assert drawn == {"first part of the set": values[:-1], "whole set": values[-1:]}
+        legend = [text.get_text() for text in axis.get_legend().get_texts()]
+        assert legend == ["first part of the set", "whole set"]
+
+
 def test_gaps_in_the_loss_are_no_obstacle(tmp_path):
     log = report.MetricsLog(tmp_path / "metrics.jsonl")
     for step in range(1, 200):

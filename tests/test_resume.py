@@ -10,19 +10,20 @@ import signal
 import threading
 import time
 from collections import deque
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanomuon import checkpoint
+from nanomuon import checkpoint, provenance
 from nanomuon.gpt import GPT
 from nanomuon.guards import gradients_finite, is_spike
 from nanomuon.optim import MuonAdamW
 from nanomuon.runtime import InputError
 from scripts import base_train
-from tests.training import Ranks, arguments, launch, losses, rows, wait_until
+from tests.training import Ranks, arguments, launch, losses, rows, wait_until, write_corpus
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -373,6 +374,119 @@ def test_a_run_keeps_its_options_and_takes_new_ones_that_are_given(base, capsys)
     capsys.readouterr()
     assert base_train.main([*run, "--target-param-data-ratio", "0.006"]) == 0  # fewer steps than it has
     assert "run options is complete" in capsys.readouterr().out
+
+
+OPTIMIZER_FILE = """
+from pathlib import Path
+with open(Path(__file__).with_suffix(".ran"), "a") as ran:
+    ran.write("x")
+import torch
+def build_optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=RATE)
+def schedule(group, step, steps):
+    return {"lr": group["lr"]}
+"""
+
+
+def test_an_optimizer_file_runs_only_where_it_is_named(base, tmp_path, monkeypatch, capsys):
+    """Whatever settings.json says: the folder may come from somebody else."""
+    file, run_dir = tmp_path / "mine.py", base / "runs" / "filed"
+    file.write_text(OPTIMIZER_FILE.replace("RATE", "0.1"))
+    named = ("--optimizer-file", str(file))
+    finish = base_train.finish
+    monkeypatch.setattr(base_train, "finish", lambda run: 0)  # most reports are not looked at
+    ran = file.with_suffix(".ran")
+    assert base_train.main(arguments(base, "filed", 2, *named, *QUIET)) == 0
+    assert f"running {file}: 9 lines, SHA-256 {sha256(file.read_bytes()).hexdigest()[:12]}\n" in (
+        capsys.readouterr().out
+    )
+    assert (run_dir / "optimizer_file.py").read_bytes() == file.read_bytes()
+    assert ran.read_text() == "x"
+
+    settings = json.loads((run_dir / "settings.json").read_text())
+    assert settings["trained_on"]["optimizer_file_sha256"] == sha256(file.read_bytes()).hexdigest()
+    assert "optimizer_file" not in settings["options"]
+    monkeypatch.chdir(tmp_path)
+    for hostile in (settings, {**settings, "optimizer_file": None, "trained_on": None}):
+        hostile["options"] |= {"optimizer_file": "mine.py", "accept_changes": True}
+        (run_dir / "settings.json").write_text(json.dumps(hostile))
+        if hostile["optimizer_file"]:
+            with pytest.raises(InputError, match="code runs only where it is named: give --optimizer-file"):
+                base_train.main(arguments(base, "filed", 4, *QUIET))
+        else:  # nothing says that there is one: the recipe does not go on with its state
+            with pytest.raises(InputError, match="is of another model or optimizer"):
+                base_train.main(arguments(base, "filed", 4, *QUIET))
+    assert ran.read_text() == "x"
+    (run_dir / "settings.json").write_text(json.dumps(settings))
+
+    file.write_text(OPTIMIZER_FILE.replace("RATE", "0.2"))
+    with pytest.raises(InputError, match="mine.py' of SHA-256 .*optimizer_file.py.: --accept-changes"):
+        base_train.main(arguments(base, "filed", 4, *named, *QUIET))
+    assert ran.read_text() == "x"
+    capsys.readouterr()
+    monkeypatch.setattr(base_train, "finish", finish)
+    assert base_train.main(arguments(base, "filed", 4, *named, *QUIET, "--accept-changes")) == 0
+    assert (
+        "resuming run filed at step 2; --num-iterations 4 (was 2); optimizer file" in capsys.readouterr().out
+    )
+    earlier = (run_dir / "optimizer_file_until_step_2.py").read_text()
+    assert "lr=0.1" in earlier and "lr=0.2" in (run_dir / "optimizer_file.py").read_text()
+    text = (run_dir / "report.md").read_text()
+    assert (
+        "| changed | after step 2: optimizer file" in text and sha256(file.read_bytes()).hexdigest() in text
+    )
+    assert "| matrix_lr |" not in text and "| warmdown_ratio |" not in text and "| seed |" in text
+
+    moved = tmp_path / "moved.py"  # the text counts, not its name
+    file.rename(moved)
+    monkeypatch.setattr(base_train, "finish", lambda run: 0)
+    assert base_train.main(arguments(base, "filed", 5, "--optimizer-file", str(moved), *QUIET)) == 0
+
+
+def test_a_changed_corpus_is_refused_unless_that_is_accepted(base, tmp_path, monkeypatch, capsys):
+    write_corpus(tmp_path / "texts")
+    corpus = ("--corpus", f"path:{tmp_path}/texts", *QUIET)
+    run_dir = base / "runs" / "grown-corpus"
+    finish = base_train.finish
+    monkeypatch.setattr(base_train, "finish", lambda run: 0)  # most reports are not looked at
+    assert base_train.main(arguments(base, "grown-corpus", 2, *corpus)) == 0
+    before = (run_dir / "settings.json").read_bytes()
+    tokenizer = json.loads(before)["tokenizer"]
+    for number in range(16):  # their words make another tokenizer, too
+        (tmp_path / "texts" / f"more{number}.txt").write_text(f"lorem ipsum {number} " * 200)
+    with pytest.raises(
+        InputError, match="would go on with corpus .*/texts' of revision .*: --accept-changes"
+    ):
+        base_train.main(arguments(base, "grown-corpus", 4, *corpus))
+    assert (run_dir / "settings.json").read_bytes() == before and len(losses(base, "grown-corpus")) == 2
+
+    capsys.readouterr()
+    assert base_train.main(arguments(base, "grown-corpus", 4, *corpus, "--accept-changes")) == 0
+    output = capsys.readouterr().out
+    assert "resuming run grown-corpus at step 2; --num-iterations 4 (was 2); corpus" in output
+    settings = json.loads((run_dir / "settings.json").read_text())
+    assert settings["tokenizer"] == tokenizer and len(settings["changes"]) == 1
+
+    # It needs accepting once; other code and threads are said, and no reason to stop
+    commit = {"commit": "f" * 40, "clean_tree": False}
+    monkeypatch.setattr(provenance, "commit", lambda checkout: commit)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(base_train, "finish", finish)
+    assert base_train.main(arguments(base, "grown-corpus", 5, *corpus)) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "since the last launch" in line]
+    assert f"commit {'f' * 12}, which was" in line and "threads 7, which was" in line
+    assert "torch" not in line
+    assert "after step 4: threads 7, which was" in (run_dir / "report.md").read_text()
+
+    for key in ("trained_on", "trained_with", "changes"):  # as an earlier version wrote it
+        del settings[key]
+    (run_dir / "settings.json").write_text(json.dumps(settings))
+    monkeypatch.setattr(base_train, "finish", lambda run: 0)
+    assert base_train.main(arguments(base, "grown-corpus", 6, *corpus)) == 0
+    output = capsys.readouterr().out
+    assert output.count("run grown-corpus has no record of what it was trained on") == 1
+    assert "resuming run grown-corpus at step 5; --num-iterations 6 (was 4)\n" in output
+    assert "since the last" not in output
 
 
 @pytest.mark.slow

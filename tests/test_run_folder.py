@@ -1,17 +1,20 @@
 """The folder of a run: what it remembers, and what it refuses."""
 
 import json
+import subprocess
 
 import pytest
 import torch
 
-from nanomuon import planning, run_folder, sizing
-from nanomuon.finished_run import record_stages
+from nanomuon import planning, provenance, run_folder, sizing
+from nanomuon.corpus import Corpus
+from nanomuon.finished_run import find_run, record_stages
 from nanomuon.locks import being_written
 from nanomuon.runtime import InputError, Runtime
 from scripts import base_train
 
 DEFINED = {"corpus": "python", "depth": 2, "seed": 0}
+RECORDED = {"trained_on": {"revision": "1"}, "trained_with": {"threads": 1}, "changes": []}
 
 
 def write(run_dir, *flags):
@@ -19,7 +22,7 @@ def write(run_dir, *flags):
     args = base_train.parse_arguments(flags, {})
     plan = planning.plan_run(args, 256, Runtime(torch.device("cpu"), torch.float32), {})
     run_dir.mkdir(exist_ok=True)
-    run_folder.write_settings(run_dir, DEFINED, args, plan, {"device_batch_size": 2})
+    run_folder.write_settings(run_dir, DEFINED, args, plan, {"device_batch_size": 2}, RECORDED)
 
 
 def test_settings_hold_what_defines_the_run_and_what_it_remembers(tmp_path):
@@ -69,6 +72,60 @@ def test_a_run_is_complete_up_to_the_steps_it_has(tmp_path, capsys):
     (tmp_path / "summary.json").write_text(json.dumps({"val_bpb": 1.5, "steps": 10}))
     assert run_folder.is_complete(tmp_path, 10) and not run_folder.is_complete(tmp_path, 11)
     assert "is complete" in (output := capsys.readouterr().out) and "val_bpb: 1.5" in output
+
+
+def test_a_run_is_named_or_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "runs" / "mine"
+    assert (
+        find_run("mine") == find_run(str(mine)) == find_run("runs/mine") == find_run("./runs/mine/") == mine
+    )
+    assert find_run("nobody") == tmp_path / "runs" / "nobody"  # what it lacks is for the reader to say
+    for run, message in (
+        ("/no/such", "--run /no/such: there is no such folder"),
+        ("runs", "the folder here is --run ./runs"),
+        ("", "is not a folder name"),
+        (".hidden", "is not a folder name"),
+    ):
+        with pytest.raises(InputError, match=message):
+            find_run(run)
+
+
+def test_the_commit_of_a_checkout_and_whether_it_is_clean(tmp_path):
+    assert provenance.commit(tmp_path) == {"commit": None, "clean_tree": None}
+
+    def git(*command):
+        identity = ["-c", "user.name=x", "-c", "user.email=x@y"]
+        ran = subprocess.run(["git", "-C", tmp_path, *identity, *command], capture_output=True, check=True)
+        return ran.stdout.decode().strip()
+
+    git("init")
+    assert provenance.commit(tmp_path) == {"commit": None, "clean_tree": None}  # nothing is committed
+    (tmp_path / "code.py").write_text("1")
+    git("add", "code.py")
+    git("commit", "-m", "first")
+    git("tag", "-a", "v1", "-m", "a name that is no hash")
+    head = git("rev-parse", "HEAD")
+    (tmp_path / "not_tracked").write_text("1")
+    assert provenance.commit(tmp_path) == {"commit": head, "clean_tree": True}
+    (tmp_path / "code.py").write_text("2")
+    assert provenance.commit(tmp_path) == {"commit": head, "clean_tree": False}
+    (tmp_path / "installed").mkdir()  # a package inside another project's folder
+    assert provenance.commit(tmp_path / "installed") == {"commit": None, "clean_tree": None}
+
+
+@pytest.mark.parametrize("damaged", [3, "text", [], {"corpus_folder": 7}, None])
+def test_a_record_of_other_types_is_no_traceback(damaged):
+    args = base_train.parse_arguments([], {})
+    runtime = Runtime(torch.device("cpu"), torch.float32)
+    now = provenance.record(Corpus("python", "1", "python-1", ()), args, None, runtime)
+    settings = {"trained_on": damaged, "trained_with": damaged, "changes": damaged}
+    for message in provenance.changes_of_data(settings, now) + provenance.changes_of_tools(settings, now):
+        assert "which was" in message
+    assert provenance.earlier_changes(settings) == []
+    assert provenance.changes_of_data(now, now) == provenance.changes_of_tools(now, now) == []
 
 
 def test_the_last_time_of_a_stage_counts(tmp_path):

@@ -322,6 +322,13 @@ def test_data_prep_command(tmp_path, capsys):
     assert time.monotonic() - began < 2
 
 
+def test_a_clock_that_is_set_back_shows_in_no_time(tmp_path, monkeypatch, capsys):
+    hours = iter(range(10_000, 0, -1))
+    monkeypatch.setattr(time, "time", lambda: 3600.0 * next(hours))
+    prepare(write_corpus(tmp_path / "texts", random_texts(200)), 300)
+    assert re.search(r"tokenizer trained in \d+\.\d s", capsys.readouterr().out)
+
+
 def test_data_bench_command(tmp_path, monkeypatch, capsys):
     from scripts import data_bench
 
