@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nanomuon import checkpoint, export, parallel, recipe, report, run_folder, user_file
+from nanomuon import checkpoint, export, hf_export, parallel, recipe, report, run_folder, user_file
 from nanomuon.arguments import COMM_DTYPES
 from nanomuon.compilation import compile_model, decide_compilation
 from nanomuon.dataloader import TrainLoader, validation_batches
@@ -319,4 +319,5 @@ def write_report(run: Run, val_bpb: float, evaluation_seconds: float) -> None:
     for key, value in options.items():
         if key not in settings and value is not None:
             settings[key] = value
+    hf_export.export_at_the_end(run.folder, summary)
     write_results(run.folder, settings, summary, samples, seconds)
