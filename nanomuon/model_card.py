@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from nanomuon.corpus import PRESETS
 from nanomuon.gpt import GPTConfig
 from nanomuon.planning import meta_model
 
@@ -89,7 +90,7 @@ def model_card(run_dir: Path, config: GPTConfig, about: dict, summary: dict, dty
 
 
 def data_sentence(corpus: str) -> str:
-    kind, _, place = corpus.partition(":")
+    kind, _, place = PRESETS.get(corpus, corpus).partition(":")
     if kind == "hf":
         return f"The data set `{place}` of the Hugging Face hub."
     if kind == "path":  # the rest of the path is of no use to others
