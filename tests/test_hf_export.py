@@ -1,5 +1,6 @@
 """An exported run in the hands of transformers and tokenizers: the same numbers, the same token ids."""
 
+import importlib.util
 import json
 import os
 import random
@@ -318,3 +319,66 @@ def test_what_goes_wrong_at_the_end_of_a_run_is_told_and_no_more(tmp_path, capsy
     told = capsys.readouterr().out.splitlines()
     assert len(told) == 3 and "it would take 0.0 GB" in told[1] and "holds no finished model" in told[2]
     assert all("python -m scripts.export --run mine --to FOLDER writes it" in line for line in told[1:])
+
+
+TASK = """
+task: two_choices
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {items}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{context}}}}"
+doc_to_choice: choices
+doc_to_target: answer
+target_delimiter: " "
+metric_list:
+  - metric: acc
+"""
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_lm_eval_finds_the_likelihoods_that_the_model_here_gives(exported, tmp_path):
+    if importlib.util.find_spec("lm_eval") is None:
+        pytest.skip("lm_eval is not installed (extra peers)")
+    ours, folder = exported["windows and groups"]
+    rng = random.Random(0)
+    items = []
+    for _ in range(40):
+        context = " ".join(rng.choices(["def", "return", "import", "self", "été"], k=3))
+        choices = rng.sample(["value", "for in the", "12 345", "'text'"], k=2)
+        items.append({"context": context, "choices": choices, "answer": rng.randrange(2)})
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    (tmp_path / "two_choices.yaml").write_text(TASK.format(items=tmp_path / "items.jsonl"))
+
+    command = [
+        *(sys.executable, "-m", "lm_eval", "--model", "hf"),
+        *("--model_args", f"pretrained={folder},trust_remote_code=True"),
+        *("--tasks", "two_choices", "--include_path", str(tmp_path)),
+        *("--device", "cpu", "--batch_size", "8", "--log_samples", "--output_path", str(tmp_path / "out")),
+    ]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    environment = {**os.environ, **offline}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+    [samples] = tmp_path.glob("out/**/samples_two_choices*.jsonl")
+    right = 0
+    for line in samples.read_text().splitlines():
+        sample = json.loads(line)
+        likelihoods = []
+        for choice in sample["doc"]["choices"]:
+            context = [TOKENIZER.bos_id, *TOKENIZER.encode(sample["doc"]["context"])]
+            whole = [TOKENIZER.bos_id, *TOKENIZER.encode(f"{sample['doc']['context']} {choice}")]
+            assert whole[: len(context)] == context
+            logs = ours(torch.tensor([whole[:-1]])).log_softmax(-1)[0]
+            positions = range(len(context) - 1, len(whole) - 1)
+            likelihoods.append(sum(logs[i, whole[i + 1]].item() for i in positions))
+        found = [float(likelihood) for [[likelihood, _]] in sample["resps"]]
+        assert found == pytest.approx(likelihoods, abs=1e-3)
+        right += likelihoods.index(max(likelihoods)) == sample["doc"]["answer"]
+    [results] = tmp_path.glob("out/**/results*.json")
+    accuracy = json.loads(results.read_text())["results"]["two_choices"]["acc,none"]
+    assert accuracy == pytest.approx(right / 40) and 0 < right < 40
