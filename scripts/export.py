@@ -34,7 +34,9 @@ def main(argv: list[str] | None = None) -> None:
     summary = {}
     if (run_dir / "summary.json").exists():
         summary = json.loads((run_dir / "summary.json").read_text())
-    dtype = args.dtype or summary.get("dtype", "float32")
+    dtype = args.dtype or summary.get("dtype")
+    if dtype not in hf_export.DTYPES:
+        dtype = "float32"
     hf_export.export_run(run_dir, folder, dtype, summary)
     for file in sorted(folder.iterdir()):
         print(f"{file.stat().st_size:13,}  {file.name}")
