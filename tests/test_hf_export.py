@@ -240,8 +240,8 @@ def test_a_pipeline_continues_text(exported):
 def test_several_files_of_bfloat16_make_the_same_model(exported, tmp_path, monkeypatch):
     _, folder = exported["experts"]
     monkeypatch.setattr(hf_export, "SHARD_BYTES", 50_000)
-    run_dir = folder.parent.parent / "runs" / folder.name
-    hf_export.export_run(run_dir, tmp_path / "shards", "bfloat16", summary={})
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(folder.parent.parent))
+    export.main(["--run", "experts", "--to", str(tmp_path / "shards"), "--dtype", "bfloat16"])
     files = sorted(tmp_path.glob("shards/*.safetensors"))
     assert len(files) > 3 and files[1].name == f"model-00002-of-{len(files):05d}.safetensors"
     tensors = [tensor for file in files for tensor in load_file(file).values()]
@@ -262,6 +262,7 @@ export.main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow  # seconds to import torch
 def test_the_command_needs_neither_library(exported, tmp_path):
     _, folder = exported["plain"]
     base = folder.parent.parent
