@@ -23,6 +23,7 @@ from nanomuon.qk_clip import record_largest_
 GATE_INPUTS = 32  # the value gate reads this many residual channels
 # Share of the context that S meant in configs that were written before short_window was part of them
 EARLIER_SHORT_WINDOW = 0.5
+ROPE_BASE = 10_000.0  # of the angles' geometric series, arXiv 2104.09864
 TAPS = 4  # tokens that the convolution of an MLP's input spans, its own included
 
 
@@ -315,10 +316,10 @@ class GPT(nn.Module):
         self.lm_head.weight.normal_(0, 0.001, generator=generator)
         self._fill_rope()
 
-    def _fill_rope(self, base: float = 10_000.0) -> None:
+    def _fill_rope(self) -> None:
         positions = torch.arange(self.cos.size(0), device=self.cos.device)
         pairs = torch.arange(self.cos.size(-1), device=self.cos.device, dtype=torch.float32)
-        angles = torch.outer(positions, base ** (-pairs / pairs.numel()))  # (T, D/2)
+        angles = torch.outer(positions, ROPE_BASE ** (-pairs / pairs.numel()))  # (T, D/2)
         self.cos.copy_(angles.cos()[:, None])
         self.sin.copy_(angles.sin()[:, None])
 

@@ -18,7 +18,18 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nanomuon import checkpoint, export, parallel, provenance, recipe, report, run_folder, shards, user_file
+from nanomuon import (
+    checkpoint,
+    export,
+    hf_export,
+    parallel,
+    provenance,
+    recipe,
+    report,
+    run_folder,
+    shards,
+    user_file,
+)
 from nanomuon.arguments import COMM_DTYPES, SCHEDULE_FLAGS, unused_flags
 from nanomuon.compilation import compile_model, decide_compilation
 from nanomuon.dataloader import TrainLoader, validation_batches
@@ -363,4 +374,5 @@ def write_report(run: Run, val_bpb: float, evaluation_seconds: float) -> None:
     for key in [*run.defined, *options]:
         if options[key] is not None and key not in run.unused:
             settings[key] = options[key]
+    hf_export.export_at_the_end(run.folder, summary)
     write_results(run.folder, settings, summary, samples, seconds, provenance.table(run.recorded))

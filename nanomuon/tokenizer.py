@@ -148,7 +148,7 @@ class Tokenizer:
         no text.
         """
         try:
-            pieces = [self._bpe.encode_to_numpy(piece, disallowed_special=()) for piece in _pieces(text)]
+            pieces = [self._bpe.encode_to_numpy(piece, disallowed_special=()) for piece in in_pieces(text)]
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"cannot encode the lone surrogate {text[error.start]!a} at character {error.start}: "
@@ -169,7 +169,7 @@ class Tokenizer:
         return self._bpe.decode(ids)
 
 
-def _pieces(text: str):
+def in_pieces(text: str):
     """Yield the text in pieces of at most PIECE characters, each up to the last line end in its reach."""
     start = 0
     while len(text) - start > PIECE:

@@ -74,6 +74,8 @@ def test_a_finished_run_has_everything(whole_run, capsys):
         "config.json",
         "tokenizer",
         "checkpoints/step_40",
+        "hf/model.safetensors",
+        "hf/modeling_nanomuon.py",
     ):
         assert (whole_run / name).exists(), name
     text = (whole_run / "report.md").read_text()

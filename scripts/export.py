@@ -1,0 +1,47 @@
+"""Write a finished run as a folder that the transformers library loads.
+
+python -m scripts.export --run base --to my_model
+python -m scripts.export --run base --to my_model --dtype bfloat16
+
+AutoModelForCausalLM.from_pretrained("my_model", trust_remote_code=True) then runs the folder's Python file,
+modeling_nanomuon.py. Writing the folder, and loading the run with this repo, runs no code from it.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from nanomuon import hf_export, run_folder
+from nanomuon.runtime import run_command
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--run", default="base", help="name of a finished run (default: %(default)s)")
+    parser.add_argument("--to", required=True, metavar="FOLDER", help="a new folder")
+    parser.add_argument(
+        "--dtype",
+        choices=list(hf_export.DTYPES),
+        help="of the weights (default: what the run computed in; float32 is what was trained)",
+    )
+    args = parser.parse_args(argv)
+    folder = Path(args.to)
+    run_dir = run_folder.folder_of(args.run)
+    summary = {}
+    if (run_dir / "summary.json").exists():
+        summary = json.loads((run_dir / "summary.json").read_text())
+    dtype = args.dtype or summary.get("dtype")
+    if dtype not in hf_export.DTYPES:
+        dtype = "float32"
+    hf_export.export_run(run_dir, folder, dtype, summary)
+    for file in sorted(folder.iterdir()):
+        print(f"{file.stat().st_size:13,}  {file.name}")
+    print(f"export: {folder} ({dtype})")
+
+
+if __name__ == "__main__":
+    run_command(main)
