@@ -27,8 +27,14 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanomuon.read_json import LARGE, ListOf, OrNull, Record, Text, read_json
 from nanomuon.runtime import InputError, base_dir, write_json
 
+# What is remembered of a corpus: how its records are read; of one on the hub also where and what it is
+RECORD = Record(
+    {"text_field": OrNull(Text()), "separator": OrNull(Text())},
+    {"revision": Text(), "repo": OrNull(Text()), "files": ListOf(Text())},
+)
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 HUB_SUFFIXES = SUFFIXES + (".json", ".json.gz", ".json.zst")  # JSON lines too, as a rule of the hub
 PRESETS = {
@@ -238,10 +244,9 @@ def _readable(name) -> str:
 def _recall(name, **options) -> dict:
     """What is remembered of a corpus, with the options that are given; written back where they change it."""
     folder = base_dir() / "corpus" / f"{_readable(name.replace(':', '-'))}-{_digest(name)[:8]}"
-    try:
-        record = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        record = {"text_field": None, "separator": None}
+    record = {"text_field": None, "separator": None}
+    if (folder / "corpus.json").exists():
+        record = read_json(folder / "corpus.json", RECORD, LARGE, advice=f"remove {folder}")
     given = {key: value for key, value in options.items() if value is not None}
     if any(record.get(key) != value for key, value in given.items()):
         record |= given

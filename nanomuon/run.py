@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nanomuon import checkpoint, export, parallel, recipe, report, run_folder, user_file
+from nanomuon import checkpoint, export, parallel, recipe, report, run_folder, shards, user_file
 from nanomuon.arguments import COMM_DTYPES
 from nanomuon.compilation import compile_model, decide_compilation
 from nanomuon.dataloader import TrainLoader, validation_batches
@@ -27,10 +27,14 @@ from nanomuon.finished_run import sample_run, summarize, write_results
 from nanomuon.fp8 import train_in_fp8
 from nanomuon.gpt import GPT
 from nanomuon.optim import MuonAdamW
-from nanomuon.planning import Plan, print_plan
+from nanomuon.planning import Plan, meta_model, print_plan
 from nanomuon.qk_clip import watch_
+from nanomuon.read_json import Record, Whole, check
 from nanomuon.runtime import InputError, Runtime, compile_enabled, print0
-from nanomuon.tokenizer import Tokenizer
+
+# What a checkpoint of a run says beside its tensors
+LOADER_STATE = Record({"epoch": Whole(), "window": Whole(), "row": Whole()}, others=None)
+CHECKPOINT_META = Record({"step": Whole(), "skipped_steps": Whole(), "loader": LOADER_STATE})
 
 
 @dataclass
@@ -150,11 +154,14 @@ def start_run(
     sizing.recalled. changed: in words, what this launch does otherwise than the one before.
     """
     folder = run_folder.folder_of(args.run)
-    tokenizer = Tokenizer.load(data / "tokenizer")
+    tokenizer = shards.open_tokenizer(data)
     seq_len = plan.config.seq_len
     if runtime.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(runtime.device)  # what measurements took does not count
 
+    found = checkpoint.find(folder, args.resume)
+    if found:
+        checkpoint.check_model_fits(found, meta_model(plan.config))  # before that much memory is asked for
     mesh = None
     if runtime.world_size > 1 and (args.shard == "fsdp" or args.tensor_parallel > 1):
         mesh = parallel.device_mesh(runtime.device.type, plan.data_parallel, args.tensor_parallel)
@@ -173,9 +180,9 @@ def start_run(
 
     step, skipped = 0, 0
     resumed_step, loader_state = None, None
-    found = checkpoint.find(folder, args.resume)
     if found:
         meta = checkpoint.load(found, model, optimizer)
+        check(meta, CHECKPOINT_META, f"{found}/manifest.json, meta")
         step = resumed_step = meta["step"]
         skipped, loader_state = meta["skipped_steps"], meta["loader"]
         print0("; ".join([f"resuming run {args.run} at step {step}", *changed]))
@@ -269,7 +276,7 @@ def finish(run: Run) -> int:
     """
     began = time.perf_counter()
     last = run.evaluations.get(run.plan.steps)
-    if last is not None and last["whole_set"]:
+    if last is not None and last.get("whole_set"):
         val_bpb = last["val_bpb"]  # None where it was not finite, as JSON has no such numbers
     else:
         val_bpb = run.evaluate(None)
