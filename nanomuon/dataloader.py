@@ -325,6 +325,8 @@ def _manifest(folder):
 
 def _open(folder, manifest, kind, window=0):
     entries = manifest[kind][window * WINDOW : (window + 1) * WINDOW]
+    if not entries:
+        raise InputError(f"{folder}/manifest.json: {kind} names no shard: run scripts.data_prep")
     opened = open_shards(folder, manifest, entries)
     for shard in opened:  # all of it is read soon anyway
         if len(shard.tokens) and shard.tokens.max() >= manifest["bos_id"]:

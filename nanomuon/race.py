@@ -216,7 +216,7 @@ def choose_dtype(asked, folder):
     this device multiplies best.
     """
     file = folder / "task.json"
-    if asked == "auto" and file.exists():
+    if asked == "auto" and os.path.lexists(file):
         asked = read_json(file, TASK).get("dtype", asked)
     return sizing.choose_dtype(asked, start(), {}).dtype_name
 
@@ -224,7 +224,7 @@ def choose_dtype(asked, folder):
 def check_setup(folder, setup):
     """Write the setup of a new race; refuse runs with different data or another model in one that exists."""
     file = folder / "task.json"
-    if not file.exists():
+    if not os.path.lexists(file):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, setup)
     before = read_json(file, TASK)

@@ -7,6 +7,7 @@ import argparse
 import functools
 import gc
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -139,6 +140,22 @@ def build_optimizer(
     return optimizer, schedule
 
 
+def check_room(model: GPT, args: argparse.Namespace, runtime: Runtime) -> None:
+    """InputError where a model, here on the meta device, cannot be held: not even its weights by a CPU."""
+    if runtime.device.type != "cpu":
+        return  # PyTorch says it itself, before the machine suffers
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    weights = 4 * model.parameter_counts()["total"]  # bytes, in float32
+    held = weights / args.tensor_parallel
+    if args.shard == "fsdp":
+        held = weights / runtime.world_size
+    if held > room:
+        raise InputError(
+            f"the weights of run {args.run} take {held / 2**30:.0f} GB, and this machine has "
+            f"{room / 2**30:.0f}: choose a smaller --depth (what is not given is from its settings.json)"
+        )
+
+
 def start_run(
     args: argparse.Namespace,
     runtime: Runtime,
@@ -159,9 +176,12 @@ def start_run(
     if runtime.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(runtime.device)  # what measurements took does not count
 
+    # Before memory is asked for: the settings may be somebody else's
+    planned_model = meta_model(plan.config)
+    check_room(planned_model, args, runtime)
     found = checkpoint.find(folder, args.resume)
     if found:
-        checkpoint.check_model_fits(found, meta_model(plan.config))  # before that much memory is asked for
+        checkpoint.check_model_fits(found, planned_model)
     mesh = None
     if runtime.world_size > 1 and (args.shard == "fsdp" or args.tensor_parallel > 1):
         mesh = parallel.device_mesh(runtime.device.type, plan.data_parallel, args.tensor_parallel)

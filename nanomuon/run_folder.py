@@ -123,14 +123,15 @@ def check_no_links(run_dir: Path) -> None:
 
     What a run writes stays in its folder, though somebody else may have made it.
     """
-    for folder in (run_dir, run_dir / "tokenizer", run_dir / "checkpoints", *run_dir.glob("checkpoints/*")):
-        if not os.path.lexists(folder):
+    written_to = [run_dir, run_dir / "tokenizer", run_dir / "checkpoints", *run_dir.glob("checkpoints/*")]
+    for folder in written_to:
+        if not folder.is_dir():
             continue
-        for entry in [folder, *folder.iterdir()] if folder.is_dir() else [folder]:
+        for entry in folder.iterdir():
             mode = entry.lstat().st_mode
-            if entry != run_dir and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 raise InputError(
-                    f"{entry} is no file and no folder, but a link or the like: a run has none, remove it"
+                    f"{entry} is a symbolic link or the like: the folder of a run has none, remove it"
                 )
 
 
