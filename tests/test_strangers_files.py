@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nanomuon import checkpoint, export, finished_run, planning, race, report, run_folder, shards
+from nanomuon import checkpoint, export, finished_run, planning, race, report, run_folder, shards, sizing
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.finished_run import load_run, model_config
 from nanomuon.gpt import GPT, GPTConfig
@@ -80,8 +80,8 @@ def resume(base):
     """What base_train does with a run before it trains."""
     folder = run_folder.folder_of("tiny")
     args, settings, _ = base_train.resolve_arguments(["--run", "tiny"])
-    measured = {"bf16_speedup": 0.0} | settings.get("measured", {})
-    runtime = base_train.sizing.choose_dtype(args.dtype, CPU, measured)
+    measured = dict(settings.get("measured", {}))
+    runtime = sizing.choose_dtype(args.dtype, CPU, measured)
     plan = planning.plan_run(args, 300, runtime, measured)
     run_folder.check_no_links(folder)
     run_folder.is_complete(folder, plan.steps)
@@ -200,6 +200,7 @@ def abuse(made, base, cases, seed):
 
 def readers_refuse_or_read(made, base, monkeypatch, cases, seed):
     monkeypatch.setattr(shards, "PATIENCE", -1)  # nobody will write the shards that are missing
+    monkeypatch.setattr(sizing, "cpu_bf16_speedup", lambda: 0.0)  # measured where a dtype is missing
     for reader in set(READERS.values()):
         reader(base)  # undamaged
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
