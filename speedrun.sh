@@ -104,12 +104,13 @@ case $CORPUS in
         tokens=$("${TRAIN[@]}" "${FLAGS[@]}" --plan | sed -n 's/^training .* = \([0-9,]*\) tokens.*/\1/p' | tr -d ,)
         mkdir -p "${run_dir%/*}"
         echo "data: ${tokens:?} tokens of $CORPUS, progress in $run_dir.data_prep.log"
+        rm -f "$run_dir.data_prep.log" # it may be a link
         trap 'kill $(jobs -p) 2>/dev/null || true' EXIT # it may have ended
         # nice: training comes first where both want a core
         nice -n 10 "$PYTHON" -m scripts.data_prep "${DATA[@]}" --max-tokens "$tokens" >"$run_dir.data_prep.log" 2>&1 &
         ;;
 esac
-if [ ! -e "$run_dir/stages.jsonl" ]; then
+if [ ! -e "$run_dir/stages.jsonl" ] && [ ! -L "$run_dir/stages.jsonl" ]; then # through a link nothing is written
     record environment "$environment_seconds"
     record "corpus, tokenizer, shards" $(($(now) - stage))
 fi

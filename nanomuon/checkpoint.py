@@ -36,8 +36,31 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.tensor import DTensor
 
 from nanomuon.optim import MuonAdamW
+from nanomuon.read_json import (
+    FILE_NAME,
+    Anything,
+    MapOf,
+    Record,
+    Text,
+    Whole,
+    check_regular,
+    parse,
+    read_regular,
+)
 from nanomuon.runtime import InputError, print0, together
 from nanomuon.tensor_files import sync, write_tensors
+
+MANIFEST = Record(
+    {
+        "step": Whole(),
+        "world_size": Whole(1),
+        "meta": Anything(),
+        "optimizer_values": MapOf(MapOf(Anything())),
+        "files": MapOf(Record({"bytes": Whole(), "sha256": Text(64)}), keys=FILE_NAME),
+        "sha256": Text(64),
+    }
+)
+MANIFEST_BYTES = 64 << 20  # of the largest that is read; values of the optimizer may be many
 
 
 class Checkpointer:
@@ -308,12 +331,12 @@ def _steps_to_try(run_dir, resume):
 def read_manifest(path) -> dict:
     """What is known about a checkpoint: step, world_size, versions, meta, files. InputError where damaged."""
     file = Path(path) / "manifest.json"
+    text = read_regular(file, MANIFEST_BYTES)
     try:
-        text = file.read_bytes()
-        manifest = json.loads(text)
-        manifest.pop("sha256")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise InputError(f"{file} is damaged or missing ({error}); take another checkpoint") from error
+        manifest = parse(text, MANIFEST)
+    except ValueError as error:
+        raise InputError(f"{file}: {error}; take another checkpoint") from error
+    manifest.pop("sha256")
     if _seal(manifest).encode() != text:
         raise InputError(f"{file} is damaged (its checksum does not match); take another checkpoint")
     return manifest
@@ -334,18 +357,37 @@ def load(path, model, optimizer) -> dict:
     keys = _parameter_keys(state)
     if not any(together(lambda: bool(state["state"]))):
         _create_optimizer_state(state, keys, optimizer, saved)
+    strangers = manifest["optimizer_values"].keys() - keys.keys()
+    if strangers:
+        raise InputError(f"{path}/manifest.json: optimizer_values has {min(strangers)}, which is not trained")
     _put_values(state, keys, manifest["optimizer_values"])
     tensors, _ = _flat_state(model, state)
     together(lambda: _check_same_tensors(path, model, tensors, saved))
     random_state = _random_state_to_restore(manifest, saved)
-    with _without_warning():
-        dcp.load(tensors | random_state, storage_reader=reader, no_dist=not dist.is_initialized())
+    try:
+        with _without_warning():
+            dcp.load(tensors | random_state, storage_reader=reader, no_dist=not dist.is_initialized())
+    except CheckpointException as error:  # around what went wrong on some ranks
+        first = next(failure for failure, _ in error.failures.values())
+        raise InputError(f"{path} cannot be loaded: {first}") from error
     if isinstance(optimizer, MuonAdamW):
         optimizer.load_state_dict(state, hyperparameters="keep")  # flags that are given anew win
     else:
         optimizer.load_state_dict(state)
-    _restore_random_state(random_state)
+    try:
+        _restore_random_state(random_state)
+    except RuntimeError as error:
+        raise InputError(f"{path} cannot be loaded: {error}") from error
     return manifest["meta"]
+
+
+def check_model_fits(path, model) -> None:
+    """InputError where a checkpoint that find() returned is of another model than this one, which may be on
+    the meta device: reads headers, and allocates nothing.
+    """
+    saved = _saved_tensors(path, HuggingFaceStorageReader(path))
+    ours = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    _check_same_tensors(path, model, ours, saved)
 
 
 def _local_state(optimizer):
@@ -356,11 +398,21 @@ def _local_state(optimizer):
 
 
 def _saved_tensors(path, reader):
-    """{name: shape and dtype} of the tensors in a checkpoint."""
+    """{name: shape and dtype} of the tensors in a checkpoint; InputError where its files cannot hold them."""
     try:
-        return reader.read_metadata().state_dict_metadata
+        saved = reader.read_metadata().state_dict_metadata
     except SafetensorError as error:
         raise InputError(f"{path} does not hold safetensors files: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        # torch's reader on what it keeps in the header: where in a tensor each piece belongs
+        raise InputError(f"{path} holds safetensors files of something else ({error!r})") from error
+    if any(extent < 0 for about in saved.values() for extent in about.size):
+        raise InputError(f"{path} speaks of tensors of negative size")
+    promised = sum(about.size.numel() * about.properties.dtype.itemsize for about in saved.values())
+    there = sum(check_regular(file) for file in Path(path).glob("*.safetensors"))
+    if promised > there:
+        raise InputError(f"{path} speaks of tensors of {promised} bytes, and has {there} bytes of them")
+    return saved
 
 
 def _parameter_keys(state):
@@ -449,10 +501,17 @@ def _restore_random_state(state):
 
 def _check_files(path):
     """InputError where a checkpoint is not what was written. Each rank reads its share of the files."""
-    files = read_manifest(path)["files"]
+    manifest = read_manifest(path)
+    files = manifest["files"]
+    if path.name != f"step_{manifest['step']}":
+        raise InputError(f"{path}/manifest.json: step is {manifest['step']}")
     strangers = {file.name for file in path.glob("*.safetensors")} - files.keys()
     if strangers:  # the reader would open it
         raise InputError(f"{path / min(strangers)} is not in the manifest")
+    for name, entry in files.items():
+        size = check_regular(path / name)
+        if size != entry["bytes"]:
+            raise InputError(f"{path / name} is not what was written: it has {size} bytes")
     rank, world_size = _place()
     for name in sorted(files)[rank::world_size]:
         try:

@@ -34,8 +34,14 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from nanomuon.read_json import LARGE, ListOf, OrNull, Record, Text, read_json
 from nanomuon.runtime import InputError, base_dir, print0, write_json
 
+# What is remembered of a corpus: how its records are read; of one on the hub also where and what it is
+RECORD = Record(
+    {"text_field": OrNull(Text()), "separator": OrNull(Text())},
+    {"revision": Text(), "repo": OrNull(Text()), "files": ListOf(Text())},
+)
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 PROSE = ".txt .text .md .markdown .rst .tex .org .adoc"
 SOURCE_CODE = (
@@ -491,20 +497,14 @@ def _readable(name) -> str:
 def _recall(name, **options) -> dict:
     """What is remembered of a corpus, with the options that are given; written back where they change it."""
     folder = base_dir() / "corpus" / f"{_readable(name.replace(':', '-'))}-{_digest(name)[:8]}"
-    file = folder / "corpus.json"
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        record = {"text_field": None, "separator": None}
-    except ValueError as error:
-        raise InputError(
-            f"{file} is damaged ({error}): delete it, and give --text-field and --separator again"
-        ) from error
+    record = {"text_field": None, "separator": None}
+    if (folder / "corpus.json").exists():
+        record = read_json(folder / "corpus.json", RECORD, LARGE, advice=f"remove {folder}")
     given = {key: value for key, value in options.items() if value is not None}
     if any(record.get(key) != value for key, value in given.items()):
         record |= given
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(file, {"name": name, **record})
+        write_json(folder / "corpus.json", {"name": name, **record})
     return record
 
 

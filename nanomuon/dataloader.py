@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from nanomuon.runtime import InputError
-from nanomuon.shards import WINDOW, Shard, command, read_manifest, wait_for_window, window_is_there
+from nanomuon.shards import WINDOW, command, open_shards, read_manifest, wait_for_window, window_is_there
 
 AHEAD = 2  # micro-batches that wait, packed, for the training loop
 
@@ -325,4 +325,13 @@ def _manifest(folder):
 
 def _open(folder, manifest, kind, window=0):
     entries = manifest[kind][window * WINDOW : (window + 1) * WINDOW]
-    return [Shard.open(folder / entry["name"], manifest["tokenizer"]) for entry in entries]
+    if not entries:
+        raise InputError(f"{folder}/manifest.json: {kind} names no shard: run scripts.data_prep")
+    opened = open_shards(folder, manifest, entries)
+    for shard in opened:  # all of it is read soon anyway
+        if len(shard.tokens) and shard.tokens.max() >= manifest["bos_id"]:
+            raise InputError(
+                f"shard {shard.path} has tokens that its tokenizer does not: "
+                "delete it and run scripts.data_prep"
+            )
+    return opened

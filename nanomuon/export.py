@@ -1,6 +1,5 @@
 """The trained model alone, to evaluate and share: runs/<name>/model.safetensors and config.json."""
 
-import json
 import os
 from pathlib import Path
 
@@ -9,8 +8,29 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Replicate
 
+from nanomuon.read_json import Flag, Matching, Number, OrNull, Record, Text, Whole, check_regular, read_json
 from nanomuon.runtime import InputError, together, write_json
 from nanomuon.tensor_files import write_tensors
+
+# Keywords of GPTConfig, in config.json and in a run's settings.json. The bounds are far above what anyone
+# trains and below what would take all memory or minutes before the model is compared with its weights.
+MODEL_SHAPE = {
+    "vocab_size": Whole(1, 1 << 24),
+    "seq_len": Whole(1, 1 << 20),
+    "depth": Whole(1, 1024),
+    "width": Whole(1, 1 << 17),
+    "heads": Whole(1, 1 << 13),
+    "kv_heads": Whole(1, 1 << 13),
+}
+MODEL_OPTIONS = {
+    "window_pattern": Matching("[SL]{1,1024}", "a string of S and L"),
+    "short_window": Number(2**-20, 1),
+    "qk_norm": Flag(),
+    "experts": Whole(0, 1 << 13),
+    "experts_per_token": Whole(0, 1 << 13),
+}
+ABOUT = {"step": Whole(), "val_bpb": OrNull(Number()), "corpus": Text(), "tokenizer": Text(64)}
+CONFIG_FILE = Record({"config": Record(MODEL_SHAPE, MODEL_OPTIONS, others=None), "meta": Record(ABOUT)})
 
 
 def export_model(run_dir, model, config, meta) -> None:
@@ -59,21 +79,17 @@ def whole_tensor(tensor: DTensor) -> torch.Tensor:
 def load_model_config(run_dir) -> tuple[dict, dict]:
     """(config, meta) that export_model wrote. Raises InputError where the run has no exported model."""
     run_dir = Path(run_dir)
-    try:
-        if not (run_dir / "model.safetensors").exists():
-            raise OSError("no model.safetensors")
-        content = json.loads((run_dir / "config.json").read_text())
-        return content["config"], content["meta"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{run_dir} holds no finished model ({error}); "
-            f"train it: python -m scripts.base_train --run {run_dir.name}"
-        ) from error
+    advice = f"train it: python -m scripts.base_train --run {run_dir.name}"
+    if not os.path.lexists(run_dir / "model.safetensors"):
+        raise InputError(f"{run_dir} holds no finished model (no model.safetensors); {advice}")
+    content = read_json(run_dir / "config.json", CONFIG_FILE, advice=advice)
+    return content["config"], content["meta"]
 
 
 def load_model_weights(run_dir, model) -> None:
     """Load model.safetensors into a model of load_model_config's. Raises InputError where they do not fit."""
     file = Path(run_dir) / "model.safetensors"
+    check_regular(file)
     try:
         model.load_state_dict(load_file(file))
     except Exception as error:

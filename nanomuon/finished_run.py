@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import statistics
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from nanomuon.generate import sample_texts
 from nanomuon.gpt import EARLIER_SHORT_WINDOW, GPT, GPTConfig
 from nanomuon.parallel import build_model
 from nanomuon.planning import Plan, meta_model
+from nanomuon.read_json import Number, Record, Text, sound_lines
 from nanomuon.runtime import (
     InputError,
     Runtime,
@@ -22,11 +22,14 @@ from nanomuon.runtime import (
     peak_memory_mb,
     print0,
     write_json,
+    write_json_lines,
 )
+from nanomuon.tensor_files import tensor_shapes
 from nanomuon.tokenizer import Tokenizer
 
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
 NO_PROMPTS = [""] * 3  # for other corpora
+STAGE = Record({"stage": Text(), "seconds": Number(low=0)})  # a line of stages.jsonl
 
 
 class MissingTokenizer(InputError):
@@ -64,8 +67,7 @@ def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
             f"{run_dir}/tokenizer has {tokenizer.vocab_size} tokens and is not the one the model was trained "
             f"with ({config['vocab_size']} tokens); put that one back"
         )
-    config.setdefault("short_window", EARLIER_SHORT_WINDOW)
-    model = build_model(GPTConfig(**config), runtime, seed=0)
+    model = build_model(model_config(run_dir, config), runtime, seed=0)
     export.load_model_weights(run_dir, model)
     return model, tokenizer, about
 
@@ -124,6 +126,30 @@ def validation_folder(corpus_name: str, tokenizer: Tokenizer, about: dict) -> Pa
     return shards.prepare(corpus, tokenizer=tokenizer, max_tokens=0)
 
 
+def model_config(run_dir: Path, config: dict) -> GPTConfig:
+    """What config.json says of the model, once the header of model.safetensors agrees.
+
+    Before that nothing is built on its word: a few bytes could ask for more memory than there is. InputError
+    where the two do not belong together.
+    """
+    file, weights = run_dir / "config.json", run_dir / "model.safetensors"
+    try:
+        shape = GPTConfig(**{"short_window": EARLIER_SHORT_WINDOW, **config})
+    except ValueError as error:
+        raise InputError(f"{file}: {error}") from error
+    there = tensor_shapes(weights)
+    if shape.depth > len(there):  # even a model without memory takes its time to build
+        raise InputError(f"{file}: config.depth is {shape.depth}, but {weights} has {len(there)} tensors")
+    wanted = {name: tuple(tensor.shape) for name, tensor in meta_model(shape).state_dict().items()}
+    for name in sorted(wanted.keys() | there.keys()):
+        if wanted.get(name) != there.get(name):
+            raise InputError(
+                f"{weights} does not fit the model of config.json: {name} has shape {there.get(name)}, "
+                f"but by the config {wanted.get(name)}"
+            )
+    return shape
+
+
 def write_results(
     run_dir: Path,
     settings: dict,
@@ -144,20 +170,22 @@ def write_results(
     for sample in samples:
         print(f"--- sample\n{sample}")
     print_summary(summary)
-    print(f"report: {run_dir}/report.md, {run_dir}/loss.png", flush=True)
+    print0(f"report: {run_dir}/report.md, {run_dir}/loss.png")
 
 
 def summarize(rows: list[dict], val_bpb: float, plan: Plan, runtime: Runtime) -> dict:
-    """The figures of a run. rows: its training rows of metrics.jsonl."""
+    """The figures of a run. rows: its training rows of metrics.jsonl, of which damage may have left none."""
     recent = [row["train_loss"] for row in rows[-20:] if row["train_loss"] is not None]
+    update_ms = [row["optimizer_ms"] for row in rows if "optimizer_ms" in row]
+    speeds = [row["tokens_per_second"] for row in rows]
     return {
         "val_bpb": round(val_bpb, 4),
         "train_loss": round(statistics.fmean(recent), 4) if recent else None,
-        "steps": rows[-1]["step"],
-        "tokens": rows[-1]["tokens"],
+        "steps": plan.steps,
+        "tokens": plan.tokens,
         "seconds": round(sum(row["step_ms"] for row in rows) / 1000, 1),
-        "tokens_per_second": round(statistics.median(row["tokens_per_second"] for row in rows)),
-        "optimizer_ms": round(statistics.median(row["optimizer_ms"] for row in rows), 1),
+        "tokens_per_second": round(statistics.median(speeds)) if speeds else None,
+        "optimizer_ms": round(statistics.median(update_ms), 1) if update_ms else None,
         "peak_memory_mb": peak_memory_mb(runtime.device),
         "dtype": runtime.dtype_name,
         "parameters": meta_model(plan.config).parameter_counts()["total"],
@@ -187,11 +215,10 @@ def sample_run(model: GPT | None, args: argparse.Namespace, runtime: Runtime) ->
 def record_stages(run_dir: Path, seconds: dict[str, float]) -> dict[str, float]:
     """Append to stages.jsonl what the stages of a run took; return all that are there, the last of each.
 
-    speedrun.sh writes those that come before training.
+    speedrun.sh writes those that come before training. Damaged lines are set aside.
     """
     file = run_dir / "stages.jsonl"
-    with open(file, "a") as stages:
-        for stage, spent in seconds.items():
-            stages.write(json.dumps({"stage": stage, "seconds": spent}) + "\n")
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = sound_lines(file, STAGE)
+    rows += [{"stage": stage, "seconds": spent} for stage, spent in seconds.items()]
+    write_json_lines(file, rows)
     return {row["stage"]: row["seconds"] for row in rows}

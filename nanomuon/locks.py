@@ -7,12 +7,14 @@ import fcntl
 from contextlib import contextmanager
 from pathlib import Path
 
+from nanomuon.runtime import open_to_append
+
 
 @contextmanager
 def locked(folder: Path):
     """Hold the folder for this process, waiting while another one does."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(lock_file(folder), "a") as file:
+    with open_to_append(lock_file(folder)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -18,7 +18,37 @@ from nanomuon import report, sizing
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.race_contenders import Contender, described
 from nanomuon.race_tasks import TASKS, as_text, digest, empty_model
+from nanomuon.read_json import (
+    LARGE,
+    Anything,
+    Choice,
+    Items,
+    ListOf,
+    MapOf,
+    Number,
+    OrNull,
+    Record,
+    Text,
+    Whole,
+    read_json,
+)
 from nanomuon.runtime import InputError, compile_enabled, start, write_json, write_text
+
+LOSS = Number(finite=False)  # of a contender that diverged
+POINT = Items(Whole(), LOSS, OrNull(LOSS))  # of a curve, see train()
+RESULT = Record(
+    {
+        "contender": Text(),
+        "seed": Whole(-(1 << 63), 1 << 64),
+        "score": LOSS,
+        "curve": ListOf(POINT),
+        "step_ms": Number(0),
+        "optimizer_ms": Number(0),
+        "initial": Text(64),
+        "rows": Text(64),
+    }
+)
+TASK = Record({}, {"dtype": Choice("bfloat16", "float32"), "model": MapOf(Anything())})  # task.json, a setup
 
 
 def train(setup, place, text, seed, file):
@@ -131,9 +161,14 @@ def run_all(folder, setup, place, contenders, seeds, jobs):
         train_pending(setup, place, files, pending, jobs)
     results = {}
     for (name, _), file in files.items():
-        results.setdefault(name, []).append(json.loads(file.read_text()))
+        results.setdefault(name, []).append(read_result(file))
     check_same_start(folder, results)
     return results
+
+
+def read_result(file):
+    """What train() wrote there; InputError where it is something else."""
+    return read_json(file, RESULT, LARGE, advice="remove it, and that run is trained again")
 
 
 def train_pending(setup, place, files, pending, jobs):
@@ -181,18 +216,18 @@ def choose_dtype(asked, folder):
     this device multiplies best.
     """
     file = folder / "task.json"
-    if asked == "auto" and file.exists():
-        asked = json.loads(file.read_text()).get("dtype", asked)
+    if asked == "auto" and os.path.lexists(file):
+        asked = read_json(file, TASK).get("dtype", asked)
     return sizing.choose_dtype(asked, start(), {}).dtype_name
 
 
 def check_setup(folder, setup):
     """Write the setup of a new race; refuse runs with different data or another model in one that exists."""
     file = folder / "task.json"
-    if not file.exists():
+    if not os.path.lexists(file):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, setup)
-    before = json.loads(file.read_text())
+    before = read_json(file, TASK)
     changed = []
     for key, value in setup.items():
         if before.get(key) != value:

@@ -149,7 +149,7 @@ def corpus_setup(corpus, vocab_size, shape, seq_len, **rest):
     """Place and setup of a task on a corpus. shape: keywords of GPTConfig.from_depth, rest: what it adds."""
     folder = shards.prepare_for_training(corpus, vocab_size, rest["steps"] * rest["rows"] * seq_len)
     manifest = shards.read_manifest(folder)
-    tokenizer = Tokenizer.load(folder / "tokenizer")
+    tokenizer = shards.open_tokenizer(folder)
     config = GPTConfig.from_depth(vocab_size=tokenizer.vocab_size, seq_len=seq_len, **shape)
     first = [manifest["val"][:1], manifest["train"][:1]]  # of a corpus on the hub more may still be written
     setup = dict(data=digest(tokenizer.hash, first), model=asdict(config), **rest)

@@ -13,7 +13,37 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanomuon.runtime import cores, write_text, write_whole
+from nanomuon.read_json import Flag, Number, OrNull, Record, Scalar, Whole, read_json_lines, sound_lines
+from nanomuon.runtime import cores, open_to_append, printable, write_json_lines, write_text, write_whole
+
+FIGURE = OrNull(Number(-1e30, 1e30))  # null where it was not finite; sums of such numbers are
+TIME = Number(0, 1e30)
+TRAINING_ROW = Record(
+    {
+        "step": Whole(),
+        "tokens": Whole(),
+        "train_loss": FIGURE,
+        "lr_multiplier": FIGURE,
+        "step_ms": TIME,
+        "tokens_per_second": TIME,
+    },
+    {"optimizer_ms": TIME},
+    others=Scalar(),
+)
+EVALUATION_ROW = Record(
+    {"step": Whole(), "tokens": Whole(), "val_bpb": FIGURE}, {"whole_set": Flag()}, others=Scalar()
+)
+
+
+class MetricsRow:
+    """Describes a line of metrics.jsonl, see read_json."""
+
+    def check(self, value) -> None:
+        Record({"step": Whole()}, others=Scalar()).check(value)
+        if "train_loss" in value:
+            TRAINING_ROW.check(value)
+        if "val_bpb" in value:
+            EVALUATION_ROW.check(value)
 
 
 class MetricsLog:
@@ -21,8 +51,8 @@ class MetricsLog:
     it. Rows for which the disk has no room wait for the next call.
 
     path: the file. resume_step: None starts it empty; otherwise rows of later steps and a torn last line are
-    dropped. wandb: None, or keywords of wandb.init (project, name, config, id); WANDB_MODE=offline needs no
-    network. Only the first rank makes one.
+    dropped, and damaged lines set aside in metrics.damaged.jsonl. wandb: None, or keywords of wandb.init
+    (project, name, config, id); WANDB_MODE=offline needs no network. Only the first rank makes one.
     """
 
     def __init__(self, path, resume_step=None, wandb=None):
@@ -30,9 +60,9 @@ class MetricsLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = []
         if resume_step is not None:
-            kept = [row for row in _rows(path) if row["step"] <= resume_step]
-        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self.file = open(path, "ab", buffering=0)
+            kept = [row for row in sound_lines(path, MetricsRow()) if row["step"] <= resume_step]
+        write_json_lines(path, kept)
+        self.file = open_to_append(path, buffering=0)
         self.waiting = b""  # lines for which the disk had no room
         self.wandb = None
         if wandb is not None:
@@ -64,8 +94,8 @@ class MetricsLog:
 
 
 def read_metrics(path) -> tuple[list[dict], list[dict]]:
-    """(training rows, evaluation rows) of a metrics.jsonl, in order; a torn last line is left out."""
-    rows = _rows(Path(path))
+    """(training rows, evaluation rows) of a metrics.jsonl, in order; damaged lines are left out."""
+    rows, _ = read_json_lines(path, MetricsRow())
     training = [row for row in rows if "train_loss" in row]
     evaluation = [row for row in rows if "val_bpb" in row]
     return training, evaluation
@@ -214,7 +244,7 @@ def write_report(run_dir, settings, summary, samples, machine, stages, provenanc
     ]
     if provenance:
         parts.append("## Trained on, and with\n\n" + _table(("", ""), provenance))
-    write_text(run_dir / "report.md", "\n\n".join(parts) + "\n")
+    write_text(run_dir / "report.md", printable("\n\n".join(parts)) + "\n")
 
 
 def machine_description() -> str:
@@ -252,23 +282,6 @@ def _style(axis):
 def _save(figure, image):
     with write_whole(image) as file:
         figure.savefig(file, format="png")
-
-
-def _rows(path):
-    """Rows up to the first line that is not a whole JSON object with a step; what follows a torn line is left
-    out.
-    """
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-            row["step"]
-        except (ValueError, TypeError, KeyError):
-            break
-        rows.append(row)
-    return rows
 
 
 def _non_finite(value):

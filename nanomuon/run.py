@@ -7,6 +7,7 @@ import argparse
 import functools
 import gc
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -38,10 +39,14 @@ from nanomuon.finished_run import sample_run, summarize, write_results
 from nanomuon.fp8 import train_in_fp8
 from nanomuon.gpt import GPT
 from nanomuon.optim import MuonAdamW
-from nanomuon.planning import Plan, print_plan
+from nanomuon.planning import Plan, meta_model, print_plan
 from nanomuon.qk_clip import watch_
+from nanomuon.read_json import Record, Whole, check
 from nanomuon.runtime import InputError, Runtime, compile_enabled, print0
-from nanomuon.tokenizer import Tokenizer
+
+# What a checkpoint of a run says beside its tensors
+LOADER_STATE = Record({"epoch": Whole(), "window": Whole(), "row": Whole()}, others=None)
+CHECKPOINT_META = Record({"step": Whole(), "skipped_steps": Whole(), "loader": LOADER_STATE})
 
 
 @dataclass
@@ -155,6 +160,22 @@ def build_optimizer(
     return optimizer, schedule
 
 
+def check_room(model: GPT, args: argparse.Namespace, runtime: Runtime) -> None:
+    """InputError where a model, here on the meta device, cannot be held: not even its weights by a CPU."""
+    if runtime.device.type != "cpu":
+        return  # PyTorch says it itself, before the machine suffers
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    weights = 4 * model.parameter_counts()["total"]  # bytes, in float32
+    held = weights / args.tensor_parallel
+    if args.shard == "fsdp":
+        held = weights / runtime.world_size
+    if held > room:
+        raise InputError(
+            f"the weights of run {args.run} take {held / 2**30:.0f} GB, and this machine has "
+            f"{room / 2**30:.0f}: choose a smaller --depth (what is not given is from its settings.json)"
+        )
+
+
 def start_run(
     args: argparse.Namespace,
     runtime: Runtime,
@@ -174,7 +195,7 @@ def start_run(
     one. changed: in words, which arguments are others than those of the launch before. accepted: which data.
     """
     folder = run_folder.folder_of(args.run)
-    tokenizer = Tokenizer.load(data / "tokenizer")
+    tokenizer = shards.open_tokenizer(data)
     own_build = own_schedule = None
     unused = unused_flags(args, runtime.world_size)
     if source is not None:
@@ -186,6 +207,12 @@ def start_run(
     if runtime.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(runtime.device)  # what measurements took does not count
 
+    # Before memory is asked for: the settings may be somebody else's
+    planned_model = meta_model(plan.config)
+    check_room(planned_model, args, runtime)
+    found = checkpoint.find(folder, args.resume)
+    if found:
+        checkpoint.check_model_fits(found, planned_model)
     mesh = None
     if runtime.world_size > 1 and (args.shard == "fsdp" or args.tensor_parallel > 1):
         mesh = parallel.device_mesh(runtime.device.type, plan.data_parallel, args.tensor_parallel)
@@ -204,9 +231,9 @@ def start_run(
 
     step, skipped = 0, 0
     resumed_step, loader_state = None, None
-    found = checkpoint.find(folder, args.resume)
     if found:
         meta = checkpoint.load(found, model, optimizer)
+        check(meta, CHECKPOINT_META, f"{found}/manifest.json, meta")
         step = resumed_step = meta["step"]
         skipped, loader_state = meta["skipped_steps"], meta["loader"]
         print0("; ".join([f"resuming run {args.run} at step {step}", *changed, *accepted]))
@@ -322,7 +349,7 @@ def finish(run: Run) -> int:
     """
     began = time.perf_counter()
     last = run.evaluations.get(run.plan.steps)
-    if last is not None and last["whole_set"]:
+    if last is not None and last.get("whole_set"):
         val_bpb = last["val_bpb"]  # None where it was not finite, as JSON has no such numbers
     else:
         val_bpb = run.evaluate(None)

@@ -7,8 +7,9 @@ provenance.py).
 
 import argparse
 import contextlib
-import json
+import os
 import shutil
+import stat
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -16,10 +17,26 @@ from pathlib import Path
 import torch
 
 from nanomuon import provenance
+from nanomuon.export import MODEL_OPTIONS, MODEL_SHAPE
 from nanomuon.finished_run import print_summary
 from nanomuon.gpt import EARLIER_SHORT_WINDOW
 from nanomuon.locks import being_written, locked
 from nanomuon.planning import Plan
+from nanomuon.read_json import (
+    Choice,
+    Flag,
+    Items,
+    ListOf,
+    MapOf,
+    Number,
+    OrNull,
+    Record,
+    Scalar,
+    Text,
+    Whole,
+    check,
+    read_json,
+)
 from nanomuon.runtime import InputError, Runtime, base_dir, print0, write_json, write_whole
 from nanomuon.sizing import choose_dtype
 from nanomuon.tokenizer import Tokenizer
@@ -37,6 +54,38 @@ OF_THE_LAUNCH = (
     "accept_changes",
 )
 
+# Options that take memory or time before anything else shows that they cannot be meant
+BATCH = Whole(1, 1 << 28)  # tokens of a step
+SIZES = {
+    "vocab_size": MODEL_SHAPE["vocab_size"],
+    "depth": MODEL_SHAPE["depth"],
+    "max_seq_len": MODEL_SHAPE["seq_len"],
+    "experts": MODEL_OPTIONS["experts"],
+    "experts_per_token": MODEL_OPTIONS["experts_per_token"],
+    "device_batch_size": Whole(1, 1 << 20),
+    "total_batch_size": BATCH,
+}
+# see sizing.choose_attention: [flash implementation, a list of [window, backend, milliseconds]]
+KERNEL = Items(OrNull(Whole()), Choice("sdpa", "varlen", "flex"), Number(0))
+ATTENTION = Items(OrNull(Text(64)), ListOf(KERNEL))
+MEASURED = Record(
+    {}, {"device_batch_size": Whole(1, 1 << 20), "bf16_speedup": Number(0), "attention": ATTENTION}
+)
+# What defines the run is compared with what it is to be now, so here only its types matter
+SETTINGS = Record(
+    {"options": MapOf(Scalar())},
+    {
+        **MODEL_SHAPE,
+        **MODEL_OPTIONS,
+        "corpus": Text(),
+        "tokenizer": Text(64),
+        "total_batch_size": BATCH,
+        "seed": Whole(0, 1 << 64),
+        "measured": MEASURED,
+    },
+)
+SUMMARY = Record({"steps": Whole()}, others=Scalar())
+
 
 def folder_of(run: str) -> Path:
     return base_dir() / "runs" / run
@@ -45,17 +94,64 @@ def folder_of(run: str) -> Path:
 def read_settings(run_dir: Path) -> dict:
     """What settings.json holds, {} for a run that does not exist yet."""
     file = run_dir / "settings.json"
-    if not file.exists():
+    if not os.path.lexists(file):
         return {}
-    settings = json.loads(file.read_text())
+    settings = read_json(file, SETTINGS)
     settings.setdefault("short_window", EARLIER_SHORT_WINDOW)
     return settings
+
+
+def remembered_options(run_dir: Path, settings: dict, parser: argparse.ArgumentParser) -> dict:
+    """What a run remembers of its arguments, each of a type that its flag can have; InputError else.
+
+    Those of a launch are left out, and those that this version has no flag for.
+    """
+    actions = {action.dest: action for action in parser._actions if action.dest not in OF_THE_LAUNCH}
+    options = {key: value for key, value in settings["options"].items() if key in actions}
+    described = {}
+    for key in options:
+        described[key] = SIZES.get(key) or flag_values(actions[key])
+        if actions[key].default is None:
+            described[key] = OrNull(described[key])
+    check(options, Record(described), f"{run_dir}/settings.json: options")
+    return options
+
+
+def flag_values(action: argparse.Action):
+    """Describes the values that a flag can have, see read_json."""
+    if action.choices:
+        return Choice(*action.choices)
+    if action.type is int:
+        return Whole(-1, 1 << 64)  # whether it may be -1 is for check_arguments to say
+    if action.type is float:
+        return Number()
+    if action.nargs == 0:  # --flag, --no-flag
+        return Flag()
+    return Text()
+
+
+def check_no_links(run_dir: Path) -> None:
+    """InputError where the folder of a run holds a symbolic link, a device or a pipe where files are written.
+
+    What a run writes stays in its folder, though somebody else may have made it.
+    """
+    written_to = [run_dir, run_dir / "tokenizer", run_dir / "checkpoints", *run_dir.glob("checkpoints/*")]
+    for folder in written_to:
+        if not folder.is_dir():
+            continue
+        for entry in folder.iterdir():
+            mode = entry.lstat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise InputError(
+                    f"{entry} is a symbolic link or the like: the folder of a run has none, remove it"
+                )
 
 
 def print_cpu_dtype(run: str) -> None:
     """What speedrun.sh asks: the dtype that a run has, or would get here, on the CPU."""
     settings = read_settings(folder_of(run))
     asked = settings.get("options", {}).get("dtype", "auto")
+    check(asked, Choice("auto", "bfloat16", "float32"), f"{folder_of(run)}/settings.json: options.dtype")
     cpu = Runtime(torch.device("cpu"), torch.float32)
     print(choose_dtype(asked, cpu, settings.get("measured", {})).dtype_name)
 
@@ -157,9 +253,9 @@ def held(run_dir: Path, rank: int):
 def is_complete(run_dir: Path, steps: int) -> bool:
     """Whether nothing is left to do of a run of so many steps; says so."""
     file = run_dir / "summary.json"
-    if not file.exists():
+    if not os.path.lexists(file):
         return False
-    summary = json.loads(file.read_text())
+    summary = read_json(file, SUMMARY)
     if summary["steps"] < steps:
         return False
     print0(f"run {run_dir.name} is complete: {run_dir}/report.md (--resume never starts it over)")

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -29,6 +30,9 @@ from nanomuon import devices
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 BUG = 1  # exit code of an error that is no one's input
+# C0 but for tab and newline, DEL and C1; Unicode's bidirectional controls; surrogates, which no encoding has
+_NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
 PATIENCE = 2  # seconds that a rank waits before it tells of an error which others probably tell of
 
 
@@ -71,17 +75,35 @@ def base_dir() -> Path:
 
 @contextmanager
 def write_whole(path):
-    """A binary file that appears at `path` once it is complete and on disk, and never before."""
+    """A binary file that appears at `path` once it is complete and on disk, and never before.
+
+    A symbolic link at `path` is replaced, not followed.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # of a process that had our number, or a link of a stranger's
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def open_to_append(path, buffering: int = -1):
+    """A binary file to append to; InputError where `path` is a symbolic link, which may lead anywhere."""
+    try:
+        return open(path, "ab", buffering=buffering, opener=_open_no_link)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise InputError(f"{path} is a symbolic link: put the file itself there") from error
+
+
+def _open_no_link(path, flags):
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def write_text(path, text: str) -> None:
@@ -91,6 +113,10 @@ def write_text(path, text: str) -> None:
 
 def write_json(path, content) -> None:
     write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_json_lines(path, values) -> None:
+    write_text(path, "".join(json.dumps(value) + "\n" for value in values))
 
 
 def cores() -> int:
@@ -263,10 +289,22 @@ def start() -> Runtime:
     return Runtime(device, dtype, int(os.environ.get("RANK", "0")), world_size)
 
 
+def printable(text: str) -> str:
+    """Text as a terminal may show it: control characters other than newline and tab, and what changes the
+    direction of writing, appear as escapes like \\x1b and \\u202e; so do lone surrogates.
+    """
+    return _NOT_SHOWN.sub(_escape, text)
+
+
+def _escape(character: re.Match) -> str:
+    code = ord(character.group())
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
 def print0(*values, **keywords) -> None:
-    """print() on rank 0 only."""
+    """print() on rank 0 only, of what is printable()."""
     if os.environ.get("RANK", "0") == "0":
-        print(*values, **{"flush": True, **keywords})
+        print(*(printable(str(value)) for value in values), **{"flush": True, **keywords})
 
 
 def together(work, group=None) -> list:
@@ -346,11 +384,12 @@ def explain(error: BaseException) -> tuple[int, str]:
             f"{error.strerror}: {error.filename or base_dir()}; NANOMUON_BASE_DIR=/folder/with/room helps"
         )
     origin = getattr(error, "origin", None)  # see together()
-    return BUG, origin or "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    text = origin or "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return BUG, printable(text)
 
 
 def _line(message: str) -> str:
-    return f"error: {' '.join(message.split())}\n"
+    return f"error: {printable(' '.join(message.split()))}\n"
 
 
 def let_others_speak(error: BaseException, code: int) -> None:

@@ -37,6 +37,22 @@ from nanomuon.corpus import (
     without_bad_files,
 )
 from nanomuon.locks import being_written, locked
+from nanomuon.read_json import (
+    FILE_NAME,
+    LARGE,
+    SMALL,
+    Choice,
+    Flag,
+    ListOf,
+    MapOf,
+    OrNull,
+    Record,
+    Text,
+    Whole,
+    check_regular,
+    parse,
+    read_json,
+)
 from nanomuon.runtime import InputError, base_dir, cores, print0, write_json, write_whole
 from nanomuon.tokenizer import Tokenizer
 
@@ -49,6 +65,40 @@ WINDOW = 8  # consecutive training shards whose documents are shuffled together;
 PATIENCE = 30  # seconds to wait for somebody to start on shards that are missing
 # The loss of a token varies by about 2.5 nats: the mean of so many is known to 0.025, one percent of it
 SMALL_VALIDATION = 10_000  # tokens
+
+HEADER = Record(
+    {
+        "version": Whole(),
+        "dtype": Choice("uint16", "uint32"),
+        "documents": Whole(),
+        "tokens": Whole(),
+        "sha256": Text(64),
+        "tokenizer": Text(64),
+    }
+)
+COUNTS = MapOf(Whole())
+END = Record({"file": Whole(), "documents": Whole(), "counts": COUNTS})
+ENTRY = Record({"name": FILE_NAME, "documents": Whole(), "tokens": Whole(), "sha256": Text(64)}, {"end": END})
+MANIFEST = Record(
+    {
+        "corpus": Text(),
+        "revision": Text(),
+        "tokenizer": Text(64),
+        "vocab_size": Whole(257, 1 << 24),
+        "bos_id": Whole(256, 1 << 24),
+        "val": ListOf(ENTRY),
+        "train": ListOf(ENTRY),
+        "complete": Flag(),
+        "max_tokens": OrNull(Whole()),
+    },
+    {
+        "asked": OrNull(Whole()),
+        "counts": COUNTS,
+        "not_read": COUNTS,
+        "bad_files": MapOf(Text()),
+        "piece_bytes": OrNull(Whole()),
+    },
+)
 
 
 class Shard:
@@ -70,13 +120,15 @@ class Shard:
         tokenizer_hash: of the tokenizer that it has to be written with, if any.
         """
         path = Path(path)
+        if not path.exists():
+            raise InputError(f"shard {path} is gone: python -m scripts.data_prep writes it again")
+        has = check_regular(path)
         try:
             header, begin = _read_header(path)
-        except FileNotFoundError as error:
-            raise InputError(f"shard {path} is gone: python -m scripts.data_prep writes it again") from error
         except ValueError as error:
             raise InputError(
-                f"{path} is not a version {VERSION} nanomuon shard: delete it and run scripts.data_prep"
+                f"{path} is not a version {VERSION} nanomuon shard ({error}): "
+                "delete it and run scripts.data_prep"
             ) from error
         if tokenizer_hash is not None and header["tokenizer"] != tokenizer_hash:
             raise InputError(
@@ -86,11 +138,13 @@ class Shard:
         dtype = np.dtype(header["dtype"])
         middle = begin + 8 * (header["documents"] + 1)
         size = middle + dtype.itemsize * header["tokens"]
-        has = path.stat().st_size
         if has != size:
             raise InputError(f"shard {path} has {has} bytes, not {size}: delete it and run scripts.data_prep")
         data = np.memmap(path, mode="r")
-        return cls(path, header, data[begin:middle].view(np.int64), data[middle:].view(dtype))
+        offsets = data[begin:middle].view(np.int64)
+        if offsets[0] != 0 or offsets[-1] != header["tokens"] or np.any(np.diff(offsets) < 0):
+            raise InputError(f"shard {path}: its offsets are damaged: delete it and run scripts.data_prep")
+        return cls(path, header, offsets, data[middle:].view(dtype))
 
     def verify(self) -> None:
         """Compare the payload with the checksum in the header; InputError where they differ."""
@@ -107,9 +161,11 @@ def _read_header(path):
         if start[:8] != MAGIC:
             raise ValueError("not a shard")
         length = int.from_bytes(start[8:], "little")
-        header = json.loads(file.read(length))
-    if header.get("version") != VERSION:
-        raise ValueError(f"version {header.get('version')}")
+        if length > SMALL:
+            raise ValueError(f"a header of {length} bytes")
+        header = parse(file.read(length), HEADER)
+    if header["version"] != VERSION:
+        raise ValueError(f"version {header['version']}")
     return header, _aligned(12 + length)
 
 
@@ -146,16 +202,44 @@ def _checksum(offsets, tokens):
     return digest.hexdigest()
 
 
+def open_shards(folder, manifest: dict, entries: list[dict]) -> list[Shard]:
+    """The shards of these entries of a manifest; InputError for one that is not what the manifest says."""
+    opened = []
+    for entry in entries:
+        shard = Shard.open(Path(folder) / entry["name"], manifest["tokenizer"])
+        for key in ("documents", "tokens"):
+            if shard.header[key] != entry[key]:
+                raise InputError(
+                    f"shard {shard.path} has {shard.header[key]} {key}, but {entry[key]} in the manifest: "
+                    "delete it and run scripts.data_prep"
+                )
+        opened.append(shard)
+    return opened
+
+
+def open_tokenizer(folder) -> Tokenizer:
+    """The tokenizer of a folder of shards; InputError where it is not the one that wrote them."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise InputError(f"no shards in {folder}: run scripts.data_prep first")
+    tokenizer = Tokenizer.load(Path(folder) / "tokenizer")
+    if tokenizer.hash != manifest["tokenizer"]:
+        raise InputError(
+            f"{folder}/tokenizer is not the one of the shards: delete {folder} and run scripts.data_prep"
+        )
+    return tokenizer
+
+
 def read_manifest(folder) -> dict | None:
     """manifest.json of a shard folder; None where there is none."""
-    try:
-        return json.loads((Path(folder) / "manifest.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    file = Path(folder) / "manifest.json"
+    if not file.exists():
         return None
-    except ValueError as error:
-        raise InputError(
-            f"{folder}/manifest.json is damaged: delete the folder and run scripts.data_prep"
-        ) from error
+    advice = "delete the folder and run scripts.data_prep"
+    manifest = read_json(file, MANIFEST, LARGE, advice)
+    if manifest["bos_id"] != manifest["vocab_size"] - 1:
+        raise InputError(f"{file}: bos_id is {manifest['bos_id']}, not vocab_size - 1; {advice}")
+    return manifest
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
@@ -196,10 +280,10 @@ def prepare_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
     if not folder.exists():
         with locked(folder):
             if not folder.exists():  # another process may have trained it while we waited
-                print(f"training a tokenizer of {vocab_size} tokens on {corpus.name}", flush=True)
+                print0(f"training a tokenizer of {vocab_size} tokens on {corpus.name}")
                 started = time.monotonic()
                 Tokenizer.train(_training_text(corpus), vocab_size).save(folder)
-                print(f"tokenizer trained in {time.monotonic() - started:.1f} s: {folder}", flush=True)
+                print0(f"tokenizer trained in {time.monotonic() - started:.1f} s: {folder}")
     return Tokenizer.load(folder)
 
 
@@ -333,7 +417,7 @@ def wait_for_window(folder: Path, window: int, command: str) -> dict:
     manifest = read_manifest(folder)
     if not window_is_there(manifest, window):
         first, last = window * WINDOW, (window + 1) * WINDOW - 1
-        print(f"waiting for training shards {first} to {last} of {folder}", flush=True)
+        print0(f"waiting for training shards {first} to {last} of {folder}")
     idle = 0  # seconds: a process that was started together with us may need a moment to take the lock
     while not window_is_there(manifest, window):
         idle = 0 if being_written(folder) else idle + 1
@@ -475,8 +559,7 @@ class ShardWriter:
         manifest |= {"complete": False, "max_tokens": None, "asked": self.max_tokens}
         for kind in ("val", "train"):
             manifest[kind] = list(itertools.takewhile(self.exists, manifest[kind]))
-        for entry in manifest["val"] + manifest["train"]:
-            Shard.open(self.folder / entry["name"], self.tokenizer.hash)
+        open_shards(self.folder, manifest, manifest["val"] + manifest["train"])
         write_manifest(self.folder, manifest)
         return manifest
 
@@ -610,16 +693,11 @@ class ShardWriter:
 
 def verify(folder: Path) -> int:
     """Check every shard of a complete or growing folder, checksums included; return how many there are."""
+    open_tokenizer(folder)
     manifest = read_manifest(folder)
-    if manifest is None:
-        raise InputError(f"no shards in {folder}: run scripts.data_prep without --verify first")
-    if Tokenizer.load(folder / "tokenizer").hash != manifest["tokenizer"]:
-        raise InputError(
-            f"{folder}/tokenizer is not the one of the shards: delete {folder} and run scripts.data_prep"
-        )
     listed = manifest["val"] + manifest["train"]
     for entry in listed:
-        shard = Shard.open(folder / entry["name"], manifest["tokenizer"])
+        (shard,) = open_shards(folder, manifest, [entry])
         shard.verify()
         if shard.header["sha256"] != entry["sha256"]:
             raise InputError(

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from nanomuon.read_json import LARGE, MapOf, Record, Text, Whole, read_json, read_regular
 from nanomuon.runtime import InputError
 
 BOS = "<|bos|>"
@@ -32,6 +33,17 @@ SPLIT_PATTERN = "|".join(
         r"\s+(?!\S)",
         r"\s+",
     ]
+)
+# tokenizer.json
+SETTINGS = Record(
+    {
+        "type": Text(),
+        "vocab_size": Whole(257, 1 << 24),
+        "pattern": Text(),
+        "special_tokens": MapOf(Whole()),
+        "vocab_sha256": Text(64),
+    },
+    others=None,
 )
 # Longer texts are encoded in pieces of at most this many characters, cut after a line end where there is one.
 # The regex engine gives up on a run of a million spaces, and BPE takes 40 s on one word of 50 MB.
@@ -98,14 +110,15 @@ class Tokenizer:
     def load(cls, folder) -> "Tokenizer":
         """Read a folder written by save(). A missing, damaged or foreign one raises InputError."""
         folder = Path(folder)
+        if not os.path.lexists(folder / "tokenizer.json"):
+            raise InputError(f"no tokenizer in {folder}: python -m scripts.tok_train makes one")
+        settings = read_json(folder / "tokenizer.json", SETTINGS, advice="delete the folder and train again")
+        data = read_regular(folder / "vocab.txt", LARGE)
         try:
-            settings = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-            lines = (folder / "vocab.txt").read_text(encoding="ascii").splitlines()
-            vocab = [base64.b64decode(line.split()[0]) for line in lines]
+            vocab = [base64.b64decode(line.split()[0]) for line in data.decode("ascii").splitlines()]
             tokenizer = cls(vocab, settings["pattern"])
-        except FileNotFoundError as error:
-            raise InputError(f"no tokenizer in {folder}: python -m scripts.tok_train makes one") from error
-        except (ValueError, KeyError, IndexError) as error:
+            tokenizer._check()
+        except (ValueError, IndexError) as error:
             raise InputError(
                 f"damaged tokenizer in {folder} ({error!r}): delete the folder and train again"
             ) from error
@@ -114,6 +127,19 @@ class Tokenizer:
                 f"the files of tokenizer {folder} do not belong together: delete the folder, train again"
             )
         return tokenizer
+
+    def _check(self):
+        """ValueError where tiktoken would give up on some text with what no `except Exception` catches.
+
+        It does on unknown bytes, and on some patterns; others take for ever.
+        """
+        if self.pattern != SPLIT_PATTERN:
+            raise ValueError("its split pattern is not the one of this version")
+        tokens = set(self.vocab)
+        if len(tokens) < len(self.vocab) or b"" in tokens:
+            raise ValueError("a token is there twice, or empty")
+        if not all(bytes([byte]) in tokens for byte in range(256)):
+            raise ValueError("it does not have all 256 bytes")
 
     def _vocab_text(self) -> str:
         lines = []

@@ -183,18 +183,22 @@ def main(argv: list[str] | None = None) -> int:
 
     folder = run_folder.folder_of(args.run)
     run_folder.check_writable(folder)
+    run_folder.check_no_links(folder)
     with run_folder.held(folder, runtime.rank):
         data, recorded, accepted = first_rank_first(
             lambda: prepare_data(args, settings, source, plan.tokens, runtime), runtime
         )
-        tokenizer = load_tokenizer(data / "tokenizer", shards.read_manifest(data)["tokenizer"], runtime.rank)
+        # Put back where it is missing, as far as there is a copy
+        load_tokenizer(data / "tokenizer", shards.read_manifest(data)["tokenizer"], runtime.rank)
+        tokenizer = shards.open_tokenizer(data)
         plan = plan_run(args, tokenizer.vocab_size, runtime, measured)
         config = plan.config
         if settings:
             config = replace(config, short_window=settings["short_window"])
-            if args.window_pattern == settings["options"]["window_pattern"]:
+            pattern = settings.get("window_pattern")
+            if pattern and args.window_pattern == settings["options"].get("window_pattern"):
                 # The run may have started without the windows that were asked for, where they cost time
-                config = replace(config, window_pattern=settings["window_pattern"])
+                config = replace(config, window_pattern=pattern)
         with_flex = args.compile is not False
         config = sizing.choose_attention(
             config, plan.rows, args.tensor_parallel, runtime, measured, not settings, with_flex
@@ -255,10 +259,12 @@ def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, dict,
         check_arguments(args)
         return args, {}, []
 
-    before = {}
-    for name, value in settings["options"].items():
-        if name not in run_folder.OF_THE_LAUNCH:  # earlier versions kept, say, the name of the optimizer file
-            before[name] = value
+    folder = run_folder.folder_of(args.run)
+    before = run_folder.remembered_options(folder, settings, make_parser())
+    try:
+        check_arguments(parse_arguments(["--run", args.run], before))
+    except InputError as error:
+        raise InputError(f"{folder}/settings.json: options: {error}") from error
     remembered = dict(before)
     # A ratio that is given anew decides the number of steps, in place of the number that is remembered
     unless_given = {"target_param_data_ratio": None}
@@ -299,6 +305,10 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namespace:
     """What is given, else what is remembered, else the default."""
+    return make_parser().parse_args(argv, argparse.Namespace(**remembered))
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.base_train",
         description=__doc__,
@@ -370,7 +380,7 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
     )
     add("--wandb", action="store_true", help="log to Weights & Biases as well (WANDB_MODE=offline works)")
     add("--plan", action="store_true", help="print the size of the run, its memory and its time, and stop")
-    return parser.parse_args(argv, argparse.Namespace(**remembered))
+    return parser
 
 
 if __name__ == "__main__":

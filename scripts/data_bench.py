@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 import os
+import shutil
 import tempfile
 import time
 import tracemalloc
@@ -75,10 +76,13 @@ def tokenization(corpus, tokenizer, folder):
 
 
 def repeated(folder, copies, place):
-    """A folder of shards that names every training shard `copies` times, without taking space."""
+    """A folder of shards that names every training shard `copies` times, without taking space if it can."""
     place.mkdir()
     for path in folder.glob("*.bin"):
-        (place / path.name).symlink_to(path.resolve())
+        try:
+            os.link(path, place / path.name)
+        except OSError:  # on another file system
+            shutil.copyfile(path, place / path.name)
     manifest = shards.read_manifest(folder)
     shards.write_manifest(place, manifest | {"train": manifest["train"] * copies})
     return place

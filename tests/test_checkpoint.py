@@ -582,10 +582,12 @@ def test_a_poisoned_checkpoint_runs_nothing(run_dir, tmp_path):
 def test_an_exported_model_comes_back_exactly(tmp_path):
     model = Tiny()
     tmp_path.chmod(0o755)
-    export.export_model(tmp_path, model, {"depth": 4}, {"val_bpb": 1.25})
+    config = dict(vocab_size=300, seq_len=32, depth=4, width=256, heads=4, kv_heads=4)
+    about = dict(step=7, val_bpb=1.25, corpus="python", tokenizer="163374dd351e63f7")
+    export.export_model(tmp_path, model, config, about)
     mode = (tmp_path / "model.safetensors").stat().st_mode
     assert mode & 0o777 == 0o644  # others may read it, as they may the folder
-    assert export.load_model_config(tmp_path) == ({"depth": 4}, {"val_bpb": 1.25})
+    assert export.load_model_config(tmp_path) == (config, about)
     other = Tiny(seed=1)
     export.load_model_weights(tmp_path, other)
     assert_same(dict(model.state_dict()), dict(other.state_dict()))

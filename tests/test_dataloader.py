@@ -184,20 +184,24 @@ def test_packing_neither_loses_nor_repeats(lengths, capacity, cut):
 def test_every_token_once_but_the_counted_crop(tmp_path_factory, lengths, seed):
     """Through files: documents of distinct tokens come back as distinct tokens."""
     path = tmp_path_factory.mktemp("property")
-    numbers = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
+    numbers = np.arange(sum(lengths), dtype=np.uint32)
+    bos_id = 60 * 300
     documents = np.split(numbers, np.cumsum(lengths)[:-1])
     names = []
     for i in range(0, len(documents), 20):
         names.append({"name": f"{i}.bin"})
         header = shards.write_shard(path / f"{i}.bin", documents[i : i + 20], {"tokenizer": "t"})
-        names[-1]["tokens"] = header["tokens"]
+        names[-1] |= {key: header[key] for key in ("documents", "tokens", "sha256")}
     manifest = {
         "train": names,
         "val": names[:1],
         "tokenizer": "t",
-        "bos_id": 0,
+        "vocab_size": bos_id + 1,
+        "bos_id": bos_id,
         "complete": True,
+        "max_tokens": None,
         "corpus": "c",
+        "revision": "r",
     }
     shards.write_manifest(path, manifest)
     if sum(lengths) < 16:
@@ -213,8 +217,8 @@ def test_every_token_once_but_the_counted_crop(tmp_path_factory, lengths, seed):
             for i in range(len(rows)):
                 row = np.full(17, -1)
                 rows.fill(i, row)
-                assert row.min() == row[0] == 0
-                seen += row[row > 0].tolist()
+                assert row.min() >= 0 and row[0] == bos_id
+                seen += row[row != bos_id].tolist()
             assert rows.text_tokens - rows.lengths.sum() == rows.cropped < 17
     assert len(seen) == len(set(seen)) and set(seen) <= set(numbers.tolist())
     assert len(numbers) - len(seen) < 17 * -(-len(names) // 2)
