@@ -165,7 +165,7 @@ class KVCache:
         return attention(q, k, v, window, normalized)
 
     def with_recent(self, layer: int, x: Tensor) -> Tensor:
-        """x (B, T, width) with the TAPS - 1 convolution inputs before it in front; remembers its last ones."""
+        """x (B, T, width) with the TAPS - 1 convolution inputs before it in front; keeps the last ones."""
         padded = torch.cat((self.recent[layer], x), dim=1)
         self.recent[layer] = padded[:, x.size(1) :]
         return padded
