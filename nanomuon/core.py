@@ -123,8 +123,13 @@ def evaluate(
         )
     mean = sum(result["centered"] for result in results.values()) / len(results)
     found = {"core": mean if results.keys() == CORE_TASKS else None, "mean_centered": mean, "tasks": results}
-    print0(f"{title(found)}: {mean:.4f}")
+    print0(as_line(found))
     return found
+
+
+def as_line(results: dict) -> str:
+    """One line: the mean, and what it may be called."""
+    return f"{title(results)}: {results['mean_centered']:.4f}"
 
 
 def title(results: dict) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from nanomuon import export, report
+from nanomuon import core, export, report
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import EARLIER_SHORT_WINDOW, GPT, GPTConfig
 from nanomuon.parallel import build_model
@@ -39,16 +39,24 @@ def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
 
 
 def write_results(
-    run_dir: Path, settings: dict, summary: dict, samples: list[str], seconds: dict[str, float]
+    run_dir: Path,
+    settings: dict,
+    summary: dict,
+    samples: list[str],
+    seconds: dict[str, float],
+    core_results: dict | None = None,
 ) -> None:
     """report.md, loss.png and summary.json, and what they say in short.
 
     The summary is written last and marks the run as complete. settings: what the report lists. seconds: see
-    `record_stages`.
+    `record_stages`. core_results: see core.evaluate.
     """
     stages = record_stages(run_dir, seconds)
     machine = report.machine_description()
-    report.write_report(run_dir, settings, summary, samples, machine, list(stages.items()))
+    core_table = None
+    if core_results is not None:
+        core_table = core.as_line(core_results), core_results["tasks"]
+    report.write_report(run_dir, settings, summary, samples, machine, list(stages.items()), core_table)
     write_json(run_dir / "summary.json", summary)
     for sample in samples:
         print(f"--- sample\n{sample}")

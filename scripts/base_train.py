@@ -14,12 +14,13 @@ last checkpoint.
 import argparse
 import contextlib
 import os
+import sys
 import time
 from dataclasses import replace
 
 import torch
 
-from nanomuon import fp8, guards, parallel, run_folder, shards, sizing
+from nanomuon import core_bundle, fp8, guards, parallel, run_folder, shards, sizing
 from nanomuon.arguments import add_step_arguments, check_not_negative, check_step_arguments
 from nanomuon.compilation import choose_compilation
 from nanomuon.moe import balance_
@@ -29,6 +30,7 @@ from nanomuon.qk_clip import clip_
 from nanomuon.run import Run, finish, give_up, start_run
 from nanomuon.runtime import (
     InputError,
+    Runtime,
     check_at_least_1,
     check_name,
     first_rank_first,
@@ -42,6 +44,7 @@ from nanomuon.runtime import (
 from nanomuon.tokenizer import Tokenizer
 
 EAGER_STEPS = 3  # before it is decided whether to compile, on a CPU
+CORE_ITEMS = 500  # of each task of CORE, in an evaluation on the way
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
 
 
@@ -63,6 +66,9 @@ def train(run: Run, watchdog: guards.Watchdog) -> int | None:
         due = args.eval_every > 0 and run.step % args.eval_every == 0
         if due and run.step > 0 and run.step not in run.evaluations:
             run.evaluate(args.eval_tokens)
+        due = args.core_every > 0 and run.step % args.core_every == 0
+        if due and run.step > 0 and run.core_tasks and run.step not in run.core_steps:
+            run.evaluate_core(args.core_items or CORE_ITEMS)
         if 0 <= 60 * args.save_minutes < time.monotonic() - saved_at:
             requests.save = True
         watchdog.begin(run.step + 1)
@@ -178,6 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = run_folder.folder_of(args.run)
     run_folder.check_writable(folder)
     with run_folder.held(folder, runtime.rank):
+        core_tasks = open_core_tasks(args, runtime)
         data = first_rank_first(
             lambda: shards.prepare_for_training(args.corpus, args.vocab_size, plan.tokens), runtime
         )
@@ -199,10 +206,24 @@ def main(argv: list[str] | None = None) -> int:
             run_folder.check_definition(folder, defined)
         if args.resume == "auto" and run_folder.is_complete(folder, plan.steps):
             return 0
-        run = start_run(args, runtime, plan, data, defined, measured, changed)
+        run = start_run(args, runtime, plan, data, defined, measured, changed, core_tasks)
         with guards.Watchdog() as watchdog:
             code = train(run, watchdog)
         return finish(run) if code is None else code
+
+
+def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core_bundle.Task]:
+    """The tasks of CORE; none where it is not asked for, or where its bundle cannot be had."""
+    bundle = args.core_bundle
+    if bundle is None and args.core_every > 0:
+        bundle = core_bundle.PUBLIC_BUNDLE
+    if bundle is None:
+        return []
+    try:
+        return first_rank_first(lambda: core_bundle.open_bundle(bundle), runtime)
+    except core_bundle.Unreachable as error:
+        print0(f"warning: {error}; the run goes on without CORE", file=sys.stderr)
+        return []
 
 
 def print_progress(row: dict, steps: int, median_ms: float) -> None:
@@ -247,7 +268,7 @@ def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, dict,
 def check_arguments(args: argparse.Namespace) -> None:
     """InputError for the first argument that cannot be meant."""
     check_step_arguments(args)
-    check_at_least_1(args, "eval_tokens", "keep_last")
+    check_at_least_1(args, "eval_tokens", "keep_last", "core_items")
     check_not_negative(
         args,
         "matrix_lr",
@@ -317,6 +338,22 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
         default=131072,
         help="validation tokens of an evaluation on the way; the last takes the whole set "
         "(default: %(default)s)",
+    )
+    add(
+        "--core-bundle",
+        help="tasks of CORE: a folder, a zip or its address, fetched once; evaluated at the end of the run "
+        "(default: none, or with --core-every the public bundle)",
+    )
+    add(
+        "--core-every",
+        type=int,
+        default=-1,
+        help="steps between evaluations of CORE, -1: only at the end, where a bundle is named (%(default)s)",
+    )
+    add(
+        "--core-items",
+        type=int,
+        help=f"items of each task of CORE (default: {CORE_ITEMS} on the way; the last evaluation takes all)",
     )
     add(
         "--save-every",
