@@ -3,8 +3,8 @@
 python -m scripts.core_bench --core-bundle FOLDER --core-items 60
 
 Seconds are those of the processor on a CPU, which other work on the machine hardly changes, and of the clock
-on a GPU. A model that knows nothing will do: how long it takes does not depend on what it knows. Its weights are random
-all over, so that every part of it has a say in the losses.
+on a GPU. A model that knows nothing will do: how long it takes does not depend on what it knows. Its weights
+are random all over, so that every part of it has a say in the losses.
 """
 
 import argparse
