@@ -45,7 +45,7 @@ CORE_TASKS = frozenset(
 # Items go to ranks by as many at a time, and are batched among themselves: any number of ranks makes the same
 # batches, and so the same losses to the last bit
 BLOCK = 32
-# Of a batch on a CPU: with four times as many it takes up to half as long again (docs/evaluation.md)
+# Of a batch on a CPU: four times as many take up to half as long again on some tasks (docs/evaluation.md)
 CPU_TOKENS = 4096
 MOST_LOGITS = 2**28  # that exist at a time, 1 GB in float32
 
