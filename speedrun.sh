@@ -45,6 +45,7 @@ environment_seconds=$(($(now) - began))
 # Presets by hardware
 # Those that training will compute on: one that is there and cannot be used ends it here, with a line on what helps
 GPUS=$("$PYTHON" -c 'from nanomuon.runtime import print_usable_gpus, run_command; run_command(print_usable_gpus)')
+CORE=https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip # the tasks of CORE, docs/evaluation.md
 WEB=hf:karpathy/climbmix-400b-shuffle # or hf:HuggingFaceFW/fineweb-edu:sample-10BT
 case $GPUS in
     0)
@@ -58,11 +59,11 @@ case $GPUS in
         ;;
     1)
         CORPUS=${CORPUS:-$WEB} DEPTH=${DEPTH:-12}
-        FLAGS=(--eval-every 250 --save-every 500)
+        FLAGS=(--eval-every 250 --save-every 500 --core-bundle "$CORE")
         ;;
     *)
         CORPUS=${CORPUS:-$WEB} DEPTH=${DEPTH:-24}
-        FLAGS=(--eval-every 250 --save-every 500)
+        FLAGS=(--eval-every 250 --save-every 500 --core-bundle "$CORE")
         ;;
 esac
 RUN=${RUN:-d$DEPTH-$(printf %s "$CORPUS" | tr -c 'A-Za-z0-9._-' '-')}

@@ -60,12 +60,19 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         keys = torch.arange(Tk, device=q.device)
         distance = keys[Tk - Tq :, None] - keys  # (Tq, Tk)
         mask = (distance >= 0) & (distance < (window or Tk))
+    return masked(q, k, v, mask, is_causal=mask is None and Tq == Tk)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
+    """PyTorch's attention in the layout of this file: mask (Tq, Tk) or (B, 1, Tq, Tk), True where a query
+    sees a key.
+    """
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
-        is_causal=mask is None and Tq == Tk,
+        is_causal=is_causal,
         enable_gqa=q.size(2) != k.size(2),
     )
     return out.transpose(1, 2)

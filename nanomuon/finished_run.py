@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from nanomuon import export, report, shards
+from nanomuon import core, export, report, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import EARLIER_SHORT_WINDOW, GPT, GPTConfig
@@ -157,15 +157,21 @@ def write_results(
     samples: list[str],
     seconds: dict[str, float],
     provenance: list[tuple],
+    core_results: dict | None = None,
 ) -> None:
     """report.md, loss.png and summary.json, and what they say in short.
 
     The summary is written last and marks the run as complete. settings, provenance: what the report lists.
-    seconds: see `record_stages`.
+    seconds: see `record_stages`. core_results: see core.evaluate.
     """
     stages = record_stages(run_dir, seconds)
     machine = report.machine_description()
-    report.write_report(run_dir, settings, summary, samples, machine, list(stages.items()), provenance)
+    core_table = None
+    if core_results is not None:
+        core_table = core.as_line(core_results), core_results["tasks"]
+    report.write_report(
+        run_dir, settings, summary, samples, machine, list(stages.items()), provenance, core_table
+    )
     write_json(run_dir / "summary.json", summary)
     for sample in samples:
         print(f"--- sample\n{sample}")

@@ -126,7 +126,7 @@ class Linear(nn.Linear):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE (arXiv 2104.09864): channel pairs (i, i + D/2) of x (B, T, H, D) turned by the tables of (T, 1,
-    D/2).
+    D/2), or of (B, T, 1, D/2) where each row has its own positions.
     """
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
@@ -151,6 +151,29 @@ class KVCache:
         self.tensor[layer, 0, :, self.length : end] = k
         self.tensor[layer, 1, :, self.length : end] = v
         return self.tensor[layer, 0, :, :end], self.tensor[layer, 1, :, :end]
+
+    # What the model asks of a cache, of this one and of those in core.py
+
+    def positions(self, T: int) -> slice:
+        """Where in the context the next T tokens are."""
+        return slice(self.length, self.length + T)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, normalized: bool
+    ) -> Tensor:
+        """attention() of q to all keys and values of one layer, k and v being the last of them."""
+        k, v = self.extend(layer, k, v)
+        return attention(q, k, v, window, normalized)
+
+    def with_recent(self, layer: int, x: Tensor) -> Tensor:
+        """x (B, T, width) with the TAPS - 1 convolution inputs before it in front; keeps the last ones."""
+        padded = torch.cat((self.recent[layer], x), dim=1)
+        self.recent[layer] = padded[:, x.size(1) :]
+        return padded
+
+    def advance(self, T: int) -> None:
+        """T tokens have gone through all layers."""
+        self.length += T
 
 
 class Attention(nn.Module):
@@ -181,9 +204,11 @@ class Attention(nn.Module):
             q, k = norm(q), norm(k)
         if self.largest_logits is not None and torch.is_grad_enabled():
             record_largest_(self.largest_logits, q.detach(), k.detach(), self.window)
-        if cache is not None:
-            k, v = cache.extend(self.layer, k, v)
-        return self.o(attention(q, k, v, self.window, self.qk_norm).flatten(2))
+        if cache is None:
+            mixed = attention(q, k, v, self.window, self.qk_norm)
+        else:
+            mixed = cache.attend(self.layer, q, k, v, self.window, self.qk_norm)
+        return self.o(mixed.flatten(2))
 
 
 class Convolution(nn.Module):
@@ -193,14 +218,13 @@ class Convolution(nn.Module):
         super().__init__()
         self.taps = nn.Parameter(torch.empty(TAPS * width))  # flat: not a matrix for Muon to orthogonalize
 
-    def forward(self, x: Tensor, recent: Tensor | None) -> Tensor:
-        """x (B, T, width); recent (B, TAPS - 1, width), the inputs before x, replaced by the last ones of
-        x.
+    def forward(self, x: Tensor, padded: Tensor | None) -> Tensor:
+        """x (B, T, width); padded (B, TAPS - 1 + T, width), x with the inputs before it in front, or None
+        where nothing comes before it.
         """
-        if recent is None:
+        if padded is None:
             return _Convolve.apply(x, self.taps)
-        padded, T = torch.cat((recent, x), dim=1), x.size(1)
-        recent.copy_(padded[:, T:])
+        T = x.size(1)
         taps = self.taps.to(x.dtype).view(TAPS, -1)
         for j in range(TAPS):
             x = x + taps[j] * padded[:, TAPS - 1 - j :][:, :T]
@@ -259,8 +283,9 @@ class Block(nn.Module):
         self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache | None
     ):
         x = x + self.attn(norm(x), value_embed, rope, cache)
-        recent = None if cache is None else cache.recent[self.layer]
-        return x + self.mlp(self.conv(norm(x), recent))
+        inputs = norm(x)
+        padded = None if cache is None else cache.with_recent(self.layer, inputs)
+        return x + self.mlp(self.conv(inputs, padded))
 
 
 class GPT(nn.Module):
@@ -329,14 +354,16 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         reduction: str = "mean",
         cache: KVCache | None = None,
+        at: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T) int64 -> logits (B, T, V), float32 or better; with targets (B, T) the cross-entropy
         in nats.
 
-        Targets of -1 are not predicted. reduction="none" gives one loss per token, (B * T,).
+        Targets of -1 are not predicted. reduction="none" gives one loss per token, (B * T,). at (M,) int64:
+        only these of the B * T positions go through the head, for logits (M, V).
         """
-        start = cache.length if cache is not None else 0
-        positions = slice(start, start + tokens.size(1))
+        T = tokens.size(1)
+        positions = slice(0, T) if cache is None else cache.positions(T)
         rope = self.cos[positions].to(self.compute_dtype), self.sin[positions].to(self.compute_dtype)
         x = x0 = norm(self.wte(tokens).to(self.compute_dtype))  # (B, T, width)
         for i, block in enumerate(self.blocks):
@@ -346,7 +373,9 @@ class GPT(nn.Module):
                 value_embed = self.value_embeds[str(i)](tokens).to(self.compute_dtype)  # (B, T, Hkv * D)
             x = block(x, value_embed, rope, cache)
         if cache is not None:
-            cache.length = positions.stop
+            cache.advance(T)
+        if at is not None:
+            x = x.flatten(0, 1)[at]
         hidden = norm(x)
         if targets is None:
             return head_loss.capped(self.lm_head(hidden))

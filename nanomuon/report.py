@@ -101,6 +101,12 @@ def read_metrics(path) -> tuple[list[dict], list[dict]]:
     return training, evaluation
 
 
+def core_steps(path) -> set[int]:
+    """The steps after which a metrics.jsonl has figures of CORE."""
+    rows, _ = read_json_lines(path, MetricsRow())
+    return {row["step"] for row in rows if "core" in row}
+
+
 def plot_run(metrics, image) -> None:
     """Draw a run's metrics.jsonl as four panels over tokens into a PNG, made to be read at a README's
     width.
@@ -215,12 +221,13 @@ def plot_race(curves, unit, image) -> None:
     _save(figure, image)
 
 
-def write_report(run_dir, settings, summary, samples, machine, stages, provenance=()) -> None:
+def write_report(run_dir, settings, summary, samples, machine, stages, provenance=(), core=None) -> None:
     """Draw loss.png and write report.md, which shows it, from a run's metrics.jsonl and what its script
     knows.
 
     settings, summary: dicts printed as tables. samples: generated texts. machine: machine_description().
     stages: (name, seconds) pairs in order. provenance: (name, value) pairs, see provenance.table.
+    core: None, or the line and the tasks that core.evaluate gives.
     """
     run_dir = Path(run_dir)
     plot_run(run_dir / "metrics.jsonl", run_dir / "loss.png")
@@ -231,11 +238,21 @@ def write_report(run_dir, settings, summary, samples, machine, stages, provenanc
     )
     times = [(stage, f"{seconds:.1f}") for stage, seconds in stages]
     times.append(("total", f"{sum(seconds for _, seconds in stages):.1f}"))
+    core_parts = []
+    if core is not None:
+        line, tasks = core
+        rows = []
+        for label, task in tasks.items():
+            figures = (f"{task['accuracy']:.4f}", f"{task['centered']:.4f}", task["items"], task["seconds"])
+            rows.append((label, *figures))
+        header = ("task", "accuracy", "centered", "items", "seconds")
+        core_parts = ["## CORE\n\n" + line, _table(header, rows)]
     parts = [
         f"# {name}",
         f"Trained on {machine}.",
         "## Results\n\n" + _table(("", "value"), summary.items()),
         "![Training loss, validation bits per byte, learning rate and throughput over tokens](loss.png)",
+        *core_parts,
         "## Samples\n\n" + "\n\n".join(_fenced(sample) for sample in samples),
         "## Use it\n\n" + _fenced(usage),
         "`model.safetensors` and `config.json` are the model; opening them runs no code.",

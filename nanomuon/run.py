@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nanomuon import (
     checkpoint,
+    core,
     export,
     hf_export,
     parallel,
@@ -33,6 +34,7 @@ from nanomuon import (
 )
 from nanomuon.arguments import COMM_DTYPES, SCHEDULE_FLAGS, unused_flags
 from nanomuon.compilation import compile_model, decide_compilation
+from nanomuon.core_bundle import Task
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.finished_run import sample_run, summarize, write_results
@@ -41,8 +43,9 @@ from nanomuon.gpt import GPT
 from nanomuon.optim import MuonAdamW
 from nanomuon.planning import Plan, meta_model, print_plan
 from nanomuon.qk_clip import watch_
-from nanomuon.read_json import Record, Whole, check
-from nanomuon.runtime import InputError, Runtime, compile_enabled, print0
+from nanomuon.read_json import Record, Whole, check, read_json
+from nanomuon.runtime import InputError, Runtime, compile_enabled, print0, write_json
+from nanomuon.tokenizer import Tokenizer
 
 # What a checkpoint of a run says beside its tensors
 LOADER_STATE = Record({"epoch": Whole(), "window": Whole(), "row": Whole()}, others=None)
@@ -73,6 +76,8 @@ class Run:
     checkpoints: checkpoint.Checkpointer
     log: report.MetricsLog | None  # on the first rank
     evaluations: dict[int, dict]  # by step: rows of metrics.jsonl that earlier launches wrote
+    core_tasks: list[Task]  # empty where CORE is not evaluated
+    core_steps: set[int]  # at which earlier launches evaluated it
     recent_losses: deque  # finite ones
     step: int  # steps done
     skipped: int  # steps without an update, because a loss or gradient was not finite
@@ -97,6 +102,27 @@ class Run:
         extent = " (whole set)" if whole_set else ""
         print0(f"step {self.step:5d}/{self.plan.steps} | validation {value:.4f} bits per byte{extent}")
         return value
+
+    def evaluate_core(self, most_items: int | None) -> dict:
+        """What core.evaluate gives, of that many items of each task, None: all; printed, logged and in
+        core.json.
+        """
+        results = core.evaluate(
+            self.model,
+            Tokenizer.load(self.folder / "tokenizer"),
+            self.core_tasks,
+            most_items,
+            self.plan.rows * self.plan.config.seq_len,
+            data_rank(self.args, self.runtime),
+            self.plan.data_parallel,
+            in_pieces=self.mesh is not None,
+        )
+        if self.log:
+            write_json(self.folder / "core.json", results)
+            row = {"step": self.step, "tokens": self.step * self.plan.batch, "core": results["core"]}
+            row |= {"mean_centered": results["mean_centered"], "core_tasks": len(results["tasks"])}
+            self.log.log(row)
+        return results
 
     def save(self) -> None:
         """Write a checkpoint, in the background."""
@@ -187,6 +213,7 @@ def start_run(
     source: bytes | None,
     changed: list[str],
     accepted: list[str],
+    core_tasks: list[Task],
 ) -> Run:
     """The run, where an earlier launch left it or at its beginning; its folder is made here.
 
@@ -275,9 +302,10 @@ def start_run(
         if args.wandb:
             wandb = dict(project="nanomuon", name=args.run, id=args.run, config=defined)
         log = report.MetricsLog(metrics, resumed_step, wandb)
-    training, evaluations = [], []
+    training, evaluations, core_steps = [], [], set()
     if found:
         training, evaluations = report.read_metrics(metrics)
+        core_steps = report.core_steps(metrics)
     losses = [row["train_loss"] for row in training if row["step"] <= step]
 
     run = Run(
@@ -301,6 +329,8 @@ def start_run(
         checkpoints=checkpoints,
         log=log,
         evaluations={row["step"]: row for row in evaluations if row["step"] <= step},
+        core_tasks=core_tasks,
+        core_steps={evaluated for evaluated in core_steps if evaluated <= step},
         recent_losses=deque([loss for loss in losses if loss is not None], maxlen=128),
         step=step,
         skipped=skipped,
@@ -362,6 +392,10 @@ def finish(run: Run) -> int:
         )
         return 1
     evaluated = time.perf_counter()
+    seconds = {"evaluation": evaluated - began}
+    core_results = final_core(run)
+    if core_results is not None:
+        seconds["CORE"] = time.perf_counter() - evaluated
     about = {
         "step": run.plan.steps,
         "val_bpb": val_bpb,
@@ -372,22 +406,43 @@ def finish(run: Run) -> int:
     export.export_model(run.folder, run.model, asdict(run.plan.config), about)
     if run.log:
         run.log.close()
-        write_report(run, val_bpb, evaluated - began)
+        write_report(run, val_bpb, core_results, seconds)
     return 0
 
 
-def write_report(run: Run, val_bpb: float, evaluation_seconds: float) -> None:
-    """Summary, samples and report of a run whose model is exported; for the first rank."""
+def final_core(run: Run) -> dict | None:
+    """CORE of the trained model, once, however often this is interrupted; None where it is not evaluated."""
+    if not run.core_tasks:
+        return None
+    file = run.folder / "core.json"
+    if run.plan.steps in run.core_steps and file.exists():
+        return read_json(file, core.RESULTS)
+    return run.evaluate_core(run.args.core_items)
+
+
+def write_report(
+    run: Run, val_bpb: float, core_results: dict | None, evaluation_seconds: dict[str, float]
+) -> None:
+    """Summary, samples and report of a run whose model is exported; for the first rank.
+
+    core_results: see core.evaluate. evaluation_seconds: by stage.
+    """
     began = time.perf_counter()
     rows, _ = report.read_metrics(run.folder / "metrics.jsonl")
     summary = summarize(rows, val_bpb, run.plan, run.runtime)  # before samples raise the peak of memory
+    if core_results is not None:
+        for key, name in (("core", "core"), ("mean_centered", "core_mean_centered")):
+            value = core_results[key]
+            summary[name] = value if value is None else round(value, 4)
+    elif run.args.core_bundle is not None or run.args.core_every > 0:
+        summary["core"] = None  # its bundle could not be had
     if run.mesh is not None:  # samples take the whole model, for which the pieces make room
         run.model = run.forward = run.optimizer = run.initial_groups = run.checkpoints = None
         gc.collect()
     samples = sample_run(run.model, run.args, run.runtime)
     seconds = {
         "training": summary["seconds"],
-        "evaluation": evaluation_seconds,
+        **evaluation_seconds,
         "samples": time.perf_counter() - began,
     }
     options = {
@@ -402,4 +457,5 @@ def write_report(run: Run, val_bpb: float, evaluation_seconds: float) -> None:
         if options[key] is not None and key not in run.unused:
             settings[key] = options[key]
     hf_export.export_at_the_end(run.folder, summary)
-    write_results(run.folder, settings, summary, samples, seconds, provenance.table(run.recorded))
+    trained = provenance.table(run.recorded)
+    write_results(run.folder, settings, summary, samples, seconds, trained, core_results)

@@ -1,20 +1,68 @@
-"""Bits per byte of a finished run on the whole validation set of its corpus, or of another one.
+"""What a finished run is worth: bits per byte on the whole validation set of its corpus, CORE, samples.
 
 python -m scripts.base_eval --run base
 python -m scripts.base_eval --run /some/folder --corpus path:my_texts   # a run from elsewhere
-torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run base
+python -m scripts.base_eval --run base --eval core,bpb,sample --core-bundle FOLDER_OR_ZIP_OR_URL
+torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run base --eval core
 """
 
 import argparse
 
 import torch
 
-from nanomuon import sizing
+from nanomuon import core, core_bundle, sizing
 from nanomuon.arguments import add_dtype_argument, add_run_argument
 from nanomuon.dataloader import validation_batches
 from nanomuon.evaluate import bits_per_byte
-from nanomuon.finished_run import load_run, validation_folder
-from nanomuon.runtime import check_at_least_1, first_rank_first, print0, run_command, start
+from nanomuon.finished_run import NO_PROMPTS, PROMPTS, find_run, load_run, validation_folder
+from nanomuon.generate import sample_texts
+from nanomuon.gpt import GPT
+from nanomuon.runtime import (
+    InputError,
+    Runtime,
+    check_at_least_1,
+    first_rank_first,
+    print0,
+    run_command,
+    start,
+    write_json,
+)
+from nanomuon.tokenizer import Tokenizer
+
+EVALUATIONS = ("bpb", "core", "sample")
+
+
+def evaluate_bpb(
+    args: argparse.Namespace,
+    runtime: Runtime,
+    model: GPT,
+    tokenizer: Tokenizer,
+    corpus: str,
+    about: dict,
+) -> None:
+    folder = first_rank_first(lambda: validation_folder(corpus, tokenizer, about), runtime)
+    batches = validation_batches(
+        folder, model.config.seq_len, args.device_batch_size, runtime.rank, runtime.world_size, runtime.device
+    )
+    value = bits_per_byte(model, batches, torch.from_numpy(tokenizer.token_bytes).to(runtime.device))
+    print0(f"val_bpb: {value:.4f}")
+
+
+def evaluate_core(args: argparse.Namespace, runtime: Runtime, model: GPT, tokenizer: Tokenizer) -> None:
+    tasks = first_rank_first(lambda: core_bundle.open_bundle(args.core_bundle), runtime)
+    results = core.evaluate(
+        model,
+        tokenizer,
+        tasks,
+        args.core_items,
+        args.device_batch_size * model.config.seq_len,
+        runtime.rank,
+        runtime.world_size,
+    )
+    if runtime.rank == 0:
+        file = find_run(args.run) / "core.json"
+        write_json(file, results)
+        print(f"results: {file}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -26,21 +74,39 @@ def main(argv: list[str] | None = None) -> None:
     add_run_argument(parser)
     parser.add_argument("--corpus", help="whose validation set to evaluate on (default: that of the run)")
     parser.add_argument(
+        "--eval",
+        default="bpb",
+        help=f"what to do, of {', '.join(EVALUATIONS)}, with commas between (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--core-bundle",
+        default=core_bundle.PUBLIC_BUNDLE,
+        help="tasks of CORE: a folder, a zip or its address, fetched once (default: the public bundle, "
+        "%(default)s)",
+    )
+    parser.add_argument("--core-items", type=int, help="items of each task of CORE (default: all)")
+    parser.add_argument(
         "--device-batch-size", type=int, default=16, help="rows at a time (default: %(default)s)"
     )
     add_dtype_argument(parser)
     args = parser.parse_args(argv)
-    check_at_least_1(args, "device_batch_size")
+    check_at_least_1(args, "device_batch_size", "core_items")
+    wanted = [name.strip() for name in args.eval.split(",")]
+    for name in wanted:
+        if name not in EVALUATIONS:
+            raise InputError(f"--eval {args.eval}: {name!r} is not one of {', '.join(EVALUATIONS)}")
+
     runtime = sizing.choose_dtype(args.dtype, start(), {})
     model, tokenizer, about = load_run(args.run, runtime)
     corpus = args.corpus or about["corpus"]
-    folder = first_rank_first(lambda: validation_folder(corpus, tokenizer, about), runtime)
-    batches = validation_batches(
-        folder, model.config.seq_len, args.device_batch_size, runtime.rank, runtime.world_size, runtime.device
-    )
-    value = bits_per_byte(model, batches, torch.from_numpy(tokenizer.token_bytes).to(runtime.device))
     print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {about['step']}\ndtype: {runtime.dtype_name}")
-    print0(f"val_bpb: {value:.4f}")
+    if "bpb" in wanted:
+        evaluate_bpb(args, runtime, model, tokenizer, corpus, about)
+    if "core" in wanted:
+        evaluate_core(args, runtime, model, tokenizer)
+    if "sample" in wanted and runtime.rank == 0:
+        for text in sample_texts(model, tokenizer, PROMPTS.get(corpus, NO_PROMPTS), max_tokens=128):
+            print(f"--- sample\n{text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ last checkpoint.
 import argparse
 import contextlib
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from nanomuon import fp8, guards, parallel, provenance, run_folder, shards, sizing, user_file
+from nanomuon import core_bundle, fp8, guards, parallel, provenance, run_folder, shards, sizing, user_file
 from nanomuon.arguments import RECIPE_FLAGS, add_step_arguments, check_not_negative, check_step_arguments
 from nanomuon.compilation import choose_compilation
 from nanomuon.corpus import open_corpus
@@ -45,6 +46,7 @@ from nanomuon.runtime import (
 )
 
 EAGER_STEPS = 3  # before it is decided whether to compile, on a CPU
+CORE_ITEMS = 500  # of each task of CORE, in an evaluation on the way
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
 
 
@@ -66,6 +68,9 @@ def train(run: Run, watchdog: guards.Watchdog) -> int | None:
         due = args.eval_every > 0 and run.step % args.eval_every == 0
         if due and run.step > 0 and run.step not in run.evaluations:
             run.evaluate(args.eval_tokens)
+        due = args.core_every > 0 and run.step % args.core_every == 0
+        if due and run.step > 0 and run.core_tasks and run.step not in run.core_steps:
+            run.evaluate_core(args.core_items or CORE_ITEMS)
         if 0 <= 60 * args.save_minutes < time.monotonic() - saved_at:
             requests.save = True
         watchdog.begin(run.step + 1)
@@ -185,6 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     run_folder.check_writable(folder)
     run_folder.check_no_links(folder)
     with run_folder.held(folder, runtime.rank):
+        core_tasks = open_core_tasks(args, runtime)
         data, recorded, accepted = first_rank_first(
             lambda: prepare_data(args, settings, source, plan.tokens, runtime), runtime
         )
@@ -210,7 +216,19 @@ def main(argv: list[str] | None = None) -> int:
         if args.resume == "auto" and run_folder.is_complete(folder, plan.steps):
             return 0
         provenance.check_optimizer_file(settings, args, folder)
-        run = start_run(args, runtime, plan, data, defined, measured, recorded, source, changed, accepted)
+        run = start_run(
+            args,
+            runtime,
+            plan,
+            data,
+            defined,
+            measured,
+            recorded,
+            source,
+            changed,
+            accepted,
+            core_tasks,
+        )
         with guards.Watchdog() as watchdog:
             code = train(run, watchdog)
         return finish(run) if code is None else code
@@ -235,6 +253,20 @@ def prepare_data(
             tokenizer = load_tokenizer(folder / "tokenizer", settings.get("tokenizer"), runtime.rank)
     data = shards.prepare_for_training(corpus, args.vocab_size, tokens, tokenizer)
     return data, recorded, accepted
+
+
+def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core_bundle.Task]:
+    """The tasks of CORE; none where it is not asked for, or where its bundle cannot be had."""
+    bundle = args.core_bundle
+    if bundle is None and args.core_every > 0:
+        bundle = core_bundle.PUBLIC_BUNDLE
+    if bundle is None:
+        return []
+    try:
+        return first_rank_first(lambda: core_bundle.open_bundle(bundle), runtime)
+    except core_bundle.Unreachable as error:
+        print0(f"warning: {error}; the run goes on without CORE", file=sys.stderr)
+        return []
 
 
 def print_progress(row: dict, steps: int, median_ms: float) -> None:
@@ -285,7 +317,7 @@ def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, dict,
 def check_arguments(args: argparse.Namespace) -> None:
     """InputError for the first argument that cannot be meant."""
     check_step_arguments(args)
-    check_at_least_1(args, "eval_tokens", "keep_last")
+    check_at_least_1(args, "eval_tokens", "keep_last", "core_items")
     check_not_negative(
         args,
         "matrix_lr",
@@ -359,6 +391,22 @@ def make_parser() -> argparse.ArgumentParser:
         default=131072,
         help="validation tokens of an evaluation on the way; the last takes the whole set "
         "(default: %(default)s)",
+    )
+    add(
+        "--core-bundle",
+        help="tasks of CORE: a folder, a zip or its address, fetched once; evaluated at the end of the run "
+        "(default: none, or with --core-every the public bundle)",
+    )
+    add(
+        "--core-every",
+        type=int,
+        default=-1,
+        help="steps between evaluations of CORE, -1: only at the end, where a bundle is named (%(default)s)",
+    )
+    add(
+        "--core-items",
+        type=int,
+        help=f"items of each task of CORE (default: {CORE_ITEMS} on the way; the last evaluation takes all)",
     )
     add(
         "--save-every",

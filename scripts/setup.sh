@@ -12,7 +12,7 @@
 extra=$1
 if [ -n "${NANOMUON_PYTHON:-}" ]; then
     PYTHON=$NANOMUON_PYTHON
-    needed="torch tiktoken rustbpe datasets numpy pyarrow safetensors matplotlib scipy"
+    needed="torch tiktoken rustbpe datasets numpy pyarrow safetensors matplotlib scipy yaml"
     missing=$("$PYTHON" -c 'import importlib.util, sys
 print(*(name for name in sys.argv[1:] if not importlib.util.find_spec(name)))' $needed 2>/dev/null) || missing="Python"
     if [ -n "$missing" ]; then
