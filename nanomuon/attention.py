@@ -30,15 +30,25 @@ _chosen = {}  # key(q, k, window): backend
 _block_masks = {}  # (T, window): BlockMask, made outside of what is compiled
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, normalized: bool = False) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None = None,
+    normalized: bool = False,
+    positions: Tensor | None = None,
+) -> Tensor:
     """softmax(q k^T / sqrt(D)) v, where query i sees keys j with i - window < j <= i (all j <= i if window is
     None).
 
     q (B, Tq, H, D); k, v (B, Tk, Hkv, D) with Hkv dividing H: query head h reads key head h * Hkv // H.
     Where Tq < Tk the queries are the last Tq positions, as when decoding with a cache. Returns (B, Tq, H, D).
     A window that hides nothing counts as full. normalized: queries and keys have norm sqrt(D), so that scores
-    are small and may be rounded to bf16.
+    are small and may be rounded to bf16. positions (B,): where given, Tq is 1 and the query of row b is at
+    position positions[b] of its keys, of which those further on are not its own.
     """
+    if positions is not None:
+        return one_query_a_row(q, k, v, window, positions)
     if window is not None and window >= k.size(1):
         window = None
     otherwise = sdpa
@@ -68,6 +78,21 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         v.transpose(1, 2),
         attn_mask=mask,
         is_causal=mask is None and Tq == Tk,
+        enable_gqa=q.size(2) != k.size(2),
+    )
+    return out.transpose(1, 2)
+
+
+def one_query_a_row(q: Tensor, k: Tensor, v: Tensor, window: int | None, positions: Tensor) -> Tensor:
+    """Decoding rows of different lengths: q (B, 1, H, D), positions (B,)."""
+    Tk = k.size(1)
+    distance = positions[:, None] - torch.arange(Tk, device=k.device)  # (B, Tk)
+    visible = (distance >= 0) & (distance < (window or Tk))
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=visible[:, None, None],  # (B, 1, 1, Tk)
         enable_gqa=q.size(2) != k.size(2),
     )
     return out.transpose(1, 2)

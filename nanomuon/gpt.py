@@ -9,6 +9,7 @@ Allen-Zhu 2025), which costs next to nothing and was the largest single gain of 
 (docs/recipe.md).
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -134,22 +135,66 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class KVCache:
     """Keys, values and last convolution inputs of the positions seen so far, for decoding one token at a
     time.
+
+    Rows are of one length, or each of its own (set_lengths): then all of them go on by one token at a time.
     """
 
     def __init__(self, config: GPTConfig, batch_size: int, device: torch.device, dtype: torch.dtype):
         shape = (config.depth, 2, batch_size, config.seq_len, config.kv_heads, config.head_dim)
-        self.tensor = torch.empty(shape, device=device, dtype=dtype)
+        # Zeros, not empty: a NaN that happens to lie in the memory would survive the mask of a shorter row
+        self.tensor = torch.zeros(shape, device=device, dtype=dtype)
         self.recent = torch.zeros(
             config.depth, batch_size, TAPS - 1, config.width, device=device, dtype=dtype
         )
-        self.length = 0
+        self.length = 0  # of the longest row
+        self.lengths = None  # (B,) int64, of each row, where they differ
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k, v (B, T, Hkv, D) of one layer and return all of its keys and values."""
         end = self.length + k.size(1)
-        self.tensor[layer, 0, :, self.length : end] = k
-        self.tensor[layer, 1, :, self.length : end] = v
+        if self.lengths is None:
+            self.tensor[layer, 0, :, self.length : end] = k
+            self.tensor[layer, 1, :, self.length : end] = v
+        else:
+            rows = torch.arange(len(k), device=k.device)
+            self.tensor[layer, 0, rows, self.lengths] = k[:, 0]
+            self.tensor[layer, 1, rows, self.lengths] = v[:, 0]
         return self.tensor[layer, 0, :, :end], self.tensor[layer, 1, :, :end]
+
+    def next_positions(self, T: int) -> slice | Tensor:
+        """Indices into the rotary tables for the next T tokens: (B, 1) where rows differ in length."""
+        if self.lengths is not None:
+            return self.lengths[:, None]
+        return slice(self.length, self.length + T)
+
+    def advance(self, T: int) -> None:
+        """All layers have been extended by T positions."""
+        self.length += T
+        if self.lengths is not None:
+            self.lengths += T
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        """From now on the first lengths[b] positions of row b count, and no others."""
+        self.length, self.lengths = max(lengths), None
+        if min(lengths) < self.length:
+            self.lengths = torch.tensor(lengths, device=self.tensor.device)
+
+    def row(self, index: int) -> "KVCache":
+        """A cache of one row, empty, that lies in the memory of this row."""
+        alone = copy.copy(self)
+        alone.tensor = self.tensor[:, :, index : index + 1]
+        alone.recent = self.recent[:, index : index + 1].zero_()
+        alone.length, alone.lengths = 0, None
+        return alone
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """The target row begins with the first `length` positions of the source, which are all it has."""
+        self.tensor[:, :, target, :length] = self.tensor[:, :, source, :length]
+        self.recent[:, target] = self.recent[:, source]
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Forget all rows but these."""
+        self.tensor, self.recent = self.tensor[:, :, rows], self.recent[:, rows]
 
 
 class Attention(nn.Module):
@@ -180,9 +225,11 @@ class Attention(nn.Module):
             q, k = norm(q), norm(k)
         if self.largest_logits is not None and torch.is_grad_enabled():
             record_largest_(self.largest_logits, q.detach(), k.detach(), self.window)
+        positions = None
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
-        return self.o(attention(q, k, v, self.window, self.qk_norm).flatten(2))
+            positions = cache.lengths
+        return self.o(attention(q, k, v, self.window, self.qk_norm, positions).flatten(2))
 
 
 class Convolution(nn.Module):
@@ -334,8 +381,16 @@ class GPT(nn.Module):
 
         Targets of -1 are not predicted. reduction="none" gives one loss per token, (B * T,).
         """
-        start = cache.length if cache is not None else 0
-        positions = slice(start, start + tokens.size(1))
+        hidden = self.hidden(tokens, cache)
+        if targets is None:
+            return head_loss.capped(self.lm_head(hidden))
+        return self._loss(hidden.flatten(0, 1), targets.flatten(), reduction)
+
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """tokens (B, T) -> (B, T, width), what the head reads."""
+        T = tokens.size(1)
+        positions = slice(0, T) if cache is None else cache.next_positions(T)
+        # (T, 1, D/2), or (B, 1, 1, D/2) where rows differ in length
         rope = self.cos[positions].to(self.compute_dtype), self.sin[positions].to(self.compute_dtype)
         x = x0 = norm(self.wte(tokens).to(self.compute_dtype))  # (B, T, width)
         for i, block in enumerate(self.blocks):
@@ -345,11 +400,8 @@ class GPT(nn.Module):
                 value_embed = self.value_embeds[str(i)](tokens).to(self.compute_dtype)  # (B, T, Hkv * D)
             x = block(x, value_embed, rope, cache)
         if cache is not None:
-            cache.length = positions.stop
-        hidden = norm(x)
-        if targets is None:
-            return head_loss.capped(self.lm_head(hidden))
-        return self._loss(hidden.flatten(0, 1), targets.flatten(), reduction)
+            cache.advance(T)
+        return norm(x)
 
     def _loss(self, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """hidden (N, width), targets (N,)."""

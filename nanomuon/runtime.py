@@ -7,6 +7,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -29,6 +30,9 @@ from nanomuon import devices
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 BUG = 1  # exit code of an error that is no one's input
+# C0 but for tab and newline, DEL and C1; Unicode's bidirectional controls; surrogates, which no encoding has
+_NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
 PATIENCE = 2  # seconds that a rank waits before it tells of an error which others probably tell of
 
 
@@ -261,6 +265,18 @@ def start() -> Runtime:
             device_id=device if on_gpu else None,
         )
     return Runtime(device, dtype, int(os.environ.get("RANK", "0")), world_size)
+
+
+def printable(text: str) -> str:
+    """Text as a terminal may show it: control characters other than newline and tab, and what changes the
+    direction of writing, appear as escapes like \\x1b and \\u202e; so do lone surrogates.
+    """
+    return _NOT_SHOWN.sub(_escape, text)
+
+
+def _escape(character: re.Match) -> str:
+    code = ord(character.group())
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def print0(*values, **keywords) -> None:
