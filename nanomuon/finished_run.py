@@ -60,16 +60,22 @@ def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
     missing is restored if another folder on this machine has it.
     """
     run_dir = find_run(run)
+    config, tokenizer, about = describe_run(run_dir, runtime.rank)
+    model = build_model(config, runtime, seed=0)
+    export.load_model_weights(run_dir, model)
+    return model, tokenizer, about
+
+
+def describe_run(run_dir: Path, rank: int = 0) -> tuple[GPTConfig, Tokenizer, dict]:
+    """(config, tokenizer, facts) of a finished run: load_run without its weights, with the same errors."""
     config, about = export.load_model_config(run_dir)
-    tokenizer = load_tokenizer(run_dir / "tokenizer", about["tokenizer"], runtime.rank)
+    tokenizer = load_tokenizer(run_dir / "tokenizer", about["tokenizer"], rank)
     if tokenizer.hash != about["tokenizer"] or tokenizer.vocab_size != config["vocab_size"]:
         raise InputError(
             f"{run_dir}/tokenizer has {tokenizer.vocab_size} tokens and is not the one the model was trained "
             f"with ({config['vocab_size']} tokens); put that one back"
         )
-    model = build_model(model_config(run_dir, config), runtime, seed=0)
-    export.load_model_weights(run_dir, model)
-    return model, tokenizer, about
+    return model_config(run_dir, config), tokenizer, about
 
 
 def load_tokenizer(folder: Path, expected: str, rank: int = 0) -> Tokenizer:

@@ -132,50 +132,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
-class KVCache:
-    """Keys, values and last convolution inputs of the positions seen so far, for decoding one token at a
-    time.
-    """
-
-    def __init__(self, config: GPTConfig, batch_size: int, device: torch.device, dtype: torch.dtype):
-        shape = (config.depth, 2, batch_size, config.seq_len, config.kv_heads, config.head_dim)
-        self.tensor = torch.empty(shape, device=device, dtype=dtype)
-        self.recent = torch.zeros(
-            config.depth, batch_size, TAPS - 1, config.width, device=device, dtype=dtype
-        )
-        self.length = 0
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, T, Hkv, D) of one layer and return all of its keys and values."""
-        end = self.length + k.size(1)
-        self.tensor[layer, 0, :, self.length : end] = k
-        self.tensor[layer, 1, :, self.length : end] = v
-        return self.tensor[layer, 0, :, :end], self.tensor[layer, 1, :, :end]
-
-    # What the model asks of a cache, of this one and of those in core.py
-
-    def positions(self, T: int) -> slice:
-        """Where in the context the next T tokens are."""
-        return slice(self.length, self.length + T)
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, normalized: bool
-    ) -> Tensor:
-        """attention() of q to all keys and values of one layer, k and v being the last of them."""
-        k, v = self.extend(layer, k, v)
-        return attention(q, k, v, window, normalized)
-
-    def with_recent(self, layer: int, x: Tensor) -> Tensor:
-        """x (B, T, width) with the TAPS - 1 convolution inputs before it in front; keeps the last ones."""
-        padded = torch.cat((self.recent[layer], x), dim=1)
-        self.recent[layer] = padded[:, x.size(1) :]
-        return padded
-
-    def advance(self, T: int) -> None:
-        """T tokens have gone through all layers."""
-        self.length += T
-
-
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -190,9 +146,7 @@ class Attention(nn.Module):
         # A tensor where qk_clip.watch_ asks for it
         self.register_buffer("largest_logits", None, persistent=False)
 
-    def forward(
-        self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache | None
-    ):
+    def forward(self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache):
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)  # (B, T, H or Hkv, D)
         if value_embed is not None:
@@ -279,9 +233,7 @@ class Block(nn.Module):
         else:
             self.mlp = MLP(config)
 
-    def forward(
-        self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache: KVCache | None
-    ):
+    def forward(self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache):
         x = x + self.attn(norm(x), value_embed, rope, cache)
         inputs = norm(x)
         padded = None if cache is None else cache.with_recent(self.layer, inputs)
@@ -353,14 +305,15 @@ class GPT(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         reduction: str = "mean",
-        cache: KVCache | None = None,
+        cache=None,
         at: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T) int64 -> logits (B, T, V), float32 or better; with targets (B, T) the cross-entropy
         in nats.
 
-        Targets of -1 are not predicted. reduction="none" gives one loss per token, (B * T,). at (M,) int64:
-        only these of the B * T positions go through the head, for logits (M, V).
+        Targets of -1 are not predicted. reduction="none" gives one loss per token, (B * T,). cache: what
+        remembers earlier tokens, a KVCache (kv_cache.py) or what has its methods. at (M,) int64: only these
+        of the B * T positions go through the head, for logits (M, V).
         """
         T = tokens.size(1)
         positions = slice(0, T) if cache is None else cache.positions(T)

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nanomuon.export import load_model_config
-from nanomuon.gpt import EARLIER_SHORT_WINDOW, GATE_INPUTS, ROPE_BASE, TAPS, GPTConfig
+from nanomuon.finished_run import describe_run
+from nanomuon.gpt import GATE_INPUTS, ROPE_BASE, TAPS, GPTConfig
 from nanomuon.head_loss import LOGIT_CAP
 from nanomuon.model_card import model_card
 from nanomuon.planning import meta_model
@@ -48,12 +48,7 @@ def export_run(run_dir: Path, folder: Path, dtype: str, summary: dict, most_byte
     has something in it, and where the weights would take more than most_bytes.
     """
     folder = folder.resolve()  # so that "." has a name
-    fields, about = load_model_config(run_dir)
-    fields.setdefault("short_window", EARLIER_SHORT_WINDOW)
-    config = GPTConfig(**fields)
-    tokenizer = Tokenizer.load(run_dir / "tokenizer")
-    if tokenizer.hash != about["tokenizer"] or tokenizer.vocab_size != config.vocab_size:
-        raise InputError(f"{run_dir}/tokenizer is not the one that the model was trained with")
+    config, tokenizer, about = describe_run(run_dir)
     shapes = {name: tensor.shape for name, tensor in meta_model(config).state_dict().items()}
     size = sum(shape.numel() for shape in shapes.values()) * DTYPES[dtype].itemsize
     if most_bytes is not None and size > most_bytes:

@@ -5,6 +5,10 @@ from pathlib import Path
 from nanomuon.corpus import PRESETS
 from nanomuon.gpt import GPTConfig
 from nanomuon.planning import meta_model
+from nanomuon.read_json import Number, OrNull, Record, Text, Whole
+
+# What the card takes from summary.json
+SUMMARY = Record({}, {"tokens": Whole(), "train_loss": OrNull(Number()), "dtype": Text(64)})
 
 CARD = """---
 library_name: transformers
@@ -63,7 +67,9 @@ def model_card(run_dir: Path, config: GPTConfig, about: dict, summary: dict, dty
     dtype: of the exported weights.
     """
     parameters = meta_model(config).parameter_counts()["total"]
-    figures = {"bits per byte (validation)": f"{about['val_bpb']:.4f}", "steps": f"{about['step']:,}"}
+    figures = {"steps": f"{about['step']:,}"}
+    if about["val_bpb"] is not None:
+        figures["bits per byte (validation)"] = f"{about['val_bpb']:.4f}"
     if "tokens" in summary:
         figures["training tokens"] = f"{summary['tokens']:,}"
     if summary.get("train_loss") is not None:

@@ -8,10 +8,13 @@ modeling_nanomuon.py. Writing the folder, and loading the run with this repo, ru
 """
 
 import argparse
-import json
 from pathlib import Path
 
-from nanomuon import hf_export, run_folder
+from nanomuon import hf_export
+from nanomuon.arguments import add_run_argument
+from nanomuon.finished_run import find_run
+from nanomuon.model_card import SUMMARY
+from nanomuon.read_json import read_json
 from nanomuon.runtime import run_command
 
 
@@ -21,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--run", default="base", help="name of a finished run (default: %(default)s)")
+    add_run_argument(parser)
     parser.add_argument("--to", required=True, metavar="FOLDER", help="a new folder")
     parser.add_argument(
         "--dtype",
@@ -30,10 +33,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     folder = Path(args.to)
-    run_dir = run_folder.folder_of(args.run)
+    run_dir = find_run(args.run)
     summary = {}
     if (run_dir / "summary.json").exists():
-        summary = json.loads((run_dir / "summary.json").read_text())
+        summary = read_json(run_dir / "summary.json", SUMMARY)
     dtype = args.dtype or summary.get("dtype")
     if dtype not in hf_export.DTYPES:
         dtype = "float32"

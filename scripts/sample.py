@@ -2,15 +2,21 @@
 
 python -m scripts.sample --run base --prompt "def main():" --max-tokens 200
 python -m scripts.sample --run base --samples 3 --temperature 0.6
+python -m scripts.sample --run base --interactive
 """
 
 import argparse
+import contextlib
+import sys
+import time
 
 from nanomuon import sizing
 from nanomuon.arguments import add_dtype_argument, add_run_argument
 from nanomuon.finished_run import load_run
-from nanomuon.generate import sample_texts
-from nanomuon.runtime import InputError, check_at_least_1, run_command, start
+from nanomuon.generate import Sample, continue_samples
+from nanomuon.gpt import GPT
+from nanomuon.runtime import InputError, check_at_least_1, printable, run_command, start
+from nanomuon.tokenizer import Tokenizer
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -20,8 +26,19 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_run_argument(parser)
-    parser.add_argument("--prompt", default="", help="how the document begins (default: nothing)")
-    parser.add_argument("--samples", type=int, default=1, help="how many (default: %(default)s)")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        help="how the document begins (default: nothing); may be given several times",
+    )
+    parser.add_argument(
+        "--interactive",
+        action="store_true",
+        help="read prompts line by line; the end of the input (Ctrl-D) or Ctrl-C ends it",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=1, help="how many of each prompt (default: %(default)s)"
+    )
     parser.add_argument("--max-tokens", type=int, default=128, help="length of each (default: %(default)s)")
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="0: always the likeliest token (%(default)s)"
@@ -29,28 +46,119 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--top-k", type=int, default=50, help="draw from this many tokens (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the first sample (default: %(default)s)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="and of these from the fewest that have this probability together (default: %(default)s, all)",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a sample before this text; may be given several times",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first sample, the next one has the next (%(default)s)"
+    )
     add_dtype_argument(parser)
     args = parser.parse_args(argv)
+    check(args)
+    model, tokenizer, _ = load_run(args.run, sizing.choose_dtype(args.dtype, start(), {}))
+    if args.interactive:
+        converse(model, tokenizer, args)
+    else:
+        prompts = [""] if args.prompt is None else args.prompt
+        write(model, tokenizer, prompts, args.seed, args)
+
+
+def check(args: argparse.Namespace) -> None:
+    """InputError for arguments that mean nothing."""
     check_at_least_1(args, "samples", "max_tokens", "top_k")
-    try:
-        args.prompt.encode()
-    except UnicodeEncodeError as error:
-        raise InputError("--prompt is not UTF-8: type it in a terminal that is") from error
     if not args.temperature >= 0:
         raise InputError(f"--temperature must not be below 0, but is {args.temperature}")
-    model, tokenizer, _ = load_run(args.run, sizing.choose_dtype(args.dtype, start(), {}))
-    texts = sample_texts(
-        model,
-        tokenizer,
-        [args.prompt] * args.samples,
-        args.max_tokens,
-        args.seed,
-        temperature=args.temperature,
-        top_k=args.top_k,
+    if not 0 < args.top_p <= 1:
+        raise InputError(f"--top-p is a probability above 0 and at most 1, not {args.top_p}")
+    if "" in args.stop:
+        raise InputError("--stop '': an empty text would end every sample before it begins")
+    if args.interactive and args.prompt is not None:
+        raise InputError("--interactive reads the prompts itself: leave --prompt out")
+    for prompt in args.prompt or []:
+        check_prompt(prompt)
+
+
+def check_prompt(prompt: str) -> None:
+    """InputError where the prompt came from bytes that are no text."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the prompt is not UTF-8 at character {error.start + 1}") from error
+
+
+def converse(model: GPT, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+    """Continue every line that is typed, until the input ends or Ctrl-C is pressed."""
+    with contextlib.suppress(ImportError):  # Python may be built without it
+        import readline  # noqa: F401 - input() then knows the arrow keys
+    sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text: check_prompt tells of them
+    print("each line begins a document, an empty one leaves that to the model; Ctrl-D ends", file=sys.stderr)
+    seed = args.seed
+    try:
+        while True:
+            prompt = input("> ")
+            try:
+                check_prompt(prompt)
+            except InputError as error:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                continue
+            write(model, tokenizer, [prompt], seed, args)
+            seed += args.samples
+    except (EOFError, KeyboardInterrupt):
+        print()
+
+
+def write(model: GPT, tokenizer: Tokenizer, prompts: list[str], seed: int, args: argparse.Namespace) -> None:
+    """Print --samples continuations of each prompt while they are drawn, and then how fast that was."""
+    samples = []
+    for prompt in prompts:
+        for _ in range(args.samples):
+            samples.append(Sample(tokenizer, prompt, seed + len(samples), args.stop))
+    screen = Screen(samples)
+    began = time.perf_counter()
+    for _ in continue_samples(
+        model, tokenizer, samples, args.max_tokens, args.temperature, args.top_k, args.top_p
+    ):
+        screen.show()
+    seconds = time.perf_counter() - began
+    tokens = sum(sample.tokens for sample in samples)
+    # Beside the texts, so that equal commands print equal texts
+    print(
+        f"--- {tokens} tokens in {seconds:.1f} s: {tokens / seconds:.0f} tokens per second", file=sys.stderr
     )
-    for seed, text in enumerate(texts, start=args.seed):
-        print(f"--- sample, seed {seed}\n{text}", flush=True)
+
+
+class Screen:
+    """Prints samples, which grow at the same time, one after another: a later one waits for its turn."""
+
+    def __init__(self, samples: list[Sample]):
+        self.waiting = list(samples)  # the first of them is being printed
+        self.printed = None  # characters of its text that are; None before its headline
+
+    def show(self) -> None:
+        """Print what there is of the sample whose turn it is, and go on to the next where it has ended."""
+        while self.waiting:
+            sample = self.waiting[0]
+            if self.printed is None:
+                print(f"--- sample, seed {sample.seed}")
+                self.printed = 0
+            text = sample.text
+            print(printable(text[self.printed :]), end="", flush=True)
+            self.printed = len(text)
+            if not sample.ended:
+                return
+            print(flush=True)
+            self.waiting.pop(0)
+            self.printed = None
 
 
 if __name__ == "__main__":

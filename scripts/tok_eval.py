@@ -15,7 +15,7 @@ import tiktoken
 
 from nanomuon.corpus import is_validation, open_corpus
 from nanomuon.export import load_model_config
-from nanomuon.run_folder import folder_of
+from nanomuon.finished_run import find_run, load_tokenizer
 from nanomuon.runtime import InputError, run_command
 from nanomuon.tokenizer import Tokenizer, in_pieces
 
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--run", help="the tokenizer of a finished run")
+    which.add_argument("--run", help="the tokenizer of a finished run, by name or path")
     which.add_argument("--tokenizer", metavar="FOLDER", help="a folder with vocab.txt and tokenizer.json")
     parser.add_argument(
         "--text",
@@ -40,9 +40,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     if args.run:
-        folder = folder_of(args.run)
-        corpus = load_model_config(folder)[1]["corpus"]
-        tokenizer = Tokenizer.load(folder / "tokenizer")
+        folder = find_run(args.run)
+        _, about = load_model_config(folder)
+        corpus = about["corpus"]
+        tokenizer = load_tokenizer(folder / "tokenizer", about["tokenizer"])
     else:
         corpus = "python"
         tokenizer = Tokenizer.load(args.tokenizer)

@@ -466,7 +466,7 @@ def test_nested_text_field(tmp_path):
 
 
 def test_a_prompt_that_is_not_utf8():
-    with pytest.raises(InputError, match="--prompt is not UTF-8"):
+    with pytest.raises(InputError, match="the prompt is not UTF-8"):
         sample.main(["--prompt", "d\udce9j\udce0"])
 
 

@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nanomuon import head_loss
 from nanomuon.attention import attention
-from nanomuon.gpt import GPT, TAPS, Convolution, GPTConfig, KVCache, rotate
+from nanomuon.gpt import GPT, TAPS, Convolution, GPTConfig, rotate
+from nanomuon.kv_cache import KVCache
 
 
 def build(seed=0, randomize=True, **fields):

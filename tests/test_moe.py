@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from nanomuon import recipe
-from nanomuon.gpt import KVCache
+from nanomuon.kv_cache import KVCache
 from nanomuon.moe import BALANCE_SPEED, MoE, balance_
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.report import read_metrics

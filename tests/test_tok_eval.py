@@ -1,8 +1,11 @@
 """The table of tok_eval against counts by hand; no test here asks the network for anything."""
 
+from dataclasses import asdict
+
 import pytest
 import tiktoken
 
+from nanomuon.gpt import GPTConfig
 from nanomuon.runtime import InputError, write_json
 from nanomuon.tokenizer import PIECE
 from scripts import tok_eval
@@ -52,7 +55,9 @@ def test_a_run_is_measured_on_validation_text_of_its_corpus(tmp_path, capsys, mo
         (tmp_path / "texts" / f"{i:03}.txt").write_text(text)
     run_dir = tmp_path / "runs" / "mine"
     TOKENIZER.save(run_dir / "tokenizer")
-    write_json(run_dir / "config.json", {"config": {}, "meta": {"corpus": f"path:{tmp_path}/texts"}})
+    config = asdict(GPTConfig.from_depth(1, TOKENIZER.vocab_size, seq_len=16))
+    about = dict(step=1, val_bpb=2.0, corpus=f"path:{tmp_path}/texts", tokenizer=TOKENIZER.hash)
+    write_json(run_dir / "config.json", {"config": config, "meta": about})
     (run_dir / "model.safetensors").touch()
     tok_eval.main(["--run", "mine"])
     validation = [text for text in texts if tok_eval.is_validation(text)]
