@@ -29,7 +29,7 @@ from nanomuon.gpt import GPT
 from nanomuon.optim import MuonAdamW
 from nanomuon.planning import Plan, print_plan
 from nanomuon.qk_clip import watch_
-from nanomuon.runtime import InputError, Runtime, compile_enabled, print0
+from nanomuon.runtime import InputError, Runtime, compile_enabled, print0, together
 from nanomuon.tokenizer import Tokenizer
 
 
@@ -81,7 +81,8 @@ class Run:
         return value
 
     def save(self) -> None:
-        """Write a checkpoint, in the background."""
+        """Write a checkpoint, in the background. InputError where another launch has taken the run."""
+        together(lambda: run_folder.check_held(self.folder, self.runtime.rank))
         if self.log:
             self.log.flush()  # a checkpoint must not get ahead of its rows
         meta = {

@@ -29,6 +29,7 @@ from nanomuon import devices
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 BUG = 1  # exit code of an error that is no one's input
+STOPPED = 75  # of a run that was asked to stop before its end: EX_TEMPFAIL of sysexits.h, try again
 PATIENCE = 2  # seconds that a rank waits before it tells of an error which others probably tell of
 
 
@@ -335,7 +336,7 @@ def explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, InputError):
         return 2, _line(str(error))
     if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted\n"
+        return 130, f"{str(error) or 'interrupted'}\n"
     if isinstance(error, torch.OutOfMemoryError):
         first = str(error).split(". ")[0]
         return 2, _line(
@@ -351,6 +352,14 @@ def explain(error: BaseException) -> tuple[int, str]:
 
 def _line(message: str) -> str:
     return f"error: {' '.join(message.split())}\n"
+
+
+def code_of_a_stop() -> int:
+    """The exit code of a run that was asked to stop before its end: 75 in one process. 0 where there are
+    several, or one that torchrun has started, which starts ranks again that end with anything else.
+    """
+    alone = os.environ.get("WORLD_SIZE", "1") == "1" and not dist.is_torchelastic_launched()
+    return STOPPED if alone else 0
 
 
 def let_others_speak(error: BaseException, code: int) -> None:
