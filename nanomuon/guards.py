@@ -91,6 +91,7 @@ class Requests:
             os.write(1, message.encode())  # print() fails in a signal handler that has interrupted another
         if self.run_dir is not None:
             with contextlib.suppress(OSError):  # where the disk is full the exit code has to do
+                self.run_dir.mkdir(parents=True, exist_ok=True)
                 write_text(self._note, message)
         return code_of_a_stop()
 

@@ -8,8 +8,8 @@
 
 The -- keeps torchrun from taking --run for its own --run-path. What is not given follows from --depth and the
 device. A run lives in runs/NAME under NANOMUON_BASE_DIR; the same command given again carries it on from its
-last checkpoint. SIGTERM, SIGHUP and Ctrl-C save and stop it after the step, with exit code 75 (ranks exit with
-0, or torchrun would restart them); runs/NAME/stopped is then there until the run goes on. SIGUSR1 saves.
+last checkpoint. SIGTERM, SIGHUP and Ctrl-C save and stop it after the step, with exit code 75 (ranks exit
+with 0, or torchrun would restart them); runs/NAME/stopped is then there until the run goes on. SIGUSR1 saves.
 """
 
 import argparse
