@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections import deque
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from nanomuon.guards import Requests, gradients_finite, is_spike
 from nanomuon.optim import MuonAdamW
 from nanomuon.runtime import STOPPED, InputError
 from scripts import base_train
-from tests.training import Ranks, arguments, launch, losses, rows, wait_until
+from tests.training import Ranks, arguments, children, launch, losses, rows, wait_until
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -91,16 +90,6 @@ def test_one_process_becomes_two(base, whole):
     for mine, other in zip(ours, theirs, strict=True):
         key = "train_loss" if "train_loss" in mine else "val_bpb"
         assert mine[key] == pytest.approx(other[key], abs=1e-4)
-
-
-def children(pid):
-    stats = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            stats.append((int(file.parent.name), int(file.read_text().rsplit(")", 1)[1].split()[1])))
-        except OSError:  # it ended meanwhile
-            pass
-    return [child for child, parent in stats if parent == pid]
 
 
 def test_torchrun_replaces_a_dead_rank_and_hands_on_sigterm(base, whole):
