@@ -1,9 +1,9 @@
 """Small runs that are abused at random until the time is over: bash tests/soak.sh --minutes 10 [--seed 1]
 
 Runs of one process, of two, and of two under torchrun are killed, stopped, left without disk space and
-damaged at random moments, a few times each, and resumed after each. Every one has to end like one of its kind
-that nothing had happened to: the same rows, checkpoint, model, tokenizer and samples, bit for bit, and nothing
-left behind. Prints what was tried, how often, and what was lost.
+damaged at random moments, a few times each, and resumed after each. Every one has to end like one of its
+kind that nothing had happened to: the same rows, checkpoint, model, tokenizer and samples, bit for bit, and
+nothing left behind. Prints what was tried, how often, and what was lost.
 """
 
 import os
