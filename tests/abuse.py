@@ -22,12 +22,13 @@ from nanomuon import checkpoint
 from nanomuon.runtime import STOPPED
 from tests.training import Ranks, children, launch, rows
 
-STEPS = 40
+STEPS = 24
 TINY = (
     "--depth 2 --max-seq-len 32 --device-batch-size 2 --total-batch-size 128 --vocab-size 300 "
-    "--eval-tokens 512 --dtype float32 --eval-every 13 --save-every 3 --keep-last 3"
+    "--eval-tokens 512 --dtype float32 --eval-every 10 --save-every 3 --keep-last 3"
 ).split()
 PROCESSES = {"one": 1, "two": 2, "torchrun": 2}
+ALIKE = {"one": "whole-one", "two": "whole-two", "torchrun": "whole-two"}  # the run that nothing happens to
 HANG = 240  # seconds after which a launch counts as one that hangs
 
 KILL = "SIGKILL"
@@ -115,10 +116,11 @@ class Abuse:
 
     def prepare(self):
         """The runs that nothing happens to."""
-        for kind in PROCESSES:
+        for kind in ("one", "two"):
             began = time.monotonic()
             assert self.finish(f"whole-{kind}", kind), self.lost
             self.seconds[kind] = time.monotonic() - began
+        self.seconds["torchrun"] = 2 * self.seconds["two"]  # its ranks import everything first
 
     def abuse_a_run(self):
         kind = self.random.choices(tuple(PROCESSES), (8, 3, 1))[0]
@@ -131,7 +133,7 @@ class Abuse:
             if self.random.random() < 0.6:
                 happened += self.damage(run, kind, damaged_rows)
         if self.finish(run, kind):
-            for difference in differences(self.folder(run), self.folder(f"whole-{kind}"), damaged_rows):
+            for difference in differences(self.folder(run), self.folder(ALIKE[kind]), damaged_rows):
                 self.lost.append(f"{run}: {difference}, after {', '.join(filter(None, happened))}")
         shutil.rmtree(self.folder(run), ignore_errors=True)
 
@@ -142,10 +144,8 @@ class Abuse:
         what = self.random.choice((KILL, KILL_WRITING, KILL_RANK, FULL, FULL_FOR_A_WHILE, *STOPS))
         if what == KILL_RANK and kind == "one":
             what = KILL
-        moment = time.monotonic() + self.random.uniform(0, self.seconds[kind])
+        self.wait_for_a_moment(run, kind, ranks)
         checkpoints = self.folder(run) / "checkpoints"
-        while ranks.alive() and time.monotonic() < moment:
-            time.sleep(0.005)
         if what == KILL_WRITING:
             while ranks.alive() and not list(checkpoints.glob(".step_*")):
                 pass
@@ -164,6 +164,23 @@ class Abuse:
         self.tried[what] += 1
         self.end(run, kind, ranks, what)
         return what
+
+    def wait_for_a_moment(self, run, kind, ranks):
+        """Of the start, of a step, or of the end, which is as long as either."""
+        metrics = self.folder(run) / "metrics.jsonl"
+        when = self.random.choice(("start", "step", "step", "end"))
+        lines = 0
+        delay = self.random.uniform(0, self.seconds[kind] / 3)
+        if when == "step":
+            lines = self.random.randint(1, STEPS)
+            delay = self.random.uniform(0, self.seconds[kind] / STEPS)
+        elif when == "end":
+            lines = STEPS
+        while ranks.alive() and lines > 0 and lines > count_lines(metrics):
+            time.sleep(0.01)
+        moment = time.monotonic() + delay
+        while ranks.alive() and time.monotonic() < moment:
+            time.sleep(0.01)
 
     def fill_disk(self, ranks, for_a_while, seconds):
         """No file can grow beyond some size, by the limit that the system has for one process. Logs still can
@@ -256,6 +273,10 @@ class Abuse:
         if kind == "one" and (codes != [2] or "Traceback" in ranks.output()):
             self.lost.append(f"{run}: ended with {codes} after {what}:\n{ranks.output()}")
         file.write_bytes(content)
+
+
+def count_lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def is_small_file(file: Path) -> bool:
