@@ -324,6 +324,8 @@ def samples(folder):
 def abuse(base: Path, minutes: float, seed: int) -> bool:
     """Abuse runs for so long; print what was tried and lost. Returns whether something was."""
     os.environ["NANOMUON_BASE_DIR"] = str(base)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup: what we start would ignore it as well
+        signal.signal(signal.SIGHUP, lambda number, frame: None)
     subject = Abuse(base, seed)
     subject.prepare()
     began = time.monotonic()
