@@ -7,7 +7,8 @@
 #
 # Without a GPU it takes eight to ten minutes, more steps on a CPU that multiplies bfloat16 natively than on another
 # (--dtype float32 takes the other's). Stages whose output is complete are skipped, so the same command carries on after
-# an interruption. Override with
+# an interruption: SIGTERM, SIGHUP and Ctrl-C end it, the training saves first, and the exit code is 75 then.
+# Override with
 #
 #   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER, hf:ORG/NAME[:CONFIG]
 #   VOCAB_SIZE=1024         a smaller vocabulary, for a small corpus
@@ -116,9 +117,24 @@ if [ ! -e "$run_dir/stages.jsonl" ] && [ ! -L "$run_dir/stages.jsonl" ]; then # 
     record "corpus, tokenizer, shards" $(($(now) - stage))
 fi
 
-"${TRAIN[@]}" "${FLAGS[@]}" || exit
-if [ ! -e "$run_dir/summary.json" ]; then
+rm -f "$run_dir/stopped"
+"${TRAIN[@]}" "${FLAGS[@]}" <&0 &
+training=$! asked=no
+# Without a trap bash would die and leave the training at work; from a terminal the training gets the other two itself
+trap 'asked=yes; kill -TERM "$training" 2>/dev/null || true' TERM
+trap asked=yes INT HUP
+while :; do
+    code=0
+    wait "$training" || code=$?
+    kill -0 "$training" 2>/dev/null || break # else a signal has ended the wait, and not the training
+done
+# torchrun does not hand on the exit code of its ranks; they leave a file
+stopped=no
+if [ -e "$run_dir/stopped" ]; then stopped=yes; fi
+if [ "$asked" = yes ] && [ "$code" -ne 0 ]; then stopped=yes; fi
+if [ "$stopped" = yes ]; then
     echo "the run was stopped before its end: bash speedrun.sh carries on"
-    exit 1
+    exit 75
 fi
+[ "$code" -eq 0 ] || exit "$code"
 echo "done in $(($(now) - began)) s. More text: $PYTHON -m scripts.sample --run $RUN"

@@ -2,36 +2,57 @@
 that are not finite, loss spikes.
 """
 
+import contextlib
 import math
+import os
 import signal
 import statistics
 import sys
 import threading
 import time
 from collections import deque
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nanomuon.runtime import print0
+from nanomuon.runtime import code_of_a_stop, print0, write_text
 
 
 class Requests:
-    """What signals ask of the loop. SIGTERM, SIGINT: save and stop after this step; SIGUSR1: save."""
+    """What signals ask of a run. SIGTERM, SIGHUP, SIGINT: save and stop after this step; SIGUSR1: save.
+
+    Before the first step and after the last there is nothing to save: then the first three end this process
+    at once. SIGHUP stays ignored where it is: nohup does that.
+    """
 
     def __init__(self):
         self.stop = self.save = False
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._receive)
+        self.run_dir = None  # runs/NAME once this process, its first rank, holds it
+        self.at_once = "before its first step"  # when it is that a signal ends the process at once, else None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._receive)
 
     def _receive(self, number, frame):
         if number == signal.SIGUSR1:
             self.save = True
+        elif self.at_once is not None:
+            self._end()
         else:
             self.stop = True
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one stops at once
+
+    def hold(self, run_dir: Path) -> None:
+        """From now on a stop is noted in this folder; what an earlier launch has noted there is over."""
+        self.run_dir = run_dir
+        self._note.unlink(missing_ok=True)
+
+    @property
+    def _note(self) -> Path:
+        return self.run_dir / "stopped"
 
     def agree(self, loss: Tensor, finite: Tensor | None = None) -> Tensor:
         """(3,): mean loss over ranks; how many ranks are asked to stop; to save. Not read here.
@@ -51,12 +72,36 @@ class Requests:
             agreed[0] /= dist.get_world_size()
         return agreed
 
-    def exit_at_once(self) -> None:
+    def steps_begin(self) -> None:
+        """Call before the first step: from now on there is something to save before a stop."""
+        self.at_once = None
+
+    def steps_end(self) -> None:
         """Call when everything is on disk: a signal then has nothing to wait for."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, frame: sys.exit(0))
+        self.at_once = "before its last evaluation"
         if self.stop:
-            sys.exit(0)
+            self._end()
+
+    def stopped(self, when: str) -> int:
+        """Say that the run stops here, on the first rank, and in the file `stopped` of its folder; returns
+        the exit code for it.
+        """
+        message = f"stopped {when}; the same command carries on\n"
+        if os.environ.get("RANK", "0") == "0":
+            os.write(1, message.encode())  # print() fails in a signal handler that has interrupted another
+        if self.run_dir is not None:
+            with contextlib.suppress(OSError):  # where the disk is full the exit code has to do
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                write_text(self._note, message)
+        return code_of_a_stop()
+
+    def _end(self) -> None:
+        """End this process now. Not by an exception, which could be lost in what it interrupts, or come to
+        nothing while this rank leaves a group whose others are waiting.
+        """
+        with contextlib.suppress(RuntimeError):  # the signal came in the middle of a print()
+            sys.stdout.flush()
+        os._exit(self.stopped(self.at_once))
 
 
 class Moment:

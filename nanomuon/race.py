@@ -7,6 +7,7 @@ import multiprocessing
 import operator
 import os
 import re
+import signal
 import statistics
 import threading
 import time
@@ -177,10 +178,8 @@ def train_pending(setup, place, files, pending, jobs):
     counter = context.Value("i", 0)
     done = len(files) - len(pending)
     with ProcessPoolExecutor(min(jobs, len(pending)), context, start_worker, (counter,)) as pool:
-        running = []
-        for name, seed in pending:
-            running.append(pool.submit(train, setup, place, name, seed, files[name, seed]))
         try:
+            running = submit_all(pool, setup, place, files, pending)
             for future in as_completed(running):
                 result = future.result()
                 done += 1
@@ -190,9 +189,30 @@ def train_pending(setup, place, files, pending, jobs):
                     f"optimizer {result['optimizer_ms']:.1f}",
                     flush=True,
                 )
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.kill()  # in the middle of a step: what is finished is in its file
+            kept = sum(file.exists() for file in files.values())
+            message = f"interrupted: {kept} of {len(files)} runs are kept, the same command goes on"
+            raise KeyboardInterrupt(message) from None
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def submit_all(pool, setup, place, files, pending):
+    """The futures of the (name, seed) of `pending`. Workers start here, and inherit that Ctrl-C, which the
+    terminal sends to all processes, is ignored: this one hears of it and ends them.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    running = []
+    try:
+        for name, seed in pending:
+            running.append(pool.submit(train, setup, place, name, seed, files[name, seed]))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return running
 
 
 def start_worker(counter):

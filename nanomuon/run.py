@@ -44,7 +44,7 @@ from nanomuon.optim import MuonAdamW
 from nanomuon.planning import Plan, meta_model, print_plan
 from nanomuon.qk_clip import watch_
 from nanomuon.read_json import Record, Whole, check, read_json
-from nanomuon.runtime import InputError, Runtime, compile_enabled, print0, write_json
+from nanomuon.runtime import InputError, Runtime, compile_enabled, print0, together, write_json
 from nanomuon.tokenizer import Tokenizer
 
 # What a checkpoint of a run says beside its tensors
@@ -125,7 +125,8 @@ class Run:
         return results
 
     def save(self) -> None:
-        """Write a checkpoint, in the background."""
+        """Write a checkpoint, in the background. InputError where another launch has taken the run."""
+        together(lambda: run_folder.check_held(self.folder, self.runtime.rank))
         if self.log:
             self.log.flush()  # a checkpoint must not get ahead of its rows
         meta = {

@@ -20,7 +20,7 @@ from nanomuon import provenance
 from nanomuon.export import MODEL_OPTIONS, MODEL_SHAPE
 from nanomuon.finished_run import print_summary
 from nanomuon.gpt import EARLIER_SHORT_WINDOW
-from nanomuon.locks import being_written, locked
+from nanomuon.locks import being_written, holder, locked, this_process
 from nanomuon.planning import Plan
 from nanomuon.read_json import (
     Choice,
@@ -244,10 +244,23 @@ def held(run_dir: Path, rank: int):
         return
     if being_written(run_dir):
         raise InputError(
-            f"run {run_dir.name} is being trained by another process: choose another --run, or stop that"
+            f"run {run_dir.name} is being trained by another process ({holder(run_dir)}): "
+            "choose another --run, or stop that"
         )
     with locked(run_dir):
         yield
+
+
+def check_held(run_dir: Path, rank: int) -> None:
+    """InputError where another launch has taken the run from this one, whose first rank alone looks.
+
+    It can only where the lock does not hold between machines: some network file systems have none, or keep it
+    to each machine.
+    """
+    if rank == 0 and holder(run_dir) != this_process():
+        raise InputError(
+            f"run {run_dir.name} was taken over by {holder(run_dir)}: this launch ends and saves nothing more"
+        )
 
 
 def is_complete(run_dir: Path, steps: int) -> bool:

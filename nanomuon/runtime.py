@@ -26,10 +26,12 @@ import torch.distributed as dist
 
 from nanomuon import devices
 
-# What the system says where nothing can be written: no room, or no permission
-NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+# What the system says where nothing can be written: no room (also by ulimit -f), or no permission
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NOT_WRITABLE = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 BUG = 1  # exit code of an error that is no one's input
+STOPPED = 75  # of a run that was asked to stop before its end: EX_TEMPFAIL of sysexits.h, try again
 # C0 but for tab and newline, DEL and C1; Unicode's bidirectional controls; surrogates, which no encoding has
 _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -373,7 +375,7 @@ def explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, InputError):
         return 2, _line(str(error))
     if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted\n"
+        return 130, f"{str(error) or 'interrupted'}\n"
     if isinstance(error, torch.OutOfMemoryError):
         first = str(error).split(". ")[0]
         return 2, _line(
@@ -390,6 +392,14 @@ def explain(error: BaseException) -> tuple[int, str]:
 
 def _line(message: str) -> str:
     return f"error: {printable(' '.join(message.split()))}\n"
+
+
+def code_of_a_stop() -> int:
+    """The exit code of a run that was asked to stop before its end: 75 in one process. 0 where there are
+    several, or one that torchrun has started, which starts ranks again that end with anything else.
+    """
+    alone = os.environ.get("WORLD_SIZE", "1") == "1" and not dist.is_torchelastic_launched()
+    return STOPPED if alone else 0
 
 
 def let_others_speak(error: BaseException, code: int) -> None:

@@ -531,8 +531,6 @@ class ShardWriter:
     def open_manifest(self):
         """The manifest to go on with: it names shards that are there, in order and without a gap."""
         self.folder.mkdir(exist_ok=True)
-        for unfinished in self.folder.glob(".*.tmp"):  # of a process that was killed
-            unfinished.unlink()
         manifest = read_manifest(self.folder)
         if manifest is None:
             self.tokenizer.save(self.folder / "tokenizer")

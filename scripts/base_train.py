@@ -8,7 +8,8 @@
 
 The -- keeps torchrun from taking --run for its own --run-path. What is not given follows from --depth and the
 device. A run lives in runs/NAME under NANOMUON_BASE_DIR; the same command given again carries it on from its
-last checkpoint.
+last checkpoint. SIGTERM, SIGHUP and Ctrl-C save and stop it after the step, with exit code 75 (ranks exit
+with 0, or torchrun would restart them); runs/NAME/stopped is then there until the run goes on. SIGUSR1 saves.
 """
 
 import argparse
@@ -50,7 +51,7 @@ CORE_ITEMS = 500  # of each task of CORE, in an evaluation on the way
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
 
 
-def train(run: Run, watchdog: guards.Watchdog) -> int | None:
+def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int | None:
     """The training loop. Returns None once the run has all of its steps, else the exit code."""
     args, plan, device = run.args, run.plan, run.runtime.device
     model, optimizer = run.model, run.optimizer
@@ -58,10 +59,10 @@ def train(run: Run, watchdog: guards.Watchdog) -> int | None:
     overlaps = isinstance(optimizer, DistMuonAdamW) and run.mesh is None
     flops_per_token = model.estimate_flops()
     peak = peak_flops(device) if device.type == "cuda" else None
-    requests = guards.Requests()
     bad_steps = 0  # in a row, up to the last one
     shown_at, saved_at = 0.0, time.monotonic()
 
+    requests.steps_begin()
     while run.step < plan.steps:
         # Before the next step, not after the last: a signal need not wait for it, and a resumed run makes up
         # for it
@@ -159,15 +160,15 @@ def train(run: Run, watchdog: guards.Watchdog) -> int | None:
             saved_at = time.monotonic()
         if stops:
             run.checkpoints.wait()
-            print0(f"stopped at step {run.step} and saved; the same command carries on")
-            return 0
+            return requests.stopped(f"at step {run.step} and saved")
     run.checkpoints.wait()
-    requests.exit_at_once()
+    requests.steps_end()
     return None
 
 
 def main(argv: list[str] | None = None) -> int:
     resolved = resolve_arguments(argv)
+    requests = guards.Requests()
     runtime = start()
     args, settings, changed = together(lambda: resolved)[0]  # one settings.json, read once
     source = None
@@ -190,6 +191,8 @@ def main(argv: list[str] | None = None) -> int:
     run_folder.check_writable(folder)
     run_folder.check_no_links(folder)
     with run_folder.held(folder, runtime.rank):
+        if runtime.rank == 0:
+            requests.hold(folder)
         core_tasks = open_core_tasks(args, runtime)
         data, recorded, accepted = first_rank_first(
             lambda: prepare_data(args, settings, source, plan.tokens, runtime), runtime
@@ -230,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
             core_tasks,
         )
         with guards.Watchdog() as watchdog:
-            code = train(run, watchdog)
+            code = train(run, watchdog, requests)
         return finish(run) if code is None else code
 
 

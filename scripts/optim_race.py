@@ -16,10 +16,11 @@ multiplies all learning rates. An optimizer that is judged by other weights than
 puts them in place in its eval() and back in its train().
 
 All contenders get the same initial weights and the same rows for a seed, and are compared seed by seed. Every
-finished run is kept in races/NAME under NANOMUON_BASE_DIR: an interrupted race goes on, and one with more
-seeds or contenders trains only what is new. A contender whose code or hyperparameters have changed is another
-contender; runs of another task, model or data are refused. With a sweep each contender is trained at every
-multiple of its learning rates, with seeds of its own, and races at the best one.
+finished run is kept in races/NAME under NANOMUON_BASE_DIR: an interrupted race goes on (Ctrl-C ends it within
+two seconds), and one with more seeds or contenders trains only what is new. A contender whose code or
+hyperparameters have changed is another contender; runs of another task, model or data are refused. With a
+sweep each contender is trained at every multiple of its learning rates, with seeds of its own, and races at
+the best one.
 
 Tasks: shakespeare (characters of --text, 0.8M parameters, 2,000 steps: minutes on a core), python (the
 embedded corpus, depth 4, 300 steps), speedrun (FineWeb, 12 layers of width 768, GPUs only).
@@ -33,7 +34,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanomuon import compare, race, report
+from nanomuon import compare, locks, race, report
 from nanomuon.arguments import add_dtype_argument
 from nanomuon.race_contenders import Contender
 from nanomuon.race_tasks import TASKS, empty_model, open_task
@@ -59,19 +60,20 @@ def main(argv=None):
     baseline = Contender(args.baseline or args.contenders[0])
     contenders = distinct([baseline, *map(Contender, args.contenders)])
     announce(args.task, setup, folder)
-    parts = []
-    if args.sweep:
-        best = sweep(folder, setup, place, contenders, args)
-        contenders = list(best.chosen.values())
-        baseline = best.chosen[baseline.name]
-        parts.append(best.text)
-    seeds = range(args.first_seed, args.first_seed + args.seeds)
-    results = race.run_all(folder, setup, place, contenders, seeds, args.jobs)
-    targets = args.targets or TASKS[args.task].targets
-    parts.append(table(results, baseline.name, targets, args.detect, setup["unit"]))
-    parts.append(verdicts(results, baseline.name))
-    print("\n\n".join(parts))
-    write_report(folder, results, parts, setup["unit"])
+    with locks.shared(folder):
+        parts = []
+        if args.sweep:
+            best = sweep(folder, setup, place, contenders, args)
+            contenders = list(best.chosen.values())
+            baseline = best.chosen[baseline.name]
+            parts.append(best.text)
+        seeds = range(args.first_seed, args.first_seed + args.seeds)
+        results = race.run_all(folder, setup, place, contenders, seeds, args.jobs)
+        targets = args.targets or TASKS[args.task].targets
+        parts.append(table(results, baseline.name, targets, args.detect, setup["unit"]))
+        parts.append(verdicts(results, baseline.name))
+        print("\n\n".join(parts))
+        write_report(folder, results, parts, setup["unit"])
     print(f"\n{folder}/race.md, {folder}/race.png")
 
 

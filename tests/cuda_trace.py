@@ -121,7 +121,7 @@ def training_steps(recorder, flags: list[str], depth: int, runtime) -> None:
     import torch
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    from nanomuon import parallel
+    from nanomuon import guards, parallel
     from nanomuon.compilation import compile_model
     from nanomuon.fp8 import train_in_fp8
     from nanomuon.gpt import GPT
@@ -181,7 +181,7 @@ def training_steps(recorder, flags: list[str], depth: int, runtime) -> None:
         times=[],
     )
     with contextlib.redirect_stdout(sys.stderr):  # what it prints of its progress
-        base_train.train(run, watchdog)
+        base_train.train(run, watchdog, guards.Requests())
 
 
 def optimizer_steps(recorder, depth: int, runtime) -> None:

@@ -1,10 +1,11 @@
-"""The long version of tests/test_resume.py: bash tests/soak.sh [kills]
+"""The long version of tests/test_resume.py: bash tests/soak.sh [kills], or --minutes 10: see tests/abuse.py
 
 20 SIGKILLs, half of them while a checkpoint is being written; world sizes 1 -> 2 -> 4 -> 3 -> 1; a file
 system that is full, then read-only; the cost of a save. Prints what it found and exits with 1 where something
 is not as it should be.
 """
 
+import argparse
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ from nanomuon import checkpoint
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
 from nanomuon.param_groups import build_param_groups
+from tests.abuse import abuse
 from tests.training import Ranks, losses, rows, wait_until, write_corpus
 
 LONG = ("--eval-every", "50", "--save-every", "3")
@@ -143,12 +145,18 @@ def cost(folder, background):
 
 
 def main():
-    kills = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+    parser = argparse.ArgumentParser(prog="bash tests/soak.sh", description=__doc__)
+    parser.add_argument("kills", type=int, nargs="?", default=20, help="SIGKILLs of a run (default: 20)")
+    parser.add_argument("--minutes", type=float, help="instead: abuse runs at random for so long")
+    parser.add_argument("--seed", type=int, default=0, help="of that (default: 0)")
+    args = parser.parse_args()
     os.environ.update(NANOMUON_COMPILE="0", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         base = Path(temporary)
         write_corpus(base / "texts")
+        if args.minutes is not None:
+            return abuse(base, args.minutes, args.seed)
         for background in (False, True):
             milliseconds, megabytes = cost(base / f"cost-{background}", background)
             kind = "background" if background else "blocking"
@@ -160,8 +168,9 @@ def main():
             f"world sizes 1 -> 2 -> 4 -> 3 -> 1, largest difference in 100 losses: {difference:.1e}",
             flush=True,
         )
-        writing, lost = killed(base, kills)
-        print(f"kills survived: {kills}, {writing} of them during a save; bytes and rows that differ: {lost}")
+        writing, lost = killed(base, args.kills)
+        print(f"kills survived: {args.kills}, {writing} of them during a save")
+        print(f"bytes and rows that differ: {lost}")
     return difference > 1e-4 or lost > 0
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
 from concurrent.futures import Future
@@ -119,6 +120,50 @@ def test_a_race_killed_and_resumed(lab, text, tmp_path, capsys):
         lab(*arguments, "--steps", 49)
     with pytest.raises(InputError, match="model .*choose another --name"):
         lab(*arguments, "--model", "depth=1", "width=64", "heads=2", "kv_heads=2", "seq_len=16")
+
+
+def at_work(process):
+    """Whether it runs: it may have ended and nobody has asked how."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["finished", "starting"])
+def test_ctrl_c_in_a_race_is_one_line_and_keeps_what_is_finished(text, tmp_path, moment):
+    """When the first run is finished; and when the workers are starting, which takes them seconds."""
+    arguments = ["--contenders", "adamw", "--seeds", "60", "--steps", "20", "--jobs", "2"]
+    command = [sys.executable, "-m", "scripts.optim_race", "--text", str(text), *SMALL, *arguments]
+    environment = {"OMP_NUM_THREADS": "1", "NANOMUON_COMPILE": "0", "NANOMUON_BASE_DIR": str(tmp_path)}
+    process = subprocess.Popen(
+        command, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    folder = tmp_path / "races" / "shakespeare"
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+
+    def workers():
+        found = []
+        for child in children.read_text().split():
+            if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
+                found.append(child)
+        return found
+
+    def finished():
+        return list(folder.glob("*-seed*.json"))
+
+    def reached():
+        return finished() if moment == "finished" else len(workers()) == 2
+
+    wait_until(reached, lambda: process.poll() is None, seconds=240)
+    started = workers()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of its processes
+    wait_until(lambda: not any(map(at_work, started)), lambda: True, seconds=2)
+    _, said = process.communicate(timeout=60)
+    kept = len(finished())
+    assert said == f"interrupted: {kept} of 60 runs are kept, the same command goes on\n"
+    assert process.returncode == 130 and (kept > 0 or moment == "starting")
 
 
 def open_small(text, **model):

@@ -11,22 +11,23 @@ import threading
 import time
 from collections import deque
 from hashlib import sha256
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanomuon import checkpoint, provenance
+from nanomuon import checkpoint, locks, provenance, shards
+from nanomuon.corpus import open_corpus
 from nanomuon.gpt import GPT
-from nanomuon.guards import gradients_finite, is_spike
+from nanomuon.guards import Requests, gradients_finite, is_spike
 from nanomuon.optim import MuonAdamW
-from nanomuon.runtime import InputError
+from nanomuon.runtime import STOPPED, InputError
 from scripts import base_train
-from tests.training import Ranks, arguments, launch, losses, rows, wait_until, write_corpus
+from tests.training import Ranks, arguments, children, launch, losses, rows, wait_until, write_corpus
 
 pytestmark = pytest.mark.usefixtures("environment")
 
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # each of which asks a run to stop
 QUIET = ("--eval-every", "-1", "--save-every", "-1")
 OPTIONS = ("--eval-every", "25", "--save-every", "4")
 
@@ -92,16 +93,6 @@ def test_one_process_becomes_two(base, whole):
         assert mine[key] == pytest.approx(other[key], abs=1e-4)
 
 
-def children(pid):
-    stats = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            stats.append((int(file.parent.name), int(file.read_text().rsplit(")", 1)[1].split()[1])))
-        except OSError:  # it ended meanwhile
-            pass
-    return [child for child, parent in stats if parent == pid]
-
-
 def test_torchrun_replaces_a_dead_rank_and_hands_on_sigterm(base, whole):
     process = launch(
         base, "torchrun", 100, "--eval-every", "25", "--save-every", "5", processes=2, restarts=1
@@ -119,9 +110,71 @@ def test_torchrun_replaces_a_dead_rank_and_hands_on_sigterm(base, whole):
     trained = losses(base, "torchrun")
     assert len(trained) < 100 and f"stopped at step {len(trained)} and saved" in output, output
     assert checkpoint.saved_steps(base / "runs" / "torchrun")[-1] == len(trained)
+    note = base / "runs" / "torchrun" / "stopped"
+    assert note.read_text() == f"stopped at step {len(trained)} and saved; the same command carries on\n"
     assert not any(os.path.exists(f"/proc/{worker}") for worker in workers)
     expected = losses(base, "whole")[: len(trained)]
     assert max(abs(a - b) for a, b in zip(trained, expected, strict=True)) < 1e-4
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_saves_and_leaves_a_note(base, number):
+    run = f"signal-{number.name}"
+    ranks = Ranks(base, run, 5000, *QUIET)
+    wait_until(lambda: len(losses(base, run)) > 2, ranks.alive)
+    ranks.kill(number)
+    assert ranks.join() == [STOPPED], ranks.output()
+    step = len(losses(base, run))
+    assert checkpoint.saved_steps(base / "runs" / run) == [step]
+    line = f"stopped at step {step} and saved; the same command carries on\n"
+    note = base / "runs" / run / "stopped"
+    assert note.read_text() == line and ranks.output().endswith(line)
+    if number == signal.SIGHUP:
+        assert base_train.main(arguments(base, run, step + 1, *QUIET)) == 0
+        assert not note.exists() and len(losses(base, run)) == step + 1
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_during_the_start_ends_it_with_a_line(base, processes):
+    """While it waits for a tokenizer, which another process is training."""
+    run = f"starting-{processes}"
+    size = 256 + 10 * processes
+    with locks.locked(shards.tokenizer_folder(open_corpus(f"path:{base}/texts"), size)):
+        ranks = Ranks(base, run, 5, "--vocab-size", str(size), *QUIET, processes=processes)
+        wait_until(lambda: "waiting for it" in ranks.output(), ranks.alive)
+        ranks.kill(signal.SIGUSR1)
+        time.sleep(0.2)
+        assert ranks.alive()  # it will save after the first step
+        ranks.kill(signal.SIGTERM)
+        codes = ranks.join(20)
+    assert codes == ([STOPPED] if processes == 1 else [0, 0]), ranks.output()
+    line = "stopped before its first step; the same command carries on\n"
+    assert ranks.output().count(line) == 1 and ranks.output().endswith(line)
+    assert (base / "runs" / run / "stopped").read_text() == line
+
+
+def test_what_nohup_ignores_stays_ignored():
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGUSR1)}
+    try:
+        for ignored in (True, False):
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+            Requests()
+            assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) is ignored
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_run_that_another_machine_has_taken_saves_nothing_more(base):
+    """Where locks do not hold between machines, its lock file tells."""
+    run_dir = base / "runs" / "taken"
+    ranks = Ranks(base, "taken", 5000, "--save-every", "20", "--eval-every", "-1")
+    wait_until(lambda: 20 in checkpoint.saved_steps(run_dir), ranks.alive)
+    locks.lock_file(run_dir).write_text("process 7 on elsewhere\n")
+    saved = max(checkpoint.saved_steps(run_dir))
+    assert ranks.join() == [2]
+    assert "error: run taken was taken over by process 7 on elsewhere: this launch ends" in ranks.output()
+    assert max(checkpoint.saved_steps(run_dir)) <= saved + 20  # one may have been under way
 
 
 def test_a_second_sigint_stops_at_once(base):
@@ -291,7 +344,7 @@ def test_sigusr1_saves_and_training_goes_on(base):
     saved = checkpoint.saved_steps(base / "runs" / "asked")[0]
     wait_until(lambda: len(rows(base, "asked")) > saved + 3, ranks.alive)
     ranks.kill(signal.SIGTERM)
-    assert ranks.join() == [0]
+    assert ranks.join() == [STOPPED]
 
 
 def without_space(work, *args):
