@@ -36,28 +36,7 @@ from nanomuon.runtime import (
     start,
 )
 from nanomuon.tokenizer import Tokenizer
-from scripts import optim_bench
-
-# Flags of base_train that change nothing about the time of a step. They are taken and not looked at, so that
-# the command of a run can be timed as it is
-WITHOUT_EFFECT = (
-    "--run",
-    "--qk-clip",
-    "--matrix-lr",
-    "--embedding-lr",
-    "--unembedding-lr",
-    "--scalar-lr",
-    "--weight-decay",
-    "--warmup-ratio",
-    "--warmdown-ratio",
-    "--eval-every",
-    "--eval-tokens",
-    "--save-every",
-    "--save-minutes",
-    "--keep-last",
-    "--resume",
-)
-SWITCHES_WITHOUT_EFFECT = ("--wandb", "--plan")
+from scripts import base_train, optim_bench
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -73,11 +52,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--attention", action="store_true", help="compare the attention backends instead")
     add("--json", help="also write the numbers to this file")
     add_step_arguments(parser)
-    for flag in WITHOUT_EFFECT:
-        add(flag, help=argparse.SUPPRESS)
-    for flag in SWITCHES_WITHOUT_EFFECT:
-        add(flag, action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    args, others = parser.parse_known_args(argv)
+    of_base_train = base_train.make_parser().parse_args(others)  # ends here where it knows them neither
+    return argparse.Namespace(**{**vars(of_base_train), **vars(args)})
 
 
 def main(argv: list[str] | None = None) -> None:
