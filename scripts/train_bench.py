@@ -53,7 +53,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--json", help="also write the numbers to this file")
     add_step_arguments(parser)
     args, others = parser.parse_known_args(argv)
-    of_base_train = base_train.make_parser().parse_args(others)  # ends here where it knows them neither
+    base_train_parser = base_train.make_parser()
+    base_train_parser.prog = parser.prog
+    of_base_train = base_train_parser.parse_args(others)  # ends here where it knows them neither
     return argparse.Namespace(**{**vars(of_base_train), **vars(args)})
 
 
