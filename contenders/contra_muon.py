@@ -26,9 +26,9 @@ def largest_singular_value(M):
     return torch.linalg.matrix_norm(M @ v, keepdim=True)
 
 
-def contra(U, c):
+def contra(U, c, ns_dtype=None):
     """(X, gain) of U, (k, m, n)."""
-    P = orthogonalize(U).to(U.dtype)
+    P = orthogonalize(U, ns_dtype=ns_dtype).to(U.dtype)
     X = P - c / 2 * U / largest_singular_value(U).clamp(min=1e-10)
     norm = torch.linalg.matrix_norm(X, keepdim=True)  # (k, 1, 1)
     return X, torch.linalg.matrix_norm(P, keepdim=True) / norm.clamp(min=1e-10)
@@ -38,7 +38,7 @@ def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, c=0.4):
     groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)
 
     def direction(U, kept, ok, square_weight):
-        return contra(U, c)
+        return contra(U, c, model.compute_dtype)
 
     for group in groups:
         if group["kind"] == "muon":

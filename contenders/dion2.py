@@ -21,12 +21,12 @@ def state(m, n):
     return {"accumulated": (m, n)}
 
 
-def selected_rows(M, ok, fraction, mu):
+def selected_rows(M, ok, fraction, mu, ns_dtype):
     """(k, m, n): the polar factor of the selected rows of M, and zeros. M: (k, m, n), decayed in place."""
     count = math.ceil(fraction * M.size(1))
     rows = M.abs().sum(dim=2).topk(count, dim=1).indices.unsqueeze(2)  # (k, count, 1)
     elements = rows.expand(-1, -1, M.size(2))
-    P = orthogonalize(M.gather(1, elements)).to(M.dtype)  # (k, count, n)
+    P = orthogonalize(M.gather(1, elements), ns_dtype=ns_dtype).to(M.dtype)  # (k, count, n)
     X = torch.zeros_like(M).scatter(1, elements, P)
     is_selected = torch.zeros_like(M[:, :, :1]).scatter(1, rows, 1.0)  # (k, m, 1)
     M.mul_(1 - (1 - mu) * is_selected * ok)
@@ -39,9 +39,9 @@ def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, fractio
         M = kept["accumulated"]
         M.add_(U * ok)
         if M.size(1) > M.size(2):
-            X = selected_rows(M.mT, ok, fraction, mu).mT
+            X = selected_rows(M.mT, ok, fraction, mu, model.compute_dtype).mT
         else:
-            X = selected_rows(M, ok, fraction, mu)
+            X = selected_rows(M, ok, fraction, mu, model.compute_dtype)
         return X, torch.ones_like(square_weight)
 
     direction.state = state

@@ -19,18 +19,17 @@ from nanomuon.optim import DistMuonAdamW
 from nanomuon.orthogonalize import orthogonalize
 
 
-def direction(U, kept, ok, square_weight):
-    """U: (k, m, n)."""
-    X = orthogonalize(U).to(square_weight.dtype)
-    return X, 1 / torch.linalg.matrix_norm(X, keepdim=True).clamp(min=1e-10)
-
-
 def norms(param):
     """Frobenius norms of its matrices: (1, 1), or (E, 1, 1) of (E, m, n)."""
     return torch.linalg.vector_norm(param, dim=(-2, -1), keepdim=True)
 
 
 def build_optimizer(model, batch=None, *, matrix_lr=0.018):
+    def direction(U, kept, ok, square_weight):
+        """U: (k, m, n)."""
+        X = orthogonalize(U, ns_dtype=model.compute_dtype).to(square_weight.dtype)
+        return X, 1 / torch.linalg.matrix_norm(X, keepdim=True).clamp(min=1e-10)
+
     def radius(m, n):
         return math.sqrt(m * n / model.config.width)
 

@@ -24,8 +24,8 @@ def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, beta=0.
         count += ok
         bias = 1 - beta ** count.clamp(min=1)  # (k, 1, 1)
         N = U + beta / (1 - beta) * M / bias
-        X = orthogonalize(N / ((variance / bias).sqrt() + 1e-8))
-        return X, ok
+        N = N / ((variance / bias).sqrt() + 1e-8)
+        return orthogonalize(N, ns_dtype=model.compute_dtype), ok
 
     direction.state = state
     groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)

@@ -21,16 +21,15 @@ from nanomuon.orthogonalize import orthogonalize
 MOMENTUM, BETA1, BETA2, EPS = 0.95, 0.9, 0.95, 1e-8
 
 
-def direction(U, kept, ok, square_weight):
-    """W before the step minus W after it. U: (k, m, n), the mean gradients. square_weight: the rate."""
+def difference(U, kept, ok, rate, ns_dtype):
+    """W before the step minus W after it. U: (k, m, n), the mean gradients. rate: 0 where ok is."""
     v, g, M = kept["v"], kept["g"], kept["v_momentum"]  # (k, m, n), (k, m, 1), (k, m, n)
-    rate = square_weight * ok
     unit = normalize(v, dim=2)
     before = g * unit
     g_grad = (U * unit).sum(dim=2, keepdim=True)
     v_grad = g / torch.linalg.vector_norm(v, dim=2, keepdim=True) * (U - unit * g_grad)
     M.lerp_(v_grad, (1 - MOMENTUM) * ok)
-    P = orthogonalize(v_grad.lerp(M, MOMENTUM)).to(v.dtype)
+    P = orthogonalize(v_grad.lerp(M, MOMENTUM), ns_dtype=ns_dtype).to(v.dtype)
     v.sub_(P * (0.2 * max(v.shape[1:]) ** 0.5 * rate))
     kept["g_mean"].lerp_(g_grad, (1 - BETA1) * ok)
     kept["g_square"].lerp_(g_grad.square(), (1 - BETA2) * ok)
@@ -38,7 +37,7 @@ def direction(U, kept, ok, square_weight):
     step = kept["count"].clamp(min=1)
     mean, square = kept["g_mean"] / (1 - BETA1**step), kept["g_square"] / (1 - BETA2**step)
     g.sub_(mean / (square.sqrt() + EPS) * rate)
-    return before - g * normalize(v, dim=2), torch.ones_like(square_weight)
+    return before - g * normalize(v, dim=2)
 
 
 def state(m, n):
@@ -46,18 +45,16 @@ def state(m, n):
     return {"v": (m, n), "v_momentum": (m, n), **rows}
 
 
-direction.state = state
-
-
-def unscaled(m, n):
-    return 1.0
-
-
 def build_optimizer(model, batch=None, *, matrix_lr=0.0035):
+    def direction(U, kept, ok, square_weight):
+        X = difference(U, kept, ok, square_weight * ok, model.compute_dtype)  # see schedule
+        return X, torch.ones_like(ok)
+
+    direction.state = state
     groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=0.0)
     for group in groups:
         if group["kind"] == "muon":
-            group.update(direction=direction, momentum=0.0, scale=unscaled)
+            group.update(direction=direction, momentum=0.0, scale=lambda m, n: 1.0)
     optimizer = DistMuonAdamW(groups, ns_dtype=model.compute_dtype)
     random = torch.Generator().manual_seed(0)  # the same on all ranks
     saved = optimizer.full_state_dict()

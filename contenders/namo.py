@@ -30,7 +30,8 @@ def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, mu1=0.9
         step = count.clamp(min=1)
         correction = (1 - mu2**step).sqrt() / (1 - mu1**step)  # (k, 1, 1)
         norm = torch.linalg.matrix_norm(N, keepdim=True)
-        return orthogonalize(N), correction * norm / (v.sqrt() + 1e-8)
+        X = orthogonalize(N, ns_dtype=model.compute_dtype)
+        return X, correction * norm / (v.sqrt() + 1e-8)
 
     direction.state = state
     groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)

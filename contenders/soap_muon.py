@@ -46,7 +46,7 @@ def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, every=1
         M.lerp_(U, (1 - BETA1) * moves)
         V.lerp_((left.mT @ U @ right).square(), (1 - BETA2) * moves)
         N = left.mT @ M @ right / (V.sqrt() + EPS)
-        X = orthogonalize(left @ N @ right.mT)
+        X = orthogonalize(left @ N @ right.mT, ns_dtype=model.compute_dtype)
 
         kept["left_gram"].lerp_(U @ U.mT, (1 - BETA2) * ok)
         kept["right_gram"].lerp_(U.mT @ U, (1 - BETA2) * ok)

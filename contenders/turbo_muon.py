@@ -26,14 +26,14 @@ def almost_orthogonal(M):
     return M * sums.clamp(min=1e-20).rsqrt()
 
 
-def direction(U, kept, ok, square_weight):
-    """U: (k, m, n)."""
-    _, dtype = newton_schulz_form(1, 1, len(TABLE), U.device.type)  # that of the plain form on this device
-    X = newton_schulz(in_iteration_dtype(almost_orthogonal(U), dtype), TABLE)
-    return X, torch.ones_like(square_weight)
-
-
 def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2):
+    def direction(U, kept, ok, square_weight):
+        """U: (k, m, n)."""
+        # Of a square matrix, which is never worked in the Gram form: these steps are the plain ones
+        _, dtype = newton_schulz_form(1, 1, len(TABLE), U.device.type, model.compute_dtype)
+        X = newton_schulz(in_iteration_dtype(almost_orthogonal(U), dtype), TABLE)
+        return X, torch.ones_like(square_weight)
+
     groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)
     for group in groups:
         if group["kind"] == "muon":
