@@ -53,6 +53,12 @@ def tiny_model(experts):
     return model
 
 
+@functools.cache
+def mesh_over(group):
+    """One for all contenders: a mesh has process groups of its own, which stay."""
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+
+
 def cut_over(model, mesh):
     """Every parameter in pieces by rows, as FSDP2 has them."""
     for module in model.modules():
@@ -77,7 +83,7 @@ class Training:
         self.model = tiny_model(experts)
         self.mesh = None
         if in_pieces:
-            self.mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+            self.mesh = mesh_over(group)
             cut_over(self.model, self.mesh)
         self.params = list(self.model.parameters())
         build, schedule = load_recipe(FOLDER / f"{file}.py")
