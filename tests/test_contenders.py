@@ -24,6 +24,8 @@ from tests.worlds import run_world
 
 FOLDER = Path(__file__).parent.parent / "contenders"
 FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
+# These only set options and rates of the recipe, whose own tests train on ranks and in pieces
+ONLY_OPTIONS = {"aux_adamw", "muon_eq", "muon_plus", "plain", "power_cooldown", "role_cooldown"}
 STEPS, BREAK = 4, 2
 # What is slow by default happens within these few steps
 OPTIONS = {"soap": {"every": 2}, "soap_muon": {"every": 2}, "ema_nesterov": {"gamma": 0.5}}
@@ -128,7 +130,11 @@ def in_one_process(file, experts, steps):
     return training.run(steps, lambda number, shape, step: mean_gradient(number, shape, step, 3))
 
 
-@pytest.mark.parametrize("file", FILES)
+def slow_where_only_options(file):
+    return pytest.param(file, marks=pytest.mark.slow if file in ONLY_OPTIONS else ())
+
+
+@pytest.mark.parametrize("file", [slow_where_only_options(file) for file in FILES])
 def test_ranks_pieces_and_breaks_make_no_difference(file, tmp_path):
     expected = in_one_process(file, 0, range(STEPS)).result()
     assert all(weights.isfinite().all() for weights in expected[0])
