@@ -1,0 +1,51 @@
+"""Aurora: a polar factor whose rows have equal norms, so that no neuron of a tall matrix is left behind.
+
+    D = diag(1 / row norm of M)
+    X = P(D M);  D <- D (n/m / row norm of X ^ 2)^(1/2);  X = P(D M)        m >= n
+    W <- W - lr s X
+
+n/m is what the squared norm of each of m rows is if all are equal and the columns orthonormal. A wide matrix
+is transposed for it; of a square one all rows of the polar factor have norm 1, and it stays Muon.
+
+Source: "Aurora: A Leverage-Aware Spectral Optimizer", arXiv 2606.27715, and
+https://github.com/tilde-research/aurora-release (two iterations, exponent 1/2).
+"""
+
+import torch
+
+from nanomuon import recipe
+from nanomuon.orthogonalize import orthogonalize
+
+
+def even_rows(M, iterations, ns_dtype):
+    """(k, m, n), m > n, with about orthonormal columns and rows of about equal norm."""
+    m, n = M.shape[1:]
+    D = 1 / torch.linalg.vector_norm(M, dim=2, keepdim=True).clamp(min=1e-10)  # (k, m, 1)
+    X = orthogonalize(D * M, ns_dtype=ns_dtype).to(M.dtype)
+    for _ in range(iterations - 1):
+        squared = X.square().sum(dim=2, keepdim=True)  # (k, m, 1)
+        D = D * (n / m / squared.clamp(min=1e-10)).sqrt()
+        X = orthogonalize(D * M, ns_dtype=ns_dtype).to(M.dtype)
+    return X
+
+
+def aurora(U, iterations, ns_dtype=None):
+    """(k, m, n) of U, (k, m, n)."""
+    m, n = U.shape[1:]
+    if m > n:
+        return even_rows(U, iterations, ns_dtype)
+    if m < n:
+        return even_rows(U.mT, iterations, ns_dtype).mT
+    return orthogonalize(U, ns_dtype=ns_dtype)
+
+
+def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, iterations=2):
+    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)
+
+    def direction(U, kept, ok, square_weight):
+        return aurora(U, iterations, model.compute_dtype), torch.ones_like(square_weight)
+
+    for group in groups:
+        if group["kind"] == "muon":
+            group.update(direction=direction, beta2=None)
+    return groups

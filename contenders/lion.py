@@ -1,0 +1,55 @@
+"""Lion for the matrices: the sign of an interpolation between momentum and gradient.
+
+    W <- W - lr (sign(beta1 m + (1 - beta1) g) + lambda W)
+    m <- beta2 m + (1 - beta2) g
+
+The other parameters are trained as in the presets adamw, muon and normuon.
+
+Source: "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675 (betas .9 and .99; rates 3 to 10
+times smaller than AdamW's, decay as many times larger).
+"""
+
+import torch
+
+from nanomuon.race_contenders import plain_schedule, preset_groups
+
+schedule = plain_schedule
+
+
+def unscaled(m, n):
+    return 1.0
+
+
+def param_groups(
+    model,
+    *,
+    matrix_lr=0.0008,
+    embedding_lr=0.1,
+    unembedding_lr=0.01,
+    scalar_lr=0.02,
+    weight_decay=0.5,
+    betas=(0.9, 0.99),
+):
+    beta1, beta2 = betas
+
+    def direction(U, kept, ok, square_weight):
+        """U: (k, m, n), the mean gradients, since the group has momentum 0. kept["exp_avg"]: (k, m, n)."""
+        X = kept["exp_avg"].lerp(U, 1 - beta1).sign()
+        kept["exp_avg"].lerp_(U, (1 - beta2) * ok)
+        return X, torch.ones_like(square_weight)
+
+    def state(m, n):
+        return {"exp_avg": (m, n)}
+
+    direction.state = state
+    matrices = dict(
+        lr=matrix_lr,
+        momentum=0.0,
+        ns_steps=5,
+        beta2=None,
+        weight_decay=weight_decay,
+        weight_decay_form="decoupled",
+        scale=unscaled,
+        direction=direction,
+    )
+    return preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr)

@@ -1,0 +1,38 @@
+"""NorMuon as published: a second moment for every output row, of wide matrices too.
+
+    X = P(M)                          the polar factor of the momentum
+    v <- beta2 v + (1 - beta2) mean over columns of X^2       (m, 1)
+    W <- W - lr s X / sqrt(v), scaled back to the norm of X
+
+The recipe has one value for each element of the longer side instead: columns of a wide matrix.
+
+Source: "NorMuon", arXiv 2510.05491.
+"""
+
+import torch
+
+from nanomuon import recipe
+from nanomuon.orthogonalize import orthogonalize
+
+
+def state(m, n):
+    return {"second_momentum_buffer": (m, 1)}
+
+
+def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, beta2=0.95):
+    def direction(U, kept, ok, square_weight):
+        """U: (k, m, n). kept["second_momentum_buffer"]: (k, m, 1)."""
+        X = orthogonalize(U, ns_dtype=model.compute_dtype).to(square_weight.dtype)  # (k, m, n)
+        second = kept["second_momentum_buffer"]
+        second.lerp_(X.square().mean(dim=2, keepdim=True), square_weight * ok)
+        scaled = X * second.clamp(min=1e-10).rsqrt()
+        norm_before = torch.linalg.matrix_norm(X, keepdim=True)  # (k, 1, 1)
+        norm_after = torch.linalg.matrix_norm(scaled, keepdim=True)
+        return scaled, norm_before / norm_after.clamp(min=1e-10)
+
+    direction.state = state
+    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)
+    for group in groups:
+        if group["kind"] == "muon":
+            group.update(direction=direction, beta2=beta2)
+    return groups

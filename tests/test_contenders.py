@@ -1,0 +1,560 @@
+"""Every file of contenders/ trains the same on any number of ranks, in pieces, and after a break; and the
+mathematics of those that have some is checked against SVDs and closed forms.
+"""
+
+import ast
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
+
+from nanomuon import checkpoint, recipe
+from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.optim import MuonAdamW
+from nanomuon.orthogonalize import orthogonalize
+from nanomuon.race_contenders import Contender
+from nanomuon.user_file import load_recipe, make_optimizer, run_file
+from tests.test_optim_dist import assert_close, assert_same_everywhere
+from tests.worlds import run_world
+
+FOLDER = Path(__file__).parent.parent / "contenders"
+FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
+# These only set options and rates of the recipe, whose own tests train on ranks and in pieces
+ONLY_OPTIONS = {"aux_adamw", "muon_eq", "muon_plus", "plain", "power_cooldown", "role_cooldown"}
+STEPS, BREAK = 4, 2
+# What is slow by default happens within these few steps
+OPTIONS = {"soap": {"every": 2}, "soap_muon": {"every": 2}, "ema_nesterov": {"gamma": 0.5}}
+SCHEDULE_OPTIONS = {"tail_average": {"start": 0.2, "tau": 0.5}}
+TOLERANCE = 1e-8
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """As in the worlds, which do not compile and have one thread."""
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tiny_model(experts):
+    """Square, tall and wide matrices, batches of them, and those that start at zero; in float64."""
+    config = GPTConfig(
+        vocab_size=24, seq_len=8, depth=1, width=8, heads=2, kv_heads=1, experts=experts, experts_per_token=1
+    )
+    with torch.device("meta"):
+        model = GPT(config)
+    model = model.to_empty(device="cpu").double()
+    model.init_weights(0)
+    return model
+
+
+@functools.cache
+def mesh_over(group):
+    """One for all contenders: a mesh has process groups of its own, which stay."""
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+
+
+def cut_over(model, mesh):
+    """Every parameter in pieces by rows, as FSDP2 has them."""
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            piece = distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=None)
+            setattr(module, name, torch.nn.Parameter(piece))
+
+
+def local_gradient(number, shape, step, rank):
+    generator = torch.Generator().manual_seed(10_000 * number + 100 * step + rank)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def mean_gradient(number, shape, step, ranks):
+    return sum(local_gradient(number, shape, step, rank) for rank in range(ranks)) / ranks
+
+
+class Training:
+    """A contender at work on a tiny model, with gradients that are made up."""
+
+    def __init__(self, file, experts, group=None, in_pieces=False):
+        self.model = tiny_model(experts)
+        self.mesh = None
+        if in_pieces:
+            self.mesh = mesh_over(group)
+            cut_over(self.model, self.mesh)
+        self.params = list(self.model.parameters())
+        build, schedule = load_recipe(FOLDER / f"{file}.py")
+        self.schedule = functools.partial(schedule or recipe.schedule, **SCHEDULE_OPTIONS.get(file, {}))
+        world_size = dist.get_world_size(group) if group else 1
+        with mock.patch.object(dist, "group", SimpleNamespace(WORLD=group)):  # what optim takes by default
+            build = functools.partial(build, **OPTIONS.get(file, {}))
+            self.optimizer = make_optimizer(build, self.model, 4096, world_size)
+        self.built = [dict(each) for each in self.optimizer.param_groups]
+
+    def run(self, steps, gradient):
+        """gradient(number, shape, step): of a parameter, whole."""
+        for step in steps:
+            for each, built in zip(self.optimizer.param_groups, self.built, strict=True):
+                each.update(self.schedule(built, step, STEPS))
+            for number, param in enumerate(self.params):
+                param.grad = gradient(number, param.shape, step)
+                if self.mesh:
+                    param.grad = distribute_tensor(param.grad, self.mesh, [Shard(0)], src_data_rank=None)
+            self.optimizer.step()
+        return self
+
+    def result(self):
+        weights = []
+        for param in self.params:
+            weights.append(param.full_tensor().detach() if isinstance(param, DTensor) else param.detach())
+        return weights, self.optimizer.full_state_dict()["state"]
+
+
+def on_ranks(group, file):
+    """Replicated parameters, where every rank has gradients of its own; then those of experts, in pieces."""
+    rank = dist.get_rank(group)
+    replicated = Training(file, 0, group)
+    replicated.run(range(STEPS), lambda number, shape, step: local_gradient(number, shape, step, rank))
+    in_pieces = Training(file, 2, group, in_pieces=True)
+    in_pieces.run(range(STEPS), lambda number, shape, step: mean_gradient(number, shape, step, 3))
+    return replicated.result(), in_pieces.result()
+
+
+def in_one_process(file, experts, steps):
+    training = Training(file, experts)
+    return training.run(steps, lambda number, shape, step: mean_gradient(number, shape, step, 3))
+
+
+def slow_where_only_options(file):
+    return pytest.param(file, marks=pytest.mark.slow if file in ONLY_OPTIONS else ())
+
+
+@pytest.mark.parametrize("file", [slow_where_only_options(file) for file in FILES])
+def test_ranks_pieces_and_breaks_make_no_difference(file, tmp_path):
+    expected = in_one_process(file, 0, range(STEPS)).result()
+    assert all(weights.isfinite().all() for weights in expected[0])
+    before = list(tiny_model(0).parameters())
+    moved = [not torch.equal(p, q) for p, q in zip(before, expected[0], strict=True)]
+    assert all(moved)
+
+    replicated, in_pieces = zip(*run_world(3, on_ranks, file), strict=True)
+    assert_same_everywhere(replicated)
+    assert_close(replicated[0], expected, TOLERANCE)
+    assert_same_everywhere(in_pieces)
+    assert_close(in_pieces[0], in_one_process(file, 2, range(STEPS)).result(), TOLERANCE)
+
+    first = in_one_process(file, 0, range(BREAK))
+    checkpoint.Checkpointer(tmp_path).save(BREAK, first.model, first.optimizer, {})
+    second = Training(file, 0)
+    checkpoint.load(checkpoint.find(tmp_path), second.model, second.optimizer)
+    second.run(range(BREAK, STEPS), lambda number, shape, step: mean_gradient(number, shape, step, 3))
+    assert_same_everywhere([expected, second.result()])
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_is_short_says_where_it_is_from_and_is_a_contender(file):
+    text = (FOLDER / f"{file}.py").read_text()
+    assert len(text.splitlines()) <= 80
+    assert "Source:" in ast.get_docstring(ast.parse(text))
+    contender = Contender(f"{FOLDER / file}.py:lr_scale=0.5")
+    _, built, _ = contender.prepare(tiny_model(0), {"rows": 4, "steps": 10})
+    _, unscaled, _ = Contender(f"{FOLDER / file}.py").prepare(tiny_model(0), {"rows": 4, "steps": 10})
+    assert [group["lr"] for group in built] == [group["lr"] / 2 for group in unscaled]
+
+
+def test_a_gradient_that_is_not_finite_leaves_state_and_weights_of_directions_as_they_were():
+    for file in FILES:
+        training = in_one_process(file, 0, range(2))
+        if file in ("ema_nesterov", "tail_average"):
+            continue  # means over steps: a step that is left out counts as one that went nowhere
+        before = training.result()
+        weights = [weight.clone() for weight in before[0]]
+        training.params[0].grad.view(-1)[0] = torch.inf
+        training.optimizer.step()
+        after = training.result()
+        for p, q in zip(weights, after[0], strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+        assert_close(after, (weights, before[1]), 1e-12)
+
+
+# ---- the mathematics of single files
+
+
+def module(file):
+    return run_file(FOLDER / f"{file}.py")
+
+
+def direction_of(file, **options):
+    groups = module(file).param_groups(tiny_model(0), **options)
+    return next(group["direction"] for group in groups if group["kind"] == "muon")
+
+
+def random_matrices(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def with_singular_values(values, m, n):
+    """(1, m, n) with random singular vectors."""
+    U, _, Vh = torch.linalg.svd(random_matrices(m, n), full_matrices=False)
+    return (U * torch.tensor(values, dtype=torch.float64) @ Vh).unsqueeze(0)
+
+
+def polar(M, ns_dtype=None):
+    U, _, Vh = torch.linalg.svd(M, full_matrices=False)
+    return U @ Vh
+
+
+class Matrix:
+    """One matrix and a direction that it asks, without an optimizer."""
+
+    def __init__(self, direction, m, n):
+        self.direction, self.kept = direction, {}
+        if hasattr(direction, "state"):
+            for name, shape in direction.state(m, n).items():
+                self.kept[name] = torch.zeros(1, *shape, dtype=torch.float64)
+
+    def ask(self, U, square_weight=0.05):
+        one = torch.ones(1, 1, 1, dtype=torch.float64)
+        X, gain = self.direction(U, self.kept, one, square_weight * one)
+        return X * gain
+
+
+@pytest.mark.parametrize("m, n", [(6, 6), (12, 5), (5, 12)])
+@pytest.mark.parametrize("p", [0.7, 0.0, -0.25])
+def test_dynmuon_raises_singular_values_to_the_power(p, m, n):
+    M = random_matrices(2, m, n)
+    U, S, Vh = torch.linalg.svd(M, full_matrices=False)
+    S = S / torch.linalg.matrix_norm(M).view(2, 1)
+    shaped = module("dynmuon").shaped(M, torch.full((2, 1, 1), p, dtype=torch.float64))
+    torch.testing.assert_close(shaped, U @ torch.diag_embed(S**p) @ Vh, rtol=0, atol=1e-9)
+
+
+def test_dynmuon_starts_with_large_powers_and_ends_with_negative_ones():
+    M = with_singular_values([4.0, 1.0], 2, 3)
+    U, _, Vh = torch.linalg.svd(M, full_matrices=False)
+    powers = {}
+    for step in (0, 9, 90):
+        values = module("dynmuon").schedule(dict(kind="muon", lr=0.02, weight_decay=0.2), step, 100)
+        X = direction_of("dynmuon")(M, {}, None, torch.full((1, 1, 1), 1 - values["beta2"]))[0]
+        strong, weak = (U.mT @ X @ Vh.mT)[0].diagonal()
+        powers[step] = (strong / weak).log2().item() / 2  # 4 is 2 to the second
+    assert powers[0] == pytest.approx(1.25 / (1 + 2.718281828**-1) - 0.25)
+    assert -0.1 < powers[9] < 0.1
+    assert powers[90] == pytest.approx(-0.25)
+
+
+@pytest.mark.parametrize("m, n", [(8, 8), (24, 8), (8, 24)])
+def test_turbo_muon_scales_below_one_and_comes_near_the_polar_factor(m, n):
+    M = random_matrices(3, m, n)
+    scaled = module("turbo_muon").almost_orthogonal(M)
+    assert torch.linalg.svdvals(scaled).max() <= 1
+    short = M if m <= n else M.mT
+    sums = (short @ short.mT).abs().sum(dim=2, keepdim=True)
+    expected = short / sums.sqrt()
+    torch.testing.assert_close(scaled, expected if m <= n else expected.mT)
+
+    def error(X, target):
+        return torch.linalg.matrix_norm(X - target, ord=2).max()
+
+    X = Matrix(direction_of("turbo_muon"), m, n).ask(M)
+    assert error(X, polar(scaled)) < max(0.3, 1.1 * error(orthogonalize(M, "quintic"), polar(M)))
+
+
+def test_mud_is_a_triangular_solve_with_orthonormal_rows_as_its_fixed_point():
+    decorrelated = module("mud").decorrelated
+    orthonormal = polar(random_matrices(1, 4, 9))
+    torch.testing.assert_close(decorrelated(orthonormal, 3), orthonormal)
+    zero = torch.zeros(1, 4, 9, dtype=torch.float64)
+    assert torch.equal(decorrelated(zero, 1), zero)
+
+    M = random_matrices(1, 4, 9)[0]
+    Q = M / M.norm(dim=1, keepdim=True)
+    Q = torch.tril(Q @ Q.T).inverse() @ Q
+    expected = Q / Q.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(decorrelated(M[None], 1)[0], expected)
+    torch.testing.assert_close(decorrelated(M.T[None], 1)[0], expected.T)
+    identity = torch.eye(4, dtype=torch.float64)
+    torch.testing.assert_close(decorrelated(M[None], 12)[0] @ decorrelated(M[None], 12)[0].T, identity)
+
+
+def test_contra_muon_takes_from_strong_directions():
+    M = with_singular_values([8.0, 2.0, 0.5], 3, 5)  # a gap, so that the power iteration gets there
+    X = Matrix(direction_of("contra_muon", c=0.4), 3, 5).ask(M)
+    P = orthogonalize(M)
+    U, _, Vh = torch.linalg.svd(M, full_matrices=False)
+    expected = P - U * torch.tensor([0.2, 0.05, 0.0125], dtype=torch.float64) @ Vh
+    expected *= P.norm() / expected.norm()
+    torch.testing.assert_close(X, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_aurora_evens_the_norms_of_the_long_side_and_stays_orthogonal(wide):
+    aurora = module("aurora")
+    aurora.orthogonalize = polar  # exact, so that what it converges to can be told from what five steps miss
+    rows = torch.linspace(0.1, 3, 32, dtype=torch.float64).view(1, 32, 1)
+    M = random_matrices(1, 32, 8) * rows
+    spread = {}
+    for iterations in (1, 2, 100):
+        if wide:
+            X = aurora.aurora(M.mT, iterations).mT
+        else:
+            X = aurora.aurora(M, iterations)
+        torch.testing.assert_close(X.mT @ X, torch.eye(8, dtype=torch.float64)[None])
+        spread[iterations] = X.norm(dim=2).std().item()
+    assert spread[100] < 1e-6 < spread[2] < spread[1]
+    square = random_matrices(1, 5, 5)
+    torch.testing.assert_close(aurora.aurora(square, 2), polar(square))
+
+
+@pytest.mark.parametrize("tall", [False, True])
+def test_dion2_orthogonalizes_the_largest_rows_and_keeps_the_others(tall):
+    M = random_matrices(1, 8, 12) * torch.tensor([1, 5, 1, 1, 1, 1, 6, 1], dtype=torch.float64).view(1, 8, 1)
+    matrix = Matrix(direction_of("dion2"), *((12, 8) if tall else (8, 12)))
+    X, kept = matrix.ask(M.mT if tall else M), matrix.kept["accumulated"]
+    X, kept = (X.mT, kept.mT) if tall else (X, kept)
+    chosen = torch.tensor([1, 6])
+    torch.testing.assert_close(X[:, chosen], orthogonalize(M[:, chosen]))
+    assert X.count_nonzero() == 2 * 12
+    expected = M.clone()
+    expected[:, chosen] *= 0.95
+    torch.testing.assert_close(kept, expected)
+
+
+def test_soap_is_adam_in_the_basis_of_the_first_gradient():
+    matrix = Matrix(direction_of("soap", every=100), 5, 7)
+    assert not matrix.ask(random_matrices(1, 5, 7, seed=99)).any()
+    left, right = matrix.kept["left"][0], matrix.kept["right"][0]
+    for Q, gram in ((left, matrix.kept["left_gram"][0]), (right, matrix.kept["right_gram"][0])):
+        rotated = Q.T @ gram @ Q
+        off_diagonal = rotated - torch.diag(rotated.diagonal())
+        assert off_diagonal.abs().max() < 1e-3 * rotated.abs().max()
+        torch.testing.assert_close(Q.T @ Q, torch.eye(len(Q), dtype=torch.float64))
+
+    rotated = torch.nn.Parameter(torch.zeros(5, 7, dtype=torch.float64))
+    adam = torch.optim.Adam([rotated], lr=1.0, betas=(0.95, 0.95), eps=1e-8)
+    W = torch.zeros(5, 7, dtype=torch.float64)
+    for step in range(5):
+        G = random_matrices(1, 5, 7, seed=step)
+        W -= matrix.ask(G)[0]
+        rotated.grad = left.T @ G[0] @ right
+        adam.step()
+    torch.testing.assert_close(W, left @ rotated.detach() @ right.T)
+
+
+def test_the_bases_of_soap_turn_to_the_eigenvectors_and_the_second_moments_with_them():
+    for file in ("soap", "soap_muon"):
+        factor = random_matrices(1, 6, 6)
+        gram = factor @ torch.diag(2.0 ** torch.arange(0, -12, -2, dtype=torch.float64)) @ factor.mT
+        Q = torch.eye(6, dtype=torch.float64)[None].flip(2).clone()
+        V = Q.mT.clone()  # a mark for each direction: row i is that of column i of Q
+        due, first = torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, 1, dtype=torch.bool)
+        sizes = (Q * (gram @ Q)).sum(dim=1)[0]
+        module(file).turn_basis(Q, gram, V, first, due)
+        marks = V[0].argmax(dim=1)
+        assert marks.tolist() == (5 - sizes.argsort(descending=True)).tolist()
+        for _ in range(60):
+            module(file).turn_basis(Q, gram, V, first, due)
+        expected = torch.linalg.eigh(gram).eigenvectors.flip(2)
+        overlap = (Q * expected).sum(dim=1).abs()
+        assert (overlap > 0.999).all()
+
+
+def test_soap_muon_orthogonalizes_what_soap_would_do():
+    matrix = Matrix(direction_of("soap_muon", every=100), 5, 7)
+    kept = matrix.kept
+    for step in range(4):
+        X = matrix.ask(random_matrices(1, 5, 7, seed=step))
+    N = kept["left"].mT @ kept["exp_avg"] @ kept["right"] / kept["exp_avg_sq"].sqrt()
+    torch.testing.assert_close(X, orthogonalize(kept["left"] @ N @ kept["right"].mT))
+    assert (torch.linalg.svdvals(X) - 1).abs().max() < 0.2
+
+
+def test_muon_vs_orthogonalizes_momentum_over_deviation():
+    matrix, M, variance = Matrix(direction_of("muon_vs"), 4, 6), 0, 0
+    for step in range(1, 4):
+        G = random_matrices(1, 4, 6, seed=step)
+        variance = 0.95 * variance + 0.95 * 0.05 * (M - G) ** 2
+        M = 0.95 * M + 0.05 * G
+        bias = 1 - 0.95**step
+        N = (G + 19 * M / bias) / ((variance / bias).sqrt() + 1e-8)
+        torch.testing.assert_close(matrix.ask(G), orthogonalize(N))
+
+
+def test_namo_steps_as_far_as_gradients_agree():
+    steady, alternating = Matrix(direction_of("namo"), 4, 6), Matrix(direction_of("namo"), 4, 6)
+    G = random_matrices(1, 4, 6)
+    for step in range(8):
+        X = steady.ask(G)
+        Y = alternating.ask(G * (-1) ** step)
+    bias = 1 - 0.95**8
+    torch.testing.assert_close(X, orthogonalize(G) * (0.05 + 0.95 * bias) / bias, rtol=1e-3, atol=1e-4)
+    assert Y.norm() < 0.3 * X.norm()
+
+
+def test_lion_follows_its_two_lines():
+    matrix, m = Matrix(direction_of("lion"), 3, 5), 0
+    for step in range(4):
+        G = random_matrices(1, 3, 5, seed=step)
+        assert torch.equal(matrix.ask(G), torch.sign(0.9 * m + 0.1 * G))
+        m = 0.99 * m + 0.01 * G
+
+
+def test_muown_is_muon_and_adam_on_weights_that_are_a_length_and_a_direction():
+    training = Training("muown", 0)
+    model, optimizer = training.model, training.optimizer
+    q = model.blocks[0].attn.q.weight
+    number = [param is q for param in training.params].index(True)
+    v = torch.nn.Parameter(q.detach().clone())
+    g = torch.nn.Parameter(q.detach().norm(dim=1, keepdim=True))
+    adam, M = torch.optim.Adam([g], betas=(0.9, 0.95), eps=1e-8), 0
+    for step in range(3):
+        gradient = mean_gradient(number, q.shape, step, 1)
+        training.run([step], lambda number, shape, step: mean_gradient(number, shape, step, 1))
+        v.grad = g.grad = None
+        weight = g * v / v.norm(dim=1, keepdim=True)
+        (weight * gradient).sum().backward()
+        rate = 0.0035 * (STEPS - step) / STEPS
+        M = 0.95 * M + v.grad
+        v.data -= rate * 0.2 * 8**0.5 * orthogonalize(v.grad + 0.95 * M)
+        adam.param_groups[0]["lr"] = rate
+        adam.step()
+        torch.testing.assert_close(q.detach(), (g * v / v.norm(dim=1, keepdim=True)).detach())
+    o = model.blocks[0].attn.o.weight
+    lengths = optimizer.full_state_dict()["state"]["blocks.0.attn.o.weight"]["g"].abs()
+    torch.testing.assert_close(o.detach().norm(dim=1, keepdim=True), lengths)  # from zero
+
+
+def matrices_of(training):
+    found = []
+    for group in training.optimizer.param_groups:
+        if group["kind"] == "muon":
+            found += group["params"]
+    return found
+
+
+def test_hyperball_stays_on_its_sphere_and_lets_what_starts_at_zero_grow():
+    training = Training("hyperball", 0)
+    before, from_zero = {}, []
+    for param in matrices_of(training):
+        radius = (param.numel() / training.model.config.width) ** 0.5
+        with torch.no_grad():
+            param.mul_(radius / param.norm().clamp(min=1e-20))
+        before[param] = param.detach().clone()
+    training.run([0], functools.partial(mean_gradient, ranks=1))
+    for param, old in before.items():
+        radius = (param.numel() / training.model.config.width) ** 0.5
+        direction = orthogonalize(param.grad)
+        expected = old - 0.018 * radius * direction / direction.norm()
+        if old.any():
+            expected *= radius / expected.norm()
+        else:
+            from_zero.append(param)
+        torch.testing.assert_close(param.detach(), expected, rtol=1e-3, atol=1e-6)
+        assert param.norm() <= radius * (1 + 1e-12)
+    assert 0 < len(from_zero) < len(before)
+
+
+def test_row_floor_lifts_rows_that_move_too_little_and_leaves_the_others():
+    gradient = functools.partial(mean_gradient, ranks=1)
+    trained = []
+    for file, options in (("row_floor", {}), ("plain", {"weight_decay": 0.0})):
+        training = Training(file, 0)
+        if file == "plain":
+            groups = recipe.param_groups(training.model, 4096, **options)
+            training.optimizer = MuonAdamW(groups)
+            training.built = [dict(group) for group in groups]
+        for param in matrices_of(training):
+            with torch.no_grad():
+                param[::2] *= 50  # of such rows an update is a small part
+        before = [param.detach().clone() for param in matrices_of(training)]
+        training.run([0], gradient)
+        moved = [new.detach() - old for old, new in zip(before, matrices_of(training), strict=True)]
+        trained.append((before, moved))
+    (before, floored), (_, as_it_was) = trained
+    lifted = 0
+    for old, ours, free in zip(before, floored, as_it_was, strict=True):
+        least = 0.02 * 0.3825 * old.norm(dim=1)
+        length = torch.maximum(least, free.norm(dim=1))
+        torch.testing.assert_close(ours, free / free.norm(dim=1, keepdim=True) * length[:, None])
+        lifted += (least > free.norm(dim=1)).sum()
+    assert lifted
+
+
+def test_radial_brake_halves_the_way_outward_alone():
+    braked = module("radial_brake").braked
+    old = random_matrices(3, 4, 6)
+    unit = old / old.norm(dim=(1, 2), keepdim=True)
+    tangent = random_matrices(3, 4, 6, seed=1)
+    tangent -= unit * (tangent * unit).sum(dim=(1, 2), keepdim=True)
+    along = torch.tensor([0.3, -0.3, 0.0], dtype=torch.float64).view(3, 1, 1)
+    new = braked(old, old + 0.1 * tangent + along * unit, 0.5)
+    kept = torch.tensor([0.15, -0.3, 0.0], dtype=torch.float64).view(3, 1, 1)
+    lengths = old.norm(dim=(1, 2), keepdim=True) + kept
+    torch.testing.assert_close(new.norm(dim=(1, 2), keepdim=True), lengths)
+    expected = old + 0.1 * tangent + kept * unit
+    expected *= lengths / expected.norm(dim=(1, 2), keepdim=True)
+    torch.testing.assert_close(new, expected)
+    zero = torch.zeros(1, 4, 6, dtype=torch.float64)
+    assert torch.equal(braked(zero, old[:1], 0.5), old[:1])
+
+
+def test_ema_nesterov_is_the_recipe_taken_at_points_ahead():
+    gradient = functools.partial(mean_gradient, ranks=1)
+    ours = Training("ema_nesterov", 0).run(range(STEPS), gradient)
+    reference = Training("plain", 0)
+    groups = recipe.param_groups(reference.model, 4096)
+    reference.optimizer, reference.built = MuonAdamW(groups), [dict(group) for group in groups]
+    x = [param.detach().clone() for param in reference.params]
+    m = [torch.zeros_like(param) for param in reference.params]
+    betas = {1: 0.3 * 3 / 4, 2: 0.3 * 2 / 4}  # set at this step, for the gradient of the next
+    for step in range(STEPS):
+        reference.run([step], gradient)
+        for i, param in enumerate(reference.params):
+            after = param.detach().clone()
+            m[i] = 0.5 * m[i] + 0.5 * (after - x[i])
+            x[i] = after
+            param.data += betas.get(step, 0) * m[i]
+    for p, q in zip(ours.params, x, strict=True):
+        torch.testing.assert_close(p.detach(), q)
+
+
+def test_the_tail_average_is_of_the_last_weights_and_moves_them_once():
+    gradient = functools.partial(mean_gradient, ranks=1)
+    ours = Training("tail_average", 0).run(range(STEPS), gradient)
+    reference = Training("plain", 0)
+    groups = recipe.param_groups(reference.model, 4096)
+    reference.optimizer, reference.built = MuonAdamW(groups), [dict(group) for group in groups]
+    means = []
+    for step in range(STEPS):
+        reference.run([step], gradient)
+        weights = [param.detach().clone() for param in reference.params]
+        if step == 0:
+            means = weights
+        else:  # tau is half of 4 steps
+            means = [mean + (weight - mean) / 2 for mean, weight in zip(means, weights, strict=True)]
+    embedding = reference.model.wte.weight
+    for p, param, mean in zip(ours.params, reference.params, means, strict=True):
+        expected = param.detach() if param is embedding else 0.4 * param.detach() + 0.6 * mean
+        torch.testing.assert_close(p.detach(), expected)
+
+
+def test_cooldowns_by_power_and_by_role_and_the_memories_of_adamw():
+    matrix, other = dict(kind="muon", lr=0.02, weight_decay=0.2), dict(kind="adamw", lr=0.3)
+    power = module("power_cooldown").schedule
+    assert power(matrix, 50, 100)["lr"] == pytest.approx(0.02 * 0.5**1.2)
+    assert power(matrix, 40, 100, share=0.5)["lr"] == 0.02
+    by_role = module("role_cooldown").schedule
+    assert by_role(matrix, 40, 100)["lr"] == pytest.approx(0.02 * 60 / 80)
+    assert by_role(other, 40, 100)["lr"] == 0.3
+    assert by_role(other, 80, 100)["lr"] == pytest.approx(0.15)
+    betas = {}
+    for group in module("aux_adamw").param_groups(tiny_model(0)):
+        if group["kind"] == "adamw":
+            betas |= {name: group["betas"] for name in group["names"]}
+    assert betas["wte.weight"] == betas["lm_head.weight"] == (0.8, 0.99)
+    assert betas["resid_scalars"] == betas["blocks.0.conv.taps"] == (0.8, 0.997)
