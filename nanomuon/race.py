@@ -80,8 +80,9 @@ def train(setup, place, text, seed, file):
         "compiled": compile_enabled(),
         "machine": report.machine_description(),
     }
-    write_text(file, json.dumps(result, indent=1, default=as_text) + "\n")
-    return result
+    as_json = json.dumps(result, indent=1, default=as_text)  # functions by name: no other process knows them
+    write_text(file, as_json + "\n")
+    return json.loads(as_json)
 
 
 class Run:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -224,6 +225,26 @@ def build_optimizer(model):
     setup, place = open_small(text)
     run = race.train(setup | {"steps": 4}, place, str(file), 0, tmp_path / "run.json")
     assert run["score"] == pytest.approx(math.log(len(set(text.read_text()))), abs=1e-5)
+
+
+def test_a_function_in_a_group_is_its_name_in_the_result(text, tmp_path, monkeypatch):
+    """And goes back to the process that asked, which does not know the function."""
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+    file = tmp_path / "signs.py"
+    file.write_text("""
+from nanomuon import recipe
+def param_groups(model, batch=None):
+    def signs(U, kept, ok, square_weight):
+        return U.sign(), square_weight * 0 + 0.01
+    groups = recipe.param_groups(model, batch)
+    for group in groups:
+        if group["kind"] == "muon":
+            group.update(direction=signs)
+    return groups
+""")
+    setup, place = open_small(text)
+    run = race.train(setup | {"steps": 2}, place, str(file), 0, tmp_path / "run.json")
+    assert pickle.loads(pickle.dumps(run)) == run == race.read_result(tmp_path / "run.json")
 
 
 def test_the_users_schedule_is_followed(text, tmp_path, capsys, monkeypatch):
