@@ -1664,7 +1664,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         self.follow_parameters()
         state = {}
-        for name, param, group in named_parameters(self.param_groups):
+        for _, param, group in named_parameters(self.param_groups):
             if group["kind"] == "adamw":
                 state[param] = {}
                 for key, place in self.places[param].items():

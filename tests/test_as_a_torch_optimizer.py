@@ -143,7 +143,7 @@ def test_hooks_and_a_closure():
 
 
 def test_hooks_of_state_dicts():
-    """Called when and with what torch's are: a pre-hook of a load gets a copy, and what it returns is loaded."""
+    """As with torch's optimizers: a hook before a load gets a copy, and what it returns is loaded."""
     model = build()
     optimizer = MuonAdamW(groups_of(model))
     train(model, optimizer, range(2))
