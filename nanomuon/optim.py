@@ -1689,9 +1689,9 @@ class MuonAdamW(torch.optim.Optimizer):
         optimizers do; "keep" leaves those of the groups. State keeps its dtype. The state of a torch
         optimizer with named parameters (torch.optim.AdamW(model.named_parameters())) loads as well: a
         parameter that is trained by another kind now starts with state of zero. ValueError, before anything
-        is changed, for a name or key that is missing, a shape that differs, parameters without names in other
-        groups than the saved, one of our groups that would get two values, and options of Muon that are not
-        those of the saved groups.
+        is changed, for a name or key that is missing, a shape that differs, a piece that another rank has
+        saved, parameters without names in other groups than the saved, one of our groups that would get two
+        values, and options of Muon that are not those of the saved groups.
         """
         if hyperparameters not in ("restore", "keep"):
             raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
