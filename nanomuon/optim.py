@@ -165,10 +165,15 @@ def muon_update(param, X, gain, ok, *, lr, scale, weight_decay, cautious):
 def run(kernel, *tensors, **arguments):
     """Call a kernel: compiled where the optimizer compiles (see `MuonAdamW`), unless it would not pay."""
     nothing_to_gain = tensors[0].numel() < COMPILE_FROM or tensors[0].is_meta  # which computes nothing
-    if nothing_to_gain or not compile_enabled(OPTIMIZER_COMPILES.get()):
+    if nothing_to_gain or not kernels_compile():
         return kernel(*tensors, **arguments)
     named = [(name, describe(argument)) for name, argument in arguments.items()]
     return compiled(kernel, *map(describe, tensors), *named)(*tensors, **arguments)
+
+
+def kernels_compile():
+    """Whether kernels are compiled one by one: not where torch.compile has the whole step."""
+    return not torch.compiler.is_compiling() and compile_enabled(OPTIMIZER_COMPILES.get())
 
 
 def describe(argument):
@@ -191,8 +196,7 @@ def compiled(kernel, *signature):
 def cache_blocks(*tensors):
     """Runs of rows of these tensors that stay in a CPU's cache, where a kernel passes over them eagerly."""
     first = tensors[0]
-    compiles = compile_enabled(OPTIMIZER_COMPILES.get())
-    if compiles or first.numel() <= CACHE_BLOCK or first.device.type != "cpu":
+    if kernels_compile() or first.numel() <= CACHE_BLOCK or first.device.type != "cpu":
         return [tensors]
     rows = max(1, CACHE_BLOCK * len(first) // first.numel())
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
@@ -566,6 +570,15 @@ class RowsOverRanks(InPieces):
 
 def whole(saved):
     return saved.full_tensor() if isinstance(saved, DTensor) else saved
+
+
+def is_of_this_rank(saved):
+    """Whether this rank has the piece of a DTensor: what is read from a file says who has written it."""
+    mesh = saved.device_mesh
+    if not dist.is_initialized():
+        return False
+    here = (mesh.mesh == dist.get_rank()).nonzero().flatten()
+    return here.tolist() == list(mesh.get_coordinate() or [])
 
 
 def like_param(param, tensor):
@@ -1601,12 +1614,23 @@ class MuonAdamW(torch.optim.Optimizer):
         parameters in `params`, and `names`. Tensors share memory with the optimizer's. Pieces are DTensors;
         what another rank owns is not in it: full_state_dict() has all.
         """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
         named = self.named_state_dict()
         numbers = {name: i for i, (name, _, _) in enumerate(named_parameters(self.param_groups))}
         for group in named["param_groups"]:
             group["params"] = [numbers[name] for name in group["names"]]
         state = {numbers[name]: entry for name, entry in named["state"].items()}
-        return {"state": state, "param_groups": named["param_groups"]}
+        state_dict = {"state": state, "param_groups": named["param_groups"]}
+        return self.changed_by(self._optimizer_state_dict_post_hooks, state_dict)
+
+    def changed_by(self, hooks, state_dict):
+        """What the hooks of a torch optimizer make of a state dict: they change it, or return another."""
+        for hook in hooks.values():
+            returned = hook(self, state_dict)
+            if returned is not None:
+                state_dict = returned
+        return state_dict
 
     def named_state_dict(self):
         """The same by name: {"state": {name: {key: tensor}}, ...}, and groups without `params`."""
@@ -1629,6 +1653,34 @@ class MuonAdamW(torch.optim.Optimizer):
         return {"state": state, "param_groups": self.named_state_dict()["param_groups"]}
 
     @torch.no_grad()
+    def adamw_state_dict(self, adamw):
+        """The state with which a torch.optim.AdamW over the same parameters goes on from here.
+
+            adamw = torch.optim.AdamW(model.parameters(), lr=3e-4)
+            adamw.load_state_dict(optimizer.adamw_state_dict(adamw))
+
+        Moments and step counts of what is AdamW's here, as copies; what is Muon's has none, and starts anew.
+        The hyperparameters are those of `adamw`. Collective. load_state_dict goes the other way.
+        """
+        self.follow_parameters()
+        state = {}
+        for _, param, group in named_parameters(self.param_groups):
+            if group["kind"] == "adamw":
+                state[param] = {}
+                for key, place in self.places[param].items():
+                    value = place.gathered()
+                    if key == "step":
+                        value = value.cpu()  # where torch keeps it
+                    elif isinstance(param, DTensor):
+                        where = param.device_mesh, param.placements
+                        value = distribute_tensor(value, *where, src_data_rank=None)
+                    state[param][key] = value
+        state_dict = adamw.state_dict()
+        params = itertools.chain.from_iterable(group["params"] for group in adamw.param_groups)
+        state_dict["state"] = {i: state[param] for i, param in enumerate(params) if param in state}
+        return state_dict
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict, hyperparameters="restore"):
         """Restore full_state_dict(), of any world size or grouping, or a local one where it was saved.
 
@@ -1637,13 +1689,14 @@ class MuonAdamW(torch.optim.Optimizer):
         optimizers do; "keep" leaves those of the groups. State keeps its dtype. The state of a torch
         optimizer with named parameters (torch.optim.AdamW(model.named_parameters())) loads as well: a
         parameter that is trained by another kind now starts with state of zero. ValueError, before anything
-        is changed, for a name or key that is missing, a shape that differs, parameters without names in other
-        groups than the saved, one of our groups that would get two values, and options of Muon that are not
-        those of the saved groups.
+        is changed, for a name or key that is missing, a shape that differs, a piece that another rank has
+        saved, parameters without names in other groups than the saved, one of our groups that would get two
+        values, and options of Muon that are not those of the saved groups.
         """
         if hyperparameters not in ("restore", "keep"):
             raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
         self.follow_parameters()
+        state_dict = self.changed_by(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
         saved = SavedState(state_dict, self.param_groups)
         values = [{}] * len(self.param_groups)
         if hyperparameters == "restore":
@@ -1657,6 +1710,11 @@ class MuonAdamW(torch.optim.Optimizer):
                     shape = tuple(entry[key].shape)
                     raise ValueError(f"{key} of {name} has shape {shape}, expected {place.shape}")
                 if key in entry:
+                    if isinstance(entry[key], DTensor) and not is_of_this_rank(entry[key]):
+                        raise ValueError(
+                            f"the loaded {key} of {name} is a piece that another rank has saved: save "
+                            "optimizer.full_state_dict()"
+                        )
                     found.append((place, entry[key]))
                 elif place.here:
                     raise ValueError(self.missing(key, name))
@@ -1667,6 +1725,8 @@ class MuonAdamW(torch.optim.Optimizer):
         for group, restored in zip(self.param_groups, values, strict=True):
             group.update(restored)
         self.has_state = True
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     def missing(self, key, name):
         if self.world.size == 1:
@@ -1908,6 +1968,9 @@ class DistMuonAdamW(MuonAdamW):
 
 @contextlib.contextmanager
 def kernels_compiled(compiles):
+    if torch.compiler.is_compiling():  # which cannot trace a ContextVar, and need not: see `kernels_compile`
+        yield
+        return
     token = OPTIMIZER_COMPILES.set(compiles)
     try:
         yield

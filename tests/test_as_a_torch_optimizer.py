@@ -142,6 +142,30 @@ def test_hooks_and_a_closure():
     assert_same(model, trained(1))
 
 
+def test_hooks_of_state_dicts():
+    """As with torch's optimizers: a hook before a load gets a copy, and what it returns is loaded."""
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    train(model, optimizer, range(2))
+    called = []
+    optimizer.register_state_dict_pre_hook(lambda _: called.append("before saving"))
+    optimizer.register_state_dict_post_hook(lambda _, saved: saved.update(epoch=3))
+    optimizer.register_state_dict_post_hook(lambda _, saved: {**saved, "wrapped": True})
+    saved = optimizer.state_dict()
+    assert called == ["before saving"] and saved["epoch"] == 3 and saved["wrapped"]
+
+    other = MuonAdamW(groups_of(build(1)))
+    other.register_load_state_dict_pre_hook(lambda _, state: {"renamed": state.pop("state"), **state})
+    other.register_load_state_dict_pre_hook(lambda _, state: {"state": state["renamed"], **state})
+    other.register_load_state_dict_post_hook(lambda _: called.append("loaded"))
+    other.load_state_dict(saved)
+    assert called == ["before saving", "loaded"] and "state" in saved
+    assert torch.equal(
+        other.full_state_dict()["state"]["0.weight"]["momentum_buffer"],
+        optimizer.full_state_dict()["state"]["0.weight"]["momentum_buffer"],
+    )
+
+
 def test_a_group_that_comes_later_has_a_rate_and_is_saved():
     model, late = build(), nn.Linear(4, 4, bias=False)
     optimizer = MuonAdamW(groups_of(model))
@@ -163,14 +187,23 @@ def test_a_group_that_comes_later_has_a_rate_and_is_saved():
 
 
 def test_step_under_torch_compile():
-    model = build()
-    optimizer = MuonAdamW(groups_of(model))
-    step = torch.compile(optimizer.step, backend="eager")
-    for i in range(4):
-        optimizer.zero_grad()
-        loss_of(model, i).backward()
+    """As one graph, at rates that change more often than Dynamo compiles."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 100, bias=False), nn.Linear(100, 200))
+    other = copy.deepcopy(model)
+    optimizers = []
+    for each in (model, other):
+        groups = build_param_groups(each, muon=MUON, adamw=ADAMW, skip_keys=["1"])
+        optimizers.append(MuonAdamW(groups))
+    step = torch.compile(optimizers[1].step, backend="eager", fullgraph=True)
+    for i in range(10):
+        for optimizer, each in zip(optimizers, (model, other), strict=True):
+            optimizer.param_groups[0]["lr"] = 0.02 * 0.9**i
+            optimizer.zero_grad()
+            loss_of(each, i).backward()
+        optimizers[0].step()
         step()
-    assert_same(model, trained(4))
+    assert_same(model, other)
 
 
 # ---- two processes
@@ -244,6 +277,57 @@ def through_torchs_state_dicts(group, kind, full):
 def test_torchs_distributed_state_dicts_resume(kind, full):
     for same in run_world(2, through_torchs_state_dicts, kind, full):
         assert all(same)
+
+
+def loaded_from_rank_0(group, folder, layers):
+    """What each rank hears when all of them load what rank 0 has saved alone."""
+    model = nn.Sequential(nn.Embedding(20_000, 2), *[nn.Linear(2, 2, bias=False) for _ in range(layers)])
+    groups = build_param_groups(model, muon=MUON, adamw=ADAMW, skip_keys=[])
+    optimizer = DistMuonAdamW(groups, group)
+    if dist.get_rank(group) == 0:
+        torch.save(optimizer.state_dict(), folder / "local.pt")
+    torch.save(optimizer.full_state_dict(), folder / f"full_{dist.get_rank(group)}.pt")
+    dist.barrier(group)
+    optimizer.load_state_dict(torch.load(folder / "full_0.pt"))
+    try:
+        optimizer.load_state_dict(torch.load(folder / "local.pt"))
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+def test_what_rank_0_has_saved_alone_is_refused_elsewhere(tmp_path, layers):
+    """Its rows of the embedding would go for those of the other rank, also where that one owns no matrix."""
+    first, second = run_world(2, loaded_from_rank_0, tmp_path, layers)
+    assert first is None
+    assert "another rank" in second and "save optimizer.full_state_dict()" in second
+
+
+def back_to_adamw(group, kind):
+    """Whether torch's AdamW has the moments of what was AdamW's, none of the rest, and goes on."""
+    rank = dist.get_rank(group)
+    model, optimizer = wrapped(kind, group, 0)
+    train(model, optimizer, range(2), rank)
+    expected = optimizer.full_state_dict()["state"]
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    adamw.load_state_dict(optimizer.adamw_state_dict(adamw))
+    same, without = [], []
+    for name, param in model.named_parameters():
+        name = name.removeprefix("module.")
+        if "exp_avg" in expected[name]:
+            moment = adamw.state[param]["exp_avg"]
+            whole = moment.full_tensor() if kind == "fsdp" else moment
+            same.append(torch.equal(whole, expected[name]["exp_avg"]))
+        else:
+            without.append(param not in adamw.state)
+    train(model, adamw, range(2, 3), rank)
+    return same, without
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_back_to_torchs_adamw_on_two_ranks(kind):
+    for same, without in run_world(2, back_to_adamw, kind):
+        assert same == [True] * 4 and without == [True] * 2
 
 
 def clipped(group):

@@ -505,6 +505,34 @@ def test_from_torchs_adamw_in_the_middle_of_a_run():
     assert not state["0.weight"]["momentum_buffer"].any()
 
 
+@pytest.mark.parametrize("between", [0, 2])
+def test_to_torchs_adamw_and_back(between):
+    """What is AdamW's goes on as if AdamW had taken all steps: bit for bit where ours took none of them."""
+    settings = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    params, groups = mixed()
+    uninterrupted, _ = mixed()
+    train(torch.optim.AdamW(uninterrupted, **settings), uninterrupted, 4 + between)
+
+    first = torch.optim.AdamW(zip("abcdefg", params, strict=True), **settings)
+    train(first, params, 2)
+    optimizer = MuonAdamW(groups)
+    optimizer.load_state_dict(first.state_dict())
+    train(optimizer, params, between, start=2)
+    moments = copy.deepcopy(optimizer.full_state_dict()["state"])
+    last = torch.optim.AdamW([{"params": params[::-1], "lr": 3e-3}], **settings)  # in an order of its own
+    last.load_state_dict(optimizer.adamw_state_dict(last))
+    assert last.param_groups[0]["lr"] == 3e-3
+    assert set(last.state) == set(params[4:])
+    last.param_groups[0]["lr"] = settings["lr"]
+    train(last, params, 2, start=2 + between)
+    for p, q in zip(params[4:], uninterrupted[4:], strict=True):
+        if between == 0:
+            assert torch.equal(p, q)
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+    # Copies: what AdamW has done since is not in the optimizer
+    assert torch.equal(optimizer.full_state_dict()["state"]["f"]["exp_avg"], moments["f"]["exp_avg"])
+
+
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
     params, groups = mixed()
     optimizer = MuonAdamW(groups)
