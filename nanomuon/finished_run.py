@@ -1,7 +1,6 @@
 """A finished run: its model for others to load, its summary, its samples and its report."""
 
 import argparse
-import contextlib
 import statistics
 from pathlib import Path
 
@@ -25,15 +24,11 @@ from nanomuon.runtime import (
     write_json_lines,
 )
 from nanomuon.tensor_files import tensor_shapes
-from nanomuon.tokenizer import Tokenizer
+from nanomuon.tokenizer import Tokenizer, load_or_restore
 
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
 NO_PROMPTS = [""] * 3  # for other corpora
 STAGE = Record({"stage": Text(), "seconds": Number(low=0)})  # a line of stages.jsonl
-
-
-class MissingTokenizer(InputError):
-    """A tokenizer that is gone, and of which no other folder has a copy."""
 
 
 def find_run(run: str) -> Path:
@@ -69,40 +64,13 @@ def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
 def describe_run(run_dir: Path, rank: int = 0) -> tuple[GPTConfig, Tokenizer, dict]:
     """(config, tokenizer, facts) of a finished run: load_run without its weights, with the same errors."""
     config, about = export.load_model_config(run_dir)
-    tokenizer = load_tokenizer(run_dir / "tokenizer", about["tokenizer"], rank)
+    tokenizer = load_or_restore(run_dir / "tokenizer", about["tokenizer"], rank)
     if tokenizer.hash != about["tokenizer"] or tokenizer.vocab_size != config["vocab_size"]:
         raise InputError(
             f"{run_dir}/tokenizer has {tokenizer.vocab_size} tokens and is not the one the model was trained "
             f"with ({config['vocab_size']} tokens); put that one back"
         )
     return model_config(run_dir, config), tokenizer, about
-
-
-def load_tokenizer(folder: Path, expected: str, rank: int = 0) -> Tokenizer:
-    """The tokenizer in a folder; where it is missing, another folder's whose hash is the expected one.
-
-    The first rank puts that back, as far as it may write there. A folder that is there is not compared with
-    `expected`. MissingTokenizer where there is none, InputError where it is damaged.
-    """
-    if (folder / "tokenizer.json").exists() or (folder / "vocab.txt").exists():
-        return Tokenizer.load(folder)
-    places = [*base_dir().glob("tokenizer/*"), *base_dir().glob("shards/*/tokenizer")]
-    places += base_dir().glob("runs/*/tokenizer")
-    for copy in sorted(places):
-        try:
-            tokenizer = Tokenizer.load(copy)
-        except InputError:  # damaged, or none
-            continue
-        if tokenizer.hash == expected:
-            print0(f"{folder} is missing: restored from {copy}")
-            if rank == 0:
-                with contextlib.suppress(OSError):
-                    tokenizer.save(folder)
-            return tokenizer
-    raise MissingTokenizer(
-        f"{folder} is missing, and nothing under {base_dir()} has this tokenizer ({expected}): "
-        "put a copy of it there"
-    )
 
 
 def validation_folder(corpus_name: str, tokenizer: Tokenizer, about: dict) -> Path:

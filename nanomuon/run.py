@@ -61,7 +61,7 @@ class Run:
     plan: Plan
     folder: Path  # runs/NAME
     data: Path  # shards and their tokenizer
-    token_bytes: Tensor  # (V,) int64, bytes of text that each token stands for
+    token_bytes: Tensor  # (V,) int32, bytes of text that each token stands for
     defined: dict  # see run_folder.definition
     measured: dict  # see sizing.recalled
     recorded: dict  # see provenance.record

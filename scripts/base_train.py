@@ -26,7 +26,6 @@ from nanomuon import core_bundle, fp8, guards, parallel, provenance, run_folder,
 from nanomuon.arguments import RECIPE_FLAGS, add_step_arguments, check_not_negative, check_step_arguments
 from nanomuon.compilation import choose_compilation
 from nanomuon.corpus import open_corpus
-from nanomuon.finished_run import MissingTokenizer, load_tokenizer
 from nanomuon.moe import balance_
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.planning import duration, plan_run, print_plan
@@ -45,6 +44,7 @@ from nanomuon.runtime import (
     start,
     together,
 )
+from nanomuon.tokenizer import MissingTokenizer, load_or_restore
 
 EAGER_STEPS = 3  # before it is decided whether to compile, on a CPU
 CORE_ITEMS = 500  # of each task of CORE, in an evaluation on the way
@@ -197,8 +197,6 @@ def main(argv: list[str] | None = None) -> int:
         data, recorded, accepted = first_rank_first(
             lambda: prepare_data(args, settings, source, plan.tokens, runtime), runtime
         )
-        # Put back where it is missing, as far as there is a copy
-        load_tokenizer(data / "tokenizer", shards.read_manifest(data)["tokenizer"], runtime.rank)
         tokenizer = shards.open_tokenizer(data)
         plan = plan_run(args, tokenizer.vocab_size, runtime, measured)
         config = plan.config
@@ -253,8 +251,10 @@ def prepare_data(
     if settings:
         # Where it is lost the corpus's may still be the same: the definition of the run will tell
         with contextlib.suppress(MissingTokenizer):
-            tokenizer = load_tokenizer(folder / "tokenizer", settings.get("tokenizer"), runtime.rank)
+            tokenizer = load_or_restore(folder / "tokenizer", settings.get("tokenizer"), runtime.rank)
     data = shards.prepare_for_training(corpus, args.vocab_size, tokens, tokenizer)
+    # Put back where it is missing, as far as there is a copy
+    load_or_restore(data / "tokenizer", shards.read_manifest(data)["tokenizer"], runtime.rank)
     return data, recorded, accepted
 
 
