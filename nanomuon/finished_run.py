@@ -13,11 +13,11 @@ from nanomuon.gpt import EARLIER_SHORT_WINDOW, GPT, GPTConfig
 from nanomuon.parallel import build_model
 from nanomuon.planning import Plan, meta_model
 from nanomuon.read_json import Number, Record, Text, sound_lines
+from nanomuon.run_folder import find_run, folder_of
 from nanomuon.runtime import (
     InputError,
     Runtime,
     base_dir,
-    check_name,
     peak_memory_mb,
     print0,
     write_json,
@@ -29,23 +29,6 @@ from nanomuon.tokenizer import Tokenizer, load_or_restore
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
 NO_PROMPTS = [""] * 3  # for other corpora
 STAGE = Record({"stage": Text(), "seconds": Number(low=0)})  # a line of stages.jsonl
-
-
-def find_run(run: str) -> Path:
-    """The folder that --run names: with a slash it is a path, without one a name under runs/.
-
-    InputError where there is no such folder.
-    """
-    if "/" in run or run in (".", "..", "~"):
-        folder = Path(run).expanduser()
-        if not folder.is_dir():
-            raise InputError(f"--run {run}: there is no such folder, so it holds no finished model")
-        return folder.resolve()
-    check_name("--run", run)
-    folder = base_dir() / "runs" / run
-    if not folder.is_dir() and Path(run).is_dir():
-        raise InputError(f"{folder} holds no finished model; the folder here is --run ./{run}")
-    return folder
 
 
 def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
@@ -149,7 +132,7 @@ def write_results(
     write_json(run_dir / "summary.json", summary)
     for sample in samples:
         print(f"--- sample\n{sample}")
-    print_summary(summary)
+    report.print_summary(summary)
     print0(f"report: {run_dir}/report.md, {run_dir}/loss.png")
 
 
@@ -172,10 +155,6 @@ def summarize(rows: list[dict], val_bpb: float, plan: Plan, runtime: Runtime) ->
     }
 
 
-def print_summary(summary: dict) -> None:
-    print0("---\n" + "\n".join(f"{key}: {value}" for key, value in summary.items()))
-
-
 def sample_run(model: GPT | None, args: argparse.Namespace, runtime: Runtime) -> list[str]:
     """Texts of the trained model; none where this device cannot hold it whole.
 
@@ -184,7 +163,7 @@ def sample_run(model: GPT | None, args: argparse.Namespace, runtime: Runtime) ->
     try:
         if model is None:
             model, _, _ = load_run(args.run, runtime)
-        tokenizer = Tokenizer.load(base_dir() / "runs" / args.run / "tokenizer")
+        tokenizer = Tokenizer.load(folder_of(args.run) / "tokenizer")
         prompts = PROMPTS.get(args.corpus, NO_PROMPTS)
         return sample_texts(model, tokenizer, prompts, max_tokens=128, seed=args.seed)
     except torch.OutOfMemoryError:

@@ -15,7 +15,7 @@ import tiktoken
 
 from nanomuon.corpus import is_validation, open_corpus
 from nanomuon.export import load_model_config
-from nanomuon.finished_run import find_run
+from nanomuon.run_folder import find_run
 from nanomuon.runtime import InputError, run_command
 from nanomuon.tokenizer import Tokenizer, in_pieces, load_or_restore
 
