@@ -52,6 +52,24 @@ LOADER_STATE = Record({"epoch": Whole(), "window": Whole(), "row": Whole()}, oth
 CHECKPOINT_META = Record({"step": Whole(), "skipped_steps": Whole(), "loader": LOADER_STATE})
 
 
+@dataclass(frozen=True)
+class Launch:
+    """What a launch of a run is asked for and has found, before it builds the model; equal on all ranks."""
+
+    args: argparse.Namespace
+    changed_arguments: list[str]  # in words, those that are others than in the launch before
+    runtime: Runtime
+    plan: Plan
+    measured: dict  # see sizing.recalled
+    source: bytes | None  # the text of the --optimizer-file
+    data: Path  # shards and their tokenizer
+    tokenizer: Tokenizer  # that of the shards
+    core_tasks: list[Task]  # empty where CORE is not evaluated
+    defined: dict  # see run_folder.definition
+    recorded: dict  # see provenance.record
+    accepted_changes: list[str]  # in words, what the run trains on now that it has not so far
+
+
 @dataclass
 class Run:
     """The same on all ranks, but for the rows of the loader. All ranks call its methods together."""
@@ -203,32 +221,15 @@ def check_room(model: GPT, args: argparse.Namespace, runtime: Runtime) -> None:
         )
 
 
-def start_run(
-    args: argparse.Namespace,
-    runtime: Runtime,
-    plan: Plan,
-    data: Path,
-    defined: dict,
-    measured: dict,
-    recorded: dict,
-    source: bytes | None,
-    changed: list[str],
-    accepted: list[str],
-    core_tasks: list[Task],
-) -> Run:
-    """The run, where an earlier launch left it or at its beginning; its folder is made here.
-
-    data: folder of the shards and their tokenizer. defined: see run_folder.definition. measured: see
-    sizing.recalled. recorded: see provenance.record. source: the text of the --optimizer-file, None without
-    one. changed: in words, which arguments are others than those of the launch before. accepted: which data.
-    """
+def start_run(launch: Launch) -> Run:
+    """The run, where an earlier launch left it or at its beginning; its folder is made here."""
+    args, runtime, plan = launch.args, launch.runtime, launch.plan
     folder = run_folder.folder_of(args.run)
-    tokenizer = shards.open_tokenizer(data)
     own_build = own_schedule = None
     unused = unused_flags(args, runtime.world_size)
-    if source is not None:
-        print0(f"running {args.optimizer_file}: {provenance.described(source)}")
-        own_build, own_schedule = user_file.load_recipe(args.optimizer_file, source)
+    if launch.source is not None:
+        print0(f"running {args.optimizer_file}: {provenance.described(launch.source)}")
+        own_build, own_schedule = user_file.load_recipe(args.optimizer_file, launch.source)
         if own_schedule:
             unused.update(SCHEDULE_FLAGS)
     seq_len = plan.config.seq_len
@@ -264,7 +265,8 @@ def start_run(
         check(meta, CHECKPOINT_META, f"{found}/manifest.json, meta")
         step = resumed_step = meta["step"]
         skipped, loader_state = meta["skipped_steps"], meta["loader"]
-        print0("; ".join([f"resuming run {args.run} at step {step}", *changed, *accepted]))
+        changes = [*launch.changed_arguments, *launch.accepted_changes]
+        print0("; ".join([f"resuming run {args.run} at step {step}", *changes]))
         if plan.steps < step:
             print0(f"step {step} is beyond --num-iterations {plan.steps}: nothing is left to train")
             plan = replace(plan, steps=step)
@@ -275,7 +277,7 @@ def start_run(
             f"run {args.run} is complete and has no checkpoint to go on from: choose another --run"
         )
     loader = TrainLoader(
-        data,
+        launch.data,
         seq_len,
         plan.batch // seq_len,
         plan.rows,
@@ -290,18 +292,18 @@ def start_run(
         before = {}
         if args.resume != "never":
             before = run_folder.read_settings(folder)
-        note_changes(recorded, before, accepted, step)
-        run_folder.make_run_folder(folder, tokenizer, afresh=args.resume == "never")
-        if source is not None:
-            run_folder.keep_optimizer_file(folder, source, step)
-        run_folder.write_settings(folder, defined, args, plan, measured, recorded)
+        note_changes(launch.recorded, before, launch.accepted_changes, step)
+        run_folder.make_run_folder(folder, launch.tokenizer, afresh=args.resume == "never")
+        if launch.source is not None:
+            run_folder.keep_optimizer_file(folder, launch.source, step)
+        run_folder.write_settings(folder, launch.defined, args, plan, launch.measured, launch.recorded)
     checkpoints = checkpoint.Checkpointer(folder, resumed_step, args.keep_last, background=True)
     metrics = folder / "metrics.jsonl"
     log = None
     if runtime.rank == 0:
         wandb = None
         if args.wandb:
-            wandb = dict(project="nanomuon", name=args.run, id=args.run, config=defined)
+            wandb = dict(project="nanomuon", name=args.run, id=args.run, config=launch.defined)
         log = report.MetricsLog(metrics, resumed_step, wandb)
     training, evaluations, core_steps = [], [], set()
     if found:
@@ -314,11 +316,11 @@ def start_run(
         runtime=runtime,
         plan=plan,
         folder=folder,
-        data=data,
-        token_bytes=torch.from_numpy(tokenizer.token_bytes).to(runtime.device),
-        defined=defined,
-        measured=measured,
-        recorded=recorded,
+        data=launch.data,
+        token_bytes=torch.from_numpy(launch.tokenizer.token_bytes).to(runtime.device),
+        defined=launch.defined,
+        measured=launch.measured,
+        recorded=launch.recorded,
         unused=unused,
         mesh=mesh,
         model=model,
@@ -330,7 +332,7 @@ def start_run(
         checkpoints=checkpoints,
         log=log,
         evaluations={row["step"]: row for row in evaluations if row["step"] <= step},
-        core_tasks=core_tasks,
+        core_tasks=launch.core_tasks,
         core_steps={evaluated for evaluated in core_steps if evaluated <= step},
         recent_losses=deque([loss for loss in losses if loss is not None], maxlen=128),
         step=step,

@@ -26,11 +26,12 @@ from nanomuon import core_bundle, fp8, guards, parallel, provenance, run_folder,
 from nanomuon.arguments import RECIPE_FLAGS, add_step_arguments, check_not_negative, check_step_arguments
 from nanomuon.compilation import choose_compilation
 from nanomuon.corpus import open_corpus
+from nanomuon.gpt import GPTConfig
 from nanomuon.moe import balance_
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.planning import duration, plan_run, print_plan
+from nanomuon.planning import Plan, duration, plan_run, print_plan
 from nanomuon.qk_clip import clip_
-from nanomuon.run import Run, finish, give_up, start_run
+from nanomuon.run import Launch, Run, finish, give_up, start_run
 from nanomuon.runtime import (
     InputError,
     Runtime,
@@ -199,37 +200,28 @@ def main(argv: list[str] | None = None) -> int:
         )
         tokenizer = shards.open_tokenizer(data)
         plan = plan_run(args, tokenizer.vocab_size, runtime, measured)
-        config = plan.config
-        if settings:
-            config = replace(config, short_window=settings["short_window"])
-            pattern = settings.get("window_pattern")
-            if pattern and args.window_pattern == settings["options"].get("window_pattern"):
-                # The run may have started without the windows that were asked for, where they cost time
-                config = replace(config, window_pattern=pattern)
-        with_flex = args.compile is not False
-        config = sizing.choose_attention(
-            config, plan.rows, args.tensor_parallel, runtime, measured, not settings, with_flex
-        )
-        plan = replace(plan, config=config)
+        plan = replace(plan, config=choose_windows(args, settings, plan, runtime, measured))
         defined = run_folder.definition(args, plan, tokenizer)
         if args.resume != "never":
             run_folder.check_definition(folder, defined, args.accept_changes)
         if args.resume == "auto" and run_folder.is_complete(folder, plan.steps):
             return 0
         provenance.check_optimizer_file(settings, args, folder)
-        run = start_run(
-            args,
-            runtime,
-            plan,
-            data,
-            defined,
-            measured,
-            recorded,
-            source,
-            changed,
-            accepted,
-            core_tasks,
+        launch = Launch(
+            args=args,
+            changed_arguments=changed,
+            runtime=runtime,
+            plan=plan,
+            measured=measured,
+            source=source,
+            data=data,
+            tokenizer=tokenizer,
+            core_tasks=core_tasks,
+            defined=defined,
+            recorded=recorded,
+            accepted_changes=accepted,
         )
+        run = start_run(launch)
         with guards.Watchdog() as watchdog:
             code = train(run, watchdog, requests)
         return finish(run) if code is None else code
@@ -256,6 +248,31 @@ def prepare_data(
     # Put back where it is missing, as far as there is a copy
     load_or_restore(data / "tokenizer", shards.read_manifest(data)["tokenizer"], runtime.rank)
     return data, recorded, accepted
+
+
+def choose_windows(
+    args: argparse.Namespace, settings: dict, plan: Plan, runtime: Runtime, measured: dict
+) -> GPTConfig:
+    """The model of the plan with the windows that it has, or starts with, and their kernels chosen.
+
+    settings: of a run that goes on, else {}. measured: see sizing.recalled; what is measured is added to it.
+    """
+    config = plan.config
+    if settings:
+        config = replace(config, short_window=settings["short_window"])
+        pattern = settings.get("window_pattern")
+        if pattern and args.window_pattern == settings["options"].get("window_pattern"):
+            # The run may have started without the windows that were asked for, where they cost time
+            config = replace(config, window_pattern=pattern)
+    return sizing.choose_attention(
+        config,
+        plan.rows,
+        args.tensor_parallel,
+        runtime,
+        measured,
+        new=not settings,
+        with_flex=args.compile is not False,
+    )
 
 
 def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core_bundle.Task]:
