@@ -15,26 +15,22 @@ with 0, or torchrun would restart them); runs/NAME/stopped is then there until t
 import argparse
 import contextlib
 import os
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from nanomuon import core_bundle, fp8, guards, parallel, provenance, run_folder, shards, sizing, user_file
+from nanomuon import fp8, guards, parallel, provenance, run_folder, shards, sizing, user_file
 from nanomuon.arguments import RECIPE_FLAGS, add_step_arguments, check_not_negative, check_step_arguments
 from nanomuon.compilation import choose_compilation
-from nanomuon.corpus import open_corpus
-from nanomuon.gpt import GPTConfig
+from nanomuon.launch import Launch, choose_windows, open_core_tasks, prepare_data, start_run
 from nanomuon.moe import balance_
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.planning import Plan, duration, plan_run, print_plan
+from nanomuon.planning import duration, plan_run, print_plan
 from nanomuon.qk_clip import clip_
-from nanomuon.run import Launch, Run, finish, give_up, start_run
+from nanomuon.run import Run, finish, give_up
 from nanomuon.runtime import (
     InputError,
-    Runtime,
     check_at_least_1,
     check_name,
     first_rank_first,
@@ -45,7 +41,6 @@ from nanomuon.runtime import (
     start,
     together,
 )
-from nanomuon.tokenizer import MissingTokenizer, load_or_restore
 
 EAGER_STEPS = 3  # before it is decided whether to compile, on a CPU
 CORE_ITEMS = 500  # of each task of CORE, in an evaluation on the way
@@ -225,68 +220,6 @@ def main(argv: list[str] | None = None) -> int:
         with guards.Watchdog() as watchdog:
             code = train(run, watchdog, requests)
         return finish(run) if code is None else code
-
-
-def prepare_data(
-    args: argparse.Namespace, settings: dict, source: bytes | None, tokens: int, runtime: Runtime
-) -> tuple[Path, dict, list[str]]:
-    """(folder of the shards, what the run is trained on and with, what of that was accepted as a change).
-
-    settings: of a run that goes on, whose tokenizer the shards are written with, else {}. source: the text of
-    the --optimizer-file. tokens: how many to train on. InputError where what the run trains on has changed.
-    """
-    folder = run_folder.folder_of(args.run)
-    corpus = open_corpus(args.corpus)
-    recorded = provenance.record(corpus, args, source, runtime)
-    accepted = run_folder.check_data(folder, settings, recorded, args.accept_changes)
-    tokenizer = None
-    if settings:
-        # Where it is lost the corpus's may still be the same: the definition of the run will tell
-        with contextlib.suppress(MissingTokenizer):
-            tokenizer = load_or_restore(folder / "tokenizer", settings.get("tokenizer"), runtime.rank)
-    data = shards.prepare_for_training(corpus, args.vocab_size, tokens, tokenizer)
-    # Put back where it is missing, as far as there is a copy
-    load_or_restore(data / "tokenizer", shards.read_manifest(data)["tokenizer"], runtime.rank)
-    return data, recorded, accepted
-
-
-def choose_windows(
-    args: argparse.Namespace, settings: dict, plan: Plan, runtime: Runtime, measured: dict
-) -> GPTConfig:
-    """The model of the plan with the windows that it has, or starts with, and their kernels chosen.
-
-    settings: of a run that goes on, else {}. measured: see sizing.recalled; what is measured is added to it.
-    """
-    config = plan.config
-    if settings:
-        config = replace(config, short_window=settings["short_window"])
-        pattern = settings.get("window_pattern")
-        if pattern and args.window_pattern == settings["options"].get("window_pattern"):
-            # The run may have started without the windows that were asked for, where they cost time
-            config = replace(config, window_pattern=pattern)
-    return sizing.choose_attention(
-        config,
-        plan.rows,
-        args.tensor_parallel,
-        runtime,
-        measured,
-        new=not settings,
-        with_flex=args.compile is not False,
-    )
-
-
-def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core_bundle.Task]:
-    """The tasks of CORE; none where it is not asked for, or where its bundle cannot be had."""
-    bundle = args.core_bundle
-    if bundle is None and args.core_every > 0:
-        bundle = core_bundle.PUBLIC_BUNDLE
-    if bundle is None:
-        return []
-    try:
-        return first_rank_first(lambda: core_bundle.open_bundle(bundle), runtime)
-    except core_bundle.Unreachable as error:
-        print0(f"warning: {error}; the run goes on without CORE", file=sys.stderr)
-        return []
 
 
 def print_progress(row: dict, steps: int, median_ms: float) -> None:
