@@ -62,11 +62,9 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
     while run.step < plan.steps:
         # Before the next step, not after the last: a signal need not wait for it, and a resumed run makes up
         # for it
-        due = args.eval_every > 0 and run.step % args.eval_every == 0
-        if due and run.step > 0 and run.step not in run.evaluations:
+        if is_due(args.eval_every, run.step) and run.step not in run.evaluations:
             run.evaluate(args.eval_tokens)
-        due = args.core_every > 0 and run.step % args.core_every == 0
-        if due and run.step > 0 and run.core_tasks and run.step not in run.core_steps:
+        if is_due(args.core_every, run.step) and run.core_tasks and run.step not in run.core_steps:
             run.evaluate_core(args.core_items or CORE_ITEMS)
         if 0 <= 60 * args.save_minutes < time.monotonic() - saved_at:
             requests.save = True
@@ -150,7 +148,7 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
         if bad_steps == MAX_BAD_STEPS:
             return give_up(run, bad_steps)
         # Only a few checkpoints are kept: those of bad steps must not push the good ones out
-        due = args.save_every > 0 and run.step % args.save_every == 0 and bad_steps == 0
+        due = is_due(args.save_every, run.step) and bad_steps == 0
         if due or stops or saves or run.step == plan.steps:
             run.save()
             saved_at = time.monotonic()
@@ -160,6 +158,11 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
     run.checkpoints.wait()
     requests.steps_end()
     return None
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether what comes every so many steps, -1: never, comes after this many."""
+    return every > 0 and step > 0 and step % every == 0
 
 
 def main(argv: list[str] | None = None) -> int:
