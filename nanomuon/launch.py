@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from nanomuon import (
     checkpoint,
@@ -123,6 +124,19 @@ def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core_bun
         return []
 
 
+def build_model(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> tuple[GPT, DeviceMesh | None]:
+    """(initialized model as this rank holds it, mesh over which its parameters are cut or None)."""
+    mesh = None
+    if runtime.world_size > 1 and (args.shard == "fsdp" or args.tensor_parallel > 1):
+        mesh = parallel.device_mesh(runtime.device.type, plan.data_parallel, args.tensor_parallel)
+    model = parallel.build_model(plan.config, runtime, args.seed, mesh, args.shard == "fsdp")
+    if args.fp8:
+        print0(f"fp8: {train_in_fp8(model)} matrices multiply in float8 in training")
+    if args.qk_clip:
+        watch_(model, args.qk_clip)
+    return model, mesh
+
+
 def build_optimizer(
     args: argparse.Namespace,
     model: GPT,
@@ -180,7 +194,6 @@ def start_run(launch: Launch) -> Run:
         own_build, own_schedule = user_file.load_recipe(args.optimizer_file, launch.source)
         if own_schedule:
             unused.update(SCHEDULE_FLAGS)
-    seq_len = plan.config.seq_len
     if runtime.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(runtime.device)  # what measurements took does not count
 
@@ -190,21 +203,11 @@ def start_run(launch: Launch) -> Run:
     found = checkpoint.find(folder, args.resume)
     if found:
         checkpoint.check_model_fits(found, planned_model)
-    mesh = None
-    if runtime.world_size > 1 and (args.shard == "fsdp" or args.tensor_parallel > 1):
-        mesh = parallel.device_mesh(runtime.device.type, plan.data_parallel, args.tensor_parallel)
-    model = parallel.build_model(plan.config, runtime, args.seed, mesh, args.shard == "fsdp")
-    if args.fp8:
-        print0(f"fp8: {train_in_fp8(model)} matrices multiply in float8 in training")
-    if args.qk_clip:
-        watch_(model, args.qk_clip)
+    model, mesh = build_model(args, plan, runtime)
     optimizer, schedule = build_optimizer(args, model, plan.batch, runtime, own_build, own_schedule)
     initial_groups = [dict(group) for group in optimizer.param_groups]
     user_file.check_schedule(schedule, initial_groups, plan.steps)
-    trained = {id(param) for group in initial_groups for param in group["params"]}
-    not_trained = [name for name, param in model.named_parameters() if id(param) not in trained]
-    if not_trained:
-        print0(f"in no param group, so not trained: {', '.join(not_trained)}")
+    say_what_is_not_trained(model, initial_groups)
 
     step, skipped = 0, 0
     resumed_step, loader_state = None, None
@@ -226,8 +229,8 @@ def start_run(launch: Launch) -> Run:
         )
     loader = TrainLoader(
         launch.data,
-        seq_len,
-        plan.batch // seq_len,
+        plan.config.seq_len,
+        plan.batch // plan.config.seq_len,
         plan.rows,
         data_rank(args, runtime),
         plan.data_parallel,
@@ -237,14 +240,7 @@ def start_run(launch: Launch) -> Run:
     )
 
     if runtime.rank == 0:
-        before = {}
-        if args.resume != "never":
-            before = run_folder.read_settings(folder)
-        note_changes(launch.recorded, before, launch.accepted_changes, step)
-        run_folder.make_run_folder(folder, launch.tokenizer, afresh=args.resume == "never")
-        if launch.source is not None:
-            run_folder.keep_optimizer_file(folder, launch.source, step)
-        run_folder.write_settings(folder, launch.defined, args, plan, launch.measured, launch.recorded)
+        write_folder(launch, plan, folder, step)
     checkpoints = checkpoint.Checkpointer(folder, resumed_step, args.keep_last, background=True)
     metrics = folder / "metrics.jsonl"
     log = None
@@ -293,6 +289,27 @@ def start_run(launch: Launch) -> Run:
         if step < plan.steps:
             print0("compiling: the first step takes a while (--no-compile starts at once)")
     return run
+
+
+def say_what_is_not_trained(model: GPT, groups: list[dict]) -> None:
+    trained = set()
+    for group in groups:
+        trained.update(id(param) for param in group["params"])
+    not_trained = [name for name, param in model.named_parameters() if id(param) not in trained]
+    if not_trained:
+        print0(f"in no param group, so not trained: {', '.join(not_trained)}")
+
+
+def write_folder(launch: Launch, plan: Plan, folder: Path, step: int) -> None:
+    """The run's folder as this launch begins or goes on with it after `step`; for the first rank."""
+    before = {}
+    if launch.args.resume != "never":
+        before = run_folder.read_settings(folder)
+    note_changes(launch.recorded, before, launch.accepted_changes, step)
+    run_folder.make_run_folder(folder, launch.tokenizer, afresh=launch.args.resume == "never")
+    if launch.source is not None:
+        run_folder.keep_optimizer_file(folder, launch.source, step)
+    run_folder.write_settings(folder, launch.defined, launch.args, plan, launch.measured, launch.recorded)
 
 
 def note_changes(recorded: dict, before: dict, accepted: list[str], step: int) -> None:
