@@ -13,7 +13,7 @@ from nanomuon.gpt import EARLIER_SHORT_WINDOW, GPT, GPTConfig
 from nanomuon.parallel import build_model
 from nanomuon.planning import Plan, meta_model
 from nanomuon.read_json import Number, Record, Text, sound_lines
-from nanomuon.run_folder import find_run, folder_of
+from nanomuon.run_folder import find_run
 from nanomuon.runtime import (
     InputError,
     Runtime,
@@ -155,7 +155,9 @@ def summarize(rows: list[dict], val_bpb: float, plan: Plan, runtime: Runtime) ->
     }
 
 
-def sample_run(model: GPT | None, args: argparse.Namespace, runtime: Runtime) -> list[str]:
+def sample_run(
+    model: GPT | None, tokenizer: Tokenizer, args: argparse.Namespace, runtime: Runtime
+) -> list[str]:
     """Texts of the trained model; none where this device cannot hold it whole.
 
     model: None where it was trained in pieces; the exported one is then loaded.
@@ -163,7 +165,6 @@ def sample_run(model: GPT | None, args: argparse.Namespace, runtime: Runtime) ->
     try:
         if model is None:
             model, _, _ = load_run(args.run, runtime)
-        tokenizer = Tokenizer.load(folder_of(args.run) / "tokenizer")
         prompts = PROMPTS.get(args.corpus, NO_PROMPTS)
         return sample_texts(model, tokenizer, prompts, max_tokens=128, seed=args.seed)
     except torch.OutOfMemoryError:

@@ -261,6 +261,7 @@ def start_run(launch: Launch) -> Run:
         plan=plan,
         folder=folder,
         data=launch.data,
+        tokenizer=launch.tokenizer,
         token_bytes=torch.from_numpy(launch.tokenizer.token_bytes).to(runtime.device),
         defined=launch.defined,
         measured=launch.measured,

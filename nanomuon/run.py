@@ -17,16 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nanomuon import (
-    checkpoint,
-    core,
-    export,
-    hf_export,
-    provenance,
-    report,
-    run_folder,
-    shards,
-)
+from nanomuon import checkpoint, core, export, hf_export, provenance, report, run_folder, shards
 from nanomuon.compilation import compile_model, decide_compilation
 from nanomuon.core_bundle import Task
 from nanomuon.dataloader import TrainLoader, validation_batches
@@ -48,6 +39,7 @@ class Run:
     plan: Plan
     folder: Path  # runs/NAME
     data: Path  # shards and their tokenizer
+    tokenizer: Tokenizer  # that of the shards
     token_bytes: Tensor  # (V,) int32, bytes of text that each token stands for
     defined: dict  # see run_folder.definition
     measured: dict  # see sizing.recalled
@@ -96,7 +88,7 @@ class Run:
         """
         results = core.evaluate(
             self.model,
-            Tokenizer.load(self.folder / "tokenizer"),
+            self.tokenizer,
             self.core_tasks,
             most_items,
             self.plan.rows * self.plan.config.seq_len,
@@ -225,7 +217,7 @@ def write_report(
     if run.mesh is not None:  # samples take the whole model, for which the pieces make room
         run.model = run.forward = run.optimizer = run.initial_groups = run.checkpoints = None
         gc.collect()
-    samples = sample_run(run.model, run.args, run.runtime)
+    samples = sample_run(run.model, run.tokenizer, run.args, run.runtime)
     seconds = {
         "training": summary["seconds"],
         **evaluation_seconds,
