@@ -201,7 +201,12 @@ def examples(task: Task, items: list[Item], number: int) -> list[Item]:
     others = len(items) - 1
     # A sample of the positions in the list of the others, without making that list
     positions = random.Random(1234 + number).sample(range(others), min(task.shots, others))
-    return [items[position + (position >= number)] for position in positions]
+    shown = []
+    for position in positions:
+        if position >= number:  # in the list of all, the item itself stands before it
+            position += 1
+        shown.append(items[position])
+    return shown
 
 
 def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_len: int) -> Question:
