@@ -191,10 +191,6 @@ class Tokenizer:
         """encode_to_numpy() as a list."""
         return self.encode_to_numpy(text).tolist()
 
-    def encode_batch(self, texts) -> list[list[int]]:
-        """encode() of each text."""
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids) -> str:
         """The text of token ids; <|bos|> shows as itself, incomplete UTF-8 as U+FFFD."""
         return self._bpe.decode(ids)
