@@ -17,10 +17,7 @@ What a folder has beside such files is counted, too: see list_files().
 """
 
 import contextlib
-import errno
-import gzip
 import hashlib
-import io
 import json
 import os
 import platform
@@ -28,12 +25,20 @@ import re
 import stat
 import sysconfig
 import threading
-import time
-import zlib
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from nanomuon import hub
+from nanomuon.documents import (
+    RECORD_SUFFIXES,
+    SUFFIXES,
+    BadFileError,
+    NotUTF8Error,
+    cut,
+    read_records,
+    without_surrogates,
+)
 from nanomuon.read_json import LARGE, ListOf, OrNull, Record, Text, read_json
 from nanomuon.runtime import InputError, base_dir, print0, write_json
 
@@ -42,31 +47,14 @@ RECORD = Record(
     {"text_field": OrNull(Text()), "separator": OrNull(Text())},
     {"revision": Text(), "repo": OrNull(Text()), "files": ListOf(Text())},
 )
-RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-PROSE = ".txt .text .md .markdown .rst .tex .org .adoc"
-SOURCE_CODE = (
-    ".py .pyi .pyx .c .h .cc .hh .cpp .hpp .cxx .hxx .cu .cuh .m .mm .rs .go .zig .nim .java .kt .scala "
-    ".groovy .cs .fs .swift .dart .js .mjs .cjs .jsx .ts .tsx .vue .html .css .scss .sh .bash .zsh .pl .pm "
-    ".rb .php .lua .r .jl .f .f90 .f95 .for .pas .hs .ml .mli .erl .ex .exs .clj .el .lisp .scm .rkt .sql "
-    ".proto .cmake .s .asm"
-)
-TEXT_SUFFIXES = tuple(PROSE.split() + SOURCE_CODE.split())
-SUFFIXES = TEXT_SUFFIXES + RECORD_SUFFIXES  # in capital letters, too
 EARLIER_SUFFIXES = (".txt", *RECORD_SUFFIXES)  # what was read once, in small letters only
-HUB_SUFFIXES = EARLIER_SUFFIXES + (".json", ".json.gz", ".json.zst")  # JSON lines too, as a rule of the hub
 PRESETS = {
     "climbmix": "hf:karpathy/climbmix-400b-shuffle",
     "fineweb-edu": "hf:HuggingFaceFW/fineweb-edu:sample-10BT",
 }
-BOOK_PIECE = 4096  # characters: a lone text file would be one document, which has no second part
 PIECE_BYTES = 4096  # into which with_both_parts() cuts the documents of other corpora
-NAME_FIELD = "name the right one with python -m scripts.data_prep --text-field, which is remembered"
 NAMED_SUFFIXES = 20  # of files that are not read; further ones are counted together
 NAMED_BAD_FILES = 20  # in the message; of more, each has had a line of its own before
-
-
-class BadFileError(InputError):
-    """A file that cannot be read; the message names it and says why, and not what to do about it."""
 
 
 def is_validation(text: str) -> bool:
@@ -114,7 +102,7 @@ class Corpus:
             if not record:
                 counts["empty"] += 1
                 continue
-            record = _without_surrogates(record, counts)
+            record = without_surrogates(record, counts)
             for text in self._documents_of(record):
                 data = text.encode()
                 if not self.needs_download:
@@ -175,19 +163,13 @@ class Corpus:
         return bad
 
     def _records_of(self, path, counts):
+        lone = len(self.files) == 1 and self.piece_bytes is None
         try:
-            if self.name == "python":
-                yield from _python_file(path, counts)
-            elif path.name.lower().endswith(".parquet"):
-                yield from _parquet_file(path, self.text_field, counts)
-            elif path.name.lower().endswith(TEXT_SUFFIXES):
-                lone = len(self.files) == 1 and self.piece_bytes is None
-                yield from _text_file(path, self.separator, book=lone)
-            else:
-                yield from _json_lines(path, self.text_field)
-        except (OSError, EOFError, zlib.error) as error:  # of the disk, or of damaged compression
-            reason = getattr(error, "strerror", None) or error
-            raise BadFileError(f"{path} cannot be read ({reason})") from error
+            yield from read_records(path, self.text_field, self.separator, counts, is_book=lone)
+        except NotUTF8Error:
+            if self.name != "python":
+                raise
+            counts["not_utf8"] += 1
 
     def _fetch(self, number) -> Path:
         """The file on this machine. The next one is fetched meanwhile."""
@@ -203,18 +185,7 @@ class Corpus:
             self._download(number)
 
     def _download(self, number):
-        from huggingface_hub import hf_hub_download
-
-        def download():  # resumes a partial file, checks the size and, where the hub knows it, the hash
-            return hf_hub_download(
-                self.repo,
-                self.files[number],
-                repo_type="dataset",
-                revision=self.revision,
-                cache_dir=base_dir() / "corpus" / "hub",
-            )
-
-        return Path(_patiently(download, f"fetching {self.files[number]} of {self.repo}"))
+        return hub.download(self.repo, self.files[number], self.revision)
 
 
 def without_bad_files(corpus: Corpus) -> Corpus:
@@ -272,33 +243,6 @@ def _missing_part(corpus, counts):
         if len(found) == 2:
             return None
     return "training" if True in found else "validation"
-
-
-def cut(text: str, size: int):
-    """Yield a text in pieces of at most `size` bytes of UTF-8, which end at line ends.
-
-    A line that is longer is cut inside, and no character is cut in two.
-    """
-    data = text.encode()
-    start = 0
-    while len(data) - start > size:
-        end = data.rfind(b"\n", start, start + size) + 1
-        if end == 0:  # no line end
-            end = start + size
-            while data[end] & 0b1100_0000 == 0b1000_0000:  # inside of a character
-                end -= 1
-        yield data[start:end].decode()
-        start = end
-    yield data[start:].decode()
-
-
-def _without_surrogates(text, counts):
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        counts["surrogates"] += 1
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def open_corpus(name: str, text_field: str | None = None, separator: str | None = None) -> Corpus:
@@ -457,7 +401,7 @@ def _hub_corpus(name, text_field, separator) -> Corpus:
         raise InputError(f"corpus {name} names no dataset, hf:ORG/NAME[:CONFIG][@REVISION] does")
     record = _recall(name, text_field=text_field, separator=separator)
     if not record.get("repo"):  # a folder may have changed since
-        record = _recall(name, **_resolve(name))
+        record = _recall(name, **hub.resolve(name))
     revision = record["revision"]
     repo = record.get("repo")
     text_field = record["text_field"] or "text"
@@ -506,194 +450,3 @@ def _recall(name, **options) -> dict:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "corpus.json", {"name": name, **record})
     return record
-
-
-def _resolve(name) -> dict:
-    """The revision and the files of a dataset. A folder stands for a dataset, as it does in `datasets`."""
-    path, _, revision = name.removeprefix("hf:").partition("@")
-    path, _, config = path.partition(":")
-    on_hub = not Path(path).is_dir()
-
-    def ask():
-        from datasets import load_dataset_builder
-        from huggingface_hub import HfApi
-
-        if on_hub:
-            # fails at once where there is no network; the builder alone would try for half a minute
-            sha = HfApi().dataset_info(path, revision=revision or None, timeout=10).sha
-        else:
-            sha = None
-        cache = str(base_dir() / "corpus" / "hub")
-        builder = load_dataset_builder(path, config or None, revision=sha, cache_dir=cache)
-        return sha or builder.hash, builder.config.data_files or {}
-
-    revision, files = _patiently(ask, f"opening {name}", begun=False)
-    if "train" not in files:
-        raise InputError(f"corpus {name} has no train split (it has: {', '.join(files) or 'no data files'})")
-    files = [file.split(f"@{revision}/", 1)[-1] for file in files["train"]]
-    for file in files:
-        if not file.lower().endswith(HUB_SUFFIXES):
-            raise InputError(f"corpus {name} holds {file}, which is none of {', '.join(HUB_SUFFIXES)}")
-    return {"revision": revision, "repo": path if on_hub else None, "files": files}
-
-
-def _patiently(call, what, begun=True):
-    """call(), again after 1, 2, 4, 8 and 16 s where the trouble may pass.
-
-    That is the hub's answer of 429 or 5xx and, once a transfer was `begun`, a lost connection. A machine
-    without network thus fails at its first question.
-    """
-    waits = [1, 2, 4, 8, 16]
-    while True:
-        try:
-            return call()
-        except Exception as error:  # the clients of the hub raise their own kinds, httpx's and OSError's
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            if not waits or not _may_pass(error, begun):
-                raise InputError(
-                    f"{what} failed: {reason}. Check name and network; "
-                    "offline, CORPUS=python bash speedrun.sh works"
-                ) from error
-            wait = waits.pop(0)
-            print(f"{what}: {reason}; again in {wait} s", flush=True)
-            time.sleep(wait)
-
-
-def _may_pass(error, begun) -> bool:
-    """Whether trying again may help: the hub is busy, or a connection was lost that there had been."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status:
-        return status == 429 or status >= 500
-    return begun
-
-
-def _python_file(path, counts):
-    try:
-        yield path.read_bytes().decode()
-    except UnicodeDecodeError:
-        counts["not_utf8"] += 1
-
-
-def _text_file(path, separator, book):
-    try:
-        text = path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise BadFileError(f"{path} is not UTF-8 (byte {error.start})") from error
-    if separator:
-        yield from text.split(separator)
-    elif book:
-        lines = io.StringIO(text, newline="\n")
-        while lines_of_piece := lines.readlines(BOOK_PIECE):
-            yield "".join(lines_of_piece)
-    else:
-        yield text
-
-
-def _json_lines(path, field):
-    with _open_binary(path) as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"{path} line {number}"
-            try:
-                record = json.loads(line)
-            except UnicodeDecodeError as error:
-                raise BadFileError(f"{where} is not UTF-8") from error
-            except RecursionError as error:
-                raise BadFileError(f"{where} has too many levels of lists and objects") from error
-            except ValueError as error:
-                raise BadFileError(f"{where} is not JSON ({error})") from error
-            yield _field(record, field, where)
-
-
-def _field(record, field, where):
-    """The text of a record, None where it or what holds it is null. A field of the whole name comes first.
-
-    No such field is an error: its name is likely wrong.
-    """
-    if isinstance(record, dict) and field in record:
-        value = record[field]
-    else:
-        value = record
-        for name in field.split("."):
-            if not isinstance(value, dict) or name not in value:
-                has = ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
-                missing = repr(field) if name == field else f"{name!r} of {field!r}"
-                raise BadFileError(f"{where} has no field {missing} (it has: {has}): {NAME_FIELD}")
-            value = value[name]
-            if value is None:
-                break
-    if value is not None and not isinstance(value, str):
-        raise BadFileError(f"{where}: field {field!r} is not text: {NAME_FIELD}")
-    return value
-
-
-def _open_binary(path):
-    name = path.name.lower()
-    if name.endswith((".gz", ".zst")) and path.stat().st_size == 0:
-        raise EOFError("it is empty")  # the readers below would find nothing wrong
-    if name.endswith(".gz"):
-        return gzip.open(path)
-    if name.endswith(".zst"):
-        import pyarrow as pa
-
-        # It tells of a stream that ends too early, which the reader of the package zstandard does not
-        return io.BufferedReader(pa.input_stream(str(path), compression="zstd"), buffer_size=1 << 20)
-    return path.open("rb")
-
-
-def _parquet_file(path, field, counts):
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            column, inside = _parquet_column(path, file.schema_arrow, field)
-            for batch in file.iter_batches(batch_size=1024, columns=[field]):
-                texts = batch.column(column)
-                if inside:
-                    texts = pc.struct_field(texts, inside)  # null where the struct is
-                for value in texts.cast(pa.large_binary()):
-                    data = value.as_py()
-                    if data is None:
-                        yield None
-                        continue
-                    try:
-                        yield data.decode()
-                    except UnicodeDecodeError:
-                        counts["surrogates"] += 1
-                        yield data.decode(errors="replace")
-    except pa.ArrowException as error:
-        raise BadFileError(f"{path} is not a readable parquet file ({error})") from error
-
-
-def _parquet_column(path, schema, field):
-    """(column, fields inside of it) that a.b names: a column of that whole name, else one of structs."""
-    import pyarrow as pa
-
-    if field in schema.names:
-        column, inside = field, []
-    else:
-        column, *inside = field.split(".")
-    kind = schema.field(column).type if column in schema.names else pa.null()
-    for name in inside:
-        is_there = pa.types.is_struct(kind) and kind.get_field_index(name) >= 0
-        kind = kind.field(name).type if is_there else pa.null()
-    if not pa.types.is_string(kind) and not pa.types.is_large_string(kind):
-        has = ", ".join(_leaves(schema))
-        raise BadFileError(f"{path} has no text column {field!r} (it has: {has}): {NAME_FIELD}")
-    return column, inside
-
-
-def _leaves(fields, prefix=""):
-    """Yield the names of columns, a.b for those inside of structs."""
-    import pyarrow as pa
-
-    for column in fields:
-        if pa.types.is_struct(column.type):
-            yield from _leaves(column.type, f"{prefix}{column.name}.")
-        else:
-            yield prefix + column.name

@@ -1,7 +1,6 @@
 """A finished run: its model for others to load, its summary, its samples and its report."""
 
 import argparse
-import contextlib
 import statistics
 from pathlib import Path
 
@@ -14,43 +13,22 @@ from nanomuon.gpt import EARLIER_SHORT_WINDOW, GPT, GPTConfig
 from nanomuon.parallel import build_model
 from nanomuon.planning import Plan, meta_model
 from nanomuon.read_json import Number, Record, Text, sound_lines
+from nanomuon.run_folder import find_run
 from nanomuon.runtime import (
     InputError,
     Runtime,
     base_dir,
-    check_name,
     peak_memory_mb,
     print0,
     write_json,
     write_json_lines,
 )
 from nanomuon.tensor_files import tensor_shapes
-from nanomuon.tokenizer import Tokenizer
+from nanomuon.tokenizer import Tokenizer, load_or_restore
 
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
 NO_PROMPTS = [""] * 3  # for other corpora
 STAGE = Record({"stage": Text(), "seconds": Number(low=0)})  # a line of stages.jsonl
-
-
-class MissingTokenizer(InputError):
-    """A tokenizer that is gone, and of which no other folder has a copy."""
-
-
-def find_run(run: str) -> Path:
-    """The folder that --run names: with a slash it is a path, without one a name under runs/.
-
-    InputError where there is no such folder.
-    """
-    if "/" in run or run in (".", "..", "~"):
-        folder = Path(run).expanduser()
-        if not folder.is_dir():
-            raise InputError(f"--run {run}: there is no such folder, so it holds no finished model")
-        return folder.resolve()
-    check_name("--run", run)
-    folder = base_dir() / "runs" / run
-    if not folder.is_dir() and Path(run).is_dir():
-        raise InputError(f"{folder} holds no finished model; the folder here is --run ./{run}")
-    return folder
 
 
 def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
@@ -69,40 +47,13 @@ def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
 def describe_run(run_dir: Path, rank: int = 0) -> tuple[GPTConfig, Tokenizer, dict]:
     """(config, tokenizer, facts) of a finished run: load_run without its weights, with the same errors."""
     config, about = export.load_model_config(run_dir)
-    tokenizer = load_tokenizer(run_dir / "tokenizer", about["tokenizer"], rank)
+    tokenizer = load_or_restore(run_dir / "tokenizer", about["tokenizer"], rank)
     if tokenizer.hash != about["tokenizer"] or tokenizer.vocab_size != config["vocab_size"]:
         raise InputError(
             f"{run_dir}/tokenizer has {tokenizer.vocab_size} tokens and is not the one the model was trained "
             f"with ({config['vocab_size']} tokens); put that one back"
         )
     return model_config(run_dir, config), tokenizer, about
-
-
-def load_tokenizer(folder: Path, expected: str, rank: int = 0) -> Tokenizer:
-    """The tokenizer in a folder; where it is missing, another folder's whose hash is the expected one.
-
-    The first rank puts that back, as far as it may write there. A folder that is there is not compared with
-    `expected`. MissingTokenizer where there is none, InputError where it is damaged.
-    """
-    if (folder / "tokenizer.json").exists() or (folder / "vocab.txt").exists():
-        return Tokenizer.load(folder)
-    places = [*base_dir().glob("tokenizer/*"), *base_dir().glob("shards/*/tokenizer")]
-    places += base_dir().glob("runs/*/tokenizer")
-    for copy in sorted(places):
-        try:
-            tokenizer = Tokenizer.load(copy)
-        except InputError:  # damaged, or none
-            continue
-        if tokenizer.hash == expected:
-            print0(f"{folder} is missing: restored from {copy}")
-            if rank == 0:
-                with contextlib.suppress(OSError):
-                    tokenizer.save(folder)
-            return tokenizer
-    raise MissingTokenizer(
-        f"{folder} is missing, and nothing under {base_dir()} has this tokenizer ({expected}): "
-        "put a copy of it there"
-    )
 
 
 def validation_folder(corpus_name: str, tokenizer: Tokenizer, about: dict) -> Path:
@@ -181,7 +132,7 @@ def write_results(
     write_json(run_dir / "summary.json", summary)
     for sample in samples:
         print(f"--- sample\n{sample}")
-    print_summary(summary)
+    report.print_summary(summary)
     print0(f"report: {run_dir}/report.md, {run_dir}/loss.png")
 
 
@@ -204,11 +155,9 @@ def summarize(rows: list[dict], val_bpb: float, plan: Plan, runtime: Runtime) ->
     }
 
 
-def print_summary(summary: dict) -> None:
-    print0("---\n" + "\n".join(f"{key}: {value}" for key, value in summary.items()))
-
-
-def sample_run(model: GPT | None, args: argparse.Namespace, runtime: Runtime) -> list[str]:
+def sample_run(
+    model: GPT | None, tokenizer: Tokenizer, args: argparse.Namespace, runtime: Runtime
+) -> list[str]:
     """Texts of the trained model; none where this device cannot hold it whole.
 
     model: None where it was trained in pieces; the exported one is then loaded.
@@ -216,7 +165,6 @@ def sample_run(model: GPT | None, args: argparse.Namespace, runtime: Runtime) ->
     try:
         if model is None:
             model, _, _ = load_run(args.run, runtime)
-        tokenizer = Tokenizer.load(base_dir() / "runs" / args.run / "tokenizer")
         prompts = PROMPTS.get(args.corpus, NO_PROMPTS)
         return sample_texts(model, tokenizer, prompts, max_tokens=128, seed=args.seed)
     except torch.OutOfMemoryError:

@@ -1,8 +1,13 @@
-"""What a model remembers of the tokens it has read, so that it can go on from them."""
+"""What a model remembers of the tokens it has read, so that it can go on from them.
+
+A model asks four things of a cache: positions, attend, with_recent and advance. KVCache is for decoding one
+token at a time; a PrefixCache and a ChoiceCache read what several continuations begin with only once.
+"""
 
 import copy
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanomuon.attention import attention, masked
@@ -26,7 +31,7 @@ class KVCache:
         self.length = 0  # of the longest row
         self.lengths = None  # (B,) int64, of each row, where they differ
 
-    # What the model asks of a cache, of this one and of those in core.py
+    # What the model asks of every cache
 
     def positions(self, T: int) -> slice | Tensor:
         """Where in the context the next T tokens are: (B, 1) where rows differ in length."""
@@ -88,3 +93,79 @@ class KVCache:
     def keep_rows(self, rows: list[int]) -> None:
         """Forget all rows but these."""
         self.tensor, self.recent = self.tensor[:, :, rows], self.recent[:, rows]
+
+
+class PrefixCache:
+    """Keeps what a forward pass over N rows leaves for those that go on from them.
+
+    lengths (N,): of the rows, which are padded on the right: no token sees what comes after it.
+    """
+
+    def __init__(self, lengths: Tensor):
+        self.lengths = lengths
+        self.keys, self.values, self.recent = [], [], []  # by layer
+
+    def positions(self, T: int) -> slice:
+        return slice(0, T)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, normalized: bool
+    ) -> Tensor:
+        self.keys.append(k)
+        self.values.append(v)
+        return attention(q, k, v, window, normalized)
+
+    def with_recent(self, layer: int, x: Tensor) -> Tensor:
+        padded = F.pad(x, (0, 0, TAPS - 1, 0))  # (N, TAPS - 1 + T, width): zeros come before the first token
+        last = self.lengths[:, None] + torch.arange(TAPS - 1, device=x.device)  # (N, TAPS - 1)
+        self.recent.append(padded.gather(1, last[..., None].expand(-1, -1, x.size(2))))
+        return padded
+
+    def advance(self, T: int) -> None:
+        pass
+
+
+class ChoiceCache:
+    """Lets C choices of T tokens go on from each of N rows, as a batch of N * C rows of which those of one
+    choice follow each other. Keys and values of the N rows are read where they are, once for all choices.
+    """
+
+    def __init__(self, prefix: PrefixCache, choices: int, T: int, seq_len: int):
+        self.prefix, self.choices, self.last_position = prefix, choices, seq_len - 1
+        lengths, device = prefix.lengths, prefix.lengths.device
+        read = torch.arange(prefix.keys[0].size(1), device=device)  # (P,) positions of the keys of a row
+        own = (lengths[:, None] + torch.arange(T, device=device)).repeat(1, choices)  # (N, C * T)
+        choice = torch.arange(choices, device=device).repeat_interleave(T)  # (C * T,)
+        N, queries = len(lengths), len(choice)
+        keys = torch.cat((read.expand(N, -1), own), dim=1)  # (N, P + C * T)
+        # Keys of the row, but for its padding, and those of the same choice
+        in_row = (read < lengths[:, None])[:, None].expand(-1, queries, -1)  # (N, C * T, P)
+        in_choice = (choice[:, None] == choice).expand(N, -1, -1)  # (N, C * T, C * T)
+        self.query_positions = own
+        self.distance = own[:, :, None] - keys[:, None]  # (N, C * T, P + C * T)
+        self.readable = torch.cat((in_row, in_choice), dim=2) & (self.distance >= 0)
+        self.masks = {None: self.readable[:, None]}  # by window, (N, 1, C * T, P + C * T)
+
+    def positions(self, T: int) -> Tensor:
+        """(N * C, T); those of padding stay in the context."""
+        return self.query_positions.view(-1, T).clamp(max=self.last_position)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, normalized: bool
+    ) -> Tensor:
+        if window not in self.masks:
+            self.masks[window] = (self.readable & (self.distance < window))[:, None]
+        N, own_keys = self.query_positions.shape
+        # The choices of a row side by side, (N, C * T, heads, D)
+        q, k, v = (x.reshape(N, own_keys, *x.shape[2:]) for x in (q, k, v))
+        k = torch.cat((self.prefix.keys[layer], k), dim=1)
+        v = torch.cat((self.prefix.values[layer], v), dim=1)
+        mixed = masked(q, k, v, self.masks[window])
+        return mixed.reshape(N * self.choices, -1, *mixed.shape[2:])
+
+    def with_recent(self, layer: int, x: Tensor) -> Tensor:
+        recent = self.prefix.recent[layer].repeat_interleave(self.choices, dim=0)
+        return torch.cat((recent, x), dim=1)
+
+    def advance(self, T: int) -> None:
+        pass

@@ -14,7 +14,7 @@ import socket
 from contextlib import contextmanager
 from pathlib import Path
 
-from nanomuon.runtime import InputError
+from nanomuon.runtime import not_through_links
 
 # What the system says where a file system has no locks, as some have none that are mounted over a network
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -53,7 +53,7 @@ def shared(folder: Path):
 def being_written(folder: Path) -> bool:
     """Whether some process holds the folder."""
     try:
-        with open(lock_file(folder), opener=_not_through_links) as file:
+        with open(lock_file(folder), opener=not_through_links) as file:
             return not take(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.ENOENT, *NO_LOCKS):
@@ -63,7 +63,7 @@ def being_written(folder: Path) -> bool:
 
 def holder(folder: Path) -> str:
     """Who took the folder last: this_process() there."""
-    with open(lock_file(folder), opener=_not_through_links) as file:
+    with open(lock_file(folder), opener=not_through_links) as file:
         return file.read(200).strip() or "another process"
 
 
@@ -87,16 +87,7 @@ def lock_file(folder: Path) -> Path:
 def open_lock(folder: Path):
     folder.parent.mkdir(parents=True, exist_ok=True)
     # NFS wants the file open for reading for a lock that is shared, and for writing for one that is not
-    return open(lock_file(folder), "a+", opener=_not_through_links)
-
-
-def _not_through_links(path, flags):
-    try:
-        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise InputError(f"{path} is a symbolic link: remove it") from error
+    return open(lock_file(folder), "a+", opener=not_through_links)
 
 
 def take(file, kind: int) -> bool:

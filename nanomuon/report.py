@@ -14,7 +14,15 @@ import numpy as np
 import torch
 
 from nanomuon.read_json import Flag, Number, OrNull, Record, Scalar, Whole, read_json_lines, sound_lines
-from nanomuon.runtime import cores, open_to_append, printable, write_json_lines, write_text, write_whole
+from nanomuon.runtime import (
+    cores,
+    open_to_append,
+    print0,
+    printable,
+    write_json_lines,
+    write_text,
+    write_whole,
+)
 
 FIGURE = OrNull(Number(-1e30, 1e30))  # null where it was not finite; sums of such numbers are
 TIME = Number(0, 1e30)
@@ -338,3 +346,7 @@ def _fenced(text):
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}\n{text}\n{fence}"
+
+
+def print_summary(summary: dict) -> None:
+    print0("---\n" + "\n".join(f"{key}: {value}" for key, value in summary.items()))

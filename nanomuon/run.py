@@ -1,55 +1,33 @@
-"""A training run: what is trained, with what, and how far it is; its beginning, its evaluations, its end.
+"""A training run: what is trained, with what, and how far it is; its evaluations, its end.
 
-The loop that trains it is in scripts/base_train.py.
+It begins in launch.py; the loop that trains it is in scripts/base_train.py.
 """
 
 import argparse
-import functools
 import gc
 import math
-import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nanomuon import (
-    checkpoint,
-    core,
-    export,
-    hf_export,
-    parallel,
-    provenance,
-    recipe,
-    report,
-    run_folder,
-    shards,
-    user_file,
-)
-from nanomuon.arguments import COMM_DTYPES, SCHEDULE_FLAGS, unused_flags
+from nanomuon import checkpoint, core, export, hf_export, provenance, report, run_folder, shards
 from nanomuon.compilation import compile_model, decide_compilation
 from nanomuon.core_bundle import Task
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.finished_run import sample_run, summarize, write_results
-from nanomuon.fp8 import train_in_fp8
 from nanomuon.gpt import GPT
-from nanomuon.optim import MuonAdamW
-from nanomuon.planning import Plan, meta_model, print_plan
-from nanomuon.qk_clip import watch_
-from nanomuon.read_json import Record, Whole, check, read_json
-from nanomuon.runtime import InputError, Runtime, compile_enabled, print0, together, write_json
+from nanomuon.planning import Plan
+from nanomuon.read_json import read_json
+from nanomuon.runtime import Runtime, print0, together, write_json
 from nanomuon.tokenizer import Tokenizer
-
-# What a checkpoint of a run says beside its tensors
-LOADER_STATE = Record({"epoch": Whole(), "window": Whole(), "row": Whole()}, others=None)
-CHECKPOINT_META = Record({"step": Whole(), "skipped_steps": Whole(), "loader": LOADER_STATE})
 
 
 @dataclass
@@ -61,7 +39,8 @@ class Run:
     plan: Plan
     folder: Path  # runs/NAME
     data: Path  # shards and their tokenizer
-    token_bytes: Tensor  # (V,) int64, bytes of text that each token stands for
+    tokenizer: Tokenizer  # that of the shards
+    token_bytes: Tensor  # (V,) int32, bytes of text that each token stands for
     defined: dict  # see run_folder.definition
     measured: dict  # see sizing.recalled
     recorded: dict  # see provenance.record
@@ -109,7 +88,7 @@ class Run:
         """
         results = core.evaluate(
             self.model,
-            Tokenizer.load(self.folder / "tokenizer"),
+            self.tokenizer,
             self.core_tasks,
             most_items,
             self.plan.rows * self.plan.config.seq_len,
@@ -155,208 +134,6 @@ class Run:
 def data_rank(args: argparse.Namespace, runtime: Runtime) -> int:
     """This rank's number among those that see different rows: tensor-parallel ranks see the same."""
     return runtime.rank // args.tensor_parallel
-
-
-def build_optimizer(
-    args: argparse.Namespace,
-    model: GPT,
-    batch: int,
-    runtime: Runtime,
-    own_build: Callable | None = None,
-    own_schedule: Callable | None = None,
-) -> tuple[torch.optim.Optimizer, Callable]:
-    """The optimizer, and the schedule that moves its groups: the recipe, or what the user's file has.
-
-    own_build, own_schedule: what user_file.load_recipe gives of that file.
-    """
-    build = own_build or functools.partial(
-        recipe.param_groups,
-        matrix_lr=args.matrix_lr,
-        embedding_lr=args.embedding_lr,
-        unembedding_lr=args.unembedding_lr,
-        scalar_lr=args.scalar_lr,
-        weight_decay=args.weight_decay,
-    )
-    schedule = own_schedule or functools.partial(
-        recipe.schedule, warmup_ratio=args.warmup_ratio, warmdown_ratio=args.warmdown_ratio
-    )
-    settings = {"ns_dtype": runtime.compute_dtype}
-    if runtime.world_size > 1:
-        settings["comm_dtype"] = COMM_DTYPES[args.comm_dtype]
-    optimizer = user_file.make_optimizer(build, model, batch, runtime.world_size, **settings)
-    return optimizer, schedule
-
-
-def check_room(model: GPT, args: argparse.Namespace, runtime: Runtime) -> None:
-    """InputError where a model, here on the meta device, cannot be held: not even its weights by a CPU."""
-    if runtime.device.type != "cpu":
-        return  # PyTorch says it itself, before the machine suffers
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    weights = 4 * model.parameter_counts()["total"]  # bytes, in float32
-    held = weights / args.tensor_parallel
-    if args.shard == "fsdp":
-        held = weights / runtime.world_size
-    if held > room:
-        raise InputError(
-            f"the weights of run {args.run} take {held / 2**30:.0f} GB, and this machine has "
-            f"{room / 2**30:.0f}: choose a smaller --depth (what is not given is from its settings.json)"
-        )
-
-
-def start_run(
-    args: argparse.Namespace,
-    runtime: Runtime,
-    plan: Plan,
-    data: Path,
-    defined: dict,
-    measured: dict,
-    recorded: dict,
-    source: bytes | None,
-    changed: list[str],
-    accepted: list[str],
-    core_tasks: list[Task],
-) -> Run:
-    """The run, where an earlier launch left it or at its beginning; its folder is made here.
-
-    data: folder of the shards and their tokenizer. defined: see run_folder.definition. measured: see
-    sizing.recalled. recorded: see provenance.record. source: the text of the --optimizer-file, None without
-    one. changed: in words, which arguments are others than those of the launch before. accepted: which data.
-    """
-    folder = run_folder.folder_of(args.run)
-    tokenizer = shards.open_tokenizer(data)
-    own_build = own_schedule = None
-    unused = unused_flags(args, runtime.world_size)
-    if source is not None:
-        print0(f"running {args.optimizer_file}: {provenance.described(source)}")
-        own_build, own_schedule = user_file.load_recipe(args.optimizer_file, source)
-        if own_schedule:
-            unused.update(SCHEDULE_FLAGS)
-    seq_len = plan.config.seq_len
-    if runtime.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(runtime.device)  # what measurements took does not count
-
-    # Before memory is asked for: the settings may be somebody else's
-    planned_model = meta_model(plan.config)
-    check_room(planned_model, args, runtime)
-    found = checkpoint.find(folder, args.resume)
-    if found:
-        checkpoint.check_model_fits(found, planned_model)
-    mesh = None
-    if runtime.world_size > 1 and (args.shard == "fsdp" or args.tensor_parallel > 1):
-        mesh = parallel.device_mesh(runtime.device.type, plan.data_parallel, args.tensor_parallel)
-    model = parallel.build_model(plan.config, runtime, args.seed, mesh, args.shard == "fsdp")
-    if args.fp8:
-        print0(f"fp8: {train_in_fp8(model)} matrices multiply in float8 in training")
-    if args.qk_clip:
-        watch_(model, args.qk_clip)
-    optimizer, schedule = build_optimizer(args, model, plan.batch, runtime, own_build, own_schedule)
-    initial_groups = [dict(group) for group in optimizer.param_groups]
-    user_file.check_schedule(schedule, initial_groups, plan.steps)
-    trained = {id(param) for group in initial_groups for param in group["params"]}
-    not_trained = [name for name, param in model.named_parameters() if id(param) not in trained]
-    if not_trained:
-        print0(f"in no param group, so not trained: {', '.join(not_trained)}")
-
-    step, skipped = 0, 0
-    resumed_step, loader_state = None, None
-    if found:
-        meta = checkpoint.load(found, model, optimizer)
-        check(meta, CHECKPOINT_META, f"{found}/manifest.json, meta")
-        step = resumed_step = meta["step"]
-        skipped, loader_state = meta["skipped_steps"], meta["loader"]
-        print0("; ".join([f"resuming run {args.run} at step {step}", *changed, *accepted]))
-        if plan.steps < step:
-            print0(f"step {step} is beyond --num-iterations {plan.steps}: nothing is left to train")
-            plan = replace(plan, steps=step)
-        if isinstance(optimizer, MuonAdamW):
-            optimizer.skipped_steps.fill_(skipped)
-    elif args.resume == "auto" and (folder / "summary.json").exists():
-        raise InputError(
-            f"run {args.run} is complete and has no checkpoint to go on from: choose another --run"
-        )
-    loader = TrainLoader(
-        data,
-        seq_len,
-        plan.batch // seq_len,
-        plan.rows,
-        data_rank(args, runtime),
-        plan.data_parallel,
-        args.seed,
-        runtime.device,
-        loader_state,
-    )
-
-    if runtime.rank == 0:
-        before = {}
-        if args.resume != "never":
-            before = run_folder.read_settings(folder)
-        note_changes(recorded, before, accepted, step)
-        run_folder.make_run_folder(folder, tokenizer, afresh=args.resume == "never")
-        if source is not None:
-            run_folder.keep_optimizer_file(folder, source, step)
-        run_folder.write_settings(folder, defined, args, plan, measured, recorded)
-    checkpoints = checkpoint.Checkpointer(folder, resumed_step, args.keep_last, background=True)
-    metrics = folder / "metrics.jsonl"
-    log = None
-    if runtime.rank == 0:
-        wandb = None
-        if args.wandb:
-            wandb = dict(project="nanomuon", name=args.run, id=args.run, config=defined)
-        log = report.MetricsLog(metrics, resumed_step, wandb)
-    training, evaluations, core_steps = [], [], set()
-    if found:
-        training, evaluations = report.read_metrics(metrics)
-        core_steps = report.core_steps(metrics)
-    losses = [row["train_loss"] for row in training if row["step"] <= step]
-
-    run = Run(
-        args=args,
-        runtime=runtime,
-        plan=plan,
-        folder=folder,
-        data=data,
-        token_bytes=torch.from_numpy(tokenizer.token_bytes).to(runtime.device),
-        defined=defined,
-        measured=measured,
-        recorded=recorded,
-        unused=unused,
-        mesh=mesh,
-        model=model,
-        forward=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        initial_groups=initial_groups,
-        loader=loader,
-        checkpoints=checkpoints,
-        log=log,
-        evaluations={row["step"]: row for row in evaluations if row["step"] <= step},
-        core_tasks=core_tasks,
-        core_steps={evaluated for evaluated in core_steps if evaluated <= step},
-        recent_losses=deque([loss for loss in losses if loss is not None], maxlen=128),
-        step=step,
-        skipped=skipped,
-    )
-    print_plan(args, plan, runtime)
-    if compile_enabled():
-        # Also where only the last evaluation is left: it is to give what it had given without interruption
-        run.forward = compile_model(model, mesh)
-        if step < plan.steps:
-            print0("compiling: the first step takes a while (--no-compile starts at once)")
-    return run
-
-
-def note_changes(recorded: dict, before: dict, accepted: list[str], step: int) -> None:
-    """Say with what else a run is computed from now on than before, and note in its record all that changes.
-
-    recorded: of this launch, see provenance.record. before: settings of the run so far, {} for a new one.
-    accepted: in words, what it trains on now that it has not so far. step: how far it is.
-    """
-    tools = provenance.changes_of_tools(before, recorded)
-    if tools and step > 0:
-        print0(f"since the last launch of this run: {'; '.join(tools)}")
-    recorded["changes"] = list(provenance.earlier_changes(before))
-    if step > 0:  # before, nothing has been trained that this launch does not train again
-        recorded["changes"] += [f"after step {step}: {change}" for change in [*accepted, *tools]]
 
 
 def give_up(run: Run, bad_steps: int) -> int:
@@ -440,7 +217,7 @@ def write_report(
     if run.mesh is not None:  # samples take the whole model, for which the pieces make room
         run.model = run.forward = run.optimizer = run.initial_groups = run.checkpoints = None
         gc.collect()
-    samples = sample_run(run.model, run.args, run.runtime)
+    samples = sample_run(run.model, run.tokenizer, run.args, run.runtime)
     seconds = {
         "training": summary["seconds"],
         **evaluation_seconds,

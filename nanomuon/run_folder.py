@@ -16,9 +16,8 @@ from pathlib import Path
 
 import torch
 
-from nanomuon import provenance
+from nanomuon import provenance, report
 from nanomuon.export import MODEL_OPTIONS, MODEL_SHAPE
-from nanomuon.finished_run import print_summary
 from nanomuon.gpt import EARLIER_SHORT_WINDOW
 from nanomuon.locks import being_written, holder, locked, this_process
 from nanomuon.planning import Plan
@@ -37,7 +36,7 @@ from nanomuon.read_json import (
     check,
     read_json,
 )
-from nanomuon.runtime import InputError, Runtime, base_dir, print0, write_json, write_whole
+from nanomuon.runtime import InputError, Runtime, base_dir, check_name, print0, write_json, write_whole
 from nanomuon.sizing import choose_dtype
 from nanomuon.tokenizer import Tokenizer
 
@@ -88,7 +87,25 @@ SUMMARY = Record({"steps": Whole()}, others=Scalar())
 
 
 def folder_of(run: str) -> Path:
+    """The folder of the run of this name, whether it exists or not."""
     return base_dir() / "runs" / run
+
+
+def find_run(run: str) -> Path:
+    """The folder that --run names: with a slash it is a path, without one a name under runs/.
+
+    InputError where there is no such folder.
+    """
+    if "/" in run or run in (".", "..", "~"):
+        folder = Path(run).expanduser()
+        if not folder.is_dir():
+            raise InputError(f"--run {run}: there is no such folder, so it holds no finished model")
+        return folder.resolve()
+    check_name("--run", run)
+    folder = folder_of(run)
+    if not folder.is_dir() and Path(run).is_dir():
+        raise InputError(f"{folder} holds no finished model; the folder here is --run ./{run}")
+    return folder
 
 
 def read_settings(run_dir: Path) -> dict:
@@ -272,7 +289,7 @@ def is_complete(run_dir: Path, steps: int) -> bool:
     if summary["steps"] < steps:
         return False
     print0(f"run {run_dir.name} is complete: {run_dir}/report.md (--resume never starts it over)")
-    print_summary(summary)
+    report.print_summary(summary)
     return True
 
 

@@ -95,17 +95,18 @@ def write_whole(path):
 
 
 def open_to_append(path, buffering: int = -1):
-    """A binary file to append to; InputError where `path` is a symbolic link, which may lead anywhere."""
+    """A binary file to append to; InputError where `path` is a symbolic link."""
+    return open(path, "ab", buffering=buffering, opener=not_through_links)
+
+
+def not_through_links(path, flags: int) -> int:
+    """An opener for open(); InputError where `path` is a symbolic link, which may lead anywhere."""
     try:
-        return open(path, "ab", buffering=buffering, opener=_open_no_link)
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise InputError(f"{path} is a symbolic link: put the file itself there") from error
-
-
-def _open_no_link(path, flags):
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+        raise InputError(f"{path} is a symbolic link: put the file itself there, or remove it") from error
 
 
 def write_text(path, text: str) -> None:

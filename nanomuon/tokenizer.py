@@ -6,6 +6,7 @@ pickled.
 """
 
 import base64
+import contextlib
 import hashlib
 import json
 import operator
@@ -19,7 +20,7 @@ import numpy as np
 import tiktoken
 
 from nanomuon.read_json import LARGE, MapOf, Record, Text, Whole, read_json, read_regular
-from nanomuon.runtime import InputError
+from nanomuon.runtime import InputError, base_dir, print0
 
 BOS = "<|bos|>"
 # GPT-4's split pattern with digits in groups of at most 2, not 3: small vocabularies waste less on numbers
@@ -48,6 +49,10 @@ SETTINGS = Record(
 # Longer texts are encoded in pieces of at most this many characters, cut after a line end where there is one.
 # The regex engine gives up on a run of a million spaces, and BPE takes 40 s on one word of 50 MB.
 PIECE = 1 << 16
+
+
+class MissingTokenizer(InputError):
+    """A tokenizer that is gone, and of which no other folder has a copy."""
 
 
 class Tokenizer:
@@ -186,13 +191,36 @@ class Tokenizer:
         """encode_to_numpy() as a list."""
         return self.encode_to_numpy(text).tolist()
 
-    def encode_batch(self, texts) -> list[list[int]]:
-        """encode() of each text."""
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids) -> str:
         """The text of token ids; <|bos|> shows as itself, incomplete UTF-8 as U+FFFD."""
         return self._bpe.decode(ids)
+
+
+def load_or_restore(folder: Path, expected: str, rank: int = 0) -> Tokenizer:
+    """The tokenizer in a folder; where it is missing, another folder's whose hash is the expected one.
+
+    The first rank puts that back, as far as it may write there. A folder that is there is not compared with
+    `expected`. MissingTokenizer where there is none, InputError where it is damaged.
+    """
+    if (folder / "tokenizer.json").exists() or (folder / "vocab.txt").exists():
+        return Tokenizer.load(folder)
+    places = [*base_dir().glob("tokenizer/*"), *base_dir().glob("shards/*/tokenizer")]
+    places += base_dir().glob("runs/*/tokenizer")
+    for copy in sorted(places):
+        try:
+            tokenizer = Tokenizer.load(copy)
+        except InputError:  # damaged, or none
+            continue
+        if tokenizer.hash == expected:
+            print0(f"{folder} is missing: restored from {copy}")
+            if rank == 0:
+                with contextlib.suppress(OSError):
+                    tokenizer.save(folder)
+            return tokenizer
+    raise MissingTokenizer(
+        f"{folder} is missing, and nothing under {base_dir()} has this tokenizer ({expected}): "
+        "put a copy of it there"
+    )
 
 
 def in_pieces(text: str):

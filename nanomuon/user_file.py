@@ -28,9 +28,8 @@ def load_recipe(file, source: bytes | None = None):
     optimizer = own_function(file, module, "build_optimizer")
     schedule = own_function(file, module, "schedule")
     if groups is recipe.param_groups and optimizer:
-        groups = (
-            None  # imported for build_optimizer to build on; by itself it would be what the file trains by
-        )
+        # Imported for build_optimizer to build on; by itself it would be what the file trains by
+        groups = None
     if groups and optimizer:
         raise InputError(
             f"{file} has both param_groups(model) and build_optimizer(model): define one of them"

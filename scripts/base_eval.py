@@ -14,9 +14,10 @@ from nanomuon import core, core_bundle, sizing
 from nanomuon.arguments import add_dtype_argument, add_run_argument
 from nanomuon.dataloader import validation_batches
 from nanomuon.evaluate import bits_per_byte
-from nanomuon.finished_run import NO_PROMPTS, PROMPTS, find_run, load_run, validation_folder
+from nanomuon.finished_run import NO_PROMPTS, PROMPTS, load_run, validation_folder
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT
+from nanomuon.run_folder import find_run
 from nanomuon.runtime import (
     InputError,
     Runtime,

@@ -15,26 +15,22 @@ with 0, or torchrun would restart them); runs/NAME/stopped is then there until t
 import argparse
 import contextlib
 import os
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from nanomuon import core_bundle, fp8, guards, parallel, provenance, run_folder, shards, sizing, user_file
+from nanomuon import fp8, guards, parallel, provenance, run_folder, shards, sizing, user_file
 from nanomuon.arguments import RECIPE_FLAGS, add_step_arguments, check_not_negative, check_step_arguments
 from nanomuon.compilation import choose_compilation
-from nanomuon.corpus import open_corpus
-from nanomuon.finished_run import MissingTokenizer, load_tokenizer
+from nanomuon.launch import Launch, choose_windows, open_core_tasks, prepare_data, start_run
 from nanomuon.moe import balance_
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.planning import duration, plan_run, print_plan
 from nanomuon.qk_clip import clip_
-from nanomuon.run import Run, finish, give_up, start_run
+from nanomuon.run import Run, finish, give_up
 from nanomuon.runtime import (
     InputError,
-    Runtime,
     check_at_least_1,
     check_name,
     first_rank_first,
@@ -66,11 +62,9 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
     while run.step < plan.steps:
         # Before the next step, not after the last: a signal need not wait for it, and a resumed run makes up
         # for it
-        due = args.eval_every > 0 and run.step % args.eval_every == 0
-        if due and run.step > 0 and run.step not in run.evaluations:
+        if is_due(args.eval_every, run.step) and run.step not in run.evaluations:
             run.evaluate(args.eval_tokens)
-        due = args.core_every > 0 and run.step % args.core_every == 0
-        if due and run.step > 0 and run.core_tasks and run.step not in run.core_steps:
+        if is_due(args.core_every, run.step) and run.core_tasks and run.step not in run.core_steps:
             run.evaluate_core(args.core_items or CORE_ITEMS)
         if 0 <= 60 * args.save_minutes < time.monotonic() - saved_at:
             requests.save = True
@@ -154,7 +148,7 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
         if bad_steps == MAX_BAD_STEPS:
             return give_up(run, bad_steps)
         # Only a few checkpoints are kept: those of bad steps must not push the good ones out
-        due = args.save_every > 0 and run.step % args.save_every == 0 and bad_steps == 0
+        due = is_due(args.save_every, run.step) and bad_steps == 0
         if due or stops or saves or run.step == plan.steps:
             run.save()
             saved_at = time.monotonic()
@@ -164,6 +158,11 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
     run.checkpoints.wait()
     requests.steps_end()
     return None
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether what comes every so many steps, -1: never, comes after this many."""
+    return every > 0 and step > 0 and step % every == 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -197,79 +196,33 @@ def main(argv: list[str] | None = None) -> int:
         data, recorded, accepted = first_rank_first(
             lambda: prepare_data(args, settings, source, plan.tokens, runtime), runtime
         )
-        # Put back where it is missing, as far as there is a copy
-        load_tokenizer(data / "tokenizer", shards.read_manifest(data)["tokenizer"], runtime.rank)
         tokenizer = shards.open_tokenizer(data)
         plan = plan_run(args, tokenizer.vocab_size, runtime, measured)
-        config = plan.config
-        if settings:
-            config = replace(config, short_window=settings["short_window"])
-            pattern = settings.get("window_pattern")
-            if pattern and args.window_pattern == settings["options"].get("window_pattern"):
-                # The run may have started without the windows that were asked for, where they cost time
-                config = replace(config, window_pattern=pattern)
-        with_flex = args.compile is not False
-        config = sizing.choose_attention(
-            config, plan.rows, args.tensor_parallel, runtime, measured, not settings, with_flex
-        )
-        plan = replace(plan, config=config)
+        plan = replace(plan, config=choose_windows(args, settings, plan, runtime, measured))
         defined = run_folder.definition(args, plan, tokenizer)
         if args.resume != "never":
             run_folder.check_definition(folder, defined, args.accept_changes)
         if args.resume == "auto" and run_folder.is_complete(folder, plan.steps):
             return 0
         provenance.check_optimizer_file(settings, args, folder)
-        run = start_run(
-            args,
-            runtime,
-            plan,
-            data,
-            defined,
-            measured,
-            recorded,
-            source,
-            changed,
-            accepted,
-            core_tasks,
+        launch = Launch(
+            args=args,
+            changed_arguments=changed,
+            runtime=runtime,
+            plan=plan,
+            measured=measured,
+            source=source,
+            data=data,
+            tokenizer=tokenizer,
+            core_tasks=core_tasks,
+            defined=defined,
+            recorded=recorded,
+            accepted_changes=accepted,
         )
+        run = start_run(launch)
         with guards.Watchdog() as watchdog:
             code = train(run, watchdog, requests)
         return finish(run) if code is None else code
-
-
-def prepare_data(
-    args: argparse.Namespace, settings: dict, source: bytes | None, tokens: int, runtime: Runtime
-) -> tuple[Path, dict, list[str]]:
-    """(folder of the shards, what the run is trained on and with, what of that was accepted as a change).
-
-    settings: of a run that goes on, whose tokenizer the shards are written with, else {}. source: the text of
-    the --optimizer-file. tokens: how many to train on. InputError where what the run trains on has changed.
-    """
-    folder = run_folder.folder_of(args.run)
-    corpus = open_corpus(args.corpus)
-    recorded = provenance.record(corpus, args, source, runtime)
-    accepted = run_folder.check_data(folder, settings, recorded, args.accept_changes)
-    tokenizer = None
-    if settings:
-        # Where it is lost the corpus's may still be the same: the definition of the run will tell
-        with contextlib.suppress(MissingTokenizer):
-            tokenizer = load_tokenizer(folder / "tokenizer", settings.get("tokenizer"), runtime.rank)
-    data = shards.prepare_for_training(corpus, args.vocab_size, tokens, tokenizer)
-    return data, recorded, accepted
-
-
-def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core_bundle.Task]:
-    """The tasks of CORE; none where it is not asked for, or where its bundle cannot be had."""
-    bundle = args.core_bundle
-    if bundle is None and args.core_every > 0:
-        bundle = core_bundle.PUBLIC_BUNDLE
-    if bundle is None:
-        return []
-    try:
-        return first_rank_first(lambda: core_bundle.open_bundle(bundle), runtime)
-    except core_bundle.Unreachable as error:
-        print0(f"warning: {error}; the run goes on without CORE", file=sys.stderr)
-        return []
 
 
 def print_progress(row: dict, steps: int, median_ms: float) -> None:

@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.tasks and task.label not in args.tasks:
             continue
         items = core.kept_items(task, args.core_items)
-        lengths = [len(core.ask(task, items, 0, tokenizer, config.seq_len).rows[0].tokens)]
+        first_row = core.ask(task, items, 0, tokenizer, config.seq_len).rows[0]
         began = clock()
         plain = one_at_a_time(model, tokenizer, task, args.core_items)
         between = clock()
@@ -93,8 +93,9 @@ def main(argv: list[str] | None = None) -> None:
         totals[1] += batched
         same = sum(a.choice == b.choice and a.correct == b.correct for a, b in zip(ours, plain, strict=True))
         print(
-            f"{task.label:36} {len(items[0].pairs):7}  {lengths[0]:6}  {alone:7.1f}  {batched:9.1f}  "
-            f"{alone / batched:5.2f}  {same:5} of {len(ours):3}  {difference(ours, plain):.1e}",
+            f"{task.label:36} {len(items[0].pairs):7}  {len(first_row.tokens):6}  {alone:7.1f}  "
+            f"{batched:9.1f}  {alone / batched:5.2f}  {same:5} of {len(ours):3}  "
+            f"{difference(ours, plain):.1e}",
             flush=True,
         )
     alone, batched = totals

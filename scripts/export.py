@@ -12,9 +12,9 @@ from pathlib import Path
 
 from nanomuon import hf_export
 from nanomuon.arguments import add_run_argument
-from nanomuon.finished_run import find_run
 from nanomuon.model_card import SUMMARY
 from nanomuon.read_json import read_json
+from nanomuon.run_folder import find_run
 from nanomuon.runtime import run_command
 
 

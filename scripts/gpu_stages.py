@@ -55,13 +55,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # How far a figure may be off, with where the number comes from
 FLOAT64 = 1e-9  # sums in another order; a wrong formula is off by 1e-3 and more
-FLOAT32 = (
-    1e-5  # elementwise kernels: a few roundings of 6e-8 of the parameter, which its update is 100 times less
-)
-POLAR = {
-    "cpu": 1e-4,
-    "cuda": 3e-2,
-}  # five steps in float32; in bf16 or float16: measured 4e-3 to 9e-3 on CPUs
+# Elementwise kernels: a few roundings of 6e-8 of the parameter, and its update is 100 times less
+FLOAT32 = 1e-5
+# Five steps in float32; in bf16 or float16: measured 4e-3 to 9e-3 on CPUs
+POLAR = {"cpu": 1e-4, "cuda": 3e-2}
 # Updates of ten steps: in half precision the errors of ten polar factors, which partly average out
 UPDATES = {"cpu": 1e-3, "cuda": 3e-2}
 GRADIENTS = {"cpu": 1e-4, "cuda": 5e-2}  # of a two-layer model in float32, and in bf16

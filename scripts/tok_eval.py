@@ -15,9 +15,9 @@ import tiktoken
 
 from nanomuon.corpus import is_validation, open_corpus
 from nanomuon.export import load_model_config
-from nanomuon.finished_run import find_run, load_tokenizer
+from nanomuon.run_folder import find_run
 from nanomuon.runtime import InputError, run_command
-from nanomuon.tokenizer import Tokenizer, in_pieces
+from nanomuon.tokenizer import Tokenizer, in_pieces, load_or_restore
 
 OTHERS = {"GPT-2": "gpt2", "cl100k (GPT-4)": "cl100k_base"}
 SAMPLE_BYTES = 4 << 20  # of validation text
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         folder = find_run(args.run)
         _, about = load_model_config(folder)
         corpus = about["corpus"]
-        tokenizer = load_tokenizer(folder / "tokenizer", about["tokenizer"])
+        tokenizer = load_or_restore(folder / "tokenizer", about["tokenizer"])
     else:
         corpus = "python"
         tokenizer = Tokenizer.load(args.tokenizer)

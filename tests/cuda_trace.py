@@ -125,9 +125,9 @@ def training_steps(recorder, flags: list[str], depth: int, runtime) -> None:
     from nanomuon.compilation import compile_model
     from nanomuon.fp8 import train_in_fp8
     from nanomuon.gpt import GPT
+    from nanomuon.launch import build_optimizer
     from nanomuon.planning import plan_run
     from nanomuon.qk_clip import watch_
-    from nanomuon.run import build_optimizer
     from scripts import base_train
 
     flags = ["--depth", str(depth), "--compile", "--max-seq-len", str(SEQ_LEN), *flags]
@@ -137,7 +137,7 @@ def training_steps(recorder, flags: list[str], depth: int, runtime) -> None:
     args.total_batch_size = ROWS * MICRO_STEPS * SEQ_LEN * data_parallel  # tokens
     plan = plan_run(args, VOCABULARY, runtime, {})
 
-    # As nanomuon.run.start_run makes them
+    # As nanomuon.launch.start_run makes them
     mesh = None
     if runtime.world_size > 1 and (args.shard == "fsdp" or args.tensor_parallel > 1):
         with unset_fake_temporarily():

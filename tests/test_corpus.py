@@ -19,7 +19,8 @@ import pytest
 import zstandard
 
 from nanomuon import shards
-from nanomuon.corpus import cut, is_validation, open_corpus, with_both_parts
+from nanomuon.corpus import is_validation, open_corpus, with_both_parts
+from nanomuon.documents import cut
 from nanomuon.runtime import InputError
 from scripts import data_prep, sample
 from tests.texts import TOKENIZER, random_texts, write_corpus
@@ -567,7 +568,7 @@ def test_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
     monkeypatch.setattr(datasets, "load_dataset_builder", builder)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr("nanomuon.corpus.time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr("nanomuon.hub.time", SimpleNamespace(sleep=waits.append))
     documents, counts = read("hf:org/set:config@v1")
     assert documents == expected and counts["documents"] == 15
     assert asked == [("org/set", "v1")] * 3 and waits == [1, 2, 1]

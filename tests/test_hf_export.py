@@ -175,7 +175,7 @@ def test_token_ids_of_2000_strings_are_ours(exported, tmp_path):
     again = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert len(loaded) == TOKENIZER.vocab_size and loaded.bos_token_id == TOKENIZER.bos_id
     texts = strings()
-    expected = TOKENIZER.encode_batch(texts)
+    expected = [TOKENIZER.encode(text) for text in texts]
     found = bare.encode_batch(texts, add_special_tokens=False)
     assert [encoding.ids for encoding in found] == expected
     assert loaded(texts, add_special_tokens=False)["input_ids"] == expected

@@ -52,7 +52,7 @@ def test_times_are_said_as_people_do():
 
 def test_a_run_is_planned_and_kept_without_any_script():
     code = (
-        "import sys, nanomuon.run, nanomuon.planning, nanomuon.run_folder, nanomuon.finished_run\n"
+        "import sys, nanomuon.launch, nanomuon.planning, nanomuon.run_folder, nanomuon.finished_run\n"
         "sys.exit(any(name.split('.')[0] == 'scripts' for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

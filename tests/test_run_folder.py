@@ -8,8 +8,9 @@ import torch
 
 from nanomuon import planning, provenance, run_folder, sizing
 from nanomuon.corpus import Corpus
-from nanomuon.finished_run import find_run, record_stages
+from nanomuon.finished_run import record_stages
 from nanomuon.locks import being_written
+from nanomuon.run_folder import find_run
 from nanomuon.runtime import InputError, Runtime
 from scripts import base_train
 

@@ -18,11 +18,11 @@ from nanomuon import checkpoint, export, finished_run, planning, race, report, r
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.finished_run import load_run, model_config
 from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.launch import CHECKPOINT_META, check_room
 from nanomuon.locks import lock_file
 from nanomuon.optim import MuonAdamW
 from nanomuon.read_json import check
 from nanomuon.recipe import param_groups
-from nanomuon.run import CHECKPOINT_META, check_room
 from nanomuon.runtime import InputError, Runtime, explain, print0, write_json
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_train

@@ -18,9 +18,8 @@ LARGEST = 4
 # Process groups, those of meshes too, live as long as their process, each with threads that wake up all the
 # time: a hundred take half of a core. With more than these the processes are started anew.
 MOST_GROUPS = 24
-SMALL = (
-    1023  # in place of optim.SMALL: the parameters of tests are small, and their rows are cut all the same
-)
+# In place of optim.SMALL: the parameters of tests are small, and their rows are cut all the same
+SMALL = 1023
 _workers = []  # (process, connection)
 
 
