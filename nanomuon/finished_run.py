@@ -131,7 +131,7 @@ def write_results(
     )
     write_json(run_dir / "summary.json", summary)
     for sample in samples:
-        print(f"--- sample\n{sample}")
+        print0(f"--- sample\n{sample}")
     report.print_summary(summary)
     print0(f"report: {run_dir}/report.md, {run_dir}/loss.png")
 

@@ -16,7 +16,7 @@ from nanomuon.gpt import GATE_INPUTS, ROPE_BASE, TAPS, GPTConfig
 from nanomuon.head_loss import LOGIT_CAP
 from nanomuon.model_card import model_card
 from nanomuon.planning import meta_model
-from nanomuon.runtime import InputError, write_json, write_text
+from nanomuon.runtime import InputError, print0, write_json, write_text
 from nanomuon.tensor_files import write_tensors
 from nanomuon.tokenizer import BOS, Tokenizer
 
@@ -34,10 +34,10 @@ def export_at_the_end(run_dir: Path, summary: dict) -> None:
     try:
         shutil.rmtree(folder, ignore_errors=True)
         export_run(run_dir, folder, summary["dtype"], summary, most_bytes=SHARD_BYTES)
-        print(f"export: {folder}", flush=True)
+        print0(f"export: {folder}")
     except Exception as error:  # whatever it is, the run is worth more
         command = f"python -m scripts.export --run {run_dir.name} --to FOLDER"
-        print(f"{folder} was not written ({' '.join(str(error).split())}); {command} writes it", flush=True)
+        print0(f"{folder} was not written ({' '.join(str(error).split())}); {command} writes it")
 
 
 def export_run(run_dir: Path, folder: Path, dtype: str, summary: dict, most_bytes: int | None = None) -> None:

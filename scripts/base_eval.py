@@ -63,7 +63,7 @@ def evaluate_core(args: argparse.Namespace, runtime: Runtime, model: GPT, tokeni
     if runtime.rank == 0:
         file = find_run(args.run) / "core.json"
         write_json(file, results)
-        print(f"results: {file}", flush=True)
+        print0(f"results: {file}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
         evaluate_core(args, runtime, model, tokenizer)
     if "sample" in wanted and runtime.rank == 0:
         for text in sample_texts(model, tokenizer, PROMPTS.get(corpus, NO_PROMPTS), max_tokens=128):
-            print(f"--- sample\n{text}", flush=True)
+            print0(f"--- sample\n{text}")
 
 
 if __name__ == "__main__":

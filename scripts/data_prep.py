@@ -14,7 +14,7 @@ import argparse
 
 from nanomuon import shards
 from nanomuon.corpus import open_corpus
-from nanomuon.runtime import InputError, cores, run_command
+from nanomuon.runtime import InputError, cores, print0, run_command
 
 
 def main(argv=None):
@@ -67,8 +67,8 @@ def main(argv=None):
         documents = sum(entry["documents"] for entry in entries)
         print(f"{kind}: {tokens:,} tokens of {documents:,} documents in {len(entries)} shards")
     counts = manifest.get("counts", {})
-    print("read: " + ", ".join(f"{count:,} {key}" for key, count in counts.items()))
-    print(f"shards: {folder}")
+    print0("read: " + ", ".join(f"{count:,} {key}" for key, count in counts.items()))
+    print0(f"shards: {folder}")
 
 
 if __name__ == "__main__":

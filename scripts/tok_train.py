@@ -7,7 +7,7 @@ import argparse
 from collections import Counter
 
 from nanomuon.corpus import is_validation, open_corpus, with_both_parts
-from nanomuon.runtime import run_command
+from nanomuon.runtime import print0, run_command
 from nanomuon.shards import default_vocab_size, prepare_tokenizer, tokenizer_folder
 
 SAMPLE_BYTES = 4 << 20  # of validation text
@@ -41,7 +41,7 @@ def main(argv=None):
             break
     if tokens:
         print(f"{size / tokens:.3f} bytes per token on {size:,} bytes of validation text")
-    print(f"tokenizer: {tokenizer_folder(corpus, vocab_size)} (hash {tokenizer.hash})")
+    print0(f"tokenizer: {tokenizer_folder(corpus, vocab_size)} (hash {tokenizer.hash})")
 
 
 if __name__ == "__main__":
