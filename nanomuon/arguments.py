@@ -15,6 +15,10 @@ RECIPE_FLAGS = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr", "wei
 SCHEDULE_FLAGS = ("warmup_ratio", "warmdown_ratio")
 
 
+# Seeds lie below it on either side of 0: torch takes 64 bits, and samples count on from the seed of the run
+MAX_SEED = 1 << 63
+
+
 def add_run_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run",
@@ -171,8 +175,15 @@ def check_step_arguments(args: argparse.Namespace) -> None:
         "tensor_parallel",
     )
     check_not_negative(args, "seed", "experts")
+    check_seed("--seed", args.seed)
     if args.target_param_data_ratio <= 0:
         raise InputError(f"--target-param-data-ratio must be above 0, not {args.target_param_data_ratio}")
+
+
+def check_seed(flag: str, seed: int) -> None:
+    """InputError for a seed that torch's generators do not take."""
+    if not -MAX_SEED < seed < MAX_SEED:
+        raise InputError(f"{flag} must be smaller than 2**63, not {seed}")
 
 
 def check_not_negative(args: argparse.Namespace, *names: str) -> None:

@@ -32,6 +32,7 @@ NOT_WRITABLE = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 BUG = 1  # exit code of an error that is no one's input
 STOPPED = 75  # of a run that was asked to stop before its end: EX_TEMPFAIL of sysexits.h, try again
+NO_READER = 128 + signal.SIGPIPE  # of a script in a pipe whose reader has ended, as other programs have it
 # C0 but for tab and newline, DEL and C1; Unicode's bidirectional controls; surrogates, which no encoding has
 _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -354,10 +355,14 @@ def run_command(main) -> None:
     """
     try:
         code = main() or 0
+        sys.stdout.flush()
     except SystemExit as exit:
         code = exit.code
     except (Exception, KeyboardInterrupt) as error:
         code, message = explain(error)
+        if code == NO_READER:
+            # Else Python would try to write the rest once more when it ends, and complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
         if alone and code == BUG:
             raise
@@ -377,6 +382,8 @@ def explain(error: BaseException) -> tuple[int, str]:
         return 2, _line(str(error))
     if isinstance(error, KeyboardInterrupt):
         return 130, f"{str(error) or 'interrupted'}\n"
+    if isinstance(error, BrokenPipeError):
+        return NO_READER, "ended: nobody reads the output any more\n"
     if isinstance(error, torch.OutOfMemoryError):
         first = str(error).split(". ")[0]
         return 2, _line(

@@ -240,6 +240,7 @@ def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, dict,
     it: a run keeps what is not given anew.
     """
     args = parse_arguments(argv, {})
+    check_name("--run", args.run)  # before anything is read of the folder that it names
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         args.resume = "auto"  # torchrun has replaced a rank that died on the way
     settings = run_folder.read_settings(run_folder.folder_of(args.run))
@@ -288,7 +289,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise InputError(
             "--qk-clip is a positive number, for models with --no-qk-norm: the norm bounds logits itself"
         )
-    check_name("--run", args.run)
 
 
 def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namespace:

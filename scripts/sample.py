@@ -11,7 +11,7 @@ import sys
 import time
 
 from nanomuon import sizing
-from nanomuon.arguments import add_dtype_argument, add_run_argument
+from nanomuon.arguments import add_dtype_argument, add_run_argument, check_seed
 from nanomuon.finished_run import load_run
 from nanomuon.generate import Sample, continue_samples
 from nanomuon.gpt import GPT
@@ -76,6 +76,7 @@ def main(argv: list[str] | None = None) -> None:
 def check(args: argparse.Namespace) -> None:
     """InputError for arguments that mean nothing."""
     check_at_least_1(args, "samples", "max_tokens", "top_k")
+    check_seed("--seed", args.seed)
     if not args.temperature >= 0:
         raise InputError(f"--temperature must not be below 0, but is {args.temperature}")
     if not 0 < args.top_p <= 1:

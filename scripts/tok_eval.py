@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tiktoken
 
-from nanomuon.corpus import is_validation, open_corpus
+from nanomuon.corpus import is_validation, open_corpus, with_both_parts
 from nanomuon.export import load_model_config
 from nanomuon.run_folder import find_run
 from nanomuon.runtime import InputError, run_command
@@ -87,7 +87,7 @@ def validation_texts(corpus: str) -> list[str]:
     """Documents of the validation set, of SAMPLE_BYTES in all or a little more."""
     texts = []
     size = 0
-    for text in open_corpus(corpus).documents(Counter()):
+    for text in with_both_parts(open_corpus(corpus)).documents(Counter()):
         if is_validation(text):
             texts.append(text)
             size += len(text.encode())

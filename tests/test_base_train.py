@@ -18,7 +18,7 @@ from nanomuon import locks, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.gpt import GPT
 from nanomuon.report import read_metrics
-from nanomuon.runtime import InputError, run_command
+from nanomuon.runtime import InputError, run_command, write_json
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_eval, base_train, sample
 from tests.texts import TOKENIZER
@@ -224,6 +224,7 @@ BAD_INPUT = {
     "rate that is none": (["--matrix-lr", "nan"], "--matrix-lr must be a finite number"),
     "negative rate": (["--matrix-lr", "-1"], "--matrix-lr must not be negative"),
     "negative seed": (["--seed", "-1"], "--seed must not be negative"),
+    "huge seed": (["--seed", str(1 << 64)], "--seed must be smaller than"),
     "no tokens": (["--target-param-data-ratio", "0"], "--target-param-data-ratio must be above 0"),
     "run name": (["--run", "../x"], "is not a folder name"),
     "other settings": (["--run", "whole", "--seed", "7"], "exists with seed 0, not 7"),
@@ -267,6 +268,27 @@ def test_run_command_turns_what_the_user_can_fix_into_one_line(error, capsys):
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1
     assert "/data/shard" in message or "no such thing" in message
+
+
+@pytest.mark.parametrize("how", ["flushed", "left to the end"])
+def test_a_pipe_whose_reader_has_ended_is_one_line_and_no_traceback(how, monkeypatch, capfd):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(SystemExit) as caught:
+            run_command(lambda: print("a sample", flush=how == "flushed"))
+    # Closing `output` writes what is left of it, as the end of the process does: to nowhere, without an error
+    assert caught.value.code == 128 + signal.SIGPIPE
+    assert capfd.readouterr().err == "ended: nobody reads the output any more\n"
+
+
+def test_a_path_of_an_existing_run_is_told_as_the_flag_that_it_is(base):
+    folder = base / "runs" / "named"
+    folder.mkdir(parents=True)
+    write_json(folder / "settings.json", {"options": {}})
+    with pytest.raises(InputError, match=f"^--run '{folder}' is not a folder name"):
+        base_train.main(["--run", str(folder)])
 
 
 def test_a_run_in_bf16_learns_and_resumes_bit_for_bit(base, whole_run):

@@ -317,6 +317,7 @@ def test_ctrl_c_ends_the_loop_as_the_end_of_the_input_does(command, monkeypatch)
         (["--top-p", "nan"], "--top-p"),
         (["--temperature", "-1"], "--temperature"),
         (["--top-k", "0"], "--top-k must be at least 1"),
+        (["--seed", str(1 << 64)], "--seed must be smaller than"),
         (["--stop", ""], "--stop"),
         (["--prompt", "a\udcff"], "not UTF-8 at character 2"),
         (["--interactive", "--prompt", "a"], "leave --prompt out"),

@@ -67,6 +67,18 @@ def test_a_run_is_measured_on_validation_text_of_its_corpus(tmp_path, capsys, mo
     assert columns(capsys.readouterr().out)["ours"] == ["300", f"{tokens:,}", f"{size / tokens:.3f}", "1.000"]
 
 
+def test_a_corpus_that_training_cuts_into_pieces_is_measured_on_pieces(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
+    book = "".join(f"line {i}\n" for i in range(30000))
+    (tmp_path / "books").mkdir()
+    for part, text in enumerate([book, "a book\n" + book]):  # several files: each is one document
+        assert not tok_eval.is_validation(text)  # else there is a validation set without pieces
+        (tmp_path / "books" / f"{part}.txt").write_text(text)
+    texts = tok_eval.validation_texts(f"path:{tmp_path}/books")
+    assert texts
+    assert all(len(text.encode()) <= 4096 and text in "a book\n" + book for text in texts)
+
+
 @pytest.mark.parametrize("content, words", [(None, "No such file"), (b"\xff", "utf-8"), (b"", "no text in")])
 def test_a_text_that_is_none(tmp_path, content, words):
     file = tmp_path / "text.txt"
