@@ -85,21 +85,21 @@ def record_largest_(largest: Tensor, q: Tensor, k: Tensor, window: int | None) -
     """largest (H,) <- max(largest, the largest q_i k_j / sqrt(D) over all i, j that `attention` lets meet),
     exactly.
 
-    q (B, T, H, D); k (B, T, Hkv, D). No logit is larger than max |q_i| max |k_j| / sqrt(D): only heads where
-    this bound exceeds `largest`, which starts at tau, have their logits computed, in blocks that are not
-    kept. One op to the compiler, because which heads these are is known at run time only. On CUDA the
-    question waits for the device, once a layer and micro-step, and is the cheaper choice: computing the
-    logits of all heads unasked would take about a tenth of a step at depth 24 (estimated from the bytes
-    that move on an H100, not run on one).
+    q (B, T, H, D); k (B, T, Hkv, D). Logits are computed in blocks that are not kept. No logit is larger than
+    max |q_i| max |k_j| / sqrt(D): on a CPU only heads where this bound exceeds `largest`, which starts at
+    tau, are looked at. On a GPU that question would wait for the device in every layer and micro-step: there
+    all heads are, which at depth 24 is about a tenth of a step (estimated from the bytes that move on an
+    H100, not run on one). One op to the compiler, because which heads these are is known at run time only.
     """
     heads = torch.arange(q.size(2), device=q.device)
     key_heads = heads * k.size(2) // q.size(2)
-    longest_q = torch.linalg.vector_norm(q, dim=-1).amax((0, 1)).float()  # (H,)
-    longest_k = torch.linalg.vector_norm(k, dim=-1).amax((0, 1)).float()  # (Hkv,)
     scale = q.size(3) ** -0.5
-    heads = heads[longest_q * longest_k[key_heads] * scale > largest]
-    if not len(heads):
-        return
+    if q.device.type == "cpu":
+        longest_q = torch.linalg.vector_norm(q, dim=-1).amax((0, 1)).float()  # (H,)
+        longest_k = torch.linalg.vector_norm(k, dim=-1).amax((0, 1)).float()  # (Hkv,)
+        heads = heads[longest_q * longest_k[key_heads] * scale > largest]
+        if not len(heads):
+            return
     q = q[:, :, heads].transpose(1, 2)  # (B, h, T, D)
     k = k[:, :, key_heads[heads]].permute(0, 2, 3, 1)  # (B, h, D, T)
     positions = torch.arange(q.size(2), device=q.device)
