@@ -806,6 +806,7 @@ def test_compiled_and_eager_agree_and_a_new_learning_rate_recompiles_nothing(mon
     assert all(distance(state[n][k], v) < 2e-5 for n, entry in expected.items() for k, v in entry.items())
 
 
+@pytest.mark.slow
 def test_forty_shapes_compile(monkeypatch):
     monkeypatch.setenv("NANOMUON_COMPILE", "1")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
