@@ -53,7 +53,7 @@ train(dist.group.WORLD)
 dist.barrier()
 dist.destroy_process_group()
 print("trained", flush=True)
-# As runtime.leave() ends a rank: gloo's threads outlive the group, and abort an interpreter that ends now and then
+# As runtime.leave() ends a rank: gloo's threads outlive the group, and now and then abort the end
 os._exit(0)
 """
 
