@@ -289,7 +289,7 @@ def make_batches(questions: list[Question], most_tokens: int, most_scored: int) 
     groups = []
     for question in questions:
         groups += groups_of(question)
-    groups.sort(key=lambda group: (group.shared > 0, len(group.rows[0].tokens)))
+    groups.sort(key=by_sharing_and_length)
     batches = []
     for group in groups:
         if batches:
@@ -301,6 +301,11 @@ def make_batches(questions: list[Question], most_tokens: int, most_scored: int) 
                 continue
         batches.append([group])
     return batches
+
+
+def by_sharing_and_length(group: Group) -> tuple[bool, int]:
+    """Groups that share nothing come first; in each half the shorter ones."""
+    return group.shared > 0, len(group.rows[0].tokens)
 
 
 def padded_tokens(batch: list[Group]) -> int:

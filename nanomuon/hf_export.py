@@ -163,7 +163,9 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict:
     every document.
     """
     characters = byte_characters()
-    words = ["".join(characters[byte] for byte in token) for token in tokenizer.vocab]
+    words = []
+    for token in tokenizer.vocab:
+        words.append("".join(characters[byte] for byte in token))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     split = {
         "type": "Split",

@@ -18,7 +18,6 @@ from nanomuon import attention, gpt, moe, qk_clip, shards
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError, usable_gpus
-from nanomuon.tokenizer import Tokenizer
 
 EVAL_ROWS = 64  # windows of a validation batch of the shakespeare task
 
@@ -161,7 +160,7 @@ def corpus_data(setup, folder, seed, device):
     rows, micro_rows = setup["rows"], setup["micro_rows"]
     training = TrainLoader(folder, length, rows, micro_rows, seed=seed, device=device)
     validation = list(validation_batches(folder, length, micro_rows, device=device))
-    token_bytes = torch.from_numpy(Tokenizer.load(Path(folder) / "tokenizer").token_bytes).to(device)
+    token_bytes = torch.from_numpy(shards.open_tokenizer(folder).token_bytes).to(device)
     if setup["unit"] == "nats per token":
         token_bytes = (token_bytes > 0).float()  # every token but <|bos|> counts as one
     return training, validation, token_bytes

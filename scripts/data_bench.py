@@ -27,7 +27,6 @@ from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import cores, run_command
-from nanomuon.tokenizer import Tokenizer
 
 
 @dataclass
@@ -183,7 +182,7 @@ def main(argv=None):
 
     corpus = open_corpus(args.corpus)
     folder = shards.prepare(corpus, args.vocab_size)
-    tokenizer = Tokenizer.load(folder / "tokenizer")
+    tokenizer = shards.open_tokenizer(folder)
     with tempfile.TemporaryDirectory() as temporary:
         temporary = Path(temporary)
         shown = shards.read_manifest(folder)["train"]

@@ -85,8 +85,9 @@ def check(args: argparse.Namespace) -> None:
         raise InputError("--stop '': an empty text would end every sample before it begins")
     if args.interactive and args.prompt is not None:
         raise InputError("--interactive reads the prompts itself: leave --prompt out")
-    for prompt in args.prompt or []:
-        check_prompt(prompt)
+    if args.prompt is not None:
+        for prompt in args.prompt:
+            check_prompt(prompt)
 
 
 def check_prompt(prompt: str) -> None:
