@@ -204,15 +204,16 @@ def train_pending(setup, place, files, pending, jobs):
 
 def submit_all(pool, setup, place, files, pending):
     """The futures of the (name, seed) of `pending`. Workers start here, and inherit that Ctrl-C, which the
-    terminal sends to all processes, is ignored: this one hears of it and ends them.
+    terminal sends to all processes, is blocked: this one hears of it, at the latest when all are submitted,
+    and ends them.
     """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     running = []
     try:
         for name, seed in pending:
             running.append(pool.submit(train, setup, place, name, seed, files[name, seed]))
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return running
 
 
