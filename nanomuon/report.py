@@ -10,7 +10,6 @@ import platform
 import re
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from nanomuon.read_json import Flag, Number, OrNull, Record, Scalar, Whole, read_json_lines, sound_lines
@@ -183,7 +182,7 @@ def plot_run(metrics, image) -> None:
     speed.set(title="Throughput", ylabel=f"{speed_unit}tokens/s", ylim=(0, None))
 
     for axis in axes.flat:
-        _style(axis)
+        style_axis(axis)
     for axis in axes[1]:
         axis.set_xlabel(f"{unit}tokens trained on", color=grey, fontsize=9.5)
     final = f"   validation {evaluation[-1]['val_bpb']:.4f} bits per byte" if evaluation else ""
@@ -191,42 +190,7 @@ def plot_run(metrics, image) -> None:
         Path(metrics).resolve().parent.name + final, fontsize=12.5, fontweight="bold", color="#222222"
     )
 
-    _save(figure, image)
-
-
-def plot_race(curves, unit, image) -> None:
-    """Draw validation curves, one line a contender, into a PNG.
-
-    curves: {name: runs}, each run a list of (step, loss) at the same steps. Line: mean over runs; band: its
-    standard error.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), dpi=200, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    axis = figure.subplots()
-    top, bottom = -math.inf, math.inf
-    for name, runs in curves.items():
-        points = np.array(runs)  # (runs, steps, 2)
-        steps, losses = points[0, :, 0], points[:, :, 1]
-        means = losses.mean(axis=0)
-        errors = np.zeros_like(means)
-        if len(runs) > 1:
-            errors = losses.std(axis=0, ddof=1) / len(runs) ** 0.5
-        (line,) = axis.plot(steps, means, linewidth=1.6, label=f"{name}  {means[-1]:.4f}")
-        axis.fill_between(
-            steps, means - errors, means + errors, color=line.get_color(), alpha=0.25, linewidth=0
-        )
-        later = means[(steps >= steps[-1] / 8) & np.isfinite(means)]
-        top, bottom = max([top, *later]), min([bottom, *later])
-    if math.isfinite(top):  # the first steps fall steeply: give the rest of the curves the room
-        margin = 0.05 * (top - bottom) + 1e-3
-        axis.set_ylim(bottom - margin, top + margin)
-    axis.set(title="Validation loss, mean and standard error over seeds", xlabel="step", ylabel=unit)
-    axis.legend(frameon=False, fontsize=9)
-    _style(axis)
-    _save(figure, image)
+    save_figure(figure, image)
 
 
 def write_report(run_dir, settings, summary, samples, machine, stages, provenance=(), core=None) -> None:
@@ -292,7 +256,7 @@ def machine_description() -> str:
     )
 
 
-def _style(axis):
+def style_axis(axis):
     grey = "#5a5a5a"
     axis.set_title(axis.get_title(), loc="left", fontsize=10.5, fontweight="bold", color="#222222")
     axis.title.set_text("")
@@ -304,7 +268,7 @@ def _style(axis):
     axis.margins(x=0.02)
 
 
-def _save(figure, image):
+def save_figure(figure, image):
     with write_whole(image) as file:
         figure.savefig(file, format="png")
 

@@ -32,9 +32,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-import numpy as np
-
-from nanomuon import compare, locks, race, report
+from nanomuon import locks, race, race_report
 from nanomuon.arguments import add_dtype_argument
 from nanomuon.race_contenders import Contender
 from nanomuon.race_tasks import TASKS, empty_model, open_task
@@ -46,7 +44,6 @@ from nanomuon.runtime import (
     cores,
     run_command,
     usable_gpus,
-    write_text,
 )
 
 SWEEP_SEED = 1000  # the seeds of a sweep begin here: those of the race must not have chosen what they judge
@@ -70,10 +67,10 @@ def main(argv=None):
         seeds = range(args.first_seed, args.first_seed + args.seeds)
         results = race.run_all(folder, setup, place, contenders, seeds, args.jobs)
         targets = args.targets or TASKS[args.task].targets
-        parts.append(table(results, baseline.name, targets, args.detect, setup["unit"]))
-        parts.append(verdicts(results, baseline.name))
+        parts.append(race_report.table(results, baseline.name, targets, args.detect, setup["unit"]))
+        parts.append(race_report.verdicts(results, baseline.name))
         print("\n\n".join(parts))
-        write_report(folder, results, parts, setup["unit"])
+        race_report.write_report(folder, results, parts, setup["unit"])
     print(f"\n{folder}/race.md, {folder}/race.png")
 
 
@@ -206,7 +203,7 @@ def sweep(folder, setup, place, contenders, args):
         means = {}  # {multiple: mean score}
         for factor in args.sweep:
             runs = results[variants[contender.name, factor].name]
-            means[factor] = statistics.fmean(map(score, runs))
+            means[factor] = statistics.fmean(map(race_report.score, runs))
         best = min(means, key=means.get)
         chosen[contender.name] = variants[contender.name, best]
         best_text = f"{best:g}"
@@ -217,131 +214,10 @@ def sweep(folder, setup, place, contenders, args):
     text = (
         f"Learning rates: mean of {len(seeds)} seeds, the best of {len(args.sweep)} races with other seeds\n"
     )
-    text += columns(lines)
+    text += race_report.columns(lines)
     if some_at_the_edge:
         text += "\nThe best lies at the edge for some: a wider sweep may find better."
     return Sweep(chosen, text)
-
-
-def write_report(folder, results, parts, unit):
-    """race.md and race.png."""
-    curves = {}
-    for name, runs in results.items():
-        curves[name] = [curve(run) for run in runs]
-    report.plot_race(curves, unit, folder / "race.png")
-    blocks = [f"```\n{part}\n```" for part in parts]
-    text = "\n\n".join([f"# {folder.name}", *blocks, "![curves](race.png)"])
-    write_text(folder / "race.md", text + "\n")
-
-
-def score(run):
-    """Of a run; a diverged one counts as infinite."""
-    return run["score"] if math.isfinite(run["score"]) else math.inf
-
-
-def curve(run):
-    """[(step, loss)] of a run: the loss over a part of the validation set, corrected to that over all of it.
-
-    What the whole differs from the part is known now and then, and interpolated between.
-    """
-    steps, part, whole = np.array(run["curve"], dtype=float).T
-    known = ~np.isnan(whole)
-    loss = part
-    if known.any():
-        loss = part + np.interp(steps, steps[known], (whole - part)[known])
-    return list(zip(steps.tolist(), loss.tolist(), strict=True))
-
-
-def differences(results, baseline):
-    """{name: compare.Difference} to the baseline of those whose runs have all stayed finite."""
-    of_baseline = list(map(score, results[baseline]))
-    if not all(map(math.isfinite, of_baseline)):
-        raise InputError(
-            f"the baseline {baseline} diverged: lower its learning rates or choose another --baseline"
-        )
-    compared = {}
-    for name, runs in results.items():
-        scores = list(map(score, runs))
-        if name != baseline and all(map(math.isfinite, scores)):
-            compared[name] = compare.paired_difference(scores, of_baseline)
-    return compared
-
-
-def table(results, baseline, targets, detect, unit):
-    """Seconds are steps times the median step: neither evaluation nor compilation is in them."""
-    compared = differences(results, baseline)
-    header = ["contender", "seeds", unit, "+-", "difference", "95% interval", f"seeds for {detect:g}"]
-    header += [f"steps to {target:g}" for target in targets]
-    header += ["step ms", "optimizer ms"]
-    lines = [header]
-    for name, runs in results.items():
-        if name == baseline:
-            cells = mean_cells(runs) + ["baseline", "", ""]
-        elif name in compared:
-            cells = mean_cells(runs) + difference_cells(compared[name], detect, len(compared))
-        else:
-            cells = ["diverged", "", "", "", ""]
-        step_ms = statistics.median(run["step_ms"] for run in runs)
-        optimizer_ms = statistics.median(run["optimizer_ms"] for run in runs)
-        reached = [steps_to(runs, target, step_ms) for target in targets]
-        lines.append([name, len(runs), *cells, *reached, f"{step_ms:.0f}", f"{optimizer_ms:.1f}"])
-    return columns(lines)
-
-
-def mean_cells(runs):
-    mean, error = compare.mean_and_error([run["score"] for run in runs])
-    return [f"{mean:.4f}", "" if math.isnan(error) else f"{error:.4f}"]
-
-
-def difference_cells(difference, detect, comparisons):
-    """Its mean, its interval, and the seeds that would show a difference of `detect`."""
-    mean = f"{difference.mean:+.4f}"
-    if math.isnan(difference.deviation):
-        return [mean, "", ""]
-    # several comparisons share the rate of false alarms; Holm's correction asks at most this of each
-    needed = compare.seeds_needed(difference.deviation, detect, alpha=0.05 / comparisons)
-    return [mean, f"{difference.low:+.4f} to {difference.high:+.4f}", needed]
-
-
-def steps_to(runs, target, step_ms):
-    """Mean steps, and seconds, to a loss; "-" where a run does not reach it."""
-    reached = [compare.crossing(curve(run), target) for run in runs]
-    if None in reached:
-        return "-"
-    steps = statistics.fmean(reached)
-    return f"{steps:.0f} ({steps * step_ms / 1000:.0f} s)"
-
-
-def verdicts(results, baseline):
-    compared = differences(results, baseline)
-    ps = compare.holm([difference.p for difference in compared.values()])
-    adjusted = dict(zip(compared, ps, strict=True))
-    lines = []
-    for name, runs in results.items():
-        if name in compared:
-            lines.append(f"{name}: {compare.verdict(compared[name], adjusted[name])}")
-        elif name != baseline:
-            seeds = ", ".join(str(run["seed"]) for run in runs if not math.isfinite(run["score"]))
-            lines.append(f"{name}: diverged with seed {seeds}")
-    if len(compared) > 1:
-        lines.append(
-            f"({len(compared)} comparisons with {baseline}: Holm's correction decides, "
-            "each interval is its own)"
-        )
-    return "\n".join(lines)
-
-
-def columns(lines):
-    """Lines of cells as text, every column as wide as its widest cell."""
-    lines = [list(map(str, line)) for line in lines]
-    widths = []
-    for column in zip(*lines, strict=True):
-        widths.append(max(map(len, column)))
-    rows = []
-    for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        rows.append("  ".join(cells).rstrip())
-    return "\n".join(rows)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def test_a_line_joins_evaluations_of_the_same_text_only(tmp_path, monkeypatch, o
         log.log({"step": step, "tokens": step, "val_bpb": value, "whole_set": whole_set})
     log.close()
     figures = []
-    monkeypatch.setattr(report, "_save", lambda figure, image: figures.append(figure))
+    monkeypatch.setattr(report, "save_figure", lambda figure, image: figures.append(figure))
     report.plot_run(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     axis = figures[0].axes[1]
     drawn = {line.get_label(): list(line.get_ydata()) for line in axis.lines if len(line.get_ydata())}
