@@ -171,9 +171,9 @@ class Run:
         return time.perf_counter()
 
 
-def run_all(folder, setup, place, contenders, seeds, workers):
+def run_all(folder, setup, place, contenders, seeds, workers, count=None):
     """{name: its results, one a seed} of every contender; only what is not in `folder` yet is trained, by
-    Workers.
+    Workers. count: with so many of the seeds, where the others follow in further calls.
 
     InputError where `folder` holds runs of another task, or where two contenders had not the same start and
     the same rows.
@@ -184,15 +184,21 @@ def run_all(folder, setup, place, contenders, seeds, workers):
         key = contender.key(setup)
         for seed in seeds:
             files[contender.name, seed] = folder / f"{slug}-{key}-seed{seed}.json"
-    pending = [run for run, file in files.items() if not file.exists()]
+    wanted = seeds[:count]
+    pending = []
+    for (name, seed), file in files.items():
+        if seed in wanted and not file.exists():
+            pending.append((name, seed))
     pending.sort(key=operator.itemgetter(1))  # the first seed of all comes first
-    if len(pending) < len(files):
-        print(f"{len(files) - len(pending)} of {len(files)} runs are there already", flush=True)
+    there = sum(file.exists() for file in files.values())
+    if there:
+        print(f"{there} of {len(files)} runs are there already", flush=True)
     if pending:
         workers.train(setup, place, files, pending)
     results = {}
-    for (name, _), file in files.items():
-        results.setdefault(name, []).append(read_result(file))
+    for (name, seed), file in files.items():
+        if seed in wanted:
+            results.setdefault(name, []).append(read_result(file))
     check_same_start(folder, results)
     return results
 
@@ -204,7 +210,7 @@ def run_rounds(folder, setup, place, contenders, baseline, seeds, workers):
     racing = list(contenders)
     results = {}
     for count in range(min(2, len(seeds)), len(seeds) + 1):
-        results |= run_all(folder, setup, place, racing, seeds[:count], workers)
+        results |= run_all(folder, setup, place, racing, seeds, workers, count)
         if count == len(seeds):
             break
         scores = {}
@@ -242,7 +248,7 @@ class Workers:
         """Train the (name, seed) of `pending`, whose results go to files[name, seed], and say what each came
         to.
         """
-        done = len(files) - len(pending)
+        done = sum(file.exists() for file in files.values())
         try:
             for future in as_completed(self.submit(setup, place, files, pending)):
                 result = future.result()

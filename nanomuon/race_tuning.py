@@ -27,12 +27,12 @@ class Dial:
     high: float
 
     def at(self, position: float) -> float:
-        """The value at a position from 0 to 1, to two digits."""
+        """The value at a position from 0 to 1, to three digits."""
         if self.low > 0:
             value = math.exp(math.log(self.low) + position * math.log(self.high / self.low))
         else:
             value = self.low + position * (self.high - self.low)
-        return float(f"{value:.2g}")
+        return float(f"{value:.3g}")
 
 
 def dials(contender) -> list[Dial]:
