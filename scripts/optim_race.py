@@ -69,8 +69,10 @@ def main(argv=None):
         targets = args.targets or TASKS[args.task].targets
         parts.append(race_report.table(results, baseline.name, targets, args.detect, setup["unit"]))
         parts.append(race_report.verdicts(results, baseline.name))
+        if len(results) > 2:
+            parts.append(race_report.ranking(results, setup["unit"]))
         print("\n\n".join(parts))
-        race_report.write_report(folder, results, parts, setup["unit"])
+        race_report.write_report(folder, results, parts, setup["unit"], baseline.name)
     print(f"\n{folder}/race.md, {folder}/race.png")
 
 
