@@ -14,6 +14,7 @@ import torch
 from nanomuon import recipe
 from nanomuon.orthogonalize import orthogonalize
 
+DIAL = ("c", 0.1, 0.8)
 POWER_ITERATIONS = 5
 
 

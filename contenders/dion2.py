@@ -16,6 +16,8 @@ import torch
 from nanomuon import recipe
 from nanomuon.orthogonalize import orthogonalize
 
+DIAL = ("fraction", 0.125, 0.5)
+
 
 def state(m, n):
     return {"accumulated": (m, n)}

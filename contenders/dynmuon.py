@@ -15,6 +15,7 @@ import torch
 
 from nanomuon import recipe
 
+DIAL = ("p_min", -0.5, 0.5)
 SMALLEST = 1e-3  # of the singular values, in parts of the Frobenius norm
 
 

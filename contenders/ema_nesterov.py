@@ -13,6 +13,7 @@ import torch
 from nanomuon import recipe
 from nanomuon.optim import DistMuonAdamW, like_param, local
 
+DIAL = ("lookahead", 0.1, 0.8)
 FIRST, LAST = 0.1, 0.67  # shares of the run between which there is a lookahead
 
 

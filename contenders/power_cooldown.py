@@ -8,6 +8,8 @@ Source: modded-nanogpt, track 3: power 1.5 (2026-05-11, KL-SOAP-H), 1.2 in the r
 from nanomuon import recipe
 from nanomuon.recipe import param_groups  # noqa: F401 - the recipe's groups are this file's
 
+DIAL = ("power", 1.0, 2.0)
+
 
 def schedule(group, step, steps, *, power=1.2, share=1.0):
     values = recipe.schedule(group, step, steps, warmdown_ratio=share)

@@ -14,6 +14,8 @@ import torch
 from nanomuon import recipe
 from nanomuon.optim import DistMuonAdamW
 
+DIAL = ("outward", 0.0, 1.0)
+
 
 def total(matrices):
     """Sums over each matrix: (1, 1), or (E, 1, 1) of (E, m, n)."""

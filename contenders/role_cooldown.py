@@ -8,6 +8,8 @@ Source: modded-nanogpt, track 3, 2026-05-09 (split cooldown, 3,175 steps against
 from nanomuon import recipe
 from nanomuon.recipe import param_groups  # noqa: F401 - the recipe's groups are this file's
 
+DIAL = ("matrix_share", 0.5, 1.0)
+
 
 def schedule(group, step, steps, *, matrix_share=0.8, other_share=0.4):
     share = matrix_share if group["kind"] == "muon" else other_share

@@ -13,6 +13,8 @@ import torch
 from nanomuon import recipe
 from nanomuon.optim import DistMuonAdamW
 
+DIAL = ("floor", 0.2, 0.6)
+
 
 def row_norms(matrix):
     return torch.linalg.vector_norm(matrix, dim=-1, keepdim=True)

@@ -14,6 +14,8 @@ import torch
 from nanomuon import recipe
 from nanomuon.optim import DistMuonAdamW, like_param, local
 
+DIAL = ("blend", 0.2, 1.0)
+
 
 def build_optimizer(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2):
     groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)

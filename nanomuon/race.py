@@ -1,5 +1,6 @@
 """The laboratory: contenders trained on one task, with the same seeds. scripts/optim_race.py drives it."""
 
+import functools
 import hashlib
 import json
 import math
@@ -12,10 +13,11 @@ import statistics
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
 
 import torch
 
-from nanomuon import report, sizing
+from nanomuon import compare, provenance, report, sizing
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.race_contenders import Contender, described
 from nanomuon.race_tasks import TASKS, as_text, digest, empty_model
@@ -49,6 +51,7 @@ RESULT = Record(
         "rows": Text(64),
     }
 )
+CODE = {"model_code", "optimizer_code"}  # of a setup: what may change and leave all results as they were
 TASK = Record({}, {"dtype": Choice("bfloat16", "float32"), "model": MapOf(Anything())})  # task.json, a setup
 
 
@@ -64,7 +67,10 @@ def train(setup, place, text, seed, file):
     for step in range(steps):
         if step % setup["eval_every"] == 0:
             run.evaluate(step, whole=step > 0 and step % setup["whole_every"] == 0)
-        run.train_step(step)
+        if run.diverged:
+            run.skip_step()
+        else:
+            run.train_step(step)
     run.evaluate(steps, whole=True)
     _, _, score = run.curve[-1]
     result = {
@@ -72,17 +78,24 @@ def train(setup, place, text, seed, file):
         "seed": seed,
         "score": score,
         "curve": run.curve,
-        "step_ms": statistics.median(run.step_ms),
-        "optimizer_ms": statistics.median(run.optimizer_ms),
+        "step_ms": statistics.median(run.step_ms or [0]),
+        "optimizer_ms": statistics.median(run.optimizer_ms or [0]),
         "initial": run.initial,
         "rows": run.rows.hexdigest()[:12],
         "groups": described(run.built),
         "compiled": compile_enabled(),
         "machine": report.machine_description(),
+        **commit(),
     }
     as_json = json.dumps(result, indent=1, default=as_text)  # functions by name: no other process knows them
     write_text(file, as_json + "\n")
     return json.loads(as_json)
+
+
+@functools.cache
+def commit():
+    """Of the code that this process has loaded, see provenance.commit."""
+    return provenance.commit(Path(__file__).parents[1])
 
 
 class Run:
@@ -103,6 +116,7 @@ class Run:
         self.accumulation = setup["rows"] // setup["micro_rows"]
         self.rows = hashlib.sha256()
         self.curve = []
+        self.diverged = False
         self.step_ms = []
         self.optimizer_ms = []
 
@@ -111,9 +125,8 @@ class Run:
         for group, values in zip(self.optimizer.param_groups, self.built, strict=True):
             group.update(self.schedule(values, step, self.setup["steps"]))
         for _ in range(self.accumulation):
-            inputs, targets = next(self.training)
+            inputs, targets = self.next_rows()
             (self.forward(inputs, targets) / self.accumulation).backward()
-            self.rows.update(inputs.cpu().numpy())
         before = self.now()
         self.optimizer.step()
         after = self.now()
@@ -121,10 +134,26 @@ class Run:
         self.step_ms.append(1000 * (after - began))
         self.optimizer_ms.append(1000 * (after - before))
 
+    def next_rows(self):
+        inputs, targets = next(self.training)
+        self.rows.update(inputs.cpu().numpy())
+        return inputs, targets
+
+    def skip_step(self):
+        """Of a run that has diverged: it counts the rows of the others and spends no time on them."""
+        for _ in range(self.accumulation):
+            self.next_rows()
+
     def evaluate(self, step, whole):
-        """Add a point to the curve: the loss on a part of the validation set, and on the whole if asked."""
-        loss = self.loss(self.part)
-        whole_loss = self.loss(self.validation) if whole else None
+        """Add a point to the curve: the loss on a part of the validation set, and on the whole if asked.
+
+        A run whose loss is none any more has diverged.
+        """
+        loss = math.nan if self.diverged else self.loss(self.part)
+        self.diverged = not math.isfinite(loss)
+        whole_loss = None
+        if whole:
+            whole_loss = loss if self.diverged else self.loss(self.validation)
         self.curve.append((step, loss, whole_loss))
 
     def loss(self, batches):
@@ -142,29 +171,55 @@ class Run:
         return time.perf_counter()
 
 
-def run_all(folder, setup, place, contenders, seeds, jobs):
-    """{name: its results, one a seed} of every contender; only what is not in `folder` yet is trained.
+def run_all(folder, setup, place, contenders, seeds, workers, count=None):
+    """{name: its results, one a seed} of every contender; only what is not in `folder` yet is trained, by
+    Workers. count: with so many of the seeds, where the others follow in further calls.
 
-    `jobs` runs at a time, each in a process of one thread or on a GPU. InputError where `folder` holds runs
-    of another task, or where two contenders had not the same start and the same rows.
+    InputError where `folder` holds runs of another task, or where two contenders had not the same start and
+    the same rows.
     """
-    check_setup(folder, setup)
     files = {}  # (name, seed): where the result is, or goes
     for contender in contenders:
-        slug = re.sub(r"[^\w.=-]+", "_", contender.name)
+        slug = re.sub(r"[^\w=-]+", "_", contender.name).strip("_")[-100:]
         key = contender.key(setup)
         for seed in seeds:
             files[contender.name, seed] = folder / f"{slug}-{key}-seed{seed}.json"
-    pending = [run for run, file in files.items() if not file.exists()]
+    wanted = seeds[:count]
+    pending = []
+    for (name, seed), file in files.items():
+        if seed in wanted and not file.exists():
+            pending.append((name, seed))
     pending.sort(key=operator.itemgetter(1))  # the first seed of all comes first
-    if len(pending) < len(files):
-        print(f"{len(files) - len(pending)} of {len(files)} runs are there already", flush=True)
+    there = sum(file.exists() for file in files.values())
+    if there:
+        print(f"{there} of {len(files)} runs are there already", flush=True)
     if pending:
-        train_pending(setup, place, files, pending, jobs)
+        workers.train(setup, place, files, pending)
     results = {}
-    for (name, _), file in files.items():
-        results.setdefault(name, []).append(read_result(file))
+    for (name, seed), file in files.items():
+        if seed in wanted:
+            results.setdefault(name, []).append(read_result(file))
     check_same_start(folder, results)
+    return results
+
+
+def run_rounds(folder, setup, place, contenders, baseline, seeds, workers):
+    """The results of run_all, seed by seed: a contender that is hopeless by the seeds so far, of which there
+    are at least two, is not trained with the others. The baseline is trained with all.
+    """
+    racing = list(contenders)
+    results = {}
+    for count in range(min(2, len(seeds)), len(seeds) + 1):
+        results |= run_all(folder, setup, place, racing, seeds, workers, count)
+        if count == len(seeds):
+            break
+        scores = {}
+        for contender in racing:
+            scores[contender.name] = [run["score"] for run in results[contender.name]]
+        stopped = set(compare.hopeless(scores, len(seeds))) - {baseline}
+        if stopped:
+            print(f"stopped after {count} seeds, hopeless: {', '.join(sorted(stopped))}", flush=True)
+        racing = [contender for contender in racing if contender.name not in stopped]
     return results
 
 
@@ -173,15 +228,29 @@ def read_result(file):
     return read_json(file, RESULT, LARGE, advice="remove it, and that run is trained again")
 
 
-def train_pending(setup, place, files, pending, jobs):
-    """Train the (name, seed) of `pending`, `jobs` at a time, and say what each came to."""
-    context = multiprocessing.get_context("spawn")
-    counter = context.Value("i", 0)
-    done = len(files) - len(pending)
-    with ProcessPoolExecutor(min(jobs, len(pending)), context, start_worker, (counter,)) as pool:
+class Workers:
+    """`jobs` processes that train, each with one thread or a GPU. They start with the first run and end with
+    the block; what one has compiled, its next run of the same task uses.
+    """
+
+    def __init__(self, jobs):
+        self.jobs = jobs
+        self.pool = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.pool:
+            self.pool.shutdown(cancel_futures=True)
+
+    def train(self, setup, place, files, pending):
+        """Train the (name, seed) of `pending`, whose results go to files[name, seed], and say what each came
+        to.
+        """
+        done = sum(file.exists() for file in files.values())
         try:
-            running = submit_all(pool, setup, place, files, pending)
-            for future in as_completed(running):
+            for future in as_completed(self.submit(setup, place, files, pending)):
                 result = future.result()
                 done += 1
                 print(
@@ -191,29 +260,30 @@ def train_pending(setup, place, files, pending, jobs):
                     flush=True,
                 )
         except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
+            if self.pool:
+                self.pool.shutdown(wait=False, cancel_futures=True)
             for worker in multiprocessing.active_children():
                 worker.kill()  # in the middle of a step: what is finished is in its file
             kept = sum(file.exists() for file in files.values())
             message = f"interrupted: {kept} of {len(files)} runs are kept, the same command goes on"
             raise KeyboardInterrupt(message) from None
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
 
-
-def submit_all(pool, setup, place, files, pending):
-    """The futures of the (name, seed) of `pending`. Workers start here, and inherit that Ctrl-C, which the
-    terminal sends to all processes, is ignored: this one hears of it and ends them.
-    """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    running = []
-    try:
-        for name, seed in pending:
-            running.append(pool.submit(train, setup, place, name, seed, files[name, seed]))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return running
+    def submit(self, setup, place, files, pending):
+        """The futures of `pending`. Processes start here, and inherit that Ctrl-C, which the terminal sends
+        to all of them, is blocked: this one hears of it, at the latest when all are submitted, and ends them.
+        """
+        if self.pool is None:
+            context = multiprocessing.get_context("spawn")
+            counter = context.Value("i", 0)  # also starts multiprocessing's tracker, which would unblock
+            self.pool = ProcessPoolExecutor(self.jobs, context, start_worker, (counter,))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        futures = []
+        try:
+            for name, seed in pending:
+                futures.append(self.pool.submit(train, setup, place, name, seed, files[name, seed]))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return futures
 
 
 def start_worker(counter):
@@ -242,27 +312,40 @@ def choose_dtype(asked, folder):
     return sizing.choose_dtype(asked, start(), {}).dtype_name
 
 
-def check_setup(folder, setup):
-    """Write the setup of a new race; refuse runs with different data or another model in one that exists."""
+def check_setup(folder, setup, accept_changes=False):
+    """Write the setup of a new race; refuse runs with different data or another model in one that exists.
+
+    accept_changes: where only code has changed, which may leave all results as they were, that is said.
+    """
     file = folder / "task.json"
     if not os.path.lexists(file):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, setup)
     before = read_json(file, TASK)
-    changed = []
+    changed = {}
     for key, value in setup.items():
         if before.get(key) != value:
-            changed.append(f"{key} {before.get(key)}, not {value}")
-    if changed:
-        raise InputError(f"race {folder.name} was run with {'; '.join(changed)}: choose another --name")
+            changed[key] = f"{key} {before.get(key)}, not {value}"
+    if not changed:
+        return
+    problem = f"race {folder.name} was run with {'; '.join(changed.values())}"
+    if not CODE.issuperset(changed):
+        raise InputError(f"{problem}: choose another --name")
+    if not accept_changes:
+        raise InputError(
+            f"{problem}: choose another --name, or say --accept-changes if it trains the same as before"
+        )
+    print(f"{problem}: its results are compared with new ones all the same", flush=True)
 
 
 def check_same_start(folder, results):
     """InputError where the contenders of a seed had not the same initial weights and the same rows."""
-    for runs in zip(*results.values(), strict=True):
-        starts = {(run["initial"], run["rows"]) for run in runs}
-        if len(starts) > 1:
-            raise InputError(
-                f"race {folder.name}: the contenders of seed {runs[0]['seed']} differ in initial weights or "
-                "rows: does one change them, or has the code changed? Choose another --name"
-            )
+    start_of_seed = {}
+    for runs in results.values():
+        for run in runs:
+            start = (run["initial"], run["rows"])
+            if start_of_seed.setdefault(run["seed"], start) != start:
+                raise InputError(
+                    f"race {folder.name}: the contenders of seed {run['seed']} differ in initial weights or "
+                    "rows: does one change them, or has the code changed? Choose another --name"
+                )

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanomuon import optim, orthogonalize, recipe
+from nanomuon import recipe
 from nanomuon.param_groups import build_param_groups
-from nanomuon.race_tasks import digest, empty_model
+from nanomuon.race_tasks import code_digest, digest, empty_model
 from nanomuon.runtime import InputError
 from nanomuon.schedule import lr_multiplier
 from nanomuon.user_file import check_schedule, load_recipe, make_optimizer
@@ -126,32 +126,36 @@ class Contender:
         options = ",".join(f"{key}={value}".replace(" ", "") for key, value in self.options.items())
         return f"{self.source}:{options}"
 
-    def scaled(self, factor):
-        """The same with all its learning rates multiplied."""
-        if factor == 1:
-            return self
-        options = {**self.options, "lr_scale": self.lr_scale * factor}
-        text = ",".join(f"{key}={value}" for key, value in options.items())
+    def with_options(self, options):
+        """The same with these options beside, or in place of, its own."""
+        text = ",".join(f"{key}={value}" for key, value in {**self.options, **options}.items())
         return Contender(f"{self.source}:{text}")
+
+    def keywords(self):
+        """{keyword: default} of its two functions."""
+        build, schedule = self.unbound()
+        return defaults(build, 1) | defaults(schedule, 3)
 
     def functions(self):
         """build(model) and schedule(group, step, steps), each with the options that it knows."""
-        if self.is_preset:
-            build, schedule = PRESETS[self.source].build, PRESETS[self.source].schedule
-        else:
-            build, own_schedule = load_recipe(self.source)
-            schedule = own_schedule or recipe.schedule
-        of_build = list(inspect.signature(build).parameters)[1:]
-        of_schedule = list(inspect.signature(schedule).parameters)[3:]
+        build, schedule = self.unbound()
+        of_build, of_schedule = defaults(build, 1), defaults(schedule, 3)
         known = ["lr_scale", *of_build, *of_schedule]
         unknown = self.options.keys() - set(known)
         if unknown:
             raise InputError(
                 f"contender {self.source} has no {', '.join(unknown)}; it has {', '.join(known)}"
             )
-        return self.with_options(build, of_build), self.with_options(schedule, of_schedule)
+        return self.bound(build, of_build), self.bound(schedule, of_schedule)
 
-    def with_options(self, function, keywords):
+    def unbound(self):
+        """Its two functions, as they are defined."""
+        if self.is_preset:
+            return PRESETS[self.source].build, PRESETS[self.source].schedule
+        build, own_schedule = load_recipe(self.source)
+        return build, own_schedule or recipe.schedule
+
+    def bound(self, function, keywords):
         options = {key: value for key, value in self.options.items() if key in keywords}
         return functools.partial(function, **options)
 
@@ -167,20 +171,23 @@ class Contender:
         return optimizer, built, schedule
 
     def key(self, setup):
-        """Changes with its code, that of the optimizer, and its hyperparameters at every step.
+        """Changes with its file's code and its hyperparameters at every step.
 
         What a contender's file imports is not looked at.
         """
-        files = [optim.__file__, orthogonalize.__file__]
-        if not self.is_preset:
-            files.append(self.source)
-        code = [Path(file).read_bytes() for file in files]
+        code = [] if self.is_preset else [code_digest(self.source)]
         steps = setup["steps"]
         _, groups, schedule = self.prepare(empty_model(setup, "cpu"), setup)
         course = []
         for step in range(steps):
             course.append([schedule(group, step, steps) for group in groups])
         return digest(*code, described(groups), course)
+
+
+def defaults(function, given):
+    """{keyword: default} of a function, without the arguments that it is `given` by position."""
+    parameters = list(inspect.signature(function).parameters.values())[given:]
+    return {parameter.name: parameter.default for parameter in parameters}
 
 
 def parse_options(text, options):

@@ -4,6 +4,8 @@ A setup is a dict of all that two runs must share to be compared, of JSON types;
 What it was made from lies at a place: the file of a text, or a folder of shards.
 """
 
+import ast
+import functools
 import hashlib
 import itertools
 import json
@@ -14,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanomuon import attention, gpt, moe, qk_clip, shards
+from nanomuon import attention, gpt, moe, optim, orthogonalize, qk_clip, shards
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError, usable_gpus
@@ -101,7 +103,7 @@ def validation_windows(inputs, targets):
     return [(inputs[:, i].contiguous(), targets[:, i].contiguous()) for i in range(inputs.size(1))]
 
 
-def python_setup(text=None, vocab_size=None):
+def python_setup(text=None, vocab_size=None, steps=300):
     """The corpus that needs no download, with base_train's loader and model of depth 4: bits per byte."""
     return corpus_setup(
         "python",
@@ -110,12 +112,15 @@ def python_setup(text=None, vocab_size=None):
         seq_len=256,
         rows=16,
         micro_rows=16,
-        steps=300,
+        steps=steps,
         eval_every=25,
         eval_batches=8,
-        whole_every=300,
+        whole_every=steps,
         unit="bits per byte",
     )
+
+
+python_long_setup = functools.partial(python_setup, steps=2000)
 
 
 def speedrun_setup(text=None, vocab_size=None):
@@ -169,6 +174,7 @@ def corpus_data(setup, folder, seed, device):
 TASKS = {
     "shakespeare": Task(shakespeare_setup, shakespeare_data, targets=[1.775, 1.6]),
     "python": Task(python_setup, corpus_data, targets=[1.5, 1.4]),
+    "python-long": Task(python_long_setup, corpus_data, targets=[1.0, 0.95]),
     "speedrun": Task(speedrun_setup, corpus_data, targets=[3.5, 3.28]),
 }
 
@@ -184,8 +190,8 @@ def open_task(name, text, vocab_size, steps, model):
     if steps:
         setup["steps"] = steps
     setup["device"] = "cuda" if usable_gpus() else "cpu"
-    code = [Path(module.__file__).read_bytes() for module in (gpt, attention, moe, qk_clip)]
-    setup["model_code"] = digest(*code)
+    setup["model_code"] = digest(*[code_digest(module.__file__) for module in (gpt, attention, moe, qk_clip)])
+    setup["optimizer_code"] = digest(*[code_digest(module.__file__) for module in (optim, orthogonalize)])
     return place, setup
 
 
@@ -204,6 +210,22 @@ def digest(*parts):
             part = json.dumps(part, sort_keys=True, default=as_text).encode()
         state.update(part)
     return state.hexdigest()[:12]
+
+
+def code_digest(file):
+    """Digest of what a Python file does: its comments, docstrings and layout do not count."""
+    tree = ast.parse(Path(file).read_bytes())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        node.body = [statement for statement in body if not is_text(statement)]
+    return digest(ast.unparse(tree))
+
+
+def is_text(statement):
+    """Whether it is a docstring, or another string that nothing is done with."""
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def as_text(value):

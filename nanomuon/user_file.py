@@ -111,3 +111,17 @@ def check_schedule(schedule, groups, steps):
         if not isinstance(values, dict) or values.keys() - group.keys():
             has = ", ".join(key for key in group if key not in ("params", "names"))
             raise InputError(f"schedule() has to return a dict of what the group has ({has}), not {values!r}")
+
+
+def load_dial(file):
+    """(keyword, low, high): the DIAL of a user's file, which a race searches from low to high; or None."""
+    dial = getattr(run_file(file, read_source(file)), "DIAL", None)
+    if dial is None:
+        return None
+    problem = f"{file}: DIAL has to be (keyword, low, high) with low < high, not {dial!r}"
+    if not isinstance(dial, tuple) or len(dial) != 3 or not isinstance(dial[0], str):
+        raise InputError(problem)
+    _, low, high = dial
+    if not isinstance(low, int | float) or not isinstance(high, int | float) or not low < high:
+        raise InputError(problem)
+    return dial

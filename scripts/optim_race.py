@@ -2,8 +2,8 @@
 
     python -m scripts.optim_race --text tinyshakespeare.txt --contenders default adamw muon normuon
     python -m scripts.optim_race --text tinyshakespeare.txt --contenders default default:matrix_lr=0.03 my.py
-    python -m scripts.optim_race --text tinyshakespeare.txt --contenders adamw my.py --sweep 0.5,1,2
-    python -m scripts.optim_race --task python --contenders adamw default --seeds 3
+    python -m scripts.optim_race --text tinyshakespeare.txt --contenders adamw my.py --sweep 8
+    python -m scripts.optim_race --task python --contenders adamw default --seeds 3 --leaderboard
 
 A contender is a preset (adamw, muon, normuon, or default: the recipe of base_train) or a Python file with
 
@@ -18,21 +18,32 @@ puts them in place in its eval() and back in its train().
 All contenders get the same initial weights and the same rows for a seed, and are compared seed by seed. Every
 finished run is kept in races/NAME under NANOMUON_BASE_DIR: an interrupted race goes on (Ctrl-C ends it within
 two seconds), and one with more seeds or contenders trains only what is new. A contender whose code or
-hyperparameters have changed is another contender; runs of another task, model or data are refused. With a
-sweep each contender is trained at every multiple of its learning rates, with seeds of its own, and races at
-the best one.
+hyperparameters have changed is another contender; runs of another task, model or data are refused. After two
+seeds or more a contender that is hopelessly behind stops, by a rule that wrongs one of the best in a hundred
+races at most.
 
-Tasks: shakespeare (characters of --text, 0.8M parameters, 2,000 steps: minutes on a core), python (the
-embedded corpus, depth 4, 300 steps), speedrun (FineWeb, 12 layers of width 768, GPUs only).
+--sweep 8 gives each contender the time of eight runs to find its rates first, with other seeds: trials of a
+quarter of the length, the best of them at half, the best of those at all of it. Searched are the rate of the
+matrices, the decay and the dial that its file names (DIAL = ("c", 0.1, 0.8)), or else all rates together.
+
+--leaderboard keeps the finished runs in docs/races, small enough to be committed, goes on from those that are
+there, and writes docs/leaderboard.md.
+
+Tasks: shakespeare (characters of any --text, 0.8M parameters, 2,000 steps: minutes on a core), python (the
+embedded corpus, depth 4, 300 steps), python-long (2,000 steps), speedrun (FineWeb, 12 layers of width 768,
+GPUs only).
 """
 
 import argparse
 import ast
+import itertools
 import math
-import statistics
-from dataclasses import dataclass
+import os
+import shlex
+import sys
+from pathlib import Path
 
-from nanomuon import locks, race, race_report
+from nanomuon import kept_race, leaderboard, locks, race, race_report, race_tuning
 from nanomuon.arguments import add_dtype_argument
 from nanomuon.race_contenders import Contender
 from nanomuon.race_tasks import TASKS, empty_model, open_task
@@ -46,34 +57,83 @@ from nanomuon.runtime import (
     usable_gpus,
 )
 
-SWEEP_SEED = 1000  # the seeds of a sweep begin here: those of the race must not have chosen what they judge
-
 
 def main(argv=None):
     args = parse_arguments(argv)
+    if args.contenders:
+        run_race(args, sys.argv[1:] if argv is None else argv)
+    if args.leaderboard:
+        page = args.leaderboard / "leaderboard.md"
+        leaderboard.write_leaderboard(args.leaderboard / "races", page)
+        print(page)
+
+
+def run_race(args, argv):
     place, setup = open_task(args.task, args.text, args.vocab_size, args.steps, dict(args.model))
+    set_batch(setup, args.total_batch_size)
     folder = base_dir() / "races" / (args.name or args.task)
+    kept_file = None
+    if args.leaderboard:
+        kept_file = args.leaderboard / "races" / f"{folder.name}.jsonl"
+        if os.path.lexists(kept_file):
+            kept_race.restore(kept_file, folder)
     setup["dtype"] = race.choose_dtype(args.dtype, folder)
     baseline = Contender(args.baseline or args.contenders[0])
     contenders = distinct([baseline, *map(Contender, args.contenders)])
     announce(args.task, setup, folder)
     with locks.shared(folder):
-        parts = []
-        if args.sweep:
-            best = sweep(folder, setup, place, contenders, args)
-            contenders = list(best.chosen.values())
-            baseline = best.chosen[baseline.name]
-            parts.append(best.text)
-        seeds = range(args.first_seed, args.first_seed + args.seeds)
-        results = race.run_all(folder, setup, place, contenders, seeds, args.jobs)
-        targets = args.targets or TASKS[args.task].targets
-        parts.append(race_report.table(results, baseline.name, targets, args.detect, setup["unit"]))
-        parts.append(race_report.verdicts(results, baseline.name))
-        if len(results) > 2:
-            parts.append(race_report.ranking(results, setup["unit"]))
-        print("\n\n".join(parts))
-        race_report.write_report(folder, results, parts, setup["unit"], baseline.name)
+        race.check_setup(folder, setup, args.accept_changes)
+        try:
+            parts = compete(folder, setup, place, baseline, contenders, args)
+        finally:
+            if kept_file:
+                kept_race.keep(folder, kept_file, baseline.name, shown_command(argv))
+    print("\n\n".join(parts))
     print(f"\n{folder}/race.md, {folder}/race.png")
+
+
+def compete(folder, setup, place, baseline, contenders, args):
+    """Tune, if asked, and race; the parts of the report, which is written."""
+    parts = []
+    slope = None
+    with race.Workers(args.jobs) as workers:
+        if args.sweep:
+            searches = tune(folder, setup, place, contenders, args.sweep, workers)
+            contenders = [found.best for found in searches]
+            baseline = searches[0].best
+            slope = searches[0].slope
+            parts.append(tuning_table(searches, args.sweep))
+        seeds = range(args.first_seed, args.first_seed + args.seeds)
+        if args.all_seeds:
+            results = race.run_all(folder, setup, place, contenders, seeds, workers)
+        else:
+            results = race.run_rounds(folder, setup, place, contenders, baseline.name, seeds, workers)
+    targets = args.targets or TASKS[args.task].targets
+    parts.append(race_report.table(results, baseline.name, targets, args.detect, setup["unit"], slope))
+    parts.append(race_report.verdicts(results, baseline.name))
+    if len(results) > 2:
+        parts.append(race_report.ranking(results, setup["unit"], slope))
+    race_report.write_report(folder, results, parts, setup["unit"], baseline.name, slope)
+    return parts
+
+
+def set_batch(setup, tokens):
+    """Put a batch of so many tokens into the setup; None leaves the task's."""
+    if tokens is None:
+        return
+    length = setup["model"]["seq_len"]
+    if tokens % length:
+        raise InputError(f"--total-batch-size {tokens} is not a multiple of the context, {length} tokens")
+    setup["rows"] = tokens // length
+    setup["micro_rows"] = math.gcd(setup["rows"], setup["micro_rows"])
+
+
+def shown_command(argv):
+    """The command for a reader elsewhere: of --text the name of the file."""
+    shown = []
+    for before, argument in itertools.pairwise(["", *argv]):
+        shown.append(Path(argument).name if before == "--text" else argument)
+    return "python -m scripts.optim_race " + shlex.join(shown)
 
 
 def parse_arguments(argv):
@@ -85,7 +145,7 @@ def parse_arguments(argv):
     add = parser.add_argument
     add("--task", default="shakespeare", choices=TASKS, help="(default: %(default)s)")
     add("--text", help="the text of the shakespeare task")
-    add("--contenders", nargs="+", required=True, metavar="NAME_OR_FILE[:key=value,...]")
+    add("--contenders", nargs="+", default=[], metavar="NAME_OR_FILE[:key=value,...]")
     add("--baseline", help="the contender that the others are compared with (default: the first)")
     add("--seeds", type=int, default=5, help="runs of each contender (default: %(default)s)")
     add(
@@ -95,16 +155,15 @@ def parse_arguments(argv):
         help="seeds are this one and those that follow (default: %(default)s)",
     )
     add(
-        "--sweep",
-        type=numbers,
-        default=[],
-        help="multiples of the learning rates to choose from, e.g. 0.5,1,2",
+        "--all-seeds",
+        action="store_true",
+        help="train every contender with every seed, the hopeless too",
     )
     add(
-        "--sweep-seeds",
+        "--sweep",
         type=int,
-        default=2,
-        help="runs of each contender at each multiple (default: %(default)s)",
+        metavar="RUNS",
+        help="tune every contender first, with at most so many runs of full length each",
     )
     add(
         "--targets",
@@ -131,7 +190,22 @@ def parse_arguments(argv):
         type=int,
         help="tokens in the vocabulary of the tasks with a tokenizer (default: the task's)",
     )
+    add("--total-batch-size", type=int, help="tokens per optimizer step (default: the task's)")
     add("--name", help="folder of the race under races/ (default: the task)")
+    add(
+        "--leaderboard",
+        nargs="?",
+        type=Path,
+        const=Path("docs"),
+        metavar="FOLDER",
+        help="keep the finished runs in FOLDER/races/NAME.jsonl, go on from those that are there, and write "
+        "FOLDER/leaderboard.md of all such files; without --contenders that page alone (default: docs)",
+    )
+    add(
+        "--accept-changes",
+        action="store_true",
+        help="go on with a race though the code of the model or the optimizer has changed since",
+    )
     add_dtype_argument(parser)
     jobs = usable_gpus() or cores()
     add("--jobs", type=int, default=jobs, help="runs at a time (default: one a GPU or core, %(default)s)")
@@ -141,15 +215,21 @@ def parse_arguments(argv):
 
 
 def check_arguments(args):
-    check_at_least_1(args, "seeds", "sweep_seeds", "steps", "jobs")
+    if not args.contenders and not args.leaderboard:
+        raise InputError("--contenders says who races, for example: --contenders default adamw")
+    check_at_least_1(args, "seeds", "steps", "jobs", "total_batch_size")
     if args.name is not None:
         check_name("--name", args.name)
-    if any(not 0 < factor < math.inf for factor in args.sweep):
-        raise InputError("--sweep takes multiples above 0")
-    starts_before_the_end = args.first_seed < SWEEP_SEED + args.sweep_seeds
-    ends_after_the_start = args.first_seed + args.seeds > SWEEP_SEED
-    if args.sweep and starts_before_the_end and ends_after_the_start:
-        raise InputError(f"seeds from {SWEEP_SEED} on are the sweep's: choose another --first-seed")
+    if args.sweep is not None and args.sweep < race_tuning.FEWEST_RUNS:
+        raise InputError(
+            f"--sweep takes the runs that tuning may cost, at least {race_tuning.FEWEST_RUNS}, "
+            f"not {args.sweep}"
+        )
+    of_tuning = range(race_tuning.FIRST_SEED, race_tuning.FIRST_SEED + len(race_tuning.LENGTHS))
+    if args.sweep and args.first_seed < of_tuning.stop and args.first_seed + args.seeds > of_tuning.start:
+        raise InputError(
+            f"seeds {of_tuning.start} to {of_tuning.stop - 1} are tuning's: choose another --first-seed"
+        )
     if args.detect <= 0:
         raise InputError(f"--detect must be above 0, not {args.detect:g}")
 
@@ -181,45 +261,35 @@ def announce(task, setup, folder):
     )
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """chosen: {name of a contender: its variant at the best multiple}; text: the table that says why."""
+def tune(folder, setup, place, contenders, budget, workers):
+    """A race_tuning.Search of every contender; the runs are under `folder`/sweep."""
 
-    chosen: dict
-    text: str
+    def train(trials, steps, seed):
+        rung = folder / "sweep" / str(steps)
+        rung_setup = setup | {"steps": steps}
+        race.check_setup(rung, rung_setup, accept_changes=True)  # asked before, for the race itself
+        print(f"tuning: {len(trials)} trials of {steps} steps", flush=True)
+        results = race.run_all(rung, rung_setup, place, trials, [seed], workers)
+        return {name: race_report.score(run) for name, (run,) in results.items()}
+
+    return race_tuning.search(contenders, budget, setup["steps"], train)
 
 
-def sweep(folder, setup, place, contenders, args):
-    """Race every contender at every multiple of its learning rates; a Sweep tells where each is best."""
-    variants = {}  # {(name, multiple): contender}
-    for contender in contenders:
-        for factor in args.sweep:
-            variants[contender.name, factor] = contender.scaled(factor)
-    seeds = range(SWEEP_SEED, SWEEP_SEED + args.sweep_seeds)
-    results = race.run_all(folder, setup, place, list(variants.values()), seeds, args.jobs)
-
-    chosen = {}
-    lines = [["learning rates x", *(f"{factor:g}" for factor in args.sweep), "best"]]
-    some_at_the_edge = False
-    for contender in contenders:
-        means = {}  # {multiple: mean score}
-        for factor in args.sweep:
-            runs = results[variants[contender.name, factor].name]
-            means[factor] = statistics.fmean(map(race_report.score, runs))
-        best = min(means, key=means.get)
-        chosen[contender.name] = variants[contender.name, best]
-        best_text = f"{best:g}"
-        if len(means) > 1 and best in (min(means), max(means)):
-            best_text += " (edge)"
-            some_at_the_edge = True
-        lines.append([contender.name, *(f"{mean:.4f}" for mean in means.values()), best_text])
-    text = (
-        f"Learning rates: mean of {len(seeds)} seeds, the best of {len(args.sweep)} races with other seeds\n"
+def tuning_table(searches, budget):
+    """The trials of every contender that were trained at full length, and how the search went."""
+    lines = [["contender", "as it is, short", "best", "score", "tried"]]
+    for found in searches:
+        shortest, first_scores = found.rounds[0]
+        _, last_scores = found.rounds[-1]
+        tried = ", ".join(f"{len(scores)} of {steps} steps" for steps, scores in found.rounds)
+        own = first_scores[found.contender.name]
+        best = found.best.name.removeprefix(found.contender.source).removeprefix(":") or "as it is"
+        score = f"{last_scores[found.best.name]:.4f}"
+        lines.append([found.contender.name, f"{own:.4f} at {shortest}", best, score, tried])
+    return (
+        f"Tuning: at most {budget} runs of full length for each contender, with other seeds than the race\n"
+        + race_report.columns(lines)
     )
-    text += race_report.columns(lines)
-    if some_at_the_edge:
-        text += "\nThe best lies at the edge for some: a wider sweep may find better."
-    return Sweep(chosen, text)
 
 
 if __name__ == "__main__":

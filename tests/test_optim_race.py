@@ -167,6 +167,22 @@ def test_ctrl_c_in_a_race_is_one_line_and_keeps_what_is_finished(text, tmp_path,
     assert process.returncode == 130 and (kept > 0 or moment == "starting")
 
 
+def test_ctrl_c_while_runs_are_handed_out_is_heard_once_all_are():
+    class Pool:
+        submitted = 0
+
+        def submit(self, *arguments):
+            self.submitted += 1
+            os.kill(os.getpid(), signal.SIGINT)
+
+    pool = Pool()
+    pending = [("adamw", seed) for seed in range(3)]
+    files = {run: Path("result.json") for run in pending}
+    with pytest.raises(KeyboardInterrupt):
+        race.submit_all(pool, {}, "place", files, pending)
+    assert pool.submitted == 3
+
+
 def open_small(text, **model):
     """Setup and place of a small race, in the order of race.train."""
     model = dict(depth=1, width=32, heads=2, kv_heads=2, seq_len=16) | model
