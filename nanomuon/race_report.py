@@ -240,6 +240,9 @@ def rank_cells(rank):
     return [mean, interval(rank.difference)]
 
 
+TIE = "not distinguishable from the best"
+
+
 def rank_p(rank):
     if rank.difference is None or rank.difference.seeds < 2:
         return ""
@@ -255,18 +258,22 @@ def rank_verdict(rank, alpha=0.05):
         return "one seed: cannot tell"
     if rank.p < alpha:
         return "worse than the best"
-    return "not distinguishable from the best"
+    return TIE
+
+
+def tie_sentence(ranks, names):
+    best = names[ranks[0].name]
+    ties = [names[rank.name] for rank in ranks if rank_verdict(rank) == TIE]
+    if ties:
+        return f"Not distinguishable from the best, {best}: {', '.join(ties)}."
+    if len(ranks) == 1:
+        return f"{best} has nobody to be compared with."
+    return f"Worse than the best, {best}, are all others of which it can be told."
 
 
 def ranking_notes(results, ranks, names, slope):
     """Lines below a ranking: who ties with the best, and how its figures are meant."""
-    best = names[ranks[0].name]
-    ties = [names[rank.name] for rank in ranks if rank_verdict(rank) == "not distinguishable from the best"]
-    notes = []
-    if ties:
-        notes.append(f"Not distinguishable from the best, {best}: {', '.join(ties)}.")
-    elif len(ranks) > 1:
-        notes.append(f"All others that can be told are worse than {best}.")
+    notes = [tie_sentence(ranks, names)]
     notes.append(
         "p: of being as good as the best, corrected for its choice among all and for all comparisons (false "
         "discovery rate 5%)."
@@ -340,7 +347,7 @@ class ForestRow:
     """difference: to the baseline; None for itself and those that diverged."""
 
     label: str
-    verdict: str  # better, worse, equal (not distinguishable), baseline or diverged
+    verdict: str  # better, worse, not distinguishable, baseline or diverged
     seeds: int
     difference: compare.Difference | None = None
     equal_seconds: float | None = None  # the difference at equal seconds, an estimate
@@ -364,9 +371,7 @@ def forest_rows(results, baseline, slope=None):
         equal_seconds = None
         if slope is not None and difference.seeds > 0:
             equal_seconds = at_equal_seconds(difference.mean, runs, results[baseline], slope)
-        verdict = "equal"
-        if p < 0.05:
-            verdict = "better" if difference.mean < 0 else "worse"
+        verdict = verdict_word(difference, p)
         rows.append(ForestRow(labels[name], verdict, len(runs), difference, equal_seconds))
     return rows
 
@@ -374,8 +379,15 @@ def forest_rows(results, baseline, slope=None):
 # Inches. The places of a picture are computed here: matplotlib's layouts make columns of text and few or many
 # rows collide
 HEAD, FOOT = 0.55, 0.95  # above and below the rows: title and column heads; axis and legend
-LABELS, PLOT, NUMBERS = 2.6, 4.4, 2.75  # widths of a forest plot's three parts
+PLOT, NUMBERS = 4.4, 2.75  # widths of two parts of a forest plot; the third, its labels, is measured
 CURVES_LEFT, CURVES, GAP = 0.75, 5.6, 0.25  # widths, left of a forest plot
+
+
+def verdict_word(difference, p, alpha=0.05):
+    """p: of the difference, adjusted."""
+    if p < alpha:
+        return "better" if difference.mean < 0 else "worse"
+    return "not distinguishable"
 
 
 def plot_race(results, baseline, unit, image, slope=None) -> None:
@@ -387,9 +399,9 @@ def plot_race(results, baseline, unit, image, slope=None) -> None:
     curves_height = min(6.5, max(4.4, rows_height(rows)))
     height = max(HEAD + rows_height(rows) + FOOT, HEAD + curves_height + 0.6)
     forest_left = CURVES_LEFT + CURVES + GAP
-    figure = empty_figure(forest_left + LABELS + PLOT + NUMBERS, height)
+    figure = empty_figure(forest_left + labels_width(rows) + PLOT + NUMBERS, height)
     draw_curves(add_axes(figure, CURVES_LEFT, HEAD, CURVES, curves_height), results, baseline, unit)
-    axis = add_axes(figure, forest_left + LABELS, HEAD, PLOT, rows_height(rows))
+    axis = add_axes(figure, forest_left + labels_width(rows), HEAD, PLOT, rows_height(rows))
     draw_forest(axis, rows, short_names(results)[baseline], unit)
     report.save_figure(figure, image)
 
@@ -397,8 +409,8 @@ def plot_race(results, baseline, unit, image, slope=None) -> None:
 def plot_forest(results, baseline, unit, image, slope=None) -> None:
     """Draw the differences to the baseline alone into a PNG, see plot_race."""
     rows = forest_rows(results, baseline, slope)
-    figure = empty_figure(LABELS + PLOT + NUMBERS, HEAD + rows_height(rows) + FOOT)
-    axis = add_axes(figure, LABELS, HEAD, PLOT, rows_height(rows))
+    figure = empty_figure(labels_width(rows) + PLOT + NUMBERS, HEAD + rows_height(rows) + FOOT)
+    axis = add_axes(figure, labels_width(rows), HEAD, PLOT, rows_height(rows))
     draw_forest(axis, rows, short_names(results)[baseline], unit)
     report.save_figure(figure, image)
 
@@ -417,6 +429,11 @@ def add_axes(figure, left, top, width, height):
     of_width, of_height = figure.get_size_inches()
     bottom = of_height - top - height
     return figure.add_axes([left / of_width, bottom / of_height, width / of_width, height / of_height])
+
+
+def labels_width(rows):
+    """Of the names at the left of a forest plot: 8.5 points high, a character is 0.6 of that wide at most."""
+    return 0.3 + 0.071 * max(len(row.label) for row in rows)
 
 
 def rows_height(rows):
@@ -464,10 +481,9 @@ def draw_curves(axis, results, baseline, unit):
 
 MARKERS = {  # shape and filling differ too, for grey and for the colour-blind
     "better": dict(marker="o", color=BLUE, markerfacecolor=BLUE),
-    "equal": dict(marker="o", color=GREY, markerfacecolor="white"),
+    "not distinguishable": dict(marker="o", color=GREY, markerfacecolor="white"),
     "worse": dict(marker="s", color=VERMILION, markerfacecolor=VERMILION),
 }
-IN_WORDS = {"better": "better", "equal": "not distinguishable", "worse": "worse"}
 EQUAL_SECONDS = dict(marker="D", markersize=4, color=DARK, markerfacecolor="white", markeredgewidth=0.8)
 
 
@@ -489,7 +505,7 @@ def draw_forest(axis, rows, baseline, unit):
     above = 0.14 / rows_height(rows)
     write_beside(axis, -0.5 - above * len(rows), "difference", "95% interval", "seeds", weight="bold")
     axis.text(
-        -(LABELS - 0.15) / PLOT,
+        -(labels_width(rows) - 0.15) / PLOT,
         1 + above,
         f"Difference to {baseline}, with 95% interval",
         transform=axis.transAxes,
@@ -546,9 +562,9 @@ def write_beside(axis, place, difference, interval_text, seeds, **style):
 
 def draw_forest_legend(axis, rows):
     verdicts_shown = {row.verdict for row in rows}
-    for verdict, words in IN_WORDS.items():
+    for verdict, style in MARKERS.items():
         if verdict in verdicts_shown:
-            axis.plot([], [], linewidth=2.2, markersize=6.5, label=words, **MARKERS[verdict])
+            axis.plot([], [], linewidth=2.2, markersize=6.5, label=verdict, **style)
     if any(row.equal_seconds is not None for row in rows):
         label = "at equal seconds, estimated"
         axis.plot([], [], linestyle="", label=label, **EQUAL_SECONDS)
