@@ -261,19 +261,6 @@ def hopeless(scores: dict[str, list[float]], seeds: int, level: float = 0.01) ->
     return stopped
 
 
-def holm(ps: list[float]) -> list[float]:
-    """p values adjusted for having made all these comparisons (Holm 1979).
-
-    Where those below alpha are called different, the chance that any of them is not is at most alpha.
-    """
-    adjusted = [0.0] * len(ps)
-    largest = 0.0  # the adjusted values rise with the values
-    for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
-        largest = max(largest, min(1.0, (len(ps) - rank) * ps[index]))
-        adjusted[index] = largest
-    return adjusted
-
-
 def benjamini_hochberg(ps: list[float]) -> list[float]:
     """p values adjusted for the false discovery rate (Benjamini and Hochberg 1995, JRSS B 57).
 

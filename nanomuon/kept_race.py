@@ -12,8 +12,10 @@ from nanomuon.race import RESULT, TASK, read_result
 from nanomuon.read_json import (
     LOG,
     Choice,
+    Flag,
     ListOf,
     Matching,
+    OrNull,
     Record,
     Text,
     Whole,
@@ -25,7 +27,10 @@ from nanomuon.runtime import InputError, write_json, write_json_lines
 
 RUN_FILE = Matching(r"(sweep/[0-9]{1,12}/)?[\w-][\w=.-]{0,200}\.json", "the file of a run in a race's folder")
 HEADER = Record({"race": Text(), "baseline": Text(), "commands": ListOf(Text()), "setup": TASK})
-RUN = Record(RESULT.required | {"file": RUN_FILE, "stage": Choice("race", "sweep"), "steps": Whole(1)})
+RUN = Record(
+    RESULT.required | {"file": RUN_FILE, "stage": Choice("race", "sweep"), "steps": Whole(1)},
+    {"machine": Text(), "commit": OrNull(Text(64)), "clean_tree": OrNull(Flag())},
+)
 DIGITS = 6  # of a loss
 
 

@@ -218,21 +218,21 @@ def write_report(run_dir, settings, summary, samples, machine, stages, provenanc
             figures = (f"{task['accuracy']:.4f}", f"{task['centered']:.4f}", task["items"], task["seconds"])
             rows.append((label, *figures))
         header = ("task", "accuracy", "centered", "items", "seconds")
-        core_parts = ["## CORE\n\n" + line, _table(header, rows)]
+        core_parts = ["## CORE\n\n" + line, markdown_table(header, rows)]
     parts = [
         f"# {name}",
         f"Trained on {machine}.",
-        "## Results\n\n" + _table(("", "value"), summary.items()),
+        "## Results\n\n" + markdown_table(("", "value"), summary.items()),
         "![Training loss, validation bits per byte, learning rate and throughput over tokens](loss.png)",
         *core_parts,
-        "## Samples\n\n" + "\n\n".join(_fenced(sample) for sample in samples),
-        "## Use it\n\n" + _fenced(usage),
+        "## Samples\n\n" + "\n\n".join(fenced(sample) for sample in samples),
+        "## Use it\n\n" + fenced(usage),
         "`model.safetensors` and `config.json` are the model; opening them runs no code.",
-        "## Time\n\n" + _table(("stage", "seconds"), times),
-        "## Settings\n\n" + _table(("setting", "value"), settings.items()),
+        "## Time\n\n" + markdown_table(("stage", "seconds"), times),
+        "## Settings\n\n" + markdown_table(("setting", "value"), settings.items()),
     ]
     if provenance:
-        parts.append("## Trained on, and with\n\n" + _table(("", ""), provenance))
+        parts.append("## Trained on, and with\n\n" + markdown_table(("", ""), provenance))
     write_text(run_dir / "report.md", printable("\n\n".join(parts)) + "\n")
 
 
@@ -296,7 +296,7 @@ def _unit(largest):
     return 1, ""
 
 
-def _table(header, rows):
+def markdown_table(header, rows):
     """Rows of cells as a Markdown table."""
     lines = []
     for row in (header, ("---",) * len(header), *rows):
@@ -305,7 +305,7 @@ def _table(header, rows):
     return "\n".join(lines)
 
 
-def _fenced(text):
+def fenced(text):
     """A fenced block that no backticks inside can end: the fence is longer than any run of them."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)

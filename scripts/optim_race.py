@@ -95,11 +95,13 @@ def run_race(args, argv):
 def compete(folder, setup, place, baseline, contenders, args):
     """Tune, if asked, and race; the parts of the report, which is written."""
     parts = []
+    slope = None
     with race.Workers(args.jobs) as workers:
         if args.sweep:
             searches = tune(folder, setup, place, contenders, args.sweep, workers)
             contenders = [found.best for found in searches]
             baseline = searches[0].best
+            slope = searches[0].slope
             parts.append(tuning_table(searches, args.sweep))
         seeds = range(args.first_seed, args.first_seed + args.seeds)
         if args.all_seeds:
@@ -107,9 +109,11 @@ def compete(folder, setup, place, baseline, contenders, args):
         else:
             results = race.run_rounds(folder, setup, place, contenders, baseline.name, seeds, workers)
     targets = args.targets or TASKS[args.task].targets
-    parts.append(race_report.table(results, baseline.name, targets, args.detect, setup["unit"]))
+    parts.append(race_report.table(results, baseline.name, targets, args.detect, setup["unit"], slope))
     parts.append(race_report.verdicts(results, baseline.name))
-    race_report.write_report(folder, results, parts, setup["unit"])
+    if len(results) > 2:
+        parts.append(race_report.ranking(results, setup["unit"], slope))
+    race_report.write_report(folder, results, parts, setup["unit"], baseline.name, slope)
     return parts
 
 
