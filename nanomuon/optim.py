@@ -1660,8 +1660,11 @@ class MuonAdamW(torch.optim.Optimizer):
             adamw.load_state_dict(optimizer.adamw_state_dict(adamw))
 
         Moments and step counts of what is AdamW's here, as copies; what is Muon's has none, and starts anew.
-        The hyperparameters are those of `adamw`. Collective. load_state_dict goes the other way.
+        The hyperparameters are those of `adamw`. Collective. load_state_dict goes the other way. ValueError
+        where `adamw` maximizes, or keeps the largest second moment (amsgrad).
         """
+        for i, group in enumerate(adamw.param_groups):
+            check_same_rule(group, f"param group {i} of the {type(adamw).__name__}")
         self.follow_parameters()
         state = {}
         for _, param, group in named_parameters(self.param_groups):
@@ -1691,7 +1694,8 @@ class MuonAdamW(torch.optim.Optimizer):
         parameter that is trained by another kind now starts with state of zero. ValueError, before anything
         is changed, for a name or key that is missing, a shape that differs, a piece that another rank has
         saved, parameters without names in other groups than the saved, one of our groups that would get two
-        values, and options of Muon that are not those of the saved groups.
+        values, options of Muon that are not those of the saved groups, and options of torch's that AdamW has
+        not here.
         """
         if hyperparameters not in ("restore", "keep"):
             raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
@@ -1835,6 +1839,8 @@ class SavedState:
         never_stepped = not entry and not self.is_ours  # torch's have no state before the first gradient
         if switched or never_stepped:
             return {key: torch.zeros(place.shape) for key, place in places.items()}
+        if not self.is_ours:
+            check_same_rule(group, f"the saved optimizer of {name}")
         return entry
 
     def hyperparameters(self, i, group):
@@ -1861,6 +1867,11 @@ class SavedState:
         """The hyperparameters of a saved group; none where it trained by another kind."""
         if saved.get("kind", "adamw") != group["kind"]:
             return {}
+        if not self.is_ours and saved.get("decoupled_weight_decay") is False and saved["weight_decay"]:
+            raise ValueError(
+                "weight decay of torch.optim.Adam is a part of its gradients, and here it is AdamW's: set it "
+                'in our groups and load with hyperparameters="keep"'
+            )
         known = {"initial_lr", *KINDS[group["kind"]].required}
         not_values = {"kind", "params", "names", "param_names"}
         return {
@@ -1868,6 +1879,13 @@ class SavedState:
             for key, value in saved.items()
             if key not in not_values and (self.is_ours or key in known)
         }
+
+
+def check_same_rule(group, where):
+    """ValueError for a param group of a torch optimizer whose moments are not those of AdamW here."""
+    for option in ("amsgrad", "maximize"):
+        if group.get(option):
+            raise ValueError(f"{where} has {option}=True, which AdamW has not here")
 
 
 def same_structure(key, saved, ours):
