@@ -321,10 +321,15 @@ def test_ctrl_c_while_pytorch_is_imported_is_no_traceback(tmp_path):
 
 def test_ctrl_c_in_a_script_is_one_line(capfd):
     """Also where scripts/__init__.py has left SIGINT to the system while it was imported."""
+
+    def main():
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it would end the tests
+        os.kill(os.getpid(), signal.SIGINT)
+
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with pytest.raises(SystemExit) as caught:
-            run_command(lambda: os.kill(os.getpid(), signal.SIGINT))
+            run_command(main)
     finally:
         signal.signal(signal.SIGINT, before)
     assert caught.value.code == 130 and capfd.readouterr().err == "interrupted\n"
