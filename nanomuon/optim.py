@@ -1388,8 +1388,10 @@ class MuonAdamW(torch.optim.Optimizer):
         """One update from the gradients in `p.grad`. Returns the closure's loss, if there is one.
 
         finite: False, or a 0-D tensor that is false, on any rank skips the step on all, as a gradient that is
-        not finite does: for a loss that is known to be bad. A tensor is not read here.
+        not finite does: for a loss that is known to be bad. A tensor is not read here. RuntimeError while a
+        CUDA graph is recorded.
         """
+        refuse_capture()
         with torch.enable_grad():
             loss = closure() if closure else None
         self.follow_parameters()
@@ -1982,6 +1984,19 @@ class DistMuonAdamW(MuonAdamW):
 
 
 # ------------------------------------------------------------------------------------------------------------
+
+
+def refuse_capture():
+    """RuntimeError where a CUDA graph records what is launched: as often as it is replayed, it would take the
+    hyperparameters and the step counts' corrections of this one step, from host memory that is free by then.
+    """
+    if torch.compiler.is_compiling() or not torch.cuda.is_available():
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph cannot record step(), which reads its hyperparameters from the host each time: "
+            "record forward and backward, and call step() after the replay"
+        )
 
 
 @contextlib.contextmanager

@@ -661,6 +661,20 @@ def test_impossible_values_that_a_schedule_writes_are_refused_before_the_step():
     assert torch.equal(p, parameter(8, 8))
 
 
+def test_a_cuda_graph_is_not_recorded_of_a_step(monkeypatch):
+    p = parameter(8, 8)
+    optimizer = MuonAdamW([muon(p)])
+    p.grad = gradient(p, 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="record forward and backward, and call step"):
+        optimizer.step()
+    assert torch.equal(p, parameter(8, 8))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    optimizer.step()
+    assert not torch.equal(p, parameter(8, 8))
+
+
 def test_a_gpu_hears_of_different_ranks_when_the_answer_has_arrived(monkeypatch):
     """Not waited for: an event says when."""
     agreement = MuonAdamW([muon(parameter(8, 8))]).agreement
