@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 
-from nanomuon import fp8, guards, parallel, provenance, run_folder, shards, sizing, user_file
+from nanomuon import core_bundle, fp8, guards, parallel, provenance, run_folder, shards, sizing, user_file
 from nanomuon.arguments import RECIPE_FLAGS, add_step_arguments, check_not_negative, check_step_arguments
 from nanomuon.compilation import choose_compilation
 from nanomuon.launch import Launch, choose_windows, open_core_tasks, prepare_data, start_run
@@ -350,6 +350,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--core-bundle",
+        type=core_bundle.from_anywhere,
         help="tasks of CORE: a folder, a zip or its address, fetched once; evaluated at the end of the run "
         "(default: none, or with --core-every the public bundle)",
     )
