@@ -92,7 +92,6 @@ def with_config(plan: Plan, args: argparse.Namespace, config: GPTConfig) -> Plan
 def model_config(args: argparse.Namespace, vocab_size: int, runtime: Runtime) -> GPTConfig:
     """The model that the arguments ask for. InputError for one that cannot be built."""
     on_gpu = runtime.device.type == "cuda"
-    default_context = 2048 if on_gpu else 256
     window_pattern = args.window_pattern
     if window_pattern is None:
         window_pattern = "SSSL" if on_gpu else "L"  # on a CPU windows save no time
@@ -100,7 +99,7 @@ def model_config(args: argparse.Namespace, vocab_size: int, runtime: Runtime) ->
         return GPTConfig.from_depth(
             args.depth,
             vocab_size,
-            args.max_seq_len or default_context,
+            args.max_seq_len or default_context(on_gpu),
             window_pattern=window_pattern,
             qk_norm=not args.no_qk_norm,
             experts=args.experts,
@@ -108,6 +107,11 @@ def model_config(args: argparse.Namespace, vocab_size: int, runtime: Runtime) ->
         )
     except ValueError as error:
         raise InputError(str(error)) from error
+
+
+def default_context(on_gpu: bool) -> int:
+    """Tokens of a row where --max-seq-len is not given."""
+    return 2048 if on_gpu else 256
 
 
 def choose_rows(
