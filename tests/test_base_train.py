@@ -227,6 +227,7 @@ BAD_INPUT = {
     "negative seed": (["--seed", "-1"], "--seed must not be negative"),
     "huge seed": (["--seed", str(1 << 64)], "--seed must be smaller than"),
     "no tokens": (["--target-param-data-ratio", "0"], "--target-param-data-ratio must be above 0"),
+    "two lengths": (["--target-flops", "1e12"], "--target-flops decides how long the run is, and so does"),
     "run name": (["--run", "../x"], "is not a folder name"),
     "other settings": (["--run", "whole", "--seed", "7"], "exists with seed 0, not 7"),
     "window pattern": (["--window-pattern", "XL"], "window_pattern"),
