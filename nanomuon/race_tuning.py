@@ -88,7 +88,14 @@ class Search:
     contender: object
     rounds: list  # (steps, {trial's name: score})
     best: object  # the trial with the lowest score at full length
-    slope: float | None  # loss that a run loses by one unit of ln(steps) less, of the best
+
+    def runs(self) -> list[dict]:
+        """All trials as runs with contender, steps and score."""
+        every = []
+        for steps, scores in self.rounds:
+            for name, score in scores.items():
+                every.append({"contender": name, "steps": steps, "score": score})
+        return every
 
 
 def search(contenders: list, budget: int, steps: int, train) -> list[Search]:
@@ -113,16 +120,5 @@ def search(contenders: list, budget: int, steps: int, train) -> list[Search]:
             rounds[contender.name].append((length, {trial.name: scores[trial.name] for trial in left}))
     found = []
     for contender in contenders:
-        best = alive[contender.name][0]
-        of_best = slope(rounds[contender.name], best.name)
-        found.append(Search(contender, rounds[contender.name], best, of_best))
+        found.append(Search(contender, rounds[contender.name], alive[contender.name][0]))
     return found
-
-
-def slope(rounds, name: str) -> float | None:
-    """-d loss / d ln(steps) of a trial between the last two lengths; None where it is not above 0."""
-    (short, scores_before), (long, scores) = rounds[-2:]
-    if not math.isfinite(scores_before[name] - scores[name]) or short == long:
-        return None
-    fall = (scores_before[name] - scores[name]) / math.log(long / short)
-    return fall if fall > 0 else None

@@ -101,7 +101,7 @@ def compete(folder, setup, place, baseline, contenders, args):
             searches = tune(folder, setup, place, contenders, args.sweep, workers)
             contenders = [found.best for found in searches]
             baseline = searches[0].best
-            slope = searches[0].slope
+            slope = race_report.slope_of_length(searches[0].runs())
             parts.append(tuning_table(searches, args.sweep))
         seeds = range(args.first_seed, args.first_seed + args.seeds)
         if args.all_seeds:

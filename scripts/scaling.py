@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def stop(number, frame):
-    """Handles the signals that ask for an end: the run that is being trained saves first, see scaling_runs."""
+    """Handles signals that ask for an end: the run that is being trained saves first, see scaling_runs."""
     raise SystemExit(STOPPED)
 
 
