@@ -507,7 +507,7 @@ def draw_forest(axis, rows, baseline, unit):
     axis.text(
         -(labels_width(rows) - 0.15) / PLOT,
         1 + above,
-        f"Difference to {baseline}, with 95% interval",
+        f"Difference from {baseline}, with 95% interval",
         transform=axis.transAxes,
         va="center",
         fontsize=10.5,
@@ -591,7 +591,11 @@ def forest_limits(rows):
     compared = [row for row in rows if row.difference is not None and row.difference.seeds > 0]
     if not compared:
         return -1e-3, 1e-3
-    reach = 4 * float(np.percentile([abs(row.difference.mean) for row in compared], 75)) + 1e-4
+    extents = []
+    for row in compared:
+        half = 0.0 if row.difference.seeds == 1 else row.difference.high - row.difference.mean
+        extents.append(abs(row.difference.mean) + half)
+    reach = 6 * statistics.median(extents) + 1e-4
     ends = [0.0]
     for row in compared:
         if abs(row.difference.mean) > reach:
