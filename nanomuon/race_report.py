@@ -205,7 +205,7 @@ def ranking(results, unit, slope=None):
         return "Ranking: all contenders diverged"
     names = shown_names(results)
     best = ranks[0].name
-    header = ["", "contender", "seeds", unit, "to the best", "95% interval"]
+    header = ["", "contender", "seeds", unit, "from the best", "95% interval"]
     if slope is not None:
         header.append("at equal seconds")
     header += ["p", "verdict"]
