@@ -14,6 +14,8 @@ COMM_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat1
 RECIPE_FLAGS = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr", "weight_decay")
 SCHEDULE_FLAGS = ("warmup_ratio", "warmdown_ratio")
 
+# Each says how long a run is; one that is given anew replaces the others that a run remembers
+LENGTH_FLAGS = ("num_iterations", "target_flops", "target_param_data_ratio")
 
 # Seeds lie below it on either side of 0: torch takes 64 bits, and samples count on from the seed of the run
 MAX_SEED = 1 << 63
@@ -68,10 +70,17 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--total-batch-size",
         type=int,
-        help="tokens per optimizer step (default: from the tokens that --target-param-data-ratio asks for, "
-        "whatever --num-iterations makes of them)",
+        help="tokens per optimizer step (default: from the tokens that --target-flops or "
+        "--target-param-data-ratio asks for, whatever --num-iterations makes of them)",
     )
     add("--num-iterations", type=int, help="optimizer steps (default: from --target-param-data-ratio)")
+    add(
+        "--target-flops",
+        type=float,
+        metavar="FLOPS",
+        help="train for as many steps as this compute pays for, 1e18 say, in place of the two beside it: "
+        "forward and backward of the model, 6 per weight and token and attention besides (PaLM's count)",
+    )
     add(
         "--target-param-data-ratio",
         type=float,
@@ -151,7 +160,8 @@ def unused_flags(args: argparse.Namespace, world_size: int) -> set[str]:
         unused.update(RECIPE_FLAGS)
     if not args.experts:
         unused.add("experts_per_token")
-    if args.num_iterations is not None and args.total_batch_size is not None:
+    batch_is_given = args.total_batch_size is not None
+    if args.target_flops is not None or (args.num_iterations is not None and batch_is_given):
         unused.add("target_param_data_ratio")
     if args.eval_every <= 0:
         unused.add("eval_tokens")
@@ -178,6 +188,23 @@ def check_step_arguments(args: argparse.Namespace) -> None:
     check_seed("--seed", args.seed)
     if args.target_param_data_ratio <= 0:
         raise InputError(f"--target-param-data-ratio must be above 0, not {args.target_param_data_ratio}")
+    if args.target_flops is not None and args.target_flops <= 0:
+        raise InputError(f"--target-flops must be above 0, not {args.target_flops:g}")
+
+
+def check_one_length(given: argparse.Namespace) -> None:
+    """InputError where --target-flops is given beside another flag that says how long a run is.
+
+    given: arguments that are None where the command line does not have them, also those with a default.
+    """
+    if given.target_flops is None:
+        return
+    for other in LENGTH_FLAGS:
+        if other != "target_flops" and getattr(given, other) is not None:
+            raise InputError(
+                f"--target-flops decides how long the run is, and so does --{other.replace('_', '-')}: "
+                "give one of them"
+            )
 
 
 def check_seed(flag: str, seed: int) -> None:

@@ -34,6 +34,7 @@ from nanomuon.runtime import InputError, base_dir
 PUBLIC_BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 KINDS = ("multiple_choice", "schema", "language_modeling")
 SUFFIXES = (".yaml", ".csv", ".jsonl")  # of the files that are unpacked
+ADDRESS = ("http://", "https://")  # how one begins
 LARGEST_DOWNLOAD = 2 << 30  # bytes; the public bundle has about 162 MB
 LARGEST_BUNDLE = 8 << 30  # bytes, unpacked
 MOST_FILES = 10_000
@@ -75,13 +76,20 @@ class Task:
         return items
 
 
+def from_anywhere(place: str) -> str:
+    """The place as every folder names it, for a run that remembers it: of a folder or zip the whole path."""
+    if place.startswith(ADDRESS):
+        return place
+    return os.path.abspath(os.path.expanduser(place))
+
+
 def open_bundle(place: str) -> list[Task]:
     """The tasks of a bundle, in its order, once every line has been read.
 
     place: a folder, a zip, or the http(s) address of a zip, which is fetched once and kept under the base
     folder. InputError for what is not a bundle, Unreachable where an address gives none.
     """
-    if place.startswith(("http://", "https://")):
+    if place.startswith(ADDRESS):
         folder = _fetched(place)
     else:
         folder = Path(place).expanduser()

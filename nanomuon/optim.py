@@ -1388,8 +1388,10 @@ class MuonAdamW(torch.optim.Optimizer):
         """One update from the gradients in `p.grad`. Returns the closure's loss, if there is one.
 
         finite: False, or a 0-D tensor that is false, on any rank skips the step on all, as a gradient that is
-        not finite does: for a loss that is known to be bad. A tensor is not read here.
+        not finite does: for a loss that is known to be bad. A tensor is not read here. RuntimeError while a
+        CUDA graph is recorded.
         """
+        refuse_capture()
         with torch.enable_grad():
             loss = closure() if closure else None
         self.follow_parameters()
@@ -1660,8 +1662,11 @@ class MuonAdamW(torch.optim.Optimizer):
             adamw.load_state_dict(optimizer.adamw_state_dict(adamw))
 
         Moments and step counts of what is AdamW's here, as copies; what is Muon's has none, and starts anew.
-        The hyperparameters are those of `adamw`. Collective. load_state_dict goes the other way.
+        The hyperparameters are those of `adamw`. Collective. load_state_dict goes the other way. ValueError
+        where `adamw` maximizes, or keeps the largest second moment (amsgrad).
         """
+        for i, group in enumerate(adamw.param_groups):
+            check_same_rule(group, f"param group {i} of the {type(adamw).__name__}")
         self.follow_parameters()
         state = {}
         for _, param, group in named_parameters(self.param_groups):
@@ -1691,7 +1696,8 @@ class MuonAdamW(torch.optim.Optimizer):
         parameter that is trained by another kind now starts with state of zero. ValueError, before anything
         is changed, for a name or key that is missing, a shape that differs, a piece that another rank has
         saved, parameters without names in other groups than the saved, one of our groups that would get two
-        values, and options of Muon that are not those of the saved groups.
+        values, options of Muon that are not those of the saved groups, and options of torch's that AdamW has
+        not here.
         """
         if hyperparameters not in ("restore", "keep"):
             raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
@@ -1835,6 +1841,8 @@ class SavedState:
         never_stepped = not entry and not self.is_ours  # torch's have no state before the first gradient
         if switched or never_stepped:
             return {key: torch.zeros(place.shape) for key, place in places.items()}
+        if not self.is_ours:
+            check_same_rule(group, f"the saved optimizer of {name}")
         return entry
 
     def hyperparameters(self, i, group):
@@ -1861,6 +1869,11 @@ class SavedState:
         """The hyperparameters of a saved group; none where it trained by another kind."""
         if saved.get("kind", "adamw") != group["kind"]:
             return {}
+        if not self.is_ours and saved.get("decoupled_weight_decay") is False and saved["weight_decay"]:
+            raise ValueError(
+                "weight decay of torch.optim.Adam is a part of its gradients, and here it is AdamW's: set it "
+                'in our groups and load with hyperparameters="keep"'
+            )
         known = {"initial_lr", *KINDS[group["kind"]].required}
         not_values = {"kind", "params", "names", "param_names"}
         return {
@@ -1868,6 +1881,13 @@ class SavedState:
             for key, value in saved.items()
             if key not in not_values and (self.is_ours or key in known)
         }
+
+
+def check_same_rule(group, where):
+    """ValueError for a param group of a torch optimizer whose moments are not those of AdamW here."""
+    for option in ("amsgrad", "maximize"):
+        if group.get(option):
+            raise ValueError(f"{where} has {option}=True, which AdamW has not here")
 
 
 def same_structure(key, saved, ours):
@@ -1964,6 +1984,19 @@ class DistMuonAdamW(MuonAdamW):
 
 
 # ------------------------------------------------------------------------------------------------------------
+
+
+def refuse_capture():
+    """RuntimeError where a CUDA graph records what is launched: as often as it is replayed, it would take the
+    hyperparameters and the step counts' corrections of this one step, from host memory that is free by then.
+    """
+    if torch.compiler.is_compiling() or not torch.cuda.is_available():
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph cannot record step(), which reads its hyperparameters from the host each time: "
+            "record forward and backward, and call step() after the replay"
+        )
 
 
 @contextlib.contextmanager

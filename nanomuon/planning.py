@@ -1,7 +1,7 @@
 """The size of a run before it starts: its model, its batch, its number of steps, and what they will take."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,8 +37,7 @@ def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime, measur
     """
     config = model_config(args, vocab_size, runtime)
     data_parallel = parallel.data_parallel_size(runtime.world_size, args.tensor_parallel, config)
-    counts = meta_model(config).parameter_counts()
-    tokens = schedule.training_tokens(counts["matrices"] + counts["lm_head"], args.target_param_data_ratio)
+    tokens = asked_tokens(args, config)
 
     if args.device_batch_size is not None:
         rows = args.device_batch_size
@@ -57,14 +56,42 @@ def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime, measur
             "--device-batch-size; a run that exists goes on with processes that divide its "
             f"{batch // config.seq_len} rows a step"
         )
-    steps = args.num_iterations or max(1, tokens // batch)
-    return Plan(config, rows, batch, steps, data_parallel)
+    return Plan(config, rows, batch, number_of_steps(args, config, batch), data_parallel)
+
+
+def asked_tokens(args: argparse.Namespace, config: GPTConfig) -> int:
+    """Tokens that --target-flops pays for, or else that --target-param-data-ratio asks for."""
+    model = meta_model(config)
+    if args.target_flops is not None:
+        return round(args.target_flops / model.estimate_flops())
+    counts = model.parameter_counts()
+    return schedule.training_tokens(counts["matrices"] + counts["lm_head"], args.target_param_data_ratio)
+
+
+def number_of_steps(args: argparse.Namespace, config: GPTConfig, batch: int) -> int:
+    """Optimizer steps of the run, of `batch` tokens each; InputError where --target-flops pays for none."""
+    if args.num_iterations is not None:
+        return args.num_iterations
+    steps = asked_tokens(args, config) // batch
+    if args.target_flops is not None and steps < 1:
+        step_flops = batch * meta_model(config).estimate_flops()
+        raise InputError(
+            f"--target-flops {args.target_flops:g} does not pay for one step: a step of {batch} tokens takes "
+            f"{step_flops:.3g}; a smaller --depth or --total-batch-size takes less"
+        )
+    return max(1, steps)
+
+
+def with_config(plan: Plan, args: argparse.Namespace, config: GPTConfig) -> Plan:
+    """The plan for the model with other windows than were planned with: --target-flops pays for more or fewer
+    steps of it.
+    """
+    return replace(plan, config=config, steps=number_of_steps(args, config, plan.batch))
 
 
 def model_config(args: argparse.Namespace, vocab_size: int, runtime: Runtime) -> GPTConfig:
     """The model that the arguments ask for. InputError for one that cannot be built."""
     on_gpu = runtime.device.type == "cuda"
-    default_context = 2048 if on_gpu else 256
     window_pattern = args.window_pattern
     if window_pattern is None:
         window_pattern = "SSSL" if on_gpu else "L"  # on a CPU windows save no time
@@ -72,7 +99,7 @@ def model_config(args: argparse.Namespace, vocab_size: int, runtime: Runtime) ->
         return GPTConfig.from_depth(
             args.depth,
             vocab_size,
-            args.max_seq_len or default_context,
+            args.max_seq_len or default_context(on_gpu),
             window_pattern=window_pattern,
             qk_norm=not args.no_qk_norm,
             experts=args.experts,
@@ -80,6 +107,11 @@ def model_config(args: argparse.Namespace, vocab_size: int, runtime: Runtime) ->
         )
     except ValueError as error:
         raise InputError(str(error)) from error
+
+
+def default_context(on_gpu: bool) -> int:
+    """Tokens of a row where --max-seq-len is not given."""
+    return 2048 if on_gpu else 256
 
 
 def choose_rows(
@@ -131,7 +163,7 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
         f"context {config.seq_len}, vocabulary {config.vocab_size}\n"
         f"parameters {total / 1e6:.1f}M: {', '.join(by_role)}\n"
         f"training   {plan.steps} steps x {plan.batch} tokens = {plan.tokens:,} tokens, "
-        f"{flops / 1e6:.0f} MFLOP each\n"
+        f"{flops / 1e6:.0f} MFLOP each, {plan.tokens * flops:.3g} FLOPs in all\n"
         f"devices    {devices} x {kind}, {plan.rows} rows x {plan.micro_steps} micro-steps a step\n"
         f"dtype      {runtime.dtype_name} (weights float32)\n"
         f"memory     about {memory / 2**30:.1f} GB per device\n"

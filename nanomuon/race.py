@@ -214,8 +214,8 @@ def run_rounds(folder, setup, place, contenders, baseline, seeds, workers):
         if count == len(seeds):
             break
         scores = {}
-        for contender in racing:
-            scores[contender.name] = [run["score"] for run in results[contender.name]]
+        for name, runs in results.items():
+            scores[name] = [run["score"] for run in runs]
         stopped = set(compare.hopeless(scores, len(seeds))) - {baseline}
         if stopped:
             print(f"stopped after {count} seeds, hopeless: {', '.join(sorted(stopped))}", flush=True)
@@ -260,29 +260,33 @@ class Workers:
                     flush=True,
                 )
         except KeyboardInterrupt:
-            if self.pool:
-                self.pool.shutdown(wait=False, cancel_futures=True)
             for worker in multiprocessing.active_children():
                 worker.kill()  # in the middle of a step: what is finished is in its file
+            self.pool.shutdown(wait=False, cancel_futures=True)
             kept = sum(file.exists() for file in files.values())
             message = f"interrupted: {kept} of {len(files)} runs are kept, the same command goes on"
             raise KeyboardInterrupt(message) from None
 
     def submit(self, setup, place, files, pending):
         """The futures of `pending`. Processes start here, and inherit that Ctrl-C, which the terminal sends
-        to all of them, is blocked: this one hears of it, at the latest when all are submitted, and ends them.
+        to all of them, is blocked. This one hears of it when all are submitted.
         """
         if self.pool is None:
             context = multiprocessing.get_context("spawn")
             counter = context.Value("i", 0)  # also starts multiprocessing's tracker, which would unblock
             self.pool = ProcessPoolExecutor(self.jobs, context, start_worker, (counter,))
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        heard = []
+        handler = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         futures = []
         try:
             for name, seed in pending:
                 futures.append(self.pool.submit(train, setup, place, name, seed, files[name, seed]))
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            signal.signal(signal.SIGINT, handler)
+        if heard:
+            raise KeyboardInterrupt
         return futures
 
 

@@ -314,7 +314,8 @@ def read_regular(file, most: int) -> bytes:
 
 
 def check_regular(file) -> int:
-    """The size of a regular file in bytes; InputError for a symbolic link, a device, a pipe or no file.
+    """The size of a regular file in bytes; InputError for a symbolic link, a device, a pipe or no file, and
+    for one that may not be read.
 
     A link may lead anywhere, and reading a pipe may wait for ever.
     """
@@ -326,4 +327,6 @@ def check_regular(file) -> int:
         raise InputError(f"{file} is a symbolic link: put the file itself there")
     if not stat.S_ISREG(status.st_mode):
         raise InputError(f"{file} is not a regular file")
+    if not os.access(file, os.R_OK):
+        raise InputError(f"{file} may not be read by this user")
     return status.st_size

@@ -94,17 +94,20 @@ def folder_of(run: str) -> Path:
 def find_run(run: str) -> Path:
     """The folder that --run names: with a slash it is a path, without one a name under runs/.
 
-    InputError where there is no such folder.
+    InputError where there is no such folder, and where it may not be read.
     """
     if "/" in run or run in (".", "..", "~"):
         folder = Path(run).expanduser()
         if not folder.is_dir():
             raise InputError(f"--run {run}: there is no such folder, so it holds no finished model")
-        return folder.resolve()
-    check_name("--run", run)
-    folder = folder_of(run)
-    if not folder.is_dir() and Path(run).is_dir():
-        raise InputError(f"{folder} holds no finished model; the folder here is --run ./{run}")
+        folder = folder.resolve()
+    else:
+        check_name("--run", run)
+        folder = folder_of(run)
+        if not folder.is_dir() and Path(run).is_dir():
+            raise InputError(f"{folder} holds no finished model; the folder here is --run ./{run}")
+    if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
+        raise InputError(f"{folder} may not be read by this user")
     return folder
 
 

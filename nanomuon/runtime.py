@@ -353,6 +353,8 @@ def run_command(main) -> None:
     process group would wait for them. What was being written in the background stays unfinished, as when the
     process is killed.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see scripts/__init__.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main() or 0
         sys.stdout.flush()
@@ -360,7 +362,7 @@ def run_command(main) -> None:
         code = exit.code
     except (Exception, KeyboardInterrupt) as error:
         code, message = explain(error)
-        if code == NO_READER:
+        if is_of_the_output(error):
             # Else Python would try to write the rest once more when it ends, and complain
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -389,13 +391,28 @@ def explain(error: BaseException) -> tuple[int, str]:
         return 2, _line(
             f"{first}; fewer rows (--device-batch-size), a smaller model or --shard fsdp need less"
         )
+    if is_of_the_output(error):
+        return 2, _line(f"{error.strerror}: the output")
     if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
-        return 2, _line(
-            f"{error.strerror}: {error.filename or base_dir()}; NANOMUON_BASE_DIR=/folder/with/room helps"
-        )
+        place = Path(error.filename or base_dir())
+        message = f"{error.strerror}: {place}"
+        if place.is_relative_to(base_dir()):
+            message += "; NANOMUON_BASE_DIR=/folder/with/room helps"
+        return 2, _line(message)
     origin = getattr(error, "origin", None)  # see together()
     text = origin or "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return BUG, printable(text)
+
+
+def is_of_the_output(error: BaseException) -> bool:
+    """Whether it came of writing to the standard output: what is left of that still cannot be written."""
+    if not isinstance(error, OSError) or error.filename is not None:
+        return False
+    try:
+        sys.stdout.flush()
+    except OSError as again:
+        return again.errno == error.errno
+    return False
 
 
 def _line(message: str) -> str:

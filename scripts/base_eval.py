@@ -19,6 +19,7 @@ from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT
 from nanomuon.run_folder import find_run
 from nanomuon.runtime import (
+    NOT_WRITABLE,
     InputError,
     Runtime,
     check_at_least_1,
@@ -62,8 +63,14 @@ def evaluate_core(args: argparse.Namespace, runtime: Runtime, model: GPT, tokeni
     )
     if runtime.rank == 0:
         file = find_run(args.run) / "core.json"
-        write_json(file, results)
-        print0(f"results: {file}")
+        try:
+            write_json(file, results)
+        except OSError as error:  # a run of somebody else's
+            if error.errno not in NOT_WRITABLE:
+                raise
+            print0(f"results are not kept, {file} cannot be written: {error.strerror}")
+        else:
+            print0(f"results: {file}")
 
 
 def main(argv: list[str] | None = None) -> None:

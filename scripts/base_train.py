@@ -16,17 +16,23 @@ import argparse
 import contextlib
 import os
 import time
-from dataclasses import replace
 
 import torch
 
-from nanomuon import fp8, guards, parallel, provenance, run_folder, shards, sizing, user_file
-from nanomuon.arguments import RECIPE_FLAGS, add_step_arguments, check_not_negative, check_step_arguments
+from nanomuon import core_bundle, fp8, guards, parallel, provenance, run_folder, shards, sizing, user_file
+from nanomuon.arguments import (
+    LENGTH_FLAGS,
+    RECIPE_FLAGS,
+    add_step_arguments,
+    check_not_negative,
+    check_one_length,
+    check_step_arguments,
+)
 from nanomuon.compilation import choose_compilation
 from nanomuon.launch import Launch, choose_windows, open_core_tasks, prepare_data, start_run
 from nanomuon.moe import balance_
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.planning import duration, plan_run, print_plan
+from nanomuon.planning import duration, plan_run, print_plan, with_config
 from nanomuon.qk_clip import clip_
 from nanomuon.run import Run, finish, give_up
 from nanomuon.runtime import (
@@ -198,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         tokenizer = shards.open_tokenizer(data)
         plan = plan_run(args, tokenizer.vocab_size, runtime, measured)
-        plan = replace(plan, config=choose_windows(args, settings, plan, runtime, measured))
+        plan = with_config(plan, args, choose_windows(args, settings, plan, runtime, measured))
         defined = run_folder.definition(args, plan, tokenizer)
         if args.resume != "never":
             run_folder.check_definition(folder, defined, args.accept_changes)
@@ -240,7 +246,9 @@ def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, dict,
     it: a run keeps what is not given anew.
     """
     args = parse_arguments(argv, {})
+    given = parse_arguments(argv, dict.fromkeys(LENGTH_FLAGS))  # None for a length that is not given
     check_name("--run", args.run)  # before anything is read of the folder that it names
+    check_one_length(given)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         args.resume = "auto"  # torchrun has replaced a rank that died on the way
     settings = run_folder.read_settings(run_folder.folder_of(args.run))
@@ -255,10 +263,10 @@ def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, dict,
     except InputError as error:
         raise InputError(f"{folder}/settings.json: options: {error}") from error
     remembered = dict(before)
-    # A ratio that is given anew decides the number of steps, in place of the number that is remembered
-    unless_given = {"target_param_data_ratio": None}
-    if parse_arguments(argv, unless_given).target_param_data_ratio is not None:
-        remembered["num_iterations"] = None
+    # A length that is given anew decides the number of steps, in place of the one that is remembered. The
+    # ratio, which has a default, stays: it decides where the others are None
+    if any(getattr(given, name) is not None for name in LENGTH_FLAGS):
+        remembered["num_iterations"] = remembered["target_flops"] = None
     resume = args.resume
     args = parse_arguments(argv, remembered)
     args.resume = resume
@@ -350,6 +358,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--core-bundle",
+        type=core_bundle.from_anywhere,
         help="tasks of CORE: a folder, a zip or its address, fetched once; evaluated at the end of the run "
         "(default: none, or with --core-every the public bundle)",
     )

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -277,6 +278,27 @@ def through_torchs_state_dicts(group, kind, full):
 def test_torchs_distributed_state_dicts_resume(kind, full):
     for same in run_world(2, through_torchs_state_dicts, kind, full):
         assert all(same)
+
+
+def copied(group, how):
+    """Whether a copy of model and optimizer goes on as they do; a pickled one in the default group."""
+    rank = dist.get_rank(group)
+    model = build()
+    optimizer = DistMuonAdamW(groups_of(model), group)
+    train(model, optimizer, range(2), rank)
+    if how == "deepcopy":
+        other, other_optimizer = copy.deepcopy((model, optimizer))
+    else:
+        other, other_optimizer = pickle.loads(pickle.dumps((model, optimizer)))
+    train(model, optimizer, range(2, 4), rank)
+    train(other, other_optimizer, range(2, 4), rank)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(p, q) and p is not q for p, q in pairs)
+
+
+@pytest.mark.parametrize("how, size", [("deepcopy", 2), ("pickle", 4)])
+def test_a_copy_goes_on_on_all_ranks(how, size):
+    assert all(run_world(size, copied, how))
 
 
 def loaded_from_rank_0(group, folder, layers):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -226,6 +227,7 @@ BAD_INPUT = {
     "negative seed": (["--seed", "-1"], "--seed must not be negative"),
     "huge seed": (["--seed", str(1 << 64)], "--seed must be smaller than"),
     "no tokens": (["--target-param-data-ratio", "0"], "--target-param-data-ratio must be above 0"),
+    "two lengths": (["--target-flops", "1e12"], "--target-flops decides how long the run is, and so does"),
     "run name": (["--run", "../x"], "is not a folder name"),
     "other settings": (["--run", "whole", "--seed", "7"], "exists with seed 0, not 7"),
     "window pattern": (["--window-pattern", "XL"], "window_pattern"),
@@ -268,6 +270,19 @@ def test_run_command_turns_what_the_user_can_fix_into_one_line(error, capsys):
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1
     assert "/data/shard" in message or "no such thing" in message
+    assert "NANOMUON_BASE_DIR" not in message  # it would not help there
+
+
+def test_run_command_says_what_helps_where_the_base_folder_has_no_room(base, capsys):
+    def main():
+        raise OSError(28, "No space left on device", f"{base}/runs/any/metrics.jsonl")
+
+    with pytest.raises(SystemExit):
+        run_command(main)
+    expected = (
+        f"error: No space left on device: {base}/runs/any/metrics.jsonl; NANOMUON_BASE_DIR=/folder/with/"
+    )
+    assert capsys.readouterr().err.startswith(expected)
 
 
 @pytest.mark.parametrize("how", ["flushed", "left to the end"])
@@ -281,6 +296,44 @@ def test_a_pipe_whose_reader_has_ended_is_one_line_and_no_traceback(how, monkeyp
     # Closing `output` writes what is left of it, as the end of the process does: to nowhere, without an error
     assert caught.value.code == 128 + signal.SIGPIPE
     assert capfd.readouterr().err == "ended: nobody reads the output any more\n"
+
+
+def test_an_output_that_takes_nothing_is_not_blamed_on_the_base_folder(monkeypatch, capfd):
+    with open("/dev/full", "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(SystemExit) as caught:
+            run_command(lambda: print("a sample", flush=True))
+    assert caught.value.code == 2
+    assert capfd.readouterr().err == "error: No space left on device: the output\n"
+
+
+def test_ctrl_c_while_pytorch_is_imported_is_no_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "scripts.sample"]
+    root = Path(__file__).parent.parent
+    process = subprocess.Popen(
+        command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == (b"", b"") and process.returncode == -signal.SIGINT
+
+
+def test_ctrl_c_in_a_script_is_one_line(capfd):
+    """Also where scripts/__init__.py has left SIGINT to the system while it was imported."""
+
+    def main():
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it would end the tests
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            run_command(main)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert caught.value.code == 130 and capfd.readouterr().err == "interrupted\n"
 
 
 def test_a_path_of_an_existing_run_is_told_as_the_flag_that_it_is(base):

@@ -405,6 +405,55 @@ def save_without_space(run_dir):
     assert checkpoint.find(run_dir).name == "step_2"
 
 
+def killed_at_the_rename(run_dir, killed, pids, moment):
+    """Save steps 1 and 2; that rank is killed before or after the first one makes the second appear."""
+    rank, replace = dist.get_rank(), os.replace
+    pids[rank] = os.getpid()
+    model = Tiny()
+    optimizer = muon(model)
+    checkpoints = checkpoint.Checkpointer(run_dir)
+    checkpoints.save(1, model, optimizer, {"step": 1})
+
+    def replaced(source, target):
+        if moment == "after":
+            replace(source, target)
+        os.kill(pids[killed], signal.SIGKILL)
+        if moment == "before":
+            replace(source, target)
+
+    os.replace = replaced
+    checkpoints.save(2, model, optimizer, {"step": 2})
+
+
+@pytest.mark.parametrize(
+    "killed, moment, steps", [(0, "before", [1]), (0, "after", [1, 2]), (1, "before", [1, 2])]
+)
+def test_a_rank_that_is_killed_at_the_rename_leaves_a_whole_checkpoint(tmp_path, killed, moment, steps):
+    run_dir, pids = tmp_path / "run", processes.Array("i", 2)
+    work = killed_at_the_rename, (run_dir, killed, pids, moment)
+    ranks = [
+        processes.Process(target=_rank, args=(rank, 2, tmp_path / "rendezvous", *work)) for rank in (0, 1)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    codes = [process.exitcode for process in ranks]
+    assert codes[killed] == -signal.SIGKILL and codes[1 - killed] not in (
+        None,
+        0,
+    )  # it does not wait for ever
+
+    assert checkpoint.saved_steps(run_dir) == steps
+    found = checkpoint.find(run_dir)
+    assert found.name == f"step_{steps[-1]}"
+    checkpoint.Checkpointer(run_dir, steps[-1])
+    assert sorted(path.name for path in found.parent.iterdir()) == [f"step_{step}" for step in steps]
+    model = Tiny(seed=1)
+    assert checkpoint.load(found, model, muon(model))["step"] == steps[-1]
+    assert_same(dict(model.named_parameters()), dict(Tiny().named_parameters()))
+
+
 def test_a_background_save_holds_the_state_of_its_step(tmp_path):
     for size in (1, 2):
         world(size, tmp_path, save_in_background, tmp_path / f"run_of_{size}")

@@ -2,10 +2,12 @@
 runs.
 """
 
+import errno
 import http.server
 import io
 import json
 import math
+import os
 import random
 import threading
 import zipfile
@@ -528,6 +530,29 @@ def test_evaluating_a_run_gives_its_figures_again(base, trained, environment, ca
     assert output.count("--- sample") == 3 and "val_bpb" not in output
     with pytest.raises(InputError, match="'arc' is not one of bpb, core, sample"):
         base_eval.main(["--run", "core", "--eval", "bpb,arc"])
+
+
+def test_results_of_a_run_that_may_only_be_read_are_shown_and_not_kept(
+    base, trained, monkeypatch, environment, capsys
+):
+    def refuse(file, content):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+
+    monkeypatch.setattr(base_eval, "write_json", refuse)
+    base_eval.main(
+        ["--run", "core", "--eval", "core", "--core-bundle", str(base / "bundle"), "--core-items", "1"]
+    )
+    output = capsys.readouterr().out
+    assert "mean over 3 tasks, " in output
+    assert f"results are not kept, {trained}/core.json cannot be written: Permission denied\n" in output
+
+
+def test_a_run_remembers_where_its_bundle_is_from_every_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    address = "https://nowhere.example/bundle.zip"
+    for given, remembered in (("bundle", f"{tmp_path}/bundle"), (address, address)):
+        args = base_train.parse_arguments(["--core-bundle", given], {})
+        assert args.core_bundle == remembered
 
 
 def test_a_run_goes_on_without_a_bundle_that_cannot_be_had(base, environment, capsys):

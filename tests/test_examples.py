@@ -8,11 +8,15 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+
+from nanomuon import MuonAdamW, build_param_groups
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -105,12 +109,117 @@ def test_accelerate_loop(tmp_path):
     same_safetensors(tmp_path, f"accelerate_loop/{last}", f"resumed/{last}")
 
 
+UNDER_ACCELERATE = """
+import sys
+import torch
+from accelerate import Accelerator
+from tests.test_examples import mean_square, small
+
+def prepared(seed):
+    model, optimizer = small(seed)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6 * accelerator.num_processes)
+    return accelerator.prepare(model, optimizer, schedule)
+
+def train(model, optimizer, schedule, steps):
+    for step in steps:
+        accelerator.backward(mean_square(model, step, accelerator.process_index))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step == 2:
+            accelerator.save_state("saved")
+
+accelerator = Accelerator(cpu=True)
+whole = prepared(seed=0)
+train(*whole, range(6))
+accelerator.free_memory()
+resumed = prepared(seed=1)
+accelerator.load_state("saved")
+train(*resumed, range(3, 6))
+names = ("whole", whole), ("resumed", resumed)
+for name, (model, _, _) in names:
+    torch.save(accelerator.unwrap_model(model).state_dict(), f"{name}_{accelerator.process_index}.pt")
+accelerator.end_training()
+"""
+
+
+def small(seed):
+    """A model and its optimizer."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    muon = dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.01)
+    adamw = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    return model, MuonAdamW(build_param_groups(model, muon=muon, adamw=adamw, skip_keys=["4"]))
+
+
+def mean_square(model, step, rank):
+    rows = torch.randn(5, 8, generator=torch.Generator().manual_seed(100 * rank + step))
+    return model(rows).square().mean()
+
+
+@pytest.mark.slow  # a launch of two processes
+def test_accelerate_on_two_ranks(tmp_path, monkeypatch):
+    """It averages gradients, and saves the optimizer's state of rank 0 alone. A resumed run is the
+    uninterrupted one bit for bit, on both ranks, and that is one process on the rows of both.
+    """
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    (tmp_path / "loop.py").write_text(UNDER_ACCELERATE)
+    run(["PYTHONPATH=.", "torchrun", "--standalone", "--nproc_per_node=2", "loop.py"], tmp_path)
+    expected = torch.load(tmp_path / "whole_0.pt")
+    for name in ("whole_1", "resumed_0", "resumed_1"):
+        same_tensors(torch.load(tmp_path / f"{name}.pt"), expected)
+
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+    model, optimizer = small(seed=0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+    for step in range(6):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (mean_square(model, step, rank) / 2).backward()
+        optimizer.step()
+        schedule.step()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
+
+
 def test_lightning_module(tmp_path):
     pytest.importorskip("lightning", reason="needs lightning")
     learns_and_resumes("lightning_module", tmp_path)
     one = torch.load(tmp_path / "lightning/epoch=1.ckpt")
     other = torch.load(tmp_path / "resumed/epoch=1.ckpt")
     same_tensors(one["state_dict"], other["state_dict"])
+
+
+def test_the_section_of_the_readme_is_the_first_of_them(monkeypatch):
+    """Its code as it stands, with a model and a loss in place of the reader's."""
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+    section = (ROOT / "README.md").read_text().split("## In your own training")[1].split("\n## ")[0]
+    loop, back = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    torch.manual_seed(0)
+    layers = {"hidden": nn.Linear(8, 16), "act": nn.Tanh(), "head": nn.Linear(16, 4)}
+    inputs = torch.randn(32, 8)
+    losses = []
+
+    def loss_of(outputs, targets):
+        losses.append(nn.functional.mse_loss(outputs, targets))
+        return losses[-1]
+
+    names = {"model": nn.Sequential(OrderedDict(layers)), "loss_of": loss_of}
+    names["batches"] = [(inputs, inputs[:, :4])] * 30
+    exec(loop, names)
+    assert losses[-1] < 0.3 * losses[0]
+    kinds = {name: group["kind"] for group in names["optimizer"].param_groups for name in group["names"]}
+    assert kinds == dict.fromkeys(["hidden.bias", "head.weight", "head.bias"], "adamw") | {
+        "hidden.weight": "muon"
+    }
+
+    names["adamw"] = torch.optim.AdamW(names["model"].named_parameters(), lr=1e-3)
+    for param in names["model"].parameters():
+        param.grad = torch.ones_like(param)
+    names["adamw"].step()
+    exec(back, names)
+    assert names["adamw"].state[names["model"].head.weight]["exp_avg"].any()
+    assert names["model"].hidden.weight not in names["adamw"].state
 
 
 def test_each_is_read_in_two_minutes():

@@ -533,6 +533,36 @@ def test_to_torchs_adamw_and_back(between):
     assert torch.equal(optimizer.full_state_dict()["state"]["f"]["exp_avg"], moments["f"]["exp_avg"])
 
 
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_moments_of_another_rule_than_adamws_are_refused(option):
+    """Both ways: amsgrad has a third moment, and what maximizes has them of gradients of the other sign."""
+    params, groups = mixed()
+    other = torch.optim.AdamW(zip("abcdefg", params, strict=True), lr=0.5, **{option: True})
+    train(other, params, 1)
+    optimizer = MuonAdamW(groups)
+    for hyperparameters in ("restore", "keep"):
+        with pytest.raises(ValueError, match=f"saved optimizer of e has {option}=True"):
+            optimizer.load_state_dict(other.state_dict(), hyperparameters)
+    assert not any(optimizer.state[param]["exp_avg"].any() for param in params[4:])
+    assert optimizer.param_groups[1]["lr"] == 1e-2
+    with pytest.raises(ValueError, match=f"param group 0 of the AdamW has {option}=True"):
+        optimizer.adamw_state_dict(other)
+
+
+def test_weight_decay_of_adam_is_not_restored_as_that_of_adamw():
+    params, groups = mixed()
+    adam = torch.optim.Adam(zip("abcdefg", params, strict=True), lr=0.5, weight_decay=0.1)
+    train(adam, params, 1)
+    optimizer = MuonAdamW(groups)
+    with pytest.raises(ValueError, match="weight decay of torch.optim.Adam"):
+        optimizer.load_state_dict(adam.state_dict())
+    optimizer.load_state_dict(adam.state_dict(), "keep")
+    assert torch.equal(optimizer.state[params[4]]["exp_avg"], adam.state[params[4]]["exp_avg"])
+    adam.param_groups[0]["weight_decay"] = 0
+    optimizer.load_state_dict(adam.state_dict())
+    assert optimizer.param_groups[1]["lr"] == 0.5
+
+
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
     params, groups = mixed()
     optimizer = MuonAdamW(groups)
@@ -629,6 +659,20 @@ def test_impossible_values_that_a_schedule_writes_are_refused_before_the_step():
     with pytest.raises(ValueError, match="group 0: lr must be finite"):
         optimizer.step()
     assert torch.equal(p, parameter(8, 8))
+
+
+def test_a_cuda_graph_is_not_recorded_of_a_step(monkeypatch):
+    p = parameter(8, 8)
+    optimizer = MuonAdamW([muon(p)])
+    p.grad = gradient(p, 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="record forward and backward, and call step"):
+        optimizer.step()
+    assert torch.equal(p, parameter(8, 8))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    optimizer.step()
+    assert not torch.equal(p, parameter(8, 8))
 
 
 def test_a_gpu_hears_of_different_ranks_when_the_answer_has_arrived(monkeypatch):
@@ -752,7 +796,8 @@ def test_a_big_bank_in_batches_is_the_same(monkeypatch):
 # ---- compilation
 
 
-def test_as_a_library_a_cpu_runs_eagerly_unless_told_otherwise(monkeypatch):
+def test_as_a_library_a_cpu_runs_eagerly_unless_told_otherwise(monkeypatch, caplog):
+    caplog.set_level("INFO", logger="nanomuon")
     monkeypatch.delenv("NANOMUON_COMPILE")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     before = graphs()
@@ -761,6 +806,7 @@ def test_as_a_library_a_cpu_runs_eagerly_unless_told_otherwise(monkeypatch):
         optimizer = MuonAdamW([muon(p)], compile=compiles)
         train(optimizer, [p], 1)
         assert (graphs() > before) == (compiles is True)
+        assert ("compiling muon_momentum: this step takes a while" in caplog.text) == (compiles is True)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.warns(UserWarning, match="no C\\+\\+ compiler no-such-compiler .*: kernels run eagerly"):
         assert not MuonAdamW([muon(p)], compile=True).compiles

@@ -33,10 +33,7 @@ class Inline:
     def __init__(self, *_):
         self.submitted.clear()
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def shutdown(self, cancel_futures):
         pass
 
     def submit(self, function, *arguments):
@@ -175,11 +172,12 @@ def test_ctrl_c_while_runs_are_handed_out_is_heard_once_all_are():
             self.submitted += 1
             os.kill(os.getpid(), signal.SIGINT)
 
-    pool = Pool()
+    workers = race.Workers(1)
+    pool = workers.pool = Pool()
     pending = [("adamw", seed) for seed in range(3)]
     files = {run: Path("result.json") for run in pending}
     with pytest.raises(KeyboardInterrupt):
-        race.submit_all(pool, {}, "place", files, pending)
+        workers.submit({}, "place", files, pending)
     assert pool.submitted == 3
 
 
@@ -294,7 +292,8 @@ def test_a_contender_is_its_code_and_its_hyperparameters(text, tmp_path):
         file.write_text(f"from nanomuon.recipe import param_groups\nunused = {body}\n")
         keys.append(Contender(str(file)).key(setup))
     assert len({key, *keys}) == 8
-    assert Contender("adamw:matrix_lr=0.01").scaled(2).name == "adamw:matrix_lr=0.01,lr_scale=2"
+    turned = Contender("adamw:matrix_lr=0.01").with_options({"lr_scale": 2, "matrix_lr": 0.02})
+    assert turned.name == "adamw:matrix_lr=0.02,lr_scale=2"
 
 
 @pytest.mark.parametrize(
@@ -331,36 +330,109 @@ def test_training_rows_and_validation_windows(tmp_path):
     assert len(validation) == 1 and inputs.shape == (64, 16)
 
 
-def test_a_sweep_has_seeds_of_its_own_and_takes_each_at_its_best(lab, tmp_path, monkeypatch, capsys):
-    trained = []
-
-    def run_all(folder, setup, place, contenders, seeds, jobs):
-        """Scores that are best for adamw at 2 and for default at 1."""
-        folder.mkdir(parents=True, exist_ok=True)
-        trained.append(({contender.name for contender in contenders}, set(seeds)))
-        wish = {"adamw": 2, "default": 1}
-        runs = {}
-        for contender in contenders:
-            off = abs(contender.options.get("lr_scale", 1) - wish[contender.source])
-            runs[contender.name] = []
-            for seed in seeds:
-                score = 1.5 + off + 0.001 * (seed % 7)
-                curve = [(0, 4.0, 4.0), (50, score, score)]
-                runs[contender.name].append(
-                    dict(seed=seed, score=score, curve=curve, step_ms=1.0, optimizer_ms=0.1)
-                )
-        return runs
-
-    monkeypatch.setattr(race, "run_all", run_all)
-    lab("--contenders", "default", "adamw", "--sweep", "0.5,1,2", "--seeds", 3)
-    (swept, sweep_seeds), (raced, seeds) = trained
-    assert swept == {
-        name + scale for name in ("default", "adamw") for scale in (":lr_scale=0.5", "", ":lr_scale=2.0")
-    }
-    assert raced == {"default", "adamw:lr_scale=2.0"} and len(seeds) == 3 and not seeds & sweep_seeds
+def test_a_tuned_race_is_kept_in_a_small_file_and_goes_on_from_it(lab, tmp_path, capsys):
+    docs = tmp_path / "docs"
+    arguments = ["--contenders", "default", "adamw", "--sweep", 3, "--steps", 12, "--seeds", 2]
+    arguments += ["--leaderboard", docs]
+    lab(*arguments)
     output = capsys.readouterr().out
-    assert "2 (edge)" in output and "1 (edge)" not in output and "a wider sweep" in output
-    assert "not distinguishable" in output
+    assert "Tuning: at most 3 runs of full length" in output and "4 of 3 steps, 2 of 6 steps" in output
+    header, *runs = map(json.loads, (docs / "races" / "shakespeare.jsonl").read_text().splitlines())
+    text_file = str(Path(*header["commands"][0].split()[4:5]))
+    assert header["setup"]["steps"] == 12 and text_file == "text.txt"  # not where it lies here
+    lengths = [run["steps"] for run in runs if run["stage"] == "sweep"]
+    assert (lengths.count(3), lengths.count(6), lengths.count(12)) == (8, 4, 2)
+    raced = [run for run in runs if run["stage"] == "race"]
+    assert {run["seed"] for run in raced} == {0, 1} and len(raced) == 4
+    tuned = {run["contender"].partition(":")[0]: run["contender"] for run in raced}
+    best = {}
+    for run in runs:
+        if run["stage"] == "sweep" and run["steps"] == 12:
+            best[run["contender"].partition(":")[0]] = run["contender"]
+    assert tuned == best
+    assert (docs / "leaderboard.md").exists()
+
+    # on another machine, which has the file alone: nothing is trained again
+    race_folder = tmp_path / "races"
+    before = results(tmp_path)
+    race_folder.rename(tmp_path / "elsewhere")
+    Inline.submitted.clear()
+    kept_file = (docs / "races" / "shakespeare.jsonl").read_bytes()
+    lab(*arguments)
+    assert not Inline.submitted and "18 finished runs are taken from" in capsys.readouterr().out
+    assert (docs / "races" / "shakespeare.jsonl").read_bytes() == kept_file
+    after = results(tmp_path)
+    assert after.keys() == before.keys()
+    for run, result in after.items():
+        assert result["score"] == pytest.approx(before[run]["score"], abs=1e-6)
+
+    # a damaged line is one error that names it
+    (docs / "races" / "shakespeare.jsonl").write_bytes(kept_file + b'{"file": "../outside.json"}\n')
+    with pytest.raises(InputError, match="shakespeare.jsonl line 20: "):
+        lab(*arguments)
+
+
+def test_code_that_changed_is_said_and_may_be_accepted(lab, tmp_path, monkeypatch, capsys):
+    arguments = ["--contenders", "adamw", "--seeds", 1, "--steps", 2]
+    lab(*arguments)
+    task = tmp_path / "races" / "shakespeare" / "task.json"
+    task.write_text(json.dumps(json.loads(task.read_text()) | {"optimizer_code": "0123456789ab"}))
+    with pytest.raises(InputError, match="optimizer_code 0123456789ab, not .*--accept-changes"):
+        lab(*arguments)
+    Inline.submitted.clear()
+    lab(*arguments, "--accept-changes")
+    assert not Inline.submitted and "all the same" in capsys.readouterr().out
+    task.write_text(json.dumps(json.loads(task.read_text()) | {"rows": 1}))
+    with pytest.raises(InputError, match="choose another --name$"):
+        lab(*arguments, "--accept-changes")
+
+
+def test_comments_and_layout_are_not_code(tmp_path):
+    file = tmp_path / "code.py"
+    digests = []
+    for text in (
+        'def f(x):\n    """Docs."""\n    return x + 1\n',
+        "def f( x ):  # other\n    return (x\n        + 1)\n",
+        "def f(x):\n    return x + 2\n",
+    ):
+        file.write_text(text)
+        digests.append(race_tasks.code_digest(file))
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_the_hopeless_stop_after_two_seeds(lab, tmp_path, capsys):
+    """A rate of zero learns nothing; the baseline races with all seeds whatever it is."""
+    arguments = ["--contenders", "default:lr_scale=0", "default", "default:lr_scale=0.9", "adamw:lr_scale=0"]
+    lab(*arguments, "--seeds", 4, "--steps", 30)
+    seeds = {}
+    for name, seed in results(tmp_path):
+        seeds.setdefault(name, set()).add(seed)
+    assert seeds["adamw:lr_scale=0"] == {0, 1} and len(seeds["default:lr_scale=0"]) == 4
+    assert len(seeds["default"]) == len(seeds["default:lr_scale=0.9"]) == 4
+    assert "stopped after 2 seeds, hopeless: adamw:lr_scale=0" in capsys.readouterr().out
+    lab(*arguments, "--seeds", 4, "--steps", 30, "--all-seeds")
+    assert ("adamw:lr_scale=0", 3) in results(tmp_path)
+
+
+def test_a_run_that_has_diverged_trains_no_further(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+    file = tmp_path / "wild.py"
+    file.write_text("""
+import torch
+class Wild(torch.optim.SGD):
+    steps = 0
+    def step(self):
+        self.steps += 1
+        assert self.steps <= 50
+        super().step()
+def build_optimizer(model):
+    return Wild(model.parameters(), lr=float("inf"))
+""")
+    setup, place = open_small(text)
+    run = race.train(setup | {"steps": 120}, place, str(file), 0, tmp_path / "run.json")
+    tame = race.train(setup | {"steps": 120}, place, "default:lr_scale=0", 0, tmp_path / "tame.json")
+    assert not math.isfinite(run["score"]) and run["rows"] == tame["rows"]
+    assert [point[0] for point in run["curve"]] == [0, 50, 100, 120]
 
 
 def test_a_corpus_is_raced_on_with_the_loader_of_base_train(base, environment, tmp_path):

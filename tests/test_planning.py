@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from nanomuon import planning
-from nanomuon.runtime import InputError, Runtime
+from nanomuon.runtime import InputError, Runtime, write_json
 from scripts import base_train
 
 CPU, FOUR = (Runtime(torch.device("cpu"), torch.float32, 0, ranks) for ranks in (1, 4))
@@ -31,6 +32,51 @@ def test_what_is_not_given_follows_from_the_depth():
     counts = planning.meta_model(given.config).parameter_counts()
     asked = 10.5 * (counts["matrices"] + counts["lm_head"])
     assert given.batch % (given.rows * 256) == 0 and asked - given.batch < given.tokens <= asked
+
+
+def test_a_compute_budget_decides_the_length():
+    shape = "--depth 2 --max-seq-len 32 --device-batch-size 2"
+    model = planning.meta_model(plan(shape).config)
+    step = 1024 * model.estimate_flops()  # FLOPs
+    seven = plan(f"{shape} --total-batch-size 1024 --target-flops {7 * step}")
+    assert (seven.steps, seven.batch) == (7, 1024)
+    assert plan(f"{shape} --total-batch-size 1024 --target-flops {7.999 * step}").steps == 7
+    with pytest.raises(InputError, match="does not pay for one step: a step of 1024 tokens takes"):
+        plan(f"{shape} --total-batch-size 1024 --target-flops {0.99 * step}")
+
+    # The batch follows from the tokens of the budget as from those of a ratio
+    counts = model.parameter_counts()
+    tokens = 10.5 * (counts["matrices"] + counts["lm_head"])
+    paid = plan(f"{shape} --target-flops {tokens * model.estimate_flops()}")
+    assert (paid.batch, paid.steps) == (plan(shape).batch, plan(shape).steps)
+
+    # Windows that a run turns out to be without cost FLOPs, so it has fewer steps
+    flags = "--depth 2 --max-seq-len 32 --window-pattern S --total-batch-size 1024 --target-flops"
+    windowed = plan(f"{flags} {10_000 * step}")
+    args = base_train.parse_arguments(f"{flags} {10_000 * step}".split(), {})
+    whole = planning.with_config(windowed, args, replace(windowed.config, window_pattern="L"))
+    assert (whole.steps, whole.batch) == (10_000, 1024) and windowed.steps > 10_000
+
+
+def test_one_flag_decides_the_length(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
+    for other in ("--num-iterations 3", "--target-param-data-ratio 10.5"):
+        with pytest.raises(InputError, match="give one of them"):
+            base_train.resolve_arguments(f"--target-flops 1e12 {other}".split())
+    with pytest.raises(InputError, match="--target-flops must be above 0, not -1"):
+        base_train.resolve_arguments(["--target-flops", "-1"])
+    # A run that has one of them goes on with another
+    run_dir = tmp_path / "runs" / "begun"
+    run_dir.mkdir(parents=True)
+    for before, now, steps, flops in [
+        ({"num_iterations": 10}, "--target-flops 1e12", None, 1e12),
+        ({"target_flops": 1e12}, "--num-iterations 3", 3, None),
+        ({"target_flops": 1e12}, "--target-param-data-ratio 2", None, None),
+        ({"target_flops": 1e12}, "--seed 0", None, 1e12),
+    ]:
+        write_json(run_dir / "settings.json", {"options": before})
+        args, _, _ = base_train.resolve_arguments(f"--run begun {now}".split())
+        assert (args.num_iterations, args.target_flops) == (steps, flops)
 
 
 def test_rows_that_were_measured_are_taken():

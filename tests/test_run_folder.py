@@ -1,7 +1,10 @@
 """The folder of a run: what it remembers, and what it refuses."""
 
 import json
+import os
 import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from nanomuon.finished_run import record_stages
 from nanomuon.locks import being_written
 from nanomuon.run_folder import find_run
 from nanomuon.runtime import InputError, Runtime
+from nanomuon.tensor_files import tensor_shapes, write_tensors
 from scripts import base_train
 
 DEFINED = {"corpus": "python", "depth": 2, "seed": 0}
@@ -92,6 +96,47 @@ def test_a_run_is_named_or_is_a_path(tmp_path, monkeypatch):
     ):
         with pytest.raises(InputError, match=message):
             find_run(run)
+
+
+def said_to_another_user(work):
+    """The InputError of work() in a process without the rights of root, and without the owner's."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = "no InputError"
+        try:
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(65534)  # nobody
+                os.setuid(65534)
+            work()
+        except InputError as error:
+            said = str(error)
+        finally:
+            os.write(writer, said.encode())
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with open(reader) as answer:
+        return answer.read()
+
+
+def test_what_may_not_be_read_is_said(monkeypatch):
+    """Not that it is no model, or damaged. In a folder of its own: others may not enter those of pytest."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        folder.chmod(0o755)
+        file = folder / "model.safetensors"
+        write_tensors({"weight": torch.ones(1)}, file, {})
+        assert said_to_another_user(lambda: tensor_shapes(file)) == "no InputError"
+        file.chmod(0)
+        assert said_to_another_user(lambda: tensor_shapes(file)) == f"{file} may not be read by this user"
+        folder.chmod(0)
+        for run in (temporary, "mine"):
+            monkeypatch.setattr(run_folder, "folder_of", lambda run: folder)
+            expected = f"{folder} may not be read by this user"
+            assert said_to_another_user(lambda run=run: find_run(run)) == expected
+        folder.chmod(0o755)
 
 
 def test_the_commit_of_a_checkout_and_whether_it_is_clean(tmp_path):

@@ -671,6 +671,7 @@ def test_what_has_no_transport_is_refused_by_name():
         assert all(error.startswith("w") for error in errors)
         assert "parallelize_module before fully_shard" in errors[0]
         assert all("no transport" in error for error in errors[1:3])
+        assert 'has to be called "tp" (mesh_dim_names)' in errors[1]
         assert all("use duplicated" in error for error in errors[3:5])
         assert "DistMuonAdamW" in errors[5]
 
