@@ -84,13 +84,22 @@ def slope_of_length(runs):
     return slope if slope > 0 else None
 
 
+def relative_step(runs):
+    """Time of a step in units of its forward and backward pass.
+
+    All contenders of a race have these passes in common, so that the ratio of two contenders' relative steps
+    is that of their steps; other work on the machine, which is not the same for all runs, falls out.
+    """
+    return statistics.median(run["step_ms"] / (run["step_ms"] - run["optimizer_ms"]) for run in runs)
+
+
 def at_equal_seconds(difference, runs, of_reference, slope):
     """Estimate of a difference at equal training seconds, from one at equal steps.
 
     In the time of a contender whose steps take longer the reference makes more steps, and gains by `slope`,
     the loss per unit of ln(steps), see slope_of_length. Neither evaluation nor compilation is counted.
     """
-    return difference + slope * math.log(median_ms(runs) / median_ms(of_reference))
+    return difference + slope * math.log(relative_step(runs) / relative_step(of_reference))
 
 
 def differences(results, baseline):
@@ -144,8 +153,9 @@ def table(results, baseline, targets, detect, unit, slope=None):
 
 def slope_note(slope):
     return (
-        f"(at equal seconds: an estimate, difference + {slope:.4f} x ln(ratio of the steps' times); "
-        f"{slope:.4f} is what the baseline gains per unit of ln(steps))"
+        f"(at equal seconds: an estimate, difference + {slope:.4f} x ln(ratio of the steps' times), what the "
+        "baseline would gain in the additional time; steps are timed against the forward and backward pass of "
+        "their own run)"
     )
 
 
