@@ -306,6 +306,8 @@ def seeds_needed(deviation: float, difference: float, power: float = 0.8, alpha:
 def verdict(difference: Difference, p: float, alpha: float = 0.05) -> str:
     """In words; lower scores are better. p: of this difference, adjusted where several are judged."""
     interval = f"(95% CI {difference.low:+.4f} to {difference.high:+.4f})"
+    if difference.seeds == 0:
+        return "no seed in common: cannot tell"
     if math.isnan(difference.deviation):
         return f"one seed, difference {difference.mean:+.4f}: cannot tell"
     if p < alpha:

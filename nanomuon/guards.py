@@ -18,19 +18,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nanomuon.runtime import code_of_a_stop, print0, write_text
+from nanomuon.locks import being_written
+from nanomuon.runtime import InputError, code_of_a_stop, print0, write_text
 
 
 class Requests:
     """What signals ask of a run. SIGTERM, SIGHUP, SIGINT: save and stop after this step; SIGUSR1: save.
 
     Before the first step and after the last there is nothing to save: then the first three end this process
-    at once. SIGHUP stays ignored where it is: nohup does that.
+    at once. SIGHUP stays ignored where it is: nohup does that. run_dir: the folder of the run, in which the
+    first rank notes a stop; None where it is not run.
     """
 
-    def __init__(self):
+    def __init__(self, run_dir: Path | None = None):
         self.stop = self.save = False
-        self.run_dir = None  # runs/NAME once this process, its first rank, holds it
+        self.run_dir = run_dir
+        self.holds_it = False  # see hold()
         self.at_once = "before its first step"  # when it is that a signal ends the process at once, else None
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -45,9 +48,9 @@ class Requests:
             self.stop = True
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one stops at once
 
-    def hold(self, run_dir: Path) -> None:
-        """From now on a stop is noted in this folder; what an earlier launch has noted there is over."""
-        self.run_dir = run_dir
+    def hold(self) -> None:
+        """The folder is this process's, the first rank's: what an earlier launch has noted there is over."""
+        self.holds_it = True
         self._note.unlink(missing_ok=True)
 
     @property
@@ -89,11 +92,17 @@ class Requests:
         message = f"stopped {when}; the same command carries on\n"
         if os.environ.get("RANK", "0") == "0":
             os.write(1, message.encode())  # print() fails in a signal handler that has interrupted another
-        if self.run_dir is not None:
-            with contextlib.suppress(OSError):  # where the disk is full the exit code has to do
+        with contextlib.suppress(OSError, InputError):  # where the disk is full the exit code has to do
+            if self._may_note():
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 write_text(self._note, message)
         return code_of_a_stop()
+
+    def _may_note(self) -> bool:
+        """Before it holds the folder the first rank may as well, unless another launch is at work there."""
+        if self.run_dir is None or os.environ.get("RANK", "0") != "0":
+            return False
+        return self.holds_it or not being_written(self.run_dir)
 
     def _end(self) -> None:
         """End this process now. Not by an exception, which could be lost in what it interrupts, or come to

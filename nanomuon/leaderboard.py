@@ -1,7 +1,6 @@
 """The page docs/leaderboard.md, made of the kept results of races, see nanomuon/kept_race.py."""
 
 import math
-import statistics
 from pathlib import Path
 
 from nanomuon import compare, kept_race, race_report
@@ -34,6 +33,8 @@ Races of optimizers, each on one task: what every contender came to, and what ca
   expected not to be (Benjamini and Hochberg).
 - **At equal seconds** is an estimate: the difference, and what the baseline would gain in the additional time
   of a contender whose steps take longer. It holds for the machine of the race.
+- **Step ms** has in brackets how many of the baseline's steps one takes, both measured against the forward
+  and backward pass of the same run, so that other work on the machine falls out.
 - Contenders with fewer seeds were stopped early, worse than another beyond doubt; their mean is corrected for
   the luck of their seeds.
 - The first places were chosen by their means, and so were lucky as well: their leads are overstated a little.
@@ -124,8 +125,8 @@ def read_race(file) -> KeptRace:
         where = f"{file}, run {name}"
         if run["steps"] != header["setup"]["steps"]:
             raise InputError(f"{where}: steps is {run['steps']}, but the race has {header['setup']['steps']}")
-        if math.isfinite(run["score"]) and run["step_ms"] == 0:
-            raise InputError(f"{where}: step_ms is 0")
+        if math.isfinite(run["score"]) and run["step_ms"] <= run["optimizer_ms"]:
+            raise InputError(f"{where}: step_ms is {run['step_ms']:g}, not more than optimizer_ms")
         start = (run["initial"], run["rows"])
         if starts.setdefault(run["seed"], start) != start:
             raise InputError(
@@ -220,17 +221,28 @@ def difference_cells(race, name, judged):
 
 
 def origin_cells(race, name, machines):
-    """Seeds, tuning runs, step ms, commits and machines of a contender's runs."""
+    """Seeds, tuning runs, time of a step, commits and machines of a contender's runs."""
     runs = race.results[name]
     tuning = race.tuning_of(name)
     spent = ""
     if tuning:
         full_length = sum(run["steps"] for run in tuning) / race.setup["steps"]
         spent = f"{len(tuning)} ({full_length:.1f})"
-    step_ms = statistics.median(run["step_ms"] for run in runs)
     commits = sorted({shown_commit(run) for run in runs})
     letters = sorted({machines[run.get("machine", "unknown")] for run in runs})
-    return [len(runs), spent, f"{step_ms:.0f}", ", ".join(commits), ", ".join(letters)]
+    return [len(runs), spent, step_cell(race, name), ", ".join(commits), ", ".join(letters)]
+
+
+def step_cell(race, name):
+    """Milliseconds of a step, and how many of the baseline's that is; of those that diverged nothing."""
+    runs = race.results[name]
+    if not all(math.isfinite(run["score"]) for run in runs):
+        return ""
+    step_ms = f"{race_report.median_ms(runs):.0f}"
+    if race.baseline is None or name == race.baseline:
+        return step_ms
+    of_baseline = race_report.relative_step(race.results[race.baseline])
+    return f"{step_ms} ({race_report.relative_step(runs) / of_baseline:.2f})"
 
 
 def shown_commit(run):

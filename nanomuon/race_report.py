@@ -84,13 +84,22 @@ def slope_of_length(runs):
     return slope if slope > 0 else None
 
 
+def relative_step(runs):
+    """Time of a step in units of its forward and backward pass.
+
+    All contenders of a race have these passes in common, so that the ratio of two contenders' relative steps
+    is that of their steps; other work on the machine, which is not the same for all runs, falls out.
+    """
+    return statistics.median(run["step_ms"] / (run["step_ms"] - run["optimizer_ms"]) for run in runs)
+
+
 def at_equal_seconds(difference, runs, of_reference, slope):
     """Estimate of a difference at equal training seconds, from one at equal steps.
 
     In the time of a contender whose steps take longer the reference makes more steps, and gains by `slope`,
     the loss per unit of ln(steps), see slope_of_length. Neither evaluation nor compilation is counted.
     """
-    return difference + slope * math.log(median_ms(runs) / median_ms(of_reference))
+    return difference + slope * math.log(relative_step(runs) / relative_step(of_reference))
 
 
 def differences(results, baseline):
@@ -144,8 +153,9 @@ def table(results, baseline, targets, detect, unit, slope=None):
 
 def slope_note(slope):
     return (
-        f"(at equal seconds: an estimate, difference + {slope:.4f} x ln(ratio of the steps' times); "
-        f"{slope:.4f} is what the baseline gains per unit of ln(steps))"
+        f"(at equal seconds: an estimate, difference + {slope:.4f} x ln(ratio of the steps' times), what the "
+        "baseline would gain in the additional time; steps are timed against the forward and backward pass of "
+        "their own run)"
     )
 
 
@@ -205,7 +215,7 @@ def ranking(results, unit, slope=None):
         return "Ranking: all contenders diverged"
     names = shown_names(results)
     best = ranks[0].name
-    header = ["", "contender", "seeds", unit, "to the best", "95% interval"]
+    header = ["", "contender", "seeds", unit, "from the best", "95% interval"]
     if slope is not None:
         header.append("at equal seconds")
     header += ["p", "verdict"]
@@ -507,7 +517,7 @@ def draw_forest(axis, rows, baseline, unit):
     axis.text(
         -(labels_width(rows) - 0.15) / PLOT,
         1 + above,
-        f"Difference to {baseline}, with 95% interval",
+        f"Difference from {baseline}, with 95% interval",
         transform=axis.transAxes,
         va="center",
         fontsize=10.5,
@@ -591,7 +601,11 @@ def forest_limits(rows):
     compared = [row for row in rows if row.difference is not None and row.difference.seeds > 0]
     if not compared:
         return -1e-3, 1e-3
-    reach = 4 * float(np.percentile([abs(row.difference.mean) for row in compared], 75)) + 1e-4
+    extents = []
+    for row in compared:
+        half = 0.0 if row.difference.seeds == 1 else row.difference.high - row.difference.mean
+        extents.append(abs(row.difference.mean) + half)
+    reach = 6 * statistics.median(extents) + 1e-4
     ends = [0.0]
     for row in compared:
         if abs(row.difference.mean) > reach:

@@ -353,7 +353,7 @@ def run_command(main) -> None:
     process group would wait for them. What was being written in the background stays unfinished, as when the
     process is killed.
     """
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see scripts/__init__.py
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # until here scripts/__init__.py had it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main() or 0

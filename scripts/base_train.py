@@ -173,7 +173,8 @@ def is_due(every: int, step: int) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     resolved = resolve_arguments(argv)
-    requests = guards.Requests()
+    first, _, _ = resolved
+    requests = guards.Requests(None if first.plan else run_folder.folder_of(first.run))
     runtime = start()
     args, settings, changed = together(lambda: resolved)[0]  # one settings.json, read once
     source = None
@@ -197,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     run_folder.check_no_links(folder)
     with run_folder.held(folder, runtime.rank):
         if runtime.rank == 0:
-            requests.hold(folder)
+            requests.hold()
         core_tasks = open_core_tasks(args, runtime)
         data, recorded, accepted = first_rank_first(
             lambda: prepare_data(args, settings, source, plan.tokens, runtime), runtime

@@ -266,6 +266,7 @@ def test_verdicts():
     assert verdict(worse, worse.p).startswith("worse by 1.0000")
     assert verdict(better, 0.06).startswith("not distinguishable (95% CI")
     assert verdict(paired_difference([1.0], [2.0]), 0.0) == "one seed, difference -1.0000: cannot tell"
+    assert verdict(paired_difference([], []), 1.0) == "no seed in common: cannot tell"
     same = paired_difference([1.0, 1.5], [1.0, 1.5])
     assert same.p == 1 and verdict(same, same.p).startswith("not distinguishable")
 

@@ -153,6 +153,26 @@ def test_a_signal_during_the_start_ends_it_with_a_line(base, processes):
     assert (base / "runs" / run / "stopped").read_text() == line
 
 
+def stopped_before_it_holds(run_dir):
+    """The exit code of a process that gets SIGTERM when its handlers are in place, and no more."""
+    child = os.fork()
+    if child == 0:
+        Requests(run_dir)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_signal_before_anything_is_looked_at_leaves_a_note(tmp_path):
+    """But none where another launch is at work, and none of a launch that only plans."""
+    run_dir = tmp_path / "runs" / "early"
+    with locks.locked(run_dir):
+        assert stopped_before_it_holds(run_dir) == STOPPED and not run_dir.exists()
+    assert stopped_before_it_holds(None) == STOPPED and not run_dir.exists()
+    assert stopped_before_it_holds(run_dir) == STOPPED
+    assert (run_dir / "stopped").read_text().startswith("stopped before its first step; the same command")
+
+
 def test_what_nohup_ignores_stays_ignored():
     before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGUSR1)}
     try:
