@@ -400,16 +400,17 @@ def test_comments_and_layout_are_not_code(tmp_path):
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_the_hopeless_stop_after_two_seeds(lab, tmp_path, capsys):
+def test_the_hopeless_stop(lab, tmp_path, capsys):
     """A rate of zero learns nothing; the baseline races with all seeds whatever it is."""
     arguments = ["--contenders", "default:lr_scale=0", "default", "default:lr_scale=0.9", "adamw:lr_scale=0"]
     lab(*arguments, "--seeds", 4, "--steps", 30)
     seeds = {}
     for name, seed in results(tmp_path):
         seeds.setdefault(name, set()).add(seed)
-    assert seeds["adamw:lr_scale=0"] == {0, 1} and len(seeds["default:lr_scale=0"]) == 4
+    raced = len(seeds["adamw:lr_scale=0"])
+    assert 2 <= raced < 4 and len(seeds["default:lr_scale=0"]) == 4
     assert len(seeds["default"]) == len(seeds["default:lr_scale=0.9"]) == 4
-    assert "stopped after 2 seeds, hopeless: adamw:lr_scale=0" in capsys.readouterr().out
+    assert f"stopped after {raced} seeds, hopeless: adamw:lr_scale=0" in capsys.readouterr().out
     lab(*arguments, "--seeds", 4, "--steps", 30, "--all-seeds")
     assert ("adamw:lr_scale=0", 3) in results(tmp_path)
 
