@@ -36,26 +36,26 @@ class Dial:
 
 
 def dials(contender) -> list[Dial]:
-    """What is searched: the rate of the matrices, the weight decay, and one more.
+    """What is searched: all rates together, the weight decay, and one more.
 
-    That is the dial that the contender's file names, as in DIAL = ("c", 0.1, 0.8), or else all rates at once.
-    Decay is searched where it is a keyword and not zero.
+    That is the dial that the contender's file names, as in DIAL = ("c", 0.1, 0.8), or else the rate of the
+    matrices beside the others. A keyword that is zero, or that there is not, is not searched.
     """
     known = contender.keywords()
+    own = None if contender.is_preset else load_dial(contender.source)
+    if own is not None and own[0] not in known:
+        raise InputError(f"contender {contender.source}: its DIAL {own[0]} is not one of {', '.join(known)}")
+    widths = {"lr_scale": 3, "weight_decay": 4}
+    if own is None:
+        widths["matrix_lr"] = 2
+    values = {"lr_scale": 1} | known | contender.options
     found = []
-    for key, width in (("matrix_lr", 3), ("weight_decay", 4)):
-        value = contender.options.get(key, known.get(key))
+    for key, width in widths.items():
+        value = values.get(key)
         if isinstance(value, int | float) and value > 0:
             found.append(Dial(key, value / width, value * width))
-    own = None if contender.is_preset else load_dial(contender.source)
-    if own is None:
-        width = 2 if found else 4
-        found.append(Dial("lr_scale", contender.lr_scale / width, contender.lr_scale * width))
-        return found
-    key, low, high = own
-    if key not in known:
-        raise InputError(f"contender {contender.source}: its DIAL {key} is not one of {', '.join(known)}")
-    found.append(Dial(key, low, high))
+    if own is not None:
+        found.append(Dial(*own))
     return found
 
 

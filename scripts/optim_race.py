@@ -23,8 +23,8 @@ seeds or more a contender that is hopelessly behind stops, by a rule that wrongs
 races at most.
 
 --sweep 8 gives each contender the time of eight runs to find its rates first, with other seeds: trials of a
-quarter of the length, the best of them at half, the best of those at all of it. Searched are the rate of the
-matrices, the decay and the dial that its file names (DIAL = ("c", 0.1, 0.8)), or else all rates together.
+quarter of the length, the best of them at half, the best of those at all of it. Searched are all rates
+together, the decay and the dial that its file names (DIAL = ("c", 0.1, 0.8)), or else the matrices' rate.
 
 --leaderboard keeps the finished runs in docs/races, small enough to be committed, goes on from those that are
 there, and writes docs/leaderboard.md.

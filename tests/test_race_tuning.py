@@ -38,6 +38,7 @@ class Bowl:
         scores = {}
         for trial in trials:
             values = trial.keywords() | trial.options
+            values["matrix_lr"] *= trial.lr_scale
             off = sum(math.log(values[key] / value) ** 2 for key, value in self.lowest.items())
             scores[trial.name] = 2 + off - 0.1 * math.log(steps)
         return scores
@@ -62,8 +63,8 @@ def test_every_contender_gets_the_same_budget_and_seeds_that_no_race_uses():
 def test_the_search_finds_a_better_rate_than_a_wrong_one():
     wrong = Contender("default:matrix_lr=0.05")
     (found,) = race_tuning.search([wrong], 8, 400, Bowl({"matrix_lr": 0.02}).train)
-    before, after = (abs(math.log(each.options["matrix_lr"] / 0.02)) for each in (wrong, found.best))
-    assert after < before / 3
+    rate = found.best.options["matrix_lr"] * found.best.lr_scale
+    assert abs(math.log(rate / 0.02)) < abs(math.log(0.05 / 0.02)) / 3
 
 
 def test_what_is_right_already_stays():
@@ -82,12 +83,13 @@ def test_a_trial_that_diverges_is_not_the_best():
 
 
 def test_dials(file):
-    """The rate of the matrices, the decay where there is one, and the file's own or all rates."""
+    """All rates, the decay where there is one, and the file's own or the rate of the matrices."""
     keys = [dial.key for dial in race_tuning.dials(Contender("default"))]
-    assert keys == ["matrix_lr", "weight_decay", "lr_scale"]
-    assert [dial.key for dial in race_tuning.dials(Contender("muon"))] == ["matrix_lr", "lr_scale"]
+    assert keys == ["lr_scale", "weight_decay", "matrix_lr"]
+    assert [dial.key for dial in race_tuning.dials(Contender("muon"))] == ["lr_scale", "matrix_lr"]
     rate, own = race_tuning.dials(Contender(file('("c", 0.1, 0.9)')))
-    assert rate.low < 0.02 < rate.high and own == race_tuning.Dial("c", 0.1, 0.9)
+    assert rate.key == "lr_scale" and rate.low < 1 < rate.high
+    assert own == race_tuning.Dial("c", 0.1, 0.9)
     trials = race_tuning.trials(Contender(file('("c", 0.1, 0.9)')), 40)
     assert len({trial.name for trial in trials}) == 40
     values = sorted(trial.options["c"] for trial in trials[1:])
