@@ -157,7 +157,10 @@ def size_of(config: GPTConfig) -> Size:
 
 
 def sizes_up_to(depth: int, model: dict) -> list[Size]:
-    """The models of the family from depth 1 to this one. model: fields of GPTConfig of one of them."""
+    """The models of the family from depth 1 to this one, without those that from_depth has no heads for.
+
+    model: fields of GPTConfig of one of them.
+    """
     own = GPTConfig(**model)
     shared = {}
     for field in fields(GPTConfig):
@@ -165,7 +168,11 @@ def sizes_up_to(depth: int, model: dict) -> list[Size]:
             shared[field.name] = getattr(own, field.name)
     sizes = []
     for each in range(1, depth + 1):
-        sizes.append(size_of(GPTConfig.from_depth(each, own.vocab_size, own.seq_len, **shared)))
+        try:
+            config = GPTConfig.from_depth(each, own.vocab_size, own.seq_len, **shared)
+        except ValueError:
+            continue  # of depths from 8 on, some that are odd
+        sizes.append(size_of(config))
     return sizes
 
 

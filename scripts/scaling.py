@@ -27,6 +27,7 @@ family of other settings is refused. On several GPUs each run takes all of them,
 import argparse
 import math
 import os
+import re
 import signal
 import sys
 
@@ -44,7 +45,7 @@ from scripts import base_train
 
 # Arguments of base_train that this script decides
 DECIDED = ("run", "depth", "resume", "plan", *LENGTH_FLAGS, *scaling_runs.SETTINGS_OF_A_FAMILY)
-MULTIPLES = {"k": 1e3, "m": 1e6, "b": 1e9}
+MULTIPLES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def stop(number, frame):
-    """Handles the signals that ask for an end: the run that is being trained saves first, see scaling_runs."""
+    """Handles the signals that ask for an end: the run in training saves first, see scaling_runs.train."""
     raise SystemExit(STOPPED)
 
 
@@ -183,15 +184,14 @@ def whole_numbers(text: str) -> list[int]:
     """250k,500k,1M as [250_000, 500_000, 1_000_000]."""
     numbers = []
     for part in text.split(","):
-        part = part.strip()
-        multiple = MULTIPLES.get(part[-1:].lower(), 1)
+        found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kmb]?)", part.strip().lower())
         try:
-            number = float(part.rstrip("kKmMbB")) * multiple
-        except ValueError as error:
+            number = float(found[1]) * MULTIPLES[found[2]]
+        except (TypeError, ValueError) as error:
             raise argparse.ArgumentTypeError(f"{part!r} is not a number such as 3 or 250k") from error
-        if not 1 <= number < 1e18 or number != int(number):
+        if not 1 <= number < 1e18 or number != round(number):
             raise argparse.ArgumentTypeError(f"{part!r} is not a whole number from 1 on")
-        numbers.append(int(number))
+        numbers.append(round(number))
     return numbers
 
 
