@@ -67,19 +67,17 @@ class Law:
 
     @property
     def A(self):
-        with np.errstate(over="ignore"):
-            return np.exp(self.log_A)
+        return exp(self.log_A)
 
     @property
     def B(self):
-        with np.errstate(over="ignore"):
-            return np.exp(self.log_B)
+        return exp(self.log_B)
 
     def model_term(self, parameters):
-        return np.exp(self.log_A - self.alpha * np.log(parameters))
+        return exp(self.log_A - self.alpha * np.log(parameters))
 
     def data_term(self, tokens):
-        return np.exp(self.log_B - self.beta * np.log(tokens))
+        return exp(self.log_B - self.beta * np.log(tokens))
 
     def loss(self, parameters, tokens):
         return self.E + self.model_term(parameters) + self.data_term(tokens)
@@ -89,8 +87,7 @@ class Law:
         left = loss - self.E - self.model_term(parameters)  # for the term of the data
         reachable = left > 0
         log_tokens = (self.log_B - np.log(np.where(reachable, left, 1.0))) / self.beta
-        with np.errstate(over="ignore"):
-            return np.where(reachable, np.exp(log_tokens), math.inf)
+        return np.where(reachable, exp(log_tokens), math.inf)
 
     @property
     def parameters_exponent(self):
@@ -195,6 +192,12 @@ def log_terms(constants: np.ndarray, n: np.ndarray, d: np.ndarray) -> np.ndarray
     return np.stack([np.full_like(n, irreducible), model_term, data_term])
 
 
+def exp(logarithm):
+    """np.exp without a warning where that is infinite."""
+    with np.errstate(over="ignore"):
+        return np.exp(logarithm)
+
+
 def exponent(logarithm):
     """Held below STEEPEST: where a search steps too far, it shall still find a number there."""
     return np.exp(np.minimum(logarithm, math.log(STEEPEST)))
@@ -245,7 +248,7 @@ def as_law(constants: np.ndarray, middle_n: float, middle_d: float) -> Law:
     irreducible, of_parameters, of_tokens, log_alpha, log_beta = constants
     alpha, beta = exponent(log_alpha), exponent(log_beta)
     return Law(
-        E=np.exp(irreducible),
+        E=exp(irreducible),
         log_A=of_parameters + alpha * middle_n,
         alpha=alpha,
         log_B=of_tokens + beta * middle_d,

@@ -20,8 +20,9 @@ and attention). The answer names a depth and a number of tokens, and how far it 
 A family lives in scaling/NAME under NANOMUON_BASE_DIR: scaling.md, scaling.png, scaling.json, and of every
 run a small JSON and its output; the runs themselves are runs/NAME-d2-t500000. The same command goes on where
 it was interrupted (Ctrl-C, SIGTERM and SIGHUP save first). More depths or tokens train only what is new, and
-without them the questions are answered from the runs that are there. What follows -- goes to base_train. A
-family of other settings is refused. On several GPUs each run takes all of them, by torchrun.
+without them the questions are answered from the runs that are there. So a family need not be a whole grid:
+the smaller a model, the more tokens are worth their compute. What follows -- goes to base_train. A family of
+other settings is refused. On several GPUs each run takes all of them, by torchrun.
 """
 
 import argparse
