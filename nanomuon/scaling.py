@@ -25,6 +25,7 @@ CONSTANTS = ("E", "A", "alpha", "B", "beta")
 FEWEST_RUNS = len(CONSTANTS) + 2
 FEWEST_KINDS = 3
 EXPONENTS = (0.1, 0.2, 0.4, 0.8, 1.6)  # of alpha and beta, from each pair of which a fit begins
+STEEPEST = 100  # an exponent that is larger is none of a loss
 RESAMPLES = 500
 LOW, HIGH = 2.5, 97.5  # percentiles of a 95% interval
 
@@ -66,19 +67,17 @@ class Law:
 
     @property
     def A(self):
-        with np.errstate(over="ignore"):
-            return np.exp(self.log_A)
+        return exp(self.log_A)
 
     @property
     def B(self):
-        with np.errstate(over="ignore"):
-            return np.exp(self.log_B)
+        return exp(self.log_B)
 
     def model_term(self, parameters):
-        return np.exp(self.log_A - self.alpha * np.log(parameters))
+        return exp(self.log_A - self.alpha * np.log(parameters))
 
     def data_term(self, tokens):
-        return np.exp(self.log_B - self.beta * np.log(tokens))
+        return exp(self.log_B - self.beta * np.log(tokens))
 
     def loss(self, parameters, tokens):
         return self.E + self.model_term(parameters) + self.data_term(tokens)
@@ -88,8 +87,7 @@ class Law:
         left = loss - self.E - self.model_term(parameters)  # for the term of the data
         reachable = left > 0
         log_tokens = (self.log_B - np.log(np.where(reachable, left, 1.0))) / self.beta
-        with np.errstate(over="ignore"):
-            return np.where(reachable, np.exp(log_tokens), math.inf)
+        return np.where(reachable, exp(log_tokens), math.inf)
 
     @property
     def parameters_exponent(self):
@@ -189,9 +187,20 @@ def log_terms(constants: np.ndarray, n: np.ndarray, d: np.ndarray) -> np.ndarray
     constants: logarithms of the terms at n = d = 0 and of the two exponents, so that all five are positive.
     """
     irreducible, of_parameters, of_tokens, log_alpha, log_beta = constants
-    model_term = of_parameters - np.exp(log_alpha) * n
-    data_term = of_tokens - np.exp(log_beta) * d
+    model_term = of_parameters - exponent(log_alpha) * n
+    data_term = of_tokens - exponent(log_beta) * d
     return np.stack([np.full_like(n, irreducible), model_term, data_term])
+
+
+def exp(logarithm):
+    """np.exp without a warning where that is infinite."""
+    with np.errstate(over="ignore"):
+        return np.exp(logarithm)
+
+
+def exponent(logarithm):
+    """Held below STEEPEST: where a search steps too far, it shall still find a number there."""
+    return np.exp(np.minimum(logarithm, math.log(STEEPEST)))
 
 
 def log_loss(constants: np.ndarray, n: np.ndarray, d: np.ndarray) -> np.ndarray:
@@ -203,8 +212,8 @@ def derivatives(constants: np.ndarray, n: np.ndarray, d: np.ndarray) -> np.ndarr
     """(runs, 5) of log_loss by the constants."""
     shares = np.exp(log_terms(constants, n, d) - log_loss(constants, n, d))  # of the loss, of each term
     irreducible, of_parameters, of_tokens = shares
-    by_log_alpha = -of_parameters * np.exp(constants[3]) * n
-    by_log_beta = -of_tokens * np.exp(constants[4]) * d
+    by_log_alpha = -of_parameters * exponent(constants[3]) * n
+    by_log_beta = -of_tokens * exponent(constants[4]) * d
     return np.stack([irreducible, of_parameters, of_tokens, by_log_alpha, by_log_beta], axis=1)
 
 
@@ -237,9 +246,9 @@ def first_guess(n: np.ndarray, d: np.ndarray, losses: np.ndarray) -> np.ndarray:
 def as_law(constants: np.ndarray, middle_n: float, middle_d: float) -> Law:
     """The law in its usual constants. constants: (5,) or (5, resamples), see terms."""
     irreducible, of_parameters, of_tokens, log_alpha, log_beta = constants
-    alpha, beta = np.exp(log_alpha), np.exp(log_beta)
+    alpha, beta = exponent(log_alpha), exponent(log_beta)
     return Law(
-        E=np.exp(irreducible),
+        E=exp(irreducible),
         log_A=of_parameters + alpha * middle_n,
         alpha=alpha,
         log_B=of_tokens + beta * middle_d,

@@ -64,7 +64,7 @@ def find(folder: Path) -> Findings | None:
         name=folder.name,
         shared=scaling_runs.read_family(folder) or {},
         points=points,
-        sizes=scaling_runs.sizes_up_to(max(8, 4 * deepest["depth"]), deepest["model"]),
+        sizes=scaling_runs.sizes_up_to(max(8, 2 * deepest["depth"]), deepest["model"]),
         fit=fit,
         device_speed=device_speed(results),
     )
@@ -110,7 +110,7 @@ def law_in_words(findings: Findings) -> str:
             "the runs, without intervals."
         )
     fit = findings.fit
-    lines = [["loss = E + A / N^alpha + B / D^beta", "", "95% interval"]]
+    lines = [["loss = E + A / N^alpha + B / D^beta", "", "95% interval", ""]]
     for name, found in constants(fit).items():
         note = ""
         if found.low <= 0 or found.high / found.low > UNDETERMINED:
@@ -321,7 +321,8 @@ def plot(findings: Findings, image: Path) -> None:
             losses = findings.fit.law.loss(size.parameters, flops / size.flops_per_token)
         axis.plot(flops, losses, color=colour, linewidth=1.2)
     axis.set_xscale("log")
-    axis.set(title="Validation loss over training compute", xlabel="FLOPs", ylabel="bits per byte")
+    axis.set(title="Validation loss over training compute", ylabel="bits per byte")
+    axis.set_xlabel("training FLOPs", color="#5a5a5a", fontsize=9.5)
     axis.legend(frameon=False, fontsize=9)
     report.style_axis(axis)
     report.save_figure(figure, image)

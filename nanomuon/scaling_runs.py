@@ -156,17 +156,22 @@ def size_of(config: GPTConfig) -> Size:
     return Size(config.depth, counts["matrices"] + counts["lm_head"], model.estimate_flops())
 
 
+def size_at(depth: int, model: dict) -> Size | None:
+    """The model of the family at this depth, None where from_depth has none: of odd depths, some.
+
+    model: fields of GPTConfig of any model of the family.
+    """
+    shared = {name: model[name] for name in MODEL_OPTIONS if name in model}
+    try:
+        return size_of(GPTConfig.from_depth(depth, model["vocab_size"], model["seq_len"], **shared))
+    except ValueError:
+        return None
+
+
 def sizes_up_to(depth: int, model: dict) -> list[Size]:
-    """The models of the family from depth 1 to this one. model: fields of GPTConfig of one of them."""
-    own = GPTConfig(**model)
-    shared = {}
-    for field in fields(GPTConfig):
-        if field.name in MODEL_OPTIONS:
-            shared[field.name] = getattr(own, field.name)
-    sizes = []
-    for each in range(1, depth + 1):
-        sizes.append(size_of(GPTConfig.from_depth(each, own.vocab_size, own.seq_len, **shared)))
-    return sizes
+    """The models of the family from depth 1 to this one; see size_at."""
+    sizes = [size_at(each, model) for each in range(1, depth + 1)]
+    return [size for size in sizes if size is not None]
 
 
 def check_settings(folder: Path, shared: dict) -> None:
@@ -240,11 +245,11 @@ def train_missing(
         check_no_strangers(folder, planned)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "family.json", {**shared, **now})
-    for member in pending:
+    for number, member in enumerate(pending):
         results = read_results(folder)
         print(
             f"[{done + 1}/{len(planned)}] depth {member.depth}: {member.steps} steps of {member.batch:,} "
-            f"tokens{expected(member, results)}",
+            f"tokens{expected(pending[number:], results)}",
             flush=True,
         )
         dtype = []
@@ -280,16 +285,27 @@ def check_no_strangers(folder: Path, planned: list[Member]) -> None:
             )
 
 
-def expected(member: Member, results: list[dict]) -> str:
-    """In words, how long a run takes by the speed of the one that is next to it in depth; "" without any."""
+def expected(pending: list[Member], results: list[dict]) -> str:
+    """In words, how long the next run takes and how long all of them; "" where nothing was measured yet."""
+    seconds = [expected_seconds(member, results) for member in pending]
+    if None in seconds:
+        return ""
+    if len(seconds) == 1:
+        return f", about {duration(seconds[0])}"
+    return f", about {duration(seconds[0])}; all that are left about {duration(sum(seconds))}"
+
+
+def expected_seconds(member: Member, results: list[dict]) -> float | None:
+    """Of training, by the FLOP/s of the finished run that is next to it in depth; None where none tells."""
     known = [result for result in results if result["tokens_per_second"]]
     if not known:
-        return ""
+        return None
     near = min(known, key=lambda result: abs(result["depth"] - member.depth))
-    flops_per_second = near["tokens_per_second"] * near["flops_per_token"]
-    size = sizes_up_to(member.depth, near["model"])[-1]
-    seconds = member.steps * member.batch * size.flops_per_token / flops_per_second
-    return f", about {duration(seconds)}"
+    size = size_at(member.depth, near["model"])
+    if size is None:
+        return None
+    flops = member.steps * member.batch * size.flops_per_token
+    return flops / (near["tokens_per_second"] * near["flops_per_token"])
 
 
 def train(folder: Path, member: Member, shared: dict, flags: list[str], processes: int) -> None:

@@ -20,13 +20,15 @@ and attention). The answer names a depth and a number of tokens, and how far it 
 A family lives in scaling/NAME under NANOMUON_BASE_DIR: scaling.md, scaling.png, scaling.json, and of every
 run a small JSON and its output; the runs themselves are runs/NAME-d2-t500000. The same command goes on where
 it was interrupted (Ctrl-C, SIGTERM and SIGHUP save first). More depths or tokens train only what is new, and
-without them the questions are answered from the runs that are there. What follows -- goes to base_train. A
-family of other settings is refused. On several GPUs each run takes all of them, by torchrun.
+without them the questions are answered from the runs that are there. So a family need not be a whole grid:
+the smaller a model, the more tokens are worth their compute. What follows -- goes to base_train. A family of
+other settings is refused. On several GPUs each run takes all of them, by torchrun.
 """
 
 import argparse
 import math
 import os
+import re
 import signal
 import sys
 
@@ -44,7 +46,7 @@ from scripts import base_train
 
 # Arguments of base_train that this script decides
 DECIDED = ("run", "depth", "resume", "plan", *LENGTH_FLAGS, *scaling_runs.SETTINGS_OF_A_FAMILY)
-MULTIPLES = {"k": 1e3, "m": 1e6, "b": 1e9}
+MULTIPLES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -77,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def stop(number, frame):
-    """Handles signals that ask for an end: the run that is being trained saves first, see scaling_runs."""
+    """Handles the signals that ask for an end: the run in training saves first, see scaling_runs.train."""
     raise SystemExit(STOPPED)
 
 
@@ -183,15 +185,14 @@ def whole_numbers(text: str) -> list[int]:
     """250k,500k,1M as [250_000, 500_000, 1_000_000]."""
     numbers = []
     for part in text.split(","):
-        part = part.strip()
-        multiple = MULTIPLES.get(part[-1:].lower(), 1)
+        found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kmb]?)", part.strip().lower())
         try:
-            number = float(part.rstrip("kKmMbB")) * multiple
-        except ValueError as error:
+            number = float(found[1]) * MULTIPLES[found[2]]
+        except (TypeError, ValueError) as error:
             raise argparse.ArgumentTypeError(f"{part!r} is not a number such as 3 or 250k") from error
-        if not 1 <= number < 1e18 or number != int(number):
+        if not 1 <= number < 1e18 or number != round(number):
             raise argparse.ArgumentTypeError(f"{part!r} is not a whole number from 1 on")
-        numbers.append(int(number))
+        numbers.append(round(number))
     return numbers
 
 
