@@ -154,8 +154,8 @@ def table(results, baseline, targets, detect, unit, slope=None):
 def slope_note(slope):
     return (
         f"(at equal seconds: an estimate, difference + {slope:.4f} x ln(ratio of the steps' times), what the "
-        "baseline would gain in the additional time; steps are timed against the forward and backward pass of "
-        "their own run)"
+        "baseline would gain in the additional time; steps are timed against the forward and backward pass "
+        "of their own run)"
     )
 
 
