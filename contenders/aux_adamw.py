@@ -17,6 +17,7 @@ SCALARS = ("resid_scalars", "x0_scalars", "taps")
 def param_groups(
     model,
     batch=None,
+    steps=None,
     *,
     matrix_lr=0.02,
     embedding_lr=0.3,
@@ -30,6 +31,7 @@ def param_groups(
     groups = recipe.param_groups(
         model,
         batch,
+        steps,
         matrix_lr=matrix_lr,
         embedding_lr=embedding_lr,
         unembedding_lr=unembedding_lr,

@@ -35,7 +35,7 @@ def selected_rows(M, ok, fraction, mu, ns_dtype):
     return X
 
 
-def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, fraction=0.25, mu=0.95):
+def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2, fraction=0.25, mu=0.95):
     def direction(U, kept, ok, square_weight):
         """U: (k, m, n), the mean gradients, since the group has momentum 0."""
         M = kept["accumulated"]
@@ -47,7 +47,7 @@ def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, fractio
         return X, torch.ones_like(square_weight)
 
     direction.state = state
-    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)
+    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
     for group in groups:
         if group["kind"] == "muon":
             group.update(direction=direction, beta2=None, momentum=0.0)

@@ -32,6 +32,7 @@ def shaped(M, p):
 def param_groups(
     model,
     batch=None,
+    steps=None,
     *,
     matrix_lr=0.02,
     weight_decay=0.2,
@@ -46,7 +47,7 @@ def param_groups(
         p = p_min + (p_max - p_min) * torch.sigmoid((center - share) / width)
         return shaped(U, p), torch.ones_like(square_weight)
 
-    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)
+    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
     for group in groups:
         if group["kind"] == "muon":
             group["direction"] = direction

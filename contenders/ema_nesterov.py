@@ -17,8 +17,10 @@ DIAL = ("lookahead", 0.1, 0.8)
 FIRST, LAST = 0.1, 0.67  # shares of the run between which there is a lookahead
 
 
-def build_optimizer(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, gamma=0.99, plain=False):
-    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)
+def build_optimizer(
+    model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2, gamma=0.99, plain=False
+):
+    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
     for group in groups:
         if plain and group["kind"] == "muon":
             group["beta2"] = None

@@ -24,7 +24,7 @@ def norms(param):
     return torch.linalg.vector_norm(param, dim=(-2, -1), keepdim=True)
 
 
-def build_optimizer(model, batch=None, *, matrix_lr=0.018):
+def build_optimizer(model, batch=None, steps=None, *, matrix_lr=0.018):
     def direction(U, kept, ok, square_weight):
         """U: (k, m, n)."""
         X = orthogonalize(U, ns_dtype=model.compute_dtype).to(square_weight.dtype)
@@ -33,7 +33,7 @@ def build_optimizer(model, batch=None, *, matrix_lr=0.018):
     def radius(m, n):
         return math.sqrt(m * n / model.config.width)
 
-    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=0.0)
+    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=0.0)
     matrices = []
     for group in groups:
         if group["kind"] == "muon":

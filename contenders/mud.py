@@ -27,8 +27,8 @@ def decorrelated(Q, passes):
     return Q
 
 
-def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, passes=1):
-    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)
+def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2, passes=1):
+    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
 
     def direction(U, kept, ok, square_weight):
         return decorrelated(U, passes), torch.ones_like(square_weight)

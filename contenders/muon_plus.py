@@ -11,8 +11,8 @@ Source: "Muon+", arXiv 2602.21545.
 from nanomuon import recipe
 
 
-def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2):
-    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)
+def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2):
+    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
     for group in groups:
         if group["kind"] == "muon":
             group["renormalize"] = True

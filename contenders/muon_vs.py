@@ -15,7 +15,7 @@ def state(m, n):
     return {"exp_avg": (m, n), "variance": (m, n), "count": (1, 1)}
 
 
-def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, beta=0.95):
+def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2, beta=0.95):
     def direction(U, kept, ok, square_weight):
         """U: (k, m, n), the mean gradients, since the group has momentum 0."""
         M, variance, count = kept["exp_avg"], kept["variance"], kept["count"]
@@ -28,7 +28,7 @@ def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, beta=0.
         return orthogonalize(N, ns_dtype=model.compute_dtype), ok
 
     direction.state = state
-    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)
+    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
     for group in groups:
         if group["kind"] == "muon":
             group.update(direction=direction, beta2=None, momentum=0.0)

@@ -45,13 +45,13 @@ def state(m, n):
     return {"v": (m, n), "v_momentum": (m, n), **rows}
 
 
-def build_optimizer(model, batch=None, *, matrix_lr=0.0035):
+def build_optimizer(model, batch=None, steps=None, *, matrix_lr=0.0035):
     def direction(U, kept, ok, square_weight):
         X = difference(U, kept, ok, square_weight * ok, model.compute_dtype)  # see schedule
         return X, torch.ones_like(ok)
 
     direction.state = state
-    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=0.0)
+    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=0.0)
     for group in groups:
         if group["kind"] == "muon":
             group.update(direction=direction, momentum=0.0, scale=lambda m, n: 1.0)

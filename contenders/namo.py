@@ -19,7 +19,7 @@ def state(m, n):
     return {"exp_avg": (m, n), "squared_norm": (1, 1), "count": (1, 1)}
 
 
-def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, mu1=0.95, mu2=0.99):
+def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2, mu1=0.95, mu2=0.99):
     def direction(U, kept, ok, square_weight):
         """U: (k, m, n), the mean gradients, since the group has momentum 0."""
         M, v, count = kept["exp_avg"], kept["squared_norm"], kept["count"]
@@ -34,7 +34,7 @@ def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, mu1=0.9
         return X, correction * norm / (v.sqrt() + 1e-8)
 
     direction.state = state
-    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)
+    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
     for group in groups:
         if group["kind"] == "muon":
             group.update(direction=direction, beta2=None, momentum=0.0)

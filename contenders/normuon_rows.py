@@ -19,7 +19,7 @@ def state(m, n):
     return {"second_momentum_buffer": (m, 1)}
 
 
-def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, beta2=0.95):
+def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2, beta2=0.95):
     def direction(U, kept, ok, square_weight):
         """U: (k, m, n). kept["second_momentum_buffer"]: (k, m, 1)."""
         X = orthogonalize(U, ns_dtype=model.compute_dtype).to(square_weight.dtype)  # (k, m, n)
@@ -31,7 +31,7 @@ def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, beta2=0
         return scaled, norm_before / norm_after.clamp(min=1e-10)
 
     direction.state = state
-    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)
+    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
     for group in groups:
         if group["kind"] == "muon":
             group.update(direction=direction, beta2=beta2)

@@ -33,8 +33,8 @@ def braked(old, new, outward):
     return torch.where(length > 0, turned * ((length + kept) / turned_length.clamp(min=1e-20)), new)
 
 
-def build_optimizer(model, batch=None, *, matrix_lr=0.02, outward=0.5):
-    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=0.0)
+def build_optimizer(model, batch=None, steps=None, *, matrix_lr=0.02, outward=0.5):
+    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=0.0)
     optimizer = DistMuonAdamW(groups, ns_dtype=model.compute_dtype)
     matrices = []
     for group in optimizer.param_groups:

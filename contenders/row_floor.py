@@ -20,8 +20,8 @@ def row_norms(matrix):
     return torch.linalg.vector_norm(matrix, dim=-1, keepdim=True)
 
 
-def build_optimizer(model, batch=None, *, matrix_lr=0.02, floor=0.3825):
-    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=0.0)
+def build_optimizer(model, batch=None, steps=None, *, matrix_lr=0.02, floor=0.3825):
+    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=0.0)
     optimizer = DistMuonAdamW(groups, ns_dtype=model.compute_dtype)
     muon_groups = [group for group in optimizer.param_groups if group["kind"] == "muon"]
     before = {}  # parameter -> its weights before the step

@@ -37,7 +37,7 @@ def state(m, n):
     return {"exp_avg": (m, n), "exp_avg_sq": (m, n), "count": (1, 1), **grams}
 
 
-def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, every=10):
+def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2, every=10):
     def direction(U, kept, ok, square_weight):
         """U: (k, m, n), the mean gradients, since the group has momentum 0."""
         M, V, count = kept["exp_avg"], kept["exp_avg_sq"], kept["count"]
@@ -59,7 +59,7 @@ def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2, every=1
         return X, moves
 
     direction.state = state
-    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)
+    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
     for group in groups:
         if group["kind"] == "muon":
             group.update(direction=direction, beta2=None, momentum=0.0)

@@ -17,8 +17,8 @@ from nanomuon.optim import DistMuonAdamW, like_param, local
 DIAL = ("blend", 0.2, 1.0)
 
 
-def build_optimizer(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2):
-    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)
+def build_optimizer(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2):
+    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
     optimizer = DistMuonAdamW(groups, ns_dtype=model.compute_dtype)
     for group in optimizer.param_groups:
         group.update(mean_weight=1.0, blend=0.0)  # the schedule writes both

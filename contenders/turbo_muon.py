@@ -26,7 +26,7 @@ def almost_orthogonal(M):
     return M * sums.clamp(min=1e-20).rsqrt()
 
 
-def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2):
+def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2):
     def direction(U, kept, ok, square_weight):
         """U: (k, m, n)."""
         # Of a square matrix, which is never worked in the Gram form: these steps are the plain ones
@@ -34,7 +34,7 @@ def param_groups(model, batch=None, *, matrix_lr=0.02, weight_decay=0.2):
         X = newton_schulz(in_iteration_dtype(almost_orthogonal(U), dtype), TABLE)
         return X, torch.ones_like(square_weight)
 
-    groups = recipe.param_groups(model, batch, matrix_lr=matrix_lr, weight_decay=weight_decay)
+    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
     for group in groups:
         if group["kind"] == "muon":
             group.update(direction=direction, beta2=None)

@@ -37,26 +37,24 @@ DIGITS = 6  # of a loss
 def keep(folder: Path, file: Path, baseline: str, command: str) -> None:
     """Write all finished runs of the race in `folder` to `file`, beside the runs that it has already."""
     setup = read_json(folder / "task.json", TASK)
-    commands = [command]
-    runs = {}
+    header, runs = {"commands": []}, {}
     if os.path.lexists(file):
         header, runs = read_kept(file)
-        commands = header["commands"]
-        if command not in commands:
-            commands.append(command)
-    for path in sorted([*folder.glob("*-seed*.json"), *folder.glob("sweep/*/*-seed*.json")]):
+    if command not in header["commands"]:
+        header["commands"].append(command)
+    header |= {"race": folder.name, "baseline": baseline, "setup": setup}
+    for path in sorted([*folder.glob("*-seed*.json"), *folder.glob("sweep/[0-9]*/*-seed*.json")]):
         name = str(path.relative_to(folder))
         result = read_result(path)
         result.pop("groups", None)
         is_race = path.parent == folder
-        steps, *_ = result["curve"][-1]
+        steps = setup["steps"] if is_race else int(path.parent.name)
         curve = result["curve"] if is_race else result["curve"][-1:]
         result["curve"] = [[step, rounded(part), rounded(whole)] for step, part, whole in curve]
         result["score"] = rounded(result["score"])
         for key in ("step_ms", "optimizer_ms"):
             result[key] = round(result[key], 2)
         runs[name] = {"file": name, "stage": "race" if is_race else "sweep", "steps": steps, **result}
-    header = {"race": folder.name, "baseline": baseline, "commands": commands, "setup": setup}
     lines = [header, *(runs[name] for name in sorted(runs))]
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json_lines(file, lines)

@@ -140,7 +140,7 @@ def build_model(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> tuple
 def build_optimizer(
     args: argparse.Namespace,
     model: GPT,
-    batch: int,
+    plan: Plan,
     runtime: Runtime,
     own_build: Callable | None = None,
     own_schedule: Callable | None = None,
@@ -163,7 +163,7 @@ def build_optimizer(
     settings = {"ns_dtype": runtime.compute_dtype}
     if runtime.world_size > 1:
         settings["comm_dtype"] = COMM_DTYPES[args.comm_dtype]
-    optimizer = user_file.make_optimizer(build, model, batch, runtime.world_size, **settings)
+    optimizer = user_file.make_optimizer(build, model, plan.batch, plan.steps, runtime.world_size, **settings)
     return optimizer, schedule
 
 
@@ -204,7 +204,7 @@ def start_run(launch: Launch) -> Run:
     if found:
         checkpoint.check_model_fits(found, planned_model)
     model, mesh = build_model(args, plan, runtime)
-    optimizer, schedule = build_optimizer(args, model, plan.batch, runtime, own_build, own_schedule)
+    optimizer, schedule = build_optimizer(args, model, plan, runtime, own_build, own_schedule)
     initial_groups = [dict(group) for group in optimizer.param_groups]
     user_file.check_schedule(schedule, initial_groups, plan.steps)
     say_what_is_not_trained(model, initial_groups)

@@ -163,7 +163,7 @@ class Contender:
         """(optimizer, its groups as built, schedule) for a model."""
         build, schedule = self.functions()
         batch = setup["rows"] * model.config.seq_len
-        optimizer = make_optimizer(build, model, batch, ns_dtype=model.compute_dtype)
+        optimizer = make_optimizer(build, model, batch, setup["steps"], ns_dtype=model.compute_dtype)
         for group in optimizer.param_groups:
             group["lr"] *= self.lr_scale
         built = [dict(group) for group in optimizer.param_groups]

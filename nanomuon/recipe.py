@@ -11,6 +11,7 @@ from nanomuon.param_groups import build_param_groups
 def param_groups(
     model,
     batch=None,
+    steps=None,
     *,
     matrix_lr=0.02,
     embedding_lr=0.3,
@@ -20,30 +21,35 @@ def param_groups(
 ):
     """Groups of a GPT: Muon for the matrices, AdamW with a learning rate per role for the rest.
 
-    batch: tokens per step; below some thousand the matrices' rate falls (nanomuon.schedule.matrix_lr_scale).
-    weight_decay is of Muon's matrices. AdamW's rates are those of width 768 and follow
-    nanomuon.schedule.adamw_lr_scale. docs/recipe.md has the measurements.
+    batch: tokens per step; steps: of the run. The rates and the decay are those of 4,096 tokens and about
+    2,300 steps, and follow nanomuon.schedule from there: horizon_lr_scale, horizon_decay_scale and
+    matrix_lr_scale. AdamW's rates are those of width 768, and follow adamw_lr_scale. weight_decay is of
+    Muon's matrices. docs/recipe.md has the measurements.
     """
     batch_scale = nanomuon.schedule.matrix_lr_scale(batch) if batch else 1
+    lr_scale, decay_scale = 1, 1
+    if steps:
+        lr_scale = nanomuon.schedule.horizon_lr_scale(steps)
+        decay_scale = nanomuon.schedule.horizon_decay_scale(steps)
     width_scale = nanomuon.schedule.adamw_lr_scale(model.config.width)
     muon = dict(
-        lr=matrix_lr * batch_scale,
+        lr=matrix_lr * batch_scale * lr_scale,
         momentum=0.95,
         ns_steps=5,
         beta2=0.95,
-        # a step decays by the product of rate and decay, which small batches leave as it is
-        weight_decay=weight_decay / batch_scale,
+        # a step decays by the product of rate and decay, which the batch leaves as it is
+        weight_decay=weight_decay * decay_scale / batch_scale,
     )
     # a smaller eps makes rounding into updates, and two world sizes into two runs (docs/log.md)
     adamw = dict(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
-    embedding = dict(adamw, lr=embedding_lr * width_scale)
-    head = dict(adamw, lr=unembedding_lr * width_scale)
+    embedding = dict(adamw, lr=embedding_lr * width_scale * lr_scale)
+    head = dict(adamw, lr=unembedding_lr * width_scale * lr_scale)
     # ten times as fast, the fullest of 8 experts gets 2.7 times the mean in place of 1.2 (docs/log.md)
     router = dict(adamw, lr=head["lr"] / 10)
     return build_param_groups(
         model,
         muon=muon,
-        adamw=dict(adamw, lr=scalar_lr),
+        adamw=dict(adamw, lr=scalar_lr * lr_scale),
         skip_keys=["value_gate", "router"],
         expert_keys=["mlp.w1", "mlp.w2"],
         roles={
@@ -51,7 +57,7 @@ def param_groups(
             "value_embeds": embedding,
             "lm_head": head,
             "router": router,
-            "taps": dict(adamw, lr=0.02),
+            "taps": dict(adamw, lr=0.02 * lr_scale),
         },
     )
 

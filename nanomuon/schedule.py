@@ -8,6 +8,8 @@ import math
 # Reference point: nanochat trains depth 12 on about so many tokens with this batch
 WEB_TOKENS = 1.2e9
 WEB_BATCH = 2**19
+WEB_STEPS = WEB_TOKENS / WEB_BATCH  # 2,289: the run that learning rates and weight decay are given for
+FEWEST_STEPS = 100  # rates of shorter runs are those of so many; shorter ones were not measured
 
 
 def training_tokens(scaling_parameters: int, ratio: float) -> int:
@@ -58,6 +60,25 @@ def muon_momentum(step: int, steps: int, start: float = 0.85, peak: float = 0.95
     return start + (peak - start) * min(1.0, step / rising_steps)
 
 
+def horizon_lr_scale(steps: int) -> float:
+    """Learning rates of a run of so many steps, against those of WEB_STEPS: short runs want larger ones.
+
+    The best rate falls with the horizon to the power -0.32 (arXiv 2409.19913, AdamW in language models),
+    which our short runs of Muon and AdamW follow (docs/recipe.md). Longer runs keep the published rates of
+    that length (nanochat, 2026).
+    """
+    return max(1.0, (WEB_STEPS / max(steps, FEWEST_STEPS)) ** 0.32)
+
+
+def horizon_decay_scale(steps: int) -> float:
+    """Weight decay of a run of so many steps, against that of WEB_STEPS.
+
+    Rate times decay times steps is what a run decays by in all, and stays the same (arXiv 2405.13698; the
+    published rule of nanochat for longer runs).
+    """
+    return WEB_STEPS / max(steps, FEWEST_STEPS) / horizon_lr_scale(steps)
+
+
 def weight_decay_multiplier(step: int, steps: int) -> float:
     """Linear to zero: at the end of a run decay only adds noise (nanochat, 2026)."""
     return 1 - step / steps
@@ -69,11 +90,12 @@ def adamw_lr_scale(width: int) -> float:
 
 
 def matrix_lr_scale(batch: int) -> float:
-    """Muon's learning rate in batches of fewer than 4,096 tokens: the square-root rule (arXiv 2205.10287).
+    """Muon's learning rate by the tokens of a step: the square-root rule (arXiv 2205.10287) at both ends.
 
-    Measured at 768 tokens, where half the rate of 4,096 tokens is best (docs/log.md).
+    Below 4,096 tokens it is measured: at 768 half the rate of 4,096 is best (docs/log.md). Above WEB_BATCH it
+    is published (nanochat, 2026). Between them the same rate is right at both ends, so it is held.
     """
-    return min(1.0, (batch / 4096) ** 0.5)
+    return min(1.0, (batch / 4096) ** 0.5) * max(1.0, (batch / WEB_BATCH) ** 0.5)
 
 
 FILLED = 0.85  # share of a device's memory that a step may take

@@ -82,16 +82,15 @@ def own_function(file, module, name):
     return value
 
 
-def make_optimizer(build, model, batch, world_size=1, **settings):
+def make_optimizer(build, model, batch, steps, world_size=1, **settings):
     """MuonAdamW, on one process or many, of the groups that build(model) gives; an optimizer stays as it is.
 
-    A builder with a parameter `batch` is told the tokens of a step. settings: keywords of the constructor.
-    InputError for what is neither, or not sound.
+    A builder with a parameter `batch` is told the tokens of a step, one with `steps` the steps of the run.
+    settings: keywords of the constructor. InputError for what is neither, or not sound.
     """
-    if "batch" in inspect.signature(build).parameters:
-        built = build(model, batch=batch)
-    else:
-        built = build(model)
+    of_run = {"batch": batch, "steps": steps}
+    told = inspect.signature(build).parameters
+    built = build(model, **{name: value for name, value in of_run.items() if name in told})
     if hasattr(built, "param_groups"):
         return built
     if not isinstance(built, list) or not built or not all(isinstance(group, dict) for group in built):

@@ -326,7 +326,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--matrix-lr",
         type=float,
         default=0.02,
-        help="Muon learning rate, from 4,096 tokens a step on (default: %(default)s)",
+        help="Muon learning rate, at 4,096 tokens a step and 2,289 steps; it follows batch and length of the "
+        "run, the other rates its length (docs/recipe.md) (default: %(default)s)",
     )
     add(
         "--embedding-lr",

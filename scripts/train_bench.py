@@ -152,7 +152,7 @@ def step_table(args, rounds, runtime):
     build = recipe.param_groups
     if args.optimizer_file:
         build, _ = user_file.load_recipe(args.optimizer_file)
-    optimizer = user_file.make_optimizer(build, model, batch, ns_dtype=runtime.compute_dtype)
+    optimizer = user_file.make_optimizer(build, model, batch, plan.steps, ns_dtype=runtime.compute_dtype)
     loader = TrainLoader(data, config.seq_len, rows, plan.rows, 0, 1, args.seed, device)
     products = model_products(model, next(loader)[0])
     if args.fp8:

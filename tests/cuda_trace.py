@@ -152,7 +152,7 @@ def training_steps(recorder, flags: list[str], depth: int, runtime) -> None:
     parallel.init_weights(model, args.seed)
     if args.qk_clip:
         watch_(model, args.qk_clip)
-    optimizer, schedule = build_optimizer(args, model, plan.batch, runtime)
+    optimizer, schedule = build_optimizer(args, model, plan, runtime)
 
     rows = torch.zeros(ROWS, plan.config.seq_len, dtype=torch.int64, device=runtime.device)
     run = SimpleNamespace(
@@ -194,7 +194,7 @@ def optimizer_steps(recorder, depth: int, runtime) -> None:
 
     with runtime.device:
         model = GPT(GPTConfig.from_depth(depth, VOCABULARY, SEQ_LEN), runtime.compute_dtype)
-    optimizer = make_optimizer(recipe.param_groups, model, 2**19, runtime.world_size)
+    optimizer = make_optimizer(recipe.param_groups, model, 2**19, 10_000, runtime.world_size)
     for param in model.parameters():
         param.grad = torch.empty_like(param)
     for _ in range(2):

@@ -93,7 +93,7 @@ class Training:
         world_size = dist.get_world_size(group) if group else 1
         with mock.patch.object(dist, "group", SimpleNamespace(WORLD=group)):  # what optim takes by default
             build = functools.partial(build, **OPTIONS.get(file, {}))
-            self.optimizer = make_optimizer(build, self.model, 4096, world_size)
+            self.optimizer = make_optimizer(build, self.model, 4096, 3_000, world_size)
         self.built = [dict(each) for each in self.optimizer.param_groups]
 
     def run(self, steps, gradient):

@@ -40,6 +40,14 @@ def test_learning_rates_follow_width_and_small_batches():
     assert schedule.adamw_lr_scale(768) == 1 and schedule.adamw_lr_scale(192) == 2
     assert schedule.matrix_lr_scale(1024) == 0.5
     assert schedule.matrix_lr_scale(4096) == schedule.matrix_lr_scale(2**19) == 1
+    assert schedule.matrix_lr_scale(2**21) == 2
+
+
+def test_learning_rates_rise_in_short_runs_to_those_of_the_shortest_that_was_measured():
+    scales = [schedule.horizon_lr_scale(steps) for steps in (1, 100, 300, 1_000, 2_289, 10_000)]
+    assert scales[0] == scales[1] > scales[2] > scales[3] > scales[4] == pytest.approx(1, abs=1e-3)
+    assert scales[5] == 1 and scales[2] / scales[3] == pytest.approx((10 / 3) ** 0.32)
+    assert schedule.horizon_decay_scale(10) == schedule.horizon_decay_scale(100)
 
 
 def test_batch_grows_with_the_run_and_divides_evenly():
