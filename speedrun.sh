@@ -53,9 +53,7 @@ case $GPUS in
         CORPUS=${CORPUS:-python} DEPTH=${DEPTH:-4}
         # Threads that sleep instead of spin: 2% slower alone, a third faster beside another busy process (docs/log.md)
         export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
-        # Twice the recipe's learning rates: so few tokens gain 6% by them (docs/log.md)
         FLAGS=(--max-seq-len 256 --device-batch-size 16 --total-batch-size 4096
-            --matrix-lr 0.04 --embedding-lr 0.6 --unembedding-lr 0.008
             --eval-every 100 --eval-tokens 32768 --save-every 50)
         ;;
     1)

@@ -2,7 +2,7 @@
 
     python -m scripts.scaling --depths 1,2,3 --tokens 250k,500k,1M --total-batch-size 4096        # on a CPU
     python -m scripts.scaling --depths 4,6,8,10 --tokens 100M,200M,400M,800M --corpus hf:ORG/NAME     # GPUs
-    python -m scripts.scaling --depths 1,2,3 --tokens 250k,500k -- --matrix-lr 0.04 --embedding-lr 0.6
+    python -m scripts.scaling --depths 1,2,3 --tokens 250k,500k -- --matrix-lr 0.03
     python -m scripts.scaling --target-flops 1e18        # the best model for so much compute
     python -m scripts.scaling --target-loss 0.95         # the least compute to so many bits per byte
     python -m scripts.scaling --gpu-hours 64             # the same question in hours of one device
