@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from nanomuon import compare, report
-from nanomuon.runtime import InputError, write_text
+from nanomuon.runtime import InputError, printable, write_text
 
 BLUE, VERMILION = "#0072B2", "#D55E00"  # of the colours of Okabe and Ito, which the colour-blind tell apart
 DARK, DIM, GREY, PALE = "#222222", "#5a5a5a", "#8c8c8c", "#c4c4c4"
@@ -154,8 +154,8 @@ def table(results, baseline, targets, detect, unit, slope=None):
 def slope_note(slope):
     return (
         f"(at equal seconds: an estimate, difference + {slope:.4f} x ln(ratio of the steps' times), what the "
-        "baseline would gain in the additional time; steps are timed against the forward and backward pass of "
-        "their own run)"
+        "baseline would gain in the additional time; steps are timed against the forward and backward pass "
+        "of their own run)"
     )
 
 
@@ -321,15 +321,22 @@ def shown_names(names):
             source = Path(source).stem
         if options:
             source += f" ({options.replace(',', ', ')})"
-        shown[name] = source
+        shown[name] = " ".join(printable(source).split())
     return distinct_or(shown, {name: name for name in names})
 
 
 def short_names(names, most=34):
-    """{name: as in shown_names, with at most so many characters}, for pictures: options are left out."""
+    """{name: as in shown_names, with at most so many characters}, for pictures: options are left out, or the
+    middle where two would look the same, up to twice as many characters.
+    """
     shown = shown_names(names)
     short = {name: shortened(text, most) for name, text in shown.items()}
-    return distinct_or(short, shown)
+    longer = {}
+    for name, text in shown.items():
+        if len(text) > 2 * most:
+            text = text[:most] + "…" + text[1 - most :]
+        longer[name] = text
+    return distinct_or(short, longer)
 
 
 def shortened(text, most):
@@ -386,6 +393,8 @@ def forest_rows(results, baseline, slope=None):
     return rows
 
 
+PLAIN = {"text.parse_math": False}  # of matplotlib: a name may have any characters, dollars too
+
 # Inches. The places of a picture are computed here: matplotlib's layouts make columns of text and few or many
 # rows collide
 HEAD, FOOT = 0.55, 0.95  # above and below the rows: title and column heads; axis and legend
@@ -405,24 +414,30 @@ def plot_race(results, baseline, unit, image, slope=None) -> None:
 
     slope: see at_equal_seconds; without it nothing is said about equal seconds.
     """
+    import matplotlib
+
     rows = forest_rows(results, baseline, slope)
     curves_height = min(6.5, max(4.4, rows_height(rows)))
     height = max(HEAD + rows_height(rows) + FOOT, HEAD + curves_height + 0.6)
     forest_left = CURVES_LEFT + CURVES + GAP
     figure = empty_figure(forest_left + labels_width(rows) + PLOT + NUMBERS, height)
-    draw_curves(add_axes(figure, CURVES_LEFT, HEAD, CURVES, curves_height), results, baseline, unit)
-    axis = add_axes(figure, forest_left + labels_width(rows), HEAD, PLOT, rows_height(rows))
-    draw_forest(axis, rows, short_names(results)[baseline], unit)
-    report.save_figure(figure, image)
+    with matplotlib.rc_context(PLAIN):
+        draw_curves(add_axes(figure, CURVES_LEFT, HEAD, CURVES, curves_height), results, baseline, unit)
+        axis = add_axes(figure, forest_left + labels_width(rows), HEAD, PLOT, rows_height(rows))
+        draw_forest(axis, rows, short_names(results)[baseline], unit)
+        report.save_figure(figure, image)
 
 
 def plot_forest(results, baseline, unit, image, slope=None) -> None:
     """Draw the differences to the baseline alone into a PNG, see plot_race."""
+    import matplotlib
+
     rows = forest_rows(results, baseline, slope)
     figure = empty_figure(labels_width(rows) + PLOT + NUMBERS, HEAD + rows_height(rows) + FOOT)
-    axis = add_axes(figure, labels_width(rows), HEAD, PLOT, rows_height(rows))
-    draw_forest(axis, rows, short_names(results)[baseline], unit)
-    report.save_figure(figure, image)
+    with matplotlib.rc_context(PLAIN):
+        axis = add_axes(figure, labels_width(rows), HEAD, PLOT, rows_height(rows))
+        draw_forest(axis, rows, short_names(results)[baseline], unit)
+        report.save_figure(figure, image)
 
 
 def empty_figure(width, height):

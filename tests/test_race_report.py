@@ -171,6 +171,9 @@ def test_names():
         race_report.shown_names(variants).values()
     )
     assert len(race_report.short_names(["x" * 80])["x" * 80]) <= 34
+    long = [4000 * "x" + end for end in "ab"]
+    short = race_report.short_names(long)
+    assert short[long[0]][-1] == "a" and short[long[1]][-1] == "b" and len(short[long[0]]) <= 68
 
 
 @pytest.fixture
@@ -192,6 +195,7 @@ def test_nothing_in_the_picture_is_cut_off_or_covers_something_else(figures, cou
     results = many(count)
     results["wild"] = make_runs("wild", 0.0, seeds=2, diverges=True)
     results["stopped"] = make_runs("stopped", 0.4, seeds=2)
+    results[r"$\none$_of_mathematics"] = make_runs("dollars", 0.01)
     race_report.plot_race(results, "default", "nats per character", None, slope)
     (figure,) = figures
     renderer = figure.canvas.get_renderer()
@@ -207,7 +211,7 @@ def test_nothing_in_the_picture_is_cut_off_or_covers_something_else(figures, cou
             assert not box.overlaps(other)
     assert forest.bbox.x0 > curves.bbox.x1
     legend = curves.get_legend().get_texts()
-    assert len(legend) == min(count + 2, 7)  # the best five, the baseline, and how many others
+    assert len(legend) == min(count + 3, 7)  # the best five, the baseline, and how many others
 
 
 def test_forest_plot_draws_each_contender_where_it_is(figures):
