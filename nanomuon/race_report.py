@@ -399,6 +399,7 @@ PLAIN = {"text.parse_math": False}  # of matplotlib: a name may have any charact
 # rows collide
 HEAD, FOOT = 0.55, 0.95  # above and below the rows: title and column heads; axis and legend
 PLOT, NUMBERS = 4.4, 2.75  # widths of two parts of a forest plot; the third, its labels, is measured
+LABEL_SIZE = 8.5  # points
 CURVES_LEFT, CURVES, GAP = 0.75, 5.6, 0.25  # widths, left of a forest plot
 
 
@@ -419,11 +420,11 @@ def plot_race(results, baseline, unit, image, slope=None) -> None:
     rows = forest_rows(results, baseline, slope)
     curves_height = min(6.5, max(4.4, rows_height(rows)))
     height = max(HEAD + rows_height(rows) + FOOT, HEAD + curves_height + 0.6)
-    forest_left = CURVES_LEFT + CURVES + GAP
-    figure = empty_figure(forest_left + labels_width(rows) + PLOT + NUMBERS, height)
     with matplotlib.rc_context(PLAIN):
+        forest_left = CURVES_LEFT + CURVES + GAP + labels_width(rows)
+        figure = empty_figure(forest_left + PLOT + NUMBERS, height)
         draw_curves(add_axes(figure, CURVES_LEFT, HEAD, CURVES, curves_height), results, baseline, unit)
-        axis = add_axes(figure, forest_left + labels_width(rows), HEAD, PLOT, rows_height(rows))
+        axis = add_axes(figure, forest_left, HEAD, PLOT, rows_height(rows))
         draw_forest(axis, rows, short_names(results)[baseline], unit)
         report.save_figure(figure, image)
 
@@ -433,9 +434,10 @@ def plot_forest(results, baseline, unit, image, slope=None) -> None:
     import matplotlib
 
     rows = forest_rows(results, baseline, slope)
-    figure = empty_figure(labels_width(rows) + PLOT + NUMBERS, HEAD + rows_height(rows) + FOOT)
     with matplotlib.rc_context(PLAIN):
-        axis = add_axes(figure, labels_width(rows), HEAD, PLOT, rows_height(rows))
+        left = labels_width(rows)
+        figure = empty_figure(left + PLOT + NUMBERS, HEAD + rows_height(rows) + FOOT)
+        axis = add_axes(figure, left, HEAD, PLOT, rows_height(rows))
         draw_forest(axis, rows, short_names(results)[baseline], unit)
         report.save_figure(figure, image)
 
@@ -457,8 +459,11 @@ def add_axes(figure, left, top, width, height):
 
 
 def labels_width(rows):
-    """Of the names at the left of a forest plot: 8.5 points high, a character is 0.6 of that wide at most."""
-    return 0.3 + 0.071 * max(len(row.label) for row in rows)
+    """Inches that the names at the left of a forest plot take."""
+    from matplotlib.textpath import TextPath
+
+    widths = [TextPath((0, 0), row.label, size=LABEL_SIZE).get_extents().width / 72 for row in rows]
+    return 0.3 + max(widths)
 
 
 def rows_height(rows):
@@ -519,7 +524,7 @@ def draw_forest(axis, rows, baseline, unit):
     axis.set_xlabel(f"{unit} (further left is better)", color=DIM, fontsize=9)
     axis.set_yticks(range(len(rows)), [row.label for row in rows])
     report.style_axis(axis)
-    axis.tick_params(axis="y", length=0, labelsize=8.5, labelcolor=DARK)
+    axis.tick_params(axis="y", length=0, labelsize=LABEL_SIZE, labelcolor=DARK)
     axis.grid(axis="y", visible=False)
     axis.spines["left"].set_visible(False)
     axis.axvline(0, color=DARK, linewidth=1.0, zorder=1)
