@@ -495,10 +495,13 @@ def draw_curves(axis, results, baseline, unit):
         axis.fill_between(
             steps, means - errors, means + errors, color=styles[name]["color"], alpha=0.2, linewidth=0
         )
-        later = means[(steps >= steps[-1] / 4) & np.isfinite(means)]
-        if len(later):
-            top, bottom = max(top, later.max()), min(bottom, later.min())
-    if math.isfinite(top):  # the first steps fall steeply: give the rest of the curves the room
+        shown = means[steps >= steps[-1] / 4]  # the first steps fall steeply: the rest gets the room
+        if len(shown) < 3:
+            shown = means
+        shown = shown[np.isfinite(shown)]
+        if len(shown):
+            top, bottom = max(top, shown.max()), min(bottom, shown.min())
+    if math.isfinite(top):
         margin = 0.05 * (top - bottom) + 1e-3
         axis.set_ylim(bottom - margin, top + margin)
     if len(ordered) > len(styles):
