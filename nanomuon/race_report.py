@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from nanomuon import compare, report
-from nanomuon.runtime import InputError, write_text
+from nanomuon.runtime import InputError, printable, write_text
 
 BLUE, VERMILION = "#0072B2", "#D55E00"  # of the colours of Okabe and Ito, which the colour-blind tell apart
 DARK, DIM, GREY, PALE = "#222222", "#5a5a5a", "#8c8c8c", "#c4c4c4"
@@ -321,15 +321,22 @@ def shown_names(names):
             source = Path(source).stem
         if options:
             source += f" ({options.replace(',', ', ')})"
-        shown[name] = source
+        shown[name] = " ".join(printable(source).split())
     return distinct_or(shown, {name: name for name in names})
 
 
 def short_names(names, most=34):
-    """{name: as in shown_names, with at most so many characters}, for pictures: options are left out."""
+    """{name: as in shown_names, with at most so many characters}, for pictures: options are left out, or the
+    middle where two would look the same, up to twice as many characters.
+    """
     shown = shown_names(names)
     short = {name: shortened(text, most) for name, text in shown.items()}
-    return distinct_or(short, shown)
+    longer = {}
+    for name, text in shown.items():
+        if len(text) > 2 * most:
+            text = text[:most] + "…" + text[1 - most :]
+        longer[name] = text
+    return distinct_or(short, longer)
 
 
 def shortened(text, most):
@@ -386,10 +393,13 @@ def forest_rows(results, baseline, slope=None):
     return rows
 
 
+PLAIN = {"text.parse_math": False}  # of matplotlib: a name may have any characters, dollars too
+
 # Inches. The places of a picture are computed here: matplotlib's layouts make columns of text and few or many
 # rows collide
 HEAD, FOOT = 0.55, 0.95  # above and below the rows: title and column heads; axis and legend
 PLOT, NUMBERS = 4.4, 2.75  # widths of two parts of a forest plot; the third, its labels, is measured
+LABEL_SIZE = 8.5  # points
 CURVES_LEFT, CURVES, GAP = 0.75, 5.6, 0.25  # widths, left of a forest plot
 
 
@@ -405,24 +415,31 @@ def plot_race(results, baseline, unit, image, slope=None) -> None:
 
     slope: see at_equal_seconds; without it nothing is said about equal seconds.
     """
+    import matplotlib
+
     rows = forest_rows(results, baseline, slope)
     curves_height = min(6.5, max(4.4, rows_height(rows)))
     height = max(HEAD + rows_height(rows) + FOOT, HEAD + curves_height + 0.6)
-    forest_left = CURVES_LEFT + CURVES + GAP
-    figure = empty_figure(forest_left + labels_width(rows) + PLOT + NUMBERS, height)
-    draw_curves(add_axes(figure, CURVES_LEFT, HEAD, CURVES, curves_height), results, baseline, unit)
-    axis = add_axes(figure, forest_left + labels_width(rows), HEAD, PLOT, rows_height(rows))
-    draw_forest(axis, rows, short_names(results)[baseline], unit)
-    report.save_figure(figure, image)
+    with matplotlib.rc_context(PLAIN):
+        forest_left = CURVES_LEFT + CURVES + GAP + labels_width(rows)
+        figure = empty_figure(forest_left + PLOT + NUMBERS, height)
+        draw_curves(add_axes(figure, CURVES_LEFT, HEAD, CURVES, curves_height), results, baseline, unit)
+        axis = add_axes(figure, forest_left, HEAD, PLOT, rows_height(rows))
+        draw_forest(axis, rows, short_names(results)[baseline], unit)
+        report.save_figure(figure, image)
 
 
 def plot_forest(results, baseline, unit, image, slope=None) -> None:
     """Draw the differences to the baseline alone into a PNG, see plot_race."""
+    import matplotlib
+
     rows = forest_rows(results, baseline, slope)
-    figure = empty_figure(labels_width(rows) + PLOT + NUMBERS, HEAD + rows_height(rows) + FOOT)
-    axis = add_axes(figure, labels_width(rows), HEAD, PLOT, rows_height(rows))
-    draw_forest(axis, rows, short_names(results)[baseline], unit)
-    report.save_figure(figure, image)
+    with matplotlib.rc_context(PLAIN):
+        left = labels_width(rows)
+        figure = empty_figure(left + PLOT + NUMBERS, HEAD + rows_height(rows) + FOOT)
+        axis = add_axes(figure, left, HEAD, PLOT, rows_height(rows))
+        draw_forest(axis, rows, short_names(results)[baseline], unit)
+        report.save_figure(figure, image)
 
 
 def empty_figure(width, height):
@@ -442,8 +459,11 @@ def add_axes(figure, left, top, width, height):
 
 
 def labels_width(rows):
-    """Of the names at the left of a forest plot: 8.5 points high, a character is 0.6 of that wide at most."""
-    return 0.3 + 0.071 * max(len(row.label) for row in rows)
+    """Inches that the names at the left of a forest plot take."""
+    from matplotlib.textpath import TextPath
+
+    widths = [TextPath((0, 0), row.label, size=LABEL_SIZE).get_extents().width / 72 for row in rows]
+    return 0.3 + max(widths)
 
 
 def rows_height(rows):
@@ -475,10 +495,13 @@ def draw_curves(axis, results, baseline, unit):
         axis.fill_between(
             steps, means - errors, means + errors, color=styles[name]["color"], alpha=0.2, linewidth=0
         )
-        later = means[(steps >= steps[-1] / 4) & np.isfinite(means)]
-        if len(later):
-            top, bottom = max(top, later.max()), min(bottom, later.min())
-    if math.isfinite(top):  # the first steps fall steeply: give the rest of the curves the room
+        shown = means[steps >= steps[-1] / 4]  # the first steps fall steeply: the rest gets the room
+        if len(shown) < 3:
+            shown = means
+        shown = shown[np.isfinite(shown)]
+        if len(shown):
+            top, bottom = max(top, shown.max()), min(bottom, shown.min())
+    if math.isfinite(top):
         margin = 0.05 * (top - bottom) + 1e-3
         axis.set_ylim(bottom - margin, top + margin)
     if len(ordered) > len(styles):
@@ -504,7 +527,7 @@ def draw_forest(axis, rows, baseline, unit):
     axis.set_xlabel(f"{unit} (further left is better)", color=DIM, fontsize=9)
     axis.set_yticks(range(len(rows)), [row.label for row in rows])
     report.style_axis(axis)
-    axis.tick_params(axis="y", length=0, labelsize=8.5, labelcolor=DARK)
+    axis.tick_params(axis="y", length=0, labelsize=LABEL_SIZE, labelcolor=DARK)
     axis.grid(axis="y", visible=False)
     axis.spines["left"].set_visible(False)
     axis.axvline(0, color=DARK, linewidth=1.0, zorder=1)

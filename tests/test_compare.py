@@ -142,7 +142,7 @@ def test_two_contenders_are_compared_as_student_does_and_many_share_their_deviat
     assert np.mean(covered) > 0.95 and np.mean(widths) < np.mean(own_widths) / 3
 
 
-def share_of_false_discoveries(means, deviations, seeds, races=600):
+def share_of_false_discoveries(means, deviations, seeds, races=400):
     """Mean over races: the share of contenders as good as the best among those called worse than it."""
     rng = np.random.default_rng(11)
     shares = []
@@ -162,18 +162,17 @@ def share_of_false_discoveries(means, deviations, seeds, races=600):
         (EQUAL, ONE_WILD),
         (np.maximum(0, SPREAD - 0.02), ALIKE),  # five of them are the best
         (EQUAL[:2], ALIKE[:2]),
-        (EQUAL[:3], ALIKE[:3]),
     ],
 )
 def test_false_discoveries_of_a_ranking(means, deviations, seeds):
     """All compared with the one that was best by luck; at most 5%, and three standard errors of a race."""
-    assert share_of_false_discoveries(means, deviations, seeds) < 0.05 + 0.027
+    assert share_of_false_discoveries(means, deviations, seeds) < 0.05 + 0.033
 
 
 def test_a_ranking_finds_what_is_there_and_uncorrected_tests_find_more_than_is_there():
     rng = np.random.default_rng(12)
     found, alarms = [], 0
-    for _ in range(400):
+    for _ in range(200):
         ranks = ranking(by_seed(simulate_race(rng, SPREAD, ALIKE, 5)))
         found.append(sum(rank.p < 0.05 for rank in ranks))
         scores = by_seed(simulate_race(rng, EQUAL, ALIKE, 5))
@@ -181,7 +180,7 @@ def test_a_ranking_finds_what_is_there_and_uncorrected_tests_find_more_than_is_t
         ps = [paired_difference([*of_one.values()], [*scores[best].values()]).p for of_one in scores.values()]
         alarms += min(benjamini_hochberg(ps)) < 0.05
     assert np.mean(found) > 0.8 * 11
-    assert alarms / 400 > 0.08  # why p values against the best of many are corrected for its choice
+    assert alarms / 200 > 0.08  # why p values against the best of many are corrected for its choice
 
 
 def test_ranking_of_contenders_that_lack_seeds_and_of_those_that_diverged():
@@ -235,13 +234,13 @@ def test_early_stop_keeps_the_best_and_saves_runs():
     """At most 1 race of 100 may lose one that is as good as the best. Over 8,000 races: .002 of equal ones,
     none where the means are spread, .005 where the best is the wild one.
     """
-    wrong, _ = stop_races(EQUAL, ALIKE, 1000)
+    wrong, _ = stop_races(EQUAL, ALIKE, 600)
     assert wrong <= 0.01
-    wrong, saved = stop_races(SPREAD, ALIKE, 600)
+    wrong, saved = stop_races(SPREAD, ALIKE, 300)
     assert wrong <= 0.01 and saved > 0.36
-    wrong, saved = stop_races(SPREAD, ONE_WILD, 1000)
+    wrong, saved = stop_races(SPREAD, ONE_WILD, 600)
     assert wrong <= 0.016 and saved > 0.25
-    wrong, _ = stop_races(EQUAL, ONE_WILD, 600)
+    wrong, _ = stop_races(EQUAL, ONE_WILD, 300)
     assert wrong <= 0.1  # those it loses are no better than those it keeps
 
 
