@@ -115,7 +115,8 @@ def law_in_words(findings: Findings) -> str:
         note = ""
         if found.low <= 0 or found.high / found.low > UNDETERMINED:
             note = "(these runs do not determine it)"
-        lines.append([name, f"{found.value:.3g}", f"{found.low:.3g} to {found.high:.3g}", note])
+        low = f"{found.low:.3g}" if found.low > 1e-4 else "0"
+        lines.append([name, f"{found.value:.3g}", f"{low} to {found.high:.3g}", note])
     share = growth_of_parameters(fit)
     text = [
         columns(lines),
@@ -145,16 +146,15 @@ def growth_of_parameters(fit: Fit) -> Interval:
 
 
 def frontier_table(findings: Findings) -> str:
-    """What is best around the compute of the largest run; "" without a law."""
-    if findings.fit is None:
-        return ""
-    lines = [["FLOPs", "best depth", "tokens", "tokens/parameter", "bits per byte", "95% interval"]]
+    """What is best around the compute of the largest run, by the law."""
+    header = ["FLOPs (of the largest run)", "best depth", "tokens", "tokens/parameter", "bits per byte"]
+    lines = [[*header, "95% interval"]]
     for times in AROUND:
         best = findings.for_compute(times * findings.largest)
         depth = f"{best.size.depth} ({best.depths[0]} to {best.depths[1]})"
         lines.append(
             [
-                f"{best.flops.value:.2e}",
+                f"{best.flops.value:.2e} (x {times:g})",
                 depth,
                 count(best.tokens),
                 f"{best.tokens / best.size.parameters:.2g}",
