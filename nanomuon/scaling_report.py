@@ -224,7 +224,10 @@ def in_time(findings: Findings, flops: float) -> str:
 
 
 def warnings(findings: Findings, advice: Advice) -> str:
-    """Where advice goes beyond what was trained."""
+    """Where advice goes beyond what was trained, or rests on a law that does not fit it."""
+    poor = ""
+    if findings.fit is not None and findings.fit.noise > POOR:
+        poor = " The law does not describe these runs well."
     beyond = []
     times = advice.flops.value / findings.largest
     if times > 1.05:
@@ -233,7 +236,9 @@ def warnings(findings: Findings, advice: Advice) -> str:
         beyond.append(f"no run is deeper than {findings.deepest}")
     if advice.size == findings.sizes[-1] and findings.fit is not None:
         beyond.append("deeper ones were not looked at")
-    return f" An extrapolation: {', and '.join(beyond)}." if beyond else ""
+    if not beyond:
+        return poor
+    return f" An extrapolation: {', and '.join(beyond)}.{poor}"
 
 
 def command(findings: Findings, advice: Advice) -> str:
