@@ -115,7 +115,8 @@ def law_in_words(findings: Findings) -> str:
         note = ""
         if found.low <= 0 or found.high / found.low > UNDETERMINED:
             note = "(these runs do not determine it)"
-        lines.append([name, f"{found.value:.3g}", f"{found.low:.3g} to {found.high:.3g}", note])
+        low = f"{found.low:.3g}" if found.low > 1e-4 else "0"
+        lines.append([name, f"{found.value:.3g}", f"{low} to {found.high:.3g}", note])
     share = growth_of_parameters(fit)
     text = [
         columns(lines),
@@ -145,16 +146,15 @@ def growth_of_parameters(fit: Fit) -> Interval:
 
 
 def frontier_table(findings: Findings) -> str:
-    """What is best around the compute of the largest run; "" without a law."""
-    if findings.fit is None:
-        return ""
-    lines = [["FLOPs", "best depth", "tokens", "tokens/parameter", "bits per byte", "95% interval"]]
+    """What is best around the compute of the largest run, by the law."""
+    header = ["FLOPs (of the largest run)", "best depth", "tokens", "tokens/parameter", "bits per byte"]
+    lines = [[*header, "95% interval"]]
     for times in AROUND:
         best = findings.for_compute(times * findings.largest)
         depth = f"{best.size.depth} ({best.depths[0]} to {best.depths[1]})"
         lines.append(
             [
-                f"{best.flops.value:.2e}",
+                f"{best.flops.value:.2e} (x {times:g})",
                 depth,
                 count(best.tokens),
                 f"{best.tokens / best.size.parameters:.2g}",
@@ -224,7 +224,10 @@ def in_time(findings: Findings, flops: float) -> str:
 
 
 def warnings(findings: Findings, advice: Advice) -> str:
-    """Where advice goes beyond what was trained."""
+    """Where advice goes beyond what was trained, or rests on a law that does not fit it."""
+    poor = ""
+    if findings.fit is not None and findings.fit.noise > POOR:
+        poor = " The law does not describe these runs well."
     beyond = []
     times = advice.flops.value / findings.largest
     if times > 1.05:
@@ -233,7 +236,9 @@ def warnings(findings: Findings, advice: Advice) -> str:
         beyond.append(f"no run is deeper than {findings.deepest}")
     if advice.size == findings.sizes[-1] and findings.fit is not None:
         beyond.append("deeper ones were not looked at")
-    return f" An extrapolation: {', and '.join(beyond)}." if beyond else ""
+    if not beyond:
+        return poor
+    return f" An extrapolation: {', and '.join(beyond)}.{poor}"
 
 
 def command(findings: Findings, advice: Advice) -> str:

@@ -245,6 +245,7 @@ def train_missing(
         check_no_strangers(folder, planned)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "family.json", {**shared, **now})
+    print(f"results in {folder}, and what each run prints, d*-t*.log", flush=True)
     for number, member in enumerate(pending):
         results = read_results(folder)
         print(
