@@ -151,7 +151,7 @@ def fit(points: list[Point], resamples: int = RESAMPLES, seed: int = 0) -> Fit:
     it: a parametric bootstrap.
 
     Hoffmann et al. minimize a Huber loss of the same differences, against outliers among 400 runs; a dozen
-    has none to spare. In simulations with 9 to 16 runs and noise of 0.1 to 1.5%, 87 to 100% of the 95%
+    has none to spare. In simulations with 9 to 16 runs and noise of 0.1 to 1.5%, 83 to 100% of the 95%
     intervals hold the true value (docs/log.md). ValueError where there are too few runs: see why_no_law.
     """
     problem = why_no_law(points)
