@@ -466,7 +466,7 @@ def test_row_floor_lifts_rows_that_move_too_little_and_leaves_the_others():
     for file, options in (("row_floor", {}), ("plain", {"weight_decay": 0.0})):
         training = Training(file, 0)
         if file == "plain":
-            groups = recipe.param_groups(training.model, 4096, **options)
+            groups = recipe.param_groups(training.model, 4096, 3_000, **options)
             training.optimizer = MuonAdamW(groups)
             training.built = [dict(group) for group in groups]
         for param in matrices_of(training):
@@ -508,7 +508,7 @@ def test_ema_nesterov_is_the_recipe_taken_at_points_ahead():
     gradient = functools.partial(mean_gradient, ranks=1)
     ours = Training("ema_nesterov", 0).run(range(STEPS), gradient)
     reference = Training("plain", 0)
-    groups = recipe.param_groups(reference.model, 4096)
+    groups = recipe.param_groups(reference.model, 4096, 3_000)
     reference.optimizer, reference.built = MuonAdamW(groups), [dict(group) for group in groups]
     x = [param.detach().clone() for param in reference.params]
     m = [torch.zeros_like(param) for param in reference.params]
@@ -528,7 +528,7 @@ def test_the_tail_average_is_of_the_last_weights_and_moves_them_once():
     gradient = functools.partial(mean_gradient, ranks=1)
     ours = Training("tail_average", 0).run(range(STEPS), gradient)
     reference = Training("plain", 0)
-    groups = recipe.param_groups(reference.model, 4096)
+    groups = recipe.param_groups(reference.model, 4096, 3_000)
     reference.optimizer, reference.built = MuonAdamW(groups), [dict(group) for group in groups]
     means = []
     for step in range(STEPS):
