@@ -1,5 +1,6 @@
 """The laboratory: contenders trained on one task, with the same seeds. scripts/optim_race.py drives it."""
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -171,55 +172,78 @@ class Run:
         return time.perf_counter()
 
 
-def run_all(folder, setup, place, contenders, seeds, workers, count=None):
+def run_all(folder, setup, place, contenders, seeds, workers):
     """{name: its results, one a seed} of every contender; only what is not in `folder` yet is trained, by
-    Workers. count: with so many of the seeds, where the others follow in further calls.
+    Workers.
 
     InputError where `folder` holds runs of another task, or where two contenders had not the same start and
     the same rows.
     """
-    files = {}  # (name, seed): where the result is, or goes
-    for contender in contenders:
-        slug = re.sub(r"[^\w=-]+", "_", contender.name).strip("_")[-100:]
-        key = contender.key(setup)
-        for seed in seeds:
-            files[contender.name, seed] = folder / f"{slug}-{key}-seed{seed}.json"
-    wanted = seeds[:count]
-    pending = []
-    for (name, seed), file in files.items():
-        if seed in wanted and not file.exists():
-            pending.append((name, seed))
-    pending.sort(key=operator.itemgetter(1))  # the first seed of all comes first
-    there = sum(file.exists() for file in files.values())
-    if there:
-        print(f"{there} of {len(files)} runs are there already", flush=True)
-    if pending:
-        workers.train(setup, place, files, pending)
-    results = {}
-    for (name, seed), file in files.items():
-        if seed in wanted:
-            results.setdefault(name, []).append(read_result(file))
-    check_same_start(folder, results)
-    return results
+    files = result_files(folder, setup, contenders, seeds)
+    with what_is_kept_is_said(files):
+        return train_missing(folder, setup, place, files, list(files), workers)
 
 
 def run_rounds(folder, setup, place, contenders, baseline, seeds, workers):
     """The results of run_all, seed by seed: a contender that is hopeless by the seeds so far, of which there
     are at least two, is not trained with the others. The baseline is trained with all.
     """
-    racing = list(contenders)
+    files = result_files(folder, setup, contenders, seeds)
+    racing = [contender.name for contender in contenders]
     results = {}
-    for count in range(min(2, len(seeds)), len(seeds) + 1):
-        results |= run_all(folder, setup, place, racing, seeds, workers, count)
-        if count == len(seeds):
-            break
-        scores = {}
-        for name, runs in results.items():
-            scores[name] = [run["score"] for run in runs]
-        stopped = set(compare.hopeless(scores, len(seeds))) - {baseline}
-        if stopped:
-            print(f"stopped after {count} seeds, hopeless: {', '.join(sorted(stopped))}", flush=True)
-        racing = [contender for contender in racing if contender.name not in stopped]
+    with what_is_kept_is_said(files):
+        for count in range(min(2, len(seeds)), len(seeds) + 1):
+            wanted = [(name, seed) for name in racing for seed in seeds[:count]]
+            results |= train_missing(folder, setup, place, files, wanted, workers)
+            if count == len(seeds):
+                break
+            scores = {}
+            for name, runs in results.items():
+                scores[name] = [run["score"] for run in runs]
+            stopped = set(compare.hopeless(scores, len(seeds))) - {baseline}
+            if stopped:
+                print(f"stopped after {count} seeds, hopeless: {', '.join(sorted(stopped))}", flush=True)
+            racing = [name for name in racing if name not in stopped]
+    return results
+
+
+def result_files(folder, setup, contenders, seeds):
+    """{(name, seed): the file where that result is, or goes}."""
+    files = {}
+    for contender in contenders:
+        slug = re.sub(r"[^\w=-]+", "_", contender.name).strip("_")[-100:]
+        key = contender.key(setup)
+        for seed in seeds:
+            files[contender.name, seed] = folder / f"{slug}-{key}-seed{seed}.json"
+    return files
+
+
+@contextlib.contextmanager
+def what_is_kept_is_said(files):
+    """How many of these results are there: at the start, and where Ctrl-C ends it."""
+
+    def there():
+        return sum(file.exists() for file in files.values())
+
+    if there():
+        print(f"{there()} of {len(files)} runs are there already", flush=True)
+    try:
+        yield
+    except KeyboardInterrupt:
+        message = f"interrupted: {there()} of {len(files)} runs are kept, the same command goes on"
+        raise KeyboardInterrupt(message) from None
+
+
+def train_missing(folder, setup, place, files, wanted, workers):
+    """{name: its results} of the (name, seed) that are wanted, trained where there is none yet."""
+    pending = [run for run in wanted if not files[run].exists()]
+    pending.sort(key=operator.itemgetter(1))  # the first seed of all comes first
+    if pending:
+        workers.train(setup, place, files, pending)
+    results = {}
+    for name, seed in wanted:
+        results.setdefault(name, []).append(read_result(files[name, seed]))
+    check_same_start(folder, results)
     return results
 
 
@@ -240,32 +264,28 @@ class Workers:
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
-        if self.pool:
-            self.pool.shutdown(cancel_futures=True)
+    def __exit__(self, kind, *_):
+        if self.pool is None:
+            return
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            for worker in multiprocessing.active_children():
+                worker.kill()  # in the middle of a step: what is finished is in its file
+        self.pool.shutdown(cancel_futures=True)
 
     def train(self, setup, place, files, pending):
         """Train the (name, seed) of `pending`, whose results go to files[name, seed], and say what each came
         to.
         """
         done = sum(file.exists() for file in files.values())
-        try:
-            for future in as_completed(self.submit(setup, place, files, pending)):
-                result = future.result()
-                done += 1
-                print(
-                    f"[{done}/{len(files)}] {result['contender']} seed {result['seed']}: "
-                    f"{result['score']:.4f}, {result['step_ms']:.0f} ms a step, "
-                    f"optimizer {result['optimizer_ms']:.1f}",
-                    flush=True,
-                )
-        except KeyboardInterrupt:
-            for worker in multiprocessing.active_children():
-                worker.kill()  # in the middle of a step: what is finished is in its file
-            self.pool.shutdown(wait=False, cancel_futures=True)
-            kept = sum(file.exists() for file in files.values())
-            message = f"interrupted: {kept} of {len(files)} runs are kept, the same command goes on"
-            raise KeyboardInterrupt(message) from None
+        for future in as_completed(self.submit(setup, place, files, pending)):
+            result = future.result()
+            done += 1
+            print(
+                f"[{done}/{len(files)}] {result['contender']} seed {result['seed']}: "
+                f"{result['score']:.4f}, {result['step_ms']:.0f} ms a step, "
+                f"optimizer {result['optimizer_ms']:.1f}",
+                flush=True,
+            )
 
     def submit(self, setup, place, files, pending):
         """The futures of `pending`. Processes start here, and inherit that Ctrl-C, which the terminal sends
