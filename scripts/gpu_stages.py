@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from nanomuon import attention, footprint, fp8, parallel, recipe, runtime, sizing
+from nanomuon import attention, footprint, fp8, parallel, recipe, runtime, schedule, sizing
 from nanomuon.compilation import compile_model
 from nanomuon.export import whole_tensor
 from nanomuon.gpt import GPT, GPTConfig
@@ -706,9 +706,11 @@ def training_flags(
     flags += ["--device-batch-size", rows // parts, "--total-batch-size", rows * context]
     flags += ["--window-pattern", "L", "--num-iterations", steps, "--resume", "never"]
     flags += ["--eval-every", -1, "--save-every", -1, "--dtype", place.sized("auto", "float32")]
-    # What the recipe makes of its rates in so short a run multiplies rounding as well: those of a long one
-    flags += ["--matrix-lr", 0.0073, "--embedding-lr", 0.11, "--unembedding-lr", 0.0015]
-    flags += ["--scalar-lr", 0.0037, "--weight-decay", 0.024]
+    # The recipe raises its rates in so short a run, and rounding grows with them: here it trains at its own
+    lr_scale, decay_scale = schedule.horizon_lr_scale(steps), schedule.horizon_decay_scale(steps)
+    for name, value in recipe.param_groups.__kwdefaults__.items():
+        scale = decay_scale if name == "weight_decay" else lr_scale
+        flags += ["--" + name.replace("_", "-"), value / scale]
     flags.append("--compile" if compiles else "--no-compile")
     return [str(flag) for flag in flags]
 
