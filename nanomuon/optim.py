@@ -786,11 +786,16 @@ def batches(count, shape, device):
 
     Equal ones, of one shape to compile, unless these would be less than half as long as they may be.
     """
-    most = max(1, BATCH_BYTES.get(device.type, BATCH_BYTES["cuda"]) // (4 * math.prod(shape)))
+    most = most_at_once(shape, device)
     size = next((size for size in range(min(count, most), 0, -1) if count % size == 0), 1)
     if 2 * size < min(count, most):
         size = -(-count // -(-count // most))
     return [(lo, min(lo + size, count)) for lo in range(0, count, size)]
+
+
+def most_at_once(shape, device):
+    """How many matrices of this shape fit into BATCH_BYTES; at least one."""
+    return max(1, BATCH_BYTES.get(device.type, BATCH_BYTES["cuda"]) // (4 * math.prod(shape)))
 
 
 def as_batch(matrices):
@@ -1539,10 +1544,12 @@ class MuonAdamW(torch.optim.Optimizer):
             return "large", name
         shape = matrix_shape(param)
         direction = self.direction(group, shape[0], param.device)
-        if direction.transposable and param.ndim != 3:
-            shape = tuple(
-                sorted(shape)
-            )  # the polar factor of a transpose is the transposed one: one bank for both
+        # The polar factor of a transpose is the transposed one, so both can be in one bank. Where it would be
+        # worked one matrix at a time by one process, that only makes kernels read across the rows: 4.5 ms in
+        # place of 1.5 for momentum and update of 512 x 2048 on two cores.
+        shared = self.world.size > 1 or most_at_once(shape, param.device) > 1
+        if direction.transposable and param.ndim != 3 and shared:
+            shape = tuple(sorted(shape))
         form = group["nesterov"], group["weight_decay_form"]
         batch = name if param.ndim == 3 else ""  # one by itself
         return "bank", shape, batch, direction, *form, param.dtype, param.device
