@@ -48,11 +48,12 @@ class GPTConfig:
 
     @classmethod
     def from_depth(cls, depth: int, vocab_size: int, seq_len: int, **overrides) -> "GPTConfig":
-        """Width 64 per layer; heads of 128 channels from width 512 on, of 64 below, where 128 would leave too
-        few.
+        """Width 64 per layer. Heads of 128 channels from width 512 on where these fill it; of 64 at odd depths,
+        and below, where 128 would leave too few.
         """
         width = 64 * depth
-        heads = max(1, width // (128 if width >= 512 else 64))
+        head_dim = 128 if width >= 512 and width % 128 == 0 else 64
+        heads = max(1, width // head_dim)
         fields = dict(
             vocab_size=vocab_size,
             seq_len=seq_len,

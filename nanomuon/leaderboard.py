@@ -91,7 +91,7 @@ class KeptRace:
     def find_baseline(self):
         """The first line names it as it was before tuning; in the race it may have other hyperparameters."""
         wanted = self.header["baseline"]
-        candidates = [name for name in self.results if source(name) == source(wanted)]
+        candidates = [name for name in self.results if variant(name) == variant(wanted)]
         if wanted in self.results:
             candidates = [wanted]
         finite = compare.finite_only(race_report.scores_by_seed(self.results))
@@ -101,12 +101,23 @@ class KeptRace:
         return None
 
     def tuning_of(self, contender):
-        """Tuning runs of a contender: those of the same preset or file."""
-        return [run for run in self.tuning if source(run["contender"]) == source(contender)]
+        """Tuning runs of a contender: those of the same preset or file, with the same switches."""
+        return [run for run in self.tuning if variant(run["contender"]) == variant(contender)]
 
 
-def source(contender):
-    return contender.partition(":")[0]
+def variant(contender):
+    """(preset or file, its options that are not numbers): what tuning leaves as it is."""
+    source, _, options = contender.partition(":")
+    switches = [option for option in options.split(",") if option and not is_number(option.partition("=")[2])]
+    return source, switches
+
+
+def is_number(text):
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def read_race(file) -> KeptRace:

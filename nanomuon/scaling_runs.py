@@ -157,7 +157,7 @@ def size_of(config: GPTConfig) -> Size:
 
 
 def size_at(depth: int, model: dict) -> Size | None:
-    """The model of the family at this depth, None where from_depth has none: of odd depths, some.
+    """The model of the family at this depth, None where its channels do not divide by --experts-per-token.
 
     model: fields of GPTConfig of any model of the family.
     """

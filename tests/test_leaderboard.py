@@ -87,6 +87,29 @@ def test_the_page(tmp_path):
     assert "400 steps of 192 tokens" in section and "9 runs and 5 of tuning" in section
 
 
+def test_tuning_counts_for_the_variant_of_a_file_that_it_tuned(tmp_path):
+    lines = [dict(race="final", baseline="default", commands=["python -m one"], setup=SETUP)]
+    for seed, luck in enumerate(LUCK):
+        lines.append(kept_run("default", seed, 1.5 + luck))
+        lines.append(kept_run("contenders/idea.py", seed, 1.45 + luck))
+        lines.append(kept_run("contenders/idea.py:plain=True,lr_scale=2", seed, 1.55 + luck))
+    for lr_scale in (1, 2, 3):
+        name = f"contenders/idea.py:plain=True,lr_scale={lr_scale}"
+        lines.append(kept_run(name, 1000, 1.6, steps=200, stage="sweep"))
+    lines.append(kept_run("contenders/idea.py:lr_scale=2", 1000, 1.6, stage="sweep"))
+    write_lines(tmp_path, lines)
+    page = tmp_path / "leaderboard.md"
+    write_leaderboard(tmp_path / "races", page)
+    rows = [line.split("|") for line in page.read_text().splitlines() if line.startswith("| ")]
+    column = [cell.strip() for cell in rows[0]].index("tuning")
+    tuning = {row[2].strip(): row[column].strip() for row in rows[2:]}
+    assert tuning == {
+        "`default`": "",
+        "`idea`": "1 (1.0)",
+        "`idea (plain=True, lr_scale=2)`": "3 (1.5)",
+    }
+
+
 def test_a_kept_race_with_little_in_it(tmp_path):
     page = tmp_path / "leaderboard.md"
     write_leaderboard(tmp_path / "races", page)
