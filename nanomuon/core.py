@@ -340,9 +340,10 @@ def score(model: GPT, batch: list[Group], bos_id: int) -> None:
             targets.append(scored.astype(np.int64))
             row_of_target.append(np.full(len(scored), len(rows)))
             rows.append(row)
+    # (M,) each
     at, targets, row_of_target = (
         torch.from_numpy(np.concatenate(parts)).to(device) for parts in (at, targets, row_of_target)
-    )  # (M,) each
+    )
 
     cache = None
     if batch[0].shared:

@@ -48,8 +48,8 @@ class GPTConfig:
 
     @classmethod
     def from_depth(cls, depth: int, vocab_size: int, seq_len: int, **overrides) -> "GPTConfig":
-        """Width 64 per layer. Heads of 128 channels from width 512 on where these fill it; of 64 at odd depths,
-        and below, where 128 would leave too few.
+        """Width 64 per layer. Heads of 128 channels from width 512 on where they fill it; of 64 else, at odd
+        depths and below width 512, where 128 would leave too few.
         """
         width = 64 * depth
         head_dim = 128 if width >= 512 and width % 128 == 0 else 64

@@ -64,9 +64,8 @@ COMPILE_FROM = 1024  # elements; below, a kernel is not worth compiling
 CACHE_BLOCK = 2**18  # elements; see `cache_blocks`
 RUNS = 4  # a bank that ranks share is cut into up to so many, so that not all of it waits for the first layer
 
-OPTIMIZER_COMPILES = contextvars.ContextVar(
-    "optimizer_compiles", default=True
-)  # set for the length of a step
+# Set for the length of a step
+OPTIMIZER_COMPILES = contextvars.ContextVar("optimizer_compiles", default=True)
 
 # Since torch 2.13 the collectives on one tensor are called *_single, and the old names warn.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -1144,9 +1143,8 @@ def update_scales(direction, matrices, shape, like):
         m, n = shape[::-1] if matrix.transposed else shape
         rule = matrix.group["scale"]
         if callable(rule) and matrix.param.ndim > 3:
-            rows.append(
-                [float(rule(*matrix.param.shape))]
-            )  # a convolution: it may look at the kernel's sides
+            # a convolution: the rule may look at the kernel's sides
+            rows.append([float(rule(*matrix.param.shape))])
         else:
             rows.append(direction.row_scales(rule, m, n))
     values = torch.tensor(rows, dtype=like.dtype, device=like.device)

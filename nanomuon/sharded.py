@@ -49,11 +49,8 @@ from nanomuon.optim import (
     update_scales,
 )
 
-CHUNK_BYTES = {
-    "cpu": 2**22,
-    "cuda": 2**26,
-    "meta": 2**26,
-}  # of whole matrices that come to an owner at a time
+# Of whole matrices that come to an owner at a time
+CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26, "meta": 2**26}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -175,9 +172,8 @@ def pieces_of_work(optimizer, named):
         # The most expensive matrices choose their owners first, and are the first in the pipeline
         chunks.sort(key=lambda chunk: -chunk[1].direction.flops(*chunk[1].shape))
         chunks = [Chunk(entries, where, *shared) for entries, where in chunks]
-        works.insert(
-            0, Pipeline(chunks, optimizer.max_in_flight)
-        )  # its first transfer runs under the other works
+        # First, so that its first transfer runs under the other works
+        works.insert(0, Pipeline(chunks, optimizer.max_in_flight))
     return works
 
 
@@ -298,9 +294,8 @@ class Chunk:
     def collect(self, ok):
         """Momentum of the shards, and their way to the owners."""
         with record_function("muon.collect"):
-            grads = torch.stack(
-                [matrix.of(gradient(matrix.param)) for matrix in self.matrices]
-            )  # (K, rows, columns)
+            grads = [matrix.of(gradient(matrix.param)) for matrix in self.matrices]
+            grads = torch.stack(grads)  # (K, rows, columns)
             hyper = self.table.batch(0, len(grads))
             self.ok = ok[self.in_ok].view(-1, 1, 1).to(self.momentum.dtype)
             U = momentum_of(self, grads, self.momentum, self.ok, hyper).to(self.world.sent_dtype(grads))

@@ -116,11 +116,8 @@ class Distributed(Duplicated):
         second, weight = kept.get("second_momentum_buffer"), square_weight * ok
         if not isinstance(self.whole, fused.FusedDirection):
             return self.direction(U, second, weight, self.shape)
-        split = (
-            self.whole.heads,
-            self.whole.groups,
-            self.whole.rows,
-        )  # columns are cut: each part is, like the matrix
+        # Columns are cut: each part is, like the matrix
+        split = self.whole.heads, self.whole.groups, self.whole.rows
 
         def part_direction(part, part_second, part_weight):
             return self.direction(part, part_second, part_weight, (part.size(1), self.shape[1]))
@@ -161,9 +158,8 @@ class Distributed(Duplicated):
 
     def gathered_vector(self, v, shape):
         """All values of what has one for each element of the cut dimension."""
-        assert (
-            shape[self.dim - 1] == self.shape[self.dim - 1]
-        )  # of parts the rows differ, and are not cut here
+        # Of parts the rows differ, and are not cut here
+        assert shape[self.dim - 1] == self.shape[self.dim - 1]
         return self.gathered(v)
 
     def orthogonalize(self, U, shape):

@@ -249,9 +249,8 @@ def build(form, args):
     mesh, settings = None, {}
     if form == "fsdp":
         mesh = parallel.device_mesh("cpu", args.world, 1)
-        settings = {
-            "chunk_size": args.world
-        }  # a matrix for each owner, so that a small model has some chunks
+        # a matrix for each owner, so that a small model has some chunks
+        settings = {"chunk_size": args.world}
     model = parallel.build_model(config, Runtime(torch.device("cpu"), torch.float32), 0, mesh, form == "fsdp")
     groups = recipe.param_groups(model, ROWS * SEQ_LEN * args.world)
     return model, optim.DistMuonAdamW(groups, **settings)

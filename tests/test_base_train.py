@@ -376,9 +376,8 @@ def test_sampling_from_a_finished_run(whole_run, capsys):
         sample.main("--run whole --prompt abc --max-tokens 40 --samples 2".split())
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] and outputs[0].count("--- sample") == 2
-    assert set(outputs[0].split("seed 0\n")[1].split("---")[0]) <= set(
-        "abcdefghij .\n"
-    )  # the letters of the corpus
+    letters_of_the_corpus = set("abcdefghij .\n")
+    assert set(outputs[0].split("seed 0\n")[1].split("---")[0]) <= letters_of_the_corpus
 
 
 def test_a_run_with_another_tokenizer_is_refused(base, whole_run, tmp_path):

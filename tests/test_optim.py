@@ -740,9 +740,8 @@ def test_for_model_trains_every_parameter_with_one_rate():
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.arange(20)).square().mean().backward()
     optimizer.step()
-    for p, q in zip(
-        model.parameters(), before, strict=True
-    ):  # AdamW's first step has rms of the rate, Muon's 0.2
+    # AdamW's first step has rms of the rate, Muon's 0.2
+    for p, q in zip(model.parameters(), before, strict=True):
         rms = (p - q).square().mean().sqrt().item()
         assert 1e-5 < rms < 1.1e-3
     faster = MuonAdamW.for_model(model, lr=1e-3, muon_lr=0.1, matmul_precision="high")
@@ -754,9 +753,8 @@ def test_it_is_a_torch_optimizer():
     p, q, late = parameter(8, 8), parameter(5), parameter(8, 8, seed=3)
     groups = [muon(p), adamw(q)]
     optimizer = MuonAdamW(groups)
-    assert "initial_lr" not in groups[0] and groups[0]["params"] == [
-        p
-    ]  # the caller's dicts stay the caller's
+    # the caller's dicts stay the caller's
+    assert "initial_lr" not in groups[0] and groups[0]["params"] == [p]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
     def closure():

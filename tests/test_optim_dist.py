@@ -619,10 +619,8 @@ def peak_of_a_step(group, model):
     optimizer = DistMuonAdamW(groups, group)
     for i, (_, shape) in enumerate(model):
         params[i].grad = local_gradient(i, shape, torch.float32, 0, dist.get_rank(group), 0)
-    kernels, optim.run = (
-        optim.run,
-        lambda kernel, *tensors, **options: (tensors[0], tensors[0]),
-    )  # without temporaries
+    kernels = optim.run
+    optim.run = lambda kernel, *tensors, **options: (tensors[0], tensors[0])  # without temporaries
     try:
         with LiveBytes() as live:
             optimizer.step()

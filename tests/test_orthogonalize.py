@@ -69,9 +69,8 @@ def test_the_published_range_of_each_set(name):
 def test_it_is_the_polar_factor_of_the_svd(shape):
     G, U, _, Vh = matrix(shape, 10)
     assert (orthogonalize(G, "deepseekv4") - U @ Vh).norm() / min(shape) ** 0.5 < 2e-3
-    more = orthogonalize(
-        G, "polar_express", 9
-    )  # five, then (1.875, -1.25, .375), which converges to exactly 1
+    # five, then (1.875, -1.25, .375), which converges to exactly 1
+    more = orthogonalize(G, "polar_express", 9)
     torch.testing.assert_close(more, U @ Vh, rtol=0, atol=1e-6)
 
 

@@ -250,9 +250,8 @@ def test_nan_on_one_rank_skips_the_step_on_all(base, name, build):
     assert [row["skipped_steps"] for row in trained] == [0] * 4 + [1] * 2 + [2] * 6
     assert ranks.output().count("not finite: no update (1 in a row)") == 2
     states = {}
-    for path in (base / "runs" / run / "checkpoints").glob(
-        "step_*"
-    ):  # --save-minutes: after (almost) every step
+    # --save-minutes: after (almost) every step
+    for path in (base / "runs" / run / "checkpoints").glob("step_*"):
         tensors = {}
         for part in path.glob("*.safetensors"):
             tensors |= load_file(part)

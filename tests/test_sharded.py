@@ -303,9 +303,8 @@ def test_communication_of_a_chunk_runs_under_the_compute_of_the_one_before():
     )
     one = 2 * 48 * 64 * 4 / 2  # bytes of a rank's shards of a chunk of two
     assert rows[1, 2][0] < rows[2, 2][0] < rows[3, 2][0] < rows[3, 4][0] < rows[3, None][0]
-    assert (
-        rows[3, 2][0] - rows[1, 2][0] < 2 * 2 * one + 2000
-    )  # in flight a chunk holds what is sent and received
+    # in flight a chunk holds what is sent and received
+    assert rows[3, 2][0] - rows[1, 2][0] < 2 * 2 * one + 2000
 
 
 # ---- fused matrices
