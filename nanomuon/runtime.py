@@ -346,6 +346,19 @@ def together(work, group=None) -> list:
     return [result for result, _ in outcomes]
 
 
+@contextmanager
+def patient_group():
+    """A group of all ranks, for `together` where one of them works while the others wait, for hours if need
+    be: NCCL would give up after 10 minutes. None in one process. All ranks enter and leave it together.
+    """
+    if not dist.is_initialized():
+        yield None
+        return
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    yield group
+    dist.destroy_process_group(group)  # not after an error, which may have left other ranks in it
+
+
 def first_rank_first(work, runtime: Runtime):
     """work() on the first rank, then on the others, which find what it wrote. Returns each rank's result.
 
@@ -353,9 +366,8 @@ def first_rank_first(work, runtime: Runtime):
     """
     if runtime.world_size == 1:
         return work()
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # NCCL would give up after 10 minutes
-    first = together(lambda: work() if runtime.rank == 0 else None, patient)[0]
-    dist.destroy_process_group(patient)
+    with patient_group() as group:
+        first = together(lambda: work() if runtime.rank == 0 else None, group)[0]
     return first if runtime.rank == 0 else work()
 
 

@@ -9,7 +9,7 @@ import torch
 
 from nanomuon import attention, footprint, parallel, schedule
 from nanomuon.gpt import GPTConfig
-from nanomuon.runtime import Runtime, compile_enabled, print0, together
+from nanomuon.runtime import Runtime, compile_enabled, patient_group, print0, together
 
 BF16_PAYS = 1.3  # times float32: below, what a step does beside its products takes the gain back
 BF16_ROUNDS = 8
@@ -179,7 +179,8 @@ def choose_attention(
         implementation, best = attention.fastest(rates)
         return [implementation, [[window, backend, ms] for window, (ms, backend) in best.items()]]
 
-    implementation, best = measured["attention"] = together(kernels)[0]
+    with patient_group() as group:  # the first rank compiles kernels and looks at many
+        implementation, best = measured["attention"] = together(kernels, group)[0]
     backends = {window: backend for window, backend, _ in best}
     milliseconds = {window: ms for window, _, ms in best}
     attention.use(*shape, implementation, backends, device, dtype)
