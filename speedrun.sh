@@ -79,8 +79,16 @@ fi
 DATA=(--corpus "$CORPUS" ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"})
 FLAGS+=(--run "$RUN" "${DATA[@]}" --depth "$DEPTH" "$@")
 TRAIN=("$PYTHON" -m scripts.base_train)
-if [ "$GPUS" -gt 1 ]; then # the last -- keeps torchrun from taking --run for its own --run-path
-    TRAIN=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$GPUS" -m scripts.base_train --)
+if [ "$GPUS" -gt 1 ]; then
+    # --local_addr: else ranks look for each other by the machine's name, which not every container resolves.
+    # The last -- keeps torchrun from taking --run for its own --run-path
+    TRAIN=("$PYTHON" -m torch.distributed.run --standalone --local_addr=localhost --nproc_per_node="$GPUS"
+        -m scripts.base_train --)
+    # After a signal torchrun kills ranks that are not done in 30 s, and a large checkpoint may take longer to write
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
+    if [ -n "$(trap -p HUP)" ]; then # ignored, as nohup has it: torchrun by itself would end all the same
+        export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGQUIT}
+    fi
 fi
 base_dir=${NANOMUON_BASE_DIR:-$HOME/.cache/nanomuon}
 run_dir=${base_dir/#\~/$HOME}/runs/$RUN
@@ -98,16 +106,20 @@ record() {
 }
 
 stage=$(now)
+data_prep= # its process, where it works beside the training
 case $CORPUS in
     python | path:*) "$PYTHON" -m scripts.data_prep "${DATA[@]}" ;;
     *) # from the hub: what the run needs is downloaded and tokenized beside the training, which waits where it must
-        tokens=$("${TRAIN[@]}" "${FLAGS[@]}" --plan | sed -n 's/^training .* = \([0-9,]*\) tokens.*/\1/p' | tr -d ,)
+        # With one row: to find how many fit takes GPUs minutes, and makes no difference to the tokens
+        tokens=$("${TRAIN[@]}" --device-batch-size 1 "${FLAGS[@]}" --plan |
+            sed -n 's/^training .* = \([0-9,]*\) tokens.*/\1/p' | tr -d ,)
         mkdir -p "${run_dir%/*}"
         echo "data: ${tokens:?} tokens of $CORPUS, progress in $run_dir.data_prep.log"
         rm -f "$run_dir.data_prep.log" # it may be a link
         trap 'kill $(jobs -p) 2>/dev/null || true' EXIT # it may have ended
         # nice: training comes first where both want a core
         nice -n 10 "$PYTHON" -m scripts.data_prep "${DATA[@]}" --max-tokens "$tokens" >"$run_dir.data_prep.log" 2>&1 &
+        data_prep=$!
         ;;
 esac
 if [ ! -e "$run_dir/stages.jsonl" ] && [ ! -L "$run_dir/stages.jsonl" ]; then # through a link nothing is written
@@ -134,5 +146,10 @@ if [ "$stopped" = yes ]; then
     echo "the run was stopped before its end: bash speedrun.sh carries on"
     exit 75
 fi
-[ "$code" -eq 0 ] || exit "$code"
+if [ "$code" -ne 0 ]; then
+    if [ -n "$data_prep" ] && ! kill -0 "$data_prep" 2>/dev/null && ! wait "$data_prep"; then
+        echo "data_prep has failed: $(tail -n 1 "$run_dir.data_prep.log")" >&2
+    fi
+    exit "$code"
+fi
 echo "done in $(($(now) - began)) s. More text: $PYTHON -m scripts.sample --run $RUN"

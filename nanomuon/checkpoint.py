@@ -20,7 +20,6 @@ import re
 import shutil
 import sys
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -47,7 +46,7 @@ from nanomuon.read_json import (
     parse,
     read_regular,
 )
-from nanomuon.runtime import InputError, print0, together
+from nanomuon.runtime import InputError, print0, together, worker_thread
 from nanomuon.tensor_files import sync, write_tensors
 
 MANIFEST = Record(
@@ -81,7 +80,7 @@ class Checkpointer:
         # Writing has its own gloo group: its messages never mix with training's, and no GPU waits for them.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.rank, self.world_size = _place()
-        self.thread = ThreadPoolExecutor(1)
+        self.thread = worker_thread("checkpoints")
         self.pending = []  # the background save that was not waited for, if any
         self.held = None  # pieces of tensors that this rank held at the last save, see _pieces
         self.writer = {}  # piece: the rank that writes it

@@ -8,14 +8,13 @@ rank.
 """
 
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from nanomuon.runtime import InputError
+from nanomuon.runtime import InputError, worker_thread
 from nanomuon.shards import WINDOW, command, open_shards, read_manifest, wait_for_window, window_is_there
 
 AHEAD = 2  # micro-batches that wait, packed, for the training loop
@@ -208,7 +207,7 @@ class TrainLoader:
         self._counted = 0  # text tokens of the windows packed so far, and those of them that are in no row
         self._cropped = 0
         self._batches = self._generate(**self._state)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._thread = worker_thread("loader")
         self._ahead = deque()
         for _ in range(AHEAD):
             self._submit()

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Replicate
 
 from nanomuon.read_json import Flag, Matching, Number, OrNull, Record, Text, Whole, check_regular, read_json
-from nanomuon.runtime import InputError, together, write_json
+from nanomuon.runtime import InputError, patient_group, together, write_json
 from nanomuon.tensor_files import write_tensors
 
 # Keywords of GPTConfig, in config.json and in a run's settings.json. The bounds are far above what anyone
@@ -52,7 +52,8 @@ def export_model(run_dir, model, config, meta) -> None:
         if is_first_rank:
             _write_model(run_dir, weights, config, meta)
 
-    together(write)
+    with patient_group() as group:  # of a large model on a slow disk it takes many minutes
+        together(write, group)
 
 
 def _write_model(run_dir, weights, config, meta):

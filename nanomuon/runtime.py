@@ -16,6 +16,7 @@ import sysconfig
 import time
 import traceback
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -161,6 +162,19 @@ def let_segments_grow() -> None:
     set_by_user = any(name in os.environ for name in names)
     if torch.version.cuda is not None and sys.platform == "linux" and not set_by_user:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def worker_thread(name: str) -> ThreadPoolExecutor:
+    """One thread for work beside the caller's, on the GPU that the caller uses, if it does.
+
+    CUDA has a current device for each thread, which is GPU 0 at first. There the first call that reaches
+    CUDA, be it a wait for an event, makes a context of 0.5 GB: all ranks of a node would, on the first GPU.
+    """
+    if not torch.cuda.is_initialized():
+        return ThreadPoolExecutor(1, name)
+    return ThreadPoolExecutor(
+        1, name, initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)
+    )
 
 
 def compile_enabled(otherwise: bool = True) -> bool:
@@ -332,6 +346,19 @@ def together(work, group=None) -> list:
     return [result for result, _ in outcomes]
 
 
+@contextmanager
+def patient_group():
+    """A group of all ranks, for `together` where one of them works while the others wait, for hours if need
+    be: NCCL would give up after 10 minutes. None in one process. All ranks enter and leave it together.
+    """
+    if not dist.is_initialized():
+        yield None
+        return
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    yield group
+    dist.destroy_process_group(group)  # not after an error, which may have left other ranks in it
+
+
 def first_rank_first(work, runtime: Runtime):
     """work() on the first rank, then on the others, which find what it wrote. Returns each rank's result.
 
@@ -339,9 +366,8 @@ def first_rank_first(work, runtime: Runtime):
     """
     if runtime.world_size == 1:
         return work()
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # NCCL would give up after 10 minutes
-    first = together(lambda: work() if runtime.rank == 0 else None, patient)[0]
-    dist.destroy_process_group(patient)
+    with patient_group() as group:
+        first = together(lambda: work() if runtime.rank == 0 else None, group)[0]
     return first if runtime.rank == 0 else work()
 
 

@@ -9,7 +9,7 @@ import torch
 
 from nanomuon import attention, footprint, parallel, schedule
 from nanomuon.gpt import GPTConfig
-from nanomuon.runtime import Runtime, compile_enabled, print0, together
+from nanomuon.runtime import Runtime, compile_enabled, patient_group, print0, together
 
 BF16_PAYS = 1.3  # times float32: below, what a step does beside its products takes the gain back
 BF16_ROUNDS = 8
@@ -107,6 +107,7 @@ def device_batch_size(
 def probe_memory(config: GPTConfig, rows: int, runtime: Runtime, compiled: bool = False) -> float:
     """Bytes on the GPU at the height of forward and backward for so many rows, with weights and gradients.
 
+    It is that of a second micro-step, in which the gradients of the first are there from the beginning.
     Infinite for what it has no room for.
     """
     gpt = forward = None
@@ -115,10 +116,9 @@ def probe_memory(config: GPTConfig, rows: int, runtime: Runtime, compiled: bool 
         gpt = parallel.build_model(config, runtime, seed=0)
         forward = torch.compile(gpt, dynamic=False) if compiled else gpt
         tokens = torch.zeros(rows, config.seq_len, dtype=torch.int64, device=runtime.device)
-        for _ in range(2):  # the second time counts, after the compiler
+        for _ in range(2):  # the second time counts, after the compiler and on top of the gradients
             torch.cuda.reset_peak_memory_stats(runtime.device)
             forward(tokens, tokens).backward()
-            gpt.zero_grad(set_to_none=True)
         peak = torch.cuda.max_memory_allocated(runtime.device)
     except torch.OutOfMemoryError:
         pass
@@ -179,7 +179,8 @@ def choose_attention(
         implementation, best = attention.fastest(rates)
         return [implementation, [[window, backend, ms] for window, (ms, backend) in best.items()]]
 
-    implementation, best = measured["attention"] = together(kernels)[0]
+    with patient_group() as group:  # the first rank compiles kernels and looks at many
+        implementation, best = measured["attention"] = together(kernels, group)[0]
     backends = {window: backend for window, backend, _ in best}
     milliseconds = {window: ms for window, _, ms in best}
     attention.use(*shape, implementation, backends, device, dtype)

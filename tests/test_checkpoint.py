@@ -523,11 +523,15 @@ def test_copies_from_a_gpu_are_waited_for_and_their_memory_kept(tmp_path, monkey
         return empty(*size, **options)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: happened.append(f"thread on GPU {index}"))
     monkeypatch.setattr(torch, "empty", empty_or_pinned)
     monkeypatch.setattr(checkpoint, "_local", lambda tensor: tensor.as_subclass(OnGPU))
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    checkpoints = checkpoint.Checkpointer(tmp_path, background=True)
+    with monkeypatch.context() as on_gpu_3:
+        on_gpu_3.setattr(torch.cuda, "is_initialized", lambda: True)
+        on_gpu_3.setattr(torch.cuda, "current_device", lambda: 3)
+        checkpoints = checkpoint.Checkpointer(tmp_path, background=True)
     for step in (1, 2):
         with torch.no_grad():
             model.weight.fill_(step)
@@ -535,7 +539,8 @@ def test_copies_from_a_gpu_are_waited_for_and_their_memory_kept(tmp_path, monkey
         checkpoints.wait()
         saved = load_file(tmp_path / "checkpoints" / f"step_{step}" / FILE)
         assert torch.equal(saved["model.weight"], torch.full((2, 3), float(step)))
-    assert happened == ["pinned"] * 3 + ["recorded", "waited"] * 2  # weight, bias, random state
+    first_save = ["pinned"] * 3 + ["recorded", "thread on GPU 3", "waited"]  # weight, bias, random state
+    assert happened == [*first_save, "recorded", "waited"]
 
 
 def test_who_writes_what_several_ranks_hold():

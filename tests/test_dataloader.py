@@ -1,6 +1,7 @@
 """The loader: one global order of rows, whoever reads it and from wherever."""
 
 import hashlib
+import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -308,6 +309,18 @@ def test_python_corpus_crop(tmp_path, monkeypatch):
     loader = TrainLoader(folder, 2048, 8, 8)
     next(loader)
     assert loader.crop_fraction < 0.001
+
+
+def test_the_thread_of_the_loader_is_on_the_gpu_of_its_rank(folder, monkeypatch):
+    """CUDA would begin at GPU 0 in every new thread, and take memory there."""
+    noted = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda index: noted.append((index, threading.current_thread().name))
+    )
+    next(TrainLoader(folder, T, ROWS, 8))
+    assert noted == [(3, "loader_0")]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -6,11 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from nanomuon.runtime import BUG
+from nanomuon import attention, export, runtime, sizing
+from nanomuon.gpt import GPTConfig
+from nanomuon.runtime import BUG, Runtime
+from tests.worlds import run_world
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,3 +58,33 @@ def test_an_error_on_one_rank_ends_the_launch(kind, place):
     else:
         assert codes["0"] == str(code)
     assert ended - float(result.stdout.split()[-1]) < 15
+
+
+def patience(group, folder):
+    """How long ranks wait for the first one: at the work of first_rank_first, of attention's kernels, and of
+    the exported model. With a stand-in for what measures kernels.
+    """
+    timeouts = []
+    together = runtime.together
+
+    def noted(work, group=None):
+        backend = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+        timeouts.append(backend.options._timeout)
+        return together(work, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (runtime, sizing, export):
+            patch.setattr(module, "together", noted)
+        patch.setattr(attention, "measure", lambda *_: {None: {None: {"sdpa": 1.0}}})
+        patch.setattr(attention, "_chosen", {})
+        here = Runtime(torch.device("cuda"), torch.bfloat16, dist.get_rank(), dist.get_world_size())
+        assert runtime.first_rank_first(lambda: "found", here) == "found"
+        sizing.choose_attention(GPTConfig.from_depth(1, 256, 64), 1, 1, here, {}, True, True)
+        export.export_model(folder, torch.nn.Linear(1, 1), {}, {})
+    return timeouts
+
+
+def test_ranks_wait_for_hours_where_only_the_first_one_works(tmp_path):
+    """NCCL alone would end the run after 10 minutes."""
+    for timeouts in run_world(4, patience, tmp_path):
+        assert len(timeouts) == 3 and min(timeouts) > timedelta(hours=10)

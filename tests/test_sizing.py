@@ -176,22 +176,26 @@ def test_rows_are_those_that_fit_as_they_will_run(monkeypatch, capacity, eager, 
 
 
 def test_what_is_probed_is_the_model_that_runs(monkeypatch):
-    """On a CPU, with stand-ins for the compiler and for what counts a GPU's memory."""
+    """On a CPU, with stand-ins for the compiler and for what counts a GPU's memory. As in all micro-steps but
+    the first, gradients are there when a forward pass begins.
+    """
     compiled, forwards = [], []
     monkeypatch.setattr(torch, "compile", lambda model, **_: compiled.append(model) or model)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: forwards.clear())
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: len(forwards))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     forward = GPT.forward
-    monkeypatch.setattr(
-        GPT,
-        "forward",
-        lambda model, tokens, targets: forwards.append(tokens.shape) or forward(model, tokens, targets),
-    )
+
+    def noted(model, tokens, targets):
+        with_gradients = all(parameter.grad is not None for parameter in model.parameters())
+        forwards.append((tokens.shape, with_gradients))
+        return forward(model, tokens, targets)
+
+    monkeypatch.setattr(GPT, "forward", noted)
     for compiles in (False, True):
         compiled.clear()
         assert sizing.probe_memory(WINDOWED, 3, CPU, compiles) == 1
-        assert forwards == [(3, WINDOWED.seq_len)] and len(compiled) == compiles
+        assert forwards == [((3, WINDOWED.seq_len), True)] and len(compiled) == compiles
 
 
 def test_cuda_compiles_at_once_and_a_cpu_decides_later(monkeypatch):
