@@ -337,8 +337,9 @@ def train(folder: Path, member: Member, shared: dict, flags: list[str], processe
 def training_command(run: str, member: Member, shared: dict, flags: list[str], processes: int) -> list[str]:
     module = ["-m", "scripts.base_train"]
     if processes > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        module = [*torchrun, *module, "--"]
+        # --local_addr: not every container resolves the machine's name
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--local_addr=localhost"]
+        module = [*torchrun, f"--nproc_per_node={processes}", *module, "--"]
     own = {
         "--run": run,
         "--corpus": shared["corpus"],
