@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nanomuon import head_loss, schedule
 from nanomuon.gpt import GPT
 from nanomuon.planning import Plan, duration
-from nanomuon.runtime import Runtime, compile_enabled, missing_compiler, print0, together
+from nanomuon.runtime import InputError, Runtime, compile_enabled, missing_compiler, print0, together
 
 GRAPHS = 4  # into about so many a model is cut that several ranks train: docs/optimizer.md, section 5
 
@@ -26,15 +26,18 @@ def choose_compilation(args: argparse.Namespace, device_type: str) -> None:
 
     Undecided compiles at once on CUDA, where it always pays, and starts eagerly on a CPU. There it stays
     eager with --deterministic: the step at which it would compile depends on how fast the machine is today.
+    InputError where a GPU has no compiler: hours of GPUs are not to be spent on eager steps unasked.
     """
     if "NANOMUON_COMPILE" in os.environ:
         args.compile = compile_enabled()
-    if args.compile is None and (device_type == "cuda" or args.deterministic):
-        args.compile = device_type == "cuda"
     missing = missing_compiler(device_type)
-    if args.compile is not False and missing is not None:
+    if missing is not None and device_type == "cuda" and args.compile is None:
+        raise InputError(f"no {missing}; --no-compile trains without, which is slower, --compile tries it")
+    if missing is not None and device_type != "cuda" and args.compile is not False:
         print0(f"no {missing}: running eagerly, which is slower")
         args.compile = False
+    if args.compile is None and (device_type == "cuda" or args.deterministic):
+        args.compile = device_type == "cuda"
     os.environ["NANOMUON_COMPILE"] = "1" if args.compile else "0"
 
 

@@ -281,12 +281,21 @@ def test_triton_needs_a_c_compiler_and_the_headers_of_python(programs, tmp_path,
     assert "C compiler icx" in runtime.missing_compiler("cuda")
 
 
-@pytest.mark.parametrize("device,missing", [("cuda", "no C compiler clang"), ("cpu", "no C++ compiler")])
-def test_without_a_compiler_a_run_stays_eager_and_says_so(programs, capsys, device, missing):
+def test_without_a_compiler_a_run_on_a_cpu_stays_eager_and_says_so(programs, capsys):
     args = base_train.parse_arguments(["--compile"], {})
-    compilation.choose_compilation(args, device)
+    compilation.choose_compilation(args, "cpu")
     assert args.compile is False and not runtime.compile_enabled()
-    assert missing in capsys.readouterr().out
+    assert "no C++ compiler" in capsys.readouterr().out
+
+
+def test_without_a_compiler_a_run_on_gpus_does_not_begin_unless_told_how(programs, monkeypatch):
+    with pytest.raises(runtime.InputError, match="^no C compiler clang .*; --no-compile trains without"):
+        compilation.choose_compilation(base_train.parse_arguments([], {}), "cuda")
+    for flag, compiles in (("--compile", True), ("--no-compile", False)):
+        monkeypatch.delenv("NANOMUON_COMPILE", raising=False)
+        args = base_train.parse_arguments([flag], {})
+        compilation.choose_compilation(args, "cuda")
+        assert args.compile is compiles and runtime.compile_enabled() is compiles
 
 
 def test_without_a_compiler_the_optimizer_stays_eager_on_cuda(programs, tmp_path):
