@@ -82,11 +82,17 @@ def _loss_and_grad(logits: Tensor, target: Tensor, share: Tensor) -> tuple[Tenso
     # cap * (2 * half - 1) is the capped logit. A cross-entropy does not see the constant; without it the
     # largest exponential is e^30, of which float32 can add as many as there are tokens
     half = logits.mul_(2 / LOGIT_CAP).sigmoid_()
+    is_target = torch.arange(logits.size(1), device=logits.device) == target
+    if torch.compiler.is_compiling():
+        # The same number as a sum of zeros and itself, which is made in one pass with `total`. What looks it
+        # up is put off to the end by Inductor, and the logits of all chunks live until then (docs/log.md)
+        half_of_target = torch.where(is_target, half, 0).sum(dim=1, keepdim=True)
+    else:
+        half_of_target = half.gather(1, target)
     exponentials = (half * (2 * LOGIT_CAP)).exp_()
     total = exponentials.sum(dim=1, keepdim=True)
-    losses = total.log() - 2 * LOGIT_CAP * half.gather(1, target)
+    losses = total.log() - 2 * LOGIT_CAP * half_of_target
     # The softmax, minus one at the target, times the slope of the cap
-    is_target = torch.arange(logits.size(1), device=logits.device) == target
     grad = exponentials.mul_(share / total).sub_(torch.where(is_target, share, 0))
     slope = half.mul_(1 - half).mul_(4)
     return (share * losses).sum(), grad.mul_(slope)

@@ -1290,7 +1290,8 @@ def has_gradient(param):
 def send_to_host(value):
     """(event, 0-D on the host), which has the value once the event has happened."""
     on_host = torch.empty((), pin_memory=True).copy_(value, non_blocking=True)
-    return torch.cuda.current_stream().record_event(), on_host
+    # Of its own device, where the copy is: it need not be the current one
+    return torch.cuda.current_stream(value.device).record_event(), on_host
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -258,10 +258,14 @@ def print_usable_gpus() -> None:
 def make_deterministic() -> None:
     """From now on equal operations on equal numbers give equal bits, on GPUs too, at some cost in time.
 
-    Called before the first matrix product on a GPU, which is when cuBLAS reads its variable. Of the kernels
-    for attention cuDNN's is left out: the others know a deterministic backward, which this asks for.
+    Called before start(), because cuBLAS, NCCL and Inductor read their variables once. Of the kernels for
+    attention cuDNN's is left out: the others know a deterministic backward, which this asks for.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # NVIDIA's cuBLAS manual, on reproducibility
+    # Sums that the NVSwitch makes may differ from call to call (github.com/NVIDIA/nccl/issues/1497)
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    # Else some of its kernels are the fastest of several that round differently
+    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_cudnn_sdp(False)
 

@@ -175,13 +175,13 @@ def main(argv: list[str] | None = None) -> int:
     resolved = resolve_arguments(argv)
     first, _, _ = resolved
     requests = guards.Requests(None if first.plan else run_folder.folder_of(first.run))
+    if first.deterministic:
+        make_deterministic()
     runtime = start()
     args, settings, changed = together(lambda: resolved)[0]  # one settings.json, read once
     source = None
     if args.optimizer_file:
         source = together(lambda: user_file.read_source(args.optimizer_file))[0]
-    if args.deterministic:
-        make_deterministic()
     choose_compilation(args, runtime.device.type)
     if args.fp8:
         fp8.check(runtime, args.tensor_parallel)

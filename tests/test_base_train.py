@@ -118,12 +118,20 @@ def test_a_killed_run_resumed_equals_the_uninterrupted_one_bit_for_bit(base, who
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+# cuBLAS, NCCL and Inductor read them when they start
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCHINDUCTOR_DETERMINISTIC": "1",
+}
+
+
 @pytest.fixture
 def nondeterministic(monkeypatch):
     """PyTorch as it is by default; makes it so again when called, and after the test."""
 
     def reset():
-        for name in ("CUBLAS_WORKSPACE_CONFIG", "NANOMUON_COMPILE"):
+        for name in (*DETERMINISTIC, "NANOMUON_COMPILE"):
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
         torch.use_deterministic_algorithms(False)
@@ -134,10 +142,17 @@ def nondeterministic(monkeypatch):
     reset()
 
 
-def test_a_deterministic_run_equals_itself_and_stays_one(base, nondeterministic, capsys):
+def test_a_deterministic_run_equals_itself_and_stays_one(base, nondeterministic, capsys, monkeypatch):
     """On a CPU every run equals itself. What is seen here: all operations have a deterministic form, and GPUs
     are asked for it.
     """
+    start, at_the_start = base_train.start, []
+
+    def start_with_what_is_set():
+        at_the_start.append({name: os.environ.get(name) for name in DETERMINISTIC})
+        return start()
+
+    monkeypatch.setattr(base_train, "start", start_with_what_is_set)
     options = ("--experts", "2", "--window-pattern", "SL", "--eval-every", "-1", "--save-every", "-1")
     for run in ("deterministic", "the same"):
         nondeterministic()
@@ -145,7 +160,7 @@ def test_a_deterministic_run_equals_itself_and_stays_one(base, nondeterministic,
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.backends.cuda.cudnn_sdp_enabled()
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert at_the_start.pop() == DETERMINISTIC
         # Whether to compile is not left to how long the first steps take
         assert "to compile takes" not in capsys.readouterr().out
     assert losses(base, "deterministic") == losses(base, "the same")

@@ -2,9 +2,13 @@
 context.
 """
 
+import collections
+
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -251,6 +255,32 @@ def test_the_logits_of_all_tokens_never_exist_together(monkeypatch):
         with torch.no_grad():
             model(tokens, tokens, reduction="none")
     assert largest == tokens.numel() * 4 * 32  # the hidden channels of the MLPs, where the logits had 1,000
+
+
+def test_compiled_no_chunk_is_left_to_look_its_targets_up(monkeypatch):
+    """Inductor puts that off until the last chunk is there, and keeps the logits of all of them."""
+    monkeypatch.setattr(head_loss, "SMALLEST_CHUNK", 97 * 10)
+    forward = []
+
+    def keep(graph, inputs):
+        forward.append(graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward))
+    compiled = torch.compile(head_loss.mean_loss, backend=backend, dynamic=False, fullgraph=True)
+    hidden, weight = torch.randn(40, 8).requires_grad_(), torch.randn(97, 8).requires_grad_()
+    targets = torch.randint(-1, 97, (40,))
+    found, expected = compiled(hidden, weight, targets), head_loss.mean_loss(hidden, weight, targets)
+    torch.testing.assert_close(found, expected)
+    in_both = [torch.autograd.grad(loss, (hidden, weight)) for loss in (found, expected)]
+    torch.testing.assert_close(*in_both)
+    [graph] = forward
+    made_of_logits = collections.Counter()  # operations with one number for each row of a chunk
+    for node in graph.graph.nodes:
+        shapes = [getattr(value.meta.get("val"), "shape", None) for value in [node, *node.all_input_nodes]]
+        if shapes[0] == (10, 1) and (10, 97) in shapes[1:]:
+            made_of_logits[node.target] += 1
+    assert made_of_logits == {torch.ops.aten.sum.dim_IntList: 2 * 4}  # in each chunk: total, and target
 
 
 @pytest.mark.parametrize("T", [1, 3, 4, 9])

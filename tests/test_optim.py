@@ -693,6 +693,16 @@ def test_a_gpu_hears_of_different_ranks_when_the_answer_has_arrived(monkeypatch)
         agreement.notice(on_gpu)
 
 
+def test_the_event_of_a_gpus_answer_is_on_the_device_that_sends_it(monkeypatch):
+    """Which need not be the current one: an event there may happen before the number has arrived."""
+    answer, empty = torch.tensor(3.0), torch.empty
+    streams = {answer.device: types.SimpleNamespace(record_event=lambda: "of the answer's device")}
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.get)
+    monkeypatch.setattr(torch, "empty", lambda shape, pin_memory: empty(shape))  # pinned by a driver only
+    event, on_host = optim.send_to_host(answer)
+    assert event == "of the answer's device" and on_host == 3
+
+
 def test_a_kind_without_state_and_an_optimizer_without_parameters(monkeypatch):
     def sgd_update(param, grad, ok, *, lr):
         param.sub_(grad * lr * ok)
