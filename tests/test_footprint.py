@@ -175,7 +175,7 @@ def test_plan_prints_layouts_and_what_fits(capsys):
         (["--gpus", "0"], "--gpus must be above 0"),
         (["--depth", "12", "--tensor-parallel", "4"], "does not divide 6 key-value heads"),
         (["--gpus", "6", "--tensor-parallel", "4"], "does not divide 6 processes"),
-        (["--depth", "11"], "--depth 11"),
+        (["--depth", "11", "--experts", "8", "--experts-per-token", "3"], "--depth 11: experts_per_token 3"),
         (["--depth", "12", "--experts", "1"], "experts_per_token 2 must be between 1 and experts 1"),
     ],
 )
