@@ -136,7 +136,12 @@ def test_ctrl_c_in_a_race_is_one_line_and_keeps_what_is_finished(text, tmp_path,
     command = [sys.executable, "-m", "scripts.optim_race", "--text", str(text), *SMALL, *arguments]
     environment = {"OMP_NUM_THREADS": "1", "NANOMUON_COMPILE": "0", "NANOMUON_BASE_DIR": str(tmp_path)}
     process = subprocess.Popen(
-        command, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env={**os.environ, **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
     )
     folder = tmp_path / "races" / "shakespeare"
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
