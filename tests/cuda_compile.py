@@ -19,11 +19,11 @@ where this PyTorch cannot be made to take such tensors. A minute or two.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -49,6 +49,8 @@ def main():
     parser.add_argument("--depth", type=int, default=2, help="layers of the model (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="each piece a line of JSON")
     args = parser.parse_args()
+    if importlib.util.find_spec("triton") is None:
+        unavailable("no Triton, which compiles kernels for a GPU: pip install triton==3.8.0")
     os.environ["NANOMUON_COMPILE"] = "1"
     load_stub()
     pretend_cuda()
@@ -60,16 +62,11 @@ def main():
 
 
 def compile_parts(args) -> list[str]:
-    """Print what each piece of the parts is compiled to; the names of those that are not."""
+    """Print what each piece is compiled to. Returns the names of those that are not."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    try:
-        from tests.kernel_recorder import KernelRecorder
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        unavailable("no Triton, which compiles kernels for a GPU: pip install triton==3.8.0")
+    from tests.kernel_recorder import KernelRecorder
 
     recorder = KernelRecorder()
     if not args.json:
@@ -82,36 +79,33 @@ def compile_parts(args) -> list[str]:
                 for found in compiled_piece(recorder, name, forward, leaves):
                     show(found, args.json)
             except Exception as error:  # of one piece: the others go on
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                reason = " ".join(str(error).partition("\n\n")[0].split())  # without advice and traceback
                 print(f"{name} does not compile: {reason}", file=sys.stderr, flush=True)
                 failed.append(name)
     return failed
 
 
 def compiled_piece(recorder, name, forward, leaves) -> list[dict]:
-    """What there is of a piece after it is compiled: its forward, and its backward where it has leaves."""
+    """What a piece does when it has been compiled: forward, and backward where it has leaves."""
     import torch
 
     def backward(loss):
         torch.autograd.grad(loss, leaves)
 
-    began = time.perf_counter()
     result = forward()
     if leaves:
         backward(result)
-    seconds = time.perf_counter() - began
     del result
     recorder.start()
     with recorder:
         result = forward()
-    found = [{"piece": name, "seconds": seconds, **recorder.found()}]
-    if leaves:
-        found[0]["piece"] += ", forward"
-        recorder.start()
-        with recorder:
-            backward(result)
-        found.append({"piece": f"{name}, backward", **recorder.found()})
-    return found
+    if not leaves:
+        return [{"piece": name, **recorder.found()}]
+    found = [{"piece": f"{name}, forward", **recorder.found()}]
+    recorder.start()
+    with recorder:
+        backward(result)
+    return [*found, {"piece": f"{name}, backward", **recorder.found()}]
 
 
 def show(found: dict, as_json: bool) -> None:
