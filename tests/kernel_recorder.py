@@ -136,7 +136,7 @@ def leave_out_what_computes() -> None:
 
 def write_code_for_faked_tensors() -> None:
     """The code around the kernels gets faked tensors, which have no address and are not known to C++."""
-    config.compile_threads = 1  # else kernels are compiled in processes, which pretend nothing
+    config.compile_threads = 1  # it would start processes for kernels, which are compiled in this one
     config.use_static_triton_launcher = False  # it keeps no more of a kernel than is needed to launch it
     # Copies of inputs whose addresses are not aligned
     compile_fx.get_input_idxs_to_check = lambda inputs, static: ()
