@@ -107,7 +107,7 @@ def pretend_cuda() -> None:
 
 
 def pretend_h100() -> None:
-    """What Inductor asks beside that: an H100 that is free, and there is nothing to switch to.
+    """What Inductor asks beside that: an H100, and no other device to switch to.
 
     After pretend_cuda() and before torch._dynamo is imported, which keeps these functions.
     """
@@ -119,10 +119,6 @@ def pretend_h100() -> None:
         multi_processor_count=132,
         regs_per_multiprocessor=65_536,
         max_threads_per_multi_processor=2048,
-        max_threads_per_block=1024,
-        warp_size=32,
-        shared_memory_per_block_optin=232_448,
-        total_memory=80 * 2**30,
         gcnArchName="",  # asked for, and AMD's
     )
     random_state = torch.get_rng_state()
