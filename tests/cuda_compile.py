@@ -15,7 +15,7 @@ Nothing is launched: neither numbers nor times are checked, nothing is chosen by
 uses inside of its operations is not counted. Constant folding, Inductor's search for patterns of attention,
 padded products, and copies of inputs that are not aligned are off, as they compute with tensors or look at
 addresses. Exit code 1 where a piece or a kernel of it does not compile; 3, and the reason, without Triton or
-where this PyTorch cannot be made to take such tensors. About two minutes of a core.
+where this PyTorch cannot be made to take such tensors. A minute or two.
 """
 
 import argparse
