@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 UNAVAILABLE = 3  # exit code where this PyTorch cannot be made to take such tensors
 
@@ -103,3 +104,31 @@ def pretend_cuda() -> None:
     cuda.Stream, cuda.Event, torch.Event = Stream, Event, Event
     cuda.current_stream = lambda *device: the_stream
     cuda.stream = lambda stream: stream
+
+
+def pretend_h100() -> None:
+    """What Inductor asks beside that: an H100, and no other device to switch to.
+
+    After pretend_cuda() and before torch._dynamo is imported, which keeps these functions.
+    """
+    import torch
+
+    properties = SimpleNamespace(
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        regs_per_multiprocessor=65_536,
+        max_threads_per_multi_processor=2048,
+        gcnArchName="",  # asked for, and AMD's
+    )
+    random_state = torch.get_rng_state()
+    cuda = torch.cuda
+    cuda.is_available = lambda: True
+    cuda.get_device_properties = lambda *device: properties
+    # Dynamo keeps it while it traces
+    cuda.get_rng_state = lambda *device: random_state
+    cuda.set_rng_state = lambda *state: None
+    # Generated code makes the device current, and asks for the stream on which a kernel is launched
+    cuda._exchange_device = lambda device: 0
+    cuda._maybe_exchange_device = lambda device: 0
+    torch._C._cuda_getCurrentRawStream = lambda device: 0
