@@ -63,10 +63,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     check_at_least_1(args, "rounds")
     check_step_arguments(args)
-    args.compile = args.compile is not False  # no run to end sooner
     if args.deterministic:
         make_deterministic()
     runtime = sizing.choose_dtype(args.dtype, start(), {})
+    if args.compile is None and runtime.device.type == "cpu":
+        args.compile = True  # no run to end sooner
     choose_compilation(args, runtime.device.type)
     if runtime.world_size > 1:
         raise InputError("train_bench measures one process; start it without torchrun")
