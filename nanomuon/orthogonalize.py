@@ -153,11 +153,18 @@ def newton_schulz(X, table):
     """X: (K, m, n) with singular values at most 1; table: triples. The products are over the short side."""
     tall = X.size(1) > X.size(2)
     for a, b, c in table:
-        # (K, s, s). Not by @, which copies what is transposed: 5.0 ms, not 2.8 (bf16, 512 x 2048, two cores)
-        A = torch.bmm(X.mT, X) if tall else torch.bmm(X, X.mT)
+        A = gram_matrix(X, of_columns=tall)  # (K, s, s)
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)
         X = torch.baddbmm(X, X, B, beta=a) if tall else torch.baddbmm(X, B, X, beta=a)
     return X
+
+
+def gram_matrix(X, of_columns):
+    """Products of all pairs of columns, X^T X, or of rows, XX^T. X: (K, m, n).
+
+    Not by @, which copies what is transposed: 5.0 ms in place of 2.8 (bf16, 512 x 2048, two cores).
+    """
+    return torch.bmm(X.mT, X) if of_columns else torch.bmm(X, X.mT)
 
 
 def gram_newton_schulz(X, table):
@@ -171,7 +178,7 @@ def gram_newton_schulz(X, table):
     tall = X.size(1) > X.size(2)
     for part in (table[:2], table[2:]):  # the restart: R is built anew from the X so far
         if part:
-            R = X.mT @ X if tall else X @ X.mT  # (K, s, s)
+            R = gram_matrix(X, of_columns=tall)  # (K, s, s)
             Q = gram_polynomial(R, part)
             X = X @ Q if tall else Q @ X
     return X

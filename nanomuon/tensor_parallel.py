@@ -186,4 +186,4 @@ class Distributed(Duplicated):
 
     def gram_matrix(self, X):
         """(k, s, s), over the cut dimension of all ranks."""
-        return self.sum(X.mT @ X if self.dim == 1 else X @ X.mT, self.dim)
+        return self.sum(orthogonalize.gram_matrix(X, of_columns=self.dim == 1), self.dim)

@@ -20,8 +20,8 @@ def load_recipe(file, source: bytes | None = None):
 
     The file defines `param_groups(model)`, a list of groups for MuonAdamW, or `build_optimizer(model)`, any
     torch.optim.Optimizer, either with the parameters `batch` and `steps` if it likes (see make_optimizer);
-    and if it likes `schedule(group, step, steps)`. None where it has no schedule: that
-    of the recipe is meant. source: what was read of the file before; this runs, whatever it holds by now.
+    and if it likes `schedule(group, step, steps)`. None where it has no schedule: that of the recipe is
+    meant. source: what was read of the file before; this runs, whatever it holds by now.
     InputError where there is no such file or function, or the file does not run.
     """
     module = run_file(file, read_source(file) if source is None else source)
