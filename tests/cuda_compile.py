@@ -19,6 +19,7 @@ where this PyTorch cannot be made to take such tensors. A minute or two.
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -30,7 +31,7 @@ from functools import partial
 from tests.fake_gpu import load_stub, pretend_cuda, pretend_h100, unavailable
 
 VOCABULARY, SEQ_LEN, ROWS = 32_768, 2048, 16  # ROWS: sequences in a micro-step
-WIDTH, HEADS = 768, 6  # of depth 12
+WIDTH = 768  # of depth 12
 MATRICES = 6  # in a batch of the optimizer
 DIRECTION = {"coefficients": "polar_express", "ns_steps": 5, "row_equilibrate": False, "renormalize": False}
 PARTS = ("optimizer", "loss", "model")
@@ -178,15 +179,8 @@ def model_piece(depth: int, backend: str):
     from nanomuon.gpt import GPT, GPTConfig
 
     device = torch.device("cuda", 0)
-    config = GPTConfig(
-        vocab_size=VOCABULARY,
-        seq_len=SEQ_LEN,
-        depth=depth,
-        width=WIDTH,
-        heads=HEADS,
-        kv_heads=HEADS,
-        window_pattern="SL",
-    )
+    depth_12 = GPTConfig.from_depth(12, VOCABULARY, SEQ_LEN, window_pattern="SL")
+    config = dataclasses.replace(depth_12, depth=depth)
     with device:
         model = GPT(config, torch.bfloat16)
     backends = {config.window(layer): backend for layer in range(depth)}

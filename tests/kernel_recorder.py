@@ -13,9 +13,10 @@ import triton
 from torch._inductor import async_compile, compile_fx, config
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.runtime import triton_helpers
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
+
+from tests.step_recorder import CompiledCodeMode
 
 SM_90 = GPUTarget("cuda", 90, 32)  # capability 9.0, 32 threads in a warp
 # Operations that launch nothing on a GPU
@@ -24,20 +25,13 @@ VIEWS += ("unbind", "permute", "empty", "as_strided", "prim.", "set_")
 PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
 
 
-class KernelRecorder(TorchDispatchMode):
+class KernelRecorder(CompiledCodeMode):
     """While it is entered, kernels and operations of compiled code are written down.
 
     launches: {kernel of Triton: how often}. products: matrix products, which are PyTorch's. others:
     {operation: how often} of those that are PyTorch's, too. peak: bytes, the most at a time of what was made
     while it was entered; what operations of PyTorch use inside does not count.
     """
-
-    # Operations inside of compiled graphs pass by as well
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls):
-        return True  # else Dynamo would not compile
 
     def __init__(self):
         super().__init__()

@@ -55,7 +55,17 @@ class Wait:
     reason: str  # "read", "copy to the device", "copy to the host", "synchronize"
 
 
-class StepRecorder(TorchDispatchMode):
+class CompiledCodeMode(TorchDispatchMode):
+    """Operations inside of compiled graphs, of FSDP2 and of DTensors pass by as well."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls):
+        return True  # else Dynamo would not compile
+
+
+class StepRecorder(CompiledCodeMode):
     """While it is entered, every operation that reaches the dispatcher passes by; start() to finish() are
     written down.
 
@@ -66,13 +76,6 @@ class StepRecorder(TorchDispatchMode):
     A value that the host reads shows as a wait, and is answered: nothing computes here. What takes its shape
     from such a value raises.
     """
-
-    # Operations inside of compiled graphs, of FSDP2 and of DTensors pass by as well
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls):
-        return True  # else Dynamo would not compile
 
     def __init__(self):
         super().__init__()
