@@ -26,6 +26,7 @@ MODEL_OPTIONS = {
     "window_pattern": Matching("[SL]{1,1024}", "a string of S and L"),
     "short_window": Number(2**-20, 1),
     "qk_norm": Flag(),
+    "key_offset": Flag(),
     "experts": Whole(0, 1 << 13),
     "experts_per_token": Whole(0, 1 << 13),
 }

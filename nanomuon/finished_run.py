@@ -9,7 +9,7 @@ import torch
 from nanomuon import core, export, report, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.generate import sample_texts
-from nanomuon.gpt import EARLIER_SHORT_WINDOW, GPT, GPTConfig
+from nanomuon.gpt import EARLIER_FIELDS, GPT, GPTConfig
 from nanomuon.parallel import build_model
 from nanomuon.planning import Plan, meta_model
 from nanomuon.read_json import Number, Record, Text, sound_lines
@@ -91,7 +91,7 @@ def model_config(run_dir: Path, config: dict) -> GPTConfig:
     """
     file, weights = run_dir / "config.json", run_dir / "model.safetensors"
     try:
-        shape = GPTConfig(**{"short_window": EARLIER_SHORT_WINDOW, **config})
+        shape = GPTConfig(**{**EARLIER_FIELDS, **config})
     except ValueError as error:
         raise InputError(f"{file}: {error}") from error
     there = tensor_shapes(weights)

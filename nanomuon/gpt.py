@@ -1,11 +1,12 @@
 """The model: a decoder-only transformer that knows nothing of optimizers, ranks or files.
 
 Pre-norm residual blocks with rotary positions, normalized queries and keys, parameter-free RMSNorm, a ReLU^2
-MLP, an untied head with capped logits and no biases. Two additions come from the speedrun literature
-(modded-nanogpt): learned scalars mix the running residual and the embedding into every block's input, and
-every second layer adds a gated embedding of the token to its attention values. A third lets every MLP see the
-tokens just before its own: a short causal convolution of its input (Primer, arXiv 2109.08668; Canon layers,
-Allen-Zhu 2025), which costs next to nothing and was the largest single gain of all that was tried
+MLP, an untied head with capped logits and no biases. Three additions come from the speedrun literature
+(modded-nanogpt): learned scalars mix the running residual and the embedding into every block's input, every
+second layer adds a gated embedding of the token to its attention values, and half of every key is that of the
+token before, so that a query finds what followed its own token earlier in the text. A fourth lets every MLP
+see the tokens just before its own: a short causal convolution of its input (Primer, arXiv 2109.08668; Canon
+layers, Allen-Zhu 2025). The last two cost next to nothing and were the largest gains of all that was tried
 (docs/recipe.md).
 """
 
@@ -21,8 +22,8 @@ from nanomuon.moe import MoE
 from nanomuon.qk_clip import record_largest_
 
 GATE_INPUTS = 32  # the value gate reads this many residual channels
-# Share of the context that S meant in configs that were written before short_window was part of them
-EARLIER_SHORT_WINDOW = 0.5
+# What fields of GPTConfig meant in configs that were written before they were part of them
+EARLIER_FIELDS = {"short_window": 0.5, "key_offset": False}
 ROPE_BASE = 10_000.0  # of the angles' geometric series, arXiv 2104.09864
 TAPS = 4  # tokens that the convolution of an MLP's input spans, its own included
 
@@ -43,6 +44,7 @@ class GPTConfig:
     window_pattern: str = "L"
     short_window: float = 0.25  # share of the context that S sees
     qk_norm: bool = True
+    key_offset: bool = True  # whether half of every key's channels are those of the token before
     experts: int = 0  # MLPs to choose from, 0: one for all tokens
     experts_per_token: int = 2
 
@@ -137,7 +139,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.layer, self.window, self.qk_norm = layer, config.window(layer), config.qk_norm
-        self.head_dim = config.head_dim
+        self.head_dim, self.key_offset = config.head_dim, config.key_offset
         self.q = Linear(config.width, config.heads * config.head_dim)
         self.k = Linear(config.width, config.kv_heads * config.head_dim)
         self.v = Linear(config.width, config.kv_heads * config.head_dim)
@@ -150,6 +152,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache):
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)  # (B, T, H or Hkv, D)
+        if self.key_offset:
+            k = self.offset_half(k, cache)
         if value_embed is not None:
             gate_inputs = x[..., : self.value_gate.in_features]
             gate = 2 * torch.sigmoid(self.value_gate(gate_inputs))  # (B, T, Hkv), 1 at start
@@ -164,6 +168,18 @@ class Attention(nn.Module):
         else:
             mixed = cache.attend(self.layer, q, k, v, self.window, self.qk_norm)
         return self.o(mixed.flatten(2))
+
+    def offset_half(self, k: Tensor, cache) -> Tensor:
+        """k (B, T, Hkv, D) with half of its channels from the token before, 0 at the first one: those that
+        `rotate` turns slowest, which compare what tokens are wherever they are.
+        """
+        pairs = k.unflatten(-1, (2, -1))  # (B, T, Hkv, 2, D/2), slower and slower
+        own, shown_to_next = pairs.tensor_split(2, dim=-1)
+        if cache is None:
+            padded = F.pad(shown_to_next, (0, 0, 0, 0, 0, 0, 1, 0))
+        else:
+            padded = cache.with_recent(f"keys {self.layer}", shown_to_next, count=1)
+        return torch.cat((own, padded[:, :-1]), dim=-1).flatten(-2)
 
 
 class Convolution(nn.Module):
@@ -237,7 +253,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache):
         x = x + self.attn(norm(x), value_embed, rope, cache)
         inputs = norm(x)
-        padded = None if cache is None else cache.with_recent(self.layer, inputs)
+        padded = None if cache is None else cache.with_recent(f"mlp {self.layer}", inputs, count=TAPS - 1)
         return x + self.mlp(self.conv(inputs, padded))
 
 

@@ -99,6 +99,7 @@ def model_config(config: GPTConfig, tokenizer: Tokenizer, dtype: str) -> dict:
         "value_embed_layers": [layer for layer in layers if config.has_value_embed(layer)],
         "value_gate_inputs": GATE_INPUTS,
         "qk_norm": config.qk_norm,
+        "key_offset": config.key_offset,
         "convolution_taps": TAPS,
         "num_experts": config.experts,
         "num_experts_per_tok": config.experts_per_token,

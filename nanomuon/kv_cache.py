@@ -7,7 +7,6 @@ token at a time; a PrefixCache and a ChoiceCache read what several continuations
 import copy
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanomuon.attention import attention, masked
@@ -15,8 +14,8 @@ from nanomuon.gpt import TAPS, GPTConfig
 
 
 class KVCache:
-    """Keys, values and last convolution inputs of the positions seen so far, for decoding one token at a
-    time.
+    """Keys and values of the positions seen so far, and what the next ones take over from the last of them
+    (inputs of convolutions, halves of keys), for decoding one token at a time.
 
     Rows are of one length, or each of its own (set_lengths): then all of them go on by one token at a time.
     """
@@ -25,9 +24,12 @@ class KVCache:
         shape = (config.depth, 2, batch_size, config.seq_len, config.kv_heads, config.head_dim)
         # Zeros, not empty: a NaN that happens to lie in the memory would survive the mask of a shorter row
         self.tensor = torch.zeros(shape, device=device, dtype=dtype)
-        self.recent = torch.zeros(
-            config.depth, batch_size, TAPS - 1, config.width, device=device, dtype=dtype
-        )
+        self.recent = {}  # by place: (B, count, ...), see with_recent
+        for layer in range(config.depth):
+            inputs = (batch_size, TAPS - 1, config.width)
+            halves_of_keys = (batch_size, 1, config.kv_heads, 2, config.head_dim // 4)
+            self.recent[f"mlp {layer}"] = torch.zeros(inputs, device=device, dtype=dtype)
+            self.recent[f"keys {layer}"] = torch.zeros(halves_of_keys, device=device, dtype=dtype)
         self.length = 0  # of the longest row
         self.lengths = None  # (B,) int64, of each row, where they differ
 
@@ -57,10 +59,12 @@ class KVCache:
         visible = (distance >= 0) & (distance < (window or end))
         return masked(q, keys, values, visible[:, None, None])
 
-    def with_recent(self, layer: int, x: Tensor) -> Tensor:
-        """x (B, T, width) with the TAPS - 1 convolution inputs before it in front; keeps the last ones."""
-        padded = torch.cat((self.recent[layer], x), dim=1)
-        self.recent[layer] = padded[:, x.size(1) :]
+    def with_recent(self, place: str, x: Tensor, count: int) -> Tensor:
+        """x (B, T, ...) with the `count` before it at this place of the model in front; keeps the last
+        ones.
+        """
+        padded = torch.cat((self.recent[place], x), dim=1)
+        self.recent[place].copy_(padded[:, -count:])
         return padded
 
     def advance(self, T: int) -> None:
@@ -81,18 +85,20 @@ class KVCache:
         """A cache of one row, empty, that lies in the memory of this row."""
         alone = copy.copy(self)
         alone.tensor = self.tensor[:, :, index : index + 1]
-        alone.recent = self.recent[:, index : index + 1].zero_()
+        alone.recent = {place: kept[index : index + 1].zero_() for place, kept in self.recent.items()}
         alone.length, alone.lengths = 0, None
         return alone
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """The target row begins with the first `length` positions of the source, which are all it has."""
         self.tensor[:, :, target, :length] = self.tensor[:, :, source, :length]
-        self.recent[:, target] = self.recent[:, source]
+        for kept in self.recent.values():
+            kept[target] = kept[source]
 
     def keep_rows(self, rows: list[int]) -> None:
         """Forget all rows but these."""
-        self.tensor, self.recent = self.tensor[:, :, rows], self.recent[:, rows]
+        self.tensor = self.tensor[:, :, rows]
+        self.recent = {place: kept[rows] for place, kept in self.recent.items()}
 
 
 class PrefixCache:
@@ -103,7 +109,8 @@ class PrefixCache:
 
     def __init__(self, lengths: Tensor):
         self.lengths = lengths
-        self.keys, self.values, self.recent = [], [], []  # by layer
+        self.keys, self.values = [], []  # by layer
+        self.recent = {}  # by place
 
     def positions(self, T: int) -> slice:
         return slice(0, T)
@@ -115,10 +122,12 @@ class PrefixCache:
         self.values.append(v)
         return attention(q, k, v, window, normalized)
 
-    def with_recent(self, layer: int, x: Tensor) -> Tensor:
-        padded = F.pad(x, (0, 0, TAPS - 1, 0))  # (N, TAPS - 1 + T, width): zeros come before the first token
-        last = self.lengths[:, None] + torch.arange(TAPS - 1, device=x.device)  # (N, TAPS - 1)
-        self.recent.append(padded.gather(1, last[..., None].expand(-1, -1, x.size(2))))
+    def with_recent(self, place: str, x: Tensor, count: int) -> Tensor:
+        before = x.new_zeros(x.size(0), count, *x.shape[2:])
+        padded = torch.cat((before, x), dim=1)  # (N, count + T, ...)
+        rows = torch.arange(len(x), device=x.device)[:, None]
+        last = self.lengths[:, None] + torch.arange(count, device=x.device)  # (N, count)
+        self.recent[place] = padded[rows, last]
         return padded
 
     def advance(self, T: int) -> None:
@@ -163,8 +172,8 @@ class ChoiceCache:
         mixed = masked(q, k, v, self.masks[window])
         return mixed.reshape(N * self.choices, -1, *mixed.shape[2:])
 
-    def with_recent(self, layer: int, x: Tensor) -> Tensor:
-        recent = self.prefix.recent[layer].repeat_interleave(self.choices, dim=0)
+    def with_recent(self, place: str, x: Tensor, count: int) -> Tensor:
+        recent = self.prefix.recent[place].repeat_interleave(self.choices, dim=0)
         return torch.cat((recent, x), dim=1)
 
     def advance(self, T: int) -> None:

@@ -30,7 +30,7 @@ from nanomuon.compilation import compile_model
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader
 from nanomuon.fp8 import train_in_fp8
-from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.gpt import EARLIER_FIELDS, GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
 from nanomuon.planning import Plan, meta_model, print_plan
 from nanomuon.qk_clip import watch_
@@ -90,11 +90,12 @@ def choose_windows(
 ) -> GPTConfig:
     """The model of the plan with the windows that it has, or starts with, and their kernels chosen.
 
-    settings: of a run that goes on, else {}. measured: see sizing.recalled; what is measured is added to it.
+    settings: of a run that goes on, which keeps the form it was begun with; else {}. measured: see
+    sizing.recalled; what is measured is added to it.
     """
     config = plan.config
     if settings:
-        config = replace(config, short_window=settings["short_window"])
+        config = replace(config, **{field: settings[field] for field in EARLIER_FIELDS})
         pattern = settings.get("window_pattern")
         if pattern and args.window_pattern == settings["options"].get("window_pattern"):
             # The run may have started without the windows that were asked for, where they cost time

@@ -37,6 +37,7 @@ class NanomuonConfig(PretrainedConfig):
         value_embed_layers: list | None = None,  # which layers have value embeddings
         value_gate_inputs: int = 32,  # residual channels that the gate of a value embedding reads
         qk_norm: bool = True,
+        key_offset: bool = True,  # half of every key's channels are those of the token before
         convolution_taps: int = 4,  # tokens that the input of an MLP is made of, its own included
         num_experts: int = 0,  # MLPs to choose from, 0: one for all tokens
         num_experts_per_tok: int = 2,
@@ -56,6 +57,7 @@ class NanomuonConfig(PretrainedConfig):
         self.value_embed_layers = value_embed_layers or []
         self.value_gate_inputs = value_gate_inputs
         self.qk_norm = qk_norm
+        self.key_offset = key_offset
         self.convolution_taps = convolution_taps
         self.num_experts = num_experts
         self.num_experts_per_tok = num_experts_per_tok
@@ -70,31 +72,40 @@ class NanomuonConfig(PretrainedConfig):
 
 
 class NanomuonCache(DynamicCache):
-    """Keys and values of the tokens so far, and the last inputs of every convolution."""
+    """Keys and values of the tokens so far, and what the next ones take over from the last of them."""
 
-    is_croppable = False  # the inputs of convolutions before the last ones are gone
+    is_croppable = False  # what those before the last ones left is gone
 
     def __init__(self):
         super().__init__()
-        self.recent = {}  # by layer: (B, taps - 1, width)
+        # By place in the model: inputs of a convolution (B, taps - 1, width), halves of keys (B, 1, Hkv, 2,
+        # D/4)
+        self.recent = {}
+
+    def with_recent(self, place: str, x: Tensor, count: int) -> Tensor:
+        """x (B, T, ...) with the `count` before it at this place in front, zeros at first."""
+        before = self.recent.get(place, x.new_zeros(x.size(0), count, *x.shape[2:]))
+        padded = torch.cat((before, x), dim=1)
+        self.recent[place] = padded[:, -count:]
+        return padded
 
     def crop(self, *args, **keywords):
         raise NotImplementedError("this cache cannot be shortened: assisted generation is not supported")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        for layer, recent in self.recent.items():
-            self.recent[layer] = recent.index_select(0, beam_idx.to(recent.device))
+        for place, recent in self.recent.items():
+            self.recent[place] = recent.index_select(0, beam_idx.to(recent.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        for layer, recent in self.recent.items():
-            self.recent[layer] = recent.repeat_interleave(repeats, dim=0)
+        for place, recent in self.recent.items():
+            self.recent[place] = recent.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        for layer, recent in self.recent.items():
-            self.recent[layer] = recent[indices]
+        for place, recent in self.recent.items():
+            self.recent[place] = recent[indices]
 
     def reset(self) -> None:
         super().reset()
@@ -142,6 +153,7 @@ class Attention(nn.Module):
     def __init__(self, config: NanomuonConfig, layer: int):
         super().__init__()
         self.layer, self.head_dim, self.qk_norm = layer, config.head_dim, config.qk_norm
+        self.key_offset = config.key_offset
         width, kv_width = config.hidden_size, config.num_key_value_heads * config.head_dim
         self.q = nn.Linear(width, width, bias=False)
         self.k = nn.Linear(width, kv_width, bias=False)
@@ -151,9 +163,11 @@ class Attention(nn.Module):
             inputs = min(config.value_gate_inputs, width)
             self.value_gate = nn.Linear(inputs, config.num_key_value_heads, bias=False)
 
-    def forward(self, x, value_embed, rope, visible, cache):
+    def forward(self, x, value_embed, rope, visible, is_text, cache):
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)
+        if self.key_offset:
+            k = self.offset_half(k, is_text, cache)
         if value_embed is not None:
             gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, Hkv)
             v = v + gate[..., None] * value_embed.view(heads)
@@ -168,6 +182,17 @@ class Attention(nn.Module):
         )
         return self.o(out.transpose(1, 2).flatten(2))
 
+    def offset_half(self, k: Tensor, is_text: Tensor | None, cache: NanomuonCache | None) -> Tensor:
+        """k (B, T, Hkv, D) with the slowly turning half of its channels from the token before, 0 at first."""
+        own, shown_to_next = k.unflatten(-1, (2, -1)).tensor_split(2, dim=-1)  # (B, T, Hkv, 2, D/4) each
+        if is_text is not None:
+            shown_to_next = shown_to_next * is_text[..., None, None]
+        if cache is None:
+            padded = F.pad(shown_to_next, (0, 0, 0, 0, 0, 0, 1, 0))
+        else:
+            padded = cache.with_recent(f"keys {self.layer}", shown_to_next, count=1)
+        return torch.cat((own, padded[:, :-1]), dim=-1).flatten(-2)
+
 
 class Convolution(nn.Module):
     """x_t + sum over j of taps_j * x_(t-j), channel by channel."""
@@ -179,14 +204,12 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor, cache: NanomuonCache | None) -> Tensor:
         before = self.count - 1
-        recent = x.new_zeros(x.size(0), before, x.size(2))
-        if cache is not None:
-            recent = cache.recent.get(self.layer, recent)
-        inputs = torch.cat((recent, x), dim=1)  # (B, taps - 1 + T, width)
-        if cache is not None:
-            cache.recent[self.layer] = inputs[:, -before:]
+        if cache is None:
+            padded = F.pad(x, (0, 0, before, 0))  # (B, taps - 1 + T, width)
+        else:
+            padded = cache.with_recent(f"mlp {self.layer}", x, before)
         for j, tap in enumerate(self.taps.view(self.count, -1)):
-            x = x + tap * inputs[:, before - j : inputs.size(1) - j]
+            x = x + tap * padded[:, before - j : padded.size(1) - j]
         return x
 
 
@@ -234,8 +257,8 @@ class Block(GradientCheckpointingLayer):
         self.mlp = Experts(config) if config.num_experts else MLP(config)
 
     def forward(self, x, value_embed, rope, visible, is_text, cache):
-        """is_text (B, T, 1) or None: what a convolution must not see is zero."""
-        x = x + self.attn(norm(x), value_embed, rope, visible, cache)
+        """is_text (B, T, 1) or None: what the tokens after it must not see is zero."""
+        x = x + self.attn(norm(x), value_embed, rope, visible, is_text, cache)
         mixed = norm(x)
         if is_text is not None:
             mixed = mixed * is_text

@@ -18,7 +18,7 @@ import torch
 
 from nanomuon import provenance, report
 from nanomuon.export import MODEL_OPTIONS, MODEL_SHAPE
-from nanomuon.gpt import EARLIER_SHORT_WINDOW
+from nanomuon.gpt import EARLIER_FIELDS
 from nanomuon.locks import being_written, holder, locked, this_process
 from nanomuon.planning import Plan
 from nanomuon.read_json import (
@@ -116,9 +116,7 @@ def read_settings(run_dir: Path) -> dict:
     file = run_dir / "settings.json"
     if not os.path.lexists(file):
         return {}
-    settings = read_json(file, SETTINGS)
-    settings.setdefault("short_window", EARLIER_SHORT_WINDOW)
-    return settings
+    return {**EARLIER_FIELDS, **read_json(file, SETTINGS)}
 
 
 def remembered_options(run_dir: Path, settings: dict, parser: argparse.ArgumentParser) -> dict:

@@ -74,7 +74,8 @@ def test_future_tokens_do_not_matter(pattern):
 
 
 def test_short_window_hides_old_tokens():
-    model = build(window_pattern="S", depth=2)  # layer 0 sees 4 tokens, the last layer all
+    # Layer 0 sees 4 tokens, and in the key of the oldest the one before it; the last layer sees all
+    model = build(window_pattern="S", depth=2)
     assert [model.config.window(i) for i in range(2)] == [4, None]
     model.blocks[1].attn.o.weight.data.zero_()  # leaves layer 0 to look
     for block in model.blocks:
@@ -83,7 +84,7 @@ def test_short_window_hides_old_tokens():
     changed = tokens.clone()
     changed[:, 0] = (changed[:, 0] + 1) % 97
     same = torch.isclose(model(tokens), model(changed)).all(-1)[0]
-    assert not same[:4].any() and same[4:].all()
+    assert not same[:5].any() and same[5:].all()
 
 
 @pytest.mark.parametrize("pattern", ["L", "SL"])
@@ -93,6 +94,22 @@ def test_decoding_with_a_cache_equals_the_whole_context(pattern):
     cache = KVCache(model.config, 2, tokens.device, torch.float32)
     parts = [model(tokens[:, a:b], cache=cache) for a, b in ((0, 5), (5, 6), (6, 7), (7, 12), (12, 16))]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [4, 2])  # of 8 channels and of 18, which no half of pairs divides
+def test_the_slowly_turning_half_of_a_key_is_that_of_the_token_before(heads):
+    model = build(width=32 if heads == 4 else 36, heads=heads, kv_heads=heads)
+    D, half = model.config.head_dim, model.config.head_dim // 2
+    k = torch.randn(2, 5, heads, D)
+    found = model.blocks[0].attn.offset_half(k, cache=None)
+    assert model.cos[1, 0].argmax() == half - 1  # the last pair turns least
+    for channel in range(D):
+        before = torch.zeros(2, heads)
+        for t in range(5):
+            own = k[:, t, :, channel]
+            from_before = channel % half >= half / 2
+            assert torch.equal(found[:, t, :, channel], before if from_before else own)
+            before = own
 
 
 def test_the_initial_model_knows_nothing_and_is_reproducible():

@@ -264,6 +264,29 @@ def test_a_run_goes_on_with_the_windows_it_was_started_with(base, monkeypatch):
 
 
 @pytest.mark.usefixtures("environment")
+def test_a_run_from_before_keys_had_an_offset_goes_on_without_it(base, monkeypatch):
+    current = planning.model_config
+
+    def earlier(*arguments):
+        return dataclasses.replace(current(*arguments), key_offset=False)
+
+    command = [*FLAGS, "--corpus", f"path:{base}/texts", "--run", "earlier", "--total-batch-size", "256"]
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, "model_config", earlier)
+        assert base_train.main([*command, "--num-iterations", "2"]) == 0
+    run = base / "runs" / "earlier"
+    settings = json.loads((run / "settings.json").read_text())
+    assert settings.pop("key_offset") is False
+    write_json(run / "settings.json", settings)
+    assert base_train.main([*command, "--num-iterations", "4"]) == 0
+    exported = json.loads((run / "config.json").read_text())
+    assert exported["config"].pop("key_offset") is False
+    write_json(run / "config.json", exported)
+    model, _, _ = load_run("earlier", Runtime(CPU.device, torch.float32))
+    assert model.config.key_offset is False
+
+
+@pytest.mark.usefixtures("environment")
 def test_rows_chosen_for_one_process_do_not_bind_two(base, tmp_path):
     """16 rows a step: 16 on one process, 8 on each of two."""
     ours = tmp_path / "base"
