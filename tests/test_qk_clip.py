@@ -228,7 +228,7 @@ def test_watching_is_one_graph_and_absent_when_off():
     assert torch.equal(compiled, model.blocks[0].attn.largest_logits) and (compiled > 3).any()
 
 
-def train(clip, tau=40.0, steps=200):
+def train(clip, tau=40.0, steps=250):
     """Largest logit of every step of a run on one batch, with a high learning rate."""
     model, seen = build(qk_norm=False, randomize=False, depth=1), []
     groups = build_param_groups(
