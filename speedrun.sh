@@ -73,7 +73,7 @@ if [ "$GPUS" -eq 0 ]; then # as many steps as end within eight minutes on two qu
         *) DTYPE=$("$PYTHON" -c 'from sys import argv; from nanomuon.run_folder import print_cpu_dtype; print_cpu_dtype(argv[1])' \
             "$RUN") ;;
     esac
-    if [ "$DTYPE" = bfloat16 ]; then STEPS=560; else STEPS=300; fi
+    if [ "$DTYPE" = bfloat16 ]; then STEPS=480; else STEPS=300; fi
     FLAGS+=(--dtype "$DTYPE" --num-iterations "$STEPS")
 fi
 DATA=(--corpus "$CORPUS" ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"})
