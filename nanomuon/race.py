@@ -20,6 +20,7 @@ import torch
 
 from nanomuon import compare, provenance, report, sizing
 from nanomuon.evaluate import bits_per_byte
+from nanomuon.gpt import EARLIER_FIELDS
 from nanomuon.race_contenders import Contender, described
 from nanomuon.race_tasks import TASKS, as_text, digest, empty_model
 from nanomuon.read_json import (
@@ -346,6 +347,8 @@ def check_setup(folder, setup, accept_changes=False):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, setup)
     before = read_json(file, TASK)
+    if "model" in before:
+        before["model"] = {**EARLIER_FIELDS, **before["model"]}
     changed = {}
     for key, value in setup.items():
         if before.get(key) != value:

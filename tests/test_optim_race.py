@@ -392,6 +392,20 @@ def test_code_that_changed_is_said_and_may_be_accepted(lab, tmp_path, monkeypatc
         lab(*arguments, "--accept-changes")
 
 
+def test_a_race_from_before_keys_had_an_offset_goes_on_without_it(lab, tmp_path):
+    arguments = ["--contenders", "adamw", "--seeds", 1, "--steps", 2]
+    lab(*arguments, "--model", "key_offset=False")
+    task = tmp_path / "races" / "shakespeare" / "task.json"
+    setup = json.loads(task.read_text())
+    assert setup["model"].pop("key_offset") is False
+    task.write_text(json.dumps(setup))
+    Inline.submitted.clear()
+    lab(*arguments, "--model", "key_offset=False")
+    assert not Inline.submitted
+    with pytest.raises(InputError, match="was run with model .*'key_offset': False.*, not .*True"):
+        lab(*arguments)
+
+
 def test_comments_and_layout_are_not_code(tmp_path):
     file = tmp_path / "code.py"
     digests = []
