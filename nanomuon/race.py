@@ -14,6 +14,7 @@ import statistics
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
@@ -275,18 +276,24 @@ class Workers:
 
     def train(self, setup, place, files, pending):
         """Train the (name, seed) of `pending`, whose results go to files[name, seed], and say what each came
-        to.
+        to. InputError where one of the processes is killed.
         """
         done = sum(file.exists() for file in files.values())
-        for future in as_completed(self.submit(setup, place, files, pending)):
-            result = future.result()
-            done += 1
-            print(
-                f"[{done}/{len(files)}] {result['contender']} seed {result['seed']}: "
-                f"{result['score']:.4f}, {result['step_ms']:.0f} ms a step, "
-                f"optimizer {result['optimizer_ms']:.1f}",
-                flush=True,
-            )
+        try:
+            for future in as_completed(self.submit(setup, place, files, pending)):
+                result = future.result()
+                done += 1
+                print(
+                    f"[{done}/{len(files)}] {result['contender']} seed {result['seed']}: "
+                    f"{result['score']:.4f}, {result['step_ms']:.0f} ms a step, "
+                    f"optimizer {result['optimizer_ms']:.1f}",
+                    flush=True,
+                )
+        except BrokenProcessPool as error:
+            raise InputError(
+                "a process of the race was killed, by the system if memory ran out; fewer --jobs need less. "
+                "What is finished is kept, and the same command goes on from there"
+            ) from error
 
     def submit(self, setup, place, files, pending):
         """The futures of `pending`. Processes start here, and inherit that Ctrl-C, which the terminal sends

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -404,6 +405,18 @@ def test_a_race_from_before_keys_had_an_offset_goes_on_without_it(lab, tmp_path)
     assert not Inline.submitted
     with pytest.raises(InputError, match="was run with model .*'key_offset': False.*, not .*True"):
         lab(*arguments)
+
+
+def test_a_process_that_the_system_kills_is_one_line(lab, monkeypatch):
+    class Killed(Inline):
+        def submit(self, function, *arguments):
+            future = Future()
+            future.set_exception(BrokenProcessPool())
+            return future
+
+    monkeypatch.setattr(race, "ProcessPoolExecutor", Killed)
+    with pytest.raises(InputError, match="was killed, .* fewer --jobs .* goes on from there"):
+        lab("--contenders", "adamw", "--seeds", 1, "--steps", 2)
 
 
 def test_comments_and_layout_are_not_code(tmp_path):
