@@ -35,7 +35,7 @@ from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import Bank, DistMuonAdamW, MuonAdamW
 from nanomuon.orthogonalize import newton_schulz_form
 from nanomuon.param_groups import build_param_groups
-from nanomuon.runtime import InputError, Runtime, cores, run_command, usable_gpus
+from nanomuon.runtime import InputError, Runtime, cores, keep_freed_memory, run_command, usable_gpus
 
 NS_STEPS = 5
 
@@ -69,6 +69,8 @@ def main(argv=None):
     if min(args.depth, args.rounds, args.world) < 1:
         raise InputError("--depth, --rounds and --world are at least 1")
     native = torch.bfloat16 if args.device == "cuda" else torch.float32
+    if args.device == "cpu":
+        keep_freed_memory()  # as in a training run
     runtime = sizing.choose_dtype(args.dtype, Runtime(torch.device(args.device), native), {})
     result = distributed(args, runtime) if args.world > 1 else compare(args, runtime)
     result["dtype"] = runtime.dtype_name
@@ -268,6 +270,8 @@ def rank_main(rank, args, runtime, folder):
     backend = "nccl" if args.device == "cuda" else "gloo"
     if args.device == "cuda":
         torch.cuda.set_device(rank)
+    else:
+        keep_freed_memory()
     torch.set_num_threads(max(1, cores() // args.world))
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=args.world)
     groups = model_groups(args, seed=rank)
