@@ -413,7 +413,6 @@ def attention_backends(place: Place, lines: Lines) -> None:
     measured = attention.measure(rows, T, H, H, D, windows, place.device, dtype, with_flex=place.on_gpu)
     checked_T = min(T, 512)  # float64 on the CPU takes T^2 memory
     for implementation, by_window in measured.items():
-        attention.use_flash_implementation(implementation)
         for window, by_backend in by_window.items():
             span, checked_window = "full", None
             if window is not None:
@@ -431,11 +430,12 @@ def attention_backends(place: Place, lines: Lines) -> None:
                     else:
                         lines.skip(name, milliseconds)
                     continue
+                attention.use_flash_implementation(implementation)  # raises where it does not load
                 error = attention_error(backend, checked_T, H, D, checked_window, place.device, dtype)
+                attention.use_flash_implementation(None)
                 limit = ATTENTION[dtype]
                 found = f"off by {error:.2g}; {milliseconds:.2f} ms"
                 lines.check(name, error <= limit, found, f"at most {limit:g}")
-    attention.use_flash_implementation(None)
 
 
 def attention_error(

@@ -260,6 +260,20 @@ def test_a_window_that_is_off_by_one_key_fails(monkeypatch):
     assert half < gpu_numerics.ATTENTION[torch.bfloat16]
 
 
+def test_a_flash_package_that_does_not_load_hides_no_other_backend(tmp_path, monkeypatch):
+    failure = {"varlen": "failed: ImportError: libcudart"}
+    measured = {None: {None: {"sdpa": 1.0}}, "FA9": {None: failure, 128: failure}}
+    monkeypatch.setattr(attention, "measure", lambda *arguments, **keywords: measured)
+    file = tmp_path / "lines.jsonl"
+    gpu_numerics.attention_backends(Place(torch.device("cpu"), 1, tmp_path), Lines(file))
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["name"], line["result"]) for line in lines] == [
+        ("sdpa, full", "PASS"),
+        ("varlen FA9, full", "skipped"),
+        ("varlen FA9, window 128 of 256", "skipped"),
+    ]
+
+
 def test_losses_that_part_fail(tmp_path):
     curve = [7 - 0.03 * i for i in range(100)]
 
