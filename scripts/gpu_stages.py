@@ -1,6 +1,8 @@
 """The stages of scripts/gpu_check. Each tries one thing on the device and says what it found, line by line.
 
-    python -m scripts.gpu_stages numerics --device cuda   # one stage by itself, as gpu_check starts it
+    python -m scripts.gpu_stages numerics --device cuda --folder work --lines work/lines.jsonl
+
+runs one stage by itself, as gpu_check starts it.
 
 A stage is a function of a Place and its Lines (gpu_common.py), without a return value; its docstring's first
 line is what `gpu_check --list` shows. It runs in a process of its own, so it may crash, hang or run out of
