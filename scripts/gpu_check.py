@@ -33,11 +33,11 @@ import torch
 from nanomuon.report import machine_description
 from nanomuon.runtime import InputError, base_dir, run_command, write_json, write_text
 from scripts import gpu_stages
-from scripts.gpu_stages import ROOT
+from scripts.gpu_common import ROOT
 
 MINUTES = 8  # for all stages together
 MINUTES_A_LAYOUT = 2  # more for each of these, where there are GPUs for it
-LAYOUTS = ("fsdp", "tensor_parallel", "fsdp_and_tensor_parallel")
+EXTRA_LAYOUTS = ("fsdp", "tensor_parallel", "fsdp_and_tensor_parallel")
 SLOWER = 2  # the stages' time limits on a CPU, which others may use as well
 PACKAGES = ("triton", "numpy", "torchao", "flash-attn", "tiktoken", "rustbpe", "safetensors")
 # What torchrun tells its ranks, which the processes of the stages must not read
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
     minutes = args.minutes
     if minutes is None:
-        layouts = [name for name in LAYOUTS if ranks > 1 and name in chosen]
+        layouts = [name for name in EXTRA_LAYOUTS if ranks > 1 and name in chosen]
         minutes = MINUTES + MINUTES_A_LAYOUT * len(layouts)
     deadline = time.monotonic() + 60 * minutes
     work = folder / "work"

@@ -10,8 +10,8 @@ import torch
 
 from nanomuon import attention, orthogonalize
 from nanomuon.runtime import InputError
-from scripts import gpu_check, gpu_stages
-from scripts.gpu_stages import Lines, Place
+from scripts import gpu_check, gpu_common, gpu_layouts, gpu_numerics, gpu_stages
+from scripts.gpu_common import Lines, Place
 
 # What a stand-in for a stage does; it finds its file of lines where gpu_check puts it
 STAND_IN = """
@@ -179,7 +179,7 @@ def test_the_stages_are_listed(capsys):
     assert gpu_check.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(gpu_stages.STAGES) and lines[0].startswith("device ")
-    assert set(gpu_check.LAYOUTS) < {stage.name for stage in gpu_stages.STAGES}
+    assert set(gpu_check.EXTRA_LAYOUTS) < {stage.name for stage in gpu_stages.STAGES}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -213,11 +213,11 @@ def eager(monkeypatch):
 @pytest.mark.parametrize(
     "check,arguments,kernel,argument,line",
     [
-        (gpu_stages.check_adamw, ["eager"], "adamw_update", 1, "AdamW moments, eager"),
-        (gpu_stages.check_momentum_and_update, ["eager"], "muon_momentum", 0, "momentum, eager"),
-        (gpu_stages.check_momentum_and_update, ["eager"], "muon_update", 1, "Muon update, eager"),
+        (gpu_numerics.check_adamw, ["eager"], "adamw_update", 1, "AdamW moments, eager"),
+        (gpu_numerics.check_momentum, ["eager"], "muon_momentum", 0, "momentum, eager"),
+        (gpu_numerics.check_muon_update, ["eager"], "muon_update", 1, "Muon update, eager"),
         (
-            gpu_stages.check_direction,
+            gpu_numerics.check_direction,
             ["polar", (2, 48, 96), torch.float32, 3e-2],
             "muon_direction",
             2,
@@ -229,23 +229,23 @@ def test_a_kernel_that_is_off_by_3_percent_fails(
     check, arguments, kernel, argument, line, tmp_path, monkeypatch, eager
 ):
     assert failed(check, tmp_path, *arguments) == []
-    broken = getattr(gpu_stages, kernel)
+    broken = getattr(gpu_numerics, kernel)
     if kernel == "muon_direction":  # its tolerance for half precision: a coefficient that is off
         table = {"polar_express": ((8.4, -22.48, 15.88), *orthogonalize.COEFFICIENTS["polar_express"][1:])}
-        monkeypatch.setattr(gpu_stages, "COEFFICIENTS", table)
+        monkeypatch.setattr(gpu_numerics, "COEFFICIENTS", table)
     else:
-        monkeypatch.setattr(gpu_stages, kernel, scaled(broken, argument))
+        monkeypatch.setattr(gpu_numerics, kernel, scaled(broken, argument))
     assert line in failed(check, tmp_path, *arguments)
 
 
 def test_an_update_that_a_nan_reaches_fails(tmp_path, monkeypatch, eager):
-    kernel = gpu_stages.adamw_update
+    kernel = gpu_numerics.adamw_update
 
     def broken(param, grad, exp_avg, exp_avg_sq, ok, **rates):
         kernel(param, grad, exp_avg, exp_avg_sq, torch.ones_like(ok), **rates)
 
-    monkeypatch.setattr(gpu_stages, "adamw_update", broken)
-    found = failed(gpu_stages.check_adamw, tmp_path, "eager")
+    monkeypatch.setattr(gpu_numerics, "adamw_update", broken)
+    found = failed(gpu_numerics.check_adamw, tmp_path, "eager")
     assert found == ["AdamW leaves everything alone where a gradient is NaN, eager"]
 
 
@@ -253,18 +253,32 @@ def test_a_window_that_is_off_by_one_key_fails(monkeypatch):
     shape = (64, 2, 16)
     cpu = torch.device("cpu")
     for window in (None, 16):
-        assert gpu_stages.attention_error("sdpa", *shape, window, cpu, torch.float32) < 1e-5
+        assert gpu_numerics.attention_error("sdpa", *shape, window, cpu, torch.float32) < 1e-5
     monkeypatch.setattr(attention, "late", lambda q, k, v, w: attention.sdpa(q, k, v, w + 1), raising=False)
-    assert gpu_stages.attention_error("late", *shape, 16, cpu, torch.float32) > 0.1
-    half = gpu_stages.attention_error("sdpa", *shape, 16, cpu, torch.bfloat16)
-    assert half < gpu_stages.ATTENTION[torch.bfloat16]
+    assert gpu_numerics.attention_error("late", *shape, 16, cpu, torch.float32) > 0.1
+    half = gpu_numerics.attention_error("sdpa", *shape, 16, cpu, torch.bfloat16)
+    assert half < gpu_numerics.ATTENTION[torch.bfloat16]
+
+
+def test_a_flash_package_that_does_not_load_hides_no_other_backend(tmp_path, monkeypatch):
+    failure = {"varlen": "failed: ImportError: libcudart"}
+    measured = {None: {None: {"sdpa": 1.0}}, "FA9": {None: failure, 128: failure}}
+    monkeypatch.setattr(attention, "measure", lambda *arguments, **keywords: measured)
+    file = tmp_path / "lines.jsonl"
+    gpu_numerics.attention_backends(Place(torch.device("cpu"), 1, tmp_path), Lines(file))
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["name"], line["result"]) for line in lines] == [
+        ("sdpa, full", "PASS"),
+        ("varlen FA9, full", "skipped"),
+        ("varlen FA9, window 128 of 256", "skipped"),
+    ]
 
 
 def test_losses_that_part_fail(tmp_path):
     curve = [7 - 0.03 * i for i in range(100)]
 
     def check(found, place, lines):
-        gpu_stages.compare_losses(found, curve, Place(torch.device("cuda"), 1, tmp_path), lines)
+        gpu_layouts.compare_losses(found, curve, Place(torch.device("cuda"), 1, tmp_path), lines)
 
     assert failed(check, tmp_path, curve) == []
     assert failed(check, tmp_path, [*curve[:9], curve[9] + 0.02, *curve[10:]]) == [
@@ -278,11 +292,11 @@ def test_losses_that_part_fail(tmp_path):
 
 
 def test_ranks_of_which_one_fails_are_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_stages, "GRACE", 0.1)
+    monkeypatch.setattr(gpu_common, "GRACE", 0.1)
     script = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit(7); time.sleep(60)"
     place = Place(torch.device("cpu"), 2, tmp_path)
     began = time.monotonic()
-    codes, _ = gpu_stages.start(place, [sys.executable, "-c", script], ranks=2)
+    codes, _ = gpu_common.run_to_end(place, [sys.executable, "-c", script], ranks=2)
     assert codes == [-9, 7] and time.monotonic() - began < 20
 
 
