@@ -463,18 +463,23 @@ def draw_bar(axis, span, top, edgecolor="white", **style):
     axis.broken_barh(times, (top - BAR, BAR), edgecolor=edgecolor, linewidth=0.4, **style)
 
 
-def draw_ownership(traces, image):
-    """Who works on what, and keeps its state: a panel for replicated parameters, one for FSDP2.
-
-    Replicated ones are drawn in the order of the constructor where there is a trace without overlap.
+def owners_panels(traces):
+    """{title: trace}. With overlap_backward() the pieces are in another order than the constructor's, so that
+    such a trace is drawn only where there is none without.
     """
+    chosen = {}
+    if "replicated" in traces or "overlap" in traces:
+        chosen["replicated parameters (ZeRO-2)"] = traces.get("replicated") or traces["overlap"]
+    if "fsdp" in traces:
+        chosen["FSDP2"] = traces["fsdp"]
+    return chosen
+
+
+def draw_ownership(traces, image):
+    """Who works on what, and keeps its state: a panel for replicated parameters, one for FSDP2."""
     from matplotlib.patches import Patch
 
-    chosen = {}
-    for form in FORMS:  # "replicated" before "overlap"
-        title = "FSDP2" if form == "fsdp" else "replicated parameters (ZeRO-2)"
-        if form in traces and title not in chosen:
-            chosen[title] = traces[form]
+    chosen = owners_panels(traces)
     most = max(len(trace["owners"]) for trace in chosen.values())
     figure = new_figure(5.6 * len(chosen), 1.0 + 0.78 * most)
     figure.get_layout_engine().set(w_pad=0.15)
