@@ -305,10 +305,16 @@ def label_of(work, optimizer):
     if isinstance(work, sharded.Chunk):
         number = 1 + pieces_of(optimizer).index(work)
         return f"chunk {number}: {len(work.matrices)} of {m}x{n}"
-    transposes = any(matrix.transposed for matrix in work.matrices)
-    shapes = f"{m}x{n}" + (f" and {n}x{m}" if transposes else "")
-    first, last = names[work.params[0]], names[work.params[-1]]  # of a run of layers
-    return f"{len(work.matrices)} of {shapes}: {first} to {last}"
+    first, *_, last = work.matrices  # of a run of layers
+    first = name_of_matrix(names[first.param], first.transposed)
+    last = name_of_matrix(names[last.param], last.transposed)
+    return f"{first} to {last}: {len(work.matrices)} of {m}x{n}"
+
+
+def name_of_matrix(name, transposed):
+    """Of blocks.0.mlp.down 0.down, with a T where the bank holds the transpose."""
+    layer, *_, matrix = name.split(".")
+    return f"{layer}.{matrix}" + ("\u1d40" if transposed else "")
 
 
 def owners_of(work, label, optimizer):
@@ -457,14 +463,23 @@ def draw_bar(axis, span, top, edgecolor="white", **style):
     axis.broken_barh(times, (top - BAR, BAR), edgecolor=edgecolor, linewidth=0.4, **style)
 
 
+def owners_panels(traces):
+    """{title: trace}. With overlap_backward() the pieces are in another order than the constructor's, so that
+    such a trace is drawn only where there is none without.
+    """
+    chosen = {}
+    if "replicated" in traces or "overlap" in traces:
+        chosen["replicated parameters (ZeRO-2)"] = traces.get("replicated") or traces["overlap"]
+    if "fsdp" in traces:
+        chosen["FSDP2"] = traces["fsdp"]
+    return chosen
+
+
 def draw_ownership(traces, image):
     """Who works on what, and keeps its state: a panel for replicated parameters, one for FSDP2."""
     from matplotlib.patches import Patch
 
-    chosen = {}
-    for form, trace in traces.items():
-        title = "FSDP2" if form == "fsdp" else "replicated parameters (ZeRO-2)"
-        chosen[title] = trace
+    chosen = owners_panels(traces)
     most = max(len(trace["owners"]) for trace in chosen.values())
     figure = new_figure(5.6 * len(chosen), 1.0 + 0.78 * most)
     figure.get_layout_engine().set(w_pad=0.15)
@@ -542,14 +557,13 @@ DRAWN = {
 
 
 def names_in_boxes(piece):
-    """Of blocks.0.mlp.down 0.down, with a T where the bank holds the transpose; none where there are many."""
+    """The names of its matrices; none where there are many."""
     if len(piece["names"]) > 16:
         return [""] * len(piece["names"])
-    names = []
-    for name, transposed in zip(piece["names"], piece["transposed"], strict=True):
-        layer, *_, matrix = name.split(".")
-        names.append(f"{layer}.{matrix}" + ("\u1d40" if transposed else ""))
-    return names
+    return [
+        name_of_matrix(name, transposed)
+        for name, transposed in zip(piece["names"], piece["transposed"], strict=True)
+    ]
 
 
 def draw_box(axis, x, y, width, height, facecolor, text="", edgecolor="white", linewidth=1, **style):

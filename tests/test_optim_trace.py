@@ -32,6 +32,7 @@ def test_with_overlap_transfers_are_launched_in_the_backward(tmp_path):
     trace = traced(tmp_path, "overlap")
     assert_whole(trace)
     labels = [piece["label"] for piece in trace["pieces"]]
+    assert len(set(labels)) == len(labels), "each has a colour of its own"
     for events in trace["ranks"]:
         flights = events["transfers"]
         backward = optim_trace.span_of(events, "backward")
@@ -55,6 +56,12 @@ def test_sharded_parameters_go_through_the_pipeline(tmp_path):
         assert [flight["operation"] for flight in first] == ["all_to_all", "all_to_all"]
         second = next(flight for flight in flights if flight["piece"] == chunks[1])
         assert second["launched"] < first[1]["launched"], "collected before the first one was computed"
+
+
+def test_owners_are_drawn_in_the_order_of_the_constructor():
+    traces = {"overlap": "by the backward", "replicated": "by the groups", "fsdp": "in pieces"}
+    assert list(optim_trace.owners_panels(traces).values()) == ["by the groups", "in pieces"]
+    assert list(optim_trace.owners_panels({"overlap": "by the backward"}).values()) == ["by the backward"]
 
 
 def test_a_world_of_one_has_nothing_to_show():
