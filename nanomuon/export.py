@@ -27,6 +27,7 @@ MODEL_OPTIONS = {
     "short_window": Number(2**-20, 1),
     "qk_norm": Flag(),
     "key_offset": Flag(),
+    "value_embed_every": Whole(1, 1024),
     "experts": Whole(0, 1 << 13),
     "experts_per_token": Whole(0, 1 << 13),
 }

@@ -2,9 +2,9 @@
 
 Pre-norm residual blocks with rotary positions, normalized queries and keys, parameter-free RMSNorm, a ReLU^2
 MLP, an untied head with capped logits and no biases. Three additions come from the speedrun literature
-(modded-nanogpt): learned scalars mix the running residual and the embedding into every block's input, every
-second layer adds a gated embedding of the token to its attention values, and half of every key is that of the
-token before, so that a query finds what followed its own token earlier in the text. A fourth lets every MLP
+(modded-nanogpt): learned scalars mix the running residual and the embedding into every block's input, layers
+add a gated embedding of the token to their attention values, and half of every key is that of the token
+before, so that a query finds what followed its own token earlier in the text. A fourth lets every MLP
 see the tokens just before its own: a short causal convolution of its input (Primer, arXiv 2109.08668; Canon
 layers, Allen-Zhu 2025). The last two cost next to nothing and were the largest gains of all that was tried
 (docs/recipe.md).
@@ -23,7 +23,7 @@ from nanomuon.qk_clip import record_largest_
 
 GATE_INPUTS = 32  # the value gate reads this many residual channels
 # What fields of GPTConfig meant in configs that were written before they were part of them
-EARLIER_FIELDS = {"short_window": 0.5, "key_offset": False}
+EARLIER_FIELDS = {"short_window": 0.5, "key_offset": False, "value_embed_every": 2}
 ROPE_BASE = 10_000.0  # of the angles' geometric series, arXiv 2104.09864
 TAPS = 4  # tokens that the convolution of an MLP's input spans, its own included
 
@@ -45,13 +45,15 @@ class GPTConfig:
     short_window: float = 0.25  # share of the context that S sees
     qk_norm: bool = True
     key_offset: bool = True  # whether half of every key's channels are those of the token before
+    value_embed_every: int = 2  # layers from one value embedding to the next; the last layer has one
     experts: int = 0  # MLPs to choose from, 0: one for all tokens
     experts_per_token: int = 2
 
     @classmethod
     def from_depth(cls, depth: int, vocab_size: int, seq_len: int, **overrides) -> "GPTConfig":
         """Width 64 per layer. Heads of 128 channels from width 512 on where they fill it; of 64 else, at odd
-        depths and below width 512, where 128 would leave too few.
+        depths and below width 512, where 128 would leave too few. Value embeddings in all layers below depth
+        8, where a few million parameters are worth their 1% of loss, and in every second one from there on.
         """
         width = 64 * depth
         head_dim = 128 if width >= 512 and width % 128 == 0 else 64
@@ -63,12 +65,13 @@ class GPTConfig:
             width=width,
             heads=heads,
             kv_heads=heads,
+            value_embed_every=1 if depth < 8 else 2,
         )
         fields.update(overrides)
         return cls(**fields)
 
     def __post_init__(self):
-        for field in ("vocab_size", "seq_len", "depth", "width", "heads", "kv_heads"):
+        for field in ("vocab_size", "seq_len", "depth", "width", "heads", "kv_heads", "value_embed_every"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, not {getattr(self, field)}")
         if self.width % (2 * self.heads) or self.heads % self.kv_heads:
@@ -103,7 +106,7 @@ class GPTConfig:
         return self.short_window_tokens if short else None
 
     def has_value_embed(self, layer: int) -> bool:
-        return layer % 2 == (self.depth - 1) % 2
+        return (self.depth - 1 - layer) % self.value_embed_every == 0
 
 
 def norm(x: Tensor) -> Tensor:

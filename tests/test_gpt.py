@@ -127,6 +127,9 @@ def test_counts_and_flops():
     assert counts["total"] == sum(p.numel() for p in model.parameters())
     assert counts["wte"] == counts["lm_head"] == 64_000
     assert counts["value_embeds"] == 2 * 64_000  # every second layer
+    shallow, deep = GPTConfig.from_depth(7, 1000, 32), GPTConfig.from_depth(8, 1000, 32)
+    assert [layer for layer in range(7) if shallow.has_value_embed(layer)] == list(range(7))
+    assert [layer for layer in range(8) if deep.has_value_embed(layer)] == [1, 3, 5, 7]
     assert counts["matrices"] == 4 * 12 * 64**2 + 2 * 2 * 32 and counts["scalars"] == 8 + 4 * 4 * 64
     tokens = torch.randint(1000, (2, 32))
     with FlopCounterMode(display=False) as counter:

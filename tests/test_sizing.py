@@ -264,11 +264,12 @@ def test_a_run_goes_on_with_the_windows_it_was_started_with(base, monkeypatch):
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_run_from_before_keys_had_an_offset_goes_on_without_it(base, monkeypatch):
+def test_a_run_from_before_a_field_of_the_model_goes_on_without_it(base, monkeypatch):
+    before = {"key_offset": False, "value_embed_every": 2}
     current = planning.model_config
 
     def earlier(*arguments):
-        return dataclasses.replace(current(*arguments), key_offset=False)
+        return dataclasses.replace(current(*arguments), **before)
 
     command = [*FLAGS, "--corpus", f"path:{base}/texts", "--run", "earlier", "--total-batch-size", "256"]
     with monkeypatch.context() as patch:
@@ -276,14 +277,14 @@ def test_a_run_from_before_keys_had_an_offset_goes_on_without_it(base, monkeypat
         assert base_train.main([*command, "--num-iterations", "2"]) == 0
     run = base / "runs" / "earlier"
     settings = json.loads((run / "settings.json").read_text())
-    assert settings.pop("key_offset") is False
+    assert {field: settings.pop(field) for field in before} == before
     write_json(run / "settings.json", settings)
     assert base_train.main([*command, "--num-iterations", "4"]) == 0
     exported = json.loads((run / "config.json").read_text())
-    assert exported["config"].pop("key_offset") is False
+    assert {field: exported["config"].pop(field) for field in before} == before
     write_json(run / "config.json", exported)
     model, _, _ = load_run("earlier", Runtime(CPU.device, torch.float32))
-    assert model.config.key_offset is False
+    assert (model.config.key_offset, model.config.value_embed_every) == (False, 2)
 
 
 @pytest.mark.usefixtures("environment")
