@@ -245,7 +245,8 @@ def rank_main(rank, form, args, folder):
 
 def build(form, args):
     """The model and its optimizer, as base_train makes them."""
-    config = GPTConfig.from_depth(args.depth, args.vocab_size, SEQ_LEN)
+    # Value embeddings in every second layer, as in models of a size that needs several ranks
+    config = GPTConfig.from_depth(args.depth, args.vocab_size, SEQ_LEN, value_embed_every=2)
     mesh, settings = None, {}
     if form == "fsdp":
         mesh = parallel.device_mesh("cpu", args.world, 1)
