@@ -1405,7 +1405,8 @@ class MuonAdamW(torch.optim.Optimizer):
                 check_values(group)
             except ValueError as error:
                 raise ValueError(f"param group {i}: {error}") from None
-        with matmul_precision(self.matmul_precision), kernels_compiled(self.compiles):
+        precision = matmul_precision(self.matmul_precision)
+        with precision, kernels_compiled(self.compiles), without_autocast(self.skipped_steps.device):
             self.hyperparameters.refresh()
             with record_function("optimizer.collect"):
                 # Collectives are served in their order, and `ok` is waited for first. After overlap_backward
@@ -2029,3 +2030,12 @@ def matmul_precision(precision):
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def without_autocast(device):
+    """Around a step that is taken inside of torch.autocast, which would make the products of Newton-Schulz in
+    its own dtype.
+    """
+    if not torch.amp.is_autocast_available(device.type):  # "meta"
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)

@@ -111,7 +111,8 @@ def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dty
     iterates as `newton_schulz_form` says, unless `gram` decides the form. In half precision the Gram form in
     float16 is the more accurate of the two on a GPU (relative error .0044 against .0086 of the plain one in
     bf16, on a Gaussian matrix). Singular values come out in about [0.7, 1.15], depending on the set; a zero
-    matrix gives zero. ValueError for the Gram form in bf16.
+    matrix gives zero. To be called outside of torch.autocast, which would make the products in its own dtype
+    (a step of the optimizers sees to that). ValueError for the Gram form in bf16.
     """
     m, n = U.shape[-2:]
     table = triples(coefficients, steps)
