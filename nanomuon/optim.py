@@ -1336,6 +1336,7 @@ class MuonAdamW(torch.optim.Optimizer):
             raise ValueError(f"ns_dtype is None, torch.float32 or torch.bfloat16, not {ns_dtype!r}")
         self.compile, self.matmul_precision, self.ns_dtype = compile, matmul_precision, ns_dtype
         self.launched, self.overlapped = 0, False  # the first so many have collected, in overlap_backward
+        self.sent = []  # (parameter, gradient, version of the gradient) of these
         super().__init__(param_groups, {})
         self.plan_all()
         # Schedulers look here for what they may cycle: OneCycleLR writes group["momentum"]
@@ -1399,6 +1400,8 @@ class MuonAdamW(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure() if closure else None
         self.follow_parameters()
+        if finite is not False:
+            self.check_sent()
         self.has_state = True
         for i, group in enumerate(self.param_groups):  # a schedule may have written into them
             try:
@@ -1424,7 +1427,7 @@ class MuonAdamW(torch.optim.Optimizer):
             with record_function("optimizer.deliver"):
                 for work in self.works:
                     work.deliver()
-        self.launched, self.overlapped = 0, False
+        self.launched, self.overlapped, self.sent = 0, False, []
         return loss
 
     @contextlib.contextmanager
@@ -1433,12 +1436,16 @@ class MuonAdamW(torch.optim.Optimizer):
 
         The first backward only shows in which order the pieces get theirs. From the second on they are
         launched in this order, that of rank 0, whatever order autograd takes; step() launches the rest, and
-        must follow before any gradient changes again. Does nothing in one process. A compiled graph has all
-        of its gradients at its end: what overlaps is decided by how the model is cut into graphs
-        (compilation.py).
+        must follow before any gradient changes again: RuntimeError for a second backward, or for clipping.
+        Not for DistributedDataParallel, which changes gradients at the end of its backward. Does nothing in
+        one process. A compiled graph has all of its gradients at its end: what overlaps is decided by how the
+        model is cut into graphs (compilation.py).
         """
         if self.launched:
-            raise RuntimeError("overlap_backward: earlier collects are in flight; call step() first")
+            raise RuntimeError(
+                "overlap_backward: earlier collects are in flight; call step() first, or, on every rank, "
+                "step(finite=False), which takes no step"
+            )
         self.follow_parameters()
         self.overlapped = True
         missing = [set(work.collected) for work in self.works]
@@ -1448,6 +1455,12 @@ class MuonAdamW(torch.optim.Optimizer):
         @torch.no_grad()
         def arrived(param):
             number = work_of[param]
+            if number < self.launched:
+                raise RuntimeError(
+                    "overlap_backward: a gradient has changed after it was sent. It goes around one "
+                    "backward, the last of a step, in which no parameter is used twice under reentrant "
+                    "checkpointing"
+                )
             missing[number].discard(param)
             if not missing[number]:
                 completed.append(number)
@@ -1464,8 +1477,19 @@ class MuonAdamW(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
+        for work in self.works[: self.launched]:
+            self.sent += [(param, param.grad, param.grad._version) for param in work.collected]
         if not self.follows_backward and self.world.averages:
             self.follow_backward(completed)
+
+    def check_sent(self):
+        """RuntimeError where gradients are not what overlap_backward has sent: the change would be lost."""
+        for param, grad, version in self.sent:
+            if param.grad is not grad or grad._version != version:
+                raise RuntimeError(
+                    "gradients have changed since overlap_backward has sent them: no further backward, "
+                    "clipping or unscaling can go between it and step()"
+                )
 
     def follow_backward(self, completed):
         """Put the works into the order in which rank 0 has completed them.

@@ -1,5 +1,6 @@
 """What training loops that are not ours do with a torch optimizer, done with MuonAdamW and DistMuonAdamW."""
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -251,6 +252,74 @@ def test_ddp_and_no_sync(micro_batches):
     for p, q, expected in zip(first, second, model.parameters(), strict=True):
         assert torch.equal(p, q)
         torch.testing.assert_close(p, expected, rtol=1e-3, atol=1e-4)
+
+
+def backward_with_a_change(model, optimizer, how, step, rank):
+    with optimizer.overlap_backward():
+        loss_of(model, step, rank).backward()
+        if how == "a second backward inside":
+            loss_of(model, 10 + step, rank).backward()
+    if how == "a second backward":
+        loss_of(model, 10 + step, rank).backward()
+    if how == "clipping":
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def changed_after_it_was_sent(group, how):
+    """What is said where gradients change after overlap_backward has sent them, and how many steps are
+    skipped until it goes on.
+    """
+    rank, model = dist.get_rank(group), build()
+    optimizer = DistMuonAdamW(groups_of(model), group)
+    backward_with_a_change(model, optimizer, "nothing", 0, rank)  # the first one only shows the order
+    optimizer.zero_grad()
+    before = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match="overlap_backward") as error:
+        backward_with_a_change(model, optimizer, how, 1, rank)
+    with pytest.raises(RuntimeError, match=r"step\(finite=False\), which takes no step"):
+        with optimizer.overlap_backward():
+            pass
+    optimizer.step(finite=False)
+    assert_same(model, before)
+    optimizer.zero_grad()
+    backward_with_a_change(model, optimizer, "nothing", 2, rank)
+    return str(error.value), optimizer.skipped_steps.item()
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ("a second backward inside", "a gradient has changed after it was sent"),
+        ("a second backward", "gradients have changed since"),
+        ("clipping", "gradients have changed since"),
+    ],
+)
+def test_gradients_that_change_after_they_were_sent_are_told(how, message):
+    """Without the error the change would be lost."""
+    for error, skipped in run_world(2, changed_after_it_was_sent, how):
+        assert message in error and skipped == 1
+
+
+def gradients_of_one_buffer(group):
+    """The backward of torch.cat gives two parameters views of one tensor, to which the second micro-batch
+    adds.
+    """
+    rank = dist.get_rank(group)
+    generator = torch.Generator().manual_seed(0)
+    q, k = (nn.Parameter(torch.randn(rows, 12, generator=generator)) for rows in (6, 4))
+    optimizer = DistMuonAdamW([dict(MUON, kind="muon", params=[q, k])], group)
+    for step in range(2):
+        optimizer.zero_grad()
+        for micro in range(2):
+            with optimizer.overlap_backward() if micro else contextlib.nullcontext():
+                (batch(10 * micro + step, rank) @ torch.cat([q, k]).mT).square().mean().backward()
+        optimizer.step()
+    return bool(q.isfinite().all())
+
+
+def test_gradients_may_share_a_buffer():
+    assert run_world(2, gradients_of_one_buffer) == [True, True]
 
 
 def wrapped(kind, group, seed):
