@@ -260,22 +260,27 @@ def default_names(index, count):
 def check_group(group, others, kinds):
     """A copy of a user's group with options and names filled in.
 
-    others: the groups before it. kinds: optim.KINDS. ValueError that names the group and the parameter.
+    params may be (name, parameter) pairs, as torch's optimizers take them. others: the groups before it.
+    kinds: optim.KINDS. ValueError that names the group and the parameter.
     """
     group, where, kind = dict(group), f"param group {len(others)}", group.get("kind")
     if kind not in kinds:
         raise ValueError(f"{where}: unknown kind {kind!r}; known: {', '.join(kinds)}")
-    required, options = kinds[kind].required, kinds[kind].options
-    given = group.keys() - {"kind", "params", "names", "initial_lr"}
-    if missing := required - given:
+    required, options = {"params", *kinds[kind].required}, kinds[kind].options
+    if missing := required - group.keys():
         raise ValueError(f"{where} ({kind}): missing {', '.join(sorted(missing))}")
-    if unknown := given - required - options.keys():
+    if unknown := group.keys() - required - options.keys() - {"kind", "names", "initial_lr"}:
         raise ValueError(f"{where} ({kind}): unknown {', '.join(sorted(unknown))}")
     group = {**options, **group}
-    params = group["params"]
-    group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
-    group["names"] = list(group.get("names") or default_names(len(others), len(group["params"])))
-    check_names(group, where, others)
+    if isinstance(group["params"], set):
+        raise ValueError(f"{where}: params are a set, whose order is another in every process: take a list")
+    params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+    names = group.get("names") or default_names(len(others), len(params))
+    if params and all(isinstance(param, tuple) for param in params):  # of model.named_parameters()
+        names, params = zip(*params, strict=True)
+    # As they are looked up when state is loaded
+    group["params"], group["names"] = list(params), [clean_name(name) for name in names]
+    check_params(group, where, others)
     try:
         check_values(group)
         if kind == "muon":
@@ -309,14 +314,18 @@ def number(key, value):
     return value
 
 
-def check_names(group, where, others):
-    """ValueError where a parameter or a name is there already."""
+def check_params(group, where, others):
+    """ValueError for what is no parameter, complex, or there already, and for a name that is."""
     params, names = group["params"], group["names"]
     if len(names) != len(params):
         raise ValueError(f"{where}: {len(names)} names for {len(params)} params")
     seen = {param: i for i, other in enumerate(others) for param in other["params"]}
     seen_names = {name for other in others for name in other["names"]}
     for name, param in zip(names, params, strict=True):
+        if not isinstance(param, torch.Tensor):
+            raise ValueError(f"{where}: {name} is no parameter, but a {type(param).__name__}")
+        if param.is_complex():
+            raise ValueError(f"{where}: {name} is complex, which no kind here trains")
         if param in seen:
             raise ValueError(f"{where}: {name} is already in group {seen[param]}")
         if name in seen_names:
