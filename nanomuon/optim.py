@@ -50,6 +50,7 @@ from nanomuon.param_groups import (
     MUON_OPTIONS,
     build_param_groups,
     check_group,
+    check_matrix,
     check_values,
     clean_name,
     default_names,
@@ -1283,6 +1284,15 @@ def named_parameters(groups):
             yield name, param, group
 
 
+def read_by_plan(group):
+    """What the plan depends on: the group itself, whose values are read at every step, its parameters, and
+    the options that decide how the work is done.
+    """
+    params = [id(param) for param in group["params"]]
+    options = [group[key] for key in sorted(KINDS[group["kind"]].structure)]
+    return id(group), group["kind"], params, options, group.get("beta2") is None
+
+
 def has_gradient(param):
     return param.requires_grad and param.grad is not None
 
@@ -1531,6 +1541,7 @@ class MuonAdamW(torch.optim.Optimizer):
             works = sharded.pieces_of_work(self, in_pieces) + works
         self.works += works
         self.follows_backward = False
+        self.planned_groups = [read_by_plan(group) for group in self.param_groups]
         for work in works:
             for param, places in work.places.items():
                 self.places[param] = places
@@ -1538,12 +1549,20 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def follow_parameters(self):
         """Plan anew where what is in the groups is not what was planned: accelerate takes a model with its
-        optimizer, moves it to its device, and puts FSDP2's parameters into the groups.
+        optimizer, moves it to its device, and puts FSDP2's parameters into the groups. ValueError where there
+        is state already, which a new plan would lose.
         """
         planned = self.hyperparameters.planned
-        for name, param, _ in named_parameters(self.param_groups):
+        for name, param, group in named_parameters(self.param_groups):
             if param.grad is not None and param.grad.is_sparse:
                 raise ValueError(f"{name} has a sparse gradient: take nn.Embedding(..., sparse=False)")
+            if group["kind"] == "muon":
+                check_matrix(name, param)
+            for key, place in self.places.get(param, {}).items():
+                if place.here and self.state[param].get(key) is not place.tensor:
+                    raise ValueError(
+                        f"{key} of {name} was replaced or removed in optimizer.state: write into the tensor"
+                    )
             if planned.get(param) != (param.device, param.dtype):
                 if self.has_state:
                     raise ValueError(
@@ -1552,6 +1571,23 @@ class MuonAdamW(torch.optim.Optimizer):
                     )
                 self.plan_all()
                 return
+        if not torch.compiler.is_compiling():
+            self.follow_groups()
+
+    def follow_groups(self):
+        """The same for parameters that came or went, and for options that decide how the work is done."""
+        now = [read_by_plan(group) for group in self.param_groups]
+        if now == self.planned_groups:
+            return
+        if self.has_state:
+            pairs = itertools.zip_longest(now, self.planned_groups)
+            changed = [i for i, (ours, planned) in enumerate(pairs) if ours != planned]
+            raise ValueError(
+                f"param group {changed[0]} is another one than the state was made for: lr, momentum, betas, "
+                "beta2, eps and weight_decay may be written into it; for other parameters and options make a "
+                'new optimizer, and load this one\'s state with hyperparameters="keep"'
+            )
+        self.plan_all()
 
     def start_equal(self, param):
         """Rank 0's values: a different seed per rank must not train different models."""

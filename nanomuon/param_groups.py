@@ -337,10 +337,7 @@ def check_params(group, where, others):
 def check_muon_group(group):
     """ValueError for what cannot be trained as matrices, and for options that do not exist."""
     for name, param in zip(group["names"], group["params"], strict=True):
-        if not 2 <= param.ndim <= 4:
-            raise ValueError(f"{name} has shape {tuple(param.shape)}; Muon takes matrices, 2-D to 4-D")
-        if param.ndim == 4 and not param.is_contiguous():
-            raise ValueError(f"{name} is 4-D and not contiguous, so it cannot be viewed as a matrix")
+        check_matrix(name, param)
     steps = group["ns_steps"]
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
         raise ValueError(f"ns_steps must be a whole number or None, but is {steps!r}")
@@ -358,3 +355,14 @@ def check_muon_group(group):
         raise ValueError(f"unknown tensor_parallel {group['tensor_parallel']!r}")
     if group["weight_decay_form"] not in ("cautious", "decoupled"):
         raise ValueError(f"unknown weight_decay_form {group['weight_decay_form']!r}; cautious, decoupled")
+
+
+def check_matrix(name, param):
+    """ValueError for a parameter that Muon cannot view as matrices."""
+    if not 2 <= param.ndim <= 4:
+        raise ValueError(f"{name} has shape {tuple(param.shape)}; Muon takes matrices, 2-D to 4-D")
+    if param.ndim == 4 and not param.is_contiguous():
+        raise ValueError(
+            f"{name} is 4-D and not contiguous (memory_format=torch.channels_last is not), so it cannot be "
+            "viewed as a matrix"
+        )

@@ -527,6 +527,73 @@ def test_a_model_that_is_converted_after_its_optimizer_was_built():
         early.step()
 
 
+def other_rule(optimizer):
+    optimizer.param_groups[0]["nesterov"] = False
+
+
+def without_variance_reduction(optimizer):
+    optimizer.param_groups[0]["beta2"] = None
+
+
+def another_dict(optimizer):
+    optimizer.param_groups[0] = dict(optimizer.param_groups[0], lr=0.5)
+
+
+def without_its_last_parameter(optimizer):
+    for key in ("params", "names"):
+        optimizer.param_groups[0][key].pop()
+
+
+@pytest.mark.parametrize(
+    "change", [other_rule, without_variance_reduction, another_dict, without_its_last_parameter]
+)
+def test_groups_that_change_are_followed_until_there_is_state_and_refused_then(change):
+    """Each of these was ignored: the step was that of the groups as they had been."""
+    model, expected = build(), build()
+    optimizer, from_the_start = MuonAdamW(groups_of(model)), MuonAdamW(groups_of(expected))
+    change(optimizer)
+    change(from_the_start)
+    from_the_start = MuonAdamW(from_the_start.param_groups)
+    train(model, optimizer, [0])
+    train(expected, from_the_start, [0])
+    assert_same(model, expected)
+    assert any((p != q).any() for p, q in zip(model.parameters(), trained(1).parameters(), strict=True))
+
+    late = build()
+    optimizer = MuonAdamW(groups_of(late))
+    train(late, optimizer, [0])
+    change(optimizer)
+    with pytest.raises(ValueError, match="param group 0 is another one than the state was made for"):
+        optimizer.step()
+    assert_same(late, trained(1))
+
+
+def test_state_that_is_replaced_or_cleared_is_told():
+    """Kernels write into tensors of whole banks, of which these are views: another one would not be read."""
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    train(model, optimizer, [0])
+    kept = optimizer.state[model[0].weight]["momentum_buffer"]
+    optimizer.state[model[0].weight]["momentum_buffer"] = torch.zeros_like(kept)
+    with pytest.raises(ValueError, match="momentum_buffer of 0.weight was replaced or removed"):
+        optimizer.step()
+    optimizer.state[model[0].weight]["momentum_buffer"] = kept
+    optimizer.step()
+    optimizer.state.clear()
+    with pytest.raises(ValueError, match="replaced or removed in optimizer.state"):
+        optimizer.step()
+
+
+def test_channels_last_after_the_optimizer_was_built_is_told():
+    """Its convolutions stayed as they were, in silence: what was updated were copies."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.Conv2d(8, 8, 3, bias=False))
+    optimizer = MuonAdamW(groups_of(model))
+    model.to(memory_format=torch.channels_last)
+    model(torch.ones(1, 3, 8, 8)).square().mean().backward()
+    with pytest.raises(ValueError, match="0.weight is 4-D and not contiguous .*channels_last"):
+        optimizer.step()
+
+
 def test_a_sparse_gradient_is_refused_by_name():
     embedding = nn.Embedding(5, 4, sparse=True)
     optimizer = MuonAdamW(build_param_groups(embedding, muon=MUON, adamw=ADAMW))
