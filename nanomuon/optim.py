@@ -382,6 +382,8 @@ class World:
     @classmethod
     def of(cls, process_group, comm_dtype=None):
         size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        if rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not in the process group of its optimizer")
         return cls(process_group, size, rank, comm_dtype)
 
     @property

@@ -388,6 +388,18 @@ def test_ranks_with_different_parameters_hear_of_it_at_construction(change, part
         assert all(part in error for part in ("ranks have different parameters", *parts)), error
 
 
+def in_a_group_of_others(group):
+    """What dist.new_group gives a rank that is not in it; with AdamW alone such a rank trained nothing."""
+    params, groups = build([("adamw", (600, 2))])
+    with pytest.raises(ValueError) as error:
+        DistMuonAdamW(groups, dist.GroupMember.NON_GROUP_MEMBER)
+    return str(error.value)
+
+
+def test_a_rank_outside_of_its_process_group_is_told():
+    assert run_world(1, in_a_group_of_others) == ["rank 0 is not in the process group of its optimizer"]
+
+
 def another_rate(group):
     params, groups = build(MIXED)
     optimizer = DistMuonAdamW(groups, group)
