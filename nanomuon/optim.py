@@ -1412,6 +1412,7 @@ class MuonAdamW(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure() if closure else None
         self.follow_parameters()
+        finite = self.unscale(finite)
         if finite is not False:
             self.check_sent()
         self.has_state = True
@@ -1441,6 +1442,20 @@ class MuonAdamW(torch.optim.Optimizer):
                     work.deliver()
         self.launched, self.overlapped, self.sent = 0, False, []
         return loss
+
+    def unscale(self, finite):
+        """Do what a torch.amp.GradScaler leaves to the step that it calls. Returns whether all is finite.
+
+        It sets `found_inf`, and `grad_scale` where its unscale_ has not divided the gradients by it.
+        """
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:
+            grads = [local(param.grad) for param in self.hyperparameters.params if has_gradient(param)]
+            if grads:
+                torch._foreach_mul_(grads, 1 / whole(scale))
+        if found_inf is not None:
+            finite = (whole(found_inf) == 0) & finite
+        return finite
 
     @contextlib.contextmanager
     def overlap_backward(self):
@@ -2019,6 +2034,9 @@ class DistMuonAdamW(MuonAdamW):
         if dist.is_initialized():
             world = World.of(process_group or dist.group.WORLD, comm_dtype)
             world.gradients_averaged = gradients_averaged
+            # torch.amp.GradScaler then calls step() also on a rank where it has found something infinite.
+            # Otherwise that one would leave it out alone, and the others wait: see `unscale`
+            self._step_supports_amp_scaling = world.averages
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
                 "torchrun started several processes: call torch.distributed.init_process_group first"

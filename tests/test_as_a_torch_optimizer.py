@@ -266,6 +266,40 @@ def backward_with_a_change(model, optimizer, how, step, rank):
     optimizer.step()
 
 
+def scaled(group, kind):
+    """Parameters after three steps of scaled gradients, of which the second overflows on rank 1 only."""
+    rank = dist.get_rank(group)
+    model, optimizer = wrapped(kind, group, 0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in (0, 5, 1):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step, rank)).backward()
+        if step == 5 and rank == 1:
+            grad = model[0].weight.grad
+            (grad.to_local() if kind == "fsdp" else grad)[0, 0] = torch.inf
+        if step == 1:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    params = [p.full_tensor() if kind == "fsdp" else p for p in model.parameters()]
+    return [p.detach() for p in params], optimizer.skipped_steps.item()
+
+
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+def test_a_grad_scaler_that_finds_an_inf_on_one_rank(kind):
+    """That rank left its step out, and the others waited for it."""
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    for step in range(2):
+        optimizer.zero_grad()
+        ((loss_of(model, step, 0) + loss_of(model, step, 1)) / 2).backward()
+        optimizer.step()
+    for params, skipped in run_world(2, scaled, kind, timeout=60):
+        assert skipped == 1
+        for p, expected in zip(params, model.parameters(), strict=True):
+            torch.testing.assert_close(p, expected.detach(), rtol=1e-3, atol=1e-5)
+
+
 def changed_after_it_was_sent(group, how):
     """What is said where gradients change after overlap_backward has sent them, and how many steps are
     skipped until it goes on.
@@ -323,8 +357,10 @@ def test_gradients_may_share_a_buffer():
 
 
 def wrapped(kind, group, seed):
-    """A model under DDP or FSDP2 and its optimizer."""
+    """A model, by itself or under DDP or FSDP2, and its optimizer."""
     model = build(seed)
+    if kind == "plain":
+        return model, DistMuonAdamW(groups_of(model), group)
     if kind == "ddp":
         optimizer = DistMuonAdamW(groups_of(model), group)
         return DistributedDataParallel(model, process_group=group), optimizer
