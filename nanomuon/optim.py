@@ -1372,6 +1372,8 @@ class MuonAdamW(torch.optim.Optimizer):
     def for_model(cls, model, lr=3e-4, weight_decay=0.01, *, muon_lr=None, **settings):
         """An optimizer of all parameters of a model, with defaults for a transformer of any width.
 
+        Of those that require gradients, that is: what is unfrozen later comes in by `add_param_group`.
+
         Muon's updates are scaled to the rms of AdamW's (`match_rms_adamw`, Moonlight, arXiv 2502.16982), so
         that one rate serves both; muon_lr: another one for the matrices. Weight decay is AdamW's, decoupled.
         Which parameter is trained by what: `param_groups.routing_table(model)`. settings: further keywords of

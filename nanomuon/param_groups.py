@@ -192,7 +192,8 @@ def build_param_groups(model, *, muon, adamw, roles=None, skip_keys=(), expert_k
     skip_keys: more names that are never Muon.  expert_keys: names whose leading dimension counts matrices,
     (E, m, n). is_muon: a predicate (name, parameter) -> bool that decides instead of the rules. Each group
     carries `names`, without wrapper components, and is in the order of the model. A parameter that two
-    modules share is trained once, under the name that comes first.
+    modules share is trained once, under the name that comes first. ValueError for a model in pieces of
+    FullyShardedDataParallel (FSDP1).
     """
     roles = roles or {}
     groups = {}  # (kind, role) -> group
@@ -218,6 +219,7 @@ def routing_table(model, *, skip_keys=(), expert_keys=(), is_muon=None):
 
 def _routed(model, skip_keys, expert_keys, is_muon):
     """(name, parameter, kind, why) of every parameter that is trained, in the order of the model."""
+    refuse_flat_parameters(model)
     reasons = not_hidden_matrices(model)
     for name, param in model.named_parameters():
         name = clean_name(name)
@@ -228,6 +230,18 @@ def _routed(model, skip_keys, expert_keys, is_muon):
         else:
             kind, why = route(name, param, reasons, skip_keys, expert_keys)
         yield name, param, kind, why
+
+
+def refuse_flat_parameters(model):
+    """ValueError for FullyShardedDataParallel, FSDP1, under which a parameter is this rank's run of a flat
+    tensor: no matrix, and no DTensor that would say which run it is.
+    """
+    for module in model.modules():
+        is_fsdp1 = type(module).__name__ == "FullyShardedDataParallel"
+        if is_fsdp1 and module.sharding_strategy.name != "NO_SHARD":
+            raise ValueError(
+                "FullyShardedDataParallel (FSDP1) leaves no matrices to train: take fully_shard (FSDP2)"
+            )
 
 
 def split_rows(split, m):

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
@@ -298,6 +298,23 @@ def test_a_grad_scaler_that_finds_an_inf_on_one_rank(kind):
         assert skipped == 1
         for p, expected in zip(params, model.parameters(), strict=True):
             torch.testing.assert_close(p, expected.detach(), rtol=1e-3, atol=1e-5)
+
+
+def under_fsdp1(group):
+    model = FullyShardedDataParallel(
+        nn.Sequential(nn.Linear(12, 20, bias=False)),
+        process_group=group,
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+    with pytest.raises(ValueError) as error:
+        DistMuonAdamW.for_model(model, process_group=group)
+    return str(error.value)
+
+
+def test_fsdp1_is_refused():
+    """Its runs of a flat tensor are equal in shape on all ranks, and would start as rank 0 has its own."""
+    assert all("take fully_shard (FSDP2)" in error for error in run_world(2, under_fsdp1))
 
 
 def changed_after_it_was_sent(group, how):
