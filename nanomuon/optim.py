@@ -1124,14 +1124,24 @@ class CustomDirection(MuonDirection):
     function: callable
     transposable = False
 
+    @property
+    def name(self):
+        return getattr(self.function, "__name__", self.function)
+
     def state(self, m, n):
-        return self.function.state(m, n) if hasattr(self.function, "state") else {}
+        declared = self.function.state(m, n) if hasattr(self.function, "state") else {}
+        if "momentum_buffer" in declared:
+            raise ValueError(f"direction {self.name}: momentum_buffer is the name of the momentum itself")
+        return declared
 
     def __call__(self, U, kept, ok, square_weight):
         answer = self.function(U, kept, ok, square_weight)
-        if not isinstance(answer, tuple) or len(answer) != 2:
-            name = getattr(self.function, "__name__", self.function)
-            raise TypeError(f"direction {name} has to return (X, gain), not {type(answer).__name__}")
+        is_pair = isinstance(answer, tuple) and len(answer) == 2
+        if not is_pair or not all(isinstance(part, torch.Tensor) for part in answer):
+            raise TypeError(f"direction {self.name} has to return two tensors, (X, gain)")
+        if answer[0].shape != U.shape:
+            shapes = f"{tuple(answer[0].shape)} in place of {tuple(U.shape)}"
+            raise ValueError(f"direction {self.name} has to return X of the shape of U, not {shapes}")
         return answer
 
 
