@@ -456,9 +456,9 @@ def local(tensor):
 
 
 def gradient(param):
-    """What this rank holds of p.grad; zeros where there is none."""
+    """What this rank holds of p.grad; zeros where there is none, or one that is left from before a freeze."""
     grad = param.grad
-    if grad is None:
+    if not has_gradient(param):
         return torch.zeros_like(local(param))
     if isinstance(grad, DTensor) and grad.placements != param.placements:
         # Tensor parallelism may leave partial sums
@@ -1311,7 +1311,7 @@ def has_gradient(param):
 
 def send_to_host(value):
     """(event, 0-D on the host), which has the value once the event has happened."""
-    on_host = torch.empty((), pin_memory=True).copy_(value, non_blocking=True)
+    on_host = torch.empty((), device="cpu", pin_memory=True).copy_(value, non_blocking=True)
     # Of its own device, where the copy is: it need not be the current one
     return torch.cuda.current_stream(value.device).record_event(), on_host
 

@@ -715,9 +715,10 @@ def test_the_event_of_a_gpus_answer_is_on_the_device_that_sends_it(monkeypatch):
     answer, empty = torch.tensor(3.0), torch.empty
     streams = {answer.device: types.SimpleNamespace(record_event=lambda: "of the answer's device")}
     monkeypatch.setattr(torch.cuda, "current_stream", streams.get)
-    monkeypatch.setattr(torch, "empty", lambda shape, pin_memory: empty(shape))  # pinned by a driver only
+    # Pinned by a driver only, and only on the host, whatever torch.set_default_device says
+    monkeypatch.setattr(torch, "empty", lambda shape, device, pin_memory: empty(shape, device=device))
     event, on_host = optim.send_to_host(answer)
-    assert event == "of the answer's device" and on_host == 3
+    assert event == "of the answer's device" and on_host == 3 and on_host.device.type == "cpu"
 
 
 def test_a_kind_without_state_and_an_optimizer_without_parameters(monkeypatch):

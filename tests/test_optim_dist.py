@@ -301,6 +301,28 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(value, where):
     assert all(torch.equal(p, q) for result in results for p, q in zip(result, expected, strict=True))
 
 
+def frozen_on_one_rank(group, gradient_is_left):
+    """Parameters after a step for which rank 1 has frozen all of its own."""
+    params, groups = build(MIXED)
+    optimizer = DistMuonAdamW(groups, group)
+    set_local_gradients(group, params, MIXED, torch.float64, 0, 0)
+    if dist.get_rank(group) == 1:
+        for param in params:
+            param.requires_grad_(False)
+            if not gradient_is_left:
+                param.grad = None
+    optimizer.step()
+    return [p.detach() for p in params]
+
+
+def test_gradients_from_before_a_freeze_count_as_zero_on_that_rank():
+    """As in one process, where a frozen parameter is left alone."""
+    with_them = run_world(2, frozen_on_one_rank, True)
+    without = run_world(2, frozen_on_one_rank, False)
+    for params, expected in zip(with_them, without, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(params, expected, strict=True))
+
+
 def told_by_one_rank(group, as_tensor):
     params, groups = build(MIXED, torch.float32)
     optimizer = DistMuonAdamW(groups, group)
