@@ -1808,18 +1808,22 @@ class MuonAdamW(torch.optim.Optimizer):
             places = self.places.get(param, {})
             entry = saved.entry(name, group["kind"], places)
             for key, place in places.items():
-                if key in entry and tuple(entry[key].shape) != place.shape:
-                    shape = tuple(entry[key].shape)
+                if key not in entry:
+                    if place.here:
+                        raise ValueError(self.missing(key, name))
+                    continue
+                saved_tensor = entry[key]
+                if not isinstance(saved_tensor, torch.Tensor):  # a count of steps, before torch 1.12
+                    saved_tensor = torch.tensor(saved_tensor)
+                shape = tuple(saved_tensor.shape)
+                if shape != place.shape:
                     raise ValueError(f"{key} of {name} has shape {shape}, expected {place.shape}")
-                if key in entry:
-                    if isinstance(entry[key], DTensor) and not is_of_this_rank(entry[key]):
-                        raise ValueError(
-                            f"the loaded {key} of {name} is a piece that another rank has saved: save "
-                            "optimizer.full_state_dict()"
-                        )
-                    found.append((place, entry[key]))
-                elif place.here:
-                    raise ValueError(self.missing(key, name))
+                if isinstance(saved_tensor, DTensor) and not is_of_this_rank(saved_tensor):
+                    raise ValueError(
+                        f"the loaded {key} of {name} is a piece that another rank has saved: save "
+                        "optimizer.full_state_dict()"
+                    )
+                found.append((place, saved_tensor))
         pieces = [(place, place.piece_of(tensor)) for place, tensor in found]
         for place, piece in pieces:
             if place.here:
