@@ -1366,6 +1366,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def plan_all(self):
         """Make the pieces of work of all groups, with state of zero."""
+        self.planned_groups = []  # what the plan has read of each
         self.works = []  # in the order of their collectives, which all ranks share
         self.follows_backward = False  # whether that is the order in which a backward completes them
         self.places = {}  # parameter -> {name of its state: place}
@@ -1570,7 +1571,7 @@ class MuonAdamW(torch.optim.Optimizer):
             works = sharded.pieces_of_work(self, in_pieces) + works
         self.works += works
         self.follows_backward = False
-        self.planned_groups = [read_by_plan(group) for group in self.param_groups]
+        self.planned_groups += [read_by_plan(group) for group in groups]
         for work in works:
             for param, places in work.places.items():
                 self.places[param] = places

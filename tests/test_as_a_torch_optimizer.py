@@ -616,6 +616,7 @@ def test_groups_that_change_are_followed_until_there_is_state_and_refused_then(c
     optimizer = MuonAdamW(groups_of(late))
     train(late, optimizer, [0])
     change(optimizer)
+    optimizer.add_param_group(dict(MUON, kind="muon", params=[("late", nn.Parameter(torch.ones(4, 4)))]))
     with pytest.raises(ValueError, match="param group 0 is another one than the state was made for"):
         optimizer.step()
     assert_same(late, trained(1))
