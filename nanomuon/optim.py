@@ -1324,8 +1324,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
     param_groups: dicts with `kind` ("muon" | "adamw"), `params` and every key that KINDS requires; for Muon
     any of param_groups.MUON_OPTIONS. `beta2=None` is Muon without variance reduction, `ns_steps=None` the
-    coefficient set's own length. `names`, aligned with params, name the state; without them names are
-    group{i}.{j}. lr, momentum, betas, beta2, eps and weight_decay are read from the groups at every step.
+    coefficient set's own length. `names`, aligned with params, name the state, as do (name, parameter) pairs
+    in params; without them names are group{i}.{j}. lr, momentum, betas, beta2, eps and weight_decay are read
+    from the groups at every step; a change of anything else is a ValueError once there is state.
     `split` names the parts of a fused matrix (`param_groups.split_rows`): each is orthogonalized by itself,
     with its own second moment and the scale of its own shape; their second moments are saved one after the
     other, (S, 1). ValueError at construction for anything unknown, missing or impossible.
