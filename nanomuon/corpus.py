@@ -358,9 +358,11 @@ def list_files(root: Path) -> tuple[list, Counter]:
     def unreadable(error):
         not_read["unreadable_folders"] += 1
 
+    folders = os.walk(root, onerror=unreadable)
     if root.is_file():
         add(root)
-    for folder, subfolders, names in os.walk(root, onerror=unreadable):
+        folders = []
+    for folder, subfolders, names in folders:
         for name in list(subfolders):  # os.walk goes into those that stay in it, but not into links
             path = os.path.join(folder, name)
             if name.startswith("."):

@@ -86,7 +86,7 @@ def without_surrogates(text: str, counts: Counter) -> str:
 
 def _text_file(path, separator, is_book):
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode().removeprefix("\ufeff")  # a byte order mark is no text
     except UnicodeDecodeError as error:
         raise NotUTF8Error(f"{path} is not UTF-8 (byte {error.start})") from error
     if separator:
@@ -192,6 +192,8 @@ def _parquet_column(path, schema, field):
         kind = kind.field(name).type if is_there else pa.null()
     if not pa.types.is_string(kind) and not pa.types.is_large_string(kind):
         has = ", ".join(_leaves(schema))
+        if not pa.types.is_null(kind):
+            has += f"; {field} is of type {kind}"
         raise BadFileError(f"{path} has no text column {field!r} (it has: {has}): {NAME_FIELD}")
     return column, inside
 

@@ -281,8 +281,9 @@ class GPT(nn.Module):
         self.x0_scalars = nn.Parameter(torch.empty(config.depth))
         self.lm_head = Linear(config.width, config.vocab_size)
         self.mean_loss = head_loss.mean_loss  # compilation.py may put a compiled one here
-        for name in ("cos", "sin"):  # rotary tables, filled by init_weights
+        for name in ("cos", "sin"):  # rotary tables
             self.register_buffer(name, torch.empty(config.seq_len, 1, config.head_dim // 2), persistent=False)
+        self._fill_rope()  # for who loads a state dict, in which they are not, in place of init_weights
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:

@@ -50,6 +50,7 @@ from nanomuon.param_groups import (
     MUON_OPTIONS,
     build_param_groups,
     check_group,
+    check_matrix,
     check_values,
     clean_name,
     default_names,
@@ -381,6 +382,8 @@ class World:
     @classmethod
     def of(cls, process_group, comm_dtype=None):
         size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        if rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not in the process group of its optimizer")
         return cls(process_group, size, rank, comm_dtype)
 
     @property
@@ -453,9 +456,9 @@ def local(tensor):
 
 
 def gradient(param):
-    """What this rank holds of p.grad; zeros where there is none."""
+    """What this rank holds of p.grad; zeros where there is none, or one that is left from before a freeze."""
     grad = param.grad
-    if grad is None:
+    if not has_gradient(param):
         return torch.zeros_like(local(param))
     if isinstance(grad, DTensor) and grad.placements != param.placements:
         # Tensor parallelism may leave partial sums
@@ -1121,14 +1124,24 @@ class CustomDirection(MuonDirection):
     function: callable
     transposable = False
 
+    @property
+    def name(self):
+        return getattr(self.function, "__name__", self.function)
+
     def state(self, m, n):
-        return self.function.state(m, n) if hasattr(self.function, "state") else {}
+        declared = self.function.state(m, n) if hasattr(self.function, "state") else {}
+        if "momentum_buffer" in declared:
+            raise ValueError(f"direction {self.name}: momentum_buffer is the name of the momentum itself")
+        return declared
 
     def __call__(self, U, kept, ok, square_weight):
         answer = self.function(U, kept, ok, square_weight)
-        if not isinstance(answer, tuple) or len(answer) != 2:
-            name = getattr(self.function, "__name__", self.function)
-            raise TypeError(f"direction {name} has to return (X, gain), not {type(answer).__name__}")
+        is_pair = isinstance(answer, tuple) and len(answer) == 2
+        if not is_pair or not all(isinstance(part, torch.Tensor) for part in answer):
+            raise TypeError(f"direction {self.name} has to return two tensors, (X, gain)")
+        if answer[0].shape != U.shape:
+            shapes = f"{tuple(answer[0].shape)} in place of {tuple(U.shape)}"
+            raise ValueError(f"direction {self.name} has to return X of the shape of U, not {shapes}")
         return answer
 
 
@@ -1283,13 +1296,22 @@ def named_parameters(groups):
             yield name, param, group
 
 
+def read_by_plan(group):
+    """What the plan depends on: the group itself, whose values are read at every step, its parameters, and
+    the options that decide how the work is done.
+    """
+    params = [id(param) for param in group["params"]]
+    options = [group[key] for key in sorted(KINDS[group["kind"]].structure)]
+    return id(group), group["kind"], params, options, group.get("beta2") is None
+
+
 def has_gradient(param):
     return param.requires_grad and param.grad is not None
 
 
 def send_to_host(value):
     """(event, 0-D on the host), which has the value once the event has happened."""
-    on_host = torch.empty((), pin_memory=True).copy_(value, non_blocking=True)
+    on_host = torch.empty((), device="cpu", pin_memory=True).copy_(value, non_blocking=True)
     # Of its own device, where the copy is: it need not be the current one
     return torch.cuda.current_stream(value.device).record_event(), on_host
 
@@ -1302,8 +1324,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
     param_groups: dicts with `kind` ("muon" | "adamw"), `params` and every key that KINDS requires; for Muon
     any of param_groups.MUON_OPTIONS. `beta2=None` is Muon without variance reduction, `ns_steps=None` the
-    coefficient set's own length. `names`, aligned with params, name the state; without them names are
-    group{i}.{j}. lr, momentum, betas, beta2, eps and weight_decay are read from the groups at every step.
+    coefficient set's own length. `names`, aligned with params, name the state, as do (name, parameter) pairs
+    in params; without them names are group{i}.{j}. lr, momentum, betas, beta2, eps and weight_decay are read
+    from the groups at every step; a change of anything else is a ValueError once there is state.
     `split` names the parts of a fused matrix (`param_groups.split_rows`): each is orthogonalized by itself,
     with its own second moment and the scale of its own shape; their second moments are saved one after the
     other, (S, 1). ValueError at construction for anything unknown, missing or impossible.
@@ -1336,6 +1359,7 @@ class MuonAdamW(torch.optim.Optimizer):
             raise ValueError(f"ns_dtype is None, torch.float32 or torch.bfloat16, not {ns_dtype!r}")
         self.compile, self.matmul_precision, self.ns_dtype = compile, matmul_precision, ns_dtype
         self.launched, self.overlapped = 0, False  # the first so many have collected, in overlap_backward
+        self.sent = []  # (parameter, gradient, version of the gradient) of these
         super().__init__(param_groups, {})
         self.plan_all()
         # Schedulers look here for what they may cycle: OneCycleLR writes group["momentum"]
@@ -1343,6 +1367,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def plan_all(self):
         """Make the pieces of work of all groups, with state of zero."""
+        self.planned_groups = []  # what the plan has read of each
         self.works = []  # in the order of their collectives, which all ranks share
         self.follows_backward = False  # whether that is the order in which a backward completes them
         self.places = {}  # parameter -> {name of its state: place}
@@ -1358,6 +1383,8 @@ class MuonAdamW(torch.optim.Optimizer):
     @classmethod
     def for_model(cls, model, lr=3e-4, weight_decay=0.01, *, muon_lr=None, **settings):
         """An optimizer of all parameters of a model, with defaults for a transformer of any width.
+
+        Of those that require gradients, that is: what is unfrozen later comes in by `add_param_group`.
 
         Muon's updates are scaled to the rms of AdamW's (`match_rms_adamw`, Moonlight, arXiv 2502.16982), so
         that one rate serves both; muon_lr: another one for the matrices. Weight decay is AdamW's, decoupled.
@@ -1399,13 +1426,17 @@ class MuonAdamW(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure() if closure else None
         self.follow_parameters()
+        finite = self.unscale(finite)
+        if finite is not False:
+            self.check_sent()
         self.has_state = True
         for i, group in enumerate(self.param_groups):  # a schedule may have written into them
             try:
                 check_values(group)
             except ValueError as error:
                 raise ValueError(f"param group {i}: {error}") from None
-        with matmul_precision(self.matmul_precision), kernels_compiled(self.compiles):
+        precision = matmul_precision(self.matmul_precision)
+        with precision, kernels_compiled(self.compiles), without_autocast(self.skipped_steps.device):
             self.hyperparameters.refresh()
             with record_function("optimizer.collect"):
                 # Collectives are served in their order, and `ok` is waited for first. After overlap_backward
@@ -1423,8 +1454,22 @@ class MuonAdamW(torch.optim.Optimizer):
             with record_function("optimizer.deliver"):
                 for work in self.works:
                     work.deliver()
-        self.launched, self.overlapped = 0, False
+        self.launched, self.overlapped, self.sent = 0, False, []
         return loss
+
+    def unscale(self, finite):
+        """Do what a torch.amp.GradScaler leaves to the step that it calls. Returns whether all is finite.
+
+        It sets `found_inf`, and `grad_scale` where its unscale_ has not divided the gradients by it.
+        """
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:
+            grads = [local(param.grad) for param in self.hyperparameters.params if has_gradient(param)]
+            if grads:
+                torch._foreach_mul_(grads, 1 / whole(scale))
+        if found_inf is not None:
+            finite = (whole(found_inf) == 0) & finite
+        return finite
 
     @contextlib.contextmanager
     def overlap_backward(self):
@@ -1432,12 +1477,16 @@ class MuonAdamW(torch.optim.Optimizer):
 
         The first backward only shows in which order the pieces get theirs. From the second on they are
         launched in this order, that of rank 0, whatever order autograd takes; step() launches the rest, and
-        must follow before any gradient changes again. Does nothing in one process. A compiled graph has all
-        of its gradients at its end: what overlaps is decided by how the model is cut into graphs
-        (compilation.py).
+        must follow before any gradient changes again: RuntimeError for a second backward, or for clipping.
+        Not for DistributedDataParallel, which changes gradients at the end of its backward. Does nothing in
+        one process. A compiled graph has all of its gradients at its end: what overlaps is decided by how the
+        model is cut into graphs (compilation.py).
         """
         if self.launched:
-            raise RuntimeError("overlap_backward: earlier collects are in flight; call step() first")
+            raise RuntimeError(
+                "overlap_backward: earlier collects are in flight; call step() first, or, on every rank, "
+                "step(finite=False), which takes no step"
+            )
         self.follow_parameters()
         self.overlapped = True
         missing = [set(work.collected) for work in self.works]
@@ -1447,6 +1496,12 @@ class MuonAdamW(torch.optim.Optimizer):
         @torch.no_grad()
         def arrived(param):
             number = work_of[param]
+            if number < self.launched:
+                raise RuntimeError(
+                    "overlap_backward: a gradient has changed after it was sent. It goes around one "
+                    "backward, the last of a step, in which no parameter is used twice under reentrant "
+                    "checkpointing"
+                )
             missing[number].discard(param)
             if not missing[number]:
                 completed.append(number)
@@ -1463,8 +1518,19 @@ class MuonAdamW(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
+        for work in self.works[: self.launched]:
+            self.sent += [(param, param.grad, param.grad._version) for param in work.collected]
         if not self.follows_backward and self.world.averages:
             self.follow_backward(completed)
+
+    def check_sent(self):
+        """RuntimeError where gradients are not what overlap_backward has sent: the change would be lost."""
+        for param, grad, version in self.sent:
+            if param.grad is not grad or grad._version != version:
+                raise RuntimeError(
+                    "gradients have changed since overlap_backward has sent them: no further backward, "
+                    "clipping or unscaling can go between it and step()"
+                )
 
     def follow_backward(self, completed):
         """Put the works into the order in which rank 0 has completed them.
@@ -1506,6 +1572,7 @@ class MuonAdamW(torch.optim.Optimizer):
             works = sharded.pieces_of_work(self, in_pieces) + works
         self.works += works
         self.follows_backward = False
+        self.planned_groups += [read_by_plan(group) for group in groups]
         for work in works:
             for param, places in work.places.items():
                 self.places[param] = places
@@ -1513,12 +1580,20 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def follow_parameters(self):
         """Plan anew where what is in the groups is not what was planned: accelerate takes a model with its
-        optimizer, moves it to its device, and puts FSDP2's parameters into the groups.
+        optimizer, moves it to its device, and puts FSDP2's parameters into the groups. ValueError where there
+        is state already, which a new plan would lose.
         """
         planned = self.hyperparameters.planned
-        for name, param, _ in named_parameters(self.param_groups):
+        for name, param, group in named_parameters(self.param_groups):
             if param.grad is not None and param.grad.is_sparse:
                 raise ValueError(f"{name} has a sparse gradient: take nn.Embedding(..., sparse=False)")
+            if group["kind"] == "muon":
+                check_matrix(name, param)
+            for key, place in self.places.get(param, {}).items():
+                if place.here and self.state[param].get(key) is not place.tensor:
+                    raise ValueError(
+                        f"{key} of {name} was replaced or removed in optimizer.state: write into the tensor"
+                    )
             if planned.get(param) != (param.device, param.dtype):
                 if self.has_state:
                     raise ValueError(
@@ -1527,6 +1602,23 @@ class MuonAdamW(torch.optim.Optimizer):
                     )
                 self.plan_all()
                 return
+        if not torch.compiler.is_compiling():
+            self.follow_groups()
+
+    def follow_groups(self):
+        """The same for parameters that came or went, and for options that decide how the work is done."""
+        now = [read_by_plan(group) for group in self.param_groups]
+        if now == self.planned_groups:
+            return
+        if self.has_state:
+            pairs = itertools.zip_longest(now, self.planned_groups)
+            changed = [i for i, (ours, planned) in enumerate(pairs) if ours != planned]
+            raise ValueError(
+                f"param group {changed[0]} is another one than the state was made for: lr, momentum, betas, "
+                "beta2, eps and weight_decay may be written into it; for other parameters and options make a "
+                'new optimizer, and load this one\'s state with hyperparameters="keep"'
+            )
+        self.plan_all()
 
     def start_equal(self, param):
         """Rank 0's values: a different seed per rank must not train different models."""
@@ -1718,18 +1810,22 @@ class MuonAdamW(torch.optim.Optimizer):
             places = self.places.get(param, {})
             entry = saved.entry(name, group["kind"], places)
             for key, place in places.items():
-                if key in entry and tuple(entry[key].shape) != place.shape:
-                    shape = tuple(entry[key].shape)
+                if key not in entry:
+                    if place.here:
+                        raise ValueError(self.missing(key, name))
+                    continue
+                saved_tensor = entry[key]
+                if not isinstance(saved_tensor, torch.Tensor):  # a count of steps, before torch 1.12
+                    saved_tensor = torch.tensor(saved_tensor)
+                shape = tuple(saved_tensor.shape)
+                if shape != place.shape:
                     raise ValueError(f"{key} of {name} has shape {shape}, expected {place.shape}")
-                if key in entry:
-                    if isinstance(entry[key], DTensor) and not is_of_this_rank(entry[key]):
-                        raise ValueError(
-                            f"the loaded {key} of {name} is a piece that another rank has saved: save "
-                            "optimizer.full_state_dict()"
-                        )
-                    found.append((place, entry[key]))
-                elif place.here:
-                    raise ValueError(self.missing(key, name))
+                if isinstance(saved_tensor, DTensor) and not is_of_this_rank(saved_tensor):
+                    raise ValueError(
+                        f"the loaded {key} of {name} is a piece that another rank has saved: save "
+                        "optimizer.full_state_dict()"
+                    )
+                found.append((place, saved_tensor))
         pieces = [(place, place.piece_of(tensor)) for place, tensor in found]
         for place, piece in pieces:
             if place.here:
@@ -1956,6 +2052,9 @@ class DistMuonAdamW(MuonAdamW):
         if dist.is_initialized():
             world = World.of(process_group or dist.group.WORLD, comm_dtype)
             world.gradients_averaged = gradients_averaged
+            # torch.amp.GradScaler then calls step() also on a rank where it has found something infinite.
+            # Otherwise that one would leave it out alone, and the others wait: see `unscale`
+            self._step_supports_amp_scaling = world.averages
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
                 "torchrun started several processes: call torch.distributed.init_process_group first"
@@ -2029,3 +2128,12 @@ def matmul_precision(precision):
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def without_autocast(device):
+    """Around a step that is taken inside of torch.autocast, which would make the products of Newton-Schulz in
+    its own dtype.
+    """
+    if not torch.amp.is_autocast_available(device.type):  # "meta"
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)

@@ -111,8 +111,12 @@ def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dty
     iterates as `newton_schulz_form` says, unless `gram` decides the form. In half precision the Gram form in
     float16 is the more accurate of the two on a GPU (relative error .0044 against .0086 of the plain one in
     bf16, on a Gaussian matrix). Singular values come out in about [0.7, 1.15], depending on the set; a zero
-    matrix gives zero. ValueError for the Gram form in bf16.
+    matrix gives zero. To be called outside of torch.autocast, which would make the products in its own dtype
+    (a step of the optimizers sees to that). ValueError for what is no real matrix, and for the Gram form in
+    bf16.
     """
+    if U.ndim < 2 or U.is_complex():
+        raise ValueError(f"orthogonalize takes real matrices, not {U.dtype} of shape {tuple(U.shape)}")
     m, n = U.shape[-2:]
     table = triples(coefficients, steps)
     chosen, iteration_dtype = newton_schulz_form(m, n, len(table), U.device.type, ns_dtype)
@@ -120,7 +124,7 @@ def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dty
         gram = chosen
     elif gram and iteration_dtype == torch.bfloat16:
         raise ValueError("the Gram form loses all accuracy in bf16: take float32, or the plain form")
-    X = in_norm_dtype(U.reshape(-1, m, n))
+    X = in_norm_dtype(U.reshape(math.prod(U.shape[:-2]), m, n))
     norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True)  # (K, 1, 1)
     X = in_iteration_dtype(normalized(X, norm, coefficients), iteration_dtype)
     if gram:

@@ -192,7 +192,8 @@ def build_param_groups(model, *, muon, adamw, roles=None, skip_keys=(), expert_k
     skip_keys: more names that are never Muon.  expert_keys: names whose leading dimension counts matrices,
     (E, m, n). is_muon: a predicate (name, parameter) -> bool that decides instead of the rules. Each group
     carries `names`, without wrapper components, and is in the order of the model. A parameter that two
-    modules share is trained once, under the name that comes first.
+    modules share is trained once, under the name that comes first. ValueError for a model in pieces of
+    FullyShardedDataParallel (FSDP1).
     """
     roles = roles or {}
     groups = {}  # (kind, role) -> group
@@ -218,6 +219,7 @@ def routing_table(model, *, skip_keys=(), expert_keys=(), is_muon=None):
 
 def _routed(model, skip_keys, expert_keys, is_muon):
     """(name, parameter, kind, why) of every parameter that is trained, in the order of the model."""
+    refuse_flat_parameters(model)
     reasons = not_hidden_matrices(model)
     for name, param in model.named_parameters():
         name = clean_name(name)
@@ -228,6 +230,18 @@ def _routed(model, skip_keys, expert_keys, is_muon):
         else:
             kind, why = route(name, param, reasons, skip_keys, expert_keys)
         yield name, param, kind, why
+
+
+def refuse_flat_parameters(model):
+    """ValueError for FullyShardedDataParallel, FSDP1, under which a parameter is this rank's run of a flat
+    tensor: no matrix, and no DTensor that would say which run it is.
+    """
+    for module in model.modules():
+        is_fsdp1 = type(module).__name__ == "FullyShardedDataParallel"
+        if is_fsdp1 and module.sharding_strategy.name != "NO_SHARD":
+            raise ValueError(
+                "FullyShardedDataParallel (FSDP1) leaves no matrices to train: take fully_shard (FSDP2)"
+            )
 
 
 def split_rows(split, m):
@@ -260,22 +274,27 @@ def default_names(index, count):
 def check_group(group, others, kinds):
     """A copy of a user's group with options and names filled in.
 
-    others: the groups before it. kinds: optim.KINDS. ValueError that names the group and the parameter.
+    params may be (name, parameter) pairs, as torch's optimizers take them. others: the groups before it.
+    kinds: optim.KINDS. ValueError that names the group and the parameter.
     """
     group, where, kind = dict(group), f"param group {len(others)}", group.get("kind")
     if kind not in kinds:
         raise ValueError(f"{where}: unknown kind {kind!r}; known: {', '.join(kinds)}")
-    required, options = kinds[kind].required, kinds[kind].options
-    given = group.keys() - {"kind", "params", "names", "initial_lr"}
-    if missing := required - given:
+    required, options = {"params", *kinds[kind].required}, kinds[kind].options
+    if missing := required - group.keys():
         raise ValueError(f"{where} ({kind}): missing {', '.join(sorted(missing))}")
-    if unknown := given - required - options.keys():
+    if unknown := group.keys() - required - options.keys() - {"kind", "names", "initial_lr"}:
         raise ValueError(f"{where} ({kind}): unknown {', '.join(sorted(unknown))}")
     group = {**options, **group}
-    params = group["params"]
-    group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
-    group["names"] = list(group.get("names") or default_names(len(others), len(group["params"])))
-    check_names(group, where, others)
+    if isinstance(group["params"], set):
+        raise ValueError(f"{where}: params are a set, whose order is another in every process: take a list")
+    params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+    names = group.get("names") or default_names(len(others), len(params))
+    if params and all(isinstance(param, tuple) for param in params):  # of model.named_parameters()
+        names, params = zip(*params, strict=True)
+    # As they are looked up when state is loaded
+    group["params"], group["names"] = list(params), [clean_name(name) for name in names]
+    check_params(group, where, others)
     try:
         check_values(group)
         if kind == "muon":
@@ -309,14 +328,18 @@ def number(key, value):
     return value
 
 
-def check_names(group, where, others):
-    """ValueError where a parameter or a name is there already."""
+def check_params(group, where, others):
+    """ValueError for what is no parameter, complex, or there already, and for a name that is."""
     params, names = group["params"], group["names"]
     if len(names) != len(params):
         raise ValueError(f"{where}: {len(names)} names for {len(params)} params")
     seen = {param: i for i, other in enumerate(others) for param in other["params"]}
     seen_names = {name for other in others for name in other["names"]}
     for name, param in zip(names, params, strict=True):
+        if not isinstance(param, torch.Tensor):
+            raise ValueError(f"{where}: {name} is no parameter, but a {type(param).__name__}")
+        if param.is_complex():
+            raise ValueError(f"{where}: {name} is complex, which no kind here trains")
         if param in seen:
             raise ValueError(f"{where}: {name} is already in group {seen[param]}")
         if name in seen_names:
@@ -328,10 +351,7 @@ def check_names(group, where, others):
 def check_muon_group(group):
     """ValueError for what cannot be trained as matrices, and for options that do not exist."""
     for name, param in zip(group["names"], group["params"], strict=True):
-        if not 2 <= param.ndim <= 4:
-            raise ValueError(f"{name} has shape {tuple(param.shape)}; Muon takes matrices, 2-D to 4-D")
-        if param.ndim == 4 and not param.is_contiguous():
-            raise ValueError(f"{name} is 4-D and not contiguous, so it cannot be viewed as a matrix")
+        check_matrix(name, param)
     steps = group["ns_steps"]
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
         raise ValueError(f"ns_steps must be a whole number or None, but is {steps!r}")
@@ -349,3 +369,14 @@ def check_muon_group(group):
         raise ValueError(f"unknown tensor_parallel {group['tensor_parallel']!r}")
     if group["weight_decay_form"] not in ("cautious", "decoupled"):
         raise ValueError(f"unknown weight_decay_form {group['weight_decay_form']!r}; cautious, decoupled")
+
+
+def check_matrix(name, param):
+    """ValueError for a parameter that Muon cannot view as matrices."""
+    if not 2 <= param.ndim <= 4:
+        raise ValueError(f"{name} has shape {tuple(param.shape)}; Muon takes matrices, 2-D to 4-D")
+    if param.ndim == 4 and not param.is_contiguous():
+        raise ValueError(
+            f"{name} is 4-D and not contiguous (memory_format=torch.channels_last is not), so it cannot be "
+            "viewed as a matrix"
+        )

@@ -59,8 +59,10 @@ class Runtime:
 
 
 def check_name(flag: str, name: str) -> None:
-    """InputError where a name would leave the folder that it names a folder in."""
-    if not name or set(name) & set("/\\") or name.startswith("."):
+    """InputError where a name would leave the folder that it names a folder in, or break the lines that show
+    it.
+    """
+    if not name.isprintable() or not name or set(name) & set("/\\") or name.startswith("."):
         raise InputError(f"{flag} {name!r} is not a folder name; use letters, digits, '-' and '_'")
 
 
@@ -423,6 +425,8 @@ def explain(error: BaseException) -> tuple[int, str]:
         )
     if is_of_the_output(error):
         return 2, _line(f"{error.strerror}: the output")
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return 2, _line(f"{error.strerror}: {error.filename}")
     if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
         place = Path(error.filename or base_dir())
         message = f"{error.strerror}: {place}"

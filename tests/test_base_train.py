@@ -244,6 +244,7 @@ BAD_INPUT = {
     "no tokens": (["--target-param-data-ratio", "0"], "--target-param-data-ratio must be above 0"),
     "two lengths": (["--target-flops", "1e12"], "--target-flops decides how long the run is, and so does"),
     "run name": (["--run", "../x"], "is not a folder name"),
+    "run name of two lines": (["--run", "a\nb"], "'a\\nb' is not a folder name"),
     "other settings": (["--run", "whole", "--seed", "7"], "exists with seed 0, not 7"),
     "window pattern": (["--window-pattern", "XL"], "window_pattern"),
     "optimizer file": (["--optimizer-file", "nothing.py"], "no such Python file"),
@@ -273,7 +274,12 @@ def test_what_is_wrong_on_the_first_rank_ends_all_of_them_with_2(base):
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device", "/data/shard"), InputError("no\nsuch thing")]
+    "error",
+    [
+        OSError(28, "No space left on device", "/data/shard"),
+        OSError(36, "File name too long", "/data/shard"),
+        InputError("no\nsuch thing"),
+    ],
 )
 def test_run_command_turns_what_the_user_can_fix_into_one_line(error, capsys):
     def main():

@@ -74,11 +74,12 @@ def test_text_files(tmp_path):
     book = "".join("word " * rng.randrange(30) + "\r\n" for _ in range(1000))
     (tmp_path / "book.txt").write_bytes(book.encode())
     pieces, _ = read(f"path:{tmp_path}/book.txt")
+    assert not open_corpus(f"path:{tmp_path}/book.txt").not_read
     assert "".join(dict.fromkeys(pieces)) == "".join(pieces) == book
     assert len(pieces) == pytest.approx(len(book) / 4096, abs=2)
     assert all(piece.endswith("\n") for piece in pieces)
     (tmp_path / "b").mkdir()
-    (tmp_path / "b/a.txt").write_text("first<|end|>second<|end|>")
+    (tmp_path / "b/a.txt").write_text("\ufefffirst<|end|>second<|end|>")  # with a byte order mark
     (tmp_path / "notes.pdf").write_text("not a document")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git/a.txt").write_text("nor is this")
@@ -126,6 +127,7 @@ def broken(path, kind):
         return "body"
     elif kind == "numbers.parquet":
         pq.write_table(pa.table({"text": [1]}), path / kind)
+        return "it has: text; text is of type int64"
     elif kind == "torn.parquet":
         pq.write_table(pa.table({"text": ["a" * 1000]}), path / kind)
         (path / kind).write_bytes((path / kind).read_bytes()[:-20])

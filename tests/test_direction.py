@@ -139,6 +139,35 @@ def test_state_is_named_and_shaped_as_declared():
     assert state["p10"]["gram"].shape == (6, 6)  # (out, rest) of a convolution
 
 
+def test_a_direction_that_returns_something_else_is_told():
+    """One row was subtracted from all, and a state of that name saved in place of the momentum."""
+
+    def no_tuple(U, kept, ok, square_weight):
+        return U
+
+    def number_as_gain(U, kept, ok, square_weight):
+        return U, 1.0
+
+    def one_row(U, kept, ok, square_weight):
+        return U[:, :1], torch.ones_like(square_weight)
+
+    def own_momentum(U, kept, ok, square_weight):
+        return U, torch.ones_like(square_weight)
+
+    for direction, message in (
+        (no_tuple, "direction no_tuple has to return two tensors"),
+        (number_as_gain, "direction number_as_gain has to return two tensors"),
+        (one_row, r"one_row .* shape of U, not \(1, 1, 5\) in place of \(1, 4, 5\)"),
+    ):
+        (param,), groups = build([("muon", (4, 5))], direction=direction)
+        param.grad = torch.ones_like(param)
+        with pytest.raises((TypeError, ValueError), match=message):
+            MuonAdamW(groups).step()
+    own_momentum.state = lambda m, n: {"momentum_buffer": (m, n)}
+    with pytest.raises(ValueError, match="own_momentum: momentum_buffer is the name of the momentum itself"):
+        MuonAdamW(build([("muon", (4, 5))], direction=own_momentum)[1])
+
+
 def test_a_skipped_step_changes_nothing():
     params, groups = build(MODEL, direction=whitened)
     optimizer = MuonAdamW(groups)

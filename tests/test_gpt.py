@@ -121,6 +121,17 @@ def test_the_initial_model_knows_nothing_and_is_reproducible():
     assert not torch.equal(first(tokens), other(tokens))
 
 
+def test_a_state_dict_is_all_that_a_new_model_needs(monkeypatch):
+    """Its rotary tables were what had been in memory, and its logits a little wrong."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(0.5))
+    config = GPTConfig.from_depth(2, 96, 16)
+    model, loaded = GPT(config), GPT(config)
+    model.init_weights(0)
+    loaded.load_state_dict(model.state_dict())
+    assert torch.equal(loaded.cos, model.cos) and torch.equal(loaded.sin, model.sin)
+
+
 def test_counts_and_flops():
     model = build(depth=4, width=64, heads=2, kv_heads=2, vocab_size=1000, seq_len=32)
     counts = model.parameter_counts()

@@ -493,7 +493,9 @@ def test_from_torchs_adamw_in_the_middle_of_a_run():
     scheduler = torch.optim.lr_scheduler.ConstantLR(adamw_optimizer)
     train_on_a_schedule(model, adamw_optimizer, scheduler, 0, 3)
     _, optimizer, _ = resumable()
-    optimizer.load_state_dict(adamw_optimizer.state_dict())
+    saved = adamw_optimizer.state_dict()
+    saved["state"][1] = dict(saved["state"][1], step=3)  # as torch before 1.12 has it
+    optimizer.load_state_dict(saved)
     assert (
         optimizer.param_groups[0]["lr"] == 0.02
         and optimizer.param_groups[1]["lr"] == adamw_optimizer.param_groups[0]["lr"]
@@ -600,6 +602,19 @@ def test_without_names_a_regrouped_load_is_refused():
         MuonAdamW([muon(a), muon(b)]).load_state_dict(saved)
 
 
+def test_state_loads_under_the_names_of_a_wrapped_model():
+    """As DistributedDataParallel and torch.compile call them, given as `names` or with the parameters."""
+    p, q = parameter(8, 8), parameter(5)
+    named = MuonAdamW([dict(MUON, params=[("module.a", p)]), adamw(q, names=["_orig_mod.b"])])
+    train(named, [p, q], 1)
+    assert list(named.full_state_dict()["state"]) == ["a", "b"]
+    for names in (["module.a"], ["_orig_mod.b"]), (["a"], ["b"]):
+        other = MuonAdamW([muon(p, names=names[0], lr=0.5), adamw(q, names=names[1])])
+        other.load_state_dict(named.state_dict())
+        assert other.param_groups[0]["lr"] == 0.02
+        assert torch.equal(other.state[p]["momentum_buffer"], named.state[p]["momentum_buffer"])
+
+
 def test_bad_groups_are_refused_at_construction():
     p, q = parameter(8, 8), parameter(8)
     cases = [
@@ -613,6 +628,10 @@ def test_bad_groups_are_refused_at_construction():
         ([muon(p, q, names=["w", "bias"])], r"group 0: bias has shape \(8,\)"),
         ([muon(p, names=["w"]), adamw(q, names=["w"])], "group 1: the name w is used twice"),
         ([muon(p, names=["a", "b"])], "group 0: 2 names for 1 params"),
+        ([MUON], r"group 0 \(muon\): missing params"),
+        ([muon(torch.nn.Linear(3, 3))], "group 0: group0.0 is no parameter, but a Linear"),
+        ([dict(ADAMW, params={p, q})], "group 0: params are a set, whose order is another in every process"),
+        ([adamw(q.to(torch.complex64), names=["z"])], "group 0: z is complex, which no kind here trains"),
         ([muon(p, coefficients="newton")], "group 0: unknown coefficients 'newton'"),
         ([muon(p, ns_steps=0)], "group 0: .*at least one step"),
         ([muon(p, scale="big")], "group 0: unknown scale 'big'"),
@@ -698,9 +717,10 @@ def test_the_event_of_a_gpus_answer_is_on_the_device_that_sends_it(monkeypatch):
     answer, empty = torch.tensor(3.0), torch.empty
     streams = {answer.device: types.SimpleNamespace(record_event=lambda: "of the answer's device")}
     monkeypatch.setattr(torch.cuda, "current_stream", streams.get)
-    monkeypatch.setattr(torch, "empty", lambda shape, pin_memory: empty(shape))  # pinned by a driver only
+    # Pinned by a driver only, and only on the host, whatever torch.set_default_device says
+    monkeypatch.setattr(torch, "empty", lambda shape, device, pin_memory: empty(shape, device=device))
     event, on_host = optim.send_to_host(answer)
-    assert event == "of the answer's device" and on_host == 3
+    assert event == "of the answer's device" and on_host == 3 and on_host.device.type == "cpu"
 
 
 def test_a_kind_without_state_and_an_optimizer_without_parameters(monkeypatch):

@@ -301,6 +301,28 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(value, where):
     assert all(torch.equal(p, q) for result in results for p, q in zip(result, expected, strict=True))
 
 
+def frozen_on_one_rank(group, gradient_is_left):
+    """Parameters after a step for which rank 1 has frozen all of its own."""
+    params, groups = build(MIXED)
+    optimizer = DistMuonAdamW(groups, group)
+    set_local_gradients(group, params, MIXED, torch.float64, 0, 0)
+    if dist.get_rank(group) == 1:
+        for param in params:
+            param.requires_grad_(False)
+            if not gradient_is_left:
+                param.grad = None
+    optimizer.step()
+    return [p.detach() for p in params]
+
+
+def test_gradients_from_before_a_freeze_count_as_zero_on_that_rank():
+    """As in one process, where a frozen parameter is left alone."""
+    with_them = run_world(2, frozen_on_one_rank, True)
+    without = run_world(2, frozen_on_one_rank, False)
+    for params, expected in zip(with_them, without, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(params, expected, strict=True))
+
+
 def told_by_one_rank(group, as_tensor):
     params, groups = build(MIXED, torch.float32)
     optimizer = DistMuonAdamW(groups, group)
@@ -386,6 +408,18 @@ def one_group_less(groups):
 def test_ranks_with_different_parameters_hear_of_it_at_construction(change, parts):
     for error in run_world(3, refused, change):
         assert all(part in error for part in ("ranks have different parameters", *parts)), error
+
+
+def in_a_group_of_others(group):
+    """What dist.new_group gives a rank that is not in it; with AdamW alone such a rank trained nothing."""
+    params, groups = build([("adamw", (600, 2))])
+    with pytest.raises(ValueError) as error:
+        DistMuonAdamW(groups, dist.GroupMember.NON_GROUP_MEMBER)
+    return str(error.value)
+
+
+def test_a_rank_outside_of_its_process_group_is_told():
+    assert run_world(1, in_a_group_of_others) == ["rank 0 is not in the process group of its optimizer"]
 
 
 def another_rate(group):

@@ -168,6 +168,11 @@ def test_dtypes_and_degenerate_matrices():
         assert orthogonalize(torch.zeros(3, 8, 20), name).eq(0).all()
     for size in (1e-20, 1e-8, 1e15):  # the norm of tiny and huge matrices neither vanishes nor overflows
         assert orthogonalize(G.float() * size, "simple").isfinite().all()
+    for shape in (0, 5), (5, 0), (0, 3, 5), (2, 0, 5):  # as in the pieces of a rank that has none
+        assert orthogonalize(torch.zeros(shape)).shape == shape
+    for no_matrix in (torch.zeros(5), torch.zeros(3, 4, dtype=torch.complex64)):
+        with pytest.raises(ValueError, match="takes real matrices, not torch.* of shape"):
+            orthogonalize(no_matrix)
     row = orthogonalize(torch.tensor([[3.0, 4.0]]), "deepseekv4")
     torch.testing.assert_close(row, torch.tensor([[0.6, 0.8]]), rtol=2e-3, atol=0)
     rank_one = torch.outer(torch.arange(1.0, 9), torch.arange(1.0, 6)).double()
