@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 # Flags of base_train
@@ -114,6 +114,13 @@ def trace(recorder, form: str, world: int, rank: int, depth: int | None = None) 
     }
 
 
+def like_larger_models(config):
+    """With value embeddings in every second layer: the layers that are traced stand for those of depths that
+    GPUs train.
+    """
+    return replace(config, value_embed_every=2)
+
+
 def training_steps(recorder, flags: list[str], depth: int, runtime) -> None:
     """base_train.train for two steps, with stand-ins for data, checkpoints, and the watchdog, which hears
     where a step begins and ends.
@@ -136,6 +143,7 @@ def training_steps(recorder, flags: list[str], depth: int, runtime) -> None:
     data_parallel = runtime.world_size // args.tensor_parallel
     args.total_batch_size = ROWS * MICRO_STEPS * SEQ_LEN * data_parallel  # tokens
     plan = plan_run(args, VOCABULARY, runtime, {})
+    plan = replace(plan, config=like_larger_models(plan.config))
 
     # As nanomuon.launch.start_run makes them
     mesh = None

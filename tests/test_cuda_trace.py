@@ -16,7 +16,7 @@ import torch
 
 from nanomuon import footprint
 from nanomuon.gpt import GPTConfig
-from tests.cuda_trace import MICRO_STEPS, ROWS, SEQ_LEN, VOCABULARY, sent_early
+from tests.cuda_trace import MICRO_STEPS, ROWS, SEQ_LEN, VOCABULARY, like_larger_models, sent_early
 
 ROOT = Path(__file__).parent.parent
 # FORM:WORLD:RANK[:DEPTH]
@@ -135,6 +135,7 @@ def check_bytes(found):
     config = GPTConfig.from_depth(
         found["depth"], VOCABULARY, SEQ_LEN, experts=4 if found["form"] == "experts" else 0
     )
+    config = like_larger_models(config)
     layout = footprint.Layout(found["world"], **LAYOUTS.get(found["form"], {}), ns_dtype=torch.bfloat16)
     plan = footprint.RankPlan(config, layout, found["rank"])
     plan.step()
