@@ -1429,14 +1429,9 @@ class MuonAdamW(torch.optim.Optimizer):
         finite = self.unscale(finite)
         if finite is not False:
             self.check_sent()
+        self.check_groups()
         self.has_state = True
-        for i, group in enumerate(self.param_groups):  # a schedule may have written into them
-            try:
-                check_values(group)
-            except ValueError as error:
-                raise ValueError(f"param group {i}: {error}") from None
-        precision = matmul_precision(self.matmul_precision)
-        with precision, kernels_compiled(self.compiles), without_autocast(self.skipped_steps.device):
+        with self.arithmetic():
             self.hyperparameters.refresh()
             with record_function("optimizer.collect"):
                 # Collectives are served in their order, and `ok` is waited for first. After overlap_backward
@@ -1470,6 +1465,22 @@ class MuonAdamW(torch.optim.Optimizer):
         if found_inf is not None:
             finite = (whole(found_inf) == 0) & finite
         return finite
+
+    def check_groups(self):
+        """ValueError for a value that no group can have: a schedule may have written into them."""
+        for i, group in enumerate(self.param_groups):
+            try:
+                check_values(group)
+            except ValueError as error:
+                raise ValueError(f"param group {i}: {error}") from None
+
+    @contextlib.contextmanager
+    def arithmetic(self):
+        """How a step computes, whatever has been set around it."""
+        device = self.skipped_steps.device
+        precision = matmul_precision(self.matmul_precision)
+        with precision, kernels_compiled(self.compiles), without_autocast(device):
+            yield
 
     @contextlib.contextmanager
     def overlap_backward(self):
