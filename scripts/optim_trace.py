@@ -306,10 +306,9 @@ def label_of(work, optimizer):
     if isinstance(work, sharded.Chunk):
         number = 1 + pieces_of(optimizer).index(work)
         return f"chunk {number}: {len(work.matrices)} of {m}x{n}"
-    first, *_, last = work.matrices  # of a run of layers
-    first = name_of_matrix(names[first.param], first.transposed)
-    last = name_of_matrix(names[last.param], last.transposed)
-    return f"{first} to {last}: {len(work.matrices)} of {m}x{n}"
+    named = [name_of_matrix(names[matrix.param], matrix.transposed) for matrix in work.matrices]
+    run = named[0] if len(named) == 1 else f"{named[0]} to {named[-1]}"  # of layers
+    return f"{run}: {len(named)} of {m}x{n}"
 
 
 def name_of_matrix(name, transposed):

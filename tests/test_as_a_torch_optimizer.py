@@ -64,6 +64,17 @@ def trained(steps):
     return model
 
 
+def trained_on_two_batches(steps):
+    """By one process, on the mean of what two ranks see in each step."""
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    for step in range(steps):
+        optimizer.zero_grad()
+        ((loss_of(model, step, 0) + loss_of(model, step, 1)) / 2).backward()
+        optimizer.step()
+    return model
+
+
 def assert_same(model, other):
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
@@ -288,12 +299,7 @@ def scaled(group, kind):
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
 def test_a_grad_scaler_that_finds_an_inf_on_one_rank(kind):
     """That rank left its step out, and the others waited for it."""
-    model = build()
-    optimizer = MuonAdamW(groups_of(model))
-    for step in range(2):
-        optimizer.zero_grad()
-        ((loss_of(model, step, 0) + loss_of(model, step, 1)) / 2).backward()
-        optimizer.step()
+    model = trained_on_two_batches(2)
     for params, skipped in run_world(2, scaled, kind, timeout=60):
         assert skipped == 1
         for p, expected in zip(params, model.parameters(), strict=True):
@@ -553,12 +559,7 @@ def trained_after_it_was_prepared(group):
 
 
 def test_parameters_that_fsdp_replaces_in_the_groups_are_trained():
-    model = build()
-    optimizer = MuonAdamW(groups_of(model))
-    for step in range(3):
-        optimizer.zero_grad()
-        ((loss_of(model, step, 0) + loss_of(model, step, 1)) / 2).backward()
-        optimizer.step()
+    model = trained_on_two_batches(3)
     for params in run_world(2, trained_after_it_was_prepared):
         for ours, expected in zip(params, model.parameters(), strict=True):
             torch.testing.assert_close(ours, expected.detach(), rtol=1e-4, atol=1e-6)

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 
+from nanomuon.optim import MuonAdamW
 from nanomuon.runtime import InputError
 from scripts import optim_trace
 
@@ -62,6 +64,18 @@ def test_owners_are_drawn_in_the_order_of_the_constructor():
     traces = {"overlap": "by the backward", "replicated": "by the groups", "fsdp": "in pieces"}
     assert list(optim_trace.owners_panels(traces).values()) == ["by the groups", "in pieces"]
     assert list(optim_trace.owners_panels({"overlap": "by the backward"}).values()) == ["by the backward"]
+
+
+@pytest.mark.parametrize(
+    ("names", "label"), [(["up"], "0.up: 1 of 4x8"), (["up", "down"], "0.up to 0.down\u1d40: 2 of 4x8")]
+)
+def test_a_bank_is_called_by_its_first_matrix_and_its_last(names, label):
+    shapes = {"up": (4, 8), "down": (8, 4)}
+    params = [(f"blocks.0.mlp.{name}.weight", torch.nn.Parameter(torch.ones(shapes[name]))) for name in names]
+    muon = dict(kind="muon", lr=0.02, momentum=0.9, ns_steps=5, beta2=0.95, weight_decay=0.0)
+    optimizer = MuonAdamW([dict(muon, params=params)])
+    [bank] = optimizer.works
+    assert optim_trace.label_of(bank, optimizer) == label
 
 
 def test_a_world_of_one_has_nothing_to_show():
