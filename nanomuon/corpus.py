@@ -358,10 +358,11 @@ def list_files(root: Path) -> tuple[list, Counter]:
     def unreadable(error):
         not_read["unreadable_folders"] += 1
 
-    folders = os.walk(root, onerror=unreadable)
     if root.is_file():
         add(root)
         folders = []
+    else:
+        folders = os.walk(root, onerror=unreadable)
     for folder, subfolders, names in folders:
         for name in list(subfolders):  # os.walk goes into those that stay in it, but not into links
             path = os.path.join(folder, name)
