@@ -322,12 +322,10 @@ class Hyperparameters:
         self.tables = {}  # (device, dtype) -> tables
         self.params = []  # of all groups, in their order: that of `ok`
         self.position = {}  # parameter -> its place in that order
-        self.planned = {}  # parameter -> its device and dtype
 
     def add(self, params):
         for param in params:
             self.position[param] = len(self.params)
-            self.planned[param] = param.device, param.dtype
             self.params.append(param)
 
     def positions(self, params, device):
@@ -1296,13 +1294,31 @@ def named_parameters(groups):
             yield name, param, group
 
 
-def read_by_plan(group):
-    """What the plan depends on: the group itself, whose values are read at every step, its parameters, and
-    the options that decide how the work is done.
-    """
-    params = [id(param) for param in group["params"]]
-    options = [group[key] for key in sorted(KINDS[group["kind"]].structure)]
-    return id(group), group["kind"], params, options, group.get("beta2") is None
+@dataclass
+class PlannedGroup:
+    """What the plan has read of a param group. All other values are read at every step."""
+
+    identity: int
+    kind: str
+    params: list  # (identity, device, dtype)
+    options: list  # that decide how the work is done
+    variance_reduction: bool
+
+    @classmethod
+    def of(cls, group):
+        params = [(id(param), param.device, param.dtype) for param in group["params"]]
+        options = [group[key] for key in sorted(KINDS[group["kind"]].structure)]
+        return cls(id(group), group["kind"], params, options, group.get("beta2") is not None)
+
+    def moved_since(self, planned):
+        """The number of the first parameter that is not the planned one, or not where and what it was. None
+        where there is none, or the group has not as many as planned.
+        """
+        if len(self.params) == len(planned.params):
+            for i, (param, before) in enumerate(zip(self.params, planned.params, strict=True)):
+                if param != before:
+                    return i
+        return None
 
 
 def has_gradient(param):
@@ -1367,7 +1383,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def plan_all(self):
         """Make the pieces of work of all groups, with state of zero."""
-        self.planned_groups = []  # what the plan has read of each
+        self.planned_groups = []
         self.works = []  # in the order of their collectives, which all ranks share
         self.follows_backward = False  # whether that is the order in which a backward completes them
         self.places = {}  # parameter -> {name of its state: place}
@@ -1425,7 +1441,7 @@ class MuonAdamW(torch.optim.Optimizer):
         refuse_capture()
         with torch.enable_grad():
             loss = closure() if closure else None
-        self.follow_parameters()
+        self.follow_groups()
         finite = self.unscale(finite)
         if finite is not False:
             self.check_sent()
@@ -1498,7 +1514,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 "overlap_backward: earlier collects are in flight; call step() first, or, on every rank, "
                 "step(finite=False), which takes no step"
             )
-        self.follow_parameters()
+        self.follow_groups()
         self.overlapped = True
         missing = [set(work.collected) for work in self.works]
         work_of = {param: i for i, work in enumerate(self.works) for param in work.collected}
@@ -1583,18 +1599,17 @@ class MuonAdamW(torch.optim.Optimizer):
             works = sharded.pieces_of_work(self, in_pieces) + works
         self.works += works
         self.follows_backward = False
-        self.planned_groups += [read_by_plan(group) for group in groups]
+        self.planned_groups += [PlannedGroup.of(group) for group in groups]
         for work in works:
             for param, places in work.places.items():
                 self.places[param] = places
                 self.state[param].update({name: place.tensor for name, place in places.items() if place.here})
 
-    def follow_parameters(self):
-        """Plan anew where what is in the groups is not what was planned: accelerate takes a model with its
-        optimizer, moves it to its device, and puts FSDP2's parameters into the groups. ValueError where there
-        is state already, which a new plan would lose.
+    def follow_groups(self):
+        """Plan anew where the groups are not what was planned: accelerate takes a model with its optimizer,
+        moves it to its device, and puts FSDP2's parameters into the groups. ValueError where there is state
+        already, which a new plan would lose, and for what no plan can train.
         """
-        planned = self.hyperparameters.planned
         for name, param, group in named_parameters(self.param_groups):
             if param.grad is not None and param.grad.is_sparse:
                 raise ValueError(f"{name} has a sparse gradient: take nn.Embedding(..., sparse=False)")
@@ -1605,31 +1620,32 @@ class MuonAdamW(torch.optim.Optimizer):
                     raise ValueError(
                         f"{key} of {name} was replaced or removed in optimizer.state: write into the tensor"
                     )
-            if planned.get(param) != (param.device, param.dtype):
-                if self.has_state:
-                    raise ValueError(
-                        f"{name} has been moved, converted or replaced since the optimizer has state of it: "
-                        "prepare the model before its optimizer"
-                    )
-                self.plan_all()
-                return
-        if not torch.compiler.is_compiling():
-            self.follow_groups()
-
-    def follow_groups(self):
-        """The same for parameters that came or went, and for options that decide how the work is done."""
-        now = [read_by_plan(group) for group in self.param_groups]
-        if now == self.planned_groups:
+        if torch.compiler.is_compiling():  # which cannot trace identities
             return
-        if self.has_state:
-            pairs = itertools.zip_longest(now, self.planned_groups)
-            changed = [i for i, (ours, planned) in enumerate(pairs) if ours != planned]
-            raise ValueError(
-                f"param group {changed[0]} is another one than the state was made for: lr, momentum, betas, "
-                "beta2, eps and weight_decay may be written into it; for other parameters and options make a "
-                'new optimizer, and load this one\'s state with hyperparameters="keep"'
+        now = [PlannedGroup.of(group) for group in self.param_groups]
+        if now != self.planned_groups:
+            if self.has_state:
+                raise ValueError(self.change_of_groups(now))
+            self.plan_all()
+
+    def change_of_groups(self, now):
+        """Says what is not as it was planned, and what to do."""
+        pairs = list(itertools.zip_longest(now, self.planned_groups))
+        changed = [number for number, (group, planned) in enumerate(pairs) if group != planned]
+        number = changed[0]
+        group, planned = pairs[number]
+        moved = group.moved_since(planned) if group and planned else None
+        if moved is not None:
+            name = self.param_groups[number]["names"][moved]
+            return (
+                f"{name} has been moved, converted or replaced since the optimizer has state of it: "
+                "prepare the model before its optimizer"
             )
-        self.plan_all()
+        return (
+            f"param group {number} is another one than the state was made for: lr, momentum, betas, "
+            "beta2, eps and weight_decay may be written into it; for other parameters and options make a new "
+            'optimizer, and load this one\'s state with hyperparameters="keep"'
+        )
 
     def start_equal(self, param):
         """Rank 0's values: a different seed per rank must not train different models."""
@@ -1776,7 +1792,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         for i, group in enumerate(adamw.param_groups):
             check_same_rule(group, f"param group {i} of the {type(adamw).__name__}")
-        self.follow_parameters()
+        self.follow_groups()
         state = {}
         for _, param, group in named_parameters(self.param_groups):
             if group["kind"] == "adamw":
@@ -1810,7 +1826,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         if hyperparameters not in ("restore", "keep"):
             raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
-        self.follow_parameters()
+        self.follow_groups()
         state_dict = self.changed_by(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
         saved = SavedState(state_dict, self.param_groups)
         values = [{}] * len(self.param_groups)
