@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -96,6 +97,7 @@ def _train(environment, argv, output):
     for descriptor in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(environment)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which runs respect
     import torch
 
     from nanomuon.runtime import run_command
