@@ -1294,31 +1294,36 @@ def named_parameters(groups):
             yield name, param, group
 
 
-@dataclass
-class PlannedGroup:
-    """What the plan has read of a param group. All other values are read at every step."""
+class Plan:
+    """What the pieces of work were made from.
 
-    identity: int
-    kind: str
-    params: list  # (identity, device, dtype)
-    options: list  # that decide how the work is done
-    variance_reduction: bool
+    A record beside the optimizer, and no attributes of it: torch.compile loses what a traced step writes into
+    an optimizer.
+    """
 
-    @classmethod
-    def of(cls, group):
-        params = [(id(param), param.device, param.dtype) for param in group["params"]]
-        options = [group[key] for key in sorted(KINDS[group["kind"]].structure)]
-        return cls(id(group), group["kind"], params, options, group.get("beta2") is not None)
+    def __init__(self):
+        self.groups = []  # what was read of each
+        self.params = {}  # parameter -> its device and dtype
+        self.has_state = False  # of steps that were taken or loaded, which another plan would lose
 
-    def moved_since(self, planned):
-        """The number of the first parameter that is not the planned one, or not where and what it was. None
-        where there is none, or the group has not as many as planned.
+    def add(self, groups):
+        self.groups += [self.read(group) for group in groups]
+        for _, param, _ in named_parameters(groups):
+            self.params[param] = param.device, param.dtype
+
+    @staticmethod
+    def read(group):
+        """The group itself, whose values are read at every step, its parameters, and the options that decide
+        how the work is done.
         """
-        if len(self.params) == len(planned.params):
-            for i, (param, before) in enumerate(zip(self.params, planned.params, strict=True)):
-                if param != before:
-                    return i
-        return None
+        params = [id(param) for param in group["params"]]
+        options = [group[key] for key in sorted(KINDS[group["kind"]].structure)]
+        return id(group), group["kind"], params, options, group.get("beta2") is None
+
+    def changed_group(self, groups):
+        """The number of the first group that is not as it was planned, or None."""
+        pairs = itertools.zip_longest([self.read(group) for group in groups], self.groups)
+        return next((number for number, (now, planned) in enumerate(pairs) if now != planned), None)
 
 
 def has_gradient(param):
@@ -1381,14 +1386,15 @@ class MuonAdamW(torch.optim.Optimizer):
         # Schedulers look here for what they may cycle: OneCycleLR writes group["momentum"]
         self.defaults["momentum"] = 0.95
 
+    # Not traced either (see Plan), as torch.optim's own methods: torch.compiler.disable imports the compiler
+    @torch._disable_dynamo
     def plan_all(self):
         """Make the pieces of work of all groups, with state of zero."""
-        self.planned_groups = []
+        self.planned = Plan()
         self.works = []  # in the order of their collectives, which all ranks share
         self.follows_backward = False  # whether that is the order in which a backward completes them
         self.places = {}  # parameter -> {name of its state: place}
         self.state.clear()
-        self.has_state = False  # of steps that were taken or loaded
         self.hyperparameters = Hyperparameters()
         device = next((param.device for _, param, _ in named_parameters(self.param_groups)), None)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
@@ -1446,7 +1452,7 @@ class MuonAdamW(torch.optim.Optimizer):
         if finite is not False:
             self.check_sent()
         self.check_groups()
-        self.has_state = True
+        self.planned.has_state = True
         with self.arithmetic():
             self.hyperparameters.refresh()
             with record_function("optimizer.collect"):
@@ -1599,7 +1605,7 @@ class MuonAdamW(torch.optim.Optimizer):
             works = sharded.pieces_of_work(self, in_pieces) + works
         self.works += works
         self.follows_backward = False
-        self.planned_groups += [PlannedGroup.of(group) for group in groups]
+        self.planned.add(groups)
         for work in works:
             for param, places in work.places.items():
                 self.places[param] = places
@@ -1620,29 +1626,27 @@ class MuonAdamW(torch.optim.Optimizer):
                     raise ValueError(
                         f"{key} of {name} was replaced or removed in optimizer.state: write into the tensor"
                     )
-        if torch.compiler.is_compiling():  # which cannot trace identities
-            return
-        now = [PlannedGroup.of(group) for group in self.param_groups]
-        if now != self.planned_groups:
-            if self.has_state:
-                raise ValueError(self.change_of_groups(now))
+        change = self.change_of_groups()
+        if change is not None:
+            if self.planned.has_state:
+                raise ValueError(change)
             self.plan_all()
 
-    def change_of_groups(self, now):
-        """Says what is not as it was planned, and what to do."""
-        pairs = list(itertools.zip_longest(now, self.planned_groups))
-        changed = [number for number, (group, planned) in enumerate(pairs) if group != planned]
-        number = changed[0]
-        group, planned = pairs[number]
-        moved = group.moved_since(planned) if group and planned else None
-        if moved is not None:
-            name = self.param_groups[number]["names"][moved]
-            return (
-                f"{name} has been moved, converted or replaced since the optimizer has state of it: "
-                "prepare the model before its optimizer"
-            )
+    def change_of_groups(self):
+        """Says what is not as it was planned, and what to do; None where nothing is."""
+        for name, param, _ in named_parameters(self.param_groups):
+            if self.planned.params.get(param) != (param.device, param.dtype):
+                return (
+                    f"{name} has been moved, converted or replaced since the optimizer has state of it: "
+                    "prepare the model before its optimizer"
+                )
+        if torch.compiler.is_compiling():  # which cannot trace identities
+            return None
+        changed = self.planned.changed_group(self.param_groups)
+        if changed is None:
+            return None
         return (
-            f"param group {number} is another one than the state was made for: lr, momentum, betas, "
+            f"param group {changed} is another one than the state was made for: lr, momentum, betas, "
             "beta2, eps and weight_decay may be written into it; for other parameters and options make a new "
             'optimizer, and load this one\'s state with hyperparameters="keep"'
         )
@@ -1859,7 +1863,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 place.tensor.copy_(piece)
         for group, restored in zip(self.param_groups, values, strict=True):
             group.update(restored)
-        self.has_state = True
+        self.planned.has_state = True
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -1896,7 +1900,7 @@ class MuonAdamW(torch.optim.Optimizer):
         for group, values in zip(self.param_groups, written_later, strict=True):
             group.update(values)
         self.skipped_steps.copy_(copied["skipped_steps"])
-        self.has_state = True
+        self.planned.has_state = True
         for param, entry in copied["state"].items():
             for key, tensor in entry.items():
                 self.state[param][key].copy_(tensor)

@@ -565,20 +565,30 @@ def test_parameters_that_fsdp_replaces_in_the_groups_are_trained():
             torch.testing.assert_close(ours, expected.detach(), rtol=1e-4, atol=1e-6)
 
 
-def test_a_model_that_is_converted_after_its_optimizer_was_built():
+@pytest.mark.parametrize("compiled", [False, True], ids=["called", "compiled"])
+def test_a_model_that_is_converted_after_its_optimizer_was_built(compiled):
+    def step_of(optimizer):
+        if compiled:
+            return torch.compile(optimizer.step, backend="eager")
+        return optimizer.step
+
+    torch._dynamo.reset()
     before, after = build(), build()
     early = MuonAdamW(groups_of(before))
     before.double()
     after.double()
     late = MuonAdamW(groups_of(after))
-    for model, optimizer in ((before, early), (after, late)):
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        optimizer.step()
+    early_step = step_of(early)
+    for model, step in ((before, early_step), (after, step_of(late))):
+        for _ in range(2):
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            step()
+    assert early.state[before[0].weight]["momentum_buffer"].dtype == torch.float64
     assert all(torch.equal(p, q) for p, q in zip(before.parameters(), after.parameters(), strict=True))
     before.float()
     with pytest.raises(ValueError, match="0.weight has been moved, converted or replaced"):
-        early.step()
+        early_step()
 
 
 def other_rule(optimizer):
