@@ -453,6 +453,11 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def some_elements(tensor):
+    """Up to eight of them, as a copy of this rank's; 0 for those that are NaN, which equals nothing."""
+    return local(tensor).flatten()[:8].nan_to_num()
+
+
 def gradient(param):
     """What this rank holds of p.grad; zeros where there is none, or one that is left from before a freeze."""
     grad = param.grad
@@ -1172,20 +1177,21 @@ class Agreement:
 
     Each rank brings (1 + parameters + 2,) float32, and of each the largest over ranks counts: 1 where a
     gradient is not finite, or the caller of step() knows something to be bad; 1 for each parameter that has a
-    gradient; a fingerprint of the hyperparameters, and its negative, which add up to 0 where all ranks have
-    the same.
+    gradient; a fingerprint of the hyperparameters and of what was loaded, and its negative, which add up to 0
+    where all ranks have the same.
     """
 
     def __init__(self, world, param_groups, hyperparameters, skipped_steps):
         # Not the optimizer, which holds this: a cycle would keep its process group alive until the
         # interpreter ends, when gloo's threads may abort it
         self.world, self.param_groups = world, param_groups
+        self.loaded = []  # of every state that was loaded: the counts of steps that it had
         self.params, self.skipped_steps = hyperparameters.params, skipped_steps  # the list grows with groups
         like = torch.zeros((), dtype=torch.float32, device=skipped_steps.device)
         # Both reach the device with the hyperparameters
         self.has_gradient = hyperparameters.table(lambda p: {"has": has_gradient(p)}, self.params, like)
-        fingerprints = fingerprints_of_groups if world.size > 1 else no_fingerprints
-        self.fingerprints = hyperparameters.table(fingerprints, [param_groups], like)
+        fingerprints = fingerprints_of if world.size > 1 else no_fingerprints
+        self.fingerprints = hyperparameters.table(fingerprints, [self], like)
         self.on_its_way = None  # (event, 0-D on the host) of a GPU's answer about the fingerprints
 
     def ask(self, told):
@@ -1211,10 +1217,13 @@ class Agreement:
         self.notice(fingerprints.sum())
         return (1 - bad) * has_gradient_somewhere
 
+    def compared(self):
+        """What all ranks have to have alike: what kernels read, by group, and what was loaded."""
+        values = [KINDS[group["kind"]].hyperparameters(group) for group in self.param_groups]
+        return values, self.loaded
+
     def notice(self, difference):
-        """ValueError where ranks have other hyperparameters; on a GPU, not waited for, in one of the next
-        steps.
-        """
+        """ValueError where ranks have other ones; on a GPU, not waited for, in one of the next steps."""
         if self.world.size == 1 or difference.is_meta:
             return
         if not difference.is_cuda:
@@ -1229,8 +1238,12 @@ class Agreement:
 
     def refuse(self, difference):
         if difference != 0:
-            values = hyperparameters_of(self.param_groups)
-            raise ValueError(f"ranks have different hyperparameters; rank {self.world.rank} has {values}")
+            values, loaded = self.compared()
+            state = f"has loaded state of steps {loaded}" if loaded else "has loaded no state"
+            raise ValueError(
+                "ranks have different hyperparameters, or have loaded different state; "
+                f"rank {self.world.rank} {state}, and has {values}"
+            )
 
     def of_rank_0(self, numbers):
         """The integers that rank 0 brings, on every rank, each of which brings as many. Waits for them."""
@@ -1268,17 +1281,12 @@ class Agreement:
                     raise ValueError(f"ranks have different parameters: {difference}")
 
 
-def hyperparameters_of(groups):
-    """What kernels read, by group."""
-    return [KINDS[group["kind"]].hyperparameters(group) for group in groups]
-
-
-def fingerprints_of_groups(groups):
-    fingerprint = fingerprint_of(hyperparameters_of(groups))
+def fingerprints_of(agreement):
+    fingerprint = fingerprint_of(agreement.compared())
     return {"fingerprint": fingerprint, "minus_fingerprint": -fingerprint}
 
 
-def no_fingerprints(groups):
+def no_fingerprints(agreement):
     """One process has nobody to compare them with."""
     return {"fingerprint": 0, "minus_fingerprint": 0}
 
@@ -1511,9 +1519,9 @@ class MuonAdamW(torch.optim.Optimizer):
         The first backward only shows in which order the pieces get theirs. From the second on they are
         launched in this order, that of rank 0, whatever order autograd takes; step() launches the rest, and
         must follow before any gradient changes again: RuntimeError for a second backward, or for clipping.
-        Not for DistributedDataParallel, which changes gradients at the end of its backward. Does nothing in
-        one process. A compiled graph has all of its gradients at its end: what overlaps is decided by how the
-        model is cut into graphs (compilation.py).
+        Not for DistributedDataParallel, which changes gradients at the end of its backward: RuntimeError
+        after the first one. Does nothing in one process. A compiled graph has all of its gradients at its
+        end: what overlaps is decided by how the model is cut into graphs (compilation.py).
         """
         if self.launched:
             raise RuntimeError(
@@ -1525,6 +1533,7 @@ class MuonAdamW(torch.optim.Optimizer):
         missing = [set(work.collected) for work in self.works]
         work_of = {param: i for i, work in enumerate(self.works) for param in work.collected}
         completed = []  # the numbers of the works, in the order in which they got their last gradient
+        arrived_as = {}  # parameter -> some elements of its gradient, in the first backward
 
         @torch.no_grad()
         def arrived(param):
@@ -1539,6 +1548,7 @@ class MuonAdamW(torch.optim.Optimizer):
             if not missing[number]:
                 completed.append(number)
             if not self.follows_backward:
+                arrived_as[param] = some_elements(param.grad)
                 return
             while self.launched < len(self.works) and not missing[self.launched]:
                 self.works[self.launched].collect()
@@ -1554,7 +1564,21 @@ class MuonAdamW(torch.optim.Optimizer):
         for work in self.works[: self.launched]:
             self.sent += [(param, param.grad, param.grad._version) for param in work.collected]
         if not self.follows_backward and self.world.averages:
+            self.check_arrived(arrived_as)
             self.follow_backward(completed)
+
+    def check_arrived(self, arrived_as):
+        """RuntimeError where gradients are other ones at the end of the backward than they were when they
+        arrived. DistributedDataParallel averages them by then, in its gradient_as_bucket_view without a trace
+        in their versions; what was sent would be the mean of some ranks' own ones and of some means.
+        """
+        for param, elements in arrived_as.items():
+            if not torch.equal(some_elements(param.grad), elements):
+                raise RuntimeError(
+                    "overlap_backward: gradients change after they have arrived. It goes around one "
+                    "backward, the last of a step, and not with DistributedDataParallel, which averages "
+                    "gradients itself: gradients_averaged=True"
+                )
 
     def check_sent(self):
         """RuntimeError where gradients are not what overlap_backward has sent: the change would be lost."""
@@ -1836,7 +1860,7 @@ class MuonAdamW(torch.optim.Optimizer):
         values = [{}] * len(self.param_groups)
         if hyperparameters == "restore":
             values = [saved.hyperparameters(i, group) for i, group in enumerate(self.param_groups)]
-        found = []  # (place, what was saved of it)
+        found = []  # (key, place, what was saved of it)
         for name, param, group in named_parameters(self.param_groups):
             places = self.places.get(param, {})
             entry = saved.entry(name, group["kind"], places)
@@ -1856,14 +1880,16 @@ class MuonAdamW(torch.optim.Optimizer):
                         f"the loaded {key} of {name} is a piece that another rank has saved: save "
                         "optimizer.full_state_dict()"
                     )
-                found.append((place, saved_tensor))
-        pieces = [(place, place.piece_of(tensor)) for place, tensor in found]
-        for place, piece in pieces:
+                found.append((key, place, saved_tensor))
+        pieces = [(key, place, place.piece_of(tensor)) for key, place, tensor in found]
+        for _, place, piece in pieces:
             if place.here:
                 place.tensor.copy_(piece)
         for group, restored in zip(self.param_groups, values, strict=True):
             group.update(restored)
         self.planned.has_state = True
+        if self.world.size > 1:
+            self.agreement.loaded.append(sorted({piece.item() for key, _, piece in pieces if key == "step"}))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

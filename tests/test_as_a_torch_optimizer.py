@@ -358,6 +358,24 @@ def test_gradients_that_change_after_they_were_sent_are_told(how, message):
         assert message in error and skipped == 1
 
 
+def overlapped_under_ddp(group, as_view):
+    """What the first overlap_backward says."""
+    rank, model = dist.get_rank(group), build()
+    optimizer = DistMuonAdamW(groups_of(model), group)
+    ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=as_view)
+    with pytest.raises(RuntimeError) as error:
+        with optimizer.overlap_backward():
+            loss_of(ddp, 0, rank).backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_overlap_backward_refuses_ddp(as_view):
+    """With views of its buckets the parameters were silently 2% beside those of one process."""
+    for error in run_world(2, overlapped_under_ddp, as_view):
+        assert "gradients_averaged=True" in error
+
+
 def gradients_of_one_buffer(group):
     """The backward of torch.cat gives two parameters views of one tensor, to which the second micro-batch
     adds.

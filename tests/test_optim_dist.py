@@ -443,6 +443,39 @@ def test_ranks_with_different_rates_hear_of_it_in_that_step():
     assert "rank 0 has" in errors[0] and "'lr': 0.02," in errors[0] and "0.02000000002" in errors[2]
 
 
+def loaded_on(group, ranks_and_steps):
+    """What the step says after these ranks have loaded the state of a run of so many steps."""
+    rank = dist.get_rank(group)
+    params, groups = build(MIXED)
+    optimizer = DistMuonAdamW(groups, group)
+    saved = {0: optimizer.full_state_dict()}
+    for step in range(2):
+        set_local_gradients(group, params, MIXED, torch.float64, step, 0)
+        optimizer.step()
+        saved[step + 1] = optimizer.full_state_dict()
+    other_params, groups = build(MIXED)
+    other = DistMuonAdamW(groups, group)
+    if rank in ranks_and_steps:
+        other.load_state_dict(saved[ranks_and_steps[rank]])
+    set_local_gradients(group, other_params, MIXED, torch.float64, 2, 0)
+    try:
+        other.step()
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("ranks_and_steps", [{0: 2}, {0: 0}, {0: 2, 1: 1, 2: 2}])
+def test_ranks_that_have_loaded_different_state_hear_of_it_in_the_next_step(ranks_and_steps):
+    """Their parameters parted silently."""
+    errors = run_world(3, loaded_on, ranks_and_steps)
+    assert f"rank 0 has loaded state of steps [[{float(ranks_and_steps[0])}]]" in errors[0]
+    if 1 in ranks_and_steps:
+        assert "rank 1 has loaded state of steps [[1.0]]" in errors[1]
+    else:
+        assert "rank 1 has loaded no state" in errors[1]
+    assert run_world(3, loaded_on, {0: 2, 1: 2, 2: 2}) == [None] * 3
+
+
 def plan(group, model):
     params, groups = build(model, torch.float32)
     optimizer = DistMuonAdamW(groups, group)
