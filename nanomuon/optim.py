@@ -1191,7 +1191,7 @@ class Agreement:
         # Both reach the device with the hyperparameters
         self.has_gradient = hyperparameters.table(lambda p: {"has": has_gradient(p)}, self.params, like)
         fingerprints = fingerprints_of if world.size > 1 else no_fingerprints
-        self.fingerprints = hyperparameters.table(fingerprints, [self], like)
+        self.fingerprints = hyperparameters.table(fingerprints, [(param_groups, self.loaded)], like)
         self.on_its_way = None  # (event, 0-D on the host) of a GPU's answer about the fingerprints
 
     def ask(self, told):
@@ -1217,11 +1217,6 @@ class Agreement:
         self.notice(fingerprints.sum())
         return (1 - bad) * has_gradient_somewhere
 
-    def compared(self):
-        """What all ranks have to have alike: what kernels read, by group, and what was loaded."""
-        values = [KINDS[group["kind"]].hyperparameters(group) for group in self.param_groups]
-        return values, self.loaded
-
     def notice(self, difference):
         """ValueError where ranks have other ones; on a GPU, not waited for, in one of the next steps."""
         if self.world.size == 1 or difference.is_meta:
@@ -1238,8 +1233,8 @@ class Agreement:
 
     def refuse(self, difference):
         if difference != 0:
-            values, loaded = self.compared()
-            state = f"has loaded state of steps {loaded}" if loaded else "has loaded no state"
+            values = hyperparameters_of(self.param_groups)
+            state = f"has loaded state of steps {self.loaded}" if self.loaded else "has loaded no state"
             raise ValueError(
                 "ranks have different hyperparameters, or have loaded different state; "
                 f"rank {self.world.rank} {state}, and has {values}"
@@ -1281,12 +1276,18 @@ class Agreement:
                     raise ValueError(f"ranks have different parameters: {difference}")
 
 
-def fingerprints_of(agreement):
-    fingerprint = fingerprint_of(agreement.compared())
+def hyperparameters_of(groups):
+    """What kernels read, by group."""
+    return [KINDS[group["kind"]].hyperparameters(group) for group in groups]
+
+
+def fingerprints_of(groups_and_loaded):
+    groups, loaded = groups_and_loaded
+    fingerprint = fingerprint_of([hyperparameters_of(groups), loaded])
     return {"fingerprint": fingerprint, "minus_fingerprint": -fingerprint}
 
 
-def no_fingerprints(agreement):
+def no_fingerprints(groups_and_loaded):
     """One process has nobody to compare them with."""
     return {"fingerprint": 0, "minus_fingerprint": 0}
 
