@@ -103,15 +103,18 @@ class Run:
             self.log.log(row)
         return results
 
-    def save(self) -> None:
-        """Write a checkpoint, in the background. InputError where another launch has taken the run."""
+    def save(self, position: dict | None = None) -> None:
+        """Write a checkpoint, in the background. InputError where another launch has taken the run.
+
+        position: of the loader, where the rows of a step that could not be taken are to come again.
+        """
         together(lambda: run_folder.check_held(self.folder, self.runtime.rank))
         if self.log:
             self.log.flush()  # a checkpoint must not get ahead of its rows
         meta = {
             "step": self.step,
             "skipped_steps": self.skipped,
-            "loader": self.loader.state_dict(),
+            "loader": position or self.loader.state_dict(),
             "settings": self.defined,
         }
         self.checkpoints.save(self.step, self.model, self.optimizer, meta)

@@ -412,8 +412,12 @@ def window_is_there(manifest: dict | None, window: int) -> bool:
     return len(manifest["val"]) > 0 and len(manifest["train"]) >= (window + 1) * WINDOW
 
 
+class NobodyWrites(InputError):
+    """Shards are missing and no process is at work on them. All ranks miss them in the same micro-batch."""
+
+
 def wait_for_window(folder: Path, window: int, command: str) -> dict:
-    """The manifest once window_is_there(); InputError, naming `command`, where nobody works on the folder."""
+    """The manifest once window_is_there(); NobodyWrites, with `command`, where nobody works on the folder."""
     manifest = read_manifest(folder)
     if not window_is_there(manifest, window):
         first, last = window * WINDOW, (window + 1) * WINDOW - 1
@@ -422,7 +426,7 @@ def wait_for_window(folder: Path, window: int, command: str) -> dict:
     while not window_is_there(manifest, window):
         idle = 0 if being_written(folder) else idle + 1
         if idle > PATIENCE:
-            raise InputError(f"{folder} is incomplete and no process is writing it: run {command}")
+            raise NobodyWrites(f"{folder} is incomplete and no process is writing it: run {command}")
         time.sleep(1)
         manifest = read_manifest(folder)
     return manifest

@@ -65,7 +65,7 @@ def cpu_bf16_speedup() -> float:
             matrix @ matrix
             seconds = time.perf_counter() - began
             fastest[dtype] = min(seconds, fastest.get(dtype, math.inf))
-    return round(fastest[torch.float32] / fastest[torch.bfloat16], 2)
+    return round(fastest[torch.float32] / fastest[torch.bfloat16], 3)
 
 
 def device_batch_size(

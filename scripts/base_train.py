@@ -83,8 +83,13 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
         lr_multiplier = optimizer.param_groups[0]["lr"] / (run.initial_groups[0]["lr"] or 1)
 
         loss = torch.zeros((), device=device)  # the mean over this rank's rows, which is not read here
+        position = run.loader.state_dict()  # of the first of these rows
         for micro_step in range(plan.micro_steps):
-            inputs, targets = next(run.loader)  # (rows, seq_len) each
+            try:
+                inputs, targets = next(run.loader)  # (rows, seq_len) each
+            except shards.NobodyWrites:
+                save_where_data_ends(run, position)
+                raise
             overlap = contextlib.nullcontext()
             if overlaps and micro_step == plan.micro_steps - 1:
                 # In the last backward each gradient is final as it appears: its reduction can start there
@@ -164,6 +169,15 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
     run.checkpoints.wait()
     requests.steps_end()
     return None
+
+
+def save_where_data_ends(run: Run, position: dict) -> None:
+    """Keep what has been trained until scripts.data_prep, which has failed, goes on. position: of the loader,
+    before the step that cannot be taken. All ranks come here from the same micro-step.
+    """
+    run.save(position)
+    run.checkpoints.wait()
+    print0(f"stopped at step {run.step} and saved; the same command carries on where there is data again")
 
 
 def is_due(every: int, step: int) -> bool:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanomuon import checkpoint, locks, provenance, shards
+from nanomuon import checkpoint, dataloader, locks, provenance, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.gpt import GPT
 from nanomuon.guards import Requests, gradients_finite, is_spike
@@ -405,6 +405,24 @@ def test_training_goes_on_where_a_save_finds_no_room(base, whole, monkeypatch, c
     )
     assert checkpoint.saved_steps(run_dir) == [12, 20]
     assert [row["step"] for row in rows(base, "full")] == [*range(1, 21), 20]
+
+
+def test_where_the_shards_end_what_was_trained_is_saved(base, monkeypatch, capsys):
+    """Half through a step, as after the death of data_prep; the run goes on where that step begins."""
+    few_steps = ["--total-batch-size", "8192", "--device-batch-size", "64", *QUIET]
+    assert base_train.main(arguments(base, "all-shards", 8, *few_steps)) == 0
+    with monkeypatch.context() as patched:
+        for module in (shards, dataloader):
+            patched.setattr(module, "window_is_there", lambda manifest, window: window == 0)
+        patched.setattr(shards, "PATIENCE", -1)
+        with pytest.raises(InputError, match="no process is writing it: run python -m scripts.data_prep"):
+            base_train.main(arguments(base, "few-shards", 8, *few_steps))
+    saved = checkpoint.saved_steps(base / "runs" / "few-shards")
+    assert len(saved) == 1 and 0 < saved[0] < 8
+    assert f"stopped at step {saved[0]} and saved" in capsys.readouterr().out
+    assert base_train.main(["--run", "few-shards"]) == 0
+    assert losses(base, "few-shards") == losses(base, "all-shards")
+    assert_same_run(base / "runs" / "few-shards", base / "runs" / "all-shards")
 
 
 def test_a_place_that_cannot_be_written_to_is_refused_at_the_start(base, tmp_path, monkeypatch):
