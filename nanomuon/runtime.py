@@ -140,12 +140,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> floa
     """
     if device.type == "cuda":
         return devices.bf16_peak(torch.cuda.get_device_name(device))
-    matrix = torch.ones(1024, 1024, dtype=dtype)
-    matrix @ matrix  # the first product starts the threads
-    began = time.perf_counter()
-    for _ in range(8):
+    small, matrix = torch.ones(128, 128, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+    small @ small  # the first product starts the threads
+    began, products = time.perf_counter(), 0
+    # In bf16 without instructions for it one takes seconds
+    while products < 8 and time.perf_counter() - began < 0.5:
         matrix @ matrix
-    return 8 * 2 * 1024**3 / (time.perf_counter() - began)
+        products += 1
+    return products * 2 * 1024**3 / (time.perf_counter() - began)
 
 
 def peak_memory_mb(device: torch.device) -> int:
