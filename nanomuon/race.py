@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import statistics
+import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -222,7 +223,7 @@ def result_files(folder, setup, contenders, seeds):
 
 @contextlib.contextmanager
 def what_is_kept_is_said(files):
-    """How many of these results are there: at the start, and where Ctrl-C ends it."""
+    """How many of these results are there: at the start, and where Ctrl-C or a signal ends it."""
 
     def there():
         return sum(file.exists() for file in files.values())
@@ -231,9 +232,12 @@ def what_is_kept_is_said(files):
         print(f"{there()} of {len(files)} runs are there already", flush=True)
     try:
         yield
-    except KeyboardInterrupt:
-        message = f"interrupted: {there()} of {len(files)} runs are kept, the same command goes on"
-        raise KeyboardInterrupt(message) from None
+    except (KeyboardInterrupt, SystemExit) as error:
+        kept = f"{there()} of {len(files)} runs are kept, the same command goes on"
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(f"interrupted: {kept}") from None
+        print(f"stopped: {kept}", file=sys.stderr)
+        raise
 
 
 def train_missing(folder, setup, place, files, wanted, workers):
@@ -269,7 +273,7 @@ class Workers:
     def __exit__(self, kind, *_):
         if self.pool is None:
             return
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
+        if kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit)):
             for worker in multiprocessing.active_children():
                 worker.kill()  # in the middle of a step: what is finished is in its file
         self.pool.shutdown(cancel_futures=True)

@@ -210,6 +210,9 @@ def write_report(run_dir, settings, summary, samples, machine, stages, provenanc
     )
     times = [(stage, f"{seconds:.1f}") for stage, seconds in stages]
     times.append(("total", f"{sum(seconds for _, seconds in stages):.1f}"))
+    results = {}
+    for key, value in summary.items():
+        results[key] = "not measured" if value is None else value  # CORE, where its bundle was not to be had
     core_parts = []
     if core is not None:
         line, tasks = core
@@ -222,7 +225,7 @@ def write_report(run_dir, settings, summary, samples, machine, stages, provenanc
     parts = [
         f"# {name}",
         f"Trained on {machine}.",
-        "## Results\n\n" + markdown_table(("", "value"), summary.items()),
+        "## Results\n\n" + markdown_table(("", "value"), results.items()),
         "![Training loss, validation bits per byte, learning rate and throughput over tokens](loss.png)",
         *core_parts,
         "## Samples\n\n" + "\n\n".join(fenced(sample) for sample in samples),

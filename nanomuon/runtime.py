@@ -412,6 +412,17 @@ def run_command(main) -> None:
     sys.exit(code)
 
 
+def exit_when_asked() -> None:
+    """From here on SIGTERM raises SystemExit(STOPPED), and so does SIGHUP, except under nohup."""
+
+    def stop(number, frame):
+        raise SystemExit(STOPPED)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, stop)
+
+
 def explain(error: BaseException) -> tuple[int, str]:
     """The exit code for an error that ends this process, and what to tell the user about it."""
     if isinstance(error, InputError):

@@ -16,11 +16,11 @@ multiplies all learning rates. An optimizer that is judged by other weights than
 puts them in place in its eval() and back in its train().
 
 All contenders get the same initial weights and the same rows for a seed, and are compared seed by seed. Every
-finished run is kept in races/NAME under NANOMUON_BASE_DIR: an interrupted race goes on (Ctrl-C ends it within
-two seconds), and one with more seeds or contenders trains only what is new. A contender whose code or
-hyperparameters have changed is another contender; runs of another task, model or data are refused. After two
-seeds or more a contender that is hopelessly behind stops, by a rule that wrongs one of the best in a hundred
-races at most.
+finished run is kept in races/NAME under NANOMUON_BASE_DIR: an interrupted race goes on (Ctrl-C and SIGTERM
+end it within two seconds), and one with more seeds or contenders trains only what is new. A contender whose
+code or hyperparameters have changed is another contender; runs of another task, model or data are refused.
+After two seeds or more a contender that is hopelessly behind stops, by a rule that wrongs one of the best in
+a hundred races at most.
 
 --sweep 8 gives each contender the time of eight runs to find its rates first, with other seeds: trials of a
 quarter of the length, the best of them at half, the best of those at all of it. Searched are all rates
@@ -53,6 +53,7 @@ from nanomuon.runtime import (
     check_at_least_1,
     check_name,
     cores,
+    exit_when_asked,
     run_command,
     usable_gpus,
 )
@@ -60,6 +61,7 @@ from nanomuon.runtime import (
 
 def main(argv=None):
     args = parse_arguments(argv)
+    exit_when_asked()
     if args.contenders:
         run_race(args, sys.argv[1:] if argv is None else argv)
     if args.leaderboard:

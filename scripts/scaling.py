@@ -29,16 +29,15 @@ import argparse
 import math
 import os
 import re
-import signal
 import sys
 
 from nanomuon import locks, planning, run_folder, scaling_report, scaling_runs
 from nanomuon.arguments import LENGTH_FLAGS
 from nanomuon.runtime import (
-    STOPPED,
     InputError,
     check_at_least_1,
     check_name,
+    exit_when_asked,
     run_command,
     usable_gpus,
 )
@@ -56,9 +55,7 @@ def main(argv: list[str] | None = None) -> None:
         raise InputError("start it without torchrun, which it starts itself for each run: --nproc-per-node")
     folder = scaling_runs.folder_of(args.name)
     run_folder.check_writable(folder)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, stop)
+    exit_when_asked()  # the run in training saves first, see scaling_runs.train
     with locks.locked(folder):
         if args.depths:
             gpus = usable_gpus()
@@ -76,11 +73,6 @@ def main(argv: list[str] | None = None) -> None:
             )
         print("\n" + scaling_report.write_report(folder, findings, answers(args, findings)))
     print(f"\n{folder}/scaling.md, {folder}/scaling.png")
-
-
-def stop(number, frame):
-    """Handles the signals that ask for an end: the run in training saves first, see scaling_runs.train."""
-    raise SystemExit(STOPPED)
 
 
 def answers(args: argparse.Namespace, findings: scaling_report.Findings) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 
 from nanomuon import race, race_tasks, recipe
 from nanomuon.race_contenders import Contender
-from nanomuon.runtime import InputError
+from nanomuon.runtime import STOPPED, InputError
 from scripts import optim_race
 from tests.training import wait_until
 
@@ -130,8 +130,12 @@ def at_work(process):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["finished", "starting"])
-def test_ctrl_c_in_a_race_is_one_line_and_keeps_what_is_finished(text, tmp_path, moment):
+@pytest.mark.parametrize(
+    "moment, number", [("finished", signal.SIGINT), ("starting", signal.SIGINT), ("finished", signal.SIGTERM)]
+)
+def test_a_race_that_is_interrupted_says_so_in_a_line_and_keeps_what_is_finished(
+    text, tmp_path, moment, number
+):
     """When the first run is finished; and when the workers are starting, which takes them seconds."""
     arguments = ["--contenders", "adamw", "--seeds", "60", "--steps", "20", "--jobs", "2"]
     command = [sys.executable, "-m", "scripts.optim_race", "--text", str(text), *SMALL, *arguments]
@@ -162,12 +166,16 @@ def test_ctrl_c_in_a_race_is_one_line_and_keeps_what_is_finished(text, tmp_path,
 
     wait_until(reached, lambda: process.poll() is None, seconds=240)
     started = workers()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of its processes
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does, to all of its processes
+    else:
+        process.send_signal(number)
     wait_until(lambda: not any(map(at_work, started)), lambda: True, seconds=2)
     _, said = process.communicate(timeout=60)
     kept = len(finished())
-    assert said == f"interrupted: {kept} of 60 runs are kept, the same command goes on\n"
-    assert process.returncode == 130 and (kept > 0 or moment == "starting")
+    how, code = ("interrupted", 130) if number == signal.SIGINT else ("stopped", STOPPED)
+    assert said == f"{how}: {kept} of 60 runs are kept, the same command goes on\n"
+    assert process.returncode == code and (kept > 0 or moment == "starting")
 
 
 def test_ctrl_c_while_runs_are_handed_out_is_heard_once_all_are():
