@@ -9,7 +9,8 @@ be built is a row that says why.
 All have the same parameters and gradients and take whole steps in turn, round after round, so that a busy
 machine slows all of them. Printed are medians, the middle half of the rounds, the median of the ratio to the
 first row in the same round, the processors' time of all threads, bytes of state for each parameter, the
-first step, which may compile, and the lines of the adopting function without its first and last.
+first step, which may compile, and the lines of the adopting function without its first and last. On a CPU
+without instructions for bf16 those that iterate in it would take minutes a step: they are rows that say so.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import time
 import torch
 from torch import nn
 
-from nanomuon import user_file
+from nanomuon import sizing, user_file
 from nanomuon.runtime import InputError, run_command
 
 VOCABULARY = 8192
@@ -85,6 +86,8 @@ CONTESTANTS = {
     "torch.optim.Muon + AdamW": torch_muon,
     "torch.optim.AdamW alone": torch_adamw,
 }
+# torch.optim.Muon on every device
+ITERATE_IN_BF16 = ("nanomuon, ns_dtype=bfloat16", "nanomuon, both", "torch.optim.Muon + AdamW")
 
 
 # ---- the measurement
@@ -165,6 +168,9 @@ def compare(size, contestants, rounds):
 
     optimizers, first_step, failed = {}, {}, {}
     for name, adopt in contestants.items():
+        if name in ITERATE_IN_BF16 and not sizing.cpu_has_bf16():
+            failed[name] = "it iterates in bf16, for which this CPU has no instructions"
+            continue
         try:
             optimizers[name] = adopt(model)
             first_step[name], _ = timed_step(optimizers[name])

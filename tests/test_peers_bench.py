@@ -2,6 +2,7 @@
 
 import pytest
 
+from nanomuon import sizing
 from nanomuon.runtime import InputError
 from scripts import peers_bench
 
@@ -44,10 +45,22 @@ def test_the_model_has_the_parameters_of_a_llama():
     assert {name: tuple(param.shape) for name, param in model.named_parameters()} == expected
 
 
+def test_what_iterates_in_bf16_is_left_out_where_the_cpu_has_no_instructions_for_it(monkeypatch, capsys):
+    """A step would take minutes."""
+    monkeypatch.setitem(peers_bench.SIZES, "tiny", {"width": 32, "mlp_width": 48, "layers": 1})
+    monkeypatch.setattr(sizing, "cpu_has_bf16", lambda: False)
+    kept = {name: peers_bench.CONTESTANTS[name] for name in ("nanomuon", "torch.optim.Muon + AdamW")}
+    peers_bench.compare("tiny", kept, 1)
+    table = capsys.readouterr().out
+    assert "| torch.optim.Muon + AdamW | not measured: it iterates in bf16" in table
+    assert "| nanomuon | not measured" not in table
+
+
 def test_the_table(tmp_path, monkeypatch, capsys):
     """A row for each contestant, with bytes and lines that are known, or why a peer is missing."""
     monkeypatch.setitem(peers_bench.SIZES, "tiny", {"width": 32, "mlp_width": 48, "layers": 1})
     monkeypatch.delenv("NANOMUON_COMPILE", raising=False)
+    monkeypatch.setattr(sizing, "cpu_has_bf16", lambda: True)
     for name in ("nanomuon, compile=True", "nanomuon, both"):  # they take half a minute
         monkeypatch.delitem(peers_bench.CONTESTANTS, name)
     file = tmp_path / "adopting.py"
