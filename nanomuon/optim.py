@@ -1573,13 +1573,15 @@ class MuonAdamW(torch.optim.Optimizer):
         arrived. DistributedDataParallel averages them by then, in its gradient_as_bucket_view without a trace
         in their versions; what was sent would be the mean of some ranks' own ones and of some means.
         """
+        changed = []  # 0-D, of each
         for param, elements in arrived_as.items():
-            if not torch.equal(some_elements(param.grad), elements):
-                raise RuntimeError(
-                    "overlap_backward: gradients change after they have arrived. It goes around one "
-                    "backward, the last of a step, and not with DistributedDataParallel, which averages "
-                    "gradients itself: gradients_averaged=True"
-                )
+            changed.append((some_elements(param.grad) != elements).any())
+        if changed and torch.stack(changed).any().item():
+            raise RuntimeError(
+                "overlap_backward: gradients change after they have arrived. It goes around one backward, "
+                "the last of a step, and not with DistributedDataParallel, which averages gradients itself: "
+                "gradients_averaged=True"
+            )
 
     def check_sent(self):
         """RuntimeError where gradients are not what overlap_backward has sent: the change would be lost."""

@@ -173,7 +173,7 @@ def training_steps(recorder, flags: list[str], depth: int, runtime) -> None:
         optimizer=optimizer,
         schedule=schedule,
         initial_groups=[dict(group) for group in optimizer.param_groups],
-        loader=iter(lambda: (rows, rows), None),  # (inputs, targets) without end
+        loader=SameRows(rows),
         save=lambda: None,
         checkpoints=SimpleNamespace(wait=lambda: None),
         log=None,
@@ -190,6 +190,19 @@ def training_steps(recorder, flags: list[str], depth: int, runtime) -> None:
     )
     with contextlib.redirect_stdout(sys.stderr):  # what it prints of its progress
         base_train.train(run, watchdog, guards.Requests())
+
+
+class SameRows:
+    """A loader of (inputs, targets) without end."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __next__(self):
+        return self.rows, self.rows
+
+    def state_dict(self):
+        return {}
 
 
 def optimizer_steps(recorder, depth: int, runtime) -> None:
