@@ -1808,7 +1808,10 @@ class MuonAdamW(torch.optim.Optimizer):
         for name, param, _ in named_parameters(self.param_groups):
             if param in self.places:
                 state[name] = {key: place.gathered() for key, place in self.places[param].items()}
-        return {"state": state, "param_groups": self.named_state_dict()["param_groups"]}
+        groups = []
+        for group in self.named_state_dict()["param_groups"]:
+            groups.append({key: of_its_own(value) for key, value in group.items()})
+        return {"state": state, "param_groups": groups}
 
     @torch.no_grad()
     def adamw_state_dict(self, adamw):
@@ -1889,7 +1892,7 @@ class MuonAdamW(torch.optim.Optimizer):
             if place.here:
                 place.tensor.copy_(piece)
         for group, restored in zip(self.param_groups, values, strict=True):
-            group.update(restored)
+            group.update({key: of_its_own(value) for key, value in restored.items()})
         self.planned.has_state = True
         if self.world.size > 1:
             self.agreement.loaded.append(sorted({piece.item() for key, _, piece in pieces if key == "step"}))
@@ -2001,6 +2004,8 @@ class SavedState:
         group = self.groups[self.group_of[name]] if name in self.group_of else {"kind": kind}
         switched = group.get("kind", "adamw") != kind
         never_stepped = not entry and not self.is_ours  # torch's have no state before the first gradient
+        if never_stepped and kind == "adamw" and name not in self.group_of:
+            raise ValueError(f"the loaded state is of other parameters: it has no {name}")
         if switched or never_stepped:
             return {key: torch.zeros(place.shape) for key, place in places.items()}
         if not self.is_ours:
@@ -2043,6 +2048,15 @@ class SavedState:
             for key, value in saved.items()
             if key not in not_values and (self.is_ours or key in known)
         }
+
+
+def of_its_own(value):
+    """A copy of what could be changed in place: a learning rate that is a tensor, a list."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, list):
+        return list(value)
+    return value
 
 
 def check_same_rule(group, where):

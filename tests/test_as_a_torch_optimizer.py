@@ -211,6 +211,30 @@ def test_a_group_that_comes_later_has_a_rate_and_is_saved():
     )
 
 
+def test_state_of_torch_under_other_names_is_refused():
+    """It started anew, without a word."""
+    model = build()
+    named = [(f"net.{name}", param) for name, param in model.named_parameters()]
+    adamw = torch.optim.AdamW(named)
+    loss_of(model, 0).backward()
+    adamw.step()
+    with pytest.raises(ValueError, match="the loaded state is of other parameters: it has no "):
+        MuonAdamW(groups_of(model)).load_state_dict(adamw.state_dict())
+
+
+def test_a_learning_rate_that_is_a_tensor_is_not_shared_with_what_was_saved():
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.02)
+    saved = optimizer.full_state_dict()
+    other = MuonAdamW(groups_of(build()))
+    other.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+    assert saved["param_groups"][0]["lr"].item() == other.param_groups[0]["lr"].item() == pytest.approx(0.02)
+    other.param_groups[0]["lr"].mul_(0.5)
+    assert saved["param_groups"][0]["lr"].item() == pytest.approx(0.02)
+
+
 def test_step_under_torch_compile():
     """As one graph, at rates that change more often than Dynamo compiles."""
     torch.manual_seed(0)
