@@ -5,7 +5,7 @@
 #   bash speedrun.sh --plan    print what would be done, with sizes, memory and time, and stop
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
-# Without a GPU it takes seven to nine minutes, more steps on a CPU that multiplies bfloat16 natively than on another
+# Without a GPU it takes seven to twelve minutes, more steps on a CPU that multiplies bfloat16 natively than on another
 # (--dtype float32 takes the other's). Stages whose output is complete are skipped, so the same command carries on after
 # an interruption: SIGTERM, SIGHUP and Ctrl-C end it, the training saves first, and the exit code is 75 then.
 # Override with

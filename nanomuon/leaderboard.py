@@ -1,10 +1,12 @@
 """The page docs/leaderboard.md, made of the kept results of races, see nanomuon/kept_race.py."""
 
 import math
+from dataclasses import fields
 from pathlib import Path
 
 from nanomuon import compare, kept_race, race_report
 from nanomuon.export import MODEL_OPTIONS, MODEL_SHAPE
+from nanomuon.gpt import EARLIER_FIELDS, GPTConfig
 from nanomuon.race_tasks import empty_model
 from nanomuon.read_json import FILE_NAME, Choice, Number, Record, Text, Whole, check
 from nanomuon.report import fenced, markdown_table
@@ -39,7 +41,9 @@ Races of optimizers, each on one task: what every contender came to, and what ca
   the luck of their seeds.
 - The first places were chosen by their means, and so were lucky as well: their leads are overstated a little.
 - **Tuning** is the number of runs that chose a contender's hyperparameters, and what they come to in runs of
-  full length; they had other seeds. A commit with + had changes that are not in it."""
+  full length; they had other seeds. A commit with + had changes that are not in it.
+- The **commands** are those that were run. Where model or optimizer have changed since, the same command says
+  what to add, so that the race goes on with the model that it has: `--model ...`, `--accept-changes`."""
 
 
 def write_leaderboard(kept: Path, page: Path) -> None:
@@ -169,7 +173,11 @@ def section(race, picture):
 def described(race):
     """Task, model and amount of a race in words."""
     setup = race.setup
-    model = setup["model"]
+    model = {**EARLIER_FIELDS, **setup["model"]}
+    options = ""
+    for field in fields(GPTConfig):
+        if field.name in MODEL_OPTIONS and model.get(field.name, field.default) != field.default:
+            options += f", {field.name} {model[field.name]}"
     embedding = race.counts["wte"]
     others = race.counts["total"] - embedding
     tokens = setup["rows"] * model["seq_len"]
@@ -178,8 +186,8 @@ def described(race):
     seeds = max(map(len, race.results.values()), default=0)
     return (
         f"Task `{setup['name']}`: {setup['steps']:,} steps of {tokens:,} tokens, up to {seeds} seeds. Depth "
-        f"{model['depth']}, width {model['width']}, {others:,} parameters beside the token embedding's "
-        f"{embedding:,}, {setup['dtype']}. {len(runs)} runs and {len(race.tuning)} of tuning, {hours:.1f} "
+        f"{model['depth']}, width {model['width']}{options}, {others:,} parameters beside the token "
+        f"embedding's {embedding:,}, {setup['dtype']}. {len(runs)} runs and {len(race.tuning)} of tuning, {hours:.1f} "
         "hours of training."
     )
 

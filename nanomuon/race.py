@@ -360,13 +360,12 @@ def check_setup(folder, setup, accept_changes=False):
     before = read_json(file, TASK)
     if "model" in before:
         before["model"] = {**EARLIER_FIELDS, **before["model"]}
-    changed = {}
-    for key, value in setup.items():
-        if before.get(key) != value:
-            changed[key] = f"{key} {before.get(key)}, not {value}"
+    changed, model_flags = differences(before, setup)
     if not changed:
         return
     problem = f"race {folder.name} was run with {'; '.join(changed.values())}"
+    if model_flags:
+        raise InputError(f"{problem}: add {model_flags} for its model, or choose another --name")
     if not CODE.issuperset(changed):
         raise InputError(f"{problem}: choose another --name")
     if not accept_changes:
@@ -374,6 +373,24 @@ def check_setup(folder, setup, accept_changes=False):
             f"{problem}: choose another --name, or say --accept-changes if it trains the same as before"
         )
     print(f"{problem}: its results are compared with new ones all the same", flush=True)
+
+
+def differences(before, setup):
+    """What differs between the setup of a race and another one, as {key: in words}, of the model the fields
+    alone; and the flag that gives the other one's model those of the race, "" where they are its own.
+    """
+    changed = {}
+    for key, value in setup.items():
+        if key != "model" and before.get(key) != value:
+            changed[key] = f"{key} {before.get(key)}, not {value}"
+    fields = []
+    before_model = before.get("model", {})
+    for field, value in setup.get("model", {}).items():
+        if before_model.get(field) != value:
+            changed[field] = f"{field} {before_model.get(field)}, not {value}"
+            fields.append(f"{field}={before_model.get(field)}")
+    model_flags = "--model " + " ".join(fields) if fields else ""
+    return changed, model_flags
 
 
 def check_same_start(folder, results):

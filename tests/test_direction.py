@@ -10,7 +10,6 @@ import torch
 from torch.distributed.tensor import Shard
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW, muon_direction
-from nanomuon.orthogonalize import orthogonalize
 from tests import test_optim_dist, test_sharded
 from tests.test_optim_dist import assert_close, assert_same_everywhere, build
 from tests.worlds import run_world
@@ -28,8 +27,8 @@ TOLERANCE = 1e-9
 def documented(name):
     """The function in the page, as a function of this module, so that other processes can be told of it."""
     page = Path(__file__).parent.parent / "docs" / "add_your_optimizer.md"
-    (code,) = re.findall(rf"```python\n(def {name}.*?)```", page.read_text(), re.DOTALL)
-    names = {"__name__": __name__, "torch": torch, "orthogonalize": orthogonalize}
+    (code,) = re.findall(rf"```python\n((?:from [^\n]*\n\n\n)?def {name}.*?)```", page.read_text(), re.DOTALL)
+    names = {"__name__": __name__, "torch": torch}
     exec(code, names)
     return names[name]
 

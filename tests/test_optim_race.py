@@ -411,7 +411,8 @@ def test_a_race_from_before_keys_had_an_offset_goes_on_without_it(lab, tmp_path)
     Inline.submitted.clear()
     lab(*arguments, "--model", "key_offset=False")
     assert not Inline.submitted
-    with pytest.raises(InputError, match="was run with model .*'key_offset': False.*, not .*True"):
+    message = "was run with key_offset False, not True: add --model key_offset=False for its model"
+    with pytest.raises(InputError, match=message):
         lab(*arguments)
 
 
