@@ -31,6 +31,7 @@ import math
 import os
 import types
 import warnings
+import weakref
 import zlib
 from dataclasses import dataclass
 
@@ -67,6 +68,7 @@ RUNS = 4  # a bank that ranks share is cut into up to so many, so that not all o
 
 # Set for the length of a step
 OPTIMIZER_COMPILES = contextvars.ContextVar("optimizer_compiles", default=True)
+HAVE_OVERLAPPED = weakref.WeakSet()  # optimizers that have ever been in overlap_backward
 
 # Since torch 2.13 the collectives on one tensor are called *_single, and the old names warn.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -1530,6 +1532,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 "step(finite=False), which takes no step"
             )
         self.follow_groups()
+        self.refuse_two_at_a_time()
         self.overlapped = True
         missing = [set(work.collected) for work in self.works]
         work_of = {param: i for i, work in enumerate(self.works) for param in work.collected}
@@ -1567,6 +1570,20 @@ class MuonAdamW(torch.optim.Optimizer):
         if not self.follows_backward and self.world.averages:
             self.check_arrived(arrived_as)
             self.follow_backward(completed)
+
+    def refuse_two_at_a_time(self):
+        """RuntimeError where another optimizer of this process group has not stepped since its own
+        overlap_backward: where a parameter of one is unused on some rank, the collectives of the two would
+        change places there, and their gradients with them.
+        """
+        for other in HAVE_OVERLAPPED - {self}:
+            same_ranks = other.world.process_group is self.world.process_group
+            if other.overlapped and same_ranks and self.world.averages:
+                raise RuntimeError(
+                    "overlap_backward: another optimizer has not stepped since its own one, and both send "
+                    "through one process group: give each its own, process_group=dist.new_group()"
+                )
+        HAVE_OVERLAPPED.add(self)
 
     def check_arrived(self, arrived_as):
         """RuntimeError where gradients are other ones at the end of the backward than they were when they
@@ -1797,9 +1814,9 @@ class MuonAdamW(torch.optim.Optimizer):
             entry = {key: place.shown() for key, place in self.places.get(param, {}).items() if place.here}
             if entry:
                 state[name] = entry
-        groups = [dict(group) for group in self.param_groups]
-        for group in groups:
-            del group["params"]
+        groups = []
+        for group in self.param_groups:
+            groups.append({key: of_its_own(value) for key, value in group.items() if key != "params"})
         return {"state": state, "param_groups": groups}
 
     def full_state_dict(self):
@@ -1808,10 +1825,7 @@ class MuonAdamW(torch.optim.Optimizer):
         for name, param, _ in named_parameters(self.param_groups):
             if param in self.places:
                 state[name] = {key: place.gathered() for key, place in self.places[param].items()}
-        groups = []
-        for group in self.named_state_dict()["param_groups"]:
-            groups.append({key: of_its_own(value) for key, value in group.items()})
-        return {"state": state, "param_groups": groups}
+        return {"state": state, "param_groups": self.named_state_dict()["param_groups"]}
 
     @torch.no_grad()
     def adamw_state_dict(self, adamw):
@@ -1965,6 +1979,8 @@ class SavedState:
     def __init__(self, state_dict, our_groups):
         self.groups = state_dict["param_groups"]
         self.is_ours = all("kind" in group for group in self.groups)
+        if not self.is_ours:
+            check_adamw(self.groups)
         state, names = state_dict["state"], []
         for i, group in enumerate(self.groups):
             if "names" in group or "param_names" in group:
@@ -2057,6 +2073,18 @@ def of_its_own(value):
     if isinstance(value, list):
         return list(value)
     return value
+
+
+def check_adamw(groups):
+    """ValueError for groups of a torch optimizer that keeps no moments as AdamW does, SGD or Muon for one:
+    its state would be lost.
+    """
+    for i, group in enumerate(groups):
+        if "betas" not in group or "eps" not in group:
+            raise ValueError(
+                f"group {i} of the loaded state has no betas or no eps: of torch's optimizers only the state "
+                "of AdamW and Adam loads"
+            )
 
 
 def check_same_rule(group, where):

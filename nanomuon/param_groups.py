@@ -37,6 +37,9 @@ NOT_MUON = (
     "mhc_ffn",
     "lambda_proj",
     "A_log",  # Mamba's: a decay per channel and state, which multiplies element by element
+    # The magnitudes of torch's weight_norm, (m, 1), new and old
+    "parametrizations.weight.original0",
+    "weight_g",
 )
 CONVOLUTIONS = (
     nn.Conv1d,
@@ -154,7 +157,8 @@ def route(name, param, reasons=None, skip_keys=(), expert_keys=()):
     3. a key of NOT_MUON is in its name: AdamW;
     4. it is no matrix by its shape: fewer than 2 dimensions (the leading one of a parameter that an expert
        key names does not count), more than 4, or 3 and more of which the first is 1, as of position
-       embeddings; or it is a bias by its name, of which experts have one a row: AdamW;
+       embeddings, or that have one number for each of the first, as a scale of every head does; or it is a
+       bias by its name, of which experts have one a row: AdamW;
     5. Muon. 3 dimensions are a batch of matrices, 4 a convolution's matrix (out, in * height * width).
     """
     for key in skip_keys:
@@ -174,6 +178,8 @@ def route(name, param, reasons=None, skip_keys=(), expert_keys=()):
         return "muon", f"matrices of {expert}"
     if param.ndim > 2 and param.size(0) == 1:
         return "adamw", "leading dimension of 1: no batch of matrices"
+    if param.ndim > 2 and param.size(0) == param.numel():
+        return "adamw", "one number for each of the first dimension: a vector"
     own_name = name.split(".")[-1]
     if own_name == "bias" or own_name.endswith("_bias"):
         return "adamw", "a bias"
@@ -320,9 +326,12 @@ def check_values(group):
 
 
 def number(key, value):
-    """The value; ValueError for what is none. A tensor, as torch allows for rates, is not read here."""
+    """The value; ValueError for what is none. Of a tensor, as torch allows for rates, where reading it takes
+    no wait for a GPU and breaks no graph; else 0.
+    """
     if isinstance(value, torch.Tensor):
-        return 0.0
+        is_at_hand = value.device.type == "cpu" and not torch.compiler.is_compiling()
+        return value.item() if is_at_hand else 0.0
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{key} must be a number, but is {value!r}")
     return value

@@ -211,6 +211,26 @@ def test_a_group_that_comes_later_has_a_rate_and_is_saved():
     )
 
 
+@pytest.mark.parametrize("which", [torch.optim.Muon, torch.optim.SGD])
+def test_state_that_adamw_has_not_is_refused(which):
+    """Momentum was dropped, without a word."""
+    model = build()
+    matrices = {name: param for name, param in model.named_parameters() if param.ndim == 2}
+    theirs = which(list(matrices.items()), lr=0.02, momentum=0.9)
+    loss_of(model, 0).backward()
+    theirs.step()
+    ours = MuonAdamW([dict(MUON, kind="muon", params=list(matrices.items()))])
+    with pytest.raises(ValueError, match="group 0 of the loaded state has no betas or no eps"):
+        ours.load_state_dict(theirs.state_dict())
+
+
+def test_what_is_done_to_a_saved_state_leaves_the_optimizer_alone():
+    optimizer = MuonAdamW(groups_of(build()))
+    names = list(optimizer.param_groups[0]["names"])
+    optimizer.state_dict()["param_groups"][0]["names"][0] = "other"
+    assert optimizer.param_groups[0]["names"] == names
+
+
 def test_state_of_torch_under_other_names_is_refused():
     """It started anew, without a word."""
     model = build()
@@ -398,6 +418,43 @@ def test_overlap_backward_refuses_ddp(as_view):
     """With views of its buckets the parameters were silently 2% beside those of one process."""
     for error in run_world(2, overlapped_under_ddp, as_view):
         assert "gradients_averaged=True" in error
+
+
+def two_that_overlap(group):
+    """What the second of two optimizers hears: on one process group, after the step of the first, and on a
+    process group of its own.
+    """
+    heard = []
+    model, second_model = build(), build()
+    another_group = dist.new_group()
+    first = DistMuonAdamW(groups_of(model), group)
+    for optimizer in [
+        DistMuonAdamW(groups_of(second_model), group),
+        DistMuonAdamW(groups_of(second_model), another_group),
+    ]:
+        for first_has_stepped in (False, True):
+            with first.overlap_backward():
+                loss_of(model, 0).backward()
+            if first_has_stepped:
+                first.step()
+            try:
+                with optimizer.overlap_backward():
+                    loss_of(second_model, 0).backward()
+                heard.append("nothing")
+                optimizer.step()
+            except RuntimeError as error:
+                heard.append(str(error))
+            if not first_has_stepped:
+                first.step()
+            first.zero_grad()
+            optimizer.zero_grad()
+    return heard
+
+
+def test_two_that_overlap_on_one_process_group_are_refused():
+    """Where a rank did not use a parameter, one got gradients of the other."""
+    for heard in run_world(4, two_that_overlap):
+        assert "process_group=dist.new_group()" in heard[0] and heard[1:] == ["nothing"] * 3
 
 
 def gradients_of_one_buffer(group):

@@ -174,6 +174,7 @@ def test_what_is_installed_says_whether_varlen_takes_groups():
     assert module._VARLEN_TAKES_GROUPS == ("enable_gqa" in parameters)
 
 
+@pytest.mark.slow
 def test_flex_compiled_into_a_graph_is_the_definition():
     q, k, v = tensors()
     module.make_block_mask(48, 10, CPU)

@@ -27,13 +27,13 @@ STEPS = [
     "fsdp:8:0",
     "tensor-parallel:8:0",
     "fsdp-tensor-parallel:8:0",
-    "replicated:1024:0",
     "replicated:1024:1023",
-    "fsdp:1024:0",
-    "fsdp:1024:1023",
 ]
 OPTIMIZER = ["optimizer:1:0", "optimizer:8:0", "optimizer:1024:1023"]
 SLOW = [
+    "replicated:1024:0",
+    "fsdp:1024:0",
+    "fsdp:1024:1023",
     "replicated:64:31",
     "experts:64:31",
     "fsdp:64:31",

@@ -94,6 +94,7 @@ def test_fsdp2_llama(tmp_path):
     learns_and_resumes("fsdp2_llama", tmp_path)
 
 
+@pytest.mark.slow
 def test_hf_trainer(tmp_path):
     pytest.importorskip("transformers", reason="needs transformers")
     pytest.importorskip("accelerate", reason="needs accelerate")
@@ -102,6 +103,7 @@ def test_hf_trainer(tmp_path):
     same_safetensors(tmp_path, f"hf_trainer/{last}", f"resumed/{last}")
 
 
+@pytest.mark.slow
 def test_accelerate_loop(tmp_path):
     pytest.importorskip("accelerate", reason="needs accelerate")
     learns_and_resumes("accelerate_loop", tmp_path)

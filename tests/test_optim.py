@@ -648,6 +648,10 @@ def test_bad_groups_are_refused_at_construction():
     [
         (lambda p: muon(p, lr=-0.01), "group 0: lr must be finite and not negative, but is -0.01"),
         (lambda p: muon(p, lr=math.nan), "group 0: lr must be finite and not negative, but is nan"),
+        (
+            lambda p: muon(p, lr=torch.tensor(-0.5)),
+            "group 0: lr must be finite and not negative, but is -0.5",
+        ),
         (lambda p: muon(p, lr="0.1"), "group 0: lr must be a number, but is '0.1'"),
         (lambda p: muon(p, momentum=1.5), "group 0: momentum must be at least 0 and below 1, but is 1.5"),
         (lambda p: muon(p, beta2=1.0), "group 0: beta2 must be at least 0 and below 1, but is 1.0"),

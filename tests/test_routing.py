@@ -346,7 +346,10 @@ def test_shapes_that_are_no_matrices():
     model.positions = nn.Parameter(torch.zeros(1, 9, 16))
     model.experts = nn.Parameter(torch.zeros(4, 8, 16))
     model.experts_bias = nn.Parameter(torch.zeros(4, 8))
-    assert muon_names(model) == ["experts", "gray.weight", "grouped.weight"]
+    model.scale_of_heads = nn.Parameter(torch.ones(4, 1, 1))
+    model.magnitudes = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+    directions = "magnitudes.parametrizations.weight.original1"
+    assert muon_names(model) == ["experts", "gray.weight", "grouped.weight", directions]
     assert muon_names(model, expert_keys=["positions"])[0] == "positions"  # one expert
     reasons = {name: why for name, _, _, why in rows_of(model)}
     assert reasons["experts"] == "batch of matrices" and reasons["experts_bias"] == "a bias"
