@@ -1,11 +1,15 @@
-"""The flags that define a training step: corpus, model, batch, layout; of base_train and of train_bench."""
+"""What scripts share of their command lines: the parser, and the flags that define a training step (corpus,
+model, batch, layout), which base_train and train_bench have.
+"""
 
 import argparse
 import math
 
 import torch
 
-from nanomuon.runtime import InputError, check_at_least_1
+from nanomuon.export import MODEL_OPTIONS, MODEL_SHAPE
+from nanomuon.read_json import Whole
+from nanomuon.runtime import InputError, check_at_least_1, flag_of
 
 # What --comm-dtype means to the optimizer
 COMM_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -19,6 +23,35 @@ LENGTH_FLAGS = ("num_iterations", "target_flops", "target_param_data_ratio")
 
 # Seeds lie below it on either side of 0: torch takes 64 bits, and samples count on from the seed of the run
 MAX_SEED = 1 << 63
+
+SMALLEST_VOCABULARY = 257  # of a tokenizer: 256 bytes and <|bos|>
+# Sizes that take memory or time before anything else shows that they cannot be meant, and their bounds
+SIZES = {
+    "vocab_size": MODEL_SHAPE["vocab_size"],
+    "depth": MODEL_SHAPE["depth"],
+    "max_seq_len": MODEL_SHAPE["seq_len"],
+    "experts": MODEL_OPTIONS["experts"],
+    "experts_per_token": MODEL_OPTIONS["experts_per_token"],
+    "device_batch_size": Whole(1, 1 << 20),  # rows
+    "total_batch_size": Whole(1, 1 << 28),  # tokens
+    "num_iterations": Whole(1, 1 << 40),
+}
+# The same for what else says how long a run is: above 0 and at most this
+LONGEST = {"target_param_data_ratio": 1e6, "target_flops": 1e30}
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Of one command: its description is shown as it is written, and what is wrong is an InputError.
+
+    argparse would print the usage before it says what is wrong: 60 lines of base_train's.
+    """
+
+    def __init__(self, prog: str, description: str, **settings):
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=description, formatter_class=layout, **settings)
+
+    def error(self, message: str):
+        raise InputError(f"{message}; see {self.prog} --help")
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:
@@ -172,24 +205,16 @@ def unused_flags(args: argparse.Namespace, world_size: int) -> set[str]:
 
 def check_step_arguments(args: argparse.Namespace) -> None:
     """InputError for the first of them that cannot be meant, and for any argument that is not finite."""
-    for name, value in vars(args).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InputError(f"--{name.replace('_', '-')} must be a finite number, not {value}")
-    check_at_least_1(
-        args,
-        "depth",
-        "device_batch_size",
-        "max_seq_len",
-        "num_iterations",
-        "total_batch_size",
-        "tensor_parallel",
-    )
+    check_finite(args)
+    check_at_least_1(args, "tensor_parallel")
     check_not_negative(args, "seed", "experts")
+    check_sizes(args)
+    check_vocabulary(args.vocab_size)
+    check_window_pattern(args.window_pattern)
     check_seed("--seed", args.seed)
-    if args.target_param_data_ratio <= 0:
-        raise InputError(f"--target-param-data-ratio must be above 0, not {args.target_param_data_ratio}")
-    if args.target_flops is not None and args.target_flops <= 0:
-        raise InputError(f"--target-flops must be above 0, not {args.target_flops:g}")
+    if args.optimizer_file == "":
+        raise InputError("--optimizer-file '' names no file: leave the flag out for the recipe")
+    check_length(args, "target_param_data_ratio", "target_flops")
 
 
 def check_one_length(given: argparse.Namespace) -> None:
@@ -202,9 +227,53 @@ def check_one_length(given: argparse.Namespace) -> None:
     for other in LENGTH_FLAGS:
         if other != "target_flops" and getattr(given, other) is not None:
             raise InputError(
-                f"--target-flops decides how long the run is, and so does --{other.replace('_', '-')}: "
-                "give one of them"
+                f"--target-flops decides how long the run is, and so does {flag_of(other)}: give one of them"
             )
+
+
+def check_finite(args: argparse.Namespace) -> None:
+    """InputError for the first number among the arguments that is infinite or none."""
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{flag_of(name)} must be a finite number, not {value}")
+
+
+def check_sizes(args: argparse.Namespace) -> None:
+    """InputError for the first of SIZES that is given and out of its bounds."""
+    for name, bounds in SIZES.items():
+        value = getattr(args, name, None)
+        if value is None:
+            continue
+        if value < bounds.low:
+            raise InputError(f"{flag_of(name)} must be at least {bounds.low}, not {value}")
+        if value > bounds.high:
+            raise InputError(f"{flag_of(name)} must be at most {bounds.high}, not {value}")
+
+
+def check_vocabulary(vocab_size: int | None) -> None:
+    """InputError where --vocab-size is given and too small for a tokenizer."""
+    if vocab_size is not None and vocab_size < SMALLEST_VOCABULARY:
+        raise InputError(
+            f"--vocab-size must be at least {SMALLEST_VOCABULARY} (256 bytes and <|bos|>), not {vocab_size}"
+        )
+
+
+def check_length(args: argparse.Namespace, *names: str) -> None:
+    """InputError for the first of these arguments, of LONGEST, that is given and is no length of a run."""
+    for name in names:
+        value = getattr(args, name)
+        if value is None:
+            continue
+        if value <= 0:
+            raise InputError(f"{flag_of(name)} must be above 0, not {value:g}")
+        if value > LONGEST[name]:
+            raise InputError(f"{flag_of(name)} must be at most {LONGEST[name]:g}, not {value:g}")
+
+
+def check_window_pattern(pattern: str | None) -> None:
+    """InputError where --window-pattern is given and is none."""
+    if pattern is not None and (not pattern or set(pattern) - set("SL")):
+        raise InputError(f"--window-pattern is a string of S and L such as SSSL, not {pattern!r}")
 
 
 def check_seed(flag: str, seed: int) -> None:
@@ -213,9 +282,17 @@ def check_seed(flag: str, seed: int) -> None:
         raise InputError(f"{flag} must be smaller than 2**63, not {seed}")
 
 
+def check_shares(args: argparse.Namespace, *names: str) -> None:
+    """InputError for the first of these arguments that is not from 0 to 1."""
+    for name in names:
+        value = getattr(args, name)
+        if not 0 <= value <= 1:
+            raise InputError(f"{flag_of(name)} is a share of the run, from 0 to 1, not {value:g}")
+
+
 def check_not_negative(args: argparse.Namespace, *names: str) -> None:
     """InputError for the first of these arguments that is below 0."""
     for name in names:
         value = getattr(args, name)
         if value < 0:
-            raise InputError(f"--{name.replace('_', '-')} must not be negative, but is {value}")
+            raise InputError(f"{flag_of(name)} must not be negative, but is {value}")

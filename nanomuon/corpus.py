@@ -262,15 +262,26 @@ def open_corpus(name: str, text_field: str | None = None, separator: str | None 
     same corpus.
     """
     name = PRESETS.get(name, name)
-    _check_utf8(name)
+    check_corpus(name)
     if name == "python":
         return _python_corpus()
     if name.startswith("path:"):
         return _path_corpus(name, text_field, separator)
-    if name.startswith("hf:"):
-        return _hub_corpus(name, text_field, separator)
-    known = ", ".join(["python", "path:FILE_OR_FOLDER", "hf:ORG/NAME[:CONFIG]", *PRESETS])
-    raise InputError(f"unknown corpus {name!r}: use one of {known}")
+    return _hub_corpus(name, text_field, separator)
+
+
+def check_corpus(name: str) -> None:
+    """InputError where there cannot be a corpus of this name. Quick: nothing is read, and no hub is asked."""
+    name = PRESETS.get(name, name)
+    _check_utf8(name)
+    if name.startswith("path:"):
+        _place_of(name)
+    elif name.startswith("hf:"):
+        if not re.match(r"hf:[^:@]", name):
+            raise InputError(f"corpus {name} names no dataset, hf:ORG/NAME[:CONFIG][@REVISION] does")
+    elif name != "python":
+        known = ", ".join(["python", "path:FILE_OR_FOLDER", "hf:ORG/NAME[:CONFIG]", *PRESETS])
+        raise InputError(f"unknown corpus {name!r}: use one of {known}")
 
 
 def _python_corpus() -> Corpus:
@@ -292,7 +303,8 @@ def _check_utf8(name):
         raise InputError(f"the name of corpus {name!a} is not UTF-8: rename the place") from error
 
 
-def _path_corpus(name, text_field, separator) -> Corpus:
+def _place_of(name) -> Path:
+    """The file or folder of a path: corpus; InputError where there is none."""
     place = name.removeprefix("path:")
     if not place:
         raise InputError("corpus path: names no place, path:FILE_OR_FOLDER does")
@@ -303,6 +315,11 @@ def _path_corpus(name, text_field, separator) -> Corpus:
         raise InputError(f"corpus {name}: {getattr(error, 'strerror', None) or error}") from error
     if not is_there:
         raise InputError(f"corpus {name}: no such file or folder")
+    return root
+
+
+def _path_corpus(name, text_field, separator) -> Corpus:
+    root = _place_of(name)
     name = f"path:{root}"
     _check_utf8(name)
     files, not_read = list_files(root)
@@ -400,8 +417,6 @@ def in_words(counts: Counter) -> str:
 
 
 def _hub_corpus(name, text_field, separator) -> Corpus:
-    if not re.match(r"hf:[^:@]", name):
-        raise InputError(f"corpus {name} names no dataset, hf:ORG/NAME[:CONFIG][@REVISION] does")
     record = _recall(name, text_field=text_field, separator=separator)
     if not record.get("repo"):  # a folder may have changed since
         record = _recall(name, **hub.resolve(name))

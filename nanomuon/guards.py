@@ -19,15 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nanomuon.locks import being_written
-from nanomuon.runtime import InputError, code_of_a_stop, print0, write_text
+from nanomuon.runtime import InputError, code_of_a_stop, on_signals, print0, write_text
 
 
 class Requests:
     """What signals ask of a run. SIGTERM, SIGHUP, SIGINT: save and stop after this step; SIGUSR1: save.
 
     Before the first step and after the last there is nothing to save: then the first three end this process
-    at once. SIGHUP stays ignored where it is: nohup does that. run_dir: the folder of the run, in which the
-    first rank notes a stop; None where it is not run.
+    at once. run_dir: the folder of the run, in which the first rank notes a stop; None where it is not run.
     """
 
     def __init__(self, run_dir: Path | None = None):
@@ -35,9 +34,7 @@ class Requests:
         self.run_dir = run_dir
         self.holds_it = False  # see hold()
         self.at_once = "before its first step"  # when it is that a signal ends the process at once, else None
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._receive)
+        on_signals(self._receive, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
     def _receive(self, number, frame):
         if number == signal.SIGUSR1:

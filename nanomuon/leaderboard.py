@@ -187,8 +187,8 @@ def described(race):
     return (
         f"Task `{setup['name']}`: {setup['steps']:,} steps of {tokens:,} tokens, up to {seeds} seeds. Depth "
         f"{model['depth']}, width {model['width']}{options}, {others:,} parameters beside the token "
-        f"embedding's {embedding:,}, {setup['dtype']}. {len(runs)} runs and {len(race.tuning)} of tuning, {hours:.1f} "
-        "hours of training."
+        f"embedding's {embedding:,}, {setup['dtype']}. {len(runs)} runs and {len(race.tuning)} of "
+        f"tuning, {hours:.1f} hours of training."
     )
 
 

@@ -48,15 +48,24 @@ def plan_run(args: argparse.Namespace, vocab_size: int, runtime: Runtime, measur
 
     micro_batch = rows * config.seq_len * data_parallel  # tokens of a micro-step on all devices
     batch = args.total_batch_size or schedule.total_batch_size(tokens, micro_batch)
-    if batch % micro_batch:
-        nearest = " or ".join(str(size) for size in schedule.nearest_batch_sizes(batch, micro_batch))
-        raise InputError(
-            f"--total-batch-size {batch} is not a multiple of {micro_batch} ({rows} rows x {config.seq_len} "
-            f"tokens x {data_parallel} data-parallel processes); the nearest that are: {nearest}, or change "
-            "--device-batch-size; a run that exists goes on with processes that divide its "
-            f"{batch // config.seq_len} rows a step"
-        )
+    check_batch(batch, rows, config.seq_len, data_parallel)
     return Plan(config, rows, batch, number_of_steps(args, config, batch), data_parallel)
+
+
+def check_batch(batch: int, rows: int, seq_len: int, data_parallel: int) -> None:
+    """InputError where a batch of so many tokens does not divide into micro-steps of so many rows on each of
+    the data-parallel processes.
+    """
+    micro_batch = rows * seq_len * data_parallel
+    if batch % micro_batch == 0:
+        return
+    nearest = " or ".join(str(size) for size in schedule.nearest_batch_sizes(batch, micro_batch))
+    raise InputError(
+        f"--total-batch-size {batch} is not a multiple of {micro_batch} ({rows} rows x {seq_len} "
+        f"tokens x {data_parallel} data-parallel processes); the nearest that are: {nearest}, or change "
+        "--device-batch-size; a run that exists goes on with processes that divide its "
+        f"{batch // seq_len} rows a step"
+    )
 
 
 def asked_tokens(args: argparse.Namespace, config: GPTConfig) -> int:

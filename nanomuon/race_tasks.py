@@ -9,8 +9,9 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -181,8 +182,13 @@ TASKS = {
 
 def open_task(name, text, vocab_size, steps, model):
     """(place, setup) of a task; `steps` and fields of GPTConfig in `model` replace its own where given."""
+    check_model_fields(model)
     place, setup = TASKS[name].make_setup(text, vocab_size)
     setup = {"name": name, **setup}
+    if model.get("vocab_size", math.inf) < setup["model"]["vocab_size"]:
+        raise InputError(
+            f"--model vocab_size={model['vocab_size']}: the data has {setup['model']['vocab_size']} tokens"
+        )
     try:
         setup["model"] = asdict(GPTConfig(**{**setup["model"], **model}))
     except (TypeError, ValueError) as error:
@@ -200,6 +206,18 @@ def empty_model(setup, device):
     with torch.device("meta"):
         model = GPT(GPTConfig(**setup["model"]), getattr(torch, setup["dtype"]))
     return model.to_empty(device=device)
+
+
+def check_model_fields(model):
+    """InputError where `model`, what --model gives, has what is no field of GPTConfig, or not of its type."""
+    types = {field.name: field.type for field in fields(GPTConfig)}
+    for name, value in model.items():
+        if name not in types:
+            raise InputError(f"--model {name}={value}: no such field; there are {', '.join(types)}")
+        wanted = types[name]
+        is_whole_for_float = wanted is float and type(value) is int
+        if type(value) is not wanted and not is_whole_for_float:
+            raise InputError(f"--model {name}={value}: {name} is of type {wanted.__name__}")
 
 
 def digest(*parts):

@@ -10,13 +10,13 @@ import contextlib
 import os
 import shutil
 import stat
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from nanomuon import provenance, report
+from nanomuon.arguments import SIZES
 from nanomuon.export import MODEL_OPTIONS, MODEL_SHAPE
 from nanomuon.gpt import EARLIER_FIELDS
 from nanomuon.locks import being_written, holder, locked, this_process
@@ -36,7 +36,16 @@ from nanomuon.read_json import (
     check,
     read_json,
 )
-from nanomuon.runtime import InputError, Runtime, base_dir, check_name, print0, write_json, write_whole
+from nanomuon.runtime import (
+    InputError,
+    Runtime,
+    base_dir,
+    check_name,
+    print0,
+    why_not_writable,
+    write_json,
+    write_whole,
+)
 from nanomuon.sizing import choose_dtype
 from nanomuon.tokenizer import Tokenizer
 
@@ -53,22 +62,11 @@ OF_THE_LAUNCH = (
     "accept_changes",
 )
 
-# Options that take memory or time before anything else shows that they cannot be meant
-BATCH = Whole(1, 1 << 28)  # tokens of a step
-SIZES = {
-    "vocab_size": MODEL_SHAPE["vocab_size"],
-    "depth": MODEL_SHAPE["depth"],
-    "max_seq_len": MODEL_SHAPE["seq_len"],
-    "experts": MODEL_OPTIONS["experts"],
-    "experts_per_token": MODEL_OPTIONS["experts_per_token"],
-    "device_batch_size": Whole(1, 1 << 20),
-    "total_batch_size": BATCH,
-}
 # see sizing.choose_attention: [flash implementation, a list of [window, backend, milliseconds]]
 KERNEL = Items(OrNull(Whole()), Choice("sdpa", "varlen", "flex"), Number(0))
 ATTENTION = Items(OrNull(Text(64)), ListOf(KERNEL))
 MEASURED = Record(
-    {}, {"device_batch_size": Whole(1, 1 << 20), "bf16_speedup": Number(0), "attention": ATTENTION}
+    {}, {"device_batch_size": SIZES["device_batch_size"], "bf16_speedup": Number(0), "attention": ATTENTION}
 )
 # What defines the run is compared with what it is to be now, so here only its types matter
 SETTINGS = Record(
@@ -78,7 +76,7 @@ SETTINGS = Record(
         **MODEL_OPTIONS,
         "corpus": Text(),
         "tokenizer": Text(64),
-        "total_batch_size": BATCH,
+        "total_batch_size": SIZES["total_batch_size"],
         "seed": Whole(0, 1 << 64),
         "measured": MEASURED,
     },
@@ -242,14 +240,9 @@ def check_definition(run_dir: Path, defined: dict, accept: bool = False) -> None
 
 def check_writable(folder: Path) -> None:
     """Refuse a place that cannot be written to before any work is done; makes nothing."""
-    while not folder.exists():
-        folder = folder.parent
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise InputError(
-            f"cannot write to {folder}: {error.strerror}; set NANOMUON_BASE_DIR to another"
-        ) from error
+    reason = why_not_writable(folder)
+    if reason is not None:
+        raise InputError(f"{reason}; set NANOMUON_BASE_DIR to another")
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import sysconfig
+import tempfile
 import time
 import traceback
 import warnings
@@ -66,12 +67,50 @@ def check_name(flag: str, name: str) -> None:
         raise InputError(f"{flag} {name!r} is not a folder name; use letters, digits, '-' and '_'")
 
 
+def flag_of(name: str) -> str:
+    """The flag that argparse makes an attribute of this name for."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_output_file(flag: str, file) -> None:
+    """InputError where the file that a flag names cannot be written: asked before the work that fills it."""
+    file = Path(file)
+    if file.is_dir():
+        raise InputError(f"{flag} {file} is a folder: name a file in it")
+    if file.exists():
+        if not os.access(file, os.W_OK):
+            raise InputError(f"{flag} {file} may not be written by this user: name another file")
+    elif not file.parent.is_dir():
+        raise InputError(f"{flag} {file}: there is no folder {file.parent}: make it, or name another file")
+    else:
+        check_output_folder(flag, file)
+
+
+def check_output_folder(flag: str, folder) -> None:
+    """InputError where the folder that a flag names can be neither written to nor made. Makes nothing."""
+    reason = why_not_writable(Path(folder))
+    if reason is not None:
+        raise InputError(f"{flag} {folder}: {reason}; choose another place")
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Why no file can be made in a folder, or in the nearest above it that exists; None where one can."""
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        # Permissions alone do not tell: nobody can make a file in /proc, nor in a file
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"cannot write to {folder}: {error.strerror}"
+    return None
+
+
 def check_at_least_1(args, *names: str) -> None:
     """InputError for the first of these arguments that is given and below 1."""
     for name in names:
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+            raise InputError(f"{flag_of(name)} must be at least 1, not {value}")
 
 
 def base_dir() -> Path:
@@ -418,9 +457,14 @@ def exit_when_asked() -> None:
     def stop(number, frame):
         raise SystemExit(STOPPED)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    on_signals(stop, signal.SIGTERM, signal.SIGHUP)
+
+
+def on_signals(handler, *numbers: signal.Signals) -> None:
+    """Have handler(number, frame) called for these signals; SIGHUP stays ignored where it is: by nohup."""
+    for number in numbers:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, stop)
+            signal.signal(number, handler)
 
 
 def explain(error: BaseException) -> tuple[int, str]:

@@ -11,7 +11,7 @@ import numpy as np
 from nanomuon import report, scaling, scaling_runs
 from nanomuon.planning import duration
 from nanomuon.race_report import columns
-from nanomuon.runtime import write_json, write_text
+from nanomuon.runtime import flag_of, write_json, write_text
 from nanomuon.scaling import Advice, Fit, Interval, Point, Size
 
 AROUND = (0.1, 1, 10)  # of the compute of the largest run: where the frontier is printed
@@ -249,9 +249,9 @@ def command(findings: Findings, advice: Advice) -> str:
     given |= findings.shared.get("options", {})
     for key, value in given.items():
         if value is True:
-            words.append(scaling_runs.flag_of(key))
+            words.append(flag_of(key))
         elif value is not None and value is not False:
-            words += [scaling_runs.flag_of(key), value]
+            words += [flag_of(key), value]
     return "    " + shlex.join(map(str, words))
 
 

@@ -35,7 +35,7 @@ from nanomuon.export import MODEL_OPTIONS, MODEL_SHAPE
 from nanomuon.gpt import GPTConfig
 from nanomuon.planning import duration, meta_model
 from nanomuon.read_json import MapOf, Number, OrNull, Record, Scalar, Text, Whole, read_json
-from nanomuon.runtime import STOPPED, InputError, base_dir, write_json
+from nanomuon.runtime import STOPPED, InputError, base_dir, flag_of, write_json
 from nanomuon.scaling import Point, Size
 
 RESULT = Record(
@@ -211,10 +211,6 @@ def read_family(folder: Path) -> dict | None:
     if not os.path.lexists(file) or not (any(runs_begun) or any(folder.glob("d*-t*.json"))):
         return None
     return read_json(file, FAMILY)
-
-
-def flag_of(key: str) -> str:
-    return f"--{key.replace('_', '-')}"
 
 
 def difference(name: str, before, now) -> list[str]:

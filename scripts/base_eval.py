@@ -11,7 +11,7 @@ import argparse
 import torch
 
 from nanomuon import core, core_bundle, sizing
-from nanomuon.arguments import add_dtype_argument, add_run_argument
+from nanomuon.arguments import ArgumentParser, add_dtype_argument, add_run_argument, check_sizes
 from nanomuon.dataloader import validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.finished_run import NO_PROMPTS, PROMPTS, load_run, validation_folder
@@ -50,8 +50,13 @@ def evaluate_bpb(
     print0(f"val_bpb: {value:.4f}")
 
 
-def evaluate_core(args: argparse.Namespace, runtime: Runtime, model: GPT, tokenizer: Tokenizer) -> None:
-    tasks = first_rank_first(lambda: core_bundle.open_bundle(args.core_bundle), runtime)
+def evaluate_core(
+    args: argparse.Namespace,
+    runtime: Runtime,
+    model: GPT,
+    tokenizer: Tokenizer,
+    tasks: list[core_bundle.Task],
+) -> None:
     results = core.evaluate(
         model,
         tokenizer,
@@ -74,11 +79,7 @@ def evaluate_core(args: argparse.Namespace, runtime: Runtime, model: GPT, tokeni
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.base_eval",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser("python -m scripts.base_eval", __doc__)
     add_run_argument(parser)
     parser.add_argument("--corpus", help="whose validation set to evaluate on (default: that of the run)")
     parser.add_argument(
@@ -98,7 +99,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     add_dtype_argument(parser)
     args = parser.parse_args(argv)
-    check_at_least_1(args, "device_batch_size", "core_items")
+    check_at_least_1(args, "core_items")
+    check_sizes(args)
     wanted = [name.strip() for name in args.eval.split(",")]
     for name in wanted:
         if name not in EVALUATIONS:
@@ -106,12 +108,15 @@ def main(argv: list[str] | None = None) -> None:
 
     runtime = sizing.choose_dtype(args.dtype, start(), {})
     model, tokenizer, about = load_run(args.run, runtime)
-    corpus = args.corpus or about["corpus"]
+    corpus = about["corpus"] if args.corpus is None else args.corpus
     print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {about['step']}\ndtype: {runtime.dtype_name}")
+    tasks = []
+    if "core" in wanted:  # before the rest is computed: there may be no such bundle
+        tasks = first_rank_first(lambda: core_bundle.open_bundle(args.core_bundle), runtime)
     if "bpb" in wanted:
         evaluate_bpb(args, runtime, model, tokenizer, corpus, about)
     if "core" in wanted:
-        evaluate_core(args, runtime, model, tokenizer)
+        evaluate_core(args, runtime, model, tokenizer, tasks)
     if "sample" in wanted and runtime.rank == 0:
         for text in sample_texts(model, tokenizer, PROMPTS.get(corpus, NO_PROMPTS), max_tokens=128):
             print0(f"--- sample\n{text}")

@@ -15,6 +15,7 @@ with 0, or torchrun would restart them); runs/NAME/stopped is then there until t
 import argparse
 import contextlib
 import os
+import re
 import time
 
 import torch
@@ -23,12 +24,15 @@ from nanomuon import core_bundle, fp8, guards, parallel, provenance, run_folder,
 from nanomuon.arguments import (
     LENGTH_FLAGS,
     RECIPE_FLAGS,
+    ArgumentParser,
     add_step_arguments,
     check_not_negative,
     check_one_length,
+    check_shares,
     check_step_arguments,
 )
 from nanomuon.compilation import choose_compilation
+from nanomuon.corpus import check_corpus
 from nanomuon.launch import Launch, choose_windows, open_core_tasks, prepare_data, start_run
 from nanomuon.moe import balance_
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
@@ -40,6 +44,7 @@ from nanomuon.runtime import (
     check_at_least_1,
     check_name,
     first_rank_first,
+    flag_of,
     make_deterministic,
     peak_flops,
     print0,
@@ -202,6 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     measured = sizing.recalled(settings, args.shard, args.tensor_parallel, runtime)
     runtime = sizing.choose_dtype(args.dtype, runtime, measured)
     # What is wrong with the arguments shows here, before the data is worked on
+    together(lambda: check_corpus(args.corpus))
     plan = plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime, measured)
     if args.plan:
         print_plan(args, plan, runtime)
@@ -290,7 +296,7 @@ def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, dict,
     unused = RECIPE_FLAGS if args.optimizer_file else ()
     for name, value in before.items():
         if getattr(args, name) != value and name not in unused:
-            changed.append(f"--{name.replace('_', '-')} {getattr(args, name)} (was {value})")
+            changed.append(f"{flag_of(name)} {getattr(args, name)} (was {value})")
     return args, settings, changed
 
 
@@ -305,9 +311,10 @@ def check_arguments(args: argparse.Namespace) -> None:
         "unembedding_lr",
         "scalar_lr",
         "weight_decay",
-        "warmup_ratio",
-        "warmdown_ratio",
     )
+    check_shares(args, "warmup_ratio", "warmdown_ratio")  # together they may be more: they meet below the top
+    if args.resume not in ("auto", "never") and not re.fullmatch("step_[0-9]+", args.resume):
+        raise InputError(f"--resume is auto, never or the name of a checkpoint, step_N, not {args.resume!r}")
     if args.qk_clip is not None and not (args.no_qk_norm and args.qk_clip > 0):
         raise InputError(
             "--qk-clip is a positive number, for models with --no-qk-norm: the norm bounds logits itself"
@@ -319,13 +326,8 @@ def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namesp
     return make_parser().parse_args(argv, argparse.Namespace(**remembered))
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.base_train",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser("python -m scripts.base_train", __doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--run", default="base", help="name of the run, a folder under runs/ (default: %(default)s)")
     add_step_arguments(parser)  # corpus, model, batch, layout: those that train_bench takes too

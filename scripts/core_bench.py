@@ -7,7 +7,6 @@ on a GPU. A model that knows nothing will do: how long it takes does not depend 
 are random all over, so that every part of it has a say in the losses.
 """
 
-import argparse
 import math
 import time
 
@@ -15,10 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from nanomuon import core, core_bundle
+from nanomuon.arguments import ArgumentParser, check_sizes, check_window_pattern
 from nanomuon.corpus import open_corpus
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.parallel import build_model
-from nanomuon.runtime import run_command, start
+from nanomuon.runtime import InputError, check_at_least_1, run_command, start
 from nanomuon.shards import prepare_tokenizer
 from nanomuon.tokenizer import Tokenizer
 
@@ -50,12 +50,19 @@ def difference(ours: list[core.Answer], plain: list[core.Answer]) -> float:
     return largest
 
 
+def chosen_tasks(tasks: list[core_bundle.Task], labels: list[str] | None) -> list[core_bundle.Task]:
+    """Those of a bundle with these labels, all without any; InputError for a label that it has not."""
+    if not labels:
+        return tasks
+    known = [task.label for task in tasks]
+    for label in labels:
+        if label not in known:
+            raise InputError(f"--tasks {label}: the bundle has no such task; it has {', '.join(known)}")
+    return [task for task in tasks if task.label in labels]
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.core_bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser("python -m scripts.core_bench", __doc__)
     parser.add_argument("--core-bundle", default=core_bundle.PUBLIC_BUNDLE, help="folder, zip or address")
     parser.add_argument("--core-items", type=int, help="of each task (default: all)")
     parser.add_argument("--depth", type=int, default=4, help="of the model (default: %(default)s)")
@@ -64,9 +71,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--most-tokens", type=int, default=32768, help="of a batch (default: %(default)s)")
     parser.add_argument("--tasks", nargs="*", help="labels (default: all)")
     args = parser.parse_args(argv)
+    check_sizes(args)
+    check_at_least_1(args, "core_items", "most_tokens")
+    check_window_pattern(args.window_pattern)
 
     runtime = start()
     clock = time.perf_counter if runtime.device.type == "cuda" else time.process_time
+    tasks = chosen_tasks(core_bundle.open_bundle(args.core_bundle), args.tasks)
     tokenizer = prepare_tokenizer(open_corpus("python"), 4096)
     config = GPTConfig.from_depth(
         args.depth, tokenizer.vocab_size, args.max_seq_len, window_pattern=args.window_pattern
@@ -78,9 +89,7 @@ def main(argv: list[str] | None = None) -> None:
 
     print(f"{'task':36} choices  tokens  alone s  batched s  ratio  same choice  loss differs by")
     totals = [0.0, 0.0]
-    for task in core_bundle.open_bundle(args.core_bundle):
-        if args.tasks and task.label not in args.tasks:
-            continue
+    for task in tasks:
         items = core.kept_items(task, args.core_items)
         first_row = core.ask(task, items, 0, tokenizer, config.seq_len).rows[0]
         began = clock()

@@ -6,7 +6,6 @@
 Tokenization is compared in CPU seconds, which other work on the machine disturbs less than wall time.
 """
 
-import argparse
 import contextlib
 import functools
 import math
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 
 from nanomuon import shards
+from nanomuon.arguments import ArgumentParser, check_sizes, check_vocabulary
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader
 from nanomuon.gpt import GPT, GPTConfig
@@ -169,16 +169,14 @@ def memory(folder, place, seq_len):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.data_bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser("python -m scripts.data_bench", __doc__)
     add = parser.add_argument
     add("--corpus", default="python", help="python or path:FILE_OR_FOLDER (default: %(default)s)")
     add("--max-seq-len", type=int, default=2048, help="tokens in a row (default: %(default)s)")
     add("--vocab-size", type=int, help="tokens in the vocabulary (default: 4096)")
     args = parser.parse_args(argv)
+    check_sizes(args)
+    check_vocabulary(args.vocab_size)
 
     corpus = open_corpus(args.corpus)
     folder = shards.prepare(corpus, args.vocab_size)

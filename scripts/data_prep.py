@@ -10,19 +10,14 @@ The Python standard library needs no download. For a corpus on the hub it may ru
 starts with the first shards and waits for the next ones (nice -n 10 in front leaves it the cores).
 """
 
-import argparse
-
 from nanomuon import shards
+from nanomuon.arguments import ArgumentParser, check_not_negative, check_sizes, check_vocabulary
 from nanomuon.corpus import open_corpus
-from nanomuon.runtime import InputError, cores, print0, run_command
+from nanomuon.runtime import check_at_least_1, cores, print0, run_command
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.data_prep",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser("python -m scripts.data_prep", __doc__)
     add = parser.add_argument
     add(
         "--corpus",
@@ -48,9 +43,11 @@ def main(argv=None):
     add("--workers", type=int, default=cores(), help="threads that tokenize (default: %(default)s)")
     add("--verify", action="store_true", help="check the shards instead of writing them")
     args = parser.parse_args(argv)
-    negative = args.max_tokens is not None and args.max_tokens < 0
-    if args.workers < 1 or negative:
-        raise InputError("--workers must be at least 1 and --max-tokens not negative")
+    check_sizes(args)
+    check_vocabulary(args.vocab_size)
+    check_at_least_1(args, "workers")
+    if args.max_tokens is not None:
+        check_not_negative(args, "max_tokens")
 
     corpus = open_corpus(args.corpus, args.text_field, args.separator)
     if args.verify:

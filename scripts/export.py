@@ -7,23 +7,18 @@ AutoModelForCausalLM.from_pretrained("my_model", trust_remote_code=True) then ru
 modeling_nanomuon.py. Writing the folder, and loading the run with this repo, runs no code from it.
 """
 
-import argparse
 from pathlib import Path
 
 from nanomuon import hf_export
-from nanomuon.arguments import add_run_argument
+from nanomuon.arguments import ArgumentParser, add_run_argument
 from nanomuon.model_card import SUMMARY
 from nanomuon.read_json import read_json
 from nanomuon.run_folder import find_run
-from nanomuon.runtime import run_command
+from nanomuon.runtime import check_output_folder, run_command
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser("python -m scripts.export", __doc__)
     add_run_argument(parser)
     parser.add_argument("--to", required=True, metavar="FOLDER", help="a new folder")
     parser.add_argument(
@@ -34,6 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     folder = Path(args.to)
     run_dir = find_run(args.run)
+    check_output_folder("--to", folder)
     summary = {}
     if (run_dir / "summary.json").exists():
         summary = read_json(run_dir / "summary.json", SUMMARY)

@@ -30,8 +30,9 @@ from pathlib import Path
 
 import torch
 
+from nanomuon.arguments import ArgumentParser
 from nanomuon.report import machine_description
-from nanomuon.runtime import InputError, base_dir, run_command, write_json, write_text
+from nanomuon.runtime import InputError, base_dir, check_output_folder, run_command, write_json, write_text
 from scripts import gpu_stages
 from scripts.gpu_common import ROOT
 
@@ -56,8 +57,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0  # the first rank starts processes for all GPUs of its machine by itself
     chosen = choose(args.only)
     folder = args.out or base_dir() / "gpu_check"
-    folder.mkdir(parents=True, exist_ok=True)
+    check_output_folder("--out", folder)
     device = args.device or ("cuda" if gpus_seen() else "cpu")
+    if args.device == "cuda" and not gpus_seen():
+        raise InputError("--device cuda: no GPU is seen here; --device cpu checks what a CPU can")
+    folder.mkdir(parents=True, exist_ok=True)
     ranks = count_ranks(device)
     checked = {"device": device, "processes": ranks, **versions(device)}
     results = {} if args.again and not args.only else earlier_results(folder, checked)
@@ -108,12 +112,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.gpu_check",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser("python -m scripts.gpu_check", __doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], help="default: cuda where a GPU is seen")
     add("--only", help="names of stages, with commas between them (default: all of --list)")

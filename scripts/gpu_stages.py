@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from nanomuon import runtime
+from nanomuon.arguments import ArgumentParser
 from scripts import gpu_layouts, gpu_numerics, gpu_speed, gpu_training
 from scripts.gpu_common import Lines, Place
 
@@ -60,9 +61,7 @@ STAGES = [
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser("python -m scripts.gpu_stages", __doc__)
     add = parser.add_argument
     add("stage", nargs="?", choices=[stage.name for stage in STAGES], help="which one")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
@@ -71,6 +70,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--lines", type=Path, required=True, help="file for what it finds, a line of JSON each")
     add("--rank-of", choices=gpu_layouts.LAYOUTS, help=argparse.SUPPRESS)  # which gpu_layouts.py starts
     args = parser.parse_args(argv)
+    if args.stage is None and args.rank_of is None:
+        parser.error("name a stage: python -m scripts.gpu_check --list")
     args.folder.mkdir(parents=True, exist_ok=True)
     place, lines = Place(torch.device(args.device), args.ranks, args.folder), Lines(args.lines)
     if args.rank_of:

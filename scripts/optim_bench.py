@@ -3,7 +3,7 @@
     python -m scripts.optim_bench --depth 8                        # one process, all contestants
     python -m scripts.optim_bench --depth 8 --dtype float32        # where the CPU would take bf16
     python -m scripts.optim_bench --depth 8 --world 2              # the distributed step and its bytes
-    python -m scripts.optim_bench --depth 4 --peer my_optim:MyOptimizer --json bench.json
+    python -m scripts.optim_bench --peer my_optim:MyOptimizer --json bench.json  # my_optim.py of this folder
 
 The contestants run in turn, round after round, so that a busy machine slows all of them; medians, the spread
 (half of the rounds lie within it) and the median of the ratio to the floor in the same round are printed.
@@ -13,7 +13,6 @@ written) and 28 per AdamW parameter at the bandwidth of a large copy. torch.opti
 on every device; a CPU without instructions for it, which would take minutes a step, leaves that row out.
 """
 
-import argparse
 import contextlib
 import importlib
 import json
@@ -30,20 +29,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanomuon import sizing
-from nanomuon.arguments import COMM_DTYPES, add_dtype_argument
+from nanomuon.arguments import COMM_DTYPES, ArgumentParser, add_dtype_argument, check_sizes
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import Bank, DistMuonAdamW, MuonAdamW
 from nanomuon.orthogonalize import newton_schulz_form
 from nanomuon.param_groups import build_param_groups
-from nanomuon.runtime import InputError, Runtime, cores, keep_freed_memory, run_command, usable_gpus
+from nanomuon.runtime import (
+    InputError,
+    Runtime,
+    check_at_least_1,
+    check_output_file,
+    cores,
+    keep_freed_memory,
+    run_command,
+    usable_gpus,
+)
 
 NS_STEPS = 5
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser("python -m scripts.optim_bench", __doc__)
     add = parser.add_argument
     add("--depth", type=int, default=8, help="model size, as in base_train (default: %(default)s)")
     add("--vocab-size", type=int, default=8192, help="rows of the embeddings (default: %(default)s)")
@@ -57,30 +63,80 @@ def main(argv=None):
         choices=COMM_DTYPES,
         help="with --world: dtype in which gradients travel, as in base_train (default: %(default)s)",
     )
-    add("--peer", help="module:Class of another optimizer that takes the same param groups")
     add(
-        "--device",
-        default="cuda" if usable_gpus() else "cpu",
-        help="cpu or cuda (default: %(default)s)",
+        "--peer",
+        metavar="MODULE:CLASS",
+        help="another optimizer that takes the same param groups; my_optim:MyOptimizer is the class of this "
+        "name in my_optim.py in the current folder, or in an installed package my_optim",
     )
+    add("--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU")
     add_dtype_argument(parser)
     add("--json", help="also write the numbers to this file")
     args = parser.parse_args(argv)
-    if min(args.depth, args.rounds, args.world) < 1:
-        raise InputError("--depth, --rounds and --world are at least 1")
+    check_sizes(args)
+    check_at_least_1(args, "rounds", "world")
+    args.device = choose_device(args.device, args.world)
+    if args.json is not None:
+        check_output_file("--json", args.json)
+    peer = None
+    if args.peer is not None:
+        if args.world > 1:
+            raise InputError("--peer is compared in one process: leave out --world")
+        peer = load_peer(args.peer)
     native = torch.bfloat16 if args.device == "cuda" else torch.float32
     if args.device == "cpu":
         keep_freed_memory()  # as in a training run
     runtime = sizing.choose_dtype(args.dtype, Runtime(torch.device(args.device), native), {})
-    result = distributed(args, runtime) if args.world > 1 else compare(args, runtime)
+    result = distributed(args, runtime) if args.world > 1 else compare(args, runtime, peer)
     result["dtype"] = runtime.dtype_name
     result["machine"] = dict(
         device=torch.cuda.get_device_name() if args.device == "cuda" else f"{cores()} CPU cores",
         threads=torch.get_num_threads(),
         torch=torch.__version__,
     )
-    if args.json:
+    if args.json is not None:
         Path(args.json).write_text(json.dumps(result, indent=1))
+
+
+def choose_device(asked, processes):
+    """cuda or cpu, as asked for, None: whether or not; InputError where there are too few GPUs for it."""
+    if asked == "cpu":
+        return "cpu"
+    gpus = usable_gpus()
+    if asked is None and not gpus:
+        return "cpu"
+    if gpus < processes:
+        raise InputError(f"--device cuda: {gpus} GPUs for {processes} processes; --device cpu needs none")
+    return "cuda"
+
+
+def load_peer(peer):
+    """The class of MODULE:CLASS; InputError where there is none."""
+    module_name, _, class_name = peer.partition(":")
+    if not module_name or not class_name:
+        raise InputError(f"--peer {peer}: it is MODULE:CLASS, such as my_optim:MyOptimizer")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"--peer {peer}: {error}, neither in the current folder, {os.getcwd()}, nor installed"
+        ) from error
+    except Exception as error:  # of a stranger's code
+        raise InputError(f"--peer {peer}: {type(error).__name__} on importing it: {error}") from error
+    found = getattr(module, class_name, None)
+    if not callable(found):
+        raise InputError(f"--peer {peer}: the module has no class {class_name}")
+    return found
+
+
+def step_of_peer(name, peer, groups):
+    """step() of a peer's optimizer for these groups; InputError where it cannot be built."""
+    own_groups = [dict(group) for group in groups]  # torch's optimizers add their defaults to them
+    try:
+        return peer(own_groups).step
+    except Exception as error:  # of a stranger's code
+        message = f"--peer {name}: {type(error).__name__} on building it of param groups: {error}"
+        raise InputError(message) from error
 
 
 def model_groups(args, seed=0):
@@ -172,7 +228,7 @@ class TorchMuonAdamW:
                 part.step()
 
 
-def compare(args, runtime):
+def compare(args, runtime, peer):
     groups = model_groups(args)
     bandwidth = copy_bandwidth(args.device)
     tables = {}
@@ -201,9 +257,8 @@ def compare(args, runtime):
         if runtime.compute_dtype != torch.float32:
             float32 = MuonAdamW(chosen, ns_dtype=torch.float32)
             contestants["float32's floor"] = products(float32, args.device)
-        if args.peer:
-            module, _, name = args.peer.partition(":")
-            contestants[args.peer] = getattr(importlib.import_module(module), name)(chosen).step
+        if peer is not None:
+            contestants[args.peer] = step_of_peer(args.peer, peer, chosen)
         first = timed(contestants["MuonAdamW compiled"], args.device)
         times = {name: [] for name in contestants}
         for round in range(-1, args.rounds):

@@ -34,7 +34,6 @@ embedded corpus, depth 4, 300 steps), python-long (2,000 steps), speedrun (FineW
 GPUs only).
 """
 
-import argparse
 import ast
 import itertools
 import math
@@ -44,7 +43,14 @@ import sys
 from pathlib import Path
 
 from nanomuon import kept_race, leaderboard, locks, race, race_report, race_tuning
-from nanomuon.arguments import add_dtype_argument
+from nanomuon.arguments import (
+    ArgumentParser,
+    add_dtype_argument,
+    check_not_negative,
+    check_seed,
+    check_sizes,
+    check_vocabulary,
+)
 from nanomuon.race_contenders import Contender
 from nanomuon.race_tasks import TASKS, empty_model, open_task
 from nanomuon.runtime import (
@@ -52,6 +58,7 @@ from nanomuon.runtime import (
     base_dir,
     check_at_least_1,
     check_name,
+    check_output_folder,
     cores,
     exit_when_asked,
     run_command,
@@ -139,11 +146,7 @@ def shown_command(argv):
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.optim_race",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser("python -m scripts.optim_race", __doc__)
     add = parser.add_argument
     add("--task", default="shakespeare", choices=TASKS, help="(default: %(default)s)")
     add("--text", help="the text of the shakespeare task")
@@ -219,7 +222,15 @@ def parse_arguments(argv):
 def check_arguments(args):
     if not args.contenders and not args.leaderboard:
         raise InputError("--contenders says who races, for example: --contenders default adamw")
-    check_at_least_1(args, "seeds", "steps", "jobs", "total_batch_size")
+    check_at_least_1(args, "seeds", "steps", "jobs")
+    check_sizes(args)
+    check_vocabulary(args.vocab_size)
+    check_not_negative(args, "first_seed")
+    check_seed("--first-seed", args.first_seed)
+    if args.leaderboard:
+        check_output_folder("--leaderboard", args.leaderboard)
+        if not args.contenders and not args.leaderboard.is_dir():
+            raise InputError(f"--leaderboard {args.leaderboard}: no such folder, so no race is kept in it")
     if args.name is not None:
         check_name("--name", args.name)
     if args.sweep is not None and args.sweep < race_tuning.FEWEST_RUNS:
@@ -232,8 +243,11 @@ def check_arguments(args):
         raise InputError(
             f"seeds {of_tuning.start} to {of_tuning.stop - 1} are tuning's: choose another --first-seed"
         )
-    if args.detect <= 0:
-        raise InputError(f"--detect must be above 0, not {args.detect:g}")
+    if not 0 < args.detect < math.inf:
+        raise InputError(f"--detect must be above 0 and finite, not {args.detect:g}")
+    for target in args.targets or []:
+        if not math.isfinite(target):
+            raise InputError(f"--targets are losses, finite numbers, not {target:g}")
 
 
 def numbers(text):

@@ -15,7 +15,6 @@ The optimizer knows nothing of this: the script wraps the methods of its pieces 
 backward.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -30,8 +29,9 @@ import torch
 import torch.distributed as dist
 
 from nanomuon import optim, parallel, recipe, sharded
+from nanomuon.arguments import ArgumentParser, check_sizes
 from nanomuon.gpt import GPTConfig
-from nanomuon.runtime import InputError, Runtime, run_command
+from nanomuon.runtime import InputError, Runtime, check_output_file, check_output_folder, run_command
 
 FORMS = {
     "replicated": "replicated (ZeRO-2): all transfers are launched in step()",
@@ -52,11 +52,7 @@ HATCHED = dict(facecolor="white", edgecolor="#8a9099", hatch="/////")
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.optim_trace",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser("python -m scripts.optim_trace", __doc__)
     add = parser.add_argument
     add("--world", type=int, default=4, help="gloo ranks, each with one thread (default: %(default)s)")
     add("--depth", type=int, default=3, help="layers of the model, 64 channels each (default: %(default)s)")
@@ -67,8 +63,10 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.world < 2:
         raise InputError(f"--world must be at least 2, not {args.world}: one process transfers nothing")
-    if min(args.depth, args.vocab_size) < 1:
-        raise InputError("--depth and --vocab-size must be at least 1")
+    check_sizes(args)
+    check_output_folder("--out", args.out)
+    if args.json is not None:
+        check_output_file("--json", args.json)
     forms = args.form or FORMS
     traces = {form: recorded(form, args) for form in forms}
     for form, trace in traces.items():
@@ -78,7 +76,7 @@ def main(argv=None):
     for form, trace in traces.items():
         draw_timeline(form, trace, folder / f"optimizer_step_{form}.png")
     draw_ownership(traces, folder / "optimizer_owners.png")
-    if args.json:
+    if args.json is not None:
         Path(args.json).write_text(json.dumps(traces, indent=1) + "\n")
 
 

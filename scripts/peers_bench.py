@@ -13,7 +13,6 @@ first step, which may compile, and the lines of the adopting function without it
 without instructions for bf16 those that iterate in it would take minutes a step: they are rows that say so.
 """
 
-import argparse
 import inspect
 import os
 import statistics
@@ -23,7 +22,8 @@ import torch
 from torch import nn
 
 from nanomuon import sizing, user_file
-from nanomuon.runtime import InputError, run_command
+from nanomuon.arguments import ArgumentParser
+from nanomuon.runtime import InputError, check_at_least_1, run_command
 
 VOCABULARY = 8192
 SIZES = {
@@ -94,16 +94,13 @@ ITERATE_IN_BF16 = ("nanomuon, ns_dtype=bfloat16", "nanomuon, both", "torch.optim
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser("python -m scripts.peers_bench", __doc__)
     add = parser.add_argument
     add("--sizes", nargs="+", default=list(SIZES), choices=SIZES, help="of the model (default: all)")
     add("--rounds", type=int, default=7, help="measured rounds (default: %(default)s)")
     add("--peer", action="append", default=[], help="NAME=FILE.py:FUNCTION, any number of times")
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        raise InputError(f"--rounds {args.rounds}: at least 1")
+    check_at_least_1(args, "rounds")
     if "NANOMUON_COMPILE" in os.environ:
         raise InputError("NANOMUON_COMPILE is set, which overrules what the rows say: unset it")
     contestants = dict(CONTESTANTS)

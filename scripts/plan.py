@@ -8,31 +8,28 @@ Everything is computed from shapes (nanomuon/footprint.py), here and now: no GPU
 that has most of it counts.
 """
 
-import argparse
 import math
 from dataclasses import replace
 
 import torch
 
 from nanomuon import footprint, parallel, schedule
-from nanomuon.arguments import COMM_DTYPES
+from nanomuon.arguments import COMM_DTYPES, ArgumentParser, check_finite, check_length, check_sizes
 from nanomuon.footprint import Layout
 from nanomuon.gpt import GPTConfig
-from nanomuon.runtime import InputError, run_command
+from nanomuon.planning import check_batch
+from nanomuon.runtime import InputError, flag_of, run_command
 
 MEMORY = ("weights", "gradients", "state", "activations", "buffers")
 HEADROOM = 0.9  # of the memory; the rest is for the allocator, the libraries and what is not foreseen
 DEEPEST = 256
 MOST_ROWS = 64
+MOST_GPUS = 1 << 16  # every one of them is looked at
 GPUS = [2**i for i in range(13)]
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser("python -m scripts.plan", __doc__)
     add = parser.add_argument
     add(
         "--depth",
@@ -83,9 +80,14 @@ def main(argv: list[str] | None = None) -> None:
         help="training tokens per parameter of the matrices and the head (default: %(default)s)",
     )
     args = parser.parse_args(argv)
+    check_finite(args)
+    check_sizes(args)
+    check_length(args, "target_param_data_ratio")
     for name, value in vars(args).items():
         if isinstance(value, int | float) and value <= 0 and (name, value) != ("experts", 0):
-            raise InputError(f"--{name.replace('_', '-')} must be above 0, not {value}")
+            raise InputError(f"{flag_of(name)} must be above 0, not {value}")
+    if args.gpus > MOST_GPUS:
+        raise InputError(f"--gpus must be at most {MOST_GPUS}, not {args.gpus}")
     config = model(args, args.depth)
     tensor_parallel = args.tensor_parallel or (1 if args.shard else most_tensor_parallel(args.gpus, config))
     parallel.data_parallel_size(args.gpus, tensor_parallel, config)
@@ -96,6 +98,11 @@ def main(argv: list[str] | None = None) -> None:
         layouts = []
         for n in sorted({1, tensor_parallel}):
             layouts += [Layout(args.gpus, fsdp, n, comm_dtype, torch.bfloat16) for fsdp in (False, True)]
+    if args.total_batch_size is not None:
+        for layout in layouts:
+            check_batch(
+                args.total_batch_size, args.device_batch_size or 1, config.seq_len, layout.data_parallel
+            )
     parameters = count_parameters(config)
     print(
         f"depth {args.depth}, width {config.width}, {config.heads} heads, context {config.seq_len}, "
@@ -158,10 +165,20 @@ def print_table(rows: list[list[str]]) -> None:
         print("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip())
 
 
+def most_rows(args, config: GPTConfig, layout: Layout) -> int:
+    """The largest power of two up to MOST_ROWS that divides the rows of a step on a GPU, where a batch is
+    given.
+    """
+    rows = MOST_ROWS
+    while args.total_batch_size and args.total_batch_size % (rows * config.seq_len * layout.data_parallel):
+        rows //= 2
+    return rows
+
+
 def print_layouts(args, config: GPTConfig, layouts: list[Layout]) -> None:
     table = [["GiB on a GPU", "rows", *MEMORY, "together", "fits", "communicated GB", "Newton-Schulz TFLOP"]]
     for layout in layouts:
-        rows = args.device_batch_size or MOST_ROWS
+        rows = args.device_batch_size or most_rows(args, config, layout)
         memory = footprint.memory_by_kind(config, layout, rows, 2)
         while not (fits(args, memory) or args.device_batch_size or rows == 1):
             rows //= 2

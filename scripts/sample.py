@@ -11,7 +11,7 @@ import sys
 import time
 
 from nanomuon import sizing
-from nanomuon.arguments import add_dtype_argument, add_run_argument, check_seed
+from nanomuon.arguments import ArgumentParser, add_dtype_argument, add_run_argument, check_seed
 from nanomuon.finished_run import load_run
 from nanomuon.generate import Sample, continue_samples
 from nanomuon.gpt import GPT
@@ -20,11 +20,7 @@ from nanomuon.tokenizer import Tokenizer
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.sample",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser("python -m scripts.sample", __doc__)
     add_run_argument(parser)
     parser.add_argument(
         "--prompt",

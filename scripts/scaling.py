@@ -31,13 +31,15 @@ import os
 import re
 import sys
 
-from nanomuon import locks, planning, run_folder, scaling_report, scaling_runs
-from nanomuon.arguments import LENGTH_FLAGS
+from nanomuon import locks, parallel, planning, run_folder, scaling_report, scaling_runs
+from nanomuon.arguments import LENGTH_FLAGS, SIZES, ArgumentParser, check_sizes
+from nanomuon.corpus import check_corpus
 from nanomuon.runtime import (
     InputError,
     check_at_least_1,
     check_name,
     exit_when_asked,
+    flag_of,
     run_command,
     usable_gpus,
 )
@@ -53,14 +55,19 @@ def main(argv: list[str] | None = None) -> None:
     options = options_of_base_train(flags)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("start it without torchrun, which it starts itself for each run: --nproc-per-node")
+    if args.depths:
+        gpus = usable_gpus()
+        processes = args.nproc_per_node or max(1, gpus)
+        args.max_seq_len = args.max_seq_len or planning.default_context(gpus > 0)
+        data_parallel = parallel.data_parallel_size(processes, options.get("tensor_parallel", 1))
+        if args.total_batch_size is not None:
+            rows = options.get("device_batch_size", 1)
+            planning.check_batch(args.total_batch_size, rows, args.max_seq_len, data_parallel)
     folder = scaling_runs.folder_of(args.name)
     run_folder.check_writable(folder)
     exit_when_asked()  # the run in training saves first, see scaling_runs.train
     with locks.locked(folder):
         if args.depths:
-            gpus = usable_gpus()
-            processes = args.nproc_per_node or max(1, gpus)
-            args.max_seq_len = args.max_seq_len or planning.default_context(gpus > 0)
             shared = scaling_runs.settings_of(args, options)
             scaling_runs.check_settings(folder, shared)
             row_tokens = args.max_seq_len * processes
@@ -104,13 +111,12 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     return args, flags
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.scaling",
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        "python -m scripts.scaling",
+        __doc__,
         usage="%(prog)s [--depths D,D --tokens T,T] [flags below] [-- flags of base_train]",
-        description=__doc__,
         allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--depths", type=whole_numbers, help="of the models to train, e.g. 1,2,3; width follows")
@@ -154,11 +160,16 @@ def check_arguments(args: argparse.Namespace) -> None:
     check_name("--name", args.name)
     if bool(args.depths) != bool(args.tokens):
         raise InputError("--depths and --tokens go together: each depth is trained on each number of tokens")
-    check_at_least_1(args, "max_seq_len", "total_batch_size", "nproc_per_node")
+    check_at_least_1(args, "nproc_per_node")
+    check_sizes(args)
+    if args.depths:
+        check_corpus(args.corpus)
+        if max(args.depths) > SIZES["depth"].high:  # its runs would come last
+            raise InputError(f"--depths must be at most {SIZES['depth'].high}, not {max(args.depths)}")
     for name in ("target_loss", "target_flops", "gpu_hours", "flops_per_second"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
-            raise InputError(f"{scaling_runs.flag_of(name)} must be above 0 and finite, not {value:g}")
+            raise InputError(f"{flag_of(name)} must be above 0 and finite, not {value:g}")
 
 
 def options_of_base_train(flags: list[str]) -> dict:
@@ -166,7 +177,7 @@ def options_of_base_train(flags: list[str]) -> dict:
     given = base_train.parse_arguments(flags, dict.fromkeys(DECIDED))
     for name in DECIDED:
         if getattr(given, name) is not None:
-            raise InputError(f"{scaling_runs.flag_of(name)} after -- is for this command to decide")
+            raise InputError(f"{flag_of(name)} after -- is for this command to decide")
     args = base_train.parse_arguments(flags, {})
     base_train.check_arguments(args)
     parser = base_train.make_parser()

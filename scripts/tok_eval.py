@@ -7,12 +7,12 @@ Bytes per token are UTF-8 bytes of the text over tokens. tiktoken downloads the 
 cannot, a line says so.
 """
 
-import argparse
 from collections import Counter
 from pathlib import Path
 
 import tiktoken
 
+from nanomuon.arguments import ArgumentParser
 from nanomuon.corpus import is_validation, open_corpus, with_both_parts
 from nanomuon.export import load_model_config
 from nanomuon.run_folder import find_run
@@ -24,11 +24,7 @@ SAMPLE_BYTES = 4 << 20  # of validation text
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.tok_eval",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser("python -m scripts.tok_eval", __doc__)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--run", help="the tokenizer of a finished run, by name or path")
     which.add_argument("--tokenizer", metavar="FOLDER", help="a folder with vocab.txt and tokenizer.json")
@@ -39,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
 
-    if args.run:
+    if args.run is not None:
         folder = find_run(args.run)
         _, about = load_model_config(folder)
         corpus = about["corpus"]
@@ -47,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         corpus = "python"
         tokenizer = Tokenizer.load(args.tokenizer)
-    if args.text:
+    if args.text is not None:
         texts, source = [read_text(args.text)], args.text
     else:
         texts, source = validation_texts(corpus), f"validation text of {corpus}"

@@ -3,9 +3,9 @@
 python -m scripts.tok_train --corpus python --vocab-size 4096
 """
 
-import argparse
 from collections import Counter
 
+from nanomuon.arguments import ArgumentParser, check_sizes, check_vocabulary
 from nanomuon.corpus import is_validation, open_corpus, with_both_parts
 from nanomuon.runtime import print0, run_command
 from nanomuon.shards import default_vocab_size, prepare_tokenizer, tokenizer_folder
@@ -14,9 +14,7 @@ SAMPLE_BYTES = 4 << 20  # of validation text
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser("python -m scripts.tok_train", __doc__)
     add = parser.add_argument
     add(
         "--corpus",
@@ -29,6 +27,8 @@ def main(argv=None):
         help="tokens in the vocabulary (default: 4096, or 32768 for corpora on the hub)",
     )
     args = parser.parse_args(argv)
+    check_sizes(args)
+    check_vocabulary(args.vocab_size)
 
     corpus = with_both_parts(open_corpus(args.corpus))
     vocab_size = args.vocab_size or default_vocab_size(corpus.name)

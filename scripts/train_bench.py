@@ -21,13 +21,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanomuon import attention, fp8, parallel, recipe, report, shards, sizing, user_file
-from nanomuon.arguments import add_step_arguments, check_step_arguments
+from nanomuon.arguments import ArgumentParser, add_step_arguments
 from nanomuon.compilation import choose_compilation, compile_model
+from nanomuon.corpus import check_corpus
 from nanomuon.dataloader import TrainLoader
 from nanomuon.planning import plan_run
 from nanomuon.runtime import (
     InputError,
     check_at_least_1,
+    check_output_file,
     compile_enabled,
     make_deterministic,
     peak_flops,
@@ -40,11 +42,10 @@ from scripts import base_train, optim_bench
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.train_bench",
-        description=__doc__,
+    parser = ArgumentParser(
+        "python -m scripts.train_bench",
+        __doc__,
         allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="The other flags of base_train are taken too; they change nothing here.",
     )
     add = parser.add_argument
@@ -62,7 +63,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     check_at_least_1(args, "rounds")
-    check_step_arguments(args)
+    base_train.check_arguments(args)
+    if args.json is not None:
+        check_output_file("--json", args.json)
+    check_corpus(args.corpus)
     if args.deterministic:
         make_deterministic()
     runtime = sizing.choose_dtype(args.dtype, start(), {})
@@ -76,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     table = attention_table if args.attention else step_table
     result = table(args, args.rounds, runtime)
     result["machine"] = dict(description=report.machine_description(), threads=torch.get_num_threads())
-    if args.json:
+    if args.json is not None:
         Path(args.json).write_text(json.dumps(result, indent=1))
 
 
@@ -144,15 +148,15 @@ def model_products(model, tokens):
 def step_table(args, rounds, runtime):
     """Print and return milliseconds of the parts of base_train's step and of the floor."""
     device = runtime.device
+    build = recipe.param_groups
+    if args.optimizer_file:
+        build, _ = user_file.load_recipe(args.optimizer_file)
     data = shards.prepare_for_training(args.corpus, args.vocab_size, tokens=10**8)  # more than it reads
     measured = {}
     plan = plan_run(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime, measured)
     config = sizing.choose_attention(plan.config, plan.rows, 1, runtime, measured, True, args.compile)
     batch, rows = plan.batch, plan.batch // config.seq_len
     model = parallel.build_model(config, runtime, args.seed)
-    build = recipe.param_groups
-    if args.optimizer_file:
-        build, _ = user_file.load_recipe(args.optimizer_file)
     optimizer = user_file.make_optimizer(build, model, batch, plan.steps, ns_dtype=runtime.compute_dtype)
     loader = TrainLoader(data, config.seq_len, rows, plan.rows, 0, 1, args.seed, device)
     products = model_products(model, next(loader)[0])

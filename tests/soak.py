@@ -145,7 +145,11 @@ def cost(folder, background):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="bash tests/soak.sh", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="bash tests/soak.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("kills", type=int, nargs="?", default=20, help="SIGKILLs of a run (default: 20)")
     parser.add_argument("--minutes", type=float, help="instead: abuse runs at random for so long")
     parser.add_argument("--seed", type=int, default=0, help="of that (default: 0)")

@@ -246,7 +246,7 @@ BAD_INPUT = {
     "run name": (["--run", "../x"], "is not a folder name"),
     "run name of two lines": (["--run", "a\nb"], "'a\\nb' is not a folder name"),
     "other settings": (["--run", "whole", "--seed", "7"], "exists with seed 0, not 7"),
-    "window pattern": (["--window-pattern", "XL"], "window_pattern"),
+    "window pattern": (["--window-pattern", "XL"], "--window-pattern is a string of S and L"),
     "optimizer file": (["--optimizer-file", "nothing.py"], "no such Python file"),
     "no such step": (["--run", "fresh", "--resume", "step_7"], "step_7"),
 }

@@ -169,6 +169,12 @@ def test_plan_prints_layouts_and_what_fits(capsys):
     assert "\n4096 " in output
 
 
+def test_plan_takes_rows_that_divide_the_batch(capsys):
+    plan.main("--depth 2 --gpus 1 --shard none --total-batch-size".split() + [str(12 * 2048)])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("replicated")]
+    assert line.split()[2] == "4"
+
+
 @pytest.mark.parametrize(
     "argv,message",
     [

@@ -411,7 +411,7 @@ def test_a_race_from_before_keys_had_an_offset_goes_on_without_it(lab, tmp_path)
     Inline.submitted.clear()
     lab(*arguments, "--model", "key_offset=False")
     assert not Inline.submitted
-    message = "was run with key_offset False, not True: add --model key_offset=False for its model"
+    message = "key_offset False, not True: add --model .* key_offset=False for its model, or choose another"
     with pytest.raises(InputError, match=message):
         lab(*arguments)
 

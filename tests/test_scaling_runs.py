@@ -159,9 +159,9 @@ def test_a_family_of_other_settings_is_refused(family, base, tmp_path):
     arguments = ["--depths", "1", "--tokens", "5k"]
     MadeUp.codes = {"t5000": 2}
     with pytest.raises(InputError, match="no such luck"):
-        family(*arguments, "--total-batch-size", "300")
+        family(*arguments, "--total-batch-size", "384")
     MadeUp.codes = {}
-    family(*arguments)  # nothing was trained with 300
+    family(*arguments)  # nothing was trained with 384
     with pytest.raises(InputError, match="was trained with --total-batch-size 256, not 512: choose another"):
         family(*arguments, "--total-batch-size", "512")
     with pytest.raises(InputError, match="was trained with --matrix-lr its default, not 0.5: choose another"):
@@ -204,10 +204,9 @@ def test_bad_input_is_named_in_one_line(family, tmp_path, case):
 
 
 @pytest.mark.parametrize("numbers", ["", "1,,2", "x", "1.5", "0", "-3", "inf", "1e30", "2kk"])
-def test_numbers_that_are_none(numbers, capsys):
-    with pytest.raises(SystemExit) as ended:
+def test_numbers_that_are_none(numbers):
+    with pytest.raises(InputError, match="^argument --depths: "):
         scaling.parse_arguments([f"--depths={numbers}", "--tokens", "1k"])
-    assert ended.value.code == 2 and "argument --depths: " in capsys.readouterr().err
 
 
 def test_numbers_with_their_multiples():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.runtime import InputError
 from scripts import base_train, train_bench
 from tests.training import arguments
 
@@ -56,7 +57,7 @@ def test_the_flags_of_a_run_are_taken():
     assert flags.keys() <= vars(train_bench.parse_arguments([])).keys()
     args = train_bench.parse_arguments("--depth 2 --save-minutes -1 --matrix-lr 0.01 --wandb".split())
     assert args.depth == 2
-    with pytest.raises(SystemExit):
+    with pytest.raises(InputError, match="unrecognized arguments: --dpeth 2; see .*train_bench --help"):
         train_bench.parse_arguments(["--dpeth", "2"])
 
 

@@ -1,0 +1,256 @@
+"""What the scripts make of flags that cannot be meant: one line that names the flag, before any work."""
+
+import importlib
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanomuon import core_bundle, race_tasks, runtime, schedule
+from nanomuon.runtime import InputError, run_command
+from scripts import base_eval, base_train, core_bench, gpu_stages, optim_bench, optim_race
+from tests.test_core import KNOWN, write_bundle
+
+SCRIPTS = sorted(
+    path.stem
+    for path in (Path(__file__).parent.parent / "scripts").glob("*.py")
+    if "run_command(main)" in path.read_text()
+)
+TEXT = Path(__file__)  # any text
+
+
+@pytest.fixture
+def main(tmp_path, monkeypatch):
+    """main(script, flags): its main(), in a machine without a GPU, with an own base folder."""
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "base"))
+    monkeypatch.setenv("NANOMUON_DEVICE", "cpu")
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")  # base_train sets it, and so it is put back
+    (tmp_path / "file").write_text("no folder")
+
+    def call(script, flags):
+        argv = shlex.split(flags.format(file=tmp_path / "file", folder=tmp_path, text=TEXT))
+        return importlib.import_module(f"scripts.{script}").main(argv)
+
+    return call
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_the_command_and_its_examples_as_they_are_written(script, main, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(script, "--help")
+    module = importlib.import_module(f"scripts.{script}")
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert f"usage: python -m scripts.{script}" in text and module.__doc__.strip() in text
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_unknown_flag_is_one_line_without_the_usage(script, main, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: main(script, "--no-such-flag"))
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert said.err.endswith(f"; see python -m scripts.{script} --help\n")
+
+
+REFUSED = [  # script, flags, what is said
+    ("base_train", "--depth x", "argument --depth: invalid int value: 'x'; see"),
+    ("base_train", "--depth 1025", "--depth must be at most 1024"),
+    ("base_train", "--max-seq-len 99999999999", "--max-seq-len must be at most"),
+    ("base_train", "--total-batch-size 99999999999", "--total-batch-size must be at most"),
+    ("base_train", "--num-iterations 99999999999999999999", "--num-iterations must be at most"),
+    ("base_train", "--target-flops 1e300", "--target-flops must be at most 1e+30"),
+    ("base_train", "--target-param-data-ratio 1e300", "--target-param-data-ratio must be at most 1e+06"),
+    ("base_train", "--vocab-size 0", "--vocab-size must be at least"),
+    ("base_train", "--vocab-size 256", "--vocab-size must be at least 257"),
+    ("base_train", "--window-pattern ''", "--window-pattern is a string of S and L"),
+    ("base_train", "--optimizer-file ''", "--optimizer-file '' names no file"),
+    ("base_train", "--resume newest", "--resume is auto, never or the name of a checkpoint"),
+    ("base_train", "--warmup-ratio 5", "--warmup-ratio is a share of the run, from 0 to 1, not 5"),
+    ("base_train", "--warmdown-ratio -0.1", "--warmdown-ratio is a share of the run"),
+    ("base_train", "--plan --corpus foo", "unknown corpus 'foo'"),
+    ("base_train", "--plan --corpus path:/nope", "corpus path:/nope: no such file"),
+    ("base_train", "--plan --corpus hf:", "corpus hf: names no dataset"),
+    ("core_bench", "--depth -1", "--depth must be at least 1"),
+    ("core_bench", "--max-seq-len 0", "--max-seq-len must be at least 1"),
+    ("core_bench", "--most-tokens 0", "--most-tokens must be at least 1"),
+    ("core_bench", "--core-items 0", "--core-items must be at least 1"),
+    ("core_bench", "--window-pattern X", "--window-pattern is a string of S and L"),
+    ("data_bench", "--max-seq-len 0", "--max-seq-len must be at least 1"),
+    ("data_bench", "--max-seq-len -5", "--max-seq-len must be at least 1"),
+    ("data_bench", "--vocab-size 100", "--vocab-size must be at least 257"),
+    ("data_bench", "--vocab-size 5000000000", "--vocab-size must be at most"),
+    ("data_prep", "--vocab-size 0", "--vocab-size must be at least"),
+    ("data_prep", "--workers 0", "--workers must be at least 1"),
+    ("data_prep", "--max-tokens -1", "--max-tokens must not be negative"),
+    ("export", "--run {folder} --to /proc/foo", "--to /proc/foo: cannot write to /proc"),
+    ("export", "--run {folder} --to {file}", "--to {file}: cannot write to {file}: Not a directory"),
+    ("gpu_check", "--device cuda --out {folder}/out", "--device cuda: no GPU is seen here"),
+    ("gpu_check", "--device cpu --out {file}", "--out {file}: cannot write to {file}: Not a directory"),
+    ("gpu_check", "--device cpu --out /proc/foo", "--out /proc/foo: cannot write to /proc"),
+    ("optim_bench", "--depth 0", "--depth must be at least 1"),
+    ("optim_bench", "--world 0", "--world must be at least 1"),
+    ("optim_bench", "--json {folder}/missing/x.json", "--json {folder}/missing/x.json: there is no folder"),
+    ("optim_bench", "--json {folder}", "--json {folder} is a folder"),
+    ("optim_bench", "--json /proc/x.json", "--json /proc/x.json: cannot write to /proc"),
+    ("optim_bench", "--device cuda", "--device cuda: 0 GPUs for 1 processes"),
+    ("optim_bench", "--device foo", "argument --device: invalid choice: 'foo'"),
+    ("optim_bench", "--peer nocolon", "--peer nocolon: it is MODULE:CLASS"),
+    ("optim_bench", "--peer nope:Nope", "--peer nope:Nope: No module named 'nope', neither in the current"),
+    ("optim_bench", "--peer json:Nope", "--peer json:Nope: the module has no class Nope"),
+    ("optim_bench", "--peer json:dumps --world 2", "--peer is compared in one process"),
+    ("optim_race", "--contenders adamw --detect nan", "--detect must be above 0 and finite"),
+    ("optim_race", "--contenders adamw --targets nan", "--targets are losses, finite numbers"),
+    ("optim_race", "--contenders adamw --first-seed -1", "--first-seed must not be negative"),
+    ("optim_race", "--contenders adamw --vocab-size 0", "--vocab-size must be at least"),
+    (
+        "optim_race",
+        "--contenders adamw --model foo=1",
+        "--model foo=1: no such field; there are vocab_size, ",
+    ),
+    ("optim_race", "--contenders adamw --model depth=x", "--model depth=x: depth is of type int"),
+    ("optim_race", "--contenders adamw --text {text} --model vocab_size=5", "--model vocab_size=5: the data"),
+    ("optim_race", "--leaderboard {folder}/missing", "--leaderboard {folder}/missing: no such folder"),
+    ("optim_race", "--leaderboard /proc/foo", "--leaderboard /proc/foo: cannot write to /proc"),
+    ("optim_trace", "--depth 0", "--depth must be at least 1"),
+    ("optim_trace", "--json {folder}/missing/x.json", "--json {folder}/missing/x.json: there is no folder"),
+    ("optim_trace", "--out {file}", "--out {file}: cannot write to {file}: Not a directory"),
+    ("peers_bench", "--rounds 0", "--rounds must be at least 1"),
+    ("plan", "--total-batch-size 1000", "--total-batch-size 1000 is not a multiple of 16384"),
+    (
+        "plan",
+        "--total-batch-size 32768 --device-batch-size 3",
+        "--total-batch-size 32768 is not a multiple of",
+    ),
+    ("plan", "--gpu-memory nan", "--gpu-memory must be a finite number"),
+    ("plan", "--target-param-data-ratio inf", "--target-param-data-ratio must be a finite number"),
+    ("plan", "--gpus 99999999999", "--gpus must be at most"),
+    ("plan", "--depth 99999", "--depth must be at most"),
+    ("scaling", "--depths 1 --tokens 1k --corpus foo", "unknown corpus 'foo'"),
+    ("scaling", "--depths 1,1025 --tokens 1k", "--depths must be at most 1024, not 1025"),
+    (
+        "scaling",
+        "--depths 1 --tokens 1k --total-batch-size 1000",
+        "--total-batch-size 1000 is not a multiple",
+    ),
+    (
+        "scaling",
+        "--depths 1 --tokens 1k -- --tensor-parallel 2",
+        "--tensor-parallel 2 does not divide 1 proc",
+    ),
+    ("tok_eval", "--run ''", "--run '' is not a folder name"),
+    ("tok_train", "--vocab-size -5", "--vocab-size must be at least"),
+    ("train_bench", "--json {folder}/missing/x.json", "--json {folder}/missing/x.json: there is no folder"),
+    ("train_bench", "--warmdown-ratio 2", "--warmdown-ratio is a share of the run, from 0 to 1, not 2"),
+    ("train_bench", "--corpus foo", "unknown corpus 'foo'"),
+]
+
+
+@pytest.mark.parametrize("script, flags, said", REFUSED)
+def test_a_flag_that_cannot_be_meant_is_named_before_any_work(script, flags, said, main, tmp_path, capsys):
+    with pytest.raises(InputError) as caught:
+        main(script, flags)
+    assert str(caught.value).startswith(said.format(file=tmp_path / "file", folder=tmp_path))
+    assert capsys.readouterr().out == "" and not (tmp_path / "base").exists()
+
+
+def test_a_plan_neither_reads_its_corpus_nor_asks_the_hub(main, tmp_path, capsys):
+    (tmp_path / "texts").mkdir()  # empty: to read it would be an error
+    for corpus in ("hf:nobody/nothing", "fineweb-edu", f"path:{tmp_path}/texts"):
+        assert main("base_train", f"--plan --depth 1 --corpus {corpus}") == 0
+        assert "training   " in capsys.readouterr().out
+    assert not (tmp_path / "base").exists()
+
+
+def test_warmup_and_warmdown_may_overlap():
+    """They meet below the full rate, and every step has some."""
+    base_train.check_arguments(
+        base_train.parse_arguments("--warmup-ratio 0.8 --warmdown-ratio 1".split(), {})
+    )
+    multipliers = [schedule.lr_multiplier(step, 100, 0.8, 1.0) for step in range(100)]
+    assert min(multipliers) > 0 and 0.5 < max(multipliers) < 0.6
+
+
+def test_a_file_that_can_be_written_passes_and_is_not_touched(tmp_path, monkeypatch):
+    file = tmp_path / "kept.json"
+    file.write_text("kept")
+    runtime.check_output_file("--json", file)
+    runtime.check_output_file("--json", tmp_path / "new.json")
+    runtime.check_output_file("--json", "/dev/null")
+    runtime.check_output_folder("--out", tmp_path / "new" / "deep")
+    monkeypatch.chdir(tmp_path)
+    runtime.check_output_file("--json", "new.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.json"] and file.read_text() == "kept"
+
+
+PEER = """
+import torch
+
+
+class Good(torch.optim.SGD):
+    pass
+
+
+class Bad:
+    def __init__(self, groups):
+        raise TypeError("no such groups")
+"""
+
+
+def test_a_peer_is_a_class_of_a_module_in_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "peer_of_a_test.py").write_text(PEER)
+    (tmp_path / "broken_peer_of_a_test.py").write_text("import torch\n1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")  # as python -m has it
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(2))]}]
+    good = optim_bench.load_peer("peer_of_a_test:Good")
+    assert callable(optim_bench.step_of_peer("peer_of_a_test:Good", good, groups))
+    assert groups[0].keys() == {"params"}  # ours are built of them next, and torch adds its defaults
+    bad = optim_bench.load_peer("peer_of_a_test:Bad")
+    with pytest.raises(
+        InputError, match="^--peer bad: TypeError on building it of param groups: no such gro"
+    ):
+        optim_bench.step_of_peer("bad", bad, groups)
+    with pytest.raises(InputError, match="^--peer broken.*: ZeroDivisionError on importing it: division by"):
+        optim_bench.load_peer("broken_peer_of_a_test:Bad")
+
+
+def test_a_task_that_the_bundle_lacks_is_named_with_those_it_has(main, tmp_path, capsys):
+    bundle = write_bundle(tmp_path / "bundle", KNOWN)
+    with pytest.raises(
+        InputError, match="^--tasks copa: the bundle has no such task; it has choose, resolve,"
+    ):
+        main("core_bench", f"--core-bundle {bundle} --tasks choose copa")
+    chosen = core_bench.chosen_tasks(core_bundle.open_bundle(str(bundle)), ["resolve"])
+    assert [task.label for task in chosen] == ["resolve"]
+    assert capsys.readouterr().out == "" and not (tmp_path / "base").exists()
+
+
+def test_a_bundle_that_is_not_there_is_named_before_bits_per_byte_are_counted(monkeypatch):
+    class Config:
+        seq_len = 32
+
+    class Model:
+        config = Config()
+
+    monkeypatch.setattr(base_eval, "load_run", lambda *_: (Model(), None, {"corpus": "python", "step": 1}))
+    monkeypatch.setattr(base_eval, "evaluate_bpb", lambda *_: pytest.fail("it was counted"))
+    with pytest.raises(InputError, match="^--core-bundle /nope: no such folder"):
+        base_eval.main(["--eval", "bpb,core", "--core-bundle", "/nope", "--dtype", "float32"])
+
+
+def test_a_stage_of_the_gpu_check_has_a_name(tmp_path):
+    with pytest.raises(InputError, match="name a stage"):
+        gpu_stages.main(["--folder", str(tmp_path), "--lines", str(tmp_path / "lines")])
+
+
+def test_fields_of_the_model_are_taken_by_their_type():
+    args = optim_race.parse_arguments(
+        "--contenders adamw --model short_window=1 qk_norm=False window_pattern=SL".split()
+    )
+    race_tasks.check_model_fields(dict(args.model))
+    for name, value in (("qk_norm", 0), ("depth", True), ("window_pattern", 1)):
+        with pytest.raises(InputError, match=f"^--model {name}={value}: {name} is of type"):
+            race_tasks.check_model_fields({name: value})
