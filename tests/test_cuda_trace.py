@@ -1,7 +1,7 @@
 """What a step does on a GPU, from CUDA tensors that are faked (cuda_trace.py), in every form of training.
 
-All traces are made in one process, which compiles once what they share. Bytes are compared with what
-`scripts.plan` says, which counts the transfers of its own plan.
+The traces of the quick tests are made in one process, which compiles once what they share. Bytes are compared
+with what `scripts.plan` says, which counts the transfers of its own plan.
 """
 
 import collections
@@ -78,12 +78,10 @@ def traces():
     return traced(STEPS + OPTIMIZER)
 
 
-@pytest.fixture(scope="module")
-def slow_traces():
-    found = {}
-    for case in SLOW:  # in a process each: torch keeps the groups of earlier imagined worlds
-        found |= traced([case])
-    return found
+@functools.cache
+def traced_alone(case):
+    """In a process of its own: torch keeps the groups of earlier imagined worlds."""
+    return traced([case])[case]
 
 
 def check_step(found):
@@ -191,15 +189,15 @@ def test_gradients_leave_while_the_compiled_backward_goes_on(traces, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW)
-def test_a_training_step_of_other_ranks_and_depths(slow_traces, case):
+def test_a_training_step_of_other_ranks_and_depths(case):
     if case.startswith("fp8"):
         pytest.importorskip("torchao")
-    check_step(slow_traces[case])
+    check_step(traced_alone(case))
 
 
 @pytest.mark.slow
-def test_most_gradients_leave_while_the_compiled_backward_goes_on_at_depth_24(slow_traces):
-    found = slow_traces["replicated:8:0:24"]
+def test_most_gradients_leave_while_the_compiled_backward_goes_on_at_depth_24():
+    found = traced_alone("replicated:8:0:24")
     assert sent_early(found) > 0.7  # the last graph has the token embedding and the first layers
     # The head's gradient, the first, leaves when that graph is done
     in_last_micro_step = found["backwards"] - found["backwards"] // MICRO_STEPS
