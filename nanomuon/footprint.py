@@ -130,9 +130,9 @@ class PlannedWorld(World):
     def broadcast_from(self, owner, tensor):
         return self.transfer(tensor.nbytes, tensor)
 
-    def all_to_all(self, send, sent, received):
-        self.sent.append((sum(sent) - sent[self.rank]) * send.itemsize)
-        return Transfer(send.new_empty(sum(received)))
+    def all_to_all(self, send, send_counts, receive_counts):
+        self.sent.append((sum(send_counts) - send_counts[self.rank]) * send.itemsize)
+        return Transfer(send.new_empty(sum(receive_counts)))
 
 
 class RankPlan:

@@ -12,7 +12,7 @@ The parameters are cut into pieces of work, and every piece has the same life:
     deliver   wait for that, write the result where the parameter lives
 
 `step` takes all pieces through the three rounds, so that the transfers of one run under the mathematics of
-another. In one process the transfers do nothing, and there is no second copy of the mathematics.
+another. In one process nothing is transferred, and there is no second copy of the mathematics.
 
 The file in its order: the kernels (the mathematics), the kinds, what reaches the kernels from the param
 groups, the ranks and their transfers, where state lives, the pieces of work and who owns which matrix, what a
@@ -75,7 +75,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # ------------------------------------------------------------------------------------------------------------
-# Kernels. Hyperparameters are tensors, so changing them recompiles nothing. `ok` is 1, or 0 where a parameter
+# Kernels. Rates are tensors (`Table`), of which a compilation knows the shape alone (`describe`), so changing
+# them recompiles nothing. Options (nesterov, coefficients) are Python values: each choice of them is compiled
+# once. `ok` is 1, or 0 where a parameter
 # is to be left alone: it has no gradient, or some gradient is not finite. Its gradient is then replaced by 0
 # and its rates multiplied by 0, so every line is a no-op. All arithmetic is in the dtype of the state.
 
@@ -91,6 +93,7 @@ def adamw_update(
     grad = torch.where(ok > 0, grad, 0).to(exp_avg.dtype)
     exp_avg.lerp_(grad, grad_weight * ok)
     exp_avg_sq.lerp_(grad.square(), square_weight * ok)
+    eps = eps + (1 - ok)  # eps may be 0, and so may the rest where nothing is updated
     update = exp_avg * (step_size * ok) / (exp_avg_sq.sqrt() * rescale + eps)
     param.copy_(param.to(exp_avg.dtype) * (1 - decay * ok) - update)
 
@@ -169,8 +172,9 @@ def run(kernel, *tensors, **arguments):
     nothing_to_gain = tensors[0].numel() < COMPILE_FROM or tensors[0].is_meta  # which computes nothing
     if nothing_to_gain or not kernels_compile():
         return kernel(*tensors, **arguments)
-    named = [(name, describe(argument)) for name, argument in arguments.items()]
-    return compiled(kernel, *map(describe, tensors), *named)(*tensors, **arguments)
+    signature = [describe(tensor) for tensor in tensors]
+    signature += [(name, describe(argument)) for name, argument in arguments.items()]
+    return compiled(kernel, *signature)(*tensors, **arguments)
 
 
 def kernels_compile():
@@ -209,6 +213,7 @@ def cache_blocks(*tensors):
 
 
 def as_they_are(step, **hyperparameters):
+    """The rates of a kind whose kernel takes its hyperparameters as they are."""
     return hyperparameters
 
 
@@ -318,7 +323,9 @@ class Table:
 
 
 class Hyperparameters:
-    """Every number that a kernel reads, brought to the device in one copy a step."""
+    """Every number that a step takes from the host, brought to the device in one copy: hyperparameters, which
+    parameters have a gradient, fingerprints. And the order of the parameters in `ok`.
+    """
 
     def __init__(self):
         self.tables = {}  # (device, dtype) -> tables
@@ -343,7 +350,8 @@ class Hyperparameters:
     def refresh(self):
         for (device, dtype), tables in self.tables.items():
             values = [table.values() for table in tables]
-            # Rounded once, from Python's float64. From pageable memory so few bytes leave without a wait.
+            # Rounded once, from Python's float64. The host does not wait for a copy of so few bytes, though
+            # it is from pageable memory
             on_host = torch.tensor([value for part in values for value in part], dtype=dtype)
             on_device = on_host.to(device, non_blocking=True)
             for table, part in zip(tables, on_device.split([len(part) for part in values]), strict=True):
@@ -358,13 +366,12 @@ class Transfer:
     """A collective in flight. What it sends and receives stays referenced until it has been waited for."""
 
     def __init__(self, received, work=None, sent=None):
-        self.received = received
-        self.in_flight = [(work, sent)] if work is not None else []
+        self.received, self.work, self.sent = received, work, sent
 
     def wait(self):
-        for work, _ in self.in_flight:
-            work.wait()
-        self.in_flight.clear()
+        if self.work is not None:
+            self.work.wait()
+            self.work = self.sent = None
         return self.received
 
 
@@ -440,11 +447,13 @@ class World:
         work = dist.broadcast(tensor, group=self.process_group, group_src=owner, async_op=True)
         return Transfer(tensor, work, tensor)
 
-    def all_to_all(self, send, sent, received):
-        """send: flat, sent[r] elements for rank r. Gives the received[r] elements from each rank r, flat."""
-        out = send.new_empty(sum(received))
-        work = dist.all_to_all_single(out, send, received, sent, group=self.process_group, async_op=True)
-        return Transfer(out, work, send)
+    def all_to_all(self, send, send_counts, receive_counts):
+        """send: flat, send_counts[r] elements for rank r. Gives receive_counts[r] from each rank r, flat."""
+        received = send.new_empty(sum(receive_counts))
+        work = dist.all_to_all_single(
+            received, send, receive_counts, send_counts, group=self.process_group, async_op=True
+        )
+        return Transfer(received, work, send)
 
     def mesh(self, device):
         return DeviceMesh.from_group(self.process_group, device.type)
@@ -461,10 +470,14 @@ def some_elements(tensor):
 
 
 def gradient(param):
-    """What this rank holds of p.grad; zeros where there is none, or one that is left from before a freeze."""
+    """What this rank holds of p.grad; zeros where there is none, or where the parameter is frozen and an old
+    one is left.
+    """
     grad = param.grad
     if not has_gradient(param):
-        return torch.zeros_like(local(param))
+        held = local(param)
+        dtype = getattr(param, "grad_dtype", None)  # since torch 2.10; None: any
+        return torch.zeros_like(held, dtype=dtype or held.dtype)
     if isinstance(grad, DTensor) and grad.placements != param.placements:
         # Tensor parallelism may leave partial sums
         grad = grad.redistribute(param.device_mesh, param.placements)
@@ -632,7 +645,7 @@ class SmallParameters:
         numbers, counts = torch.arange(len(pieces)), torch.tensor(self.sizes)
         in_order = numbers.repeat_interleave(counts, output_size=sum(self.sizes))
         self.param_of_element = in_order.to(like.device)
-        self.in_ok = hyperparameters.positions(self.params, like.device)
+        self.ok_index = hyperparameters.positions(self.params, like.device)
         self.places = {}
         parts = [vector.split(self.sizes) for vector in self.state]
         for i, param in enumerate(self.params):
@@ -659,7 +672,7 @@ class SmallParameters:
     def compute(self, ok):
         grads = self.transfer.wait() if self.world.averages else self.flat_gradients()
         params = torch.cat([local(param).flatten() for param in self.params])
-        ok_of_params = ok[self.in_ok]
+        ok_of_params = ok[self.ok_index]
         self.steps += ok_of_params
         rates = self.kind.rates(self.steps.to(self.dtype), **self.table.columns)  # {name: (parameters,)}
         of_elements = torch.stack([ok_of_params.to(self.dtype), *rates.values()])[:, self.param_of_element]
@@ -688,7 +701,7 @@ class LargeParameter:
     def __init__(self, param, group, kind, world, hyperparameters, free_grads):
         self.param, self.kind, self.world, self.free_grads = param, kind, world, free_grads
         self.collected = [param] if world.averages else []
-        self.in_ok = hyperparameters.position[param]
+        self.ok_index = hyperparameters.position[param]
         self.lo, self.hi = world.share(len(local(param)))
         rows = self.rows(local(param))
         zeros = functools.partial(torch.zeros, device=rows.device)
@@ -733,7 +746,7 @@ class LargeParameter:
             grad = self.transfer.wait()[: self.hi - self.lo]
         else:
             grad = self.rows(gradient(self.param))
-        ok_of_param = ok[self.in_ok]
+        ok_of_param = ok[self.ok_index]
         self.step += ok_of_param
         rates = self.kind.rates(self.step.to(self.dtype), **self.table.entry(0))
         for rows, *others in cache_blocks(self.rows(param), grad, *self.state):
@@ -794,9 +807,11 @@ def batches(count, shape, device):
     Equal ones, of one shape to compile, unless these would be less than half as long as they may be.
     """
     most = most_at_once(shape, device)
-    size = next((size for size in range(min(count, most), 0, -1) if count % size == 0), 1)
+    divisors = [size for size in range(1, min(count, most) + 1) if count % size == 0]
+    size = max(divisors, default=1)
     if 2 * size < min(count, most):
-        size = -(-count // -(-count // most))
+        runs = -(-count // most)
+        size = -(-count // runs)
     return [(lo, min(lo + size, count)) for lo in range(0, count, size)]
 
 
@@ -839,7 +854,7 @@ class Bank:
         self.kept = {name: zeros(k, *shape) for name, shape in direction.state(*self.shape).items()}
         self.scale = update_scales(direction, self.owned, self.shape, self.momentum)
         self.batches = batches(k, direction.whole_shape(*self.shape), param.device)
-        self.in_ok = hyperparameters.positions([matrix.param for matrix in self.owned], param.device)
+        self.ok_index = hyperparameters.positions([matrix.param for matrix in self.owned], param.device)
         groups = [matrix.group for matrix in self.owned] or [group]  # a rank may own none
         self.table = hyperparameters.table(muon_hyperparameters, groups, self.momentum)
         self.places = {param: {} for param in self.params}
@@ -876,14 +891,14 @@ class Bank:
 
     def compute(self, ok):
         grads, params = self.gradients(), self.to_update()
-        ok_of_owned = ok[self.in_ok].view(-1, 1, 1).to(self.momentum.dtype)
+        ok_of_owned = ok[self.ok_index].view(-1, 1, 1).to(self.momentum.dtype)
         for lo, hi in self.batches:
             hyper, ok_of_batch = self.table.batch(lo, hi), ok_of_owned[lo:hi]
             kept = {name: buffer[lo:hi] for name, buffer in self.kept.items()}
-            U = momentum_of(self, as_batch(grads[lo:hi]), self.momentum[lo:hi], ok_of_batch, hyper)
+            U = update_momentum(self, as_batch(grads[lo:hi]), self.momentum[lo:hi], ok_of_batch, hyper)
             X, gain = self.direction(U, kept, ok_of_batch, hyper["square_weight"])
             P = as_batch(params[lo:hi])
-            update_of(self, P, X, gain, ok_of_batch, hyper, self.scale[lo:hi])
+            update_matrices(self, P, X, gain, ok_of_batch, hyper, self.scale[lo:hi])
             self.write_back(P, lo, hi)
         if self.free_grads:
             drop_gradients(self.params)
@@ -905,13 +920,13 @@ class Bank:
         """The parameters are updated."""
 
 
-def momentum_of(bank, grads, momentum_buffer, ok, hyper):
+def update_momentum(bank, grads, momentum_buffer, ok, hyper):
     """`muon_momentum` with the options of a Bank or sharded.Chunk. hyper: see Table.batch."""
     rates = {"momentum": hyper["momentum"], "grad_weight": hyper["grad_weight"]}
     return run(muon_momentum, grads, momentum_buffer, ok, **rates, nesterov=bank.nesterov)
 
 
-def update_of(bank, P, X, gain, ok, hyper, scale):
+def update_matrices(bank, P, X, gain, ok, hyper, scale):
     """`muon_update`, likewise."""
     rates = {"lr": hyper["lr"], "weight_decay": hyper["weight_decay"]}
     run(muon_update, P, X, gain, ok, **rates, scale=scale, cautious=bank.cautious)
@@ -932,7 +947,9 @@ class SharedBank(Bank):
         self.one_by_one = 2 * len(owners) < world.size
         if self.one_by_one:
             self.slots, self.slot_count = list(range(len(owners))), len(owners)
-        else:  # each rank has as many slots as the others, and fills its first ones
+        else:
+            # Each rank has as many slots as the others and fills its first ones: of 4 matrices on 8 ranks,
+            # one slot a rank, 4 of them empty
             each = -(-len(owners) // world.size)
             self.slots, self.slot_count = [], each * world.size
             for i, owner in enumerate(owners):
@@ -1071,12 +1088,18 @@ class MuonDirection:
         coefficients = group["coefficients"]
         if not isinstance(coefficients, str):
             coefficients = tuple(tuple(triple) for triple in coefficients)
-        variance_reduction = group["beta2"] is not None
-        options = group["ns_steps"], group["row_equilibrate"], group["renormalize"], variance_reduction
-        where = device_type, ns_dtype
+        options = {
+            "coefficients": coefficients,
+            "ns_steps": group["ns_steps"],
+            "row_equilibrate": group["row_equilibrate"],
+            "renormalize": group["renormalize"],
+            "variance_reduction": group["beta2"] is not None,
+            "device_type": device_type,
+            "ns_dtype": ns_dtype,
+        }
         if group["direction"] is not None:
-            return CustomDirection(coefficients, *options, *where, group["direction"])
-        return cls(coefficients, *options, *where)
+            return CustomDirection(**options, function=group["direction"])
+        return cls(**options)
 
     @property
     def transposable(self):
@@ -1220,7 +1243,9 @@ class Agreement:
         return (1 - bad) * has_gradient_somewhere
 
     def notice(self, difference):
-        """ValueError where ranks have other ones; on a GPU, not waited for, in one of the next steps."""
+        """ValueError where the fingerprints of the ranks differ. On a GPU the host does not wait for it: the
+        error comes in one of the next steps.
+        """
         if self.world.size == 1 or difference.is_meta:
             return
         if not difference.is_cuda:
@@ -1279,8 +1304,12 @@ class Agreement:
 
 
 def hyperparameters_of(groups):
-    """What kernels read, by group."""
-    return [KINDS[group["kind"]].hyperparameters(group) for group in groups]
+    """What kernels read, by group. Of tensors the values: how they print depends on the device."""
+    of_groups = []
+    for group in groups:
+        numbers = KINDS[group["kind"]].hyperparameters(group)
+        of_groups.append({name: float(number) for name, number in numbers.items()})
+    return of_groups
 
 
 def fingerprints_of(groups_and_loaded):
@@ -1367,10 +1396,14 @@ class MuonAdamW(torch.optim.Optimizer):
     is about twice as fast on CPUs that multiply it natively, and several times slower on others. All other
     arithmetic is float32 (see `state_dtype`).
 
+    compile: whether kernels are compiled: True, False, or "auto", on GPUs only; the environment variable
+    NANOMUON_COMPILE decides where it is set. matmul_precision: during the step, highest | high | medium, see
+    torch.set_float32_matmul_precision; None leaves it alone.
+
     A parameter without a gradient, or that does not require one any more, is left alone: parameter, state and
-    step count. `p.grad` is not changed. If any gradient is not finite, or the sum of
-    its squares overflows, the step is not applied: parameters and state stay as they were, and
-    `skipped_steps`, a 0-D tensor, counts it.
+    step count. `p.grad` is not changed, but for a GradScaler's scale (`unscale`). If any gradient is not
+    finite, or the sum of its squares overflows, the step is not applied: parameters and state stay as they
+    were, and `skipped_steps`, a 0-D tensor, counts it.
 
     Memory of a step beyond parameters, gradients and state: one batch of a bank (BATCH_BYTES) and its
     temporaries, and the small parameters as one vector.
@@ -1390,7 +1423,9 @@ class MuonAdamW(torch.optim.Optimizer):
         if ns_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"ns_dtype is None, torch.float32 or torch.bfloat16, not {ns_dtype!r}")
         self.compile, self.matmul_precision, self.ns_dtype = compile, matmul_precision, ns_dtype
-        self.launched, self.overlapped = 0, False  # the first so many have collected, in overlap_backward
+        self.launched = 0  # how many of the works, from the first, have collected in overlap_backward
+        self.overlapped = False  # whether overlap_backward was entered since the last step
+        self.in_backward = False  # whether it is going on
         self.sent = []  # (parameter, gradient, version of the gradient) of these
         super().__init__(param_groups, {})
         self.plan_all()
@@ -1402,6 +1437,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def plan_all(self):
         """Make the pieces of work of all groups, with state of zero."""
         self.planned = Plan()
+        self.world.load = [0] * self.world.size
         self.works = []  # in the order of their collectives, which all ranks share
         self.follows_backward = False  # whether that is the order in which a backward completes them
         self.places = {}  # parameter -> {name of its state: place}
@@ -1460,15 +1496,16 @@ class MuonAdamW(torch.optim.Optimizer):
             loss = closure() if closure else None
         self.follow_groups()
         finite = self.unscale(finite)
-        if finite is not False:
+        if finite is not False:  # step(finite=False) is the way out of what check_sent refuses
             self.check_sent()
         self.check_groups()
         self.planned.has_state = True
         with self.arithmetic():
             self.hyperparameters.refresh()
             with record_function("optimizer.collect"):
-                # Collectives are served in their order, and `ok` is waited for first. After overlap_backward
-                # ranks have launched some collects already, not all of them as many: then it comes last.
+                # The answer is waited for first, so it is asked for first. After overlap_backward ranks have
+                # launched different numbers of collects: then the question has the same place in the order of
+                # all ranks only at the end.
                 if not self.overlapped:
                     answer = self.agreement.ask(finite)
                 for work in self.works[self.launched :]:
@@ -1533,7 +1570,8 @@ class MuonAdamW(torch.optim.Optimizer):
             )
         self.follow_groups()
         self.refuse_two_at_a_time()
-        self.overlapped = True
+        self.overlapped = self.in_backward = True
+        HAVE_OVERLAPPED.add(self)
         missing = [set(work.collected) for work in self.works]
         work_of = {param: i for i, work in enumerate(self.works) for param in work.collected}
         completed = []  # the numbers of the works, in the order in which they got their last gradient
@@ -1565,6 +1603,7 @@ class MuonAdamW(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
+            self.in_backward = False
         for work in self.works[: self.launched]:
             self.sent += [(param, param.grad, param.grad._version) for param in work.collected]
         if not self.follows_backward and self.world.averages:
@@ -1572,18 +1611,17 @@ class MuonAdamW(torch.optim.Optimizer):
             self.follow_backward(completed)
 
     def refuse_two_at_a_time(self):
-        """RuntimeError where another optimizer of this process group has not stepped since its own
-        overlap_backward: where a parameter of one is unused on some rank, the collectives of the two would
-        change places there, and their gradients with them.
+        """RuntimeError where another optimizer of this process group overlaps a backward now, or has collects
+        in flight: where a parameter of one is unused on some rank, the collectives of the two would change
+        places there, and their gradients with them.
         """
         for other in HAVE_OVERLAPPED - {self}:
             same_ranks = other.world.process_group is self.world.process_group
-            if other.overlapped and same_ranks and self.world.averages:
+            if same_ranks and self.world.averages and (other.in_backward or other.launched):
                 raise RuntimeError(
                     "overlap_backward: another optimizer has not stepped since its own one, and both send "
                     "through one process group: give each its own, process_group=dist.new_group()"
                 )
-        HAVE_OVERLAPPED.add(self)
 
     def check_arrived(self, arrived_as):
         """RuntimeError where gradients are other ones at the end of the backward than they were when they
@@ -1612,11 +1650,14 @@ class MuonAdamW(torch.optim.Optimizer):
     def follow_backward(self, completed):
         """Put the works into the order in which rank 0 has completed them.
 
-        Those that wait for no gradient stay first; those that this backward did not complete come last.
+        Those that send no gradients come first, and have no number: a parameter in pieces may be small on one
+        rank and large on another. Those that this backward did not complete come last.
         """
-        wait_for_nothing = [i for i, work in enumerate(self.works) if not work.collected]
-        order = dict.fromkeys([*wait_for_nothing, *completed, *range(len(self.works))])  # each once
-        self.works = [self.works[i] for i in self.agreement.of_rank_0(list(order))]
+        send_nothing = [work for work in self.works if not work.collected]
+        sending = [work for work in self.works if work.collected]  # the same on all ranks, in one order
+        numbers = [sending.index(self.works[i]) for i in completed]
+        order = dict.fromkeys([*numbers, *range(len(sending))])  # each once
+        self.works = send_nothing + [sending[i] for i in self.agreement.of_rank_0(list(order))]
         self.follows_backward = True
 
     # ---- the plan: what is worked on together, and where
@@ -1634,13 +1675,12 @@ class MuonAdamW(torch.optim.Optimizer):
             else:
                 self.start_equal(param)
             kind = KINDS[group["kind"]]
-            if isinstance(kind, ElementwiseKind):
-                pieces.setdefault(self.alike(name, param, group), []).append((param, group))
-            elif not isinstance(kind, MatrixKind):
+            if not isinstance(kind, ElementwiseKind | MatrixKind):
                 raise ValueError(f"{name}: nothing in optim.py trains the kind {group['kind']!r}")
-            elif is_cut(param):
+            is_matrix = isinstance(kind, MatrixKind)
+            if is_matrix and is_cut(param):
                 in_pieces.append((name, param, group))
-            elif param.numel():
+            elif param.numel() or not is_matrix:  # matrices without elements have no polar factor
                 pieces.setdefault(self.alike(name, param, group), []).append((param, group))
         works = self.pieces_of_work(self.with_banks_cut(pieces))
         if in_pieces:
@@ -1745,10 +1785,13 @@ class MuonAdamW(torch.optim.Optimizer):
     def pieces_of_work(self, pieces):
         """The works, in reversed order of the model: its last gradients come first."""
         banks = {alike: entries for alike, entries in pieces.items() if alike[0] == "bank"}
-        owners, works = self.owners_of_banks(banks), []
+        owners = self.owners_of_banks(banks)
+        works = []
         for alike, entries in reversed(pieces.items()):
             param, group = entries[0]
-            kind, world = KINDS[group["kind"]], World() if is_cut(param) else self.world
+            kind, world = KINDS[group["kind"]], self.world
+            if is_cut(param):
+                world = World()  # each rank updates its piece by itself
             shared = world, self.hyperparameters, self.free_grads
             if alike[0] == "small":
                 works.append(SmallParameters(entries, kind, *shared))
@@ -1765,7 +1808,8 @@ class MuonAdamW(torch.optim.Optimizer):
     def owners_of_banks(self, banks):
         """{bank: the owner of each of its matrices}. Banks with the most expensive matrices choose first."""
         flops = {}
-        for alike, ((param, group), *_) in banks.items():
+        for alike, entries in banks.items():
+            param, group = entries[0]
             shape = matrix_shape(param)
             flops[alike] = self.direction(group, shape[0], param.device).flops(*shape)
         owners = {}
@@ -2114,11 +2158,11 @@ class DistMuonAdamW(MuonAdamW):
     both transfers of sharded matrices; default the gradient's own. free_grads: set `p.grad` to None as soon
     as it is used; otherwise it is not changed. gradients_averaged: they are means over the ranks already (DDP
     makes them), and are not sent again; ranks whose gradients differ would train different models.
-    matmul_precision: None, or highest | high | medium
-    (torch.set_float32_matmul_precision) during the step.
 
     Gradients and state of replicated parameters are split (ZeRO-2). They start as rank 0 has them, and the
-    update uses the mean of `p.grad` over ranks. With W ranks, parameters of R rows, banks of K matrices:
+    update uses the mean of `p.grad` over ranks. Matrices of one shape are cut into banks of a multiple of W,
+    and one of what is left: 12 on 8 ranks are banks of 8 and 4. With W ranks, parameters of R rows, banks of
+    K matrices:
 
       parameters            collect                          state on a rank      deliver
       AdamW, up to SMALL    one all_reduce for all of them   all of it            nothing

@@ -42,10 +42,10 @@ from nanomuon.optim import (
     local,
     matrices_of,
     matrix_shape,
-    momentum_of,
     muon_hyperparameters,
     state_dtype,
-    update_of,
+    update_matrices,
+    update_momentum,
     update_scales,
 )
 
@@ -265,7 +265,7 @@ class Chunk:
         self.table = hyperparameters.table(
             muon_hyperparameters, [group for _, group in entries], self.momentum
         )
-        self.in_ok = hyperparameters.positions(self.params, param.device)
+        self.ok_index = hyperparameters.positions(self.params, param.device)
         self.places = {}
         for i, param in enumerate(self.params):
             self.places[param] = {
@@ -297,8 +297,8 @@ class Chunk:
             grads = [matrix.of(gradient(matrix.param)) for matrix in self.matrices]
             grads = torch.stack(grads)  # (K, rows, columns)
             hyper = self.table.batch(0, len(grads))
-            self.ok = ok[self.in_ok].view(-1, 1, 1).to(self.momentum.dtype)
-            U = momentum_of(self, grads, self.momentum, self.ok, hyper).to(self.world.sent_dtype(grads))
+            self.ok = ok[self.ok_index].view(-1, 1, 1).to(self.momentum.dtype)
+            U = update_momentum(self, grads, self.momentum, self.ok, hyper).to(self.world.sent_dtype(grads))
             if self.free_grads:
                 drop_gradients(self.params)
             sent = [self.owners.count(rank) * U[0].numel() for rank in range(self.world.size)]
@@ -327,7 +327,7 @@ class Chunk:
             X = self.transfer.wait().view(self.momentum.shape)
             del self.transfer
             P, one = torch.stack(params), self.momentum.new_ones(1, 1, 1)
-            update_of(self, P, X, one, self.ok, self.table.batch(0, len(params)), self.scale)
+            update_matrices(self, P, X, one, self.ok, self.table.batch(0, len(params)), self.scale)
             torch._foreach_copy_(params, P.unbind())
 
     def shard_sizes(self):

@@ -413,6 +413,27 @@ def overlapped_under_ddp(group, as_view):
     return str(error.value)
 
 
+def owners_after_another_plan(group):
+    """Which matrices this rank owns: of an optimizer as it was built, and one whose model was converted."""
+    owned = []
+    for converted in (False, True):
+        model = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(5))
+        optimizer = DistMuonAdamW.for_model(model, process_group=group)
+        if converted:
+            model.to(torch.float64)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        owned.append(sorted(optimizer.state_dict()["state"]))
+    return owned
+
+
+def test_a_new_plan_has_the_owners_of_a_first_one():
+    """Else a state that each rank saves by itself would not fit a run that was moved before its steps."""
+    for as_built, planned_anew in run_world(3, owners_after_another_plan):
+        assert as_built == planned_anew
+
+
 @pytest.mark.parametrize("as_view", [False, True])
 def test_overlap_backward_refuses_ddp(as_view):
     """With views of its buckets the parameters were silently 2% beside those of one process."""
@@ -420,41 +441,45 @@ def test_overlap_backward_refuses_ddp(as_view):
         assert "gradients_averaged=True" in error
 
 
+def what_is_heard(optimizer, model):
+    """Of a step with overlap_backward: its error, or nothing."""
+    try:
+        with optimizer.overlap_backward():
+            loss_of(model, 0).backward()
+    except RuntimeError as error:
+        return str(error)
+    optimizer.step()
+    optimizer.zero_grad()
+    return "nothing"
+
+
 def two_that_overlap(group):
-    """What the second of two optimizers hears: on one process group, after the step of the first, and on a
-    process group of its own.
+    """What the second of two optimizers hears inside of the first one's backward, between that and its step,
+    and after it: on one process group, and on a process group of its own.
     """
-    heard = []
     model, second_model = build(), build()
-    another_group = dist.new_group()
     first = DistMuonAdamW(groups_of(model), group)
-    for optimizer in [
-        DistMuonAdamW(groups_of(second_model), group),
-        DistMuonAdamW(groups_of(second_model), another_group),
-    ]:
-        for first_has_stepped in (False, True):
-            with first.overlap_backward():
-                loss_of(model, 0).backward()
-            if first_has_stepped:
-                first.step()
-            try:
-                with optimizer.overlap_backward():
-                    loss_of(second_model, 0).backward()
-                heard.append("nothing")
-                optimizer.step()
-            except RuntimeError as error:
-                heard.append(str(error))
-            if not first_has_stepped:
-                first.step()
-            first.zero_grad()
-            optimizer.zero_grad()
+    what_is_heard(first, model)  # from the second backward on it sends in it
+    heard = {}
+    for own_group in (False, True):
+        second_group = dist.new_group() if own_group else group
+        second = DistMuonAdamW(groups_of(second_model), second_group)
+        with first.overlap_backward():
+            inside = what_is_heard(second, second_model)
+            loss_of(model, 0).backward()
+        before_its_step = what_is_heard(second, second_model)
+        first.step()
+        first.zero_grad()
+        heard[own_group] = inside, before_its_step, what_is_heard(second, second_model)
     return heard
 
 
 def test_two_that_overlap_on_one_process_group_are_refused():
     """Where a rank did not use a parameter, one got gradients of the other."""
     for heard in run_world(4, two_that_overlap):
-        assert "process_group=dist.new_group()" in heard[0] and heard[1:] == ["nothing"] * 3
+        inside, before_its_step, after = heard[False]
+        assert inside == before_its_step and "process_group=dist.new_group()" in inside
+        assert after == "nothing" and heard[True] == ("nothing",) * 3
 
 
 def gradients_of_one_buffer(group):

@@ -288,6 +288,22 @@ def test_non_finite_gradient_on_the_first_step_changes_nothing():
     assert all(not value.any() for entry in optimizer.state.values() for value in entry.values())
 
 
+@pytest.mark.parametrize("small", [True, False])
+def test_an_eps_of_zero_is_no_reason_to_change_what_is_left_alone(small):
+    shape = (8, 4) if small else (600, 30)
+    idle, trained = parameter(*shape), parameter(*shape, seed=1)
+    before = idle.detach().clone(), trained.detach().clone()
+    optimizer = MuonAdamW([adamw(idle, trained, eps=0.0, weight_decay=0.0)])
+    trained.grad = torch.full_like(trained, math.nan)
+    optimizer.step()  # skipped
+    assert torch.equal(trained, before[1])
+    trained.grad = gradient(trained, 0)
+    optimizer.step()
+    assert torch.equal(idle, before[0])
+    moved = trained.detach() - before[1]  # by lr against the signs, as its first step does
+    assert torch.allclose(moved, -ADAMW["lr"] * trained.grad.sign(), rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("told", [False, torch.tensor(False), torch.tensor(0.0) > 0])
 def test_a_step_that_is_told_of_a_bad_loss_changes_nothing(told):
     params, groups = mixed()

@@ -422,13 +422,16 @@ def test_a_rank_outside_of_its_process_group_is_told():
     assert run_world(1, in_a_group_of_others) == ["rank 0 is not in the process group of its optimizer"]
 
 
-def another_rate(group):
+def another_rate(group, as_tensors=False):
     params, groups = build(MIXED)
+    if as_tensors:
+        for of_group in groups:
+            of_group["lr"] = torch.tensor(of_group["lr"])
     optimizer = DistMuonAdamW(groups, group)
     for step in range(2):
         set_local_gradients(group, params, MIXED, torch.float64, step, 0)
         if step == 1 and dist.get_rank(group) == 2:
-            optimizer.param_groups[1]["lr"] *= 1 + 1e-9
+            optimizer.param_groups[1]["lr"] *= 1 + (1e-6 if as_tensors else 1e-9)
         if step == 1:
             before = [p.detach().clone() for p in params]
             with pytest.raises(ValueError, match="ranks have different hyperparameters") as error:
@@ -441,6 +444,29 @@ def another_rate(group):
 def test_ranks_with_different_rates_hear_of_it_in_that_step():
     errors = run_world(3, another_rate)
     assert "rank 0 has" in errors[0] and "'lr': 0.02," in errors[0] and "0.02000000002" in errors[2]
+    # A tensor prints with four digits, and with its device
+    errors = run_world(3, another_rate, True)
+    assert "'lr': 0.0199999" in errors[0] and "tensor" not in errors[0]
+
+
+def gradients_of_another_dtype(group):
+    """A bfloat16 parameter with float32 gradients, which rank 1 has not; AdamW, and a bank."""
+    params = [torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = DistMuonAdamW(
+        [dict(ADAMW, params=params[:1], names=["a"]), dict(MUON, params=params[1:], names=["m"])], group
+    )
+    for param in params:
+        param.grad_dtype = torch.float32
+        if dist.get_rank(group) == 0:
+            param.grad = torch.full((8, 8), 2.0)
+    optimizer.step()
+    return [param.detach() for param in params]
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no grad_dtype")
+def test_a_rank_without_a_gradient_sends_zeros_of_its_dtype():
+    first, second = run_world(2, gradients_of_another_dtype)
+    assert all(torch.equal(p, q) and (p < 1).all() for p, q in zip(first, second, strict=True))
 
 
 def loaded_on(group, ranks_and_steps):
