@@ -77,9 +77,9 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # ------------------------------------------------------------------------------------------------------------
 # Kernels. Rates are tensors (`Table`), of which a compilation knows the shape alone (`describe`), so changing
 # them recompiles nothing. Options (nesterov, coefficients) are Python values: each choice of them is compiled
-# once. `ok` is 1, or 0 where a parameter
-# is to be left alone: it has no gradient, or some gradient is not finite. Its gradient is then replaced by 0
-# and its rates multiplied by 0, so every line is a no-op. All arithmetic is in the dtype of the state.
+# once. `ok` is 1, or 0 where a parameter is to be left alone: it has no gradient, or some gradient is not
+# finite. Its gradient is then replaced by 0 and its rates multiplied by 0, so every line is a no-op. All
+# arithmetic is in the dtype of the state.
 
 
 def adamw_update(
@@ -476,7 +476,7 @@ def gradient(param):
     grad = param.grad
     if not has_gradient(param):
         held = local(param)
-        dtype = getattr(param, "grad_dtype", None)  # since torch 2.10; None: any
+        dtype = getattr(param, "grad_dtype", None)  # of newer PyTorch; None: any
         return torch.zeros_like(held, dtype=dtype or held.dtype)
     if isinstance(grad, DTensor) and grad.placements != param.placements:
         # Tensor parallelism may leave partial sums
