@@ -77,20 +77,22 @@ def test_the_package_has_three_names_which_are_loaded_when_asked_for():
     assert python(f"from nanomuon import *; import sys; {loaded}") == "True True"
 
 
-def test_importing_the_optimizer_takes_less_than_a_second_after_torch():
+def test_importing_the_optimizer_takes_less_time_than_importing_torch():
+    """About half of it, 0.7 s of 1.6. As a share, since busy machines slow both."""
     code = """
 import time
-import torch
 began = time.process_time()  # of this process: another one that is busy does not count
+import torch
+between = time.process_time()
 from nanomuon import DistMuonAdamW, MuonAdamW, build_param_groups
-print(time.process_time() - began)
+print((time.process_time() - between) / (between - began))
 """
-    seconds = []
+    shares = []
     for _ in range(3):
-        seconds.append(float(python(code)))
-        if seconds[-1] < 1.0:
+        shares.append(float(python(code)))
+        if shares[-1] < 0.7:
             return
-    pytest.fail(f"{seconds} seconds")
+    pytest.fail(f"{shares} of the time that torch takes")
 
 
 STAND_IN = """#!/usr/bin/env bash
