@@ -60,7 +60,7 @@ class _MeanLoss(torch.autograd.Function):
         for x, target, share in zip(hidden.split(rows), targets.split(rows), shares.split(rows), strict=True):
             part, grad = _loss_and_grad(F.linear(x, product_weight).to(dtype), target, share)
             grad = grad.to(x.dtype)
-            loss += part
+            loss = loss + part  # `+=`, compiled by PyTorch 2.11, makes every gradient zero (docs/log.md)
             grad_hidden.append(grad @ product_weight)
             grad_weight += grad.mT @ x
             del grad  # before the logits of the next chunk
