@@ -1,4 +1,4 @@
-"""A GPU that is not there: CUDA tensors without memory, on a PyTorch built for CPUs.
+"""A GPU that is not there: CUDA tensors without memory, on a PyTorch built for CPUs or for CUDA.
 
     load_stub()        # before torch is imported
     import torch
@@ -20,7 +20,7 @@ UNAVAILABLE = 3  # exit code where this PyTorch cannot be made to take such tens
 
 
 def load_stub() -> None:
-    """Compile fake_cuda.cpp and load it before PyTorch, which then finds its hooks.
+    """Compile fake_cuda.cpp and load it before PyTorch, which then finds its hooks, and import PyTorch.
 
     Ends the process with UNAVAILABLE and the reason where they do not fit.
     """
@@ -33,10 +33,14 @@ def load_stub() -> None:
         command += ["-o", str(stub), f"-L{libraries}", "-lc10", "-ltorch_cpu"]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)
-            for library in (libraries / "libc10.so", libraries / "libtorch_cpu.so", stub):
-                ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+            for library in ("libc10.so", "libtorch_cpu.so"):
+                ctypes.CDLL(str(libraries / library), ctypes.RTLD_GLOBAL)
+            hooks = ctypes.CDLL(str(stub), ctypes.RTLD_GLOBAL)
         except (OSError, subprocess.CalledProcessError) as error:
             unavailable(getattr(error, "stderr", None) or str(error))
+    import torch  # noqa: F401  a build for CUDA registers its guard now
+
+    hooks.register_guard()
 
 
 def unavailable(reason: str) -> None:
@@ -90,9 +94,8 @@ def pretend_cuda() -> None:
     by identity.
     """
     import torch
+    from torch._subclasses import fake_tensor
 
-    if not hasattr(torch.compiler, "set_default_backend"):
-        unavailable(f"PyTorch {torch.__version__} lets nobody set the default backend of torch.compile")
     cuda, the_stream = torch.cuda, Stream()
     cuda._lazy_init = lambda: None
     cuda.is_initialized = lambda: True
@@ -104,6 +107,7 @@ def pretend_cuda() -> None:
     cuda.Stream, cuda.Event, torch.Event = Stream, Event, Event
     cuda.current_stream = lambda *device: the_stream
     cuda.stream = lambda stream: stream
+    fake_tensor.init_gpu_context = lambda device: None  # it makes a tensor there, a real one
 
 
 def pretend_h100() -> None:
@@ -114,6 +118,7 @@ def pretend_h100() -> None:
     import torch
 
     properties = SimpleNamespace(
+        name=torch.cuda.get_device_name(),
         major=9,
         minor=0,
         multi_processor_count=132,

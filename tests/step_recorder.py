@@ -86,7 +86,7 @@ class StepRecorder(CompiledCodeMode):
         # A GPU gives a list in one copy, not number by number
         FakeTensor.tolist = lambda tensor: self.read_list(tensor)
         torch.cuda.synchronize = lambda device=None: self.wait("synchronize")
-        torch.compiler.set_default_backend(self.backend())
+        torch.compile = functools.partial(torch.compile, backend=self.backend())
 
     def start(self):
         self.is_on = True

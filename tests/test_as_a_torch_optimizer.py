@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from nanomuon.optim import DistMuonAdamW, MuonAdamW
+from nanomuon.optim import DistMuonAdamW, MuonAdamW, local
 from nanomuon.param_groups import build_param_groups
 from tests.worlds import run_world
 
@@ -647,11 +647,11 @@ def late_group(group, kind):
     if kind == "fsdp":
         fully_shard(late, mesh=dist.DeviceMesh.from_group(group, "cpu"))
     optimizer.add_param_group(dict(MUON, kind="muon", params=[late.weight], names=["late.weight"]))
-    before = late.weight.detach().clone()
+    before = local(late.weight).detach().clone()
     optimizer.zero_grad()
     late(model(batch(2, rank))).square().mean().backward()
     optimizer.step()
-    return bool((late.weight != before).any()), "late.weight" in optimizer.full_state_dict()["state"]
+    return bool((local(late.weight) != before).any()), "late.weight" in optimizer.full_state_dict()["state"]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

@@ -87,7 +87,8 @@ def test_without_nvidia_smi_pytorch_is_believed(nvidia_smi, torch_for_cuda_13):
     assert "a GPU (driver of unknown version), but PyTorch 2.13.0+cu130" in complaint()
 
 
-def test_a_pytorch_without_cuda_does_not_train_on_the_cpu_of_a_gpu_machine(nvidia_smi):
+def test_a_pytorch_without_cuda_does_not_train_on_the_cpu_of_a_gpu_machine(nvidia_smi, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
     nvidia_smi(NVIDIA_SMI)
     line = complaint()
     assert "is built without CUDA" in line and "built for CUDA 12.4 or older" in line
