@@ -74,7 +74,11 @@ if [ "$GPUS" -eq 0 ]; then # as many steps as end within eight minutes on two qu
             "$RUN") ;;
     esac
     if [ "$DTYPE" = bfloat16 ]; then STEPS=480; else STEPS=300; fi
-    FLAGS+=(--dtype "$DTYPE" --num-iterations "$STEPS")
+    FLAGS+=(--dtype "$DTYPE")
+    case " ${*/=/ } " in
+        *" --num-iterations "* | *" --target-flops "* | *" --target-param-data-ratio "*) ;; # says how long itself
+        *) FLAGS+=(--num-iterations "$STEPS") ;;
+    esac
 fi
 DATA=(--corpus "$CORPUS" ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"})
 FLAGS+=(--run "$RUN" "${DATA[@]}" --depth "$DEPTH" "$@")

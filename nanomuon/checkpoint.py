@@ -60,6 +60,7 @@ MANIFEST = Record(
     }
 )
 MANIFEST_BYTES = 64 << 20  # of the largest that is read; values of the optimizer may be many
+TENSOR = "tensor"  # {TENSOR: name} stands for a tensor inside of a list or dict of an optimizer's state
 
 
 class Checkpointer:
@@ -359,7 +360,9 @@ def load(path, model, optimizer) -> dict:
     strangers = manifest["optimizer_values"].keys() - keys.keys()
     if strangers:
         raise InputError(f"{path}/manifest.json: optimizer_values has {min(strangers)}, which is not trained")
-    _put_values(state, keys, manifest["optimizer_values"])
+    for name, slots in manifest["optimizer_values"].items():
+        for slot, value in slots.items():
+            _slots(state, keys, name)[slot] = _with_tensors(path, value, saved)
     tensors, _ = _flat_state(model, state)
     together(lambda: _check_same_tensors(path, model, tensors, saved))
     random_state = _random_state_to_restore(manifest, saved)
@@ -432,7 +435,7 @@ def _create_optimizer_state(state, keys, optimizer, saved):
     params = [param for group in optimizer.param_groups for param in group["params"]]
     params = dict(zip(keys, params, strict=True))
     for entry, about in saved.items():
-        if not entry.startswith("optimizer."):
+        if not entry.startswith("optimizer.") or "/" in entry:  # inside of a list: with the values
             continue
         name, slot = entry.removeprefix("optimizer.").rsplit(".", 1)
         param = params.get(name)
@@ -440,12 +443,6 @@ def _create_optimizer_state(state, keys, optimizer, saved):
         if isinstance(param, DTensor) and param.shape == tensor.shape:
             tensor = torch.empty_like(param, dtype=tensor.dtype)
         _slots(state, keys, name)[slot] = tensor
-
-
-def _put_values(state, keys, values):
-    """Put the saved values that are no tensors, {parameter: {name: value}}, into a state dict."""
-    for name, slots in values.items():
-        _slots(state, keys, name).update(slots)
 
 
 def _check_same_tensors(path, model, tensors, saved):
@@ -461,17 +458,51 @@ def _flat_state(model, optimizer_state):
     """(tensors, values) of what this rank holds.
 
     tensors: {name: tensor} of model and optimizer; values: what else the optimizer's state has, {parameter:
-    {name: value}}.
+    {name: value}}, see _without_tensors.
     """
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     values = {}
     for name, slots in optimizer_state["state"].items():
         for slot, value in slots.items():
+            entry = f"optimizer.{name}.{slot}"
             if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{name}.{slot}"] = value
+                tensors[entry] = value
             else:
-                values.setdefault(str(name), {})[slot] = value
+                values.setdefault(str(name), {})[slot] = _without_tensors(value, entry, tensors)
     return tensors, values
+
+
+def _without_tensors(value, name, tensors):
+    """The same of JSON types: each tensor in its lists and dicts is put into `tensors`, and {TENSOR: its name
+    there} in its place. InputError for what is neither.
+    """
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value
+        return {TENSOR: name}
+    if isinstance(value, list | tuple):
+        return [_without_tensors(item, f"{name}/{i}", tensors) for i, item in enumerate(value)]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _without_tensors(item, f"{name}/{key}", tensors) for key, item in value.items()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise InputError(
+        f"{name} cannot be saved in a checkpoint: it is a {type(value).__name__}, and not of tensors, "
+        "numbers, text, lists, and dicts with text as keys"
+    )
+
+
+def _with_tensors(path, value, saved):
+    """What _without_tensors was given, with tensors to load into."""
+    if isinstance(value, list):
+        return [_with_tensors(path, item, saved) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {TENSOR}:
+        if value[TENSOR] not in saved:
+            raise InputError(f"{path}/manifest.json: there is no tensor {value[TENSOR]!r}")
+        about = saved[value[TENSOR]]
+        return torch.empty(about.size, dtype=about.properties.dtype)
+    return {key: _with_tensors(path, item, saved) for key, item in value.items()}
 
 
 def _random_state(rank):

@@ -52,7 +52,10 @@ MOST_LOGITS = 2**28  # that exist at a time, 1 GB in float32
 
 # core.json, see evaluate()
 TASK_RESULT = Record({"accuracy": Number(), "centered": Number(), "items": Whole(), "seconds": Number()})
-RESULTS = Record({"core": OrNull(Number()), "mean_centered": Number(), "tasks": MapOf(TASK_RESULT)})
+RESULTS = Record(
+    {"core": OrNull(Number()), "mean_centered": Number(), "tasks": MapOf(TASK_RESULT)},
+    {"step": Whole(), "most_items": OrNull(Whole(1))},  # of the model; items of each task
+)
 
 
 @dataclass

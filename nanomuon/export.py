@@ -1,6 +1,7 @@
 """The trained model alone, to evaluate and share: runs/<name>/model.safetensors and config.json."""
 
 import os
+import shlex
 from pathlib import Path
 
 import torch
@@ -63,8 +64,12 @@ def _write_model(run_dir, weights, config, meta):
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "model.safetensors").unlink(missing_ok=True)
     write_json(run_dir / "config.json", {"config": config, "meta": meta})
-    write_tensors(weights, run_dir / "model.safetensors.tmp", {"format": "pt"})
-    os.replace(run_dir / "model.safetensors.tmp", run_dir / "model.safetensors")
+    hidden = run_dir / ".model.safetensors.tmp"  # a name that the next launch removes, see locks.py
+    try:
+        write_tensors(weights, hidden, {"format": "pt"})
+        os.replace(hidden, run_dir / "model.safetensors")
+    finally:
+        hidden.unlink(missing_ok=True)
 
 
 def whole_tensor(tensor: DTensor) -> torch.Tensor:
@@ -82,7 +87,7 @@ def whole_tensor(tensor: DTensor) -> torch.Tensor:
 def load_model_config(run_dir) -> tuple[dict, dict]:
     """(config, meta) that export_model wrote. Raises InputError where the run has no exported model."""
     run_dir = Path(run_dir)
-    advice = f"train it: python -m scripts.base_train --run {run_dir.name}"
+    advice = f"train it: python -m scripts.base_train --run {shlex.quote(run_dir.name)}"
     if not os.path.lexists(run_dir / "model.safetensors"):
         raise InputError(f"{run_dir} holds no finished model (no model.safetensors); {advice}")
     content = read_json(run_dir / "config.json", CONFIG_FILE, advice=advice)

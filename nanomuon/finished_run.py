@@ -68,7 +68,10 @@ def validation_folder(corpus_name: str, tokenizer: Tokenizer, about: dict) -> Pa
         wanted = about.get("revision") if corpus_name == about["corpus"] else None
         for manifest_file in sorted(base_dir().glob("shards/*/manifest.json")):
             folder = manifest_file.parent
-            manifest = shards.read_manifest(folder)
+            try:
+                manifest = shards.read_manifest(folder)
+            except InputError:  # of another corpus, as far as one can tell
+                continue
             same = wanted is not None and manifest["revision"] == wanted
             if same and manifest["tokenizer"] == tokenizer.hash and manifest["val"]:
                 print0(f"{error}; its validation set is in {folder}")

@@ -334,9 +334,12 @@ class GPT(nn.Module):
 
         Targets of -1 are not predicted. reduction="none" gives one loss per token, (B * T,). cache: what
         remembers earlier tokens, a KVCache (kv_cache.py) or what has its methods. at (M,) int64: only these
-        of the B * T positions go through the head, for logits (M, V).
+        of the B * T positions go through the head, for logits (M, V). ValueError for more tokens than the
+        context has.
         """
         T = tokens.size(1)
+        if cache is None and T > self.config.seq_len:
+            raise ValueError(f"{T} tokens are more than the context of {self.config.seq_len}")
         positions = slice(0, T) if cache is None else cache.positions(T)
         rope = self.cos[positions].to(self.compute_dtype), self.sin[positions].to(self.compute_dtype)
         x = x0 = norm(self.wte(tokens).to(self.compute_dtype))  # (B, T, width)

@@ -69,6 +69,10 @@ class _MeanLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if torch.is_grad_enabled():  # under create_graph=True; what was saved here are constants
+            raise RuntimeError(
+                'the mean loss has no second derivative: take the mean of model(..., reduction="none")'
+            )
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad * grad_hidden, grad * grad_weight, None
 

@@ -5,6 +5,7 @@ folder: transformers runs that file where it is given `trust_remote_code=True`. 
 """
 
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def export_at_the_end(run_dir: Path, summary: dict) -> None:
         export_run(run_dir, folder, summary["dtype"], summary, most_bytes=SHARD_BYTES)
         print0(f"export: {folder}")
     except Exception as error:  # whatever it is, the run is worth more
-        command = f"python -m scripts.export --run {run_dir.name} --to FOLDER"
+        command = f"python -m scripts.export --run {shlex.quote(run_dir.name)} --to FOLDER"
         print0(f"{folder} was not written ({' '.join(str(error).split())}); {command} writes it")
 
 

@@ -36,7 +36,12 @@ class KVCache:
     # What the model asks of every cache
 
     def positions(self, T: int) -> slice | Tensor:
-        """Where in the context the next T tokens are: (B, 1) where rows differ in length."""
+        """Where in the context the next T tokens are: (B, 1) where rows differ in length. ValueError where
+        they do not fit.
+        """
+        context = self.tensor.size(3)
+        if self.length + T > context:
+            raise ValueError(f"{T} tokens do not fit behind {self.length} in a context of {context}")
         if self.lengths is not None:
             return self.lengths[:, None]
         return slice(self.length, self.length + T)

@@ -34,14 +34,17 @@ from nanomuon.gpt import EARLIER_FIELDS, GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
 from nanomuon.planning import Plan, meta_model, print_plan
 from nanomuon.qk_clip import watch_
-from nanomuon.read_json import Record, Whole, check
+from nanomuon.read_json import Anything, ListOf, MapOf, Record, Whole, check
 from nanomuon.run import Run, data_rank
 from nanomuon.runtime import InputError, Runtime, compile_enabled, first_rank_first, print0
 from nanomuon.tokenizer import MissingTokenizer, Tokenizer, load_or_restore
 
 # What a checkpoint of a run says beside its tensors
 LOADER_STATE = Record({"epoch": Whole(), "window": Whole(), "row": Whole()}, others=None)
-CHECKPOINT_META = Record({"step": Whole(), "skipped_steps": Whole(), "loader": LOADER_STATE})
+CHECKPOINT_META = Record(
+    {"step": Whole(), "skipped_steps": Whole(), "loader": LOADER_STATE},
+    {"groups": ListOf(MapOf(Anything()))},
+)
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,8 @@ def start_run(launch: Launch) -> Run:
             plan = replace(plan, steps=step)
         if isinstance(optimizer, MuonAdamW):
             optimizer.skipped_steps.fill_(skipped)
+        elif "groups" in meta:  # checkpoints of before have none
+            write_into(optimizer.param_groups, meta["groups"])
     elif args.resume == "auto" and (folder / "summary.json").exists():
         raise InputError(
             f"run {args.run} is complete and has no checkpoint to go on from: choose another --run"
@@ -285,12 +290,31 @@ def start_run(launch: Launch) -> Run:
         skipped=skipped,
     )
     print_plan(args, plan, runtime)
+    print_passes(launch.data, plan)
     if compile_enabled():
         # Also where only the last evaluation is left: it is to give what it had given without interruption
         run.forward = compile_model(model, mesh)
         if step < plan.steps:
             print0("compiling: the first step takes a while (--no-compile starts at once)")
     return run
+
+
+def print_passes(data: Path, plan: Plan) -> None:
+    """Say how often the run sees its data, where all of them are there."""
+    manifest = shards.read_manifest(data)
+    if manifest["complete"]:
+        tokens = sum(entry["tokens"] for entry in manifest["train"])
+        print0(f"data       {tokens:,} tokens for training, seen {plan.tokens / tokens:.2f} times")
+
+
+def write_into(groups: list[dict], of_groups: list[dict]) -> None:
+    """Put what run.written_into gave back into the param groups of an optimizer that was built anew."""
+    for group, written in zip(groups, of_groups, strict=True):
+        for key, value in written.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
 
 
 def say_what_is_not_trained(model: GPT, groups: list[dict]) -> None:

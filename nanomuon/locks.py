@@ -61,10 +61,13 @@ def being_written(folder: Path) -> bool:
         raise
 
 
-def holder(folder: Path) -> str:
-    """Who took the folder last: this_process() there."""
-    with open(lock_file(folder), opener=not_through_links) as file:
-        return file.read(200).strip() or "another process"
+def holder(folder: Path) -> str | None:
+    """Who took the folder last: this_process() there; None where somebody has removed the lock."""
+    try:
+        with open(lock_file(folder), opener=not_through_links) as file:
+            return file.read(200).strip() or "another process"
+    except FileNotFoundError:
+        return None
 
 
 def this_process() -> str:

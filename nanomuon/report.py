@@ -3,11 +3,13 @@ end.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import platform
 import re
+import shlex
 from pathlib import Path
 
 import torch
@@ -187,7 +189,11 @@ def plot_run(metrics, image) -> None:
         axis.set_xlabel(f"{unit}tokens trained on", color=grey, fontsize=9.5)
     final = f"   validation {evaluation[-1]['val_bpb']:.4f} bits per byte" if evaluation else ""
     figure.suptitle(
-        Path(metrics).resolve().parent.name + final, fontsize=12.5, fontweight="bold", color="#222222"
+        Path(metrics).resolve().parent.name + final,
+        fontsize=12.5,
+        fontweight="bold",
+        color="#222222",
+        parse_math=False,  # a name may have dollar signs
     )
 
     save_figure(figure, image)
@@ -205,8 +211,8 @@ def write_report(run_dir, settings, summary, samples, machine, stages, provenanc
     plot_run(run_dir / "metrics.jsonl", run_dir / "loss.png")
     name = run_dir.resolve().name
     usage = (
-        f"python -m scripts.sample --run {name}      # more text\n"
-        f"python -m scripts.base_eval --run {name}   # evaluate again"
+        f"python -m scripts.sample --run {shlex.quote(name)}      # more text\n"
+        f"python -m scripts.base_eval --run {shlex.quote(name)}   # evaluate again"
     )
     times = [(stage, f"{seconds:.1f}") for stage, seconds in stages]
     times.append(("total", f"{sum(seconds for _, seconds in stages):.1f}"))
@@ -283,11 +289,15 @@ def _non_finite(value):
 def _smooth(values):
     """Mean over a window of about a thirtieth of the run, centred so that it does not lag."""
     half = len(values) // 60
+    finite = [0.0 if math.isnan(value) else value for value in values]
+    sums = [0.0, *itertools.accumulate(finite)]  # of the first ones, so that a window costs a difference
+    counts = [0, *itertools.accumulate(not math.isnan(value) for value in values)]
     smoothed = []
     for index in range(len(values)):
         reach = min(half, index)
-        window = [value for value in values[index - reach : index + reach + 1] if not math.isnan(value)]
-        smoothed.append(sum(window) / len(window) if window else math.nan)
+        first, last = index - reach, min(index + reach + 1, len(values))
+        count = counts[last] - counts[first]
+        smoothed.append((sums[last] - sums[first]) / count if count else math.nan)
     return smoothed
 
 

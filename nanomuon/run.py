@@ -24,6 +24,7 @@ from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.finished_run import sample_run, summarize, write_results
 from nanomuon.gpt import GPT
+from nanomuon.optim import MuonAdamW
 from nanomuon.planning import Plan
 from nanomuon.read_json import read_json
 from nanomuon.runtime import Runtime, print0, together, write_json
@@ -97,7 +98,7 @@ class Run:
             in_pieces=self.mesh is not None,
         )
         if self.log:
-            write_json(self.folder / "core.json", results)
+            write_json(self.folder / "core.json", {**results, "step": self.step, "most_items": most_items})
             row = {"step": self.step, "tokens": self.step * self.plan.batch, "core": results["core"]}
             row |= {"mean_centered": results["mean_centered"], "core_tasks": len(results["tasks"])}
             self.log.log(row)
@@ -117,6 +118,8 @@ class Run:
             "loader": position or self.loader.state_dict(),
             "settings": self.defined,
         }
+        if not isinstance(self.optimizer, MuonAdamW):  # which counts its steps in its state
+            meta["groups"] = written_into(self.optimizer.param_groups, self.initial_groups)
         self.checkpoints.save(self.step, self.model, self.optimizer, meta)
 
     def decide_compilation(self, eager_ms: float) -> None:
@@ -132,6 +135,22 @@ class Run:
             )
         if self.args.compile:
             self.forward = compile_model(self.model, self.mesh)
+
+
+def written_into(groups: list[dict], initial_groups: list[dict]) -> list[dict]:
+    """Of each param group what the optimizer has written into it since it was built, of JSON types: some keep
+    counts and estimates there (Schedule-Free, Prodigy).
+    """
+    of_groups = []
+    for group, initial in zip(groups, initial_groups, strict=True):
+        written = {}
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                written[key] = value.item()
+            elif isinstance(value, bool | int | float | str) and value != initial.get(key):
+                written[key] = value
+        of_groups.append(written)
+    return of_groups
 
 
 def data_rank(args: argparse.Namespace, runtime: Runtime) -> int:
@@ -197,7 +216,10 @@ def final_core(run: Run) -> dict | None:
         return None
     file = run.folder / "core.json"
     if run.plan.steps in run.core_steps and file.exists():
-        return read_json(file, core.RESULTS)
+        results = read_json(file, core.RESULTS)
+        # Not of another step, from before a --resume, and not of the few items of an evaluation on the way
+        if (results.get("step"), results.get("most_items", 0)) == (run.step, run.args.core_items):
+            return results
     return run.evaluate_core(run.args.core_items)
 
 

@@ -265,12 +265,15 @@ def held(run_dir: Path, rank: int):
 def check_held(run_dir: Path, rank: int) -> None:
     """InputError where another launch has taken the run from this one, whose first rank alone looks.
 
-    It can only where the lock does not hold between machines: some network file systems have none, or keep it
-    to each machine.
+    It can where the lock does not hold between machines (some network file systems have none, or keep it to
+    each machine), and where somebody has removed it.
     """
-    if rank == 0 and holder(run_dir) != this_process():
+    if rank > 0:
+        return
+    now = holder(run_dir)
+    if now not in (this_process(), None):
         raise InputError(
-            f"run {run_dir.name} was taken over by {holder(run_dir)}: this launch ends and saves nothing more"
+            f"run {run_dir.name} was taken over by {now}: this launch ends and saves nothing more"
         )
 
 

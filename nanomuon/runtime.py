@@ -193,7 +193,8 @@ def peak_memory_mb(device: torch.device) -> int:
     """The most memory this process has held: on its GPU, or altogether where it computes on CPUs."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) >> 20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most >> 20 if sys.platform == "darwin" else most >> 10  # bytes there, else kilobytes
 
 
 def let_segments_grow() -> None:
@@ -351,7 +352,9 @@ def start() -> Runtime:
             world_size=world_size,
             device_id=device if on_gpu else None,
         )
-    return Runtime(device, dtype, int(os.environ.get("RANK", "0")), world_size)
+    # By itself a process is the first, whatever another launch has left in the environment
+    rank = int(os.environ.get("RANK", "0")) if world_size > 1 else 0
+    return Runtime(device, dtype, rank, world_size)
 
 
 def printable(text: str) -> str:

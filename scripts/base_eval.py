@@ -56,6 +56,7 @@ def evaluate_core(
     model: GPT,
     tokenizer: Tokenizer,
     tasks: list[core_bundle.Task],
+    about: dict,
 ) -> None:
     results = core.evaluate(
         model,
@@ -69,7 +70,7 @@ def evaluate_core(
     if runtime.rank == 0:
         file = find_run(args.run) / "core.json"
         try:
-            write_json(file, results)
+            write_json(file, {**results, "step": about["step"], "most_items": args.core_items})
         except OSError as error:  # a run of somebody else's
             if error.errno not in NOT_WRITABLE:
                 raise
@@ -116,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
     if "bpb" in wanted:
         evaluate_bpb(args, runtime, model, tokenizer, corpus, about)
     if "core" in wanted:
-        evaluate_core(args, runtime, model, tokenizer, tasks)
+        evaluate_core(args, runtime, model, tokenizer, tasks, about)
     if "sample" in wanted and runtime.rank == 0:
         for text in sample_texts(model, tokenizer, PROMPTS.get(corpus, NO_PROMPTS), max_tokens=128):
             print0(f"--- sample\n{text}")

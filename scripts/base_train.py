@@ -85,7 +85,9 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
         # Each group has the values of this step in place of those it was built with
         for group, initial in zip(optimizer.param_groups, run.initial_groups, strict=True):
             group.update(run.schedule(initial, run.step, plan.steps))
-        lr_multiplier = optimizer.param_groups[0]["lr"] / (run.initial_groups[0]["lr"] or 1)
+        lr_multiplier = None  # an optimizer of the user's may have no rate
+        if "lr" in run.initial_groups[0]:
+            lr_multiplier = float(optimizer.param_groups[0]["lr"] / (run.initial_groups[0]["lr"] or 1))
 
         loss = torch.zeros((), device=device)  # the mean over this rank's rows, which is not read here
         position = run.loader.state_dict()  # of the first of these rows
@@ -164,8 +166,8 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
         if bad_steps == MAX_BAD_STEPS:
             return give_up(run, bad_steps)
         # Only a few checkpoints are kept: those of bad steps must not push the good ones out
-        due = is_due(args.save_every, run.step) and bad_steps == 0
-        if due or stops or saves or run.step == plan.steps:
+        due = (is_due(args.save_every, run.step) or saves) and bad_steps == 0
+        if due or stops or run.step == plan.steps:
             run.save()
             saved_at = time.monotonic()
         if stops:
@@ -255,8 +257,9 @@ def main(argv: list[str] | None = None) -> int:
 def print_progress(row: dict, steps: int, median_ms: float) -> None:
     step = row["step"]
     left = (steps - step) * median_ms / 1000
+    rate = "no lr" if row["lr_multiplier"] is None else f"lr x{row['lr_multiplier']:.2f}"
     print0(
-        f"step {step:5d}/{steps} | loss {row['train_loss']:.4f} | lr x{row['lr_multiplier']:.2f} | "
+        f"step {step:5d}/{steps} | loss {row['train_loss']:.4f} | {rate} | "
         f"{row['step_ms']:.0f} ms | {row['tokens_per_second']:,.0f} tokens/s | "
         f"{100 * step / steps:.0f}% | {duration(left)} left"
     )

@@ -191,6 +191,37 @@ def test_plain_values_in_an_optimizer_come_back_with_their_type(tmp_path):
     assert torch.equal(entry["momentum_buffer"], optimizer.state[model.weight]["momentum_buffer"])
 
 
+def test_lists_and_dicts_of_tensors_in_an_optimizer_come_back(tmp_path):
+    """As SOAP's published code keeps its bases."""
+
+    class Bases(torch.optim.SGD):
+        def step(self):
+            super().step()
+            for parameter in self.param_groups[0]["params"]:
+                parts = self.state[parameter].setdefault("Q", [[], {"left": None, "right": None}])
+                parts[0].append(parameter.detach().clone())
+                parts[1]["right"] = parameter.detach().sum()
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = Bases(model.parameters(), lr=0.1)
+    train(model, optimizer, range(3))
+    checkpoint.Checkpointer(tmp_path).save(3, model, optimizer, {})
+    resumed = Bases(model.parameters(), lr=0.1)
+    checkpoint.load(checkpoint.find(tmp_path), model, resumed)
+    for parameter in model.parameters():
+        (saved, ends), (loaded, loaded_ends) = (one.state[parameter]["Q"] for one in (optimizer, resumed))
+        assert len(loaded) == 3 and all(torch.equal(a, b) for a, b in zip(saved, loaded, strict=True))
+        assert loaded_ends["left"] is None and torch.equal(loaded_ends["right"], ends["right"])
+
+
+def test_what_no_checkpoint_can_hold_is_named_at_the_first_save(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["generator"] = torch.Generator()
+    with pytest.raises(InputError, match="optimizer.0.generator cannot be saved .* it is a Generator"):
+        checkpoint.Checkpointer(tmp_path, background=True).save(1, model, optimizer, {})
+
+
 def test_tensors_that_share_storage_or_are_transposed(tmp_path):
     bank = torch.arange(48.0).reshape(2, 4, 6)
     model = torch.nn.Module()

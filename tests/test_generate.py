@@ -135,6 +135,17 @@ def test_text_longer_than_the_context_goes_on_from_its_newer_half():
     assert tokens[17] == int(model(torch.tensor([tokens[9:17]]))[0, -1].argmax())
 
 
+def test_more_tokens_than_the_context_has_are_refused():
+    model = build(seq_len=8)
+    tokens = torch.zeros(1, 9, dtype=torch.int64)
+    with pytest.raises(ValueError, match="9 tokens are more than the context of 8"):
+        model(tokens)
+    cache = KVCache(model.config, 1, "cpu", torch.float32)
+    model(tokens[:, :8], cache=cache)
+    with pytest.raises(ValueError, match="1 tokens do not fit behind 8 in a context of 8"):
+        model(tokens[:, :1], cache=cache)
+
+
 def test_long_prompts_keep_their_end():
     model, prompt = build(), torch.randint(97, (30,)).tolist()
     assert list(generate(model, prompt, 1, temperature=0)) == [

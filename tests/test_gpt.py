@@ -133,6 +133,19 @@ def test_a_state_dict_is_all_that_a_new_model_needs(monkeypatch):
     assert torch.equal(loaded.cos, model.cos) and torch.equal(loaded.sin, model.sin)
 
 
+def test_the_mean_loss_has_no_second_derivative_and_the_losses_of_tokens_have():
+    model = build(depth=1, width=16, heads=1, kv_heads=1, vocab_size=32, seq_len=8)
+    weight, tokens = model.lm_head.weight, torch.randint(32, (2, 8))
+    with pytest.raises(RuntimeError, match='no second derivative: take the mean of model.*reduction="none"'):
+        torch.autograd.grad(model(tokens, tokens), weight, create_graph=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        (first,) = torch.autograd.grad(
+            model(tokens, tokens, reduction="none").mean(), weight, create_graph=True
+        )
+    (second,) = torch.autograd.grad(first.square().sum(), weight)
+    assert second.norm() > 0
+
+
 def test_counts_and_flops():
     model = build(depth=4, width=64, heads=2, kv_heads=2, vocab_size=1000, seq_len=32)
     counts = model.parameter_counts()

@@ -109,6 +109,14 @@ def test_the_picture_is_drawn_for_runs_of_any_length(tmp_path, steps):
     assert png_size(tmp_path / "loss.png") == (1800, 1120)
 
 
+def test_the_name_of_a_run_is_no_formula(tmp_path):
+    folder = tmp_path / "a$^$b"
+    folder.mkdir()
+    write_run(folder / "metrics.jsonl", 3)
+    report.plot_run(folder / "metrics.jsonl", folder / "loss.png")
+    assert png_size(folder / "loss.png") == (1800, 1120)
+
+
 @pytest.mark.parametrize("on_the_way", [False, True])
 def test_a_line_joins_evaluations_of_the_same_text_only(tmp_path, monkeypatch, on_the_way):
     """All of the set may be harder than its beginning: joined, the run would seem to diverge at its end."""

@@ -312,6 +312,80 @@ def build_optimizer(model):
     assert len(losses(base, "late")) == 16 and checkpoint.saved_steps(base / "runs" / "late") == [3, 6]
 
 
+def test_bad_steps_do_not_push_the_good_checkpoints_out_by_the_clock_either(base, capsys):
+    options = ("--optimizer-file", str(base / "late.py"), "--eval-every", "-1", "--save-minutes", "0")
+    assert base_train.main(arguments(base, "late_clock", 100, *options)) == 1
+    assert "last good checkpoint: step_5;" in capsys.readouterr().err
+    assert checkpoint.saved_steps(base / "runs" / "late_clock") == [5, 6]
+
+
+def test_what_an_optimizer_keeps_in_its_param_groups_goes_on(base):
+    """Schedule-Free and Prodigy count and estimate there; a value that is given anew counts all the same."""
+    file = base / "counting.py"
+    file.write_text("""
+import torch
+class Counting(torch.optim.SGD):
+    def step(self):
+        group = self.param_groups[0]
+        group["k"] += 1
+        group["estimate"].mul_(0.9)
+        group["weight_decay"] = group["k"] * 1e-3
+        group["lr"] = 0.1 / group["k"] + group["estimate"].item() * group["given"]
+        super().step()
+def build_optimizer(model):
+    groups = [dict(params=list(model.parameters()), k=0, estimate=torch.ones(()), given=1.0)]
+    return Counting(groups, lr=0.1)
+def schedule(group, step, steps):
+    return {}
+""")
+    options = ("--optimizer-file", str(file), "--eval-every", "-1")
+    assert base_train.main(arguments(base, "counting", 6, *options)) == 0
+    assert base_train.main(arguments(base, "counting_twice", 3, *options)) == 0
+    assert base_train.main(arguments(base, "counting_twice", 6, *options)) == 0
+    assert losses(base, "counting") == losses(base, "counting_twice")
+
+
+def test_a_rate_that_is_a_tensor_and_no_rate_at_all(base):
+    for run, rate, expected in (
+        ("tensor_rate", "lr=torch.tensor(1e-3)", 1.0),
+        ("no_rate", "rate=1e-3", None),
+    ):
+        file = base / f"{run}.py"
+        file.write_text(f"""
+import torch
+class Plain(torch.optim.Optimizer):
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            param.data.sub_(1e-3 * param.grad)
+def build_optimizer(model):
+    return Plain(model.parameters(), dict({rate}))
+def schedule(group, step, steps):
+    return {{}}
+""")
+        assert base_train.main(arguments(base, run, 2, "--optimizer-file", str(file), *QUIET)) == 0
+        assert [row["lr_multiplier"] for row in rows(base, run) if "train_loss" in row] == [expected] * 2
+
+
+def test_a_lock_that_somebody_removed_ends_no_run(base):
+    file = base / "removes.py"
+    file.write_text("""
+import os
+from pathlib import Path
+import torch
+class Removes(torch.optim.SGD):
+    def step(self):
+        super().step()
+        Path(os.environ["NANOMUON_BASE_DIR"], "runs", ".removes.lock").unlink(missing_ok=True)
+def build_optimizer(model):
+    return Removes(model.parameters(), lr=1e-3)
+""")
+    assert (
+        base_train.main(arguments(base, "removes", 4, "--optimizer-file", str(file), "--save-every", "2"))
+        == 0
+    )
+    assert checkpoint.saved_steps(base / "runs" / "removes") == [2, 4]
+
+
 def test_a_loss_spike_and_a_slow_step_are_reported(base, capsys):
     file = base / "bumps.py"
     file.write_text("""
