@@ -1519,7 +1519,8 @@ class MuonAdamW(torch.optim.Optimizer):
             with record_function("optimizer.deliver"):
                 for work in self.works:
                     work.deliver()
-        self.launched, self.overlapped, self.sent = 0, False, []
+        if self.overlapped:  # else they are as they were; PyTorch 2.11 cannot trace what writes them
+            self.launched, self.overlapped, self.sent = 0, False, []
         return loss
 
     def unscale(self, finite):
