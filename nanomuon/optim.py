@@ -78,8 +78,8 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # Kernels. Rates are tensors (`Table`), of which a compilation knows the shape alone (`describe`), so changing
 # them recompiles nothing. Options (nesterov, coefficients) are Python values: each choice of them is compiled
 # once. `ok` is 1, or 0 where a parameter is to be left alone: it has no gradient, or some gradient is not
-# finite. Its gradient is then replaced by 0 and its rates multiplied by 0, so every line is a no-op. All
-# arithmetic is in the dtype of the state.
+# finite. Its gradient is then replaced by 0 and its rates multiplied by 0, so every line is a no-op; the
+# parameter is chosen, since 0 times an infinite one is NaN. All arithmetic is in the dtype of the state.
 
 
 def adamw_update(
@@ -95,7 +95,8 @@ def adamw_update(
     exp_avg_sq.lerp_(grad.square(), square_weight * ok)
     eps = eps + (1 - ok)  # eps may be 0, and so may the rest where nothing is updated
     update = exp_avg * (step_size * ok) / (exp_avg_sq.sqrt() * rescale + eps)
-    param.copy_(param.to(exp_avg.dtype) * (1 - decay * ok) - update)
+    new = param.to(exp_avg.dtype) * (1 - decay * ok) - update
+    param.copy_(torch.where(ok > 0, new.to(param.dtype), param))
 
 
 def muon_momentum(grad, momentum_buffer, ok, *, momentum, grad_weight, nesterov):
@@ -162,9 +163,11 @@ def muon_update(param, X, gain, ok, *, lr, scale, weight_decay, cautious):
     X = X.to(gain.dtype) * gain
     rate = lr * scale * ok
     if cautious:  # decay only what the update also shrinks
-        param.copy_(P - X * rate - torch.where(X * P >= 0, P, 0) * (rate * weight_decay))
+        decay = torch.where(X * P >= 0, P, 0) * (rate * weight_decay)
     else:
-        param.copy_(P - X * rate - P * (lr * weight_decay * ok))
+        decay = P * (lr * weight_decay * ok)
+    new = P - X * rate - decay
+    param.copy_(torch.where(ok > 0, new.to(param.dtype), param))
 
 
 def run(kernel, *tensors, **arguments):
@@ -398,8 +401,9 @@ class World:
         """Whether gradients have to be sent to be averaged."""
         return self.size > 1 and not self.gradients_averaged
 
-    def sent_dtype(self, gradient):
-        return self.comm_dtype or gradient.dtype
+    def sent_dtype(self, gradients):
+        """In which these travel together: neighbours may have other ones (a parameter's grad_dtype)."""
+        return self.comm_dtype or functools.reduce(torch.promote_types, {grad.dtype for grad in gradients})
 
     def share(self, rows, rank=None):
         """(lo, hi) of a rank's ceil(rows/W) rows, the last ones short or empty, as in DTensor's Shard."""
@@ -563,8 +567,13 @@ class InPieces:
     def shown(self):
         stride = torch.empty(self.shape, device="meta").stride()
         shape = torch.Size(self.shape)
+        tensor = self.tensor
+        if tensor.storage_offset():
+            # The same memory as a storage by itself: a DTensor takes over the offset in its bank, and then
+            # cannot be copied or pickled
+            tensor = torch.from_dlpack(tensor)
         return DTensor.from_local(
-            self.tensor, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
+            tensor, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
         )
 
     def gathered(self):
@@ -667,7 +676,7 @@ class SmallParameters:
     def collect(self):
         if self.world.averages:
             grads = self.flat_gradients()
-            self.transfer = self.world.all_reduce(grads.to(self.world.sent_dtype(grads)))
+            self.transfer = self.world.all_reduce(grads.to(self.world.sent_dtype([grads])))
 
     def compute(self, ok):
         grads = self.transfer.wait() if self.world.averages else self.flat_gradients()
@@ -738,7 +747,8 @@ class LargeParameter:
     def collect(self):
         if self.world.averages:
             grad = gradient(self.param)
-            self.transfer = self.world.reduce_scatter(self.world.padded(grad.to(self.world.sent_dtype(grad))))
+            grad = grad.to(self.world.sent_dtype([grad]))
+            self.transfer = self.world.reduce_scatter(self.world.padded(grad))
 
     def compute(self, ok):
         param = local(self.param)
@@ -988,7 +998,7 @@ class SharedBank(Bank):
         if not self.world.averages:
             return
         grads = [matrix.of(gradient(matrix.param)) for matrix in self.matrices]
-        stack = self.stacked(grads, self.slots, self.world.sent_dtype(grads[0]))
+        stack = self.stacked(grads, self.slots, self.world.sent_dtype(grads))
         if self.one_by_one:
             self.transfers = [self.world.reduce_to(owner, stack[i]) for i, owner in enumerate(self.owners)]
         else:
@@ -1184,12 +1194,19 @@ def update_scales(direction, matrices, shape, like):
         m, n = shape[::-1] if matrix.transposed else shape
         rule = matrix.group["scale"]
         if callable(rule) and matrix.param.ndim > 3:
-            # a convolution: the rule may look at the kernel's sides
-            rows.append([float(rule(*matrix.param.shape))])
-        else:
-            rows.append(direction.row_scales(rule, m, n))
+            rule = rule_of_convolutions(rule, matrix.param.shape)
+        rows.append(direction.row_scales(rule, m, n))
     values = torch.tensor(rows, dtype=like.dtype, device=like.device)
     return values.view(len(matrices), -1, 1) if rows else values.view(0, 1, 1)
+
+
+def rule_of_convolutions(rule, shape):
+    """A rule of (m, n) that asks `rule`, which may look at the kernel's sides, for (m, in, height, width)."""
+
+    def of_matrix(m, n):
+        return rule(m, *shape[1:])
+
+    return of_matrix
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1343,10 +1360,13 @@ class Plan:
 
     def __init__(self):
         self.groups = []  # what was read of each
+        self.together = None  # how many of them, from the first, were planned at once; others came later
         self.params = {}  # parameter -> its device and dtype
         self.has_state = False  # of steps that were taken or loaded, which another plan would lose
 
     def add(self, groups):
+        if self.together is None:
+            self.together = len(groups)
         self.groups += [self.read(group) for group in groups]
         for _, param, _ in named_parameters(groups):
             self.params[param] = param.device, param.dtype
@@ -1561,8 +1581,10 @@ class MuonAdamW(torch.optim.Optimizer):
         launched in this order, that of rank 0, whatever order autograd takes; step() launches the rest, and
         must follow before any gradient changes again: RuntimeError for a second backward, or for clipping.
         Not for DistributedDataParallel, which changes gradients at the end of its backward: RuntimeError
-        after the first one. Does nothing in one process. A compiled graph has all of its gradients at its
-        end: what overlaps is decided by how the model is cut into graphs (compilation.py).
+        after the first one. Does nothing in one process, and beside parameters in pieces whose mesh sends
+        through the optimizer's own process group: process_group=dist.new_group() gives it another one. A
+        compiled graph has all of its gradients at its end: what overlaps is decided by how the model is cut
+        into graphs (compilation.py).
         """
         if self.launched:
             raise RuntimeError(
@@ -1577,6 +1599,7 @@ class MuonAdamW(torch.optim.Optimizer):
         work_of = {param: i for i, work in enumerate(self.works) for param in work.collected}
         completed = []  # the numbers of the works, in the order in which they got their last gradient
         arrived_as = {}  # parameter -> some elements of its gradient, in the first backward
+        launch_early = not self.shares_group_with_pieces()
 
         @torch.no_grad()
         def arrived(param):
@@ -1593,7 +1616,7 @@ class MuonAdamW(torch.optim.Optimizer):
             if not self.follows_backward:
                 arrived_as[param] = some_elements(param.grad)
                 return
-            while self.launched < len(self.works) and not missing[self.launched]:
+            while launch_early and self.launched < len(self.works) and not missing[self.launched]:
                 self.works[self.launched].collect()
                 self.launched += 1
 
@@ -1610,6 +1633,17 @@ class MuonAdamW(torch.optim.Optimizer):
         if not self.follows_backward and self.world.averages:
             self.check_arrived(arrived_as)
             self.follow_backward(completed)
+
+    def shares_group_with_pieces(self):
+        """Whether parameters in pieces send through this optimizer's process group. FSDP2 averages their
+        gradients in the backward: where a whole parameter is unused on some rank, the collectives of the two
+        would change places there, and hang.
+        """
+        if not self.world.averages:
+            return False
+        ours = self.world.process_group or dist.group.WORLD
+        meshes = {p.device_mesh for _, p, _ in named_parameters(self.param_groups) if isinstance(p, DTensor)}
+        return any(group.group_name == ours.group_name for mesh in meshes for group in mesh.get_all_groups())
 
     def refuse_two_at_a_time(self):
         """RuntimeError where another optimizer of this process group overlaps a backward now, or has collects
@@ -1679,9 +1713,11 @@ class MuonAdamW(torch.optim.Optimizer):
             if not isinstance(kind, ElementwiseKind | MatrixKind):
                 raise ValueError(f"{name}: nothing in optim.py trains the kind {group['kind']!r}")
             is_matrix = isinstance(kind, MatrixKind)
+            if is_matrix and not param.numel():
+                continue  # without elements it has no polar factor
             if is_matrix and is_cut(param):
                 in_pieces.append((name, param, group))
-            elif param.numel() or not is_matrix:  # matrices without elements have no polar factor
+            else:
                 pieces.setdefault(self.alike(name, param, group), []).append((param, group))
         works = self.pieces_of_work(self.with_banks_cut(pieces))
         if in_pieces:
@@ -1971,6 +2007,7 @@ class MuonAdamW(torch.optim.Optimizer):
         skipped = self.skipped_steps
         return {
             "groups": self.param_groups,
+            "planned_together": self.planned.together,
             "state": state,
             "skipped_steps": skipped,
             "settings": self.settings(),
@@ -1987,7 +2024,11 @@ class MuonAdamW(torch.optim.Optimizer):
         settings = dict(copied["settings"])
         if "process_group" in settings:
             settings["process_group"] = settings["process_group"].process_group
-        self.__init__(groups, **settings)
+        # Groups that came later chose their owners later
+        together = copied.get("planned_together", len(groups))
+        self.__init__(groups[:together], **settings)
+        for group in groups[together:]:
+            self.add_param_group(group)
         for group, values in zip(self.param_groups, written_later, strict=True):
             group.update(values)
         self.skipped_steps.copy_(copied["skipped_steps"])

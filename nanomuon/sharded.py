@@ -193,7 +193,7 @@ def state_placements(param, where):
     placements = [Replicate()] * param.device_mesh.ndim
     for axis, placement in enumerate(param.placements):
         if param.ndim == 3 and not placement.is_replicate() and placement.dim == 0:
-            placements[axis] = Shard(0)
+            placements[axis] = placement  # strided, where two dimensions of the mesh cut the experts
         elif where.vectors_cut and is_tensor_parallel(param.device_mesh, axis):
             placements[axis] = Shard(int(param.ndim == 3))
     return tuple(placements)
@@ -298,7 +298,7 @@ class Chunk:
             grads = torch.stack(grads)  # (K, rows, columns)
             hyper = self.table.batch(0, len(grads))
             self.ok = ok[self.ok_index].view(-1, 1, 1).to(self.momentum.dtype)
-            U = update_momentum(self, grads, self.momentum, self.ok, hyper).to(self.world.sent_dtype(grads))
+            U = update_momentum(self, grads, self.momentum, self.ok, hyper).to(self.world.sent_dtype([grads]))
             if self.free_grads:
                 drop_gradients(self.params)
             sent = [self.owners.count(rank) * U[0].numel() for rank in range(self.world.size)]

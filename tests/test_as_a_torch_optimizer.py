@@ -565,6 +565,33 @@ def test_a_copy_goes_on_on_all_ranks(how, size):
     assert all(run_world(size, copied, how))
 
 
+def copied_with_later_groups(group):
+    """Whether a copy goes on alike after groups have come in: planned together, their matrices would have
+    other owners.
+    """
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(m, 8, bias=False) for m in (16, 16, 24, 8, 12))
+    early, *late = [dict(MUON, kind="muon", params=[w], names=[n]) for n, w in layers.named_parameters()]
+    optimizer = DistMuonAdamW([early], group)
+    for each in late:
+        optimizer.add_param_group(each)
+    other_layers, other = copy.deepcopy((layers, optimizer))
+    for step in range(4):
+        if step == 2:
+            other_layers, other = copy.deepcopy((other_layers, other))
+        for stepping, weights in ((optimizer, layers), (other, other_layers)):
+            torch.manual_seed(step)
+            for weight in weights.parameters():
+                weight.grad = torch.randn(weight.shape)
+            stepping.step()
+    pairs = zip(layers.parameters(), other_layers.parameters(), strict=True)
+    return all(torch.equal(p, q) for p, q in pairs)
+
+
+def test_a_copy_goes_on_after_groups_have_come_in():
+    assert all(run_world(3, copied_with_later_groups))
+
+
 def loaded_from_rank_0(group, folder, layers):
     """What each rank hears when all of them load what rank 0 has saved alone."""
     model = nn.Sequential(nn.Embedding(20_000, 2), *[nn.Linear(2, 2, bias=False) for _ in range(layers)])

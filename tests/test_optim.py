@@ -147,6 +147,20 @@ def test_a_group_may_mix_hyperparameters_inside_a_bank():
     assert distance(a, alone_a) < 3e-5 and distance(b, alone_b) < 3e-5
 
 
+def test_a_rule_of_the_scale_sees_the_kernel_of_a_convolution_and_of_its_parts():
+    seen = []
+
+    def rule(*shape):
+        seen.append(shape)
+        return 0.5
+
+    MuonAdamW([muon(parameter(12, 3, 5, 7), parameter(12, 6), scale=rule)])
+    assert set(seen) == {(12, 3, 5, 7), (12, 6)}
+    seen.clear()
+    MuonAdamW([muon(parameter(12, 3, 5, 7), parameter(12, 6), scale=rule, split=(8, 4))])
+    assert set(seen) == {(8, 3, 5, 7), (4, 3, 5, 7), (8, 6), (4, 6)}
+
+
 def test_3d_is_a_batch_of_matrices_and_4d_a_matrix_of_rows():
     form = dict(weight_decay_form="decoupled")
     experts, convolution = parameter(5, 12, 20), parameter(12, 3, 3, 3)
@@ -243,6 +257,28 @@ def test_a_parameter_that_is_frozen_on_the_way_does_not_drift():
         assert torch.equal(p, q) == is_frozen
         for key, value in state[id(p)].items():
             assert torch.equal(optimizer.state[p][key], value) == is_frozen, key
+
+
+@pytest.mark.parametrize("form", ["cautious", "decoupled", "adamw", "small adamw"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_left_alone_keeps_infinite_numbers(form, compiled, monkeypatch):
+    """Of -inf times a rate of 0 weight decay made NaN."""
+    if compiled:
+        monkeypatch.setenv("NANOMUON_COMPILE", "1")
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    shape = (8, 8) if form == "small adamw" else (64, 32)
+    mask, beside = parameter(*shape), parameter(*shape)
+    with torch.no_grad():
+        mask[0], mask[1], mask[2] = -math.inf, math.inf, -0.0
+    before = mask.detach().clone()
+    if "adamw" in form:
+        optimizer = MuonAdamW([adamw(mask, beside)])
+    else:
+        optimizer = MuonAdamW([muon(mask, beside, weight_decay_form=form)])
+    beside.grad = gradient(beside, 0)
+    optimizer.step()
+    assert torch.equal(mask.view(torch.int32), before.view(torch.int32))  # the sign of zero too
+    assert beside.isfinite().all()
 
 
 def test_gradient_is_not_changed_by_step():

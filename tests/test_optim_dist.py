@@ -469,6 +469,28 @@ def test_a_rank_without_a_gradient_sends_zeros_of_its_dtype():
     assert all(torch.equal(p, q) and (p < 1).all() for p, q in zip(first, second, strict=True))
 
 
+def one_bank_of_two_gradient_dtypes(group):
+    """What the second matrix is after a step in which the ranks' gradients cancel but for what float32
+    holds.
+    """
+    params = [torch.nn.Parameter(torch.eye(4, dtype=torch.bfloat16)) for _ in range(2)]
+    params[1].grad_dtype = torch.float32
+    optimizer = DistMuonAdamW([dict(MUON, params=params, names=["a", "b"])], group)
+    params[0].grad = torch.ones(4, 4, dtype=torch.bfloat16)
+    sign = 1 - 2 * dist.get_rank(group)
+    params[1].grad = torch.full((4, 4), sign * 1024.0) + torch.eye(4)
+    optimizer.step()
+    return optimizer.full_state_dict()["state"]["b"]["momentum_buffer"]
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no grad_dtype")
+def test_gradients_of_one_bank_travel_in_a_dtype_that_holds_all_of_them():
+    """They went in that of the first matrix: 1025 is 1024 in bfloat16, and nothing was left of the mean."""
+    expected = (1 - MUON["momentum"]) * torch.eye(4)
+    for momentum in run_world(2, one_bank_of_two_gradient_dtypes):
+        torch.testing.assert_close(momentum, expected)
+
+
 def loaded_on(group, ranks_and_steps):
     """What the step says after these ranks have loaded the state of a run of so many steps."""
     rank = dist.get_rank(group)

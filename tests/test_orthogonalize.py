@@ -5,6 +5,7 @@ import torch
 
 from nanomuon.orthogonalize import (
     COEFFICIENTS,
+    gram_matrix,
     gram_newton_schulz,
     newton_schulz,
     newton_schulz_flops,
@@ -147,6 +148,18 @@ def test_flops_are_those_of_the_products_made():
             orthogonalize(torch.randn(shape), "deepseekv4", steps)
         gram, _ = newton_schulz_form(*shape, steps)
         assert counter.get_total_flops() == newton_schulz_flops(*shape, steps, gram)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 513, 700), (1, 700, 513), (1, 1030, 1030), (1, 24, 600), (3, 513, 520)]
+)
+@pytest.mark.parametrize("of_columns", [False, True])
+def test_the_gram_matrix_of_one_large_matrix_is_made_of_blocks(shape, of_columns):
+    g = torch.Generator().manual_seed(0)
+    X = torch.randn(shape, generator=g, dtype=torch.float64)
+    A = gram_matrix(X, of_columns)
+    expected = torch.einsum("kmi,kmj->kij" if of_columns else "kim,kjm->kij", X, X)
+    torch.testing.assert_close(A, expected, rtol=0, atol=1e-10)
 
 
 def test_number_of_steps():

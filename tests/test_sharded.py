@@ -2,7 +2,9 @@
 parameters.
 """
 
+import copy
 import functools
+import io
 import math
 import os
 from dataclasses import replace
@@ -421,7 +423,9 @@ def experts(group, names, placements):
     mesh, params, optimizer = sharded_model(
         group, model, names, [Shard(0)] + [Replicate()] * (len(names) - 1), torch.float64
     )
-    pieces = [nn.Parameter(distribute_tensor(full([p])[0], mesh, placements)) for p in params[:2]]
+    pieces = []
+    for whole in full(params[:2]):
+        pieces.append(nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None)))
     groups = [
         dict(g, params=[dict(zip(params[:2], pieces, strict=True)).get(p, p) for p in g["params"]])
         for g in optimizer.param_groups
@@ -430,18 +434,27 @@ def experts(group, names, placements):
     for step in range(5):
         for i, param in enumerate(params):
             grad = mean_gradient(i, tuple(param.shape), torch.float64, step, 1, 0)
-            param.grad = distribute_tensor(grad, mesh, param.placements)
+            param.grad = distribute_tensor(grad, mesh, param.placements, src_data_rank=None)
         with mock.patch.object(
             dist, "all_to_all_single", mock.Mock(side_effect=dist.all_to_all_single)
         ) as moved:
             optimizer.step()
         assert moved.call_count == 2  # the 2-D matrix alone
-    return full(params), optimizer.full_state_dict()["state"]
+    state = optimizer.full_state_dict()
+    optimizer.load_state_dict(state)
+    for name, entry in optimizer.full_state_dict()["state"].items():
+        assert all(torch.equal(value, state["state"][name][key]) for key, value in entry.items())
+    return full(params), state["state"]
 
 
 @pytest.mark.parametrize(
     "names, placements",
-    [(("ep",), [Shard(0)]), (("ep", "tp"), [Shard(0), Shard(1)]), (("ep", "tp"), [Shard(0), Shard(2)])],
+    [
+        (("ep",), [Shard(0)]),
+        (("ep", "tp"), [Shard(0), Shard(1)]),
+        (("ep", "tp"), [Shard(0), Shard(2)]),
+        (("dp", "ep"), [_StridedShard(0, split_factor=2), Shard(0)]),  # experts by "ep", each part by FSDP2
+    ],
 )
 def test_sharded_experts_are_replicated_experts_and_send_nothing(names, placements):
     results = run_world(4, experts, names, placements)
@@ -517,7 +530,7 @@ def rows_into_columns(group):
     mesh, params, optimizer = sharded_model(group, model, ("dp",), ROWS, torch.float64)
     train(optimizer, params, model, 2, torch.float64, mesh=mesh, placements=ROWS)
     _, _, other = sharded_model(group, model, ("dp",), COLUMNS, torch.float64)
-    other.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     saved, loaded = optimizer.full_state_dict()["state"], other.full_state_dict()["state"]
     assert all(torch.equal(v, loaded[n][k]) for n, entry in saved.items() for k, v in entry.items())
 
@@ -525,6 +538,38 @@ def rows_into_columns(group):
 def test_pieces_load_into_pieces_cut_otherwise():
     run_world(2, rows_into_columns)
     run_world(3, rows_into_columns)
+
+
+def saved_pieces(group):
+    """What torch.save and torch.load make of a local state, whose tensors are those of the optimizer."""
+    model = [("muon", (16, 16))] * 3 + [("adamw", (64, 32)), ("adamw", (7, 3)), ("adamw", (5, 3))]
+    mesh, params, optimizer = sharded_model(group, model, ("dp",), ROWS, torch.float64)
+    train(optimizer, params, model, 2, torch.float64, mesh=mesh, placements=ROWS)
+    state = optimizer.state_dict()["state"]
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for number, param in enumerate(params):
+        for key, value in state[number].items():
+            held, kept = optim.local(value), optim.local(optimizer.state[param][key])
+            assert held.data_ptr() == kept.data_ptr() and torch.equal(held, optim.local(loaded[number][key]))
+
+
+def test_pieces_of_a_bank_can_be_saved_by_torch():
+    run_world(2, saved_pieces)
+
+
+def without_elements(group):
+    model = [("muon", (16, 8)), ("muon", (0, 8))]
+    mesh, params, optimizer = sharded_model(group, model, ("dp",), ROWS, torch.float64)
+    train(optimizer, params, model, 3, torch.float64, mesh=mesh, placements=ROWS)
+    return full(params), optimizer.full_state_dict()["state"]
+
+
+def test_a_matrix_without_elements_is_left_alone():
+    model = [("muon", (16, 8)), ("muon", (0, 8))]
+    assert_close(run_world(2, without_elements)[0], one_process(model, 3, torch.float64), 1e-10)
 
 
 def on_disk(group, folder, where, save):
@@ -597,13 +642,15 @@ def test_gradients_that_are_placed_otherwise():
         assert all(distance(p, q) < 1e-10 for p, q in zip(params, expected, strict=True))
 
 
-def beside_plain_ones(group):
+def beside_plain_ones(group, own_group):
     """FSDP2 and plain parameters in one model; the plain ones' gradients are each rank's own, and averaged
-    here.
+    here. own_group: whether the optimizer has another process group than FSDP2.
     """
     net, rank, size = Net(torch.float64), dist.get_rank(group), dist.get_world_size(group)
     fully_shard(net.up, mesh=mesh_of(group, ("dp",)))
     fully_shard(net.square, mesh=mesh_of(group, ("dp",)))
+    if own_group:
+        group = dist.new_group()  # of all ranks that the tests have
     optimizer, launched = DistMuonAdamW(net_groups(net), group), []
     for step in range(10):
         tokens, targets = net_batch(step, rank, size, torch.float64)
@@ -612,15 +659,44 @@ def beside_plain_ones(group):
         launched.append(optimizer.launched)
         optimizer.step()
         optimizer.zero_grad()
-    assert launched == [0] + [len(optimizer.works)] * 9 and isinstance(optimizer.works[0], sharded.Pipeline)
+    early = len(optimizer.works) if own_group else 0
+    assert launched == [0] + [early] * 9 and isinstance(optimizer.works[0], sharded.Pipeline)
     return full(net.parameters())
 
 
-def test_sharded_and_plain_parameters_in_one_model():
+@pytest.mark.parametrize("own_group", [True, False])
+def test_sharded_and_plain_parameters_in_one_model(own_group):
     net = Net(torch.float64)
     train_net(net, MuonAdamW(net_groups(net)), 1, 0, torch.float64)
-    for params in run_world(3, beside_plain_ones):
+    for params in run_world(4, beside_plain_ones, own_group):
         assert all(distance(p, q) < 1e-9 for p, q in zip(params, net.parameters(), strict=True))
+
+
+def unused_on_rank_1(group):
+    """FSDP2 around a matrix, and beside it one that rank 1 does not use in every second step."""
+    rank = dist.get_rank(group)
+    torch.manual_seed(0)
+    first, plain, last = (nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(3))
+    for layer in (first, last):
+        fully_shard(layer, mesh=mesh_of(group, ("dp",)))
+    model = nn.Sequential(first, plain, last)
+    params = list(model.parameters())
+    optimizer = DistMuonAdamW([dict(MUON, params=params, names=["first", "plain", "last"])], group)
+    for step in range(6):
+        x = first(torch.ones(2, 8, dtype=torch.float64))
+        if rank == 0 or step % 2 == 0:
+            x = plain(x)
+        with optimizer.overlap_backward():
+            last(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full(params)
+
+
+def test_a_plain_parameter_that_one_rank_does_not_use_beside_fsdp2():
+    """Its transfers changed places with those of FSDP2 on the same process group, and both ranks hung."""
+    first, second = run_world(2, unused_on_rank_1)
+    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
 
 
 # The last two are cut by rows. Of the first of them rank 0 of two has more than SMALL elements, rank 1 less
