@@ -130,6 +130,57 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
+class Embedding(nn.Embedding):
+    """nn.Embedding; compiled code on a CPU leaves its gradient to PyTorch's own kernel (`look_up`)."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        is_plain = type(self.weight) is nn.Parameter  # and no DTensor
+        if torch.compiler.is_compiling() and self.weight.device.type == "cpu" and is_plain:
+            return look_up(self.weight, tokens)
+        return super().forward(tokens)
+
+
+@torch.library.custom_op("nanomuon::look_up", mutates_args=())
+def look_up(weight: Tensor, tokens: Tensor) -> Tensor:
+    """Rows of weight (V, width) for tokens (...).
+
+    An op of its own, since the compiler adds up the gradient by atomic additions, number by number, in an
+    order that the threads decide: 3.5 ms in place of 0.3 for 4,096 tokens of 256 channels on two cores.
+    """
+    return F.embedding(tokens, weight)
+
+
+@torch.library.custom_op("nanomuon::look_up_backward", mutates_args=())
+def look_up_backward(grad: Tensor, tokens: Tensor, rows: int) -> Tensor:
+    """Gradient of the weight (rows, width) from that of what was looked up."""
+    no_padding, by_frequency = -1, False
+    return torch.ops.aten.embedding_dense_backward(grad, tokens, rows, no_padding, by_frequency)
+
+
+def _save_tokens(ctx, inputs, output):
+    weight, tokens = inputs
+    ctx.save_for_backward(tokens)
+    ctx.rows = len(weight)
+
+
+def _looked_up_backward(ctx, grad):
+    (tokens,) = ctx.saved_tensors
+    return look_up_backward(grad, tokens, ctx.rows), None
+
+
+@look_up.register_fake
+def _looked_up_shape(weight, tokens):
+    return weight.new_empty(*tokens.shape, weight.size(1))
+
+
+@look_up_backward.register_fake
+def _looked_up_backward_shape(grad, tokens, rows):
+    return grad.new_empty(rows, grad.size(-1))
+
+
+look_up.register_autograd(_looked_up_backward, setup_context=_save_tokens)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE (arXiv 2104.09864): channel pairs (i, i + D/2) of x (B, T, H, D) turned by the tables of (T, 1,
     D/2), or of (B, T, 1, D/2) where each row has its own positions.
@@ -270,11 +321,11 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.compute_dtype = config, compute_dtype
-        self.wte = nn.Embedding(config.vocab_size, config.width)
+        self.wte = Embedding(config.vocab_size, config.width)
         self.value_embeds = nn.ModuleDict()  # by layer
         for layer in range(config.depth):
             if config.has_value_embed(layer):
-                embed = nn.Embedding(config.vocab_size, config.kv_heads * config.head_dim)
+                embed = Embedding(config.vocab_size, config.kv_heads * config.head_dim)
                 self.value_embeds[str(layer)] = embed
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
         self.resid_scalars = nn.Parameter(torch.empty(config.depth))

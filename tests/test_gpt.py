@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nanomuon import head_loss
 from nanomuon.attention import attention
-from nanomuon.gpt import GPT, TAPS, Convolution, GPTConfig, rotate
+from nanomuon.gpt import GPT, TAPS, Convolution, Embedding, GPTConfig, rotate
 from nanomuon.kv_cache import KVCache
 
 
@@ -225,6 +225,20 @@ def test_compiled_model_gives_the_same_loss_and_gradients():
     torch.testing.assert_close(compiled, eager)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_compiled_the_gradient_of_an_embedding_is_the_eager_one_to_the_bit(request):
+    """Atomic additions of several threads have another order in every run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+    torch.manual_seed(0)
+    embed, tokens, factors = Embedding(7, 64), torch.randint(7, (16, 1024)), torch.randn(16, 1024, 64)
+    compiled, gradients = torch.compile(embed, dynamic=False), []
+    for look_up in (embed, *[compiled] * 8):
+        (gradient,) = torch.autograd.grad((look_up(tokens) * factors).sum(), embed.weight)
+        gradients.append(gradient)
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
