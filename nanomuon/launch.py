@@ -187,6 +187,36 @@ def check_room(model: GPT, args: argparse.Namespace, runtime: Runtime) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Reached:
+    """How far a run is, by its checkpoint; by default at its beginning."""
+
+    step: int = 0
+    skipped: int = 0  # steps without an update among them
+    loader_state: dict | None = None
+
+
+def load_checkpoint(found: Path, launch: Launch, model: GPT, optimizer: torch.optim.Optimizer) -> Reached:
+    """Fill model and optimizer from this checkpoint, and say how far the run is."""
+    meta = checkpoint.load(found, model, optimizer)
+    check(meta, CHECKPOINT_META, f"{found}/manifest.json, meta")
+    changes = [*launch.changed_arguments, *launch.accepted_changes]
+    print0("; ".join([f"resuming run {launch.args.run} at step {meta['step']}", *changes]))
+    if isinstance(optimizer, MuonAdamW):
+        optimizer.skipped_steps.fill_(meta["skipped_steps"])
+    elif "groups" in meta:  # checkpoints of before have none
+        write_into(optimizer.param_groups, meta["groups"])
+    return Reached(meta["step"], meta["skipped_steps"], meta["loader"])
+
+
+def open_log(launch: Launch, folder: Path, resumed_step: int | None) -> report.MetricsLog:
+    """The metrics of the run, without rows of steps after the resumed one; for the first rank."""
+    args, wandb = launch.args, None
+    if args.wandb:
+        wandb = dict(project="nanomuon", name=args.run, id=args.run, config=launch.defined)
+    return report.MetricsLog(folder / "metrics.jsonl", resumed_step, wandb)
+
+
 def start_run(launch: Launch) -> Run:
     """The run, where an earlier launch left it or at its beginning; its folder is made here."""
     args, runtime, plan = launch.args, launch.runtime, launch.plan
@@ -213,22 +243,12 @@ def start_run(launch: Launch) -> Run:
     user_file.check_schedule(schedule, initial_groups, plan.steps)
     say_what_is_not_trained(model, initial_groups)
 
-    step, skipped = 0, 0
-    resumed_step, loader_state = None, None
+    reached = Reached()
     if found:
-        meta = checkpoint.load(found, model, optimizer)
-        check(meta, CHECKPOINT_META, f"{found}/manifest.json, meta")
-        step = resumed_step = meta["step"]
-        skipped, loader_state = meta["skipped_steps"], meta["loader"]
-        changes = [*launch.changed_arguments, *launch.accepted_changes]
-        print0("; ".join([f"resuming run {args.run} at step {step}", *changes]))
-        if plan.steps < step:
-            print0(f"step {step} is beyond --num-iterations {plan.steps}: nothing is left to train")
-            plan = replace(plan, steps=step)
-        if isinstance(optimizer, MuonAdamW):
-            optimizer.skipped_steps.fill_(skipped)
-        elif "groups" in meta:  # checkpoints of before have none
-            write_into(optimizer.param_groups, meta["groups"])
+        reached = load_checkpoint(found, launch, model, optimizer)
+        if plan.steps < reached.step:
+            print0(f"step {reached.step} is beyond --num-iterations {plan.steps}: nothing is left to train")
+            plan = replace(plan, steps=reached.step)
     elif args.resume == "auto" and (folder / "summary.json").exists():
         raise InputError(
             f"run {args.run} is complete and has no checkpoint to go on from: choose another --run"
@@ -242,24 +262,21 @@ def start_run(launch: Launch) -> Run:
         plan.data_parallel,
         args.seed,
         runtime.device,
-        loader_state,
+        reached.loader_state,
     )
 
+    resumed_step = reached.step if found else None
     if runtime.rank == 0:
-        write_folder(launch, plan, folder, step)
+        write_folder(launch, plan, folder, reached.step)
     checkpoints = checkpoint.Checkpointer(folder, resumed_step, args.keep_last, background=True)
-    metrics = folder / "metrics.jsonl"
     log = None
     if runtime.rank == 0:
-        wandb = None
-        if args.wandb:
-            wandb = dict(project="nanomuon", name=args.run, id=args.run, config=launch.defined)
-        log = report.MetricsLog(metrics, resumed_step, wandb)
+        log = open_log(launch, folder, resumed_step)
     training, evaluations, core_steps = [], [], set()
     if found:
-        training, evaluations = report.read_metrics(metrics)
-        core_steps = report.core_steps(metrics)
-    losses = [row["train_loss"] for row in training if row["step"] <= step]
+        training, evaluations = report.read_metrics(folder / "metrics.jsonl")
+        core_steps = report.core_steps(folder / "metrics.jsonl")
+    losses = [row["train_loss"] for row in training if row["step"] <= reached.step]
 
     run = Run(
         args=args,
@@ -282,19 +299,19 @@ def start_run(launch: Launch) -> Run:
         loader=loader,
         checkpoints=checkpoints,
         log=log,
-        evaluations={row["step"]: row for row in evaluations if row["step"] <= step},
+        evaluations={row["step"]: row for row in evaluations if row["step"] <= reached.step},
         core_tasks=launch.core_tasks,
-        core_steps={evaluated for evaluated in core_steps if evaluated <= step},
+        core_steps={evaluated for evaluated in core_steps if evaluated <= reached.step},
         recent_losses=deque([loss for loss in losses if loss is not None], maxlen=128),
-        step=step,
-        skipped=skipped,
+        step=reached.step,
+        skipped=reached.skipped,
     )
     print_plan(args, plan, runtime)
     print_passes(launch.data, plan)
     if compile_enabled():
         # Also where only the last evaluation is left: it is to give what it had given without interruption
         run.forward = compile_model(model, mesh)
-        if step < plan.steps:
+        if reached.step < plan.steps:
             print0("compiling: the first step takes a while (--no-compile starts at once)")
     return run
 

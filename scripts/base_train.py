@@ -63,7 +63,6 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
     args, plan, device = run.args, run.plan, run.runtime.device
     model, optimizer = run.model, run.optimizer
     is_ours = isinstance(optimizer, MuonAdamW)  # averages gradients and skips what is not finite by itself
-    overlaps = isinstance(optimizer, DistMuonAdamW) and run.mesh is None
     flops_per_token = model.estimate_flops()
     peak = peak_flops(device) if device.type == "cuda" else None
     bad_steps = 0  # in a row, up to the last one
@@ -73,38 +72,14 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
     while run.step < plan.steps:
         # Before the next step, not after the last: a signal need not wait for it, and a resumed run makes up
         # for it
-        if is_due(args.eval_every, run.step) and run.step not in run.evaluations:
-            run.evaluate(args.eval_tokens)
-        if is_due(args.core_every, run.step) and run.core_tasks and run.step not in run.core_steps:
-            run.evaluate_core(args.core_items or CORE_ITEMS)
+        evaluate_what_is_due(run)
         if 0 <= 60 * args.save_minutes < time.monotonic() - saved_at:
             requests.save = True
         watchdog.begin(run.step + 1)
         began = time.perf_counter()
 
-        # Each group has the values of this step in place of those it was built with
-        for group, initial in zip(optimizer.param_groups, run.initial_groups, strict=True):
-            group.update(run.schedule(initial, run.step, plan.steps))
-        lr_multiplier = None  # an optimizer of the user's may have no rate
-        if "lr" in run.initial_groups[0]:
-            lr_multiplier = float(optimizer.param_groups[0]["lr"] / (run.initial_groups[0]["lr"] or 1))
-
-        loss = torch.zeros((), device=device)  # the mean over this rank's rows, which is not read here
-        position = run.loader.state_dict()  # of the first of these rows
-        for micro_step in range(plan.micro_steps):
-            try:
-                inputs, targets = next(run.loader)  # (rows, seq_len) each
-            except shards.NobodyWrites:
-                save_where_data_ends(run, position)
-                raise
-            overlap = contextlib.nullcontext()
-            if overlaps and micro_step == plan.micro_steps - 1:
-                # In the last backward each gradient is final as it appears: its reduction can start there
-                overlap = optimizer.overlap_backward()
-            with overlap:
-                micro_loss = run.forward(inputs, targets) / plan.micro_steps
-                micro_loss.backward()
-            loss += micro_loss.detach()
+        lr_multiplier = set_hyperparameters(run)
+        loss = accumulate_gradients(run)
         if run.mesh is not None and args.shard == "none":
             parallel.average_gradients(model, run.mesh)
         gradients_finite = None
@@ -176,6 +151,52 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
     run.checkpoints.wait()
     requests.steps_end()
     return None
+
+
+def evaluate_what_is_due(run: Run) -> None:
+    """The evaluations that come after this many steps, unless an earlier launch has made them."""
+    args = run.args
+    if is_due(args.eval_every, run.step) and run.step not in run.evaluations:
+        run.evaluate(args.eval_tokens)
+    if is_due(args.core_every, run.step) and run.core_tasks and run.step not in run.core_steps:
+        run.evaluate_core(args.core_items or CORE_ITEMS)
+
+
+def set_hyperparameters(run: Run) -> float | None:
+    """Give each param group the values of this step in place of those it was built with. Returns the
+    multiplier of the first group's rate; None where an optimizer of the user's has no rate.
+    """
+    groups = run.optimizer.param_groups
+    for group, initial in zip(groups, run.initial_groups, strict=True):
+        group.update(run.schedule(initial, run.step, run.plan.steps))
+    if "lr" not in run.initial_groups[0]:
+        return None
+    return float(groups[0]["lr"] / (run.initial_groups[0]["lr"] or 1))
+
+
+def accumulate_gradients(run: Run) -> torch.Tensor:
+    """Forward and backward of every micro-step. Returns the mean loss over this rank's rows, 0-D, which is
+    not read here.
+    """
+    plan, optimizer = run.plan, run.optimizer
+    overlaps = isinstance(optimizer, DistMuonAdamW) and run.mesh is None
+    loss = torch.zeros((), device=run.runtime.device)
+    position = run.loader.state_dict()  # of the first of these rows
+    for micro_step in range(plan.micro_steps):
+        try:
+            inputs, targets = next(run.loader)  # (rows, seq_len) each
+        except shards.NobodyWrites:
+            save_where_data_ends(run, position)
+            raise
+        overlap = contextlib.nullcontext()
+        if overlaps and micro_step == plan.micro_steps - 1:
+            # In the last backward each gradient is final as it appears: its reduction can start there
+            overlap = optimizer.overlap_backward()
+        with overlap:
+            micro_loss = run.forward(inputs, targets) / plan.micro_steps
+            micro_loss.backward()
+        loss += micro_loss.detach()
+    return loss
 
 
 def save_where_data_ends(run: Run, position: dict) -> None:

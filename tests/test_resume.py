@@ -102,7 +102,8 @@ def test_torchrun_replaces_a_dead_rank_and_hands_on_sigterm(base, whole):
     first = children(process.pid)
     os.kill(first[1], signal.SIGKILL)
     wait_until(lambda: len(children(process.pid)) == 2 and not set(first) & set(children(process.pid)), alive)
-    wait_until(lambda: len(losses(base, "torchrun")) > 30, alive)
+    far = len(losses(base, "torchrun"))  # on a busy machine anything; the new ranks have to go beyond it
+    wait_until(lambda: len(losses(base, "torchrun")) > max(30, far + 2), alive)
     workers = children(process.pid)
     process.terminate()
     output, _ = process.communicate(timeout=30)
