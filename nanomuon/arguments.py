@@ -63,6 +63,15 @@ def add_run_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        metavar="last|step_N",
+        help="the model as this checkpoint of the run has it, which may still be training (default: as it is "
+        "at the end)",
+    )
+
+
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(

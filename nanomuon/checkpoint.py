@@ -366,12 +366,7 @@ def load(path, model, optimizer) -> dict:
     tensors, _ = _flat_state(model, state)
     together(lambda: _check_same_tensors(path, model, tensors, saved))
     random_state = _random_state_to_restore(manifest, saved)
-    try:
-        with _without_warning():
-            dcp.load(tensors | random_state, storage_reader=reader, no_dist=not dist.is_initialized())
-    except CheckpointException as error:  # around what went wrong on some ranks
-        first = next(failure for failure, _ in error.failures.values())
-        raise InputError(f"{path} cannot be loaded: {first}") from error
+    _read(path, reader, tensors | random_state)
     if isinstance(optimizer, MuonAdamW):
         optimizer.load_state_dict(state, hyperparameters="keep")  # flags that are given anew win
     else:
@@ -381,6 +376,26 @@ def load(path, model, optimizer) -> dict:
     except RuntimeError as error:
         raise InputError(f"{path} cannot be loaded: {error}") from error
     return manifest["meta"]
+
+
+def load_model(path, model) -> int:
+    """The same for the model alone, whatever the optimizer was; return how many steps it was trained."""
+    reader = HuggingFaceStorageReader(path)
+    saved = _saved_tensors(path, reader)
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    together(lambda: _check_same_tensors(path, model, tensors, saved))
+    _read(path, reader, tensors)
+    return read_manifest(path)["step"]
+
+
+def _read(path, reader, tensors):
+    """Fill these tensors, {name in the checkpoint: tensor}."""
+    try:
+        with _without_warning():
+            dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    except CheckpointException as error:  # around what went wrong on some ranks
+        first = next(failure for failure, _ in error.failures.values())
+        raise InputError(f"{path} cannot be loaded: {first}") from error
 
 
 def check_model_fits(path, model) -> None:

@@ -1,4 +1,7 @@
-"""A finished run: its model for others to load, its summary, its samples and its report."""
+"""A finished run: its model for others to load, its summary, its samples and its report.
+
+The model can also be that of a checkpoint, while the run goes on.
+"""
 
 import argparse
 import statistics
@@ -6,14 +9,15 @@ from pathlib import Path
 
 import torch
 
-from nanomuon import core, export, report, shards
+from nanomuon import checkpoint, core, export, report, shards
 from nanomuon.corpus import open_corpus
+from nanomuon.export import MODEL_OPTIONS, MODEL_SHAPE
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import EARLIER_FIELDS, GPT, GPTConfig
 from nanomuon.parallel import build_model
 from nanomuon.planning import Plan, meta_model
-from nanomuon.read_json import Number, Record, Text, sound_lines
-from nanomuon.run_folder import find_run
+from nanomuon.read_json import Number, Record, Text, check, sound_lines
+from nanomuon.run_folder import find_run, read_settings
 from nanomuon.runtime import (
     InputError,
     Runtime,
@@ -28,19 +32,51 @@ from nanomuon.tokenizer import Tokenizer, load_or_restore
 
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
 NO_PROMPTS = [""] * 3  # for other corpora
+# What settings.json says of the model that a checkpoint holds
+TRAINED_MODEL = Record({**MODEL_SHAPE, "corpus": Text(), "tokenizer": Text(64)}, MODEL_OPTIONS)
 STAGE = Record({"stage": Text(), "seconds": Number(low=0)})  # a line of stages.jsonl
 
 
-def load_run(run: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
+def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> tuple[GPT, Tokenizer, dict]:
     """(model, tokenizer, facts) of a finished run, by its name or by the path of its folder (see find_run).
 
-    InputError where there is none, or where model and tokenizer do not belong together. A tokenizer that is
-    missing is restored if another folder on this machine has it.
+    checkpoint_name: "last" or "step_<n>" for the model as that checkpoint has it, whether the run has ended
+    or not; called by all ranks then. InputError where there is none, or where model and tokenizer do not
+    belong together. A tokenizer that is missing is restored if another folder on this machine has it.
     """
     run_dir = find_run(run)
+    if checkpoint_name is not None:
+        return load_checkpoint(run_dir, checkpoint_name, runtime)
+    if not (run_dir / "model.safetensors").exists() and checkpoint.saved_steps(run_dir):
+        raise InputError(
+            f"{run_dir} holds no finished model yet: --checkpoint last takes that of its last checkpoint"
+        )
     config, tokenizer, about = describe_run(run_dir, runtime.rank)
     model = build_model(config, runtime, seed=0)
     export.load_model_weights(run_dir, model)
+    return model, tokenizer, about
+
+
+def load_checkpoint(run_dir: Path, name: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
+    """load_run of a checkpoint."""
+    there = [f"step_{step}" for step in checkpoint.saved_steps(run_dir)]
+    if not there or name not in ("last", *there):
+        raise InputError(f"{run_dir} has no checkpoint {name}; it has {', '.join(there) or 'none'}")
+    found = checkpoint.find(run_dir, "auto" if name == "last" else name)
+    settings, file = read_settings(run_dir), run_dir / "settings.json"
+    check(settings, TRAINED_MODEL, str(file))
+    tokenizer = load_or_restore(run_dir / "tokenizer", settings["tokenizer"], runtime.rank)
+    shape = {name: settings[name] for name in (*MODEL_SHAPE, *MODEL_OPTIONS) if name in settings}
+    try:
+        config = GPTConfig(**shape)
+    except ValueError as error:
+        raise InputError(f"{file}: {error}") from error
+    checkpoint.check_model_fits(found, meta_model(config))  # before its memory is asked for
+    model = build_model(config, runtime, seed=0)
+    step = checkpoint.load_model(found, model)
+    about = {"step": step, "val_bpb": None, "corpus": settings["corpus"], "tokenizer": tokenizer.hash}
+    if isinstance(settings.get("trained_on"), dict):
+        about["revision"] = settings["trained_on"].get("revision")
     return model, tokenizer, about
 
 

@@ -1,6 +1,7 @@
 """What a finished run is worth: bits per byte on the whole validation set of its corpus, CORE, samples.
 
 python -m scripts.base_eval --run base
+python -m scripts.base_eval --run base --checkpoint last                # of a run that still trains
 python -m scripts.base_eval --run /some/folder --corpus path:my_texts   # a run from elsewhere
 python -m scripts.base_eval --run base --eval core,bpb,sample --core-bundle FOLDER_OR_ZIP_OR_URL
 torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run base --eval core
@@ -11,7 +12,13 @@ import argparse
 import torch
 
 from nanomuon import core, core_bundle, sizing
-from nanomuon.arguments import ArgumentParser, add_dtype_argument, add_run_argument, check_sizes
+from nanomuon.arguments import (
+    ArgumentParser,
+    add_checkpoint_argument,
+    add_dtype_argument,
+    add_run_argument,
+    check_sizes,
+)
 from nanomuon.dataloader import validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.finished_run import NO_PROMPTS, PROMPTS, load_run, validation_folder
@@ -82,6 +89,7 @@ def evaluate_core(
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser("python -m scripts.base_eval", __doc__)
     add_run_argument(parser)
+    add_checkpoint_argument(parser)
     parser.add_argument("--corpus", help="whose validation set to evaluate on (default: that of the run)")
     parser.add_argument(
         "--eval",
@@ -108,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
             raise InputError(f"--eval {args.eval}: {name!r} is not one of {', '.join(EVALUATIONS)}")
 
     runtime = sizing.choose_dtype(args.dtype, start(), {})
-    model, tokenizer, about = load_run(args.run, runtime)
+    model, tokenizer, about = load_run(args.run, runtime, args.checkpoint)
     corpus = about["corpus"] if args.corpus is None else args.corpus
     print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {about['step']}\ndtype: {runtime.dtype_name}")
     tasks = []

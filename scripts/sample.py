@@ -1,8 +1,9 @@
-"""Let a finished run write.
+"""Let a finished run write, or one that is still training.
 
 python -m scripts.sample --run base --prompt "def main():" --max-tokens 200
 python -m scripts.sample --run base --samples 3 --temperature 0.6
 python -m scripts.sample --run base --interactive
+python -m scripts.sample --run base --checkpoint last
 """
 
 import argparse
@@ -11,7 +12,13 @@ import sys
 import time
 
 from nanomuon import sizing
-from nanomuon.arguments import ArgumentParser, add_dtype_argument, add_run_argument, check_seed
+from nanomuon.arguments import (
+    ArgumentParser,
+    add_checkpoint_argument,
+    add_dtype_argument,
+    add_run_argument,
+    check_seed,
+)
 from nanomuon.finished_run import load_run
 from nanomuon.generate import Sample, continue_samples
 from nanomuon.gpt import GPT
@@ -22,6 +29,7 @@ from nanomuon.tokenizer import Tokenizer
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser("python -m scripts.sample", __doc__)
     add_run_argument(parser)
+    add_checkpoint_argument(parser)
     parser.add_argument(
         "--prompt",
         action="append",
@@ -61,7 +69,10 @@ def main(argv: list[str] | None = None) -> None:
     add_dtype_argument(parser)
     args = parser.parse_args(argv)
     check(args)
-    model, tokenizer, _ = load_run(args.run, sizing.choose_dtype(args.dtype, start(), {}))
+    runtime = sizing.choose_dtype(args.dtype, start(), {})
+    model, tokenizer, about = load_run(args.run, runtime, args.checkpoint)
+    if args.checkpoint is not None:
+        print(f"run {args.run} after step {about['step']}", file=sys.stderr)
     if args.interactive:
         converse(model, tokenizer, args)
     else:

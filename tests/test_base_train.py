@@ -405,6 +405,42 @@ def test_sampling_from_a_finished_run(whole_run, capsys):
     assert set(outputs[0].split("seed 0\n")[1].split("---")[0]) <= letters_of_the_corpus
 
 
+def test_a_checkpoint_is_evaluated_and_sampled_before_its_run_has_ended(whole_run, tmp_path, capsys):
+    results = shutil.ignore_patterns("model.safetensors", "summary.json", "config.json", "report.md")
+    going_on = shutil.copytree(whole_run, tmp_path / "going_on", ignore=results)
+    command = ["--run", str(going_on), "--dtype", "float32"]
+    with pytest.raises(InputError, match="going_on holds no finished model yet: --checkpoint last takes"):
+        sample.main(command)
+
+    base_eval.main([*command, "--checkpoint", "last"])
+    summary = json.loads((whole_run / "summary.json").read_text())
+    output = capsys.readouterr().out
+    assert "step: 40\n" in output and f"val_bpb: {summary['val_bpb']:.4f}" in output
+    samples = []
+    for run in (["--run", "whole", "--dtype", "float32"], [*command, "--checkpoint", "step_40"]):
+        sample.main([*run, "--prompt", "abc", "--max-tokens", "20"])
+        samples.append(capsys.readouterr().out)
+    assert samples[0] == samples[1]
+    base_eval.main([*command, "--checkpoint", "step_30"])
+    output = capsys.readouterr().out
+    assert "step: 30\n" in output and f"val_bpb: {summary['val_bpb']:.4f}" not in output
+
+    with pytest.raises(InputError, match="has no checkpoint step_7; it has step_30, step_40"):
+        sample.main([*command, "--checkpoint", "step_7"])
+    settings = json.loads((going_on / "settings.json").read_text())
+    for damaged, message in (
+        ({**settings, "depth": 3}, "is of another model"),
+        ({key: value for key, value in settings.items() if key != "depth"}, "has no depth"),
+        ({**settings, "heads": 3}, "settings.json: width"),
+    ):
+        (going_on / "settings.json").write_text(json.dumps(damaged))
+        with pytest.raises(InputError, match=message):
+            sample.main([*command, "--checkpoint", "last"])
+    shutil.rmtree(going_on / "checkpoints")
+    with pytest.raises(InputError, match="has no checkpoint last; it has none"):
+        sample.main([*command, "--checkpoint", "last"])
+
+
 def test_a_run_with_another_tokenizer_is_refused(base, whole_run, tmp_path):
     stranger = base / "runs" / "stranger"
     subprocess.run(["cp", "-r", whole_run, stranger], check=True)
