@@ -131,11 +131,15 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding; compiled code on a CPU leaves its gradient to PyTorch's own kernel (`look_up`)."""
+    """Compiled code on a CPU leaves the gradient to PyTorch's own kernel (`look_up`)."""
+
+    def __init__(self, rows: int, channels: int):
+        super().__init__(rows, channels)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
         is_plain = type(self.weight) is nn.Parameter  # and no DTensor
-        if torch.compiler.is_compiling() and self.weight.device.type == "cpu" and is_plain:
+        if compiled and self.weight.device.type == "cpu" and is_plain:
             return look_up(self.weight, tokens)
         return super().forward(tokens)
 

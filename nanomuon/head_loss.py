@@ -94,8 +94,8 @@ def _loss_and_grad(logits: Tensor, target: Tensor, share: Tensor) -> tuple[Tenso
         half_of_target = torch.where(is_target, half, 0).sum(dim=1, keepdim=True)
     else:
         half_of_target = half.gather(1, target)
-    # By exp2, the same number: what is an exp Inductor writes to memory on a CPU, where the gradient reads it
-    # again, and 4,096 x 4,096 logits take twice the time (docs/log.md)
+    # exp2 gives the same up to rounding. On a CPU Inductor stores the result of an exp that is read twice:
+    # 4,096 x 4,096 logits would take twice the time (docs/log.md)
     exponentials = (half * (2 * LOGIT_CAP / math.log(2))).exp2_()
     total = exponentials.sum(dim=1, keepdim=True)
     losses = total.log() - 2 * LOGIT_CAP * half_of_target

@@ -79,7 +79,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # them recompiles nothing. Options (nesterov, coefficients) are Python values: each choice of them is compiled
 # once. `ok` is 1, or 0 where a parameter is to be left alone: it has no gradient, or some gradient is not
 # finite. Its gradient is then replaced by 0 and its rates multiplied by 0, so every line is a no-op; the
-# parameter is chosen, since 0 times an infinite one is NaN. All arithmetic is in the dtype of the state.
+# parameter is kept by torch.where, since 0 times infinity is NaN. All arithmetic is in the state's dtype.
 
 
 def adamw_update(
@@ -571,7 +571,8 @@ class InPieces:
         if tensor.storage_offset():
             # The same memory as a storage by itself: a DTensor takes over the offset in its bank, and then
             # cannot be copied or pickled
-            tensor = torch.from_dlpack(tensor)
+            with torch.cuda.device_of(tensor):  # the only one from which it may be taken
+                tensor = torch.from_dlpack(tensor)
         return DTensor.from_local(
             tensor, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
         )
@@ -1360,7 +1361,9 @@ class Plan:
 
     def __init__(self):
         self.groups = []  # what was read of each
-        self.together = None  # how many of them, from the first, were planned at once; others came later
+        # How many of them, from the first, were planned at once. Owners depend on it: a group that comes in
+        # later finds the load of those before
+        self.together = None
         self.params = {}  # parameter -> its device and dtype
         self.has_state = False  # of steps that were taken or loaded, which another plan would lose
 
@@ -1581,10 +1584,10 @@ class MuonAdamW(torch.optim.Optimizer):
         launched in this order, that of rank 0, whatever order autograd takes; step() launches the rest, and
         must follow before any gradient changes again: RuntimeError for a second backward, or for clipping.
         Not for DistributedDataParallel, which changes gradients at the end of its backward: RuntimeError
-        after the first one. Does nothing in one process, and beside parameters in pieces whose mesh sends
-        through the optimizer's own process group: process_group=dist.new_group() gives it another one. A
-        compiled graph has all of its gradients at its end: what overlaps is decided by how the model is cut
-        into graphs (compilation.py).
+        after the first one. Does nothing in one process, and beside DTensors whose mesh sends through the
+        optimizer's own process group: process_group=dist.new_group() gives it another one, which it also
+        needs where the model's DTensors are another optimizer's. A compiled graph has all of its gradients at
+        its end: what overlaps is decided by how the model is cut into graphs (compilation.py).
         """
         if self.launched:
             raise RuntimeError(
@@ -1635,9 +1638,9 @@ class MuonAdamW(torch.optim.Optimizer):
             self.follow_backward(completed)
 
     def shares_group_with_pieces(self):
-        """Whether parameters in pieces send through this optimizer's process group. FSDP2 averages their
-        gradients in the backward: where a whole parameter is unused on some rank, the collectives of the two
-        would change places there, and hang.
+        """Whether DTensors among the parameters send through this optimizer's process group. FSDP2 averages
+        their gradients in the backward: where another parameter is unused on some rank, the collectives of
+        the two would change places there, and hang.
         """
         if not self.world.averages:
             return False
@@ -1713,11 +1716,9 @@ class MuonAdamW(torch.optim.Optimizer):
             if not isinstance(kind, ElementwiseKind | MatrixKind):
                 raise ValueError(f"{name}: nothing in optim.py trains the kind {group['kind']!r}")
             is_matrix = isinstance(kind, MatrixKind)
-            if is_matrix and not param.numel():
-                continue  # without elements it has no polar factor
             if is_matrix and is_cut(param):
                 in_pieces.append((name, param, group))
-            else:
+            elif param.numel() or not is_matrix:  # matrices without elements have no polar factor
                 pieces.setdefault(self.alike(name, param, group), []).append((param, group))
         works = self.pieces_of_work(self.with_banks_cut(pieces))
         if in_pieces:

@@ -177,8 +177,9 @@ def gram_matrix(X, of_columns):
 
 
 def products_of_rows(rows):
-    """XX^T of one matrix X (s, l). It is symmetric: on a CPU each product off the diagonal is made once and
-    copied, which saves a fifth of the time at 512 x 2048, the same bits in bf16, and nothing below 512 rows.
+    """XX^T of one matrix X (s, l). It is symmetric: on a CPU each block off the diagonal is made once and
+    copied, which saves a fifth of the time at 512 x 2048, with the same bits in bf16, and nothing below 512
+    rows. `newton_schulz_flops` counts whole products all the same.
     """
     s = len(rows)
     if rows.device.type != "cpu" or s < 512:

@@ -153,6 +153,8 @@ def pieces_of_work(optimizer, named):
     world_of = functools.cache(functools.partial(World.of, comm_dtype=optimizer.world.comm_dtype))
     alike = {}  # what has to be equal -> [(parameter, group)]
     for name, param, group in named:
+        if 0 in whole_shape(param):
+            continue  # without elements it has no polar factor
         direction = optimizer.direction(group, whole_shape(param)[0], param.device)
         try:
             where = layout(param, group, direction, cuts(param, world_of))

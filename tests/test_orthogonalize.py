@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from nanomuon.orthogonalize import (
     COEFFICIENTS,
@@ -134,8 +135,6 @@ def test_bf16_on_a_cpu_is_the_plain_form_up_to_its_rounding(shape):
 
 
 def test_flops_are_those_of_the_products_made():
-    from torch.utils.flop_counter import FlopCounterMode
-
     for shape, steps in [
         ((32, 32), 5),
         ((32, 128), 5),
@@ -151,13 +150,23 @@ def test_flops_are_those_of_the_products_made():
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 513, 700), (1, 700, 513), (1, 1030, 1030), (1, 24, 600), (3, 513, 520)]
+    "shape, share",  # of the whole product that is made: of four blocks three, or of sixteen ten
+    [
+        ((1, 513, 700), 3 / 4),
+        ((1, 700, 513), 3 / 4),
+        ((1, 1030, 1030), 5 / 8),
+        ((1, 300, 400), 1),
+        ((3, 513, 520), 1),
+    ],
 )
 @pytest.mark.parametrize("of_columns", [False, True])
-def test_the_gram_matrix_of_one_large_matrix_is_made_of_blocks(shape, of_columns):
+def test_the_gram_matrix_of_one_large_matrix_is_made_of_blocks(shape, share, of_columns):
     g = torch.Generator().manual_seed(0)
     X = torch.randn(shape, generator=g, dtype=torch.float64)
-    A = gram_matrix(X, of_columns)
+    with FlopCounterMode(display=False) as counter:
+        A = gram_matrix(X, of_columns)
+    whole_product = 2 * X.numel() * A.size(1)
+    assert counter.get_total_flops() == pytest.approx(share * whole_product, rel=0.01)
     expected = torch.einsum("kmi,kmj->kij" if of_columns else "kim,kjm->kij", X, X)
     torch.testing.assert_close(A, expected, rtol=0, atol=1e-10)
 

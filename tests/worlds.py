@@ -8,10 +8,13 @@ run_world(3, ranks, 10) == [10, 11, 12]    # one result per rank
 """
 
 import atexit
+import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import tempfile
+import time
 import traceback
 
 LARGEST = 4
@@ -38,6 +41,9 @@ def run_world(size, function, *args, timeout=120):
         pending = [connection for connection in connections if connection not in answers]
         ready = multiprocessing.connection.wait(pending, timeout)
         if not ready:
+            for process, _ in _workers:
+                os.kill(process.pid, signal.SIGUSR1)  # prints where it is
+            time.sleep(1)
             _stop()
             ranks = ", ".join(str(connections.index(connection)) for connection in pending)
             raise TimeoutError(f"of {size} ranks {ranks} gave no answer in {timeout} s")
@@ -80,6 +86,7 @@ def _stop():
 
 
 def _serve(rank, connection, store):
+    faulthandler.register(signal.SIGUSR1)
     os.environ.update(NANOMUON_COMPILE="0", OMP_NUM_THREADS="1")
     import torch
     import torch.distributed as dist
