@@ -255,7 +255,7 @@ def test_texts_are_those_of_single_prompts_and_end_with_the_document(monkeypatch
 def command(monkeypatch, capsys):
     """scripts.sample with a small model: (what it printed, what it printed to stderr)."""
     model = build(vocab_size=257)
-    monkeypatch.setattr(sample, "load_run", lambda run, runtime: (model, BYTES, {}))
+    monkeypatch.setattr(sample, "load_run", lambda run, runtime, checkpoint_name: (model, BYTES, {}))
 
     def run(*arguments, stdin=b""):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
