@@ -379,12 +379,11 @@ def load(path, model, optimizer) -> dict:
 
 
 def load_model(path, model) -> int:
-    """The same for the model alone, whatever the optimizer was; return how many steps it was trained."""
-    reader = HuggingFaceStorageReader(path)
-    saved = _saved_tensors(path, reader)
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    together(lambda: _check_same_tensors(path, model, tensors, saved))
-    _read(path, reader, tensors)
+    """The same for the model alone, whatever the optimizer was; return how many steps it was trained.
+
+    The checkpoint is one that check_model_fits() has passed for a model of this shape.
+    """
+    _read(path, HuggingFaceStorageReader(path), _model_tensors(model))
     return read_manifest(path)["step"]
 
 
@@ -403,8 +402,7 @@ def check_model_fits(path, model) -> None:
     the meta device: reads headers, and allocates nothing.
     """
     saved = _saved_tensors(path, HuggingFaceStorageReader(path))
-    ours = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    _check_same_tensors(path, model, ours, saved)
+    _check_same_tensors(path, model, _model_tensors(model), saved)
 
 
 def _local_state(optimizer):
@@ -469,14 +467,18 @@ def _check_same_tensors(path, model, tensors, saved):
         raise InputError(f"{path} is of another model or optimizer: {wrong[0]} is missing or differs")
 
 
+def _model_tensors(model):
+    """Those of a model by their names in a checkpoint."""
+    return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+
+
 def _flat_state(model, optimizer_state):
     """(tensors, values) of what this rank holds.
 
     tensors: {name: tensor} of model and optimizer; values: what else the optimizer's state has, {parameter:
     {name: value}}, see _without_tensors.
     """
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    values = {}
+    tensors, values = _model_tensors(model), {}
     for name, slots in optimizer_state["state"].items():
         for slot, value in slots.items():
             entry = f"optimizer.{name}.{slot}"

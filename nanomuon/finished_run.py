@@ -46,7 +46,7 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
     """
     run_dir = find_run(run)
     if checkpoint_name is not None:
-        return load_checkpoint(run_dir, checkpoint_name, runtime)
+        return load_run_at_checkpoint(run_dir, checkpoint_name, runtime)
     if not (run_dir / "model.safetensors").exists() and checkpoint.saved_steps(run_dir):
         raise InputError(
             f"{run_dir} holds no finished model yet: --checkpoint last takes that of its last checkpoint"
@@ -57,8 +57,8 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
     return model, tokenizer, about
 
 
-def load_checkpoint(run_dir: Path, name: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
-    """load_run of a checkpoint."""
+def load_run_at_checkpoint(run_dir: Path, name: str, runtime: Runtime) -> tuple[GPT, Tokenizer, dict]:
+    """load_run with the model of a checkpoint: "last", or "step_<n>"."""
     there = [f"step_{step}" for step in checkpoint.saved_steps(run_dir)]
     if not there or name not in ("last", *there):
         raise InputError(f"{run_dir} has no checkpoint {name}; it has {', '.join(there) or 'none'}")
@@ -66,11 +66,8 @@ def load_checkpoint(run_dir: Path, name: str, runtime: Runtime) -> tuple[GPT, To
     settings, file = read_settings(run_dir), run_dir / "settings.json"
     check(settings, TRAINED_MODEL, str(file))
     tokenizer = load_or_restore(run_dir / "tokenizer", settings["tokenizer"], runtime.rank)
-    shape = {name: settings[name] for name in (*MODEL_SHAPE, *MODEL_OPTIONS) if name in settings}
-    try:
-        config = GPTConfig(**shape)
-    except ValueError as error:
-        raise InputError(f"{file}: {error}") from error
+    shape = {field: settings[field] for field in (*MODEL_SHAPE, *MODEL_OPTIONS) if field in settings}
+    config = possible_config(file, shape)
     checkpoint.check_model_fits(found, meta_model(config))  # before its memory is asked for
     model = build_model(config, runtime, seed=0)
     step = checkpoint.load_model(found, model)
@@ -129,10 +126,7 @@ def model_config(run_dir: Path, config: dict) -> GPTConfig:
     where the two do not belong together.
     """
     file, weights = run_dir / "config.json", run_dir / "model.safetensors"
-    try:
-        shape = GPTConfig(**{**EARLIER_FIELDS, **config})
-    except ValueError as error:
-        raise InputError(f"{file}: {error}") from error
+    shape = possible_config(file, config)
     there = tensor_shapes(weights)
     if shape.depth > len(there):  # even a model without memory takes its time to build
         raise InputError(f"{file}: config.depth is {shape.depth}, but {weights} has {len(there)} tensors")
@@ -144,6 +138,14 @@ def model_config(run_dir: Path, config: dict) -> GPTConfig:
                 f"but by the config {wanted.get(name)}"
             )
     return shape
+
+
+def possible_config(file: Path, fields: dict) -> GPTConfig:
+    """The GPTConfig of these fields, which `file` has; InputError where no model can have them together."""
+    try:
+        return GPTConfig(**{**EARLIER_FIELDS, **fields})
+    except ValueError as error:
+        raise InputError(f"{file}: {error}") from error
 
 
 def write_results(

@@ -401,7 +401,7 @@ class World:
         """Whether gradients have to be sent to be averaged."""
         return self.size > 1 and not self.gradients_averaged
 
-    def sent_dtype(self, gradients):
+    def sent_dtype(self, *gradients):
         """In which these travel together: neighbours may have other ones (a parameter's grad_dtype)."""
         return self.comm_dtype or functools.reduce(torch.promote_types, {grad.dtype for grad in gradients})
 
@@ -677,7 +677,7 @@ class SmallParameters:
     def collect(self):
         if self.world.averages:
             grads = self.flat_gradients()
-            self.transfer = self.world.all_reduce(grads.to(self.world.sent_dtype([grads])))
+            self.transfer = self.world.all_reduce(grads.to(self.world.sent_dtype(grads)))
 
     def compute(self, ok):
         grads = self.transfer.wait() if self.world.averages else self.flat_gradients()
@@ -748,7 +748,7 @@ class LargeParameter:
     def collect(self):
         if self.world.averages:
             grad = gradient(self.param)
-            grad = grad.to(self.world.sent_dtype([grad]))
+            grad = grad.to(self.world.sent_dtype(grad))
             self.transfer = self.world.reduce_scatter(self.world.padded(grad))
 
     def compute(self, ok):
@@ -999,7 +999,7 @@ class SharedBank(Bank):
         if not self.world.averages:
             return
         grads = [matrix.of(gradient(matrix.param)) for matrix in self.matrices]
-        stack = self.stacked(grads, self.slots, self.world.sent_dtype(grads))
+        stack = self.stacked(grads, self.slots, self.world.sent_dtype(*grads))
         if self.one_by_one:
             self.transfers = [self.world.reduce_to(owner, stack[i]) for i, owner in enumerate(self.owners)]
         else:

@@ -300,7 +300,7 @@ class Chunk:
             grads = torch.stack(grads)  # (K, rows, columns)
             hyper = self.table.batch(0, len(grads))
             self.ok = ok[self.ok_index].view(-1, 1, 1).to(self.momentum.dtype)
-            U = update_momentum(self, grads, self.momentum, self.ok, hyper).to(self.world.sent_dtype([grads]))
+            U = update_momentum(self, grads, self.momentum, self.ok, hyper).to(self.world.sent_dtype(grads))
             if self.free_grads:
                 drop_gradients(self.params)
             sent = [self.owners.count(rank) * U[0].numel() for rank in range(self.world.size)]
