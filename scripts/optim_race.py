@@ -42,7 +42,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from nanomuon import kept_race, leaderboard, locks, race, race_report, race_tuning
+from nanomuon import locks
 from nanomuon.arguments import (
     ArgumentParser,
     add_dtype_argument,
@@ -51,8 +51,6 @@ from nanomuon.arguments import (
     check_sizes,
     check_vocabulary,
 )
-from nanomuon.race_contenders import Contender
-from nanomuon.race_tasks import TASKS, empty_model, open_task
 from nanomuon.runtime import (
     InputError,
     base_dir,
@@ -64,6 +62,9 @@ from nanomuon.runtime import (
     run_command,
     usable_gpus,
 )
+from scripts.laboratory import kept_race, leaderboard, race, race_report, race_tuning
+from scripts.laboratory.race_contenders import Contender
+from scripts.laboratory.race_tasks import TASKS, empty_model, open_task
 
 
 def main(argv=None):

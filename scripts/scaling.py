@@ -31,7 +31,7 @@ import os
 import re
 import sys
 
-from nanomuon import locks, parallel, planning, run_folder, scaling_report, scaling_runs
+from nanomuon import locks, parallel, planning, run_folder
 from nanomuon.arguments import LENGTH_FLAGS, SIZES, ArgumentParser, check_sizes
 from nanomuon.corpus import check_corpus
 from nanomuon.runtime import (
@@ -44,6 +44,7 @@ from nanomuon.runtime import (
     usable_gpus,
 )
 from scripts import base_train
+from scripts.laboratory import scaling_report, scaling_runs
 
 # Arguments of base_train that this script decides
 DECIDED = ("run", "depth", "resume", "plan", *LENGTH_FLAGS, *scaling_runs.SETTINGS_OF_A_FAMILY)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanomuon import core_bundle, race_tasks, runtime, schedule
+from nanomuon import core_bundle, runtime, schedule
 from nanomuon.runtime import InputError, run_command
 from scripts import base_eval, base_train, core_bench, gpu_stages, optim_bench, optim_race
+from scripts.laboratory import race_tasks
 from tests.test_core import KNOWN, write_bundle
 
 SCRIPTS = sorted(

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from nanomuon.compare import (
+from scripts.laboratory.compare import (
     benjamini_hochberg,
     crossing,
     differences,

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from nanomuon import kept_race
-from nanomuon.leaderboard import write_leaderboard
 from nanomuon.runtime import InputError
+from scripts.laboratory import kept_race
+from scripts.laboratory.leaderboard import write_leaderboard
 
 MODEL = dict(vocab_size=65, seq_len=16, depth=1, width=32, heads=2, kv_heads=2)
 SETUP = dict(name="shakespeare", steps=400, unit="nats per character", rows=12, model=MODEL, dtype="float32")

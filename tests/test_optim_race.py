@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanomuon import race, race_tasks, recipe
-from nanomuon.race_contenders import Contender
+from nanomuon import recipe
 from nanomuon.runtime import STOPPED, InputError
 from scripts import optim_race
+from scripts.laboratory import race, race_tasks
+from scripts.laboratory.race_contenders import Contender
 from tests.training import wait_until
 
 SMALL = (

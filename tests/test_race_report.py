@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from nanomuon import race_report, report
+from nanomuon import report
 from nanomuon.runtime import InputError
+from scripts.laboratory import race_report
 
 LUCK = [0.0, 0.004, -0.003, 0.002, 0.005]  # of seeds, the same for all contenders
 NOISE = [0.001, -0.0005, 0.0002, -0.001, 0.0004]

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from nanomuon import race_report, race_tuning
-from nanomuon.race_contenders import Contender
 from nanomuon.runtime import InputError
+from scripts.laboratory import race_report, race_tuning
+from scripts.laboratory.race_contenders import Contender
 
 FILE = """
 from nanomuon.recipe import param_groups as recipe_groups

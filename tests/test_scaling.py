@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from nanomuon import scaling
-from nanomuon.scaling import Law, Point, Size
+from scripts.laboratory import scaling
+from scripts.laboratory.scaling import Law, Point, Size
 
 # The constants of Hoffmann et al. (arXiv 2203.15556, equation 10)
 HOFFMANN = Law(1.69, math.log(406.4), 0.34, math.log(410.7), 0.28)

@@ -10,9 +10,10 @@ import sys
 
 import pytest
 
-from nanomuon import planning, scaling_report, scaling_runs
+from nanomuon import planning
 from nanomuon.runtime import STOPPED, InputError, write_json
 from scripts import base_train, scaling
+from scripts.laboratory import scaling_report, scaling_runs
 from tests.test_scaling import SMALL
 from tests.training import losses, wait_until
 

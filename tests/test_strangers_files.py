@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nanomuon import checkpoint, export, finished_run, planning, race, report, run_folder, shards, sizing
+from nanomuon import checkpoint, export, finished_run, planning, report, run_folder, shards, sizing
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.finished_run import load_run, model_config
 from nanomuon.gpt import GPT, GPTConfig
@@ -26,6 +26,7 @@ from nanomuon.recipe import param_groups
 from nanomuon.runtime import InputError, Runtime, explain, print0, write_json
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_train
+from scripts.laboratory import race
 from tests.mutations import damage
 from tests.training import arguments, write_corpus
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from nanomuon import report, scaling, scaling_runs
+from nanomuon import report
 from nanomuon.planning import duration
-from nanomuon.race_report import columns
 from nanomuon.runtime import flag_of, write_json, write_text
-from nanomuon.scaling import Advice, Fit, Interval, Point, Size
+from scripts.laboratory import scaling, scaling_runs
+from scripts.laboratory.race_report import columns
+from scripts.laboratory.scaling import Advice, Fit, Interval, Point, Size
 
 AROUND = (0.1, 1, 10)  # of the compute of the largest run: where the frontier is printed
 UNDETERMINED = 10  # times: a constant whose interval is wider than that is called not determined

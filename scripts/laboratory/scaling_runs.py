@@ -36,7 +36,7 @@ from nanomuon.gpt import GPTConfig
 from nanomuon.planning import duration, meta_model
 from nanomuon.read_json import MapOf, Number, OrNull, Record, Scalar, Text, Whole, read_json
 from nanomuon.runtime import STOPPED, InputError, base_dir, flag_of, write_json
-from nanomuon.scaling import Point, Size
+from scripts.laboratory.scaling import Point, Size
 
 RESULT = Record(
     {

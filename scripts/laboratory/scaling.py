@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize
 
-from nanomuon import compare
+from scripts.laboratory import compare
 
 CONSTANTS = ("E", "A", "alpha", "B", "beta")
 # Fewer runs than this, or of fewer depths or token counts, do not determine five constants and leave

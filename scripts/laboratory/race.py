@@ -20,11 +20,9 @@ from pathlib import Path
 
 import torch
 
-from nanomuon import compare, provenance, report, sizing
+from nanomuon import provenance, report, sizing
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.gpt import EARLIER_FIELDS
-from nanomuon.race_contenders import Contender, described
-from nanomuon.race_tasks import TASKS, as_text, digest, empty_model
 from nanomuon.read_json import (
     LARGE,
     Anything,
@@ -40,6 +38,9 @@ from nanomuon.read_json import (
     read_json,
 )
 from nanomuon.runtime import InputError, compile_enabled, start, write_json, write_text
+from scripts.laboratory import compare
+from scripts.laboratory.race_contenders import Contender, described
+from scripts.laboratory.race_tasks import TASKS, as_text, digest, empty_model
 
 LOSS = Number(finite=False)  # of a contender that diverged
 POINT = Items(Whole(), LOSS, OrNull(LOSS))  # of a curve, see train()
@@ -99,7 +100,7 @@ def train(setup, place, text, seed, file):
 @functools.cache
 def commit():
     """Of the code that this process has loaded, see provenance.commit."""
-    return provenance.commit(Path(__file__).parents[1])
+    return provenance.commit(Path(__file__).parents[2])
 
 
 class Run:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from nanomuon import recipe
 from nanomuon.param_groups import build_param_groups
-from nanomuon.race_tasks import code_digest, digest, empty_model
 from nanomuon.runtime import InputError
 from nanomuon.schedule import lr_multiplier
 from nanomuon.user_file import check_schedule, load_recipe, make_optimizer
+from scripts.laboratory.race_tasks import code_digest, digest, empty_model
 
 
 def preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr):

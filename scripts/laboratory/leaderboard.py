@@ -1,16 +1,16 @@
-"""The page docs/leaderboard.md, made of the kept results of races, see nanomuon/kept_race.py."""
+"""The page docs/leaderboard.md, made of the kept results of races, see kept_race.py."""
 
 import math
 from dataclasses import fields
 from pathlib import Path
 
-from nanomuon import compare, kept_race, race_report
 from nanomuon.export import MODEL_OPTIONS, MODEL_SHAPE
 from nanomuon.gpt import EARLIER_FIELDS, GPTConfig
-from nanomuon.race_tasks import empty_model
 from nanomuon.read_json import FILE_NAME, Choice, Number, Record, Text, Whole, check
 from nanomuon.report import fenced, markdown_table
 from nanomuon.runtime import InputError, printable, write_text
+from scripts.laboratory import compare, kept_race, race_report
+from scripts.laboratory.race_tasks import empty_model
 
 SETUP = Record(
     {

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from nanomuon import compare, report
+from nanomuon import report
 from nanomuon.runtime import InputError, printable, write_text
+from scripts.laboratory import compare
 
 BLUE, VERMILION = "#0072B2", "#D55E00"  # of the colours of Okabe and Ito, which the colour-blind tell apart
 DARK, DIM, GREY, PALE = "#222222", "#5a5a5a", "#8c8c8c", "#c4c4c4"

@@ -2,13 +2,12 @@
 hours goes on from it on another day or machine.
 
 Its first line tells of the race, each further line of one run: what train() gave without its param groups,
-and "file", "stage" ("race" or "sweep") and "steps". nanomuon/leaderboard.py makes a page of such files.
+and "file", "stage" ("race" or "sweep") and "steps". leaderboard.py makes a page of such files.
 """
 
 import os
 from pathlib import Path
 
-from nanomuon.race import RESULT, TASK, read_result
 from nanomuon.read_json import (
     LOG,
     Choice,
@@ -24,6 +23,7 @@ from nanomuon.read_json import (
     read_regular,
 )
 from nanomuon.runtime import InputError, write_json, write_json_lines
+from scripts.laboratory.race import RESULT, TASK, read_result
 
 RUN_FILE = Matching(r"(sweep/[0-9]{1,12}/)?[\w-][\w=.-]{0,200}\.json", "the file of a run in a race's folder")
 HEADER = Record({"race": Text(), "baseline": Text(), "commands": ListOf(Text()), "setup": TASK})
