@@ -9,6 +9,7 @@ counted:
     duplicate    a document equal to an earlier one is skipped (not in hub corpora, which come deduplicated)
     not_utf8     `python` only: a file that is not UTF-8 is skipped; in `path:` corpora that is an error
     surrogates   lone surrogates and invalid bytes inside records are replaced by U+FFFD
+    unsplit      a text file without the separator that was asked for is one document
     nul          NUL characters are text and stay; the documents that have some are counted
     bad_files    a file that cannot be read to its end is an error, which names all such files;
                  without_bad_files() leaves them out, whole

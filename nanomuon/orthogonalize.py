@@ -177,9 +177,9 @@ def gram_matrix(X, of_columns):
 
 
 def products_of_rows(rows):
-    """XX^T of one matrix X (s, l). It is symmetric: on a CPU what is right of the diagonal is copied from what
-    is left of it, strip by strip. That saves a quarter of the time at 512 x 2048, with the same bits, and
-    nothing below 512 rows; two, three, five or six strips save less. `newton_schulz_flops` counts whole
+    """XX^T of one matrix X (s, l). It is symmetric: on a CPU what is right of the diagonal is copied from
+    what is left of it, strip by strip. That saves a quarter of the time at 512 x 2048, with the same bits,
+    and nothing below 512 rows; two, three, five or six strips save less. `newton_schulz_flops` counts whole
     products all the same.
     """
     if rows.device.type != "cpu" or len(rows) < 512:

@@ -679,8 +679,17 @@ class ShardWriter:
         if self.corpus.bad_files:
             self.counts["bad_files"] = len(self.corpus.bad_files)
         self.say_if_validation_is_small()
+        self.say_if_nothing_is_split()
         self.manifest |= {"complete": True, "counts": dict(self.counts)}
         write_manifest(self.folder, self.manifest)
+
+    def say_if_nothing_is_split(self):
+        separator = self.corpus.separator
+        if separator and not self.counts["split"]:
+            print0(
+                f"warning: the separator {separator!r} is in none of the files that were read: each text "
+                "file is one document"
+            )
 
     def say_if_validation_is_small(self):
         documents = sum(entry["documents"] for entry in self.manifest["val"])

@@ -86,6 +86,7 @@ def test_text_files(tmp_path):
     assert read(f"path:{tmp_path}")[0] == ["first<|end|>second<|end|>", book]
     documents, counts = read(f"path:{tmp_path}", separator="<|end|>")
     assert documents == ["first", "second", book] and counts["empty"] == 1
+    assert counts["split"] == counts["unsplit"] == 1
     assert read(f"path:{tmp_path}")[0] == documents  # the separator is remembered
 
 
@@ -383,6 +384,18 @@ def test_a_small_validation_set_is_said_to_be_small(tmp_path, capsys):
         (tmp_path / f"large/{number}.txt").write_text(book(number, 150))
     shards.prepare(f"path:{tmp_path}/large", tokenizer=TOKENIZER)
     assert "is small" not in capsys.readouterr().out
+
+
+def test_a_separator_that_splits_nothing_is_said(tmp_path, capsys):
+    for number in range(60):
+        (tmp_path / f"{number}.txt").write_text(book(number, 20))
+    shards.prepare(open_corpus(f"path:{tmp_path}", separator="<|eot|>"), tokenizer=TOKENIZER)
+    assert "the separator '<|eot|>' is in none of the files" in capsys.readouterr().out
+    manifest = shards.read_manifest(
+        shards.prepare(open_corpus(f"path:{tmp_path}", separator=" "), tokenizer=TOKENIZER)
+    )
+    assert manifest["counts"]["split"] == 60
+    assert "in none of the files" not in capsys.readouterr().out
 
 
 def test_what_is_not_read_is_counted_and_said(tmp_path, monkeypatch, capsys):
