@@ -1,65 +1,39 @@
-"""Fused matrices (QKV, heads), whose parts are orthogonalized one by one: the direction of a bank of them.
+"""Fused matrices (QKV, heads), whose parts are orthogonalized one by one: an extension of `optim.py`.
 
 Parts are independent matrices: each has its own second moment and the scale of its own shape. The second
 moments of the parts are kept one after the other, (S, 1), so a fused parameter has one state tensor of each
 name like any other.
 """
 
-from dataclasses import dataclass, fields
-
 import torch
 
-from nanomuon.optim import MuonDirection, muon_direction, run
-from nanomuon.orthogonalize import update_scale
+from nanomuon.optim import Direction, muon_direction
+from nanomuon.optim_state import state_dtype
 from nanomuon.param_groups import split_rows
 
 
-@dataclass(frozen=True)
-class FusedDirection(MuonDirection):
-    """`heads` equal matrices one after the other, each of `groups` equal runs of rows[i] rows of part i."""
+class FusedDirection(Direction):
+    """The direction of a group with `split`, for parameters of m rows: `heads` equal matrices one after the
+    other, each of `groups` equal runs of rows[i] rows of part i.
+    """
 
-    heads: int
-    groups: int
-    rows: tuple
-    transposable = False  # rows must stay rows
-
-    @classmethod
-    def of(cls, group, m, device_type, ns_dtype):
-        """The direction of a group with `split`, for parameters of m rows."""
-        plain = MuonDirection.of(group, device_type, ns_dtype)
-        options = {field.name: getattr(plain, field.name) for field in fields(plain)}
-        heads, groups, rows = split_rows(group["split"], m)
-        return cls(**options, heads=heads, groups=groups, rows=rows)
-
-    def state(self, m, n):
-        if not self.variance_reduction:
-            return {}
-        return {"second_momentum_buffer": (sum(self.second_moments(n)), 1)}
-
-    def second_moments(self, n):
-        """How many values the second moment of each part has: one for each element of its long side."""
-        return [self.heads * max(self.groups * each, n) for each in self.rows]
-
-    def row_scales(self, rule, m, n):
-        one_run = []
-        for each in self.rows:
-            one_run += [update_scale(rule, self.groups * each, n)] * each
-        return one_run * (self.heads * self.groups)
-
-    def flops(self, m, n):
-        return self.heads * sum(
-            super(FusedDirection, self).flops(self.groups * each, n) for each in self.rows
-        )
+    def __init__(self, group, m, n, param, ns_dtype, run):
+        super().__init__(group, m, n, param, ns_dtype, run)
+        self.heads, self.groups, self.rows = split_rows(group["split"], m)
+        self.flops, scales, moments = 0, [], 0
+        for rows in self.rows:
+            plain = Direction(group, self.groups * rows, n, param, ns_dtype, run)
+            scales += [plain.scale] * rows
+            self.flops += self.heads * plain.flops
+            moments += self.heads * max(self.groups * rows, n)  # one for each element of the long side
+        rows_of_all = scales * (self.heads * self.groups)
+        self.scale = torch.tensor(rows_of_all, dtype=state_dtype(param), device=param.device).view(m, 1)
+        if self.state:
+            self.state = {"second_momentum_buffer": (moments, 1)}
 
     def __call__(self, U, kept, ok, square_weight):
-        return run(
-            fused_direction,
-            U,
-            kept.get("second_momentum_buffer"),
-            square_weight * ok,
-            split=(self.heads, self.groups, self.rows),
-            **self.options(),
-        )
+        second, split = kept.get("second_momentum_buffer"), (self.heads, self.groups, self.rows)
+        return self.run(fused_direction, U, second, square_weight * ok, split=split, **self.options)
 
 
 def fused_direction(U, second_momentum_buffer, square_weight, *, split, **options):

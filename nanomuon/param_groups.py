@@ -13,6 +13,10 @@ from torch import nn
 
 from nanomuon.orthogonalize import triples, update_scale
 
+REQUIRED = {
+    "muon": frozenset({"lr", "momentum", "ns_steps", "beta2", "weight_decay"}),
+    "adamw": frozenset({"lr", "betas", "eps", "weight_decay"}),
+}
 MUON_OPTIONS = {
     "nesterov": True,  # False: the direction is the momentum itself
     "coefficients": "polar_express",  # a name in orthogonalize.COEFFICIENTS, or a list of (a, b, c)
@@ -21,7 +25,7 @@ MUON_OPTIONS = {
     "row_equilibrate": False,  # MuonEq, arXiv 2603.28254
     "renormalize": False,  # Muon+, arXiv 2602.21545
     "split": None,  # the parts of a fused matrix, see split_rows
-    "direction": None,  # a function of your own in place of the polar factor, see optim.CustomDirection
+    "direction": None,  # a function of your own in place of the polar factor, see optim.Direction
     "tensor_parallel": None,  # duplicated | distributed | blockwise; None: by shape, see tensor_parallel.py
 }
 # torch.compile, activation checkpointing, FullyShardedDataParallel
@@ -277,16 +281,17 @@ def default_names(index, count):
     return [f"group{index}.{i}" for i in range(count)]
 
 
-def check_group(group, others, kinds):
+def check_group(group, others):
     """A copy of a user's group with options and names filled in.
 
     params may be (name, parameter) pairs, as torch's optimizers take them. others: the groups before it.
-    kinds: optim.KINDS. ValueError that names the group and the parameter.
+    ValueError that names the group and the parameter.
     """
     group, where, kind = dict(group), f"param group {len(others)}", group.get("kind")
-    if kind not in kinds:
-        raise ValueError(f"{where}: unknown kind {kind!r}; known: {', '.join(kinds)}")
-    required, options = {"params", *kinds[kind].required}, kinds[kind].options
+    if kind not in REQUIRED:
+        raise ValueError(f"{where}: unknown kind {kind!r}; known: {', '.join(REQUIRED)}")
+    required = {"params", *REQUIRED[kind]}
+    options = MUON_OPTIONS if kind == "muon" else {}
     if missing := required - group.keys():
         raise ValueError(f"{where} ({kind}): missing {', '.join(sorted(missing))}")
     if unknown := group.keys() - required - options.keys() - {"kind", "names", "initial_lr"}:

@@ -19,35 +19,26 @@ hide both transfers, 2 the collect, 1 nothing.
 
 import functools
 import math
-from collections import deque
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.profiler import record_function
 
 from nanomuon import tensor_parallel
 from nanomuon.optim import (
     Bank,
-    InPieces,
-    OwnedElsewhere,
-    OwnedHere,
-    WholeEverywhere,
+    InPlace,
     World,
     assign_owners,
     batches,
-    drop_gradients,
+    direction_of,
     gradient,
-    like_param,
-    local,
-    matrices_of,
+    matrices,
     matrix_shape,
-    muon_hyperparameters,
-    state_dtype,
     update_matrices,
     update_momentum,
-    update_scales,
 )
+from nanomuon.optim_state import Place, like_param, local, state_dtype
 
 # Of whole matrices that come to an owner at a time
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26, "meta": 2**26}
@@ -87,39 +78,35 @@ def whole_shape(param):
     return shape[1:] if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Layout:
-    """Where the matrices of a cut parameter live, and what a rank computes of them.
+    """How a Muon parameter is cut, and what a rank computes of its matrices.
 
     shape: (m, n) of what the direction is asked for: the whole matrix, or a tensor-parallel rank's piece of
-    it. data_parallel, tensor_parallel: the cut of either sort, or nothing. dim: of a batch, 1 rows or 2
-    columns, that data_parallel cuts. vectors_cut: whether the state of the direction is in pieces over "tp"
-    (blockwise).
+    it. data_parallel: the World of FSDP2, or None; dim: of a batch, 1 rows or 2 columns, that it cuts.
+    blocks: how many blocks tensor parallelism orthogonalizes on their own; 1 unless its mode is blockwise.
     """
 
     shape: tuple
     direction: object
-    data_parallel: tuple = ()
+    data_parallel: World | None = None
     dim: int = 0
-    tensor_parallel: tuple = ()
-    vectors_cut: bool = False
+    blocks: int = 1
 
 
-def layout(param, group, direction, cuts):
+def layout_of(param, group, cuts, ns_dtype, run):
     """The Layout of a Muon parameter. ValueError for cuts that are not provided for."""
     batch = int(param.ndim == 3)
     shape = m, n = whole_shape(param)
-    data_parallel, dim, tp, tp_dim = (), 0, (), 0
+    data_parallel, dim, tp, tp_dim = None, 0, None, 0
     for cut in cuts:
         if batch and cut.dim == 0:
             continue  # experts: each rank has whole matrices
         cut_dim = cut.dim + 1 - batch
         matrix_dims = (1, 2) if param.ndim < 4 else (1,)  # a convolution is (out, rest)
-        cuts_matrix = cut_dim in matrix_dims
-        if cut.is_tensor_parallel:
-            possible = cuts_matrix
-        else:
-            possible = cuts_matrix and not batch and not data_parallel
+        possible = cut_dim in matrix_dims
+        if not cut.is_tensor_parallel:
+            possible = possible and not batch and data_parallel is None
         if not possible:
             where = f"{param.placements} over {param.device_mesh}"
             raise ValueError(
@@ -127,86 +114,86 @@ def layout(param, group, direction, cuts):
                 'has to be called "tp" (mesh_dim_names)'
             )
         if not cut.is_tensor_parallel:
-            data_parallel, dim = (cut,), cut_dim
+            data_parallel, dim = cut.world, cut_dim
         elif dim == cut_dim and isinstance(param, DTensor) and isinstance(param.placements[0], Shard):
             raise ValueError(
                 "cut by data and then by tensor parallelism: call parallelize_module before fully_shard"
             )
         else:
-            tp, tp_dim = (cut,), cut_dim
-    if not tp:
-        return Layout(shape, direction, data_parallel, dim)
-    world = tp[0].world
-    mode = tensor_parallel.choose_mode(group, shape, tp_dim, world)
-    direction = tensor_parallel.direction_of_pieces(mode, direction, world, tp_dim, shape)
-    lo, hi = world.share(shape[tp_dim - 1])
+            tp, tp_dim = cut.world, cut_dim
+    if tp is None:
+        return Layout(shape, direction_of(group, m, n, param, ns_dtype, run), data_parallel, dim)
+    mode = tensor_parallel.choose_mode(group, shape, tp_dim, tp)
+    lo, hi = tp.share(shape[tp_dim - 1])
     held = (hi - lo, n) if tp_dim == 1 else (m, hi - lo)
-    return Layout(held, direction, data_parallel, dim, tp, vectors_cut=mode == "blockwise")
+    if mode == "blockwise":  # each block is a matrix by itself
+        direction = direction_of(group, *held, param, ns_dtype, run)
+        return Layout(held, direction, data_parallel, dim, blocks=tp.size)
+    direction = direction_of(group, m, n, param, ns_dtype, run)
+    kind = tensor_parallel.Duplicated if mode == "duplicated" else tensor_parallel.Distributed
+    return Layout(held, kind(direction, tp, tp_dim), data_parallel, dim)
 
 
 # ------------------------------------------------------------------------------------------------------------
 # The plan
 
 
-def pieces_of_work(optimizer, named):
-    """The works of Muon parameters that are cut over a mesh. named: (name, parameter, group)."""
-    world_of = functools.cache(functools.partial(World.of, comm_dtype=optimizer.world.comm_dtype))
-    alike = {}  # what has to be equal -> [(parameter, group)]
-    for name, param, group in named:
-        if 0 in whole_shape(param):
-            continue  # without elements it has no polar factor
-        direction = optimizer.direction(group, whole_shape(param)[0], param.device)
+def plan_group(optimizer, group, params, run):
+    """The works of the cut parameters of a Muon group."""
+    names = dict(zip(group["params"], group["names"], strict=True))
+    alike = {}  # what has to be equal -> (layout, parameters)
+    for param in params:
+        found = cuts(param, optimizer.mesh_world)
         try:
-            where = layout(param, group, direction, cuts(param, world_of))
+            layout = layout_of(param, group, found, optimizer.ns_dtype, run)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        batch = name if param.ndim == 3 else ""  # one by itself
-        form = group["nesterov"], group["weight_decay_form"], param.dtype, param.device
-        alike.setdefault((where, batch, *form), []).append((param, group))
-    shared = optimizer.hyperparameters, optimizer.free_grads
+            raise ValueError(f"{names[param]}: {error}") from None
+        alone = id(param) if param.ndim == 3 else None  # a batch of matrices is a bank by itself
+        key = whole_shape(param), tuple(found), param.dtype, param.device, alone
+        alike.setdefault(key, (layout, []))[1].append(param)
     works, chunks = [], []
-    for (where, *_), entries in reversed(alike.items()):
-        if where.data_parallel:
-            chunks += [(part, where) for part in cut_into_chunks(entries, where, optimizer.chunk_size)]
-        else:
-            works.append(BankOfPieces(entries, where, *shared))
+    for layout, together in alike.values():
+        if layout.data_parallel is None:
+            numbers = optimizer.numbers.of(group, together[0].device, state_dtype(together[0]))
+            works.append(BankOfPieces(together, group, layout, numbers, run))
+            continue
+        size = chunk_size(layout, together[0].device)
+        chunks += [(together[lo : lo + size], layout) for lo in range(0, len(together), size)]
     if chunks:
         # The most expensive matrices choose their owners first, and are the first in the pipeline
-        chunks.sort(key=lambda chunk: -chunk[1].direction.flops(*chunk[1].shape))
-        chunks = [Chunk(entries, where, *shared) for entries, where in chunks]
-        # First, so that its first transfer runs under the other works
-        works.insert(0, Pipeline(chunks, optimizer.max_in_flight))
+        chunks.sort(key=lambda chunk: -chunk[1].direction.flops)
+        planned = []
+        for together, layout in chunks:
+            load = optimizer.load_of(layout.data_parallel)
+            numbers = optimizer.numbers.of(group, together[0].device, state_dtype(together[0]))
+            owners = assign_owners(len(together), layout.direction.flops, load)
+            planned.append(Chunk(together, group, layout, owners, numbers, run))
+        works.insert(0, Pipeline(planned))
     return works
 
 
-def cut_into_chunks(entries, where, size):
-    """Runs of `size` matrices, by default of about CHUNK_BYTES on each owner."""
-    if size is None:
-        bytes_of_one = 4 * math.prod(where.direction.whole_shape(*where.shape))
-        on_each_owner = CHUNK_BYTES[entries[0][0].device.type] // bytes_of_one
-        size = where.data_parallel[0].world.size * max(1, on_each_owner)
-    return [entries[lo : lo + size] for lo in range(0, len(entries), size)]
+def chunk_size(layout, device):
+    """How many matrices go through the pipeline together: about CHUNK_BYTES for each owner."""
+    on_each_owner = CHUNK_BYTES[device.type] // (4 * math.prod(layout.direction.shape))
+    return layout.data_parallel.size * max(1, on_each_owner)
 
 
-def state_placements(param, where):
-    """How a direction's state is cut over the parameter's mesh: experts with their matrices, vectors of
-    blocks.
-    """
+def state_placements(param, layout):
+    """How a direction's state is cut over the parameter's mesh: like experts, or vectors of blocks."""
     placements = [Replicate()] * param.device_mesh.ndim
     for axis, placement in enumerate(param.placements):
         if param.ndim == 3 and not placement.is_replicate() and placement.dim == 0:
-            placements[axis] = placement  # strided, where two dimensions of the mesh cut the experts
-        elif where.vectors_cut and is_tensor_parallel(param.device_mesh, axis):
+            placements[axis] = placement  # strided, if two dimensions of the mesh cut the experts
+        elif layout.blocks > 1 and is_tensor_parallel(param.device_mesh, axis):
             placements[axis] = Shard(int(param.ndim == 3))
-    return tuple(placements)
+    return placements
 
 
-def whole_state_shape(param, name, buffer, where):
+def whole_state_shape(param, buffer, layout):
     """The shape of the whole of a direction's state, of which this rank has `buffer`, (k, *shape)."""
-    shape = list(buffer.shape[1:])
-    if where.vectors_cut:  # the vectors of the blocks, one below the other
-        shape[-2] *= where.tensor_parallel[0].world.size
-    return (len(param), *shape) if param.ndim == 3 else tuple(shape)
+    rows, *rest = buffer.shape[1:]
+    shape = (rows * layout.blocks, *rest)  # the vectors of the blocks, one below the other
+    return (len(param), *shape) if param.ndim == 3 else shape
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -218,21 +205,22 @@ class BankOfPieces(Bank):
     together.
     """
 
-    def __init__(self, entries, where, hyperparameters, free_grads):
-        self.where = where
-        super().__init__(entries, where.direction, World(), hyperparameters, free_grads)
+    def __init__(self, params, group, layout, numbers, run):
+        self.layout = layout
+        held = InPlace(len(matrices([local(param) for param in params])))
+        super().__init__(params, group, layout.direction, held, numbers, run)
 
-    def place(self, i, param, name, buffer):
-        mine = self.as_parameter(buffer, i, param, name)
-        if not isinstance(param, DTensor):  # planned only
-            return WholeEverywhere(mine)
+    def place(self, i, name, buffer):
+        param = self.params[i]
+        mine = buffer if param.ndim == 3 else buffer[i]
         if name == "momentum_buffer":
-            return InPieces(mine, param.shape, param.device_mesh, param.placements)
-        placements = state_placements(param, self.where)
+            return like_param(param, mine.view(local(param).shape))
+        if not isinstance(param, DTensor):  # planned only
+            return Place(mine)
+        placements = state_placements(param, self.layout)
         if all(placement.is_replicate() for placement in placements):
-            return WholeEverywhere(mine)
-        shape = whole_state_shape(param, name, buffer, self.where)
-        return InPieces(mine, shape, param.device_mesh, placements)
+            return Place(mine)
+        return Place(mine, whole_state_shape(param, buffer, self.layout), param.device_mesh, placements)
 
 
 class Chunk:
@@ -243,94 +231,83 @@ class Chunk:
     keeps, at the owner. The owners are ascending, so a rank's matrices are consecutive.
     """
 
-    def __init__(self, entries, where, hyperparameters, free_grads):
-        self.params = [param for param, _ in entries]
-        self.matrices = matrices_of(entries)
-        self.where, self.direction, self.free_grads = where, where.direction, free_grads
-        self.shape, self.dim, self.world = where.shape, where.dim, where.data_parallel[0].world
-        self.owners = assign_owners(len(entries), self.world.load)
-        for owner in self.owners:
-            self.world.load[owner] += self.direction.flops(*self.shape)
-        self.first = sum(owner < self.world.rank for owner in self.owners)  # of the owned ones
-        self.count = self.owners.count(self.world.rank)  # k
-
-        param, group = entries[0]
+    def __init__(self, params, group, layout, owners, numbers, run):
+        self.params, self.layout, self.direction, self.owners = params, layout, layout.direction, owners
+        self.numbers, self.run = numbers, run
         self.nesterov = group["nesterov"]
         self.cautious = group["weight_decay_form"] == "cautious"
-        zeros = functools.partial(torch.zeros, dtype=state_dtype(param), device=param.device)
-        self.momentum = zeros(len(entries), *matrix_shape(local(param)))
-        self.kept = {
-            name: zeros(self.count, *shape) for name, shape in self.direction.state(*self.shape).items()
-        }
-        self.scale = self.scales_of_shards()
-        self.batches = batches(self.count, self.direction.whole_shape(*self.shape), param.device)
-        self.table = hyperparameters.table(
-            muon_hyperparameters, [group for _, group in entries], self.momentum
-        )
-        self.ok_index = hyperparameters.positions(self.params, param.device)
+        self.shape, self.dim, self.world = layout.shape, layout.dim, layout.data_parallel
+        self.first = sum(owner < self.world.rank for owner in owners)  # of the owned ones
+        self.count = owners.count(self.world.rank)  # k
+        zeros = functools.partial(torch.zeros, dtype=state_dtype(params[0]), device=params[0].device)
+        self.momentum = zeros(len(params), *matrix_shape(local(params[0])))
+        self.kept = {name: zeros(self.count, *shape) for name, shape in self.direction.state.items()}
+        self.batches = batches(self.count, self.direction.shape, params[0].device)
+        self.scale = self.scale_of_shards()
         self.places = {}
-        for i, param in enumerate(self.params):
+        for i, param in enumerate(params):
             self.places[param] = {
                 "momentum_buffer": like_param(param, self.momentum[i].view(local(param).shape))
             }
-            self.places[param] |= {name: self.place(i, param, name, kept) for name, kept in self.kept.items()}
+            self.places[param] |= {name: self.place(i, kept) for name, kept in self.kept.items()}
 
-    def scales_of_shards(self):
-        """(K, 1, 1), or (K, rows, 1) of the rows of fused matrices that are here."""
-        scale = update_scales(self.direction, self.matrices, self.shape, self.momentum)
-        if self.dim == 1 and scale.size(1) > 1:
-            lo, hi = self.world.share(scale.size(1))
-            return scale[:, lo:hi]
+    def scale_of_shards(self):
+        """The direction's scale; of one for each row, those of the rows that are here."""
+        scale = self.direction.scale
+        if self.dim == 1 and isinstance(scale, torch.Tensor):
+            lo, hi = self.world.share(len(scale))
+            return scale[lo:hi]
         return scale
 
-    def place(self, i, param, name, kept):
-        """At the owner, over the ranks of tensor parallelism in pieces if it is so."""
-        shape = whole_state_shape(param, name, kept, self.where)
-        if self.owners[i] != self.world.rank:
-            return OwnedElsewhere(shape, param, self.world, self.owners[i])
-        mine = kept[i - self.first]
-        if self.where.vectors_cut and isinstance(param, DTensor):
-            return OwnedInPieces(mine, shape, param.device_mesh["tp"], (Shard(0),), self.world)
-        return OwnedHere(mine, self.world)
+    def place(self, i, kept):
+        """At the owner, in pieces over the ranks of tensor parallelism if they work on blocks."""
+        param, mesh, placements = self.params[i], None, []
+        if self.layout.blocks > 1 and isinstance(param, DTensor):
+            mesh, placements = param.device_mesh["tp"], [Shard(0)]
+        owner = self.owners[i]
+        mine = kept[i - self.first] if owner == self.world.rank else None
+        shape = whole_state_shape(param, kept, self.layout)
+        where = {"world": self.world, "owner": owner, "dtype": kept.dtype, "device": kept.device}
+        return Place(mine, shape, mesh, placements, **where)
+
+    def update(self, ok):
+        """A generator of three stages: momentum and the way to the owners; the direction and the way back;
+        weight decay and update. ok: (K,).
+        """
+        ok = ok.view(-1, 1, 1).to(self.momentum.dtype)
+        transfer = self.collect(ok)
+        yield
+        transfer = self.compute(transfer.wait(), ok)
+        yield
+        self.deliver(transfer.wait(), ok)
 
     def collect(self, ok):
-        """Momentum of the shards, and their way to the owners."""
-        with record_function("muon.collect"):
-            grads = [matrix.of(gradient(matrix.param)) for matrix in self.matrices]
-            grads = torch.stack(grads)  # (K, rows, columns)
-            hyper = self.table.batch(0, len(grads))
-            self.ok = ok[self.ok_index].view(-1, 1, 1).to(self.momentum.dtype)
-            U = update_momentum(self, grads, self.momentum, self.ok, hyper).to(self.world.sent_dtype(grads))
-            if self.free_grads:
-                drop_gradients(self.params)
-            sent = [self.owners.count(rank) * U[0].numel() for rank in range(self.world.size)]
-            self.transfer = self.world.all_to_all(U.flatten(), sent, self.shard_sizes())
+        grads = torch.stack(matrices([gradient(param) for param in self.params]))  # (K, rows, columns)
+        sent_dtype = self.world.sent_dtype(grads.dtype)
+        U = update_momentum(self, grads, self.momentum, ok).to(sent_dtype)
+        mine = math.prod(self.momentum.shape[1:])
+        sent = [self.owners.count(rank) * mine for rank in range(self.world.size)]
+        return self.world.all_to_all(U.flatten(), sent, self.shard_sizes())
 
-    def compute(self):
-        """The direction of the owned matrices, and the way of its shards back."""
-        with record_function("muon.compute"):
-            X = self.join_shards(self.transfer.wait())
-            comm_dtype, X = X.dtype, X.to(self.momentum.dtype)  # (k, m, n)
-            last = self.first + self.count
-            ok, weight = self.ok[self.first : last], self.table.batch(self.first, last)["square_weight"]
-            for lo, hi in self.batches:
-                kept = {name: buffer[lo:hi] for name, buffer in self.kept.items()}
-                direction, gain = self.direction(X[lo:hi], kept, ok[lo:hi], weight[lo:hi])
-                torch.mul(direction, gain, out=X[lo:hi])
-            mine = math.prod(self.momentum.shape[1:])
-            received = [self.owners.count(rank) * mine for rank in range(self.world.size)]
-            shards = self.cut_into_shards(X.to(comm_dtype))
-            self.transfer = self.world.all_to_all(shards, self.shard_sizes(), received)
+    def compute(self, shards, ok):
+        X = self.join_shards(shards)
+        comm_dtype, X = X.dtype, X.to(self.momentum.dtype)  # (k, m, n)
+        ok = ok[self.first : self.first + self.count]
+        square_weight = self.numbers["square_weight"].expand_as(ok)
+        for lo, hi in self.batches:
+            kept = {name: buffer[lo:hi] for name, buffer in self.kept.items()}
+            direction, gain = self.direction(X[lo:hi], kept, ok[lo:hi], square_weight[lo:hi])
+            torch.mul(direction, gain, out=X[lo:hi])
+        mine = math.prod(self.momentum.shape[1:])
+        received = [self.owners.count(rank) * mine for rank in range(self.world.size)]
+        shards = self.cut_into_shards(X.to(comm_dtype))
+        return self.world.all_to_all(shards, self.shard_sizes(), received)
 
-    def deliver(self):
-        """Weight decay and update of the shards."""
-        with record_function("muon.deliver"):
-            params = [matrix.of(matrix.param) for matrix in self.matrices]
-            X = self.transfer.wait().view(self.momentum.shape)
-            del self.transfer
-            P, one = torch.stack(params), self.momentum.new_ones(1, 1, 1)
-            update_matrices(self, P, X, one, self.ok, self.table.batch(0, len(params)), self.scale)
-            torch._foreach_copy_(params, P.unbind())
+    def deliver(self, X, ok):
+        params = matrices([local(param) for param in self.params])
+        P, one = torch.stack(params), self.momentum.new_ones(1, 1, 1)
+        update_matrices(self, P, X.view(self.momentum.shape), one, ok)
+        torch._foreach_copy_(params, P.unbind())
 
     def shard_sizes(self):
         """Elements that each rank holds of the owned matrices."""
@@ -370,61 +347,30 @@ class Chunk:
         return each, lines - lines % each
 
 
-class OwnedInPieces(InPieces):
-    """In pieces over some ranks, each of which owns its piece within `world`."""
-
-    def __init__(self, tensor, shape, mesh, placements, world):
-        super().__init__(tensor, shape, mesh, placements)
-        self.world = world
-
-    def gathered(self):
-        return self.world.broadcast_from(self.world.rank, super().gathered().contiguous()).wait()
-
-
 class Pipeline:
-    """All chunks, as one piece of work: `step` never hears of them.
+    """All chunks as one piece of work: `step` never hears of them.
 
-    One chunk is admitted a round, so that its collect runs under the compute of the one before. The first one
-    is admitted in compute(), under the other works.
+    One chunk is admitted a round: while it sends its momentum, the one before computes and the one before
+    that delivers. So at most three hold buffers at once, what they send and what they receive.
     """
 
-    def __init__(self, chunks, max_in_flight):
-        self.chunks, self.max_in_flight = chunks, max_in_flight
-        self.collected = []
-        self.places = {}
+    def __init__(self, chunks):
+        self.chunks, self.params, self.places = chunks, [], {}
         for chunk in chunks:
+            self.params += chunk.params
             self.places |= chunk.places
 
-    def in_flight_bytes(self):
-        """What the largest chunks send and receive."""
-        sizes = sorted(chunk.momentum.nbytes for chunk in self.chunks)
-        return 2 * sum(sizes[-self.max_in_flight :])
+    def __str__(self):
+        return f"pipeline of {len(self.chunks)} chunks"
 
-    def batch_bytes(self):
-        sizes = [4 * chunk.count * math.prod(chunk.shape) * chunk.momentum.itemsize for chunk in self.chunks]
-        return max(sizes)
-
-    def collect(self):
-        """Momentum comes first, and needs to know that all gradients are finite."""
-
-    def compute(self, ok):
-        self.ok = ok
-        self.waiting, self.in_flight = deque(self.chunks), deque()
-        self.admit()
-
-    def deliver(self):
-        while self.in_flight:
-            if self.waiting and len(self.in_flight) == self.max_in_flight:
-                for stage in self.in_flight.popleft():  # all that is left of the oldest
-                    stage()
-            earlier = list(self.in_flight)
-            if self.waiting:
-                self.admit()
-            for stages in reversed(earlier):  # the oldest last: its delivery runs under the others' compute
-                stages.popleft()()
-            self.in_flight = deque(stages for stages in self.in_flight if stages)
-
-    def admit(self):
-        chunk = self.waiting.popleft()
-        chunk.collect(self.ok)
-        self.in_flight.append(deque([chunk.compute, chunk.deliver]))
+    def update(self):
+        ok = yield  # nothing is collected before: momentum comes first, and needs to know what is finite
+        sizes = [len(chunk.params) for chunk in self.chunks]
+        parts = zip(self.chunks, ok.split(sizes), strict=True)
+        chunks = [chunk.update(part) for chunk, part in parts]
+        next(chunks[0])  # its transfer runs during the other works
+        yield
+        for admitted in range(1, len(chunks) + 2):
+            for i in (admitted, admitted - 1, admitted - 2):
+                if 0 <= i < len(chunks):
+                    next(chunks[i], None)

@@ -14,21 +14,16 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
 `blockwise` is no direction of its own, each block being a matrix; the other two are the classes below.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 
 from nanomuon import fused, orthogonalize
-from nanomuon.optim import MuonDirection, World
 from nanomuon.param_groups import split_rows
 
 
 def choose_mode(group, shape, dim, world):
-    """What the group asks for, else `distributed` where the cut side is the long one, which Gram matrices sum
-    over.
-
-    ValueError for a `blockwise` that cannot be.
+    """The mode that the group asks for, else `distributed` if the cut side is the long one, over which Gram
+    matrices sum. ValueError for a `blockwise` that cannot be.
     """
     m, n = shape
     rows, fused_rows = [m], False
@@ -49,43 +44,17 @@ def choose_mode(group, shape, dim, world):
     return "duplicated"
 
 
-def direction_of_pieces(mode, whole, world, dim, shape):
-    """What a bank of pieces asks for its direction. whole: the direction of whole matrices."""
-    if mode == "duplicated":
-        return Duplicated(whole, world, dim, shape)
-    if mode == "distributed":
-        return Distributed(whole, world, dim, shape)
-    return whole  # blockwise: each block is a matrix by itself
-
-
-@dataclass(frozen=True)
 class Duplicated:
-    """Pieces of (m, n) = shape, cut along `dim` (1 rows, 2 columns of a batch) over the ranks of `world`.
-
-    whole: the direction of whole matrices.
+    """Pieces of the (m, n) matrices of `whole`, a direction, cut along `dim` (1 rows, 2 columns of a batch)
+    over the ranks of `world`. Every rank keeps all of the state. It has the attributes of `optim.Direction`.
     """
 
-    whole: MuonDirection
-    world: World
-    dim: int
-    shape: tuple
-    transposable = False
-
-    def state(self, m, n):
-        """Every rank keeps all of it."""
-        return self.whole.state(*self.shape)
-
-    def whole_shape(self, m, n):
-        return self.shape
-
-    def row_scales(self, rule, m, n):
-        rows = self.whole.row_scales(rule, *self.shape)
-        if self.dim == 1 and len(rows) > 1:
-            return rows[slice(*self.world.share(len(rows)))]
-        return rows
-
-    def flops(self, m, n):
-        return self.whole.flops(*self.shape)
+    def __init__(self, whole, world, dim):
+        self.whole, self.world, self.dim = whole, world, dim
+        self.shape, self.state, self.flops, self.scale = whole.shape, whole.state, whole.flops, whole.scale
+        if dim == 1 and isinstance(self.scale, torch.Tensor):  # one for each row
+            lo, hi = world.share(len(self.scale))
+            self.scale = self.scale[lo:hi]
 
     def __call__(self, U, kept, ok, square_weight):
         X, gain = self.whole(self.gathered(U), kept, ok, square_weight)
@@ -108,7 +77,6 @@ class Duplicated:
         return whole.narrow(self.dim, lo, hi - lo)
 
 
-@dataclass(frozen=True)
 class Distributed(Duplicated):
     """The same, computed together. It communicates inside, so it is not compiled."""
 
@@ -133,14 +101,14 @@ class Distributed(Duplicated):
     def direction(self, U, second, square_weight, shape):
         """`optim.muon_direction` with the sums over all ranks. U: pieces of (m, n) = shape."""
         m, n = shape
-        short, options = min(m, n), self.whole
-        if options.row_equilibrate:
+        short, options = min(m, n), self.whole.options
+        if options["row_equilibrate"]:
             row_norm = self.sum(U.square().sum(dim=2, keepdim=True), 2).sqrt()  # (k, rows, 1)
             mean_norm = self.sum(row_norm.sum(dim=1, keepdim=True), 1) / m
             U = U * (mean_norm / row_norm.clamp(min=1e-7))
         X = self.orthogonalize(U, shape)
         gain = torch.ones_like(square_weight)  # (k, 1, 1)
-        if options.renormalize:
+        if options["renormalize"]:
             norm = self.sum(X.to(gain.dtype).square().sum(dim=(1, 2), keepdim=True), 1, 2).sqrt()
             gain = short**0.5 / norm.clamp(min=1e-7)
         if second is None:
@@ -164,13 +132,14 @@ class Distributed(Duplicated):
 
     def orthogonalize(self, U, shape):
         """`orthogonalize.orthogonalize` of pieces: Gram matrices are sums over the cut dimension."""
-        table = orthogonalize.triples(self.whole.coefficients, self.whole.ns_steps)
+        options = self.whole.options
+        table = orthogonalize.triples(options["coefficients"], options["ns_steps"])
         gram_form, iteration_dtype = orthogonalize.newton_schulz_form(
-            *shape, len(table), U.device.type, self.whole.ns_dtype
+            *shape, len(table), U.device.type, options["ns_dtype"]
         )
         X = orthogonalize.in_norm_dtype(U)
         norm = self.sum(torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).square(), 1, 2).sqrt()
-        X = orthogonalize.normalized(X, norm, self.whole.coefficients)
+        X = orthogonalize.normalized(X, norm, options["coefficients"])
         X = orthogonalize.in_iteration_dtype(X, iteration_dtype)
         if gram_form:
             for part in (table[:2], table[2:]):

@@ -1,0 +1,261 @@
+"""Where the state of an optimizer lives, and how it is saved and loaded.
+
+Nobody needs this file to understand a step of `optim.py`. There each piece of work makes the tensors that it
+needs and says of each where it lives: its Place. Here is what follows from that. Saved state goes by name, so
+it loads into any world and layout.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from nanomuon.param_groups import MUON_OPTIONS, clean_name, default_names
+
+
+def named_parameters(groups):
+    """(name, parameter, group) of param groups, in their order."""
+    for group in groups:
+        for name, param in zip(group["names"], group["params"], strict=True):
+            yield name, param, group
+
+
+def local(tensor):
+    """What this rank holds of a tensor: its piece of a DTensor, all of any other."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def is_cut(param):
+    """Whether each rank holds a piece only. A DTensor that is whole on every rank counts as replicated."""
+    if not isinstance(param, DTensor):
+        return bool(getattr(param, "planned_cuts", ()))  # footprint.py plans pieces without a process group
+    for axis, placement in enumerate(param.placements):
+        if not placement.is_replicate() and param.device_mesh.size(axis) > 1:
+            return True
+    return False
+
+
+def state_dtype(param):
+    """float32 whatever the parameter's dtype, float64 for float64."""
+    return torch.promote_types(param.dtype, torch.float32)
+
+
+class Place:
+    """Where one state tensor lives.
+
+    tensor: what this rank holds of it, or None. shape: of the whole. mesh, placements: how DTensor cuts the
+    whole, if this rank holds a piece. owner: the rank of `world` that alone holds it, if not all do. value:
+    the tensor as optimizer.state has it, a DTensor if it is a piece; it shares memory with `tensor`.
+    """
+
+    def __init__(
+        self, tensor, shape=None, mesh=None, placements=(), world=None, owner=None, dtype=None, device=None
+    ):
+        self.tensor, self.value = tensor, tensor
+        self.shape = tuple(tensor.shape if shape is None else shape)
+        self.mesh, self.placements = mesh, tuple(placements)
+        self.world, self.owner = world, owner
+        self.dtype = dtype or tensor.dtype
+        self.device = device or tensor.device
+        if mesh is not None and tensor is not None:
+            self.value = as_dtensor(tensor, self.shape, mesh, self.placements)
+
+    def gathered(self):
+        """A copy of the whole, on every rank. Collective."""
+        if self.tensor is None:
+            value = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        else:
+            value = whole(self.value).clone(memory_format=torch.contiguous_format)
+        if self.owner is not None:
+            value = self.world.broadcast_from(self.owner, value).wait()
+        return value
+
+    def piece_of(self, saved):
+        """What this rank keeps of a saved tensor. Collective if that is a DTensor."""
+        if self.mesh is None:
+            return whole(saved)
+        if isinstance(saved, DTensor) and saved.device_mesh == self.mesh:
+            if saved.placements == self.placements:
+                return saved.to_local()
+        full = whole(saved)
+        if self.tensor is None:
+            return full
+        return distribute_tensor(full, self.mesh, self.placements, src_data_rank=None).to_local()
+
+
+def as_dtensor(tensor, shape, mesh, placements):
+    """A DTensor of this rank's piece, in the same memory."""
+    if tensor.storage_offset():
+        # As a storage by itself: a DTensor takes over the offset in its bank, and then cannot be copied or
+        # pickled
+        with torch.cuda.device_of(tensor):
+            tensor = torch.from_dlpack(tensor)
+    stride = torch.empty(shape, device="meta").stride()
+    shape = torch.Size(shape)
+    return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def like_param(param, tensor):
+    """The place of a tensor that is kept as its parameter is: in the same pieces, or whole on every rank."""
+    if isinstance(param, DTensor) and is_cut(param):
+        return Place(tensor, param.shape, param.device_mesh, param.placements)
+    return Place(tensor)
+
+
+def take_over(state, param, places):
+    """Put the tensors of these places into optimizer.state, with what it holds of the parameter so far: a
+    copied optimizer brings its state, and has not planned yet.
+    """
+    earlier = dict(state[param]) if param in state else {}
+    for key, place in places.items():
+        if place.tensor is not None:
+            if key in earlier:
+                place.tensor.copy_(place.piece_of(earlier[key]))
+            state[param][key] = place.value
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Saving
+
+
+def saved_groups(optimizer):
+    """The param groups without their parameters, as copies."""
+    groups = []
+    for group in optimizer.param_groups:
+        groups.append({key: copy_of(value) for key, value in group.items() if key != "params"})
+    return groups
+
+
+def copy_of(value):
+    """A copy of what could be changed in place: a learning rate that is a tensor, a list."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return list(value) if isinstance(value, list) else value
+
+
+def named_state_dict(optimizer):
+    """See MuonAdamW.named_state_dict."""
+    state = {}
+    for name, param, _ in named_parameters(optimizer.param_groups):
+        if param in optimizer.state:
+            state[name] = dict(optimizer.state[param])
+    return {"state": state, "param_groups": saved_groups(optimizer)}
+
+
+def full_state_dict(optimizer):
+    """See MuonAdamW.full_state_dict."""
+    state = {}
+    for name, param, _ in named_parameters(optimizer.param_groups):
+        if param in optimizer.places:
+            state[name] = {key: place.gathered() for key, place in optimizer.places[param].items()}
+    return {"state": state, "param_groups": saved_groups(optimizer)}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def load_state_dict(optimizer, state_dict, hyperparameters):
+    """See MuonAdamW.load_state_dict."""
+    if hyperparameters not in ("restore", "keep"):
+        raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = hook(optimizer, state_dict) or state_dict
+    groups = state_dict["param_groups"]
+    check_form(groups, optimizer.param_groups)
+    state = state_by_name(state_dict["state"], groups)
+    restored = [{} for _ in optimizer.param_groups]
+    if hyperparameters == "restore":
+        restored = [restored_numbers(i, group, groups) for i, group in enumerate(optimizer.param_groups)]
+    found = []  # (place, what was saved of it)
+    if state:
+        optimizer.plan()
+        for name, param, _ in named_parameters(optimizer.param_groups):
+            found += matched(name, optimizer.places.get(param, {}), state.get(name, {}))
+    pieces = [(place, place.piece_of(saved)) for place, saved in found]
+    for place, piece in pieces:
+        if place.tensor is not None:
+            place.tensor.copy_(piece)
+    for group, numbers in zip(optimizer.param_groups, restored, strict=True):
+        group.update(numbers)
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def check_form(saved, ours):
+    """ValueError for groups of another optimizer, and for default names that would mean another parameter."""
+    for i, group in enumerate(saved):
+        if "kind" not in group or "names" not in group:
+            raise ValueError(
+                f"group {i} of the loaded state has no kind or names: it is not of MuonAdamW or DistMuonAdamW"
+            )
+    theirs = [group["names"] for group in saved]
+    for i, group in enumerate(ours):
+        names = group["names"]
+        if names and names == default_names(i, len(names)) and (i >= len(theirs) or theirs[i] != names):
+            raise ValueError(
+                "parameters without names load only into the same groups: give every group names=[...]"
+            )
+
+
+def state_by_name(state, groups):
+    """{name: entry} of either form: by name, or by the numbers that the groups have in `params`."""
+    names = {}
+    for group in groups:
+        names |= dict(zip(group.get("params", group["names"]), group["names"], strict=True))
+    return {clean_name(names.get(key, key)): entry for key, entry in state.items()}
+
+
+def matched(name, places, entry):
+    """(place, saved tensor) for every state tensor of a parameter that this rank needs."""
+    found = []
+    for key, place in places.items():
+        if key not in entry:
+            if place.tensor is None:
+                continue
+            raise ValueError(
+                f"the loaded state has no {key} of {name}; if another rank has it, save full_state_dict()"
+            )
+        saved = entry[key]
+        if tuple(saved.shape) != place.shape:
+            raise ValueError(f"{key} of {name} has shape {tuple(saved.shape)}, expected {place.shape}")
+        if isinstance(saved, DTensor) and not is_of_this_rank(saved):
+            raise ValueError(
+                f"the loaded {key} of {name} is a piece that another rank has saved: save full_state_dict()"
+            )
+        found.append((place, saved))
+    return found
+
+
+def is_of_this_rank(saved):
+    """Whether this rank has the piece of a DTensor: one that is read from a file knows who has written it."""
+    if not dist.is_initialized():
+        return False
+    here = (saved.device_mesh.mesh == dist.get_rank()).nonzero().flatten()
+    return here.tolist() == list(saved.device_mesh.get_coordinate() or [])
+
+
+def restored_numbers(i, group, saved):
+    """What our i-th group takes from the saved groups of its parameters: everything but options."""
+    restored = {}
+    ours = set(group["names"])
+    for source in saved:
+        if ours.isdisjoint(map(clean_name, source["names"])):
+            continue
+        for key, value in source.items():
+            if key in ("params", "names"):
+                continue
+            is_option = key in ("kind", "ns_steps", *MUON_OPTIONS)
+            if is_option and value != group.get(key):
+                raise ValueError(
+                    f'param group {i} was saved with {key}={value!r}: load with hyperparameters="keep"'
+                )
+            if not is_option and restored.setdefault(key, value) != value:
+                two = f"{restored[key]!r} and {value!r}"
+                raise ValueError(f'param group {i} would get {key}={two}: load with hyperparameters="keep"')
+    if "beta2" in restored and (restored["beta2"] is None) != (group["beta2"] is None):
+        raise ValueError(f'param group {i} was saved with another beta2: load with hyperparameters="keep"')
+    return {key: copy_of(value) for key, value in restored.items()}
