@@ -15,9 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nanomuon import head_loss, recipe
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.optim import MuonAdamW, Transfer, World, named_parameters
+from nanomuon.optim import Bank, MuonAdamW, Rows, SmallParameters, Transfer, World
+from nanomuon.optim_state import local, named_parameters
 from nanomuon.parallel import COLUMNS, ROWS
-from nanomuon.sharded import Cut
+from nanomuon.sharded import BankOfPieces, Cut, Pipeline
 
 NUMBER = 4  # bytes of a weight and a gradient: float32
 ALL_RANKS = 8  # with so many every rank is looked at, with more the first, the last and the busiest
@@ -111,6 +112,12 @@ class PlannedWorld(World):
         super().__init__(size=size, rank=rank, comm_dtype=comm_dtype)
         self.sent = sent
 
+    def mesh(self, device):
+        """None: what is only planned has no process group, and its state stays plain tensors."""
+
+    def gather_objects(self, mine):
+        return [mine]
+
     def transfer(self, size, received):
         self.sent.append(size * (self.size - 1) / self.size)
         return Transfer(received)
@@ -150,6 +157,7 @@ class RankPlan:
             groups[parameter.group]["params"].append(self.parameter(parameter, layout))
             groups[parameter.group]["names"].append(parameter.name)
         self.optimizer = MuonAdamW(groups, ns_dtype=layout.ns_dtype, world=self.world)
+        self.optimizer.plan()
 
     def parameter(self, parameter: Parameter, layout: Layout) -> torch.nn.Parameter:
         """What this rank holds of it, and how it is cut (see sharded.cuts)."""
@@ -176,7 +184,7 @@ class RankPlan:
     def buffers(self) -> int:
         """What is in flight, and the largest batch that is worked on."""
         works = self.optimizer.works
-        return sum(work.in_flight_bytes() for work in works) + max(work.batch_bytes() for work in works)
+        return sum(in_flight_bytes(work) for work in works) + max(batch_bytes(work) for work in works)
 
     def step(self) -> tuple[int, int]:
         """(bytes sent, FLOPs of matrix products) of a step."""
@@ -184,6 +192,47 @@ class RankPlan:
         with FlopCounterMode(display=False) as flops:
             self.optimizer.step()
         return round(sum(self.sent)), flops.get_total_flops()
+
+
+def in_flight_bytes(work) -> int:
+    """What a piece of work holds from its collect to its deliver."""
+    if isinstance(work, SmallParameters):
+        return 2 * work.exp_avg.nbytes  # gradients and parameters as one vector
+    if isinstance(work, Rows):
+        return rows_in_flight_bytes(work)
+    if isinstance(work, Pipeline):  # what the three largest chunks send and receive
+        sizes = sorted(chunk.momentum.nbytes for chunk in work.chunks)
+        return 2 * sum(sizes[-3:])
+    if isinstance(work, BankOfPieces) or work.exchange.world.size == 1:
+        return 0
+    stack = work.exchange.slot_count * math.prod(work.exchange.shape) * work.momentum.itemsize
+    return stack * (1 + 1 / work.exchange.world.size)  # the stack that is sent and the part that comes back
+
+
+def rows_in_flight_bytes(work: Rows) -> int:
+    param, world = local(work.params[0]), work.world
+    if world.size == 1:
+        return 0
+    each = -(-len(param) // world.size)
+    row = param[:1].nbytes
+    if each * world.size != len(param):
+        return row * (each + each * world.size)  # padded
+    if world.comm_dtype not in (None, param.dtype):
+        # A copy of the gradient is sent, which is gone when the rows of the parameter are
+        return row * (each + len(param)) * world.comm_dtype.itemsize // param.itemsize
+    return row * each
+
+
+def batch_bytes(work) -> int:
+    """Temporaries of a bank: gradients or X, U, P and the products of Newton-Schulz, about four batches."""
+    if isinstance(work, Pipeline):
+        return max(
+            4 * chunk.count * math.prod(chunk.shape) * chunk.momentum.itemsize for chunk in work.chunks
+        )
+    if not isinstance(work, Bank):
+        return 0
+    most = max((hi - lo for lo, hi in work.batches), default=0)
+    return 4 * most * math.prod(work.momentum.shape[1:]) * work.momentum.itemsize
 
 
 def rank_plans(config: GPTConfig, layout: Layout) -> list[RankPlan]:
@@ -194,7 +243,7 @@ def rank_plans(config: GPTConfig, layout: Layout) -> list[RankPlan]:
     if len(data_ranks) <= ALL_RANKS:
         others = data_ranks[1:]
     else:
-        load = first.rows.load if layout.fsdp else first.world.load
+        load = first.optimizer.load_of(first.rows if layout.fsdp else first.world)
         others = {data_ranks[-1], max(data_ranks, key=load.__getitem__)} - {0}
     return [first, *(RankPlan(config, layout, rank * step) for rank in others)]
 

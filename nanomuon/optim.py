@@ -22,6 +22,7 @@ matrices). docs/optimizer.md is the page to read beside this file.
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import os
@@ -34,7 +35,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.profiler import record_function
 
 from nanomuon import optim_state
-from nanomuon.optim_state import Place, is_cut, like_param, local, named_parameters, state_dtype
+from nanomuon.optim_state import Place, elements, is_cut, like_param, local, named_parameters, state_dtype
 from nanomuon.orthogonalize import (
     newton_schulz_flops,
     newton_schulz_form,
@@ -391,7 +392,8 @@ class Direction:
 
     param: one of them. state: {name: shape} of what is kept for a matrix beside its momentum. scale: the
     factor on the update, or one for each row, (m, 1). flops: of Newton-Schulz, to balance owners. shape: of
-    the matrices that are computed on, for the size of a batch. Fused and tensor-parallel matrices have directions of their own, with the same attributes.
+    the matrices that are computed on, for the size of a batch. Fused and tensor-parallel matrices have
+    directions of their own, with the same attributes.
 
     The group's option `direction` replaces the mathematics: a function like `__call__`, which may have an
     attribute state(m, n) -> {name: shape}.
@@ -864,11 +866,11 @@ class MuonAdamW(torch.optim.Optimizer):
         """Every rank starts from rank 0's parameters. ValueError if ranks bring different ones."""
         if self.world.size == 1:
             return
-        mine = [f"{name} {tuple(p.shape)} {p.dtype} {options(g)}" for name, p, g in named_parameters(groups)]
+        mine = [f"{name} {tuple(p.shape)} {p.dtype}, {options(g)}" for name, p, g in named_parameters(groups)]
         of_ranks = self.world.gather_objects(mine)
         for rank, theirs in enumerate(of_ranks):
-            for i in range(max(len(of_ranks[0]), len(theirs))):
-                first, here = of_ranks[0][i : i + 1], theirs[i : i + 1]
+            pairs = itertools.zip_longest(of_ranks[0], theirs, fillvalue="nothing")
+            for i, (first, here) in enumerate(pairs):
                 if first != here:
                     difference = f"number {i} is {first} on rank 0, {here} on rank {rank}"
                     raise ValueError(f"ranks have different parameters: {difference}")
@@ -965,8 +967,9 @@ class MuonAdamW(torch.optim.Optimizer):
                     'this one\'s state with hyperparameters="keep"'
                 )
         for name, param, _ in named_parameters(self.param_groups):
+            held = self.state.get(param, {})
             for key, place in self.places.get(param, {}).items():
-                if self.state[param].get(key) is not place.value:
+                if held.get(key) is not place.value:
                     raise ValueError(
                         f"{key} of {name} was replaced or removed in optimizer.state: write into the tensor"
                     )
@@ -979,7 +982,7 @@ class MuonAdamW(torch.optim.Optimizer):
         for name, param in zip(group["names"], group["params"], strict=True):
             if self.world.size == 1 and isinstance(param, DTensor) and is_cut(param):
                 raise ValueError(f"{name} is sharded over {param.device_mesh}: DistMuonAdamW trains it")
-            if param.numel():  # without elements there is nothing to train
+            if elements(param):  # without elements there is nothing to train
                 params.append(param)
         compiles = self.compiles(params[0].device) if params else False
         plan = self.plan_adamw if group["kind"] == "adamw" else self.plan_muon
@@ -1007,7 +1010,7 @@ class MuonAdamW(torch.optim.Optimizer):
             # Each rank updates its piece of a cut parameter by itself
             world = World() if is_cut(param) else self.world
             numbers = self.numbers.of(group, param.device, state_dtype(param))
-            if param.numel() > SMALL:
+            if elements(param) > SMALL:
                 works.append(Rows(param, numbers, world, run))
             else:
                 together = is_cut(param), param.device, state_dtype(param)
@@ -1141,10 +1144,12 @@ class DistMuonAdamW(MuonAdamW):
 
 def options(group):
     """What decides how a group is trained and must not differ between ranks, or change after planning."""
-    chosen = {"kind": group["kind"], "beta2": group.get("beta2") is not None}
-    for key in ("ns_steps", *MUON_OPTIONS):
-        if key in group:
-            chosen[key] = getattr(group[key], "__qualname__", group[key])  # functions by name
+    chosen = {"kind": group["kind"]}
+    if group["kind"] == "muon":
+        chosen |= {"ns_steps": group["ns_steps"], "second moment": group["beta2"] is not None}
+        for key, default in MUON_OPTIONS.items():
+            if group[key] != default:
+                chosen[key] = getattr(group[key], "__qualname__", group[key])  # functions by name
     return chosen
 
 

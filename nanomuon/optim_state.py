@@ -5,6 +5,8 @@ needs and says of each where it lives: its Place. Here is what follows from that
 it loads into any world and layout.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -36,6 +38,11 @@ def is_cut(param):
         if not placement.is_replicate() and param.device_mesh.size(axis) > 1:
             return True
     return False
+
+
+def elements(param):
+    """Elements of the whole parameter, the same number on every rank."""
+    return math.prod(getattr(param, "planned_shape", param.shape))
 
 
 def state_dtype(param):

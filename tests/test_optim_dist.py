@@ -1,6 +1,5 @@
 """DistMuonAdamW in gloo worlds of 1 to 4 ranks against MuonAdamW on the mean gradient."""
 
-import functools
 import math
 import os
 import weakref
@@ -15,15 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import nanomuon.optim as optim
-from nanomuon import recipe
-from nanomuon.compilation import compile_model
-from nanomuon.gpt import GPTConfig
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.parallel import build_model
-from nanomuon.runtime import Runtime
+from nanomuon.optim_state import local
 from tests.reference import distance
-from tests.test_footprint import SentBytes
-from tests.worlds import SMALL, run_world
+from tests.worlds import run_world
 
 MUON = dict(kind="muon", lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.1)
 ADAMW = dict(kind="adamw", lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
@@ -339,36 +333,6 @@ def test_a_loss_that_one_rank_knows_to_be_bad_skips_the_step_on_all(as_tensor):
     assert run_world(3, told_by_one_rank, as_tensor) == [1, 1, 1]
 
 
-def averaged_before(group, model, averaged):
-    """Trained on gradients that are means already; and the bytes sent by one more step."""
-    params, groups = build(model)
-    optimizer = DistMuonAdamW(groups, group, gradients_averaged=averaged)
-    for step in range(3):
-        for i, (_, shape) in enumerate(model):
-            params[i].grad = mean_gradient(i, shape, torch.float64, step, 2, 0)
-        with optimizer.overlap_backward():
-            pass
-        optimizer.step()
-    after = [p.detach().clone() for p in params]
-    with SentBytes() as sent:
-        optimizer.step()
-    return after, sent.total
-
-
-def test_gradients_that_are_averaged_already_are_not_sent_again():
-    expected, _ = one_process(MIXED, 2, 3, torch.float64)
-    sent = {}
-    for averaged in (False, True):
-        for params, total in run_world(2, averaged_before, MIXED, averaged):
-            assert all(distance(p, q) < 1e-10 for p, q in zip(params, expected, strict=True))
-            sent[averaged] = total
-    small = 8 * sum(
-        math.prod(shape) for kind, shape in MIXED if kind == "adamw" and math.prod(shape) <= SMALL
-    )
-    facts = 4 * (1 + len(MIXED) + 2)
-    assert sent[True] - facts == pytest.approx((sent[False] - facts - small) / 2)
-
-
 def refused(group, change):
     """The error of a constructor whose groups `change` has spoilt on rank 1."""
     params, groups = build(MIXED)
@@ -399,10 +363,10 @@ def one_group_less(groups):
 @pytest.mark.parametrize(
     "change, parts",
     [
-        (another_order, ("number 1 is p3 (16, 16) torch.float64, kind muon", "on rank 0, p6 (12, 24)")),
-        (another_shape, ("number 4 is p1 (16, 16) torch.float64, kind muon", "on rank 0, p1 (3, 4)")),
-        (another_option, ("kind muon {", "on rank 0, p1 (16, 16)", "'nesterov': False")),
-        (one_group_less, ("torch.float64, kind adamw", "on rank 0, nothing on rank 1")),
+        (another_order, ("number 1 is p3 (16, 16) torch.float64, {'kind': 'muon'", "on rank 0, p6 (12, 24)")),
+        (another_shape, ("number 4 is p1 (16, 16) torch.float64, {'kind': 'muon'", "on rank 0, p1 (3, 4)")),
+        (another_option, ("'kind': 'muon'", "on rank 0, p1 (16, 16)", "'nesterov': False")),
+        (one_group_less, ("torch.float64, {'kind': 'adamw'}", "on rank 0, nothing on rank 1")),
     ],
 )
 def test_ranks_with_different_parameters_hear_of_it_at_construction(change, parts):
@@ -420,33 +384,6 @@ def in_a_group_of_others(group):
 
 def test_a_rank_outside_of_its_process_group_is_told():
     assert run_world(1, in_a_group_of_others) == ["rank 0 is not in the process group of its optimizer"]
-
-
-def another_rate(group, as_tensors=False):
-    params, groups = build(MIXED)
-    if as_tensors:
-        for of_group in groups:
-            of_group["lr"] = torch.tensor(of_group["lr"])
-    optimizer = DistMuonAdamW(groups, group)
-    for step in range(2):
-        set_local_gradients(group, params, MIXED, torch.float64, step, 0)
-        if step == 1 and dist.get_rank(group) == 2:
-            optimizer.param_groups[1]["lr"] *= 1 + (1e-6 if as_tensors else 1e-9)
-        if step == 1:
-            before = [p.detach().clone() for p in params]
-            with pytest.raises(ValueError, match="ranks have different hyperparameters") as error:
-                optimizer.step()
-            assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
-            return str(error.value)
-        optimizer.step()
-
-
-def test_ranks_with_different_rates_hear_of_it_in_that_step():
-    errors = run_world(3, another_rate)
-    assert "rank 0 has" in errors[0] and "'lr': 0.02," in errors[0] and "0.02000000002" in errors[2]
-    # A tensor prints with four digits, and with its device
-    errors = run_world(3, another_rate, True)
-    assert "'lr': 0.0199999" in errors[0] and "tensor" not in errors[0]
 
 
 def gradients_of_another_dtype(group):
@@ -469,178 +406,36 @@ def test_a_rank_without_a_gradient_sends_zeros_of_its_dtype():
     assert all(torch.equal(p, q) and (p < 1).all() for p, q in zip(first, second, strict=True))
 
 
-def one_bank_of_two_gradient_dtypes(group):
-    """What the second matrix is after a step in which the ranks' gradients cancel but for what float32
-    holds.
-    """
-    params = [torch.nn.Parameter(torch.eye(4, dtype=torch.bfloat16)) for _ in range(2)]
-    params[1].grad_dtype = torch.float32
-    optimizer = DistMuonAdamW([dict(MUON, params=params, names=["a", "b"])], group)
-    params[0].grad = torch.ones(4, 4, dtype=torch.bfloat16)
-    sign = 1 - 2 * dist.get_rank(group)
-    params[1].grad = torch.full((4, 4), sign * 1024.0) + torch.eye(4)
-    optimizer.step()
-    return optimizer.full_state_dict()["state"]["b"]["momentum_buffer"]
-
-
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no grad_dtype")
-def test_gradients_of_one_bank_travel_in_a_dtype_that_holds_all_of_them():
-    """They went in that of the first matrix: 1025 is 1024 in bfloat16, and nothing was left of the mean."""
-    expected = (1 - MUON["momentum"]) * torch.eye(4)
-    for momentum in run_world(2, one_bank_of_two_gradient_dtypes):
-        torch.testing.assert_close(momentum, expected)
-
-
-def loaded_on(group, ranks_and_steps):
-    """What the step says after these ranks have loaded the state of a run of so many steps."""
-    rank = dist.get_rank(group)
-    params, groups = build(MIXED)
-    optimizer = DistMuonAdamW(groups, group)
-    saved = {0: optimizer.full_state_dict()}
-    for step in range(2):
-        set_local_gradients(group, params, MIXED, torch.float64, step, 0)
-        optimizer.step()
-        saved[step + 1] = optimizer.full_state_dict()
-    other_params, groups = build(MIXED)
-    other = DistMuonAdamW(groups, group)
-    if rank in ranks_and_steps:
-        other.load_state_dict(saved[ranks_and_steps[rank]])
-    set_local_gradients(group, other_params, MIXED, torch.float64, 2, 0)
-    try:
-        other.step()
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("ranks_and_steps", [{0: 2}, {0: 0}, {0: 2, 1: 1, 2: 2}])
-def test_ranks_that_have_loaded_different_state_hear_of_it_in_the_next_step(ranks_and_steps):
-    """Their parameters parted silently."""
-    errors = run_world(3, loaded_on, ranks_and_steps)
-    assert f"rank 0 has loaded state of steps [[{float(ranks_and_steps[0])}]]" in errors[0]
-    if 1 in ranks_and_steps:
-        assert "rank 1 has loaded state of steps [[1.0]]" in errors[1]
-    else:
-        assert "rank 1 has loaded no state" in errors[1]
-    assert run_world(3, loaded_on, {0: 2, 1: 2, 2: 2}) == [None] * 3
-
-
 def plan(group, model):
     params, groups = build(model, torch.float32)
     optimizer = DistMuonAdamW(groups, group)
-    banks = [unit for unit in optimizer.works if isinstance(unit, optim.Bank)]
-    kept = sum(v.numel() for entry in optimizer.state.values() for v in entry.values())
-    owners, alone = [bank.owners for bank in banks], [bank.one_by_one for bank in banks]
-    return owners, alone, optimizer.world.load, kept
+    optimizer.plan()
+    banks = [work for work in optimizer.works if isinstance(work, optim.Bank)]
+    kept = sum(local(v).numel() for entry in optimizer.state.values() for v in entry.values())
+    owners = [bank.exchange.owners for bank in banks]
+    alone = [isinstance(bank.exchange, optim.OneByOne) for bank in banks]
+    return owners, alone, optimizer.load_of(optimizer.world), kept
 
 
 def test_owners_hold_whole_matrices_evenly_and_leftovers_balance():
-    model = (
-        [("muon", (32, 32))] * 5 + [("muon", (16, 16))] * 3 + [("muon", (8, 8))] * 2 + [("adamw", (1030, 2))]
-    )
+    shapes = [(32, 32)] * 5 + [(16, 16)] * 3 + [(8, 8)] * 2
+    model = [entry for shape in shapes for entry in (("adamw", (1,)), ("muon", shape), ("adamw", (2,)))]
+    model += [("adamw", (1030, 2))]  # all matrices in one group
     results = run_world(4, plan, model)
     owners, alone, load, _ = results[0]
     assert all(result[:3] == (owners, alone, load) for result in results)
-    small, middle, fifth, four = owners  # in the order in which backward finishes them
-    assert [sorted(map(o.count, range(4))) for o in (small, middle)] == [[0, 0, 1, 1], [0, 1, 1, 1]]
-    assert four == [0, 1, 2, 3] and len(fifth) == 1, "five big ones are cut into a run of four and one of one"
-    assert fifth[0] not in middle, "the rank with two big matrices gets none of the middle ones"
-    assert fifth[0] not in small and alone == [False, False, True, False]
+    big, middle, small = owners  # the most expensive first
+    assert [sorted(map(o.count, range(4))) for o in owners] == [[1, 1, 1, 2], [0, 1, 1, 1], [0, 0, 1, 1]]
+    busiest = max(range(4), key=big.count)
+    assert busiest not in middle + small, "the rank with two big matrices gets none of the others"
+    assert alone == [False, False, False]
     # state is split: momentum and row moments of every matrix once, two moments of 1030 rows, a step count
     # per rank
     muon_state = 5 * (32 * 32 + 32) + 3 * (16 * 16 + 16) + 2 * (8 * 8 + 8)
-    assert sum(result[3] for result in results) == muon_state + 2 * 1030 * 2 + 4
+    small = 10 * (2 * 1 + 1) + 10 * (2 * 2 + 1)  # two moments and a count, on every rank
+    adamw_state = 2 * 1030 * 2 + 4 + 4 * small
+    assert sum(result[3] for result in results) == muon_state + adamw_state
     assert run_world(4, plan, [("muon", (8, 8))])[0][1] == [True]  # K=1 < W/2: reduced to its owner
-
-
-def overlapped(group, order, missing):
-    """Backward with overlap_backward; the parameters get their gradients in `order`, which differs between
-    ranks.
-    """
-    params, groups = build(OVERLAP)
-    optimizer = DistMuonAdamW(groups, group)
-    launched = []
-    for step in range(3):
-        optimizer.zero_grad()
-        order = order[1:] + order[:1] if dist.get_rank(group) else order
-        loss, carry = 0, torch.zeros((), dtype=torch.float64)
-        for i in order:  # chained, so that autograd reaches the parameters in this order, last first
-            if i in missing and dist.get_rank(group) == 0:
-                continue
-            grad = local_gradient(i, OVERLAP[i][1], torch.float64, step, dist.get_rank(group), 0)
-            carry = carry + (params[i] * grad).sum()
-        loss = carry
-        with optimizer.overlap_backward():
-            loss.backward()
-        launched.append(optimizer.launched)
-        if step == 1:
-            with pytest.raises(RuntimeError, match="in flight"):
-                with optimizer.overlap_backward():
-                    pass
-        optimizer.step()
-    return [p.detach() for p in params], launched, len(optimizer.works)
-
-
-OVERLAP = [("muon", (8, 8))] * 3 + [
-    ("muon", (6, 9)),
-    ("adamw", (600, 2)),
-    ("adamw", (1100,)),
-    ("adamw", (4,)),
-]
-
-
-def test_overlap_backward_launches_in_order_and_gives_the_same():
-    for missing in ([], [1, 5]):
-        results = run_world(2, overlapped, [6, 3, 0, 5, 2, 4, 1], missing)
-        expected, groups = build(OVERLAP)
-        optimizer = MuonAdamW(groups)
-        for step in range(3):
-            for i, (_, shape) in enumerate(OVERLAP):
-                grads = [local_gradient(i, shape, torch.float64, step, rank, 0) for rank in range(2)]
-                expected[i].grad = ((0 if i in missing else grads[0]) + grads[1]) / 2
-            optimizer.step()
-        for params, launched, units in results:
-            assert all(distance(p, q) < 1e-10 for p, q in zip(params, expected, strict=True))
-            assert launched[0] == 0  # the first backward only shows the order
-            if not missing:
-                assert launched[1:] == [units] * 2  # every collect was under way before step()
-        if missing:  # what rank 0 lacked was launched by step()
-            assert all(few < results[1][2] for few in results[0][1][1:])
-            assert results[1][1][1:] == [results[1][2]] * 2
-
-
-def compiled_and_overlapped(group):
-    """For each collect of the second step: which parameters had a gradient when it was launched."""
-    config = GPTConfig.from_depth(2, 96, 16)
-    model = build_model(config, Runtime(torch.device("cpu"), torch.float32), 0)
-    optimizer = DistMuonAdamW(recipe.param_groups(model), group)
-    forward = compile_model(model, None, backend="aot_eager")
-    at_launch = []
-    for step in range(2):
-        tokens = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(step))
-        loss = forward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        if step == 1:
-            for work in optimizer.works:
-                work.collect = functools.partial(noting_gradients, model, at_launch, work.collect)
-        with optimizer.overlap_backward():
-            loss.backward()
-            assert step == 0 or len(at_launch) == len(optimizer.works)
-        optimizer.step()
-        optimizer.zero_grad()
-    return at_launch, [p.detach() for p in model.parameters()]
-
-
-def noting_gradients(model, at_launch, collect):
-    at_launch.append({name for name, param in model.named_parameters() if param.grad is not None})
-    collect()
-
-
-def test_collects_are_launched_while_a_compiled_backward_goes_on():
-    (at_launch, params), (same, others) = run_world(2, compiled_and_overlapped, timeout=300)
-    assert at_launch == same and all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
-    assert at_launch[0] == {"lm_head.weight"}  # its graph alone has run
-    early = [names for names in at_launch if "wte.weight" not in names]  # before the last graph has
-    assert len(early) >= len(at_launch) // 2
-    assert any("blocks.1.mlp.down.weight" in names for names in early)
 
 
 def saved_in_a_world(group, model, steps):
@@ -735,7 +530,8 @@ def peak_of_a_step(group, model):
     for i, (_, shape) in enumerate(model):
         params[i].grad = local_gradient(i, shape, torch.float32, 0, dist.get_rank(group), 0)
     kernels = optim.run
-    optim.run = lambda kernel, *tensors, **options: (tensors[0], tensors[0])  # without temporaries
+    optim.run = lambda compiles, kernel, *tensors, **options: (tensors[0], tensors[0])  # no temporaries
+    optimizer.plan()  # makes the state
     try:
         with LiveBytes() as live:
             optimizer.step()
@@ -784,9 +580,9 @@ def counted_bytes(group, model):
 
 
 def test_bytes_communicated():
-    model = [("muon", (16, 16))] * 8 + [("adamw", (1024, 4)), ("adamw", (12,))]
+    model = [("muon", (16, 16))] * 12 + [("adamw", (1024, 4)), ("adamw", (12,))]  # banks of 4 and 8
     parameters = sum(4 * math.prod(shape) for _, shape in model)
     for size in (2, 4):
-        # What ranks tell each other: not finite, whether each parameter has a gradient, two fingerprints
-        facts = 2 * (size - 1) / size * 4 * (1 + len(model) + 2)
+        # What ranks tell each other: not finite, whether each parameter has a gradient
+        facts = 2 * (size - 1) / size * 4 * (1 + len(model))
         assert run_world(size, counted_bytes, model) == [2 * (size - 1) / size * parameters + facts] * size
