@@ -18,7 +18,7 @@ from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import Bank, MuonAdamW, Rows, SmallParameters, Transfer, World
 from nanomuon.optim_state import local, named_parameters
 from nanomuon.parallel import COLUMNS, ROWS
-from nanomuon.sharded import BankOfPieces, Cut, Pipeline
+from nanomuon.sharded import Cut, Pipeline
 
 NUMBER = 4  # bytes of a weight and a gradient: float32
 ALL_RANKS = 8  # with so many every rank is looked at, with more the first, the last and the busiest
@@ -203,10 +203,10 @@ def in_flight_bytes(work) -> int:
     if isinstance(work, Pipeline):  # what the three largest chunks send and receive
         sizes = sorted(chunk.momentum.nbytes for chunk in work.chunks)
         return 2 * sum(sizes[-3:])
-    if isinstance(work, BankOfPieces) or work.exchange.world.size == 1:
+    if work.world.size == 1:
         return 0
-    stack = work.exchange.slot_count * math.prod(work.exchange.shape) * work.momentum.itemsize
-    return stack * (1 + 1 / work.exchange.world.size)  # the stack that is sent and the part that comes back
+    stack = work.slot_count * math.prod(work.shape) * work.momentum.itemsize
+    return stack * (1 + 1 / work.world.size)  # the stack that is sent and the part that comes back
 
 
 def rows_in_flight_bytes(work: Rows) -> int:
@@ -243,7 +243,7 @@ def rank_plans(config: GPTConfig, layout: Layout) -> list[RankPlan]:
     if len(data_ranks) <= ALL_RANKS:
         others = data_ranks[1:]
     else:
-        load = first.optimizer.load_of(first.rows if layout.fsdp else first.world)
+        load = (first.rows if layout.fsdp else first.world).load
         others = {data_ranks[-1], max(data_ranks, key=load.__getitem__)} - {0}
     return [first, *(RankPlan(config, layout, rank * step) for rank in others)]
 

@@ -27,15 +27,23 @@ import logging
 import math
 import os
 import types
-import warnings
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.profiler import record_function
 
 from nanomuon import optim_state
-from nanomuon.optim_state import Place, elements, is_cut, like_param, local, named_parameters, state_dtype
+from nanomuon.optim_state import (
+    Place,
+    elements,
+    is_cut,
+    like_param,
+    local,
+    named_parameters,
+    rows_of,
+    state_dtype,
+)
 from nanomuon.orthogonalize import (
     newton_schulz_flops,
     newton_schulz_form,
@@ -44,7 +52,7 @@ from nanomuon.orthogonalize import (
     update_scale,
 )
 from nanomuon.param_groups import MUON_OPTIONS, build_param_groups, check_group
-from nanomuon.runtime import compile_enabled, missing_compiler
+from nanomuon.runtime import compile_enabled
 
 SMALL = 16_384  # elements; AdamW parameters up to this size travel together and every rank updates them
 BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29, "meta": 2**29}  # Muon works on this much of a bank at a time
@@ -213,32 +221,17 @@ def adamw_rates(step, *, lr, log_beta1, log_beta2, **others):
     return {"step_size": lr / bias1, "rescale": bias2.rsqrt(), **others}
 
 
-class Numbers:
-    """The numbers of all groups as 0-D views of one vector that is copied to the device once a step.
-
-    One vector for each device and dtype of state; models have one of them.
-    """
-
-    def __init__(self):
-        self.groups = {}  # (device, dtype) -> {id of a group: (group, its numbers)}
-
-    def of(self, group, device, dtype):
-        """{name: 0-D tensor} of a group: empty now, filled by every `copy_to_device`."""
-        groups = self.groups.setdefault((device, dtype), {})
-        _, numbers = groups.setdefault(id(group), (group, {}))
-        return numbers
-
-    def copy_to_device(self):
-        for (device, dtype), groups in self.groups.items():
-            names, values = [], []
-            for group, numbers in groups.values():
-                for name, value in numbers_of(group).items():
-                    names.append((numbers, name))
-                    values.append(value)
-            # The host does not wait for a copy of so few bytes, though it is from pageable memory
-            on_device = torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-            for (numbers, name), value in zip(names, on_device.unbind(), strict=True):
-                numbers[name] = value
+def copy_numbers(works, device, dtype):
+    """Fill `numbers` of every work with 0-D views of one vector, which is copied to the device once."""
+    of_works = [numbers_of(work.group) for work in works]
+    values = list(itertools.chain.from_iterable(numbers.values() for numbers in of_works))
+    # The host does not wait for a copy of so few bytes, though it is from pageable memory
+    vector = torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    start = 0
+    for work, numbers in zip(works, of_works, strict=True):
+        end = start + len(numbers)
+        work.numbers.update(zip(numbers, vector[start:end].to(work.dtype).unbind(), strict=True))
+        start = end
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -267,6 +260,7 @@ class World:
 
     def __init__(self, process_group=None, size=1, rank=0, comm_dtype=None):
         self.process_group, self.size, self.rank, self.comm_dtype = process_group, size, rank, comm_dtype
+        self.load = [0] * size  # FLOPs of the matrices that each rank owns
 
     @classmethod
     def of(cls, process_group=None, comm_dtype=None):
@@ -280,7 +274,7 @@ class World:
         return cls(process_group, size, rank, comm_dtype)
 
     def __deepcopy__(self, memo):
-        return self
+        return World(self.process_group, self.size, self.rank, self.comm_dtype)
 
     def __reduce__(self):
         """Pickled, it becomes the default process group."""
@@ -302,14 +296,12 @@ class World:
         """(W*c, ...) with `tensor` at the top, or itself if it is that long; nobody reads the padding."""
         missing = -(-len(tensor) // self.size) * self.size - len(tensor)
         if not missing:
-            return tensor.contiguous() if self.size > 1 else tensor
+            return tensor.contiguous()
         return torch.cat([tensor, tensor.new_empty(missing, *tensor.shape[1:])])
 
-    def sent_dtype(self, dtype):
-        """The dtype in which gradients of this dtype travel."""
-        if self.size == 1 or self.comm_dtype is None:
-            return dtype
-        return self.comm_dtype
+    def as_sent(self, tensor):
+        """The tensor in the dtype in which gradients travel."""
+        return tensor if self.size == 1 else tensor.to(self.comm_dtype or tensor.dtype)
 
     def reduce_scatter(self, send):
         """send: (W*c, ...). Gives (c, ...): the mean over ranks of this rank's part."""
@@ -343,6 +335,8 @@ class World:
 
     def broadcast_from(self, owner, tensor):
         """Gives the same tensor, with the owner's values."""
+        if self.size == 1:
+            return Transfer(tensor)
         work = dist.broadcast(tensor, group=self.process_group, group_src=owner, async_op=True)
         return Transfer(tensor, [work])
 
@@ -464,8 +458,8 @@ class SmallParameters:
     world: the ranks to average over; a single process for parameters that are cut themselves (DTensors).
     """
 
-    def __init__(self, params, numbers, world, run):
-        self.params, self.numbers, self.world, self.run = params, numbers, world, run
+    def __init__(self, params, group, world, run):
+        self.params, self.group, self.numbers, self.world, self.run = params, group, {}, world, run
         pieces = [local(param) for param in params]
         self.sizes = [piece.numel() for piece in pieces]
         self.dtype, device = state_dtype(params[0]), pieces[0].device
@@ -489,7 +483,7 @@ class SmallParameters:
 
     def update(self):
         grads = torch.cat([gradient(param).flatten() for param in self.params])  # of the widest dtype
-        grads = self.world.all_reduce(grads.to(self.world.sent_dtype(grads.dtype)))
+        grads = self.world.all_reduce(self.world.as_sent(grads))
         ok = yield
         self.compute(grads.wait(), ok)
         yield
@@ -514,29 +508,29 @@ class Rows:
     are all that is here.
     """
 
-    def __init__(self, param, numbers, world, run):
-        self.params, self.numbers, self.world, self.run = [param], numbers, world, run
+    def __init__(self, param, group, world, run):
+        self.params, self.group, self.numbers, self.world, self.run = [param], group, {}, world, run
+        self.dtype = state_dtype(param)
         self.lo, self.hi = world.share(len(local(param)))
         rows = local(param)[self.lo : self.hi]
         self.steps = torch.zeros(1, device=rows.device)
-        self.exp_avg = torch.zeros_like(rows, dtype=state_dtype(param), memory_format=torch.contiguous_format)
+        self.exp_avg = torch.zeros(rows.shape, dtype=self.dtype, device=rows.device)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
-        places = {"step": Place(self.steps[0])}
-        for name, tensor in {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}.items():
-            if world.size > 1:
-                places[name] = Place(tensor, param.shape, world.mesh(rows.device), [Shard(0)])
-            else:
-                places[name] = like_param(param, tensor)
-        self.places = {param: places}
+        self.places = {
+            param: {
+                "step": Place(self.steps[0]),
+                "exp_avg": rows_of(param, self.exp_avg, world),
+                "exp_avg_sq": rows_of(param, self.exp_avg_sq, world),
+            }
+        }
 
     def __str__(self):
         return f"rows of {tuple(self.params[0].shape)}"
 
     def update(self):
         param = local(self.params[0])
-        grad = gradient(self.params[0])
-        grad = grad.to(self.world.sent_dtype(grad.dtype))
-        grad = self.world.reduce_scatter(self.world.padded(grad))
+        grad = self.world.padded(self.world.as_sent(gradient(self.params[0])))
+        grad = self.world.reduce_scatter(grad)
         ok = yield
         self.compute(param[self.lo : self.hi], grad.wait()[: self.hi - self.lo], ok)
         new = self.world.all_gather(self.world.padded(param))
@@ -547,7 +541,7 @@ class Rows:
 
     def compute(self, rows, grad, ok):
         self.steps += ok
-        rates = adamw_rates(self.steps[0].to(self.exp_avg.dtype), **self.numbers)
+        rates = adamw_rates(self.steps[0].to(self.dtype), **self.numbers)
         self.run(adamw_update, rows, grad, self.exp_avg, self.exp_avg_sq, ok[0], **rates)
 
 
@@ -589,18 +583,31 @@ def batches(count, shape, device):
 class Bank:
     """Same-shaped matrices of one Muon group. Every rank works on those it owns, a batch at a time.
 
-    exchange: how gradients come to the owners and results back to everybody (below).
+    owners: the rank of each matrix, ascending. On many ranks gradients and results travel as one stack, in
+    which each rank has as many slots as the others and fills its first ones: 4 matrices on 8 ranks take 8
+    slots, 4 of them empty. If that would more than double the bytes, each matrix is reduced to its owner and
+    broadcast from it instead.
     """
 
-    def __init__(self, params, group, direction, exchange, numbers, run):
-        self.params, self.direction, self.exchange = params, direction, exchange
-        self.numbers, self.run = numbers, run
+    def __init__(self, params, group, direction, owners, world, run):
+        self.params, self.group, self.numbers, self.run = params, group, {}, run
+        self.direction, self.scale, self.owners, self.world = direction, direction.scale, owners, world
         self.nesterov = group["nesterov"]
         self.cautious = group["weight_decay_form"] == "cautious"
-        self.scale = direction.scale
-        zeros = functools.partial(torch.zeros, dtype=state_dtype(params[0]), device=params[0].device)
-        k = exchange.count
-        self.momentum = zeros(k, *matrix_shape(local(params[0])))
+        self.shape = matrix_shape(local(params[0]))  # (m, n)
+
+        first, k = sum(owner < world.rank for owner in owners), owners.count(world.rank)
+        self.owned = slice(first, first + k)
+        self.one_by_one = 2 * len(owners) < world.size
+        each = -(-len(owners) // world.size)
+        self.slots, self.slot_count = list(range(len(owners))), len(owners)
+        if not self.one_by_one:
+            self.slots = [owner * each + i - owners.index(owner) for i, owner in enumerate(owners)]
+            self.slot_count = each * world.size
+
+        self.dtype = state_dtype(params[0])
+        zeros = functools.partial(torch.zeros, dtype=self.dtype, device=params[0].device)
+        self.momentum = zeros(k, *self.shape)
         self.kept = {name: zeros(k, *shape) for name, shape in direction.state.items()}
         self.batches = batches(k, direction.shape, params[0].device)
         self.places = {}
@@ -609,42 +616,63 @@ class Bank:
             self.places[param] = {name: self.place(i, name, buffer) for name, buffer in buffers.items()}
 
     def __str__(self):
-        return f"bank of {self.exchange.total} {'x'.join(map(str, self.direction.shape))}"
+        return f"bank of {len(self.owners)} {'x'.join(map(str, self.shape))}"
 
     def place(self, i, name, buffer):
         """Where a state tensor of the i-th parameter lives: with the owner of its matrix."""
-        param, world = self.params[i], self.exchange.world
+        param, world = self.params[i], self.world
         if param.ndim == 3:  # a bank by itself, whose matrices the ranks share like rows
-            if world.size == 1:
-                return Place(buffer)
-            shape = (len(param), *buffer.shape[1:])
-            return Place(buffer, shape, world.mesh(buffer.device), [Shard(0)])
-        shape = tuple(param.shape) if name == "momentum_buffer" else tuple(buffer.shape[1:])
-        if world.size == 1:
-            return Place(buffer[i].view(shape))
-        owner = self.exchange.owners[i]
-        mine = buffer[i - self.exchange.first].view(shape) if owner == world.rank else None
-        return Place(mine, shape, world=world, owner=owner, dtype=buffer.dtype, device=buffer.device)
+            return rows_of(param, buffer, world)
+        shape = param.shape if name == "momentum_buffer" else buffer.shape[1:]
+        mine = None
+        if self.owners[i] == world.rank:
+            mine = buffer[i - self.owned.start].view(shape)
+        return Place(mine, shape, world=world, owner=self.owners[i], like=buffer)
 
     def update(self):
-        grads = self.exchange.collect(matrices([gradient(param) for param in self.params]))
+        grads = self.collect(matrices([gradient(param) for param in self.params]))
         ok = yield
-        result = self.compute(grads.wait(), ok)
+        result = self.send(self.compute(grads.wait(), ok))
         yield
-        self.exchange.deliver(result.wait(), self.own_matrices())
+        result = result.wait()
+        if self.world.size > 1:
+            torch._foreach_copy_(self.own_matrices(), [result[slot] for slot in self.slots])
 
     def own_matrices(self):
-        """All matrices, as views of the parameters (of what this rank holds of them)."""
+        """Views of all matrices of the parameters, or of what this rank holds of them."""
         return matrices([local(param) for param in self.params])
 
+    def stack(self, tensors, slots, dtype):
+        """(slots, m, n) with these matrices in these slots; nobody reads the others."""
+        stack = self.momentum.new_empty(self.slot_count, *self.shape, dtype=dtype)
+        if tensors:
+            torch._foreach_copy_([stack[slot] for slot in slots], tensors)
+        return stack
+
+    def mine(self, stack):
+        """(k, m, n): the slots of the owned matrices."""
+        slots = self.slots[self.owned]
+        return stack[slots[0] : slots[-1] + 1] if slots else stack[:0]
+
+    def collect(self, grads):
+        """Gives the mean gradients of the owned matrices: (k, m, n), or in one process all as they are."""
+        if self.world.size == 1:
+            return Transfer(grads)
+        stack = self.stack(grads, self.slots, self.world.comm_dtype or grads[0].dtype)
+        if not self.one_by_one:
+            return self.world.reduce_scatter(stack)
+        transfers = [self.world.reduce_to(owner, stack[i]) for i, owner in enumerate(self.owners)]
+        return Transfer(self.mine(stack), transfers, stack)
+
     def compute(self, grads, ok):
-        """Update the owned matrices and send them. grads: (k, m, n), or k of (m, n); k may be 0."""
-        first, k = self.exchange.first, self.exchange.count
-        result = self.exchange.copy_of(self.own_matrices())
-        params = self.exchange.owned(result)
-        if len(ok) < self.exchange.total:  # one 3-D parameter
-            ok = ok.expand(self.exchange.total)
-        ok = ok[first : first + k].view(-1, 1, 1).to(self.momentum.dtype)
+        """Update the owned matrices: in one process where they are, on many in the stack that is returned."""
+        params = result = self.own_matrices()
+        if self.world.size > 1:
+            result = self.stack(params[self.owned], self.slots[self.owned], params[0].dtype)
+            params = self.mine(result)
+        if len(ok) < len(self.owners):  # one 3-D parameter
+            ok = ok.expand(len(self.owners))
+        ok = ok[self.owned].view(-1, 1, 1).to(self.dtype)
         square_weight = self.numbers["square_weight"].expand_as(ok)
         for lo, hi in self.batches:
             kept = {name: buffer[lo:hi] for name, buffer in self.kept.items()}
@@ -652,9 +680,17 @@ class Bank:
             X, gain = self.direction(U, kept, ok[lo:hi], square_weight[lo:hi])
             P = as_batch(params[lo:hi])
             update_matrices(self, P, X, gain, ok[lo:hi])
-            if isinstance(params, list) and hi - lo > 1:  # P is a copy
+            if self.world.size == 1 and hi - lo > 1:  # P is a copy
                 torch._foreach_copy_(params[lo:hi], P.unbind())
-        return self.exchange.send(result)
+        return result
+
+    def send(self, result):
+        if self.world.size == 1:
+            return Transfer(result)
+        if not self.one_by_one:
+            return self.world.all_gather(result)
+        transfers = [self.world.broadcast_from(owner, result[i]) for i, owner in enumerate(self.owners)]
+        return Transfer(result, transfers)
 
 
 def update_momentum(work, grads, momentum_buffer, ok):
@@ -668,104 +704,6 @@ def update_matrices(work, P, X, gain, ok):
     rates = {key: work.numbers[key] for key in ("lr", "weight_decay")}
     options = {"scale": work.scale, "cautious": work.cautious}
     work.run(muon_update, P, X, gain, ok, **rates, **options)
-
-
-# How the gradients of a bank come to the owners of its matrices, and the results to everybody. This rank owns
-# `count` of the `total` matrices, from `first` on.
-
-
-class InPlace:
-    """Nothing is sent: this process owns all matrices and works on them where they are."""
-
-    first, world = 0, World()
-
-    def __init__(self, total):
-        self.total = self.count = total
-
-    def collect(self, grads):
-        return Transfer(grads)
-
-    def copy_of(self, params):
-        return params
-
-    def owned(self, result):
-        return result
-
-    def send(self, result):
-        return Transfer(result)
-
-    def deliver(self, result, params):
-        """The parameters are updated already."""
-
-
-class Scattered:
-    """reduce_scatter of all gradients in one stack, all_gather of the results.
-
-    owners: the rank of each matrix, ascending. Each rank has as many slots of the stack as the others and
-    fills its first ones: 4 matrices on 8 ranks take 8 slots, 4 of them empty.
-    """
-
-    def __init__(self, owners, shape, world):
-        self.owners, self.shape, self.world = owners, shape, world
-        self.total, self.count = len(owners), owners.count(world.rank)
-        self.first = sum(owner < world.rank for owner in owners)
-        self.slots, self.slot_count = self.choose_slots()
-
-    def choose_slots(self):
-        """The slot of each matrix, and how many there are."""
-        each = -(-self.total // self.world.size)
-        slots = [owner * each + i - self.owners.index(owner) for i, owner in enumerate(self.owners)]
-        return slots, each * self.world.size
-
-    def stacked(self, tensors, slots, dtype):
-        """(slots, m, n) with these matrices in these slots; the others are whatever was there."""
-        stack = torch.empty(self.slot_count, *self.shape, dtype=dtype, device=tensors[0].device)
-        if slots:
-            torch._foreach_copy_([stack[slot] for slot in slots], tensors[: len(slots)])
-        return stack
-
-    def stack_gradients(self, grads):
-        return self.stacked(grads, self.slots, self.world.sent_dtype(grads[0].dtype))
-
-    def collect(self, grads):
-        return self.world.reduce_scatter(self.stack_gradients(grads))
-
-    def copy_of(self, params):
-        """The stack that will be sent, with the owned matrices in their slots."""
-        last = self.first + self.count
-        mine = params[self.first : last] or params[:1]  # without own matrices: for its device
-        return self.stacked(mine, self.slots[self.first : last], params[0].dtype)
-
-    def owned(self, stack):
-        """(k, m, n): the part of the stack that holds the owned matrices."""
-        if not self.count:
-            return stack[:0]
-        start = self.slots[self.first]
-        return stack[start : start + self.count]
-
-    def send(self, stack):
-        return self.world.all_gather(stack)
-
-    def deliver(self, stack, params):
-        torch._foreach_copy_(params, [stack[slot] for slot in self.slots])
-
-
-class OneByOne(Scattered):
-    """Each matrix is reduced to its owner and broadcast from it: for fewer than half as many matrices as
-    ranks, which a reduce_scatter would pad to more than twice their bytes.
-    """
-
-    def choose_slots(self):
-        return list(range(self.total)), self.total
-
-    def collect(self, grads):
-        stack = self.stack_gradients(grads)
-        transfers = [self.world.reduce_to(owner, stack[i]) for i, owner in enumerate(self.owners)]
-        return Transfer(self.owned(stack), transfers, stack)
-
-    def send(self, stack):
-        transfers = [self.world.broadcast_from(owner, stack[i]) for i, owner in enumerate(self.owners)]
-        return Transfer(stack, transfers)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -827,8 +765,6 @@ class MuonAdamW(torch.optim.Optimizer):
             )
         if ns_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"ns_dtype is None, torch.float32 or torch.bfloat16, not {ns_dtype!r}")
-        if compile not in (True, False, "auto"):
-            raise ValueError(f'compile is True, False or "auto", not {compile!r}')
         self.compile, self.ns_dtype, self.world = compile, ns_dtype, world or World()
         self.plan_nothing()
         self.skipped_steps = None
@@ -892,7 +828,7 @@ class MuonAdamW(torch.optim.Optimizer):
             loss = closure() if closure else None
         self.plan()
         with without_autocast(self.skipped_steps.device):
-            self.numbers.copy_to_device()
+            copy_numbers(self.works, self.skipped_steps.device, self.widest_dtype())
             answer = self.ask(finite)
             running = [(work, work.update()) for work in self.works]
             for work, update in running:  # every collect is under way
@@ -918,23 +854,25 @@ class MuonAdamW(torch.optim.Optimizer):
         flags = torch.tensor([float(has_gradient(param)) for param in params])
         flags = flags.to(device, non_blocking=True)
         grads = [local(param.grad) for param in params if has_gradient(param)]
-        all_finite = torch.ones((), dtype=torch.bool, device=device)
+        bad = torch.zeros(1, device=device)
         if grads:
-            dtype = functools.reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
-            all_finite = torch.stack(torch._foreach_norm(grads, dtype=dtype)).isfinite().all()
+            norms = torch.stack(torch._foreach_norm(grads, dtype=self.widest_dtype()))
+            bad += ~norms.isfinite().all()
         if finite is not True:
-            all_finite = all_finite & finite
-        bad = 1 - all_finite.float()
-        return self.world.all_reduce(torch.cat([bad.view(1), flags]), dist.ReduceOp.MAX)
+            bad += finite == 0
+        return self.world.all_reduce(torch.cat([bad, flags]), dist.ReduceOp.MAX)
+
+    def widest_dtype(self):
+        return functools.reduce(torch.promote_types, {work.dtype for work in self.works}, torch.float32)
 
     def read(self, answer):
         """ok (parameters,): 1 for each parameter that is to be updated. The host does not wait for it.
 
         0 for all of them if something is not finite on any rank; 0 for one that has a gradient on none.
         """
-        bad, has_gradient_somewhere = answer[0], answer[1:]
-        self.skipped_steps += bad > 0
-        return (1 - bad) * has_gradient_somewhere
+        bad = answer[0] > 0
+        self.skipped_steps += bad
+        return answer[1:] * ~bad
 
     # ---- the plan: pieces of work, and where state lives
 
@@ -942,9 +880,6 @@ class MuonAdamW(torch.optim.Optimizer):
         self.planned = []  # what was read of each planned group
         self.works = []  # in the order of their collectives, which all ranks share
         self.places = {}  # parameter -> {name of its state: Place}
-        self.numbers = Numbers()
-        self.loads = {}  # World -> the FLOPs that each of its ranks has to do
-        self.mesh_worlds = {}  # process group of a device mesh -> World
 
     @torch.no_grad()
     def plan(self):
@@ -956,7 +891,8 @@ class MuonAdamW(torch.optim.Optimizer):
         if len(self.planned) > len(self.param_groups):
             raise ValueError("a param group was removed: build a new optimizer")
         for i, group in enumerate(self.param_groups):
-            now = fingerprint(group)
+            params = [(id(param), param.device, param.dtype) for param in group["params"]]
+            now = id(group), options(group), params
             if i == len(self.planned):
                 self.plan_group(group)
                 self.planned.append(now)
@@ -984,39 +920,31 @@ class MuonAdamW(torch.optim.Optimizer):
                 raise ValueError(f"{name} is sharded over {param.device_mesh}: DistMuonAdamW trains it")
             if elements(param):  # without elements there is nothing to train
                 params.append(param)
-        compiles = self.compiles(params[0].device) if params else False
+        if not params:
+            return
+        device = params[0].device
+        self.skipped_steps = self.skipped_steps.to(device)
+        compiles = device.type == "cuda" if self.compile == "auto" else self.compile
+        kernels = functools.partial(run, compile_enabled(compiles))
         plan = self.plan_adamw if group["kind"] == "adamw" else self.plan_muon
-        works = plan(group, params, functools.partial(run, compiles))
+        works = plan(group, params, kernels)
         self.works += works
         for work in works:
             for param, places in work.places.items():
                 self.places[param] = places
                 optim_state.take_over(self.state, param, places)
-        if params and self.skipped_steps.device != params[0].device:
-            self.skipped_steps = self.skipped_steps.to(params[0].device)
-
-    def compiles(self, device):
-        compiles = device.type == "cuda" if self.compile == "auto" else self.compile
-        compiles = compile_enabled(compiles)
-        missing = missing_compiler(device.type) if compiles else None
-        if missing is not None:
-            warnings.warn(f"no {missing}: kernels run eagerly", stacklevel=5)
-            return False
-        return compiles
 
     def plan_adamw(self, group, params, run):
-        small, works = {}, []
+        works, small = [], {}
         for param in params:
             # Each rank updates its piece of a cut parameter by itself
             world = World() if is_cut(param) else self.world
-            numbers = self.numbers.of(group, param.device, state_dtype(param))
             if elements(param) > SMALL:
-                works.append(Rows(param, numbers, world, run))
+                works.append(Rows(param, group, world, run))
             else:
-                together = is_cut(param), param.device, state_dtype(param)
-                small.setdefault(together, (numbers, world, []))[2].append(param)
-        for numbers, world, together in small.values():
-            works.append(SmallParameters(together, numbers, world, run))
+                small.setdefault((is_cut(param), state_dtype(param)), []).append(param)
+        for (cut, _), together in small.items():
+            works.append(SmallParameters(together, group, World() if cut else self.world, run))
         return works
 
     def plan_muon(self, group, params, run):
@@ -1026,46 +954,30 @@ class MuonAdamW(torch.optim.Optimizer):
                 cut.append(param)
             else:
                 alone = id(param) if param.ndim == 3 else None  # a batch of matrices is a bank by itself
-                alike = matrix_shape(param), param.dtype, gradient_dtype(param), param.device, alone
+                alike = matrix_shape(param), param.dtype, gradient_dtype(param), alone
                 banks.setdefault(alike, []).append(param)
-        planned = []  # (parameters, their direction)
-        for (shape, *_), together in banks.items():
-            direction = direction_of(group, *shape, together[0], self.ns_dtype, run)
-            planned.append((together, direction))
-        planned.sort(key=lambda bank: -bank[1].flops)  # the most expensive choose their owners first
         works = []
-        for together, direction in planned:
-            numbers = self.numbers.of(group, together[0].device, state_dtype(together[0]))
-            exchange = self.exchange(together, direction)
-            works.append(Bank(together, group, direction, exchange, numbers, run))
         if cut:
             from nanomuon import sharded  # an extension: imported when it is needed
 
             # First: its first transfer runs during the other works
-            works = sharded.plan_group(self, group, cut, run) + works
+            works += sharded.plan_group(self, group, cut, run)
+        planned = [
+            (direction_of(group, *alike[0], banks[alike][0], self.ns_dtype, run), banks[alike])
+            for alike in banks
+        ]
+        planned.sort(key=lambda bank: -bank[0].flops)  # the most expensive choose their owners first
+        for direction, together in planned:
+            owners = self.owners_of(together, direction.flops)
+            works.append(Bank(together, group, direction, owners, self.world, run))
         return works
 
-    def exchange(self, params, direction):
-        """How the ranks share the matrices of a bank."""
+    def owners_of(self, params, flops):
         total = len(matrices(params))
-        if self.world.size == 1:
-            return InPlace(total)
         if params[0].ndim == 3:  # like rows, so that its state is cut as DTensor's Shard(0) is
             each = -(-total // self.world.size)
-            owners = [i // each for i in range(total)]
-        else:
-            owners = assign_owners(total, direction.flops, self.load_of(self.world))
-        kind = OneByOne if 2 * total < self.world.size else Scattered
-        return kind(owners, direction.shape, self.world)
-
-    def load_of(self, world):
-        return self.loads.setdefault(world, [0] * world.size)
-
-    def mesh_world(self, process_group):
-        """The World of one dimension of a device mesh, always the same one."""
-        if process_group not in self.mesh_worlds:
-            self.mesh_worlds[process_group] = World.of(process_group, self.world.comm_dtype)
-        return self.mesh_worlds[process_group]
+            return [i // each for i in range(total)]
+        return assign_owners(total, flops, self.world.load)
 
     # ---- state. torch's own state_dict() serves: {"state": {number: {key: tensor}}, "param_groups": [...]},
     # what this rank holds, without communication; tensors share memory with the optimizer's, pieces are
@@ -1151,11 +1063,6 @@ def options(group):
             if group[key] != default:
                 chosen[key] = getattr(group[key], "__qualname__", group[key])  # functions by name
     return chosen
-
-
-def fingerprint(group):
-    """What a plan of a group depends on, cheap enough to be compared at every step."""
-    return id(group), options(group), [(id(param), param.device, param.dtype) for param in group["params"]]
 
 
 def without_autocast(device):

@@ -9,7 +9,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nanomuon.param_groups import MUON_OPTIONS, clean_name, default_names
 
@@ -54,26 +54,23 @@ class Place:
     """Where one state tensor lives.
 
     tensor: what this rank holds of it, or None. shape: of the whole. mesh, placements: how DTensor cuts the
-    whole, if this rank holds a piece. owner: the rank of `world` that alone holds it, if not all do. value:
-    the tensor as optimizer.state has it, a DTensor if it is a piece; it shares memory with `tensor`.
+    whole, if this rank holds a piece. owner: the rank of `world` that alone holds it, if not all do; like: a
+    tensor of its dtype and device. value: the tensor as optimizer.state has it, a DTensor if it is a piece;
+    it shares memory with `tensor`.
     """
 
-    def __init__(
-        self, tensor, shape=None, mesh=None, placements=(), world=None, owner=None, dtype=None, device=None
-    ):
+    def __init__(self, tensor, shape=None, mesh=None, placements=(), world=None, owner=None, like=None):
         self.tensor, self.value = tensor, tensor
         self.shape = tuple(tensor.shape if shape is None else shape)
         self.mesh, self.placements = mesh, tuple(placements)
-        self.world, self.owner = world, owner
-        self.dtype = dtype or tensor.dtype
-        self.device = device or tensor.device
+        self.world, self.owner, self.like = world, owner, like
         if mesh is not None and tensor is not None:
             self.value = as_dtensor(tensor, self.shape, mesh, self.placements)
 
     def gathered(self):
         """A copy of the whole, on every rank. Collective."""
         if self.tensor is None:
-            value = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            value = self.like.new_empty(self.shape)
         else:
             value = whole(self.value).clone(memory_format=torch.contiguous_format)
         if self.owner is not None:
@@ -110,6 +107,14 @@ def like_param(param, tensor):
     if isinstance(param, DTensor) and is_cut(param):
         return Place(tensor, param.shape, param.device_mesh, param.placements)
     return Place(tensor)
+
+
+def rows_of(param, tensor, world):
+    """The place of a tensor of which every rank of a world keeps the rows that `World.share` gives it."""
+    if world.size == 1:
+        return like_param(param, tensor)
+    shape = (len(param), *tensor.shape[1:])
+    return Place(tensor, shape, world.mesh(tensor.device), [Shard(0)])
 
 
 def take_over(state, param, places):

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from nanomuon import tensor_parallel
 from nanomuon.optim import (
     Bank,
-    InPlace,
     World,
     assign_owners,
     batches,
@@ -141,9 +140,10 @@ def layout_of(param, group, cuts, ns_dtype, run):
 def plan_group(optimizer, group, params, run):
     """The works of the cut parameters of a Muon group."""
     names = dict(zip(group["params"], group["names"], strict=True))
+    world_of = functools.cache(functools.partial(World.of, comm_dtype=optimizer.world.comm_dtype))
     alike = {}  # what has to be equal -> (layout, parameters)
     for param in params:
-        found = cuts(param, optimizer.mesh_world)
+        found = cuts(param, world_of)
         try:
             layout = layout_of(param, group, found, optimizer.ns_dtype, run)
         except ValueError as error:
@@ -154,8 +154,7 @@ def plan_group(optimizer, group, params, run):
     works, chunks = [], []
     for layout, together in alike.values():
         if layout.data_parallel is None:
-            numbers = optimizer.numbers.of(group, together[0].device, state_dtype(together[0]))
-            works.append(BankOfPieces(together, group, layout, numbers, run))
+            works.append(BankOfPieces(together, group, layout, run))
             continue
         size = chunk_size(layout, together[0].device)
         chunks += [(together[lo : lo + size], layout) for lo in range(0, len(together), size)]
@@ -164,11 +163,9 @@ def plan_group(optimizer, group, params, run):
         chunks.sort(key=lambda chunk: -chunk[1].direction.flops)
         planned = []
         for together, layout in chunks:
-            load = optimizer.load_of(layout.data_parallel)
-            numbers = optimizer.numbers.of(group, together[0].device, state_dtype(together[0]))
-            owners = assign_owners(len(together), layout.direction.flops, load)
-            planned.append(Chunk(together, group, layout, owners, numbers, run))
-        works.insert(0, Pipeline(planned))
+            owners = assign_owners(len(together), layout.direction.flops, layout.data_parallel.load)
+            planned.append(Chunk(together, group, layout, owners, run))
+        works.insert(0, Pipeline(planned, group))
     return works
 
 
@@ -205,10 +202,10 @@ class BankOfPieces(Bank):
     together.
     """
 
-    def __init__(self, params, group, layout, numbers, run):
+    def __init__(self, params, group, layout, run):
         self.layout = layout
-        held = InPlace(len(matrices([local(param) for param in params])))
-        super().__init__(params, group, layout.direction, held, numbers, run)
+        held = len(matrices([local(param) for param in params]))
+        super().__init__(params, group, layout.direction, [0] * held, World(), run)
 
     def place(self, i, name, buffer):
         param = self.params[i]
@@ -231,9 +228,9 @@ class Chunk:
     keeps, at the owner. The owners are ascending, so a rank's matrices are consecutive.
     """
 
-    def __init__(self, params, group, layout, owners, numbers, run):
+    def __init__(self, params, group, layout, owners, run):
         self.params, self.layout, self.direction, self.owners = params, layout, layout.direction, owners
-        self.numbers, self.run = numbers, run
+        self.run = run
         self.nesterov = group["nesterov"]
         self.cautious = group["weight_decay_form"] == "cautious"
         self.shape, self.dim, self.world = layout.shape, layout.dim, layout.data_parallel
@@ -267,8 +264,7 @@ class Chunk:
         owner = self.owners[i]
         mine = kept[i - self.first] if owner == self.world.rank else None
         shape = whole_state_shape(param, kept, self.layout)
-        where = {"world": self.world, "owner": owner, "dtype": kept.dtype, "device": kept.device}
-        return Place(mine, shape, mesh, placements, **where)
+        return Place(mine, shape, mesh, placements, self.world, owner, like=kept)
 
     def update(self, ok):
         """A generator of three stages: momentum and the way to the owners; the direction and the way back;
@@ -283,8 +279,8 @@ class Chunk:
 
     def collect(self, ok):
         grads = torch.stack(matrices([gradient(param) for param in self.params]))  # (K, rows, columns)
-        sent_dtype = self.world.sent_dtype(grads.dtype)
-        U = update_momentum(self, grads, self.momentum, ok).to(sent_dtype)
+        U = update_momentum(self, grads, self.momentum, ok)
+        U = U.to(self.world.comm_dtype or grads.dtype)
         mine = math.prod(self.momentum.shape[1:])
         sent = [self.owners.count(rank) * mine for rank in range(self.world.size)]
         return self.world.all_to_all(U.flatten(), sent, self.shard_sizes())
@@ -354,9 +350,12 @@ class Pipeline:
     that delivers. So at most three hold buffers at once, what they send and what they receive.
     """
 
-    def __init__(self, chunks):
-        self.chunks, self.params, self.places = chunks, [], {}
+    def __init__(self, chunks, group):
+        self.chunks, self.group, self.numbers = chunks, group, {}
+        self.dtype = chunks[0].momentum.dtype
+        self.params, self.places = [], {}
         for chunk in chunks:
+            chunk.numbers = self.numbers
             self.params += chunk.params
             self.places |= chunk.places
 
