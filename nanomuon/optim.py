@@ -553,13 +553,15 @@ def matrix_shape(param):
 
 
 def matrices(tensors):
-    """Views (m, n) of all matrices of Muon parameters, or of tensors like them."""
+    """Views (m, n) of all matrices of Muon parameters, or of tensors like them. RuntimeError for a parameter
+    that has become channels_last: it cannot be viewed so, and a copy would be updated in its place.
+    """
     views = []
     for tensor in tensors:
         if tensor.ndim == 3:
             views += tensor.unbind()
         else:
-            views.append(tensor.flatten(1))
+            views.append(tensor.view(len(tensor), tensor.shape[1:].numel()))
     return views
 
 
@@ -630,7 +632,7 @@ class Bank:
         return Place(mine, shape, world=world, owner=self.owners[i], like=buffer)
 
     def update(self):
-        grads = self.collect(matrices([gradient(param) for param in self.params]))
+        grads = self.collect(matrices([gradient(param).contiguous() for param in self.params]))
         ok = yield
         result = self.send(self.compute(grads.wait(), ok))
         yield
@@ -926,9 +928,12 @@ class MuonAdamW(torch.optim.Optimizer):
         self.skipped_steps = self.skipped_steps.to(device)
         compiles = device.type == "cuda" if self.compile == "auto" else self.compile
         kernels = functools.partial(run, compile_enabled(compiles))
-        plan = self.plan_adamw if group["kind"] == "adamw" else self.plan_muon
-        works = plan(group, params, kernels)
-        self.works += works
+        if group["kind"] == "muon":  # first: the most to compute while the transfers of the others run
+            works = self.plan_muon(group, params, kernels)
+            self.works = works + self.works
+        else:
+            works = self.plan_adamw(group, params, kernels)
+            self.works += works
         for work in works:
             for param, places in work.places.items():
                 self.places[param] = places
@@ -960,7 +965,6 @@ class MuonAdamW(torch.optim.Optimizer):
         if cut:
             from nanomuon import sharded  # an extension: imported when it is needed
 
-            # First: its first transfer runs during the other works
             works += sharded.plan_group(self, group, cut, run)
         planned = [
             (direction_of(group, *alike[0], banks[alike][0], self.ns_dtype, run), banks[alike])

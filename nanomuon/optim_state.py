@@ -174,6 +174,7 @@ def load_state_dict(optimizer, state_dict, hyperparameters):
     """See MuonAdamW.load_state_dict."""
     if hyperparameters not in ("restore", "keep"):
         raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
+    state_dict = state_dict.copy()
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
     groups = state_dict["param_groups"]
@@ -229,14 +230,16 @@ def matched(name, places, entry):
             if place.tensor is None:
                 continue
             raise ValueError(
-                f"the loaded state has no {key} of {name}; if another rank has it, save full_state_dict()"
+                f"the loaded state has no {key} of {name}; if another rank has it, save "
+                "optimizer.full_state_dict()"
             )
         saved = entry[key]
         if tuple(saved.shape) != place.shape:
             raise ValueError(f"{key} of {name} has shape {tuple(saved.shape)}, expected {place.shape}")
         if isinstance(saved, DTensor) and not is_of_this_rank(saved):
             raise ValueError(
-                f"the loaded {key} of {name} is a piece that another rank has saved: save full_state_dict()"
+                f"the loaded {key} of {name} is a piece that another rank has saved: save "
+                "optimizer.full_state_dict()"
             )
         found.append((place, saved))
     return found

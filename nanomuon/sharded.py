@@ -278,7 +278,9 @@ class Chunk:
         self.deliver(transfer.wait(), ok)
 
     def collect(self, ok):
-        grads = torch.stack(matrices([gradient(param) for param in self.params]))  # (K, rows, columns)
+        grads = torch.stack(
+            matrices([gradient(param).contiguous() for param in self.params])
+        )  # (K, rows, columns)
         U = update_momentum(self, grads, self.momentum, ok)
         U = U.to(self.world.comm_dtype or grads.dtype)
         mine = math.prod(self.momentum.shape[1:])

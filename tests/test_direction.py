@@ -110,23 +110,6 @@ def test_the_second_moment_by_row_is_the_default_of_tall_matrices_and_not_of_wid
     torch.testing.assert_close(row_norms, row_norms.mean().expand(8), rtol=1e-9, atol=0)
 
 
-def test_a_scale_of_ones_own_sees_the_kernel_of_a_convolution():
-    seen = []
-
-    def scale(out, channels, *kernel):
-        seen.append((out, channels, *kernel))
-        return 2.0 if kernel else 1.0
-
-    moved = []
-    for rule in (scale, lambda *shape: 1.0):
-        (conv, _), groups = build([("muon", (6, 2, 3, 3)), ("muon", (4, 5))], scale=rule, weight_decay=0.0)
-        before, conv.grad = conv.detach().clone(), torch.ones(6, 2, 3, 3, dtype=torch.float64)
-        MuonAdamW(groups).step()
-        moved.append(conv.detach() - before)
-    assert (6, 2, 3, 3) in seen and (4, 5) in seen
-    torch.testing.assert_close(moved[0], 2 * moved[1])
-
-
 def test_state_is_named_and_shaped_as_declared():
     _, groups = build(MODEL, direction=whitened)
     state = MuonAdamW(groups).full_state_dict()["state"]
@@ -136,35 +119,6 @@ def test_state_is_named_and_shaped_as_declared():
         assert state[f"p{i}"]["gram"].shape == (m, m)
     assert state["p9"]["gram"].shape == (5, 8, 8)  # a batch has one for each of its matrices
     assert state["p10"]["gram"].shape == (6, 6)  # (out, rest) of a convolution
-
-
-def test_a_direction_that_returns_something_else_is_told():
-    """One row was subtracted from all, and a state of that name saved in place of the momentum."""
-
-    def no_tuple(U, kept, ok, square_weight):
-        return U
-
-    def number_as_gain(U, kept, ok, square_weight):
-        return U, 1.0
-
-    def one_row(U, kept, ok, square_weight):
-        return U[:, :1], torch.ones_like(square_weight)
-
-    def own_momentum(U, kept, ok, square_weight):
-        return U, torch.ones_like(square_weight)
-
-    for direction, message in (
-        (no_tuple, "direction no_tuple has to return two tensors"),
-        (number_as_gain, "direction number_as_gain has to return two tensors"),
-        (one_row, r"one_row .* shape of U, not \(1, 1, 5\) in place of \(1, 4, 5\)"),
-    ):
-        (param,), groups = build([("muon", (4, 5))], direction=direction)
-        param.grad = torch.ones_like(param)
-        with pytest.raises((TypeError, ValueError), match=message):
-            MuonAdamW(groups).step()
-    own_momentum.state = lambda m, n: {"momentum_buffer": (m, n)}
-    with pytest.raises(ValueError, match="own_momentum: momentum_buffer is the name of the momentum itself"):
-        MuonAdamW(build([("muon", (4, 5))], direction=own_momentum)[1])
 
 
 def test_a_skipped_step_changes_nothing():

@@ -4,7 +4,6 @@ import copy
 import functools
 import math
 import pickle
-import types
 
 import pytest
 import torch
@@ -129,36 +128,6 @@ def test_plain_muon_is_torchs():
         expected.step()
     for p, q, before in zip(ours, theirs, start, strict=True):
         assert distance(p - before, q - before) < 0.02  # theirs iterates in bf16
-
-
-def test_a_group_may_mix_hyperparameters_inside_a_bank():
-    """Two groups, one bank: lr, momentum, beta2, weight decay and scale are each matrix's own."""
-    a, b = parameter(16, 40, seed=1), parameter(40, 16, seed=2)
-    other = dict(lr=0.1, momentum=0.5, beta2=0.5, weight_decay=0.3, scale="spectral")
-    optimizer = MuonAdamW([muon(a), muon(b, **other)])
-    assert sum(isinstance(unit, optim.Bank) for unit in optimizer.works) == 1
-    alone_a, alone_b = (torch.nn.Parameter(p.detach().clone()) for p in (a, b))
-    optimizers = [MuonAdamW([muon(alone_a)]), MuonAdamW([muon(alone_b, **other)])]
-    for step in range(5):
-        for p, q in ((a, alone_a), (b, alone_b)):
-            p.grad = q.grad = gradient(p, step)
-        for each in (optimizer, *optimizers):
-            each.step()
-    assert distance(a, alone_a) < 3e-5 and distance(b, alone_b) < 3e-5
-
-
-def test_a_rule_of_the_scale_sees_the_kernel_of_a_convolution_and_of_its_parts():
-    seen = []
-
-    def rule(*shape):
-        seen.append(shape)
-        return 0.5
-
-    MuonAdamW([muon(parameter(12, 3, 5, 7), parameter(12, 6), scale=rule)])
-    assert set(seen) == {(12, 3, 5, 7), (12, 6)}
-    seen.clear()
-    MuonAdamW([muon(parameter(12, 3, 5, 7), parameter(12, 6), scale=rule, split=(8, 4))])
-    assert set(seen) == {(8, 3, 5, 7), (4, 3, 5, 7), (8, 6), (4, 6)}
 
 
 def test_3d_is_a_batch_of_matrices_and_4d_a_matrix_of_rows():
@@ -368,12 +337,6 @@ def test_a_gradient_whose_squares_overflow_is_not_finite():
     assert optimizer.skipped_steps.item() == 1 and optimizer.state[q]["exp_avg_sq"].isfinite().all()
 
 
-def test_a_kind_that_nothing_trains_is_an_error(monkeypatch):
-    monkeypatch.setitem(optim.KINDS, "mine", types.SimpleNamespace(required=frozenset({"lr"}), options={}))
-    with pytest.raises(ValueError, match="group0.0: nothing in optim.py trains the kind 'mine'"):
-        MuonAdamW([dict(kind="mine", params=[parameter(5)], lr=0.1)])
-
-
 def test_different_dtypes_in_one_model_and_float32_state():
     params = [
         parameter(24, 24),
@@ -468,7 +431,7 @@ def test_hyperparameters_are_restored_by_name_into_other_groups():
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.4, 0.3, 0.4]
     with pytest.raises(ValueError, match="group 0 would get lr=0.3 and 0.4"):
         MuonAdamW(mixed()[1]).load_state_dict(saved)
-    with pytest.raises(ValueError, match="group 2 was saved with another nesterov"):
+    with pytest.raises(ValueError, match="group 2 was saved with nesterov=True"):
         MuonAdamW([*other[:2], dict(other[2], nesterov=False), other[3]]).load_state_dict(saved)
 
 
@@ -520,7 +483,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(how, tmp_path):
 
 def test_state_dict_has_torchs_layout():
     params, groups = mixed()
-    state = MuonAdamW(groups).state_dict()
+    optimizer = MuonAdamW(groups)
+    assert optimizer.state_dict()["state"] == {}, "before the first step, as with torch's"
+    train(optimizer, params, 1)
+    state = optimizer.state_dict()
     assert [group["params"] for group in state["param_groups"]] == [[0, 1, 2, 3], [4, 5, 6]]
     assert [group["names"] for group in state["param_groups"]] == [list("abcd"), list("efg")]
     assert set(state["state"]) == set(range(7))
@@ -538,84 +504,6 @@ def test_torchs_distributed_state_dicts():
     for name, entry in expected["state"].items():
         assert all(torch.equal(found["state"][name][key], value) for key, value in entry.items())
     assert found["param_groups"] == expected["param_groups"]
-
-
-def test_from_torchs_adamw_in_the_middle_of_a_run():
-    model, _, _ = resumable()
-    adamw_optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.3, betas=(0.7, 0.8))
-    scheduler = torch.optim.lr_scheduler.ConstantLR(adamw_optimizer)
-    train_on_a_schedule(model, adamw_optimizer, scheduler, 0, 3)
-    _, optimizer, _ = resumable()
-    saved = adamw_optimizer.state_dict()
-    saved["state"][1] = dict(saved["state"][1], step=3)  # as torch before 1.12 has it
-    optimizer.load_state_dict(saved)
-    assert (
-        optimizer.param_groups[0]["lr"] == 0.02
-        and optimizer.param_groups[1]["lr"] == adamw_optimizer.param_groups[0]["lr"]
-    )
-    assert optimizer.param_groups[1]["betas"] == (0.7, 0.8)
-    state = optimizer.full_state_dict()["state"]
-    for key, value in adamw_optimizer.state[model[0].bias].items():
-        assert torch.equal(state["0.bias"][key], value)
-    assert not state["0.weight"]["momentum_buffer"].any()
-
-
-@pytest.mark.parametrize("between", [0, 2])
-def test_to_torchs_adamw_and_back(between):
-    """What is AdamW's goes on as if AdamW had taken all steps: bit for bit where ours took none of them."""
-    settings = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
-    params, groups = mixed()
-    uninterrupted, _ = mixed()
-    train(torch.optim.AdamW(uninterrupted, **settings), uninterrupted, 4 + between)
-
-    first = torch.optim.AdamW(zip("abcdefg", params, strict=True), **settings)
-    train(first, params, 2)
-    optimizer = MuonAdamW(groups)
-    optimizer.load_state_dict(first.state_dict())
-    train(optimizer, params, between, start=2)
-    moments = copy.deepcopy(optimizer.full_state_dict()["state"])
-    last = torch.optim.AdamW([{"params": params[::-1], "lr": 3e-3}], **settings)  # in an order of its own
-    last.load_state_dict(optimizer.adamw_state_dict(last))
-    assert last.param_groups[0]["lr"] == 3e-3
-    assert set(last.state) == set(params[4:])
-    last.param_groups[0]["lr"] = settings["lr"]
-    train(last, params, 2, start=2 + between)
-    for p, q in zip(params[4:], uninterrupted[4:], strict=True):
-        if between == 0:
-            assert torch.equal(p, q)
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
-    # Copies: what AdamW has done since is not in the optimizer
-    assert torch.equal(optimizer.full_state_dict()["state"]["f"]["exp_avg"], moments["f"]["exp_avg"])
-
-
-@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
-def test_moments_of_another_rule_than_adamws_are_refused(option):
-    """Both ways: amsgrad has a third moment, and what maximizes has them of gradients of the other sign."""
-    params, groups = mixed()
-    other = torch.optim.AdamW(zip("abcdefg", params, strict=True), lr=0.5, **{option: True})
-    train(other, params, 1)
-    optimizer = MuonAdamW(groups)
-    for hyperparameters in ("restore", "keep"):
-        with pytest.raises(ValueError, match=f"saved optimizer of e has {option}=True"):
-            optimizer.load_state_dict(other.state_dict(), hyperparameters)
-    assert not any(optimizer.state[param]["exp_avg"].any() for param in params[4:])
-    assert optimizer.param_groups[1]["lr"] == 1e-2
-    with pytest.raises(ValueError, match=f"param group 0 of the AdamW has {option}=True"):
-        optimizer.adamw_state_dict(other)
-
-
-def test_weight_decay_of_adam_is_not_restored_as_that_of_adamw():
-    params, groups = mixed()
-    adam = torch.optim.Adam(zip("abcdefg", params, strict=True), lr=0.5, weight_decay=0.1)
-    train(adam, params, 1)
-    optimizer = MuonAdamW(groups)
-    with pytest.raises(ValueError, match="weight decay of torch.optim.Adam"):
-        optimizer.load_state_dict(adam.state_dict())
-    optimizer.load_state_dict(adam.state_dict(), "keep")
-    assert torch.equal(optimizer.state[params[4]]["exp_avg"], adam.state[params[4]]["exp_avg"])
-    adam.param_groups[0]["weight_decay"] = 0
-    optimizer.load_state_dict(adam.state_dict())
-    assert optimizer.param_groups[1]["lr"] == 0.5
 
 
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
@@ -727,71 +615,7 @@ def test_impossible_values_are_refused_at_construction(group, message):
         MuonAdamW([group(parameter(8, 8))])
 
 
-def test_impossible_values_that_a_schedule_writes_are_refused_before_the_step():
-    p = parameter(8, 8)
-    optimizer = MuonAdamW([muon(p)])
-    p.grad = gradient(p, 0)
-    optimizer.param_groups[0]["lr"] = math.nan
-    with pytest.raises(ValueError, match="group 0: lr must be finite"):
-        optimizer.step()
-    assert torch.equal(p, parameter(8, 8))
-
-
-def test_a_cuda_graph_is_not_recorded_of_a_step(monkeypatch):
-    p = parameter(8, 8)
-    optimizer = MuonAdamW([muon(p)])
-    p.grad = gradient(p, 0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="record forward and backward, and call step"):
-        optimizer.step()
-    assert torch.equal(p, parameter(8, 8))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    optimizer.step()
-    assert not torch.equal(p, parameter(8, 8))
-
-
-def test_a_gpu_hears_of_different_ranks_when_the_answer_has_arrived(monkeypatch):
-    """Not waited for: an event says when."""
-    agreement = MuonAdamW([muon(parameter(8, 8))]).agreement
-    agreement.world = types.SimpleNamespace(size=2, rank=1)
-    event = types.SimpleNamespace(query=lambda: event.happened, happened=False)
-    on_host = torch.zeros(())
-    monkeypatch.setattr(optim, "send_to_host", lambda difference: (event, on_host))
-    on_gpu = types.SimpleNamespace(is_cuda=True, is_meta=False)
-    for _ in range(3):
-        agreement.notice(on_gpu)  # nothing has arrived
-    event.happened = True
-    agreement.notice(on_gpu)  # it has: no difference
-    agreement.notice(on_gpu)  # the next one is on its way
-    on_host.fill_(1)
-    with pytest.raises(ValueError, match="ranks have different .*; rank 1 has loaded no state, and has"):
-        agreement.notice(on_gpu)
-
-
-def test_the_event_of_a_gpus_answer_is_on_the_device_that_sends_it(monkeypatch):
-    """Which need not be the current one: an event there may happen before the number has arrived."""
-    answer, empty = torch.tensor(3.0), torch.empty
-    streams = {answer.device: types.SimpleNamespace(record_event=lambda: "of the answer's device")}
-    monkeypatch.setattr(torch.cuda, "current_stream", streams.get)
-    # Pinned by a driver only, and only on the host, whatever torch.set_default_device says
-    monkeypatch.setattr(torch, "empty", lambda shape, device, pin_memory: empty(shape, device=device))
-    event, on_host = optim.send_to_host(answer)
-    assert event == "of the answer's device" and on_host == 3 and on_host.device.type == "cpu"
-
-
-def test_a_kind_without_state_and_an_optimizer_without_parameters(monkeypatch):
-    def sgd_update(param, grad, ok, *, lr):
-        param.sub_(grad * lr * ok)
-
-    sgd = optim.ElementwiseKind(frozenset({"lr"}), (), lambda group: {"lr": group["lr"]}, sgd_update)
-    monkeypatch.setitem(optim.KINDS, "sgd", sgd)
-    small, large = parameter(5), parameter(64, 32)
-    before = [p.detach().clone() for p in (small, large)]
-    optimizer = MuonAdamW([dict(kind="sgd", params=[small, large], lr=0.5)])
-    train(optimizer, [small, large], 1)
-    for p, q in zip((small, large), before, strict=True):
-        torch.testing.assert_close(p.detach(), q - 0.5 * gradient(p, 0))
+def test_an_optimizer_without_parameters():
     MuonAdamW([muon(), adamw()]).step()
 
 
@@ -831,7 +655,7 @@ def test_for_model_trains_every_parameter_with_one_rate():
     for p, q in zip(model.parameters(), before, strict=True):
         rms = (p - q).square().mean().sqrt().item()
         assert 1e-5 < rms < 1.1e-3
-    faster = MuonAdamW.for_model(model, lr=1e-3, muon_lr=0.1, matmul_precision="high")
+    faster = MuonAdamW.for_model(model, lr=1e-3, muon_lr=0.1)
     assert {group["kind"]: group["lr"] for group in faster.param_groups} == {"muon": 0.1, "adamw": 1e-3}
 
 
@@ -855,14 +679,12 @@ def test_it_is_a_torch_optimizer():
     assert optimizer.param_groups[0]["lr"] == 0.01
     assert torch.equal(late, parameter(8, 8, seed=3))
     optimizer.add_param_group(muon(late))
+    optimizer.plan()
     assert optimizer.state[late]["momentum_buffer"].shape == (8, 8)
     assert optimizer.step(closure) < first
     assert not torch.equal(late, parameter(8, 8, seed=3))
     with pytest.raises(ValueError, match="group 3: group3.0 is already in group 2"):
         optimizer.add_param_group(adamw(late))
-    with optimizer.overlap_backward():  # nothing to overlap, but the same training loop runs
-        closure()
-    optimizer.step()
 
 
 def test_a_big_bank_in_batches_is_the_same(monkeypatch):
@@ -872,6 +694,7 @@ def test_a_big_bank_in_batches_is_the_same(monkeypatch):
         mine = [torch.nn.Parameter(p.detach().clone()) for p in params]
         optimizer = MuonAdamW([muon(*mine)])
         groups.append(mine)
+        optimizer.plan()
         (bank,) = optimizer.works
         assert len(bank.batches) == (1 if limit == 2**22 else 3)
         train(optimizer, mine, 3)
@@ -892,11 +715,6 @@ def test_as_a_library_a_cpu_runs_eagerly_unless_told_otherwise(monkeypatch, capl
         train(optimizer, [p], 1)
         assert (graphs() > before) == (compiles is True)
         assert ("compiling muon_momentum: this step takes a while" in caplog.text) == (compiles is True)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.warns(UserWarning, match="no C\\+\\+ compiler no-such-compiler .*: kernels run eagerly"):
-        assert not MuonAdamW([muon(p)], compile=True).compiles
-    with pytest.raises(ValueError, match="compile is True, False or"):
-        MuonAdamW([muon(p)], compile="sometimes")
 
 
 def graphs():

@@ -412,9 +412,9 @@ def plan(group, model):
     optimizer.plan()
     banks = [work for work in optimizer.works if isinstance(work, optim.Bank)]
     kept = sum(local(v).numel() for entry in optimizer.state.values() for v in entry.values())
-    owners = [bank.exchange.owners for bank in banks]
-    alone = [isinstance(bank.exchange, optim.OneByOne) for bank in banks]
-    return owners, alone, optimizer.load_of(optimizer.world), kept
+    owners = [bank.owners for bank in banks]
+    alone = [bank.one_by_one for bank in banks]
+    return owners, alone, optimizer.world.load, kept
 
 
 def test_owners_hold_whole_matrices_evenly_and_leftovers_balance():
