@@ -11,7 +11,8 @@ Source: arXiv 2605.25395; modded-nanogpt, track 3, 2026-05-22 (gamma .99; beta .
 import torch
 
 from nanomuon import recipe
-from nanomuon.optim import DistMuonAdamW, like_param, local
+from nanomuon.optim import DistMuonAdamW
+from nanomuon.optim_state import like_param, local
 
 DIAL = ("lookahead", 0.1, 0.8)
 FIRST, LAST = 0.1, 0.67  # shares of the run between which there is a lookahead
@@ -25,19 +26,21 @@ def build_optimizer(
         if plain and group["kind"] == "muon":
             group["beta2"] = None
     optimizer = DistMuonAdamW(groups, ns_dtype=model.compute_dtype)
+    optimizer.plan()
     for group in optimizer.param_groups:
         group["lookahead"] = 0.0  # beta, which the schedule writes
         for param in group["params"]:
             kept = {"point": local(param).detach().clone(), "mean_step": torch.zeros_like(local(param))}
             for name, tensor in kept.items():  # saved and loaded with the rest, in the parameter's own layout
-                optimizer.places[param][name] = like_param(param, tensor)
-                optimizer.state[param][name] = tensor
+                optimizer.places[param][name] = place = like_param(param, tensor)
+                optimizer.state[param][name] = place.value
 
     @torch.no_grad()
     def look_ahead(optimizer, arguments, keywords):
         for group in optimizer.param_groups:
             for param in group["params"]:
-                weights, state = local(param), optimizer.state[param]
+                weights = local(param)
+                state = {name: local(tensor) for name, tensor in optimizer.state[param].items()}
                 state["mean_step"].lerp_(weights - state["point"], 1 - gamma)
                 state["point"].copy_(weights)
                 weights.add_(state["mean_step"], alpha=group["lookahead"])

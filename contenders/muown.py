@@ -15,7 +15,8 @@ import torch
 from torch.nn.functional import normalize
 
 from nanomuon import recipe
-from nanomuon.optim import DistMuonAdamW, named_parameters, whole
+from nanomuon.optim import DistMuonAdamW
+from nanomuon.optim_state import named_parameters, whole
 from nanomuon.orthogonalize import orthogonalize
 
 MOMENTUM, BETA1, BETA2, EPS = 0.95, 0.9, 0.95, 1e-8

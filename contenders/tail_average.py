@@ -12,7 +12,8 @@ Source: modded-nanogpt, track 3, 2026-06-11 (tail EMA: from step 2,000 of 2,720,
 import torch
 
 from nanomuon import recipe
-from nanomuon.optim import DistMuonAdamW, like_param, local
+from nanomuon.optim import DistMuonAdamW
+from nanomuon.optim_state import like_param, local
 
 DIAL = ("blend", 0.2, 1.0)
 
@@ -20,18 +21,19 @@ DIAL = ("blend", 0.2, 1.0)
 def build_optimizer(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2):
     groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
     optimizer = DistMuonAdamW(groups, ns_dtype=model.compute_dtype)
+    optimizer.plan()
     for group in optimizer.param_groups:
         group.update(mean_weight=1.0, blend=0.0)  # the schedule writes both
         for param in group["params"]:
             mean = local(param).detach().clone()  # saved and loaded with the rest, in the parameter's layout
-            optimizer.places[param]["mean"] = like_param(param, mean)
-            optimizer.state[param]["mean"] = mean
+            optimizer.places[param]["mean"] = place = like_param(param, mean)
+            optimizer.state[param]["mean"] = place.value
 
     @torch.no_grad()
     def average(optimizer, arguments, keywords):
         for group in optimizer.param_groups:
             for param in group["params"]:
-                weights, mean = local(param), optimizer.state[param]["mean"]
+                weights, mean = local(param), local(optimizer.state[param]["mean"])
                 mean.lerp_(weights, group["mean_weight"])
                 weights.lerp_(mean, group["blend"])
 

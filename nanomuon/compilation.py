@@ -9,16 +9,12 @@ import os
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
-from torch._higher_order_ops.flex_attention import flex_attention
 from torch.distributed.device_mesh import DeviceMesh
 
 from nanomuon import head_loss, schedule
 from nanomuon.gpt import GPT
 from nanomuon.planning import Plan, duration
 from nanomuon.runtime import InputError, Runtime, compile_enabled, missing_compiler, print0, together
-
-GRAPHS = 4  # into about so many a model is cut that several ranks train: docs/optimizer.md, section 5
 
 
 def choose_compilation(args: argparse.Namespace, device_type: str) -> None:
@@ -61,35 +57,10 @@ def decide_compilation(
 
 
 def compile_model(model: GPT, mesh: DeviceMesh | None, backend: str | Callable = "inductor") -> Callable:
-    """What computes the model's loss from now on. mesh: where its parameters are in pieces.
-
-    Among several ranks the graph is cut: `DistMuonAdamW.overlap_backward` sends gradients while the backward
-    goes on, and a graph gives all of its gradients at its end.
-    """
+    """What computes the model's loss from now on. mesh: of the parameters, if they are in pieces."""
     if mesh is not None:
         for block in model.blocks:  # what FSDP2 does between blocks stays outside
             block.compile(dynamic=False, backend=backend)
         model.mean_loss = torch.compile(head_loss.mean_loss, dynamic=False, backend=backend)
         return model
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        return torch.compile(model, dynamic=False, backend=cut_backend(model, backend))
     return torch.compile(model, dynamic=False, backend=backend)
-
-
-def cut_backend(model: GPT, backend: str | Callable) -> Callable:
-    """A backend for torch.compile that cuts the model's graph, by PyTorch's own way to do so for
-    DistributedDataParallel: the head by itself, the others with equal bytes of parameters.
-    """
-    from torch._dynamo.backends.distributed import DDPOptimizer  # a second or two, for those who compile
-
-    compile_graph = torch._dynamo.lookup_backend(backend)
-    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    cutter = DDPOptimizer(parameter_bytes // GRAPHS, compile_graph, first_bucket_cap=1)
-
-    def compile_cut(graph, inputs):
-        operators = [node.target for node in graph.graph.nodes]
-        if flex_attention in operators:
-            return compile_graph(graph, inputs)  # FlexAttention: not every PyTorch can cut around it
-        return cutter.compile_fn(graph, inputs)
-
-    return compile_cut

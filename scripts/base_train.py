@@ -13,7 +13,6 @@ with 0, or torchrun would restart them); runs/NAME/stopped is then there until t
 """
 
 import argparse
-import contextlib
 import os
 import re
 import time
@@ -35,7 +34,7 @@ from nanomuon.compilation import choose_compilation
 from nanomuon.corpus import check_corpus
 from nanomuon.launch import Launch, choose_windows, open_core_tasks, prepare_data, start_run
 from nanomuon.moe import balance_
-from nanomuon.optim import DistMuonAdamW, MuonAdamW
+from nanomuon.optim import MuonAdamW
 from nanomuon.planning import duration, plan_run, print_plan, with_config
 from nanomuon.qk_clip import clip_
 from nanomuon.run import Run, finish, give_up
@@ -178,8 +177,7 @@ def accumulate_gradients(run: Run) -> torch.Tensor:
     """Forward and backward of every micro-step. Returns the mean loss over this rank's rows, 0-D, which is
     not read here.
     """
-    plan, optimizer = run.plan, run.optimizer
-    overlaps = isinstance(optimizer, DistMuonAdamW) and run.mesh is None
+    plan = run.plan
     loss = torch.zeros((), device=run.runtime.device)
     position = run.loader.state_dict()  # of the first of these rows
     for micro_step in range(plan.micro_steps):
@@ -188,13 +186,8 @@ def accumulate_gradients(run: Run) -> torch.Tensor:
         except shards.NobodyWrites:
             save_where_data_ends(run, position)
             raise
-        overlap = contextlib.nullcontext()
-        if overlaps and micro_step == plan.micro_steps - 1:
-            # In the last backward each gradient is final as it appears: its reduction can start there
-            overlap = optimizer.overlap_backward()
-        with overlap:
-            micro_loss = run.forward(inputs, targets) / plan.micro_steps
-            micro_loss.backward()
+        micro_loss = run.forward(inputs, targets) / plan.micro_steps
+        micro_loss.backward()
         loss += micro_loss.detach()
     return loss
 

@@ -10,6 +10,5 @@ if has ruff; then
 fi
 parallel=()
 # Two files at a time; the tests of one file share their runs and their process groups. A worker that dies ends it all.
-# In the order of their names: sorted by the number of tests, the few traces of test_cuda_trace.py would begin last
 if has xdist; then parallel=(--numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0); fi
 exec "$PYTHON" -m pytest ${parallel[@]+"${parallel[@]}"} -m "not slow" "$@" # of two -m the last one counts

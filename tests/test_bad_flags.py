@@ -5,13 +5,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 
-from nanomuon import core_bundle, runtime, schedule
+from nanomuon import runtime, schedule
 from nanomuon.runtime import InputError, run_command
-from scripts import base_eval, base_train, core_bench, gpu_stages, optim_bench, optim_race
+from scripts import base_eval, base_train, optim_race
 from scripts.laboratory import race_tasks
-from tests.test_core import KNOWN, write_bundle
 
 SCRIPTS = sorted(
     path.stem
@@ -74,34 +72,19 @@ REFUSED = [  # script, flags, what is said
     ("base_train", "--plan --corpus foo", "unknown corpus 'foo'"),
     ("base_train", "--plan --corpus path:/nope", "corpus path:/nope: no such file"),
     ("base_train", "--plan --corpus hf:", "corpus hf: names no dataset"),
-    ("core_bench", "--depth -1", "--depth must be at least 1"),
-    ("core_bench", "--max-seq-len 0", "--max-seq-len must be at least 1"),
-    ("core_bench", "--most-tokens 0", "--most-tokens must be at least 1"),
-    ("core_bench", "--core-items 0", "--core-items must be at least 1"),
-    ("core_bench", "--window-pattern X", "--window-pattern is a string of S and L"),
-    ("data_bench", "--max-seq-len 0", "--max-seq-len must be at least 1"),
-    ("data_bench", "--max-seq-len -5", "--max-seq-len must be at least 1"),
-    ("data_bench", "--vocab-size 100", "--vocab-size must be at least 257"),
-    ("data_bench", "--vocab-size 5000000000", "--vocab-size must be at most"),
     ("data_prep", "--vocab-size 0", "--vocab-size must be at least"),
     ("data_prep", "--workers 0", "--workers must be at least 1"),
     ("data_prep", "--max-tokens -1", "--max-tokens must not be negative"),
     ("export", "--run {folder} --to /proc/foo", "--to /proc/foo: cannot write to /proc"),
     ("export", "--run {folder} --to {file}", "--to {file}: cannot write to {file}: Not a directory"),
-    ("gpu_check", "--device cuda --out {folder}/out", "--device cuda: no GPU is seen here"),
-    ("gpu_check", "--device cpu --out {file}", "--out {file}: cannot write to {file}: Not a directory"),
-    ("gpu_check", "--device cpu --out /proc/foo", "--out /proc/foo: cannot write to /proc"),
     ("optim_bench", "--depth 0", "--depth must be at least 1"),
     ("optim_bench", "--world 0", "--world must be at least 1"),
     ("optim_bench", "--json {folder}/missing/x.json", "--json {folder}/missing/x.json: there is no folder"),
     ("optim_bench", "--json {folder}", "--json {folder} is a folder"),
     ("optim_bench", "--json /proc/x.json", "--json /proc/x.json: cannot write to /proc"),
-    ("optim_bench", "--device cuda", "--device cuda: 0 GPUs for 1 processes"),
-    ("optim_bench", "--device foo", "argument --device: invalid choice: 'foo'"),
-    ("optim_bench", "--peer nocolon", "--peer nocolon: it is MODULE:CLASS"),
-    ("optim_bench", "--peer nope:Nope", "--peer nope:Nope: No module named 'nope', neither in the current"),
-    ("optim_bench", "--peer json:Nope", "--peer json:Nope: the module has no class Nope"),
-    ("optim_bench", "--peer json:dumps --world 2", "--peer is compared in one process"),
+    ("optim_bench", "--peer nope.py:build", "nope.py: no such Python file"),
+    ("optim_bench", "--peer {text}:nope", "it is FILE:FUNCTION, and"),
+    ("optim_bench", "--peer {text}:main --world 2", "--peer is compared in one process"),
     ("optim_race", "--contenders adamw --detect nan", "--detect must be above 0 and finite"),
     ("optim_race", "--contenders adamw --targets nan", "--targets are losses, finite numbers"),
     ("optim_race", "--contenders adamw --first-seed -1", "--first-seed must not be negative"),
@@ -115,10 +98,6 @@ REFUSED = [  # script, flags, what is said
     ("optim_race", "--contenders adamw --text {text} --model vocab_size=5", "--model vocab_size=5: the data"),
     ("optim_race", "--leaderboard {folder}/missing", "--leaderboard {folder}/missing: no such folder"),
     ("optim_race", "--leaderboard /proc/foo", "--leaderboard /proc/foo: cannot write to /proc"),
-    ("optim_trace", "--depth 0", "--depth must be at least 1"),
-    ("optim_trace", "--json {folder}/missing/x.json", "--json {folder}/missing/x.json: there is no folder"),
-    ("optim_trace", "--out {file}", "--out {file}: cannot write to {file}: Not a directory"),
-    ("peers_bench", "--rounds 0", "--rounds must be at least 1"),
     ("plan", "--total-batch-size 1000", "--total-batch-size 1000 is not a multiple of 16384"),
     (
         "plan",
@@ -141,7 +120,6 @@ REFUSED = [  # script, flags, what is said
         "--depths 1 --tokens 1k -- --tensor-parallel 2",
         "--tensor-parallel 2 does not divide 1 proc",
     ),
-    ("tok_eval", "--run ''", "--run '' is not a folder name"),
     ("tok_train", "--vocab-size -5", "--vocab-size must be at least"),
     ("train_bench", "--json {folder}/missing/x.json", "--json {folder}/missing/x.json: there is no folder"),
     ("train_bench", "--warmdown-ratio 2", "--warmdown-ratio is a share of the run, from 0 to 1, not 2"),
@@ -186,49 +164,6 @@ def test_a_file_that_can_be_written_passes_and_is_not_touched(tmp_path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["kept.json"] and file.read_text() == "kept"
 
 
-PEER = """
-import torch
-
-
-class Good(torch.optim.SGD):
-    pass
-
-
-class Bad:
-    def __init__(self, groups):
-        raise TypeError("no such groups")
-"""
-
-
-def test_a_peer_is_a_class_of_a_module_in_the_current_folder(tmp_path, monkeypatch):
-    (tmp_path / "peer_of_a_test.py").write_text(PEER)
-    (tmp_path / "broken_peer_of_a_test.py").write_text("import torch\n1 / 0\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend("")  # as python -m has it
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(2))]}]
-    good = optim_bench.load_peer("peer_of_a_test:Good")
-    assert callable(optim_bench.step_of_peer("peer_of_a_test:Good", good, groups))
-    assert groups[0].keys() == {"params"}  # ours are built of them next, and torch adds its defaults
-    bad = optim_bench.load_peer("peer_of_a_test:Bad")
-    with pytest.raises(
-        InputError, match="^--peer bad: TypeError on building it of param groups: no such gro"
-    ):
-        optim_bench.step_of_peer("bad", bad, groups)
-    with pytest.raises(InputError, match="^--peer broken.*: ZeroDivisionError on importing it: division by"):
-        optim_bench.load_peer("broken_peer_of_a_test:Bad")
-
-
-def test_a_task_that_the_bundle_lacks_is_named_with_those_it_has(main, tmp_path, capsys):
-    bundle = write_bundle(tmp_path / "bundle", KNOWN)
-    with pytest.raises(
-        InputError, match="^--tasks copa: the bundle has no such task; it has choose, resolve,"
-    ):
-        main("core_bench", f"--core-bundle {bundle} --tasks choose copa")
-    chosen = core_bench.chosen_tasks(core_bundle.open_bundle(str(bundle)), ["resolve"])
-    assert [task.label for task in chosen] == ["resolve"]
-    assert capsys.readouterr().out == "" and not (tmp_path / "base").exists()
-
-
 def test_a_bundle_that_is_not_there_is_named_before_bits_per_byte_are_counted(monkeypatch):
     class Config:
         seq_len = 32
@@ -240,11 +175,6 @@ def test_a_bundle_that_is_not_there_is_named_before_bits_per_byte_are_counted(mo
     monkeypatch.setattr(base_eval, "evaluate_bpb", lambda *_: pytest.fail("it was counted"))
     with pytest.raises(InputError, match="^--core-bundle /nope: no such folder"):
         base_eval.main(["--eval", "bpb,core", "--core-bundle", "/nope", "--dtype", "float32"])
-
-
-def test_a_stage_of_the_gpu_check_has_a_name(tmp_path):
-    with pytest.raises(InputError, match="name a stage"):
-        gpu_stages.main(["--folder", str(tmp_path), "--lines", str(tmp_path / "lines")])
 
 
 def test_fields_of_the_model_are_taken_by_their_type():

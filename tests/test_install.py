@@ -48,7 +48,7 @@ def test_the_library_pulls_two_packages_and_the_extras_bring_the_rest():
     assert extras.keys() == {"train", "dev", "peers", "fp8", "flash"}
     assert {"pytest", "transformers", "tokenizers", "accelerate"} < extras["dev"]
     assert "nanomuon[train]" in project["optional-dependencies"]["dev"]
-    assert extras["peers"] == {"lightning", "lm-eval", "torchao"}
+    assert extras["peers"] == {"lm-eval", "torchao"}
     assert extras["fp8"] == {"torchao"} and extras["flash"] == {"flash-attn-4"}
 
 

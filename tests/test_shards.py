@@ -327,17 +327,3 @@ def test_a_clock_that_is_set_back_shows_in_no_time(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(time, "time", lambda: 3600.0 * next(hours))
     prepare(write_corpus(tmp_path / "texts", random_texts(200)), 300)
     assert re.search(r"tokenizer trained in \d+\.\d s", capsys.readouterr().out)
-
-
-def test_data_bench_command(tmp_path, monkeypatch, capsys):
-    from scripts import data_bench
-
-    monkeypatch.setattr(shards, "SHARD_BYTES", 1 << 20)
-
-    name = write_corpus(tmp_path / "texts", random_texts(500))
-    data_bench.main(["--corpus", name, "--vocab-size", "300", "--max-seq-len", "256"])
-    out = capsys.readouterr().out
-    peaks = re.search(r"loader memory +([\d.]+), [\d.]+, ([\d.]+) MB", out)
-    assert float(peaks[2]) < 1.2 * float(peaks[1])  # four times the corpus, the same memory
-    for line in ("tiktoken alone", "data_prep, 1 thread", "loader, world size 8", "waiting for data"):
-        assert line in out

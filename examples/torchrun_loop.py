@@ -1,8 +1,9 @@
-"""DistMuonAdamW with DistributedDataParallel: ranks share the work of the step and the optimizer's state.
+"""DistMuonAdamW under torchrun: it averages the gradients, and ranks share the step's work and its state.
 
-    PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/ddp.py --folder ddp
-    PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/ddp.py \
-        --folder resumed --resume ddp/step_50.pt
+    PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/torchrun_loop.py \
+        --folder torchrun_loop
+    PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/torchrun_loop.py \
+        --folder resumed --resume torchrun_loop/step_50.pt
 
 A checkpoint of two processes resumes on any other number of them.
 """
@@ -13,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from nanomuon import DistMuonAdamW, build_param_groups
 
@@ -31,18 +31,17 @@ torch.manual_seed(0)
 teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))  # whom the model is to imitate
 model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 8))
 groups = build_param_groups(model, muon=MUON, adamw=ADAMW)
-optimizer = DistMuonAdamW(groups, gradients_averaged=True)  # by DDP: they are not sent again
+optimizer = DistMuonAdamW(groups)  # no DistributedDataParallel: this averages by itself
 done = 0
 if args.resume:
     checkpoint = torch.load(args.resume)
     done = checkpoint["step"]
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
-ddp = DistributedDataParallel(model)
 for step in range(done + 1, 101):
     generator = torch.Generator().manual_seed(1000 * rank + step)  # every rank has rows of its own
     inputs = torch.randn(32, 32, generator=generator)
-    loss = nn.functional.mse_loss(ddp(inputs), teacher(inputs).detach())
+    loss = nn.functional.mse_loss(model(inputs), teacher(inputs).detach())
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -52,5 +51,5 @@ for step in range(done + 1, 101):
         checkpoint = {"step": step, "model": model.state_dict(), "optimizer": optimizer.full_state_dict()}
         if rank == 0:  # full_state_dict() brought the parts of all ranks together; one writes
             torch.save(checkpoint, args.folder / f"step_{step}.pt")
-del ddp, optimizer  # gloo's threads end with the last that holds the process group
+del optimizer  # gloo's threads end with the last that holds the process group
 dist.destroy_process_group()
