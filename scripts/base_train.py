@@ -180,7 +180,7 @@ def accumulate_gradients(run: Run) -> torch.Tensor:
     plan = run.plan
     loss = torch.zeros((), device=run.runtime.device)
     position = run.loader.state_dict()  # of the first of these rows
-    for micro_step in range(plan.micro_steps):
+    for _ in range(plan.micro_steps):
         try:
             inputs, targets = next(run.loader)  # (rows, seq_len) each
         except shards.NobodyWrites:

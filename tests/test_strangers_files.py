@@ -75,6 +75,23 @@ def resume(base):
     run_folder.is_complete(folder, plan.steps)
 
 
+def vouch_for(checkpoint_folder):
+    """Make the manifest of a checkpoint agree with its files, as someone who means harm can."""
+    file = checkpoint_folder / "manifest.json"
+    if not file.is_file() or file.stat().st_size > 1 << 24:
+        return
+    try:
+        manifest = json.loads(file.read_text())
+        manifest.pop("sha256", None)
+        manifest["files"] = {}
+        for tensors in checkpoint_folder.glob("*.safetensors"):
+            if tensors.is_file() and tensors.stat().st_size < 1 << 30:
+                manifest["files"] |= checkpoint._fingerprint(tensors)
+        file.write_text(checkpoint._seal(manifest))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return  # there is no manifest any more that could vouch for anything
+
+
 def run_of(base):
     return base / "runs" / "tiny"
 
