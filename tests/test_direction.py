@@ -1,15 +1,13 @@
-"""A direction of one's own for matrices: the function that docs/add_your_optimizer.md prints trains the same
+"""A direction of one's own for matrices: a function trains the same
 in every world and layout, and its state lives, is saved and moves as the second moment does.
 """
-
-import re
-from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.tensor import Shard
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW, muon_direction
+from nanomuon.orthogonalize import orthogonalize
 from tests import test_optim_dist, test_sharded
 from tests.test_optim_dist import assert_close, assert_same_everywhere, build
 from tests.worlds import run_world
@@ -24,16 +22,43 @@ ROWS = [Shard(0)]
 TOLERANCE = 1e-9
 
 
-def documented(name):
-    """The function in the page, as a function of this module, so that other processes can be told of it."""
-    page = Path(__file__).parent.parent / "docs" / "add_your_optimizer.md"
-    (code,) = re.findall(rf"```python\n((?:from [^\n]*\n\n\n)?def {name}.*?)```", page.read_text(), re.DOTALL)
-    names = {"__name__": __name__, "torch": torch}
-    exec(code, names)
-    return names[name]
+def whitened(U, kept, ok, square_weight):
+    """The momentum times the inverse root of a running mean of its Gram matrix: one side of Shampoo.
+
+    U: (k, m, n). kept["gram"]: (k, m, m), updated in place.
+    """
+    gram = kept["gram"]
+    gram.lerp_(U @ U.mT / U.size(2), square_weight * ok)
+    values, vectors = torch.linalg.eigh(gram)  # (k, m), (k, m, m)
+    roots = (values.clamp(min=0) + 1e-4).rsqrt().unsqueeze(1)  # (k, 1, m)
+    X = (vectors * roots) @ vectors.mT @ U
+    gain = torch.full_like(square_weight, 0.2)  # (k, 1, 1)
+    return X, gain
 
 
-whitened, by_row = documented("whitened"), documented("by_row")
+def state_of_whitened(m, n):
+    return {"gram": (m, m)}
+
+
+whitened.state = state_of_whitened
+
+
+def by_row(U, kept, ok, square_weight):
+    """NorMuon (arXiv 2510.05491) with a second moment for every output row, of wide matrices too."""
+    X = orthogonalize(U).to(square_weight.dtype)  # (k, m, n)
+    second = kept["second_momentum_buffer"]  # (k, m, 1)
+    second.lerp_(X.square().mean(dim=2, keepdim=True), square_weight * ok)
+    scaled = X * second.clamp(min=1e-10).rsqrt()
+    norm_before = torch.linalg.matrix_norm(X, keepdim=True)  # (k, 1, 1)
+    norm_after = torch.linalg.matrix_norm(scaled, keepdim=True)
+    return scaled, norm_before / norm_after.clamp(min=1e-10)
+
+
+def state_of_by_row(m, n):
+    return {"second_momentum_buffer": (m, 1)}
+
+
+by_row.state = state_of_by_row
 
 
 def like_the_default(U, kept, ok, square_weight):

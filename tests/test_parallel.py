@@ -3,9 +3,7 @@ other.
 """
 
 import json
-import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -188,12 +186,3 @@ def test_base_train_names_what_does_not_divide(base, flags, message):
 def test_heads_that_do_not_divide_are_named_with_what_does():
     with pytest.raises(InputError, match="does not divide 6 key-value heads.*choose 1 or 2 or 3 or 6"):
         parallel.data_parallel_size(8, 4, GPTConfig.from_depth(12, 100, 16))
-
-
-def test_the_tables_of_capabilities_name_tests_that_exist():
-    tests = Path(__file__).parent
-    text, file = (tests.parent / "docs" / "distributed.md").read_text(), None
-    for named, test in re.findall(r"`(?:(test_\w+\.py)(?:::)?)?(test_\w+)?`", text):
-        file = named or file
-        if file:
-            assert not test or f"def {test}(" in (tests / file).read_text(), (file, test)

@@ -1,0 +1,64 @@
+"""docs/optimizer.md says what is so: its rule is the optimizer's, its example runs, its names exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanomuon.optim import MuonAdamW
+from tests.reference import distance
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs/optimizer.md").read_text()
+RULE, IDEA = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def trained(group, shape, steps, seed=0):
+    """The parameter after steps of MuonAdamW, and the gradients that it had."""
+    generator = torch.Generator().manual_seed(seed)
+    param = torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+    start = param.detach().clone()
+    optimizer = MuonAdamW([dict(group, params=[param])], compile=False)
+    grads = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(steps)]
+    for grad in grads:
+        param.grad = grad
+        optimizer.step()
+    return start, param.detach(), grads
+
+
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (16, 16)])
+def test_the_rule_on_the_page_is_the_optimizers(shape):
+    names = {}
+    exec(RULE, names)
+    group = dict(kind="muon", lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.1)
+    P, expected, grads = trained(group, shape, 20)
+    m, n = shape
+    M = torch.zeros_like(P)
+    V = torch.zeros(m, 1, dtype=P.dtype) if m >= n else torch.zeros(1, n, dtype=P.dtype)
+    for grad in grads:
+        names["muon_step"](P, grad, M, V)
+    assert distance(P, expected) < 1e-6
+
+
+def test_the_idea_on_the_page_is_lion():
+    names = {"torch": torch}
+    exec(IDEA, names)
+    P, expected, grads = trained(names["group"], (6, 9), 5)
+    M = torch.zeros_like(P)
+    for grad in grads:
+        P -= 3e-4 * (torch.sign(0.9 * M + 0.1 * grad) + 0.1 * P)
+        M = 0.99 * M + 0.01 * grad
+    assert distance(P, expected) < 1e-12
+
+
+def test_the_page_names_what_exists():
+    known = set(re.findall(r"\w+", RULE + IDEA))
+    for folder in ("nanomuon", "scripts", "contenders"):
+        for file in (ROOT / folder).glob("*.py"):
+            known |= {file.name, file.stem, folder, *re.findall(r"\w+", file.read_text())}
+    before, after = PAGE.split("## Beside other optimizers")  # that section has names of others
+    prose = re.sub(r"```.*?```", "", before + after.split("## ")[1], flags=re.DOTALL)
+    for quoted in re.findall(r"`([^`\n]+)`", prose):
+        for word in re.findall(r"[A-Za-z_]\w{2,}", quoted):
+            assert word in known, quoted
