@@ -114,12 +114,12 @@ def copy_bandwidth(device):
 
 
 def products(optimizer, device):
-    """A function that makes the products of every Muon bank and nothing else."""
-    calls = []
-    optimizer.plan()
-    for bank in optimizer.works:
-        if not isinstance(bank, Bank):
-            continue
+    """A function that makes the products of every Muon bank of ours and nothing else."""
+    calls, banks = [], []
+    if isinstance(optimizer, MuonAdamW):
+        optimizer.plan()
+        banks = [work for work in optimizer.works if isinstance(work, Bank)]
+    for bank in banks:
         k, (short, long) = bank.batches[0][1], sorted(bank.shape)
         gram, dtype = newton_schulz_form(short, long, NS_STEPS, device, optimizer.ns_dtype)
         X, Y = (torch.randn(k, short, long, device=device, dtype=dtype) / long for _ in range(2))

@@ -2,7 +2,6 @@
 
     python -m scripts.train_bench --depth 4 --total-batch-size 4096   # the flags of base_train, and a few
     python -m scripts.train_bench --depth 12 --window-pattern SSSL --json step.json
-    python -m scripts.train_bench --depth 4 --attention               # the attention backends of this device
 
 Step and floor run in turn, round after round, so that a busy machine slows both; medians, the spread (half of
 the rounds lie within it) and the median of the ratio to the floor in the same round are printed. Floor: the
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanomuon import attention, fp8, parallel, recipe, report, shards, sizing, user_file
+from nanomuon import fp8, parallel, recipe, report, shards, sizing, user_file
 from nanomuon.arguments import ArgumentParser, add_step_arguments
 from nanomuon.compilation import choose_compilation, compile_model
 from nanomuon.corpus import check_corpus
@@ -50,7 +49,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--rounds", type=int, default=7, help="rounds after one to warm up (default: %(default)s)")
-    add("--attention", action="store_true", help="compare the attention backends instead")
     add("--json", help="also write the numbers to this file")
     add_step_arguments(parser)
     args, others = parser.parse_known_args(argv)
@@ -77,8 +75,7 @@ def main(argv: list[str] | None = None) -> None:
         raise InputError("train_bench measures one process; start it without torchrun")
     if args.fp8:
         fp8.check(runtime, args.tensor_parallel)
-    table = attention_table if args.attention else step_table
-    result = table(args, args.rounds, runtime)
+    result = step_table(args, args.rounds, runtime)
     result["machine"] = dict(description=report.machine_description(), threads=torch.get_num_threads())
     if args.json is not None:
         Path(args.json).write_text(json.dumps(result, indent=1))
@@ -203,7 +200,8 @@ def step_table(args, rounds, runtime):
                 times[name].append(milliseconds)
         log.close()
 
-    table = optim_bench.report(f"depth {config.depth}, {rows} x {config.seq_len} tokens", times, first)
+    print(f"depth {config.depth}, {rows} x {config.seq_len} tokens, first step {first:.0f} ms")
+    table = optim_bench.report(times)
     seconds = table["whole step"]["median"] / 1e3
     result = dict(
         depth=config.depth,
@@ -223,24 +221,6 @@ def step_table(args, rounds, runtime):
             result["mfu"] = model.estimate_flops() * batch / seconds / peak
             print(f"MFU {100 * result['mfu']:.1f}%")
     return result
-
-
-def attention_table(args, rounds, runtime):
-    """Print and return milliseconds of every attention backend at the model's shape, forward and backward."""
-    plan = plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime, {})
-    config = plan.config
-    shape = plan.rows, config.seq_len, config.heads, config.kv_heads, config.head_dim
-    windows = [None, config.short_window_tokens]
-    results = attention.measure(*shape, windows, runtime.device, runtime.compute_dtype, args.compile, rounds)
-    print("{} rows x {} tokens, {} heads, {} for keys, of {} channels".format(*shape))
-    table = {}
-    for implementation, rows_of_windows in results.items():
-        for window, row in rows_of_windows.items():
-            for backend, ms in row.items():
-                name = attention.described(implementation, window, backend)
-                table[name] = ms
-                print(f"{name:24} {ms}" if isinstance(ms, str) else f"{name:24} {ms:8.2f} ms")
-    return dict(attention=table)
 
 
 if __name__ == "__main__":

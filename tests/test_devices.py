@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanomuon import compilation, devices, optim, planning, runtime, sizing
+from nanomuon import compilation, devices, planning, runtime, sizing
 from nanomuon.runtime import InputError
 from scripts import base_train
 
@@ -297,12 +297,3 @@ def test_without_a_compiler_a_run_on_gpus_does_not_begin_unless_told_how(program
         args = base_train.parse_arguments([flag], {})
         compilation.choose_compilation(args, "cuda")
         assert args.compile is compiles and runtime.compile_enabled() is compiles
-
-
-def test_without_a_compiler_the_optimizer_stays_eager_on_cuda(programs, tmp_path):
-    optimizer = optim.MuonAdamW.for_model(torch.nn.Linear(4, 4))
-    with pytest.warns(UserWarning, match="no C compiler clang .* kernels run eagerly"):
-        assert optimizer.decide_compilation(torch.device("cuda")) is False
-    programs("gcc")
-    (tmp_path / "Python.h").touch()
-    assert optimizer.decide_compilation(torch.device("cuda")) is True

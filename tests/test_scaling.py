@@ -1,184 +1,99 @@
-"""The law of loss over parameters and tokens, against runs made from constants that are known."""
+"""A family of runs: its law, and training, interrupting and enlarging it with a made-up base_train."""
 
-import itertools
-import math
-
-import numpy as np
 import pytest
 
-from scripts.laboratory import scaling
-from scripts.laboratory.scaling import Law, Point, Size
+from nanomuon import planning
+from nanomuon.runtime import STOPPED, InputError, Runtime, write_json
+from scripts import base_train, scaling
 
-# The constants of Hoffmann et al. (arXiv 2203.15556, equation 10)
-HOFFMANN = Law(1.69, math.log(406.4), 0.34, math.log(410.7), 0.28)
-# Like those of models of a million parameters
-SMALL = Law(0.7, math.log(40), 0.35, math.log(150), 0.4)
-SIZES = [Size(depth, 50_000 * depth**2, 500_000 * depth**2) for depth in range(1, 13)]
-DEPTHS = (2, 3, 4)
-TOKENS = (250_000, 500_000, 1_000_000, 2_000_000)
-
-
-def runs(law, depths=DEPTHS, tokens=TOKENS, noise=0.0, seed=0):
-    """Every depth with every number of tokens, with losses of the law times e^(noise x N(0, 1))."""
-    generator = np.random.default_rng(seed)
-    points = []
-    for depth, count in itertools.product(depths, tokens):
-        size = SIZES[depth - 1]
-        loss = law.loss(size.parameters, count) * math.exp(noise * generator.standard_normal())
-        points.append(Point(size, count, loss))
-    return points
-
-
-def test_the_law_and_its_inverse():
-    # Gopher and Chinchilla by hand: 1.69 + 0.052 + 0.251, 1.69 + 0.083 + 0.163
-    assert HOFFMANN.loss(280e9, 300e9) == pytest.approx(1.993, abs=1e-3)
-    assert HOFFMANN.loss(70e9, 1.4e12) == pytest.approx(1.936, abs=1e-3)
-    assert (HOFFMANN.A, HOFFMANN.B) == (pytest.approx(406.4), pytest.approx(410.7))
-    assert HOFFMANN.parameters_exponent == pytest.approx(0.28 / 0.62)
-    assert HOFFMANN.tokens_to(HOFFMANN.loss(70e9, 1.4e12), 70e9) == pytest.approx(1.4e12)
-    assert HOFFMANN.tokens_to(1.69, 70e9) == math.inf
-
-
-@pytest.mark.parametrize("law", [HOFFMANN, SMALL])
-def test_constants_are_recovered_from_exact_losses(law):
-    fit = scaling.fit(runs(law), resamples=3)
-    assert fit.noise < 1e-6
-    for name in ("E", "log_A", "alpha", "log_B", "beta"):
-        assert getattr(fit.law, name) == pytest.approx(getattr(law, name), rel=1e-3)
-
-
-def test_a_fit_is_the_same_every_time_and_in_any_order():
-    points = runs(SMALL, noise=0.003)
-    first, again = scaling.fit(points, resamples=5), scaling.fit(points, resamples=5)
-    assert first.law == again.law and np.array_equal(first.resampled.E, again.resampled.E)
-    turned = scaling.fit(points[::-1], resamples=5)
-    assert turned.law.E == pytest.approx(first.law.E, rel=1e-4)
-
-
-def test_intervals_hold_the_truth_about_as_often_as_they_say():
-    """Simulated: 15 families of 12 runs with 0.3% noise. A noise that is taken for half fails this."""
-    flops = 10 * max(point.flops for point in runs(SMALL))
-    held, widths = [], []
-    for seed in range(15):
-        fit = scaling.fit(runs(SMALL, noise=0.003, seed=seed), resamples=60, seed=seed)
-        for name in ("E", "alpha", "beta", "parameters_exponent"):
-            found = scaling.interval(getattr(fit.law, name), getattr(fit.resampled, name))
-            held.append(found.low <= getattr(SMALL, name) <= found.high)
-        advice = scaling.for_compute(fit, SIZES, flops)
-        truth = SMALL.loss(advice.size.parameters, advice.tokens)
-        held.append(advice.loss.low <= truth <= advice.loss.high)
-        widths.append((advice.loss.high - advice.loss.low) / truth)
-    assert 0.87 <= np.mean(held) <= 0.99
-    assert np.median(widths) < 0.1  # ten times beyond the largest run
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("depths,tokens,noise", [(DEPTHS, TOKENS[:3], 0.001), ((1, 2, 3, 4), TOKENS, 0.005)])
-def test_coverage_at_length(depths, tokens, noise):
-    held = {"E": [], "alpha": [], "beta": [], "compute to a loss": [], "best depth": []}
-    points = runs(SMALL, depths, tokens)
-    flops = 3 * max(point.flops for point in points)
-    losses = scaling.losses_after(SMALL, SIZES, flops)
-    best = SIZES[losses.argmin()]
-    for seed in range(20):
-        fit = scaling.fit(runs(SMALL, depths, tokens, noise, seed), resamples=80, seed=seed)
-        for name in ("E", "alpha", "beta"):
-            found = scaling.interval(getattr(fit.law, name), getattr(fit.resampled, name))
-            held[name].append(found.low <= getattr(SMALL, name) <= found.high)
-        deepest, shallowest = scaling.for_compute(fit, SIZES, flops).depths[::-1]
-        held["best depth"].append(shallowest <= best.depth <= deepest)
-        advice = scaling.for_loss(fit, SIZES, losses.min())
-        if advice is not None:
-            tokens_needed = SMALL.tokens_to(losses.min(), advice.size.parameters)
-            truth = tokens_needed * advice.size.flops_per_token
-            held["compute to a loss"].append(advice.flops.low <= truth <= advice.flops.high)
-    assert all(np.mean(of_one) >= 0.7 for of_one in held.values()), held
-    assert np.mean([np.mean(of_one) for of_one in held.values()]) >= 0.85
-
-
-def test_advice_for_compute_is_what_a_search_finds():
-    fit = scaling.fit(runs(SMALL), resamples=5)
-    for flops in (1e12, 3e13, 1e15):
-        best = None
-        for size in SIZES:
-            tokens = np.geomspace(1e3, 1e10, 20_000)
-            paid = tokens[tokens * size.flops_per_token <= flops]
-            loss = SMALL.loss(size.parameters, paid).min()
-            if best is None or loss < best[1]:
-                best = size, loss
-        advice = scaling.for_compute(fit, SIZES, flops)
-        assert advice.size == best[0] and advice.loss.value == pytest.approx(best[1], rel=1e-3)
-        assert advice.tokens * advice.size.flops_per_token == pytest.approx(flops)
-        assert advice.flops.value == flops and math.isnan(advice.flops.low)
-
-
-def test_advice_for_a_loss_is_what_a_search_finds():
-    fit = scaling.fit(runs(SMALL), resamples=5)
-    for loss in (2.0, 1.4, 1.1):
-        best = None
-        for size in SIZES:
-            tokens = np.geomspace(1e3, 1e12, 20_000)
-            there = tokens[SMALL.loss(size.parameters, tokens) <= loss]
-            if len(there) and (best is None or there[0] * size.flops_per_token < best[1]):
-                best = size, there[0] * size.flops_per_token
-        advice = scaling.for_loss(fit, SIZES, loss)
-        assert advice.size == best[0] and advice.flops.value == pytest.approx(best[1], rel=0.01)
-        assert fit.law.loss(advice.size.parameters, advice.tokens) == pytest.approx(loss)
-    assert scaling.for_loss(fit, SIZES, 0.7) is None  # the E of these runs
-
-
-def test_the_larger_the_compute_the_deeper_the_model():
-    fit = scaling.fit(runs(SMALL), resamples=5)
-    depths = [scaling.for_compute(fit, SIZES, 10.0**power).size.depth for power in range(10, 17)]
-    assert depths == sorted(depths) and depths[0] == 1 and depths[-1] > 4
-
-
-@pytest.mark.parametrize(
-    "depths,tokens,problem",
-    [
-        ((1, 2), TOKENS, "here are 8, of 2 and 4"),
-        ((1, 2, 3, 4), TOKENS[:2], "here are 8, of 4 and 2"),
-        ((1, 2), TOKENS[:2], "here are 4, of 2 and 2"),
-        ((1, 2, 3), TOKENS[:3], None),
-    ],
+LAW = 0.8, 200.0, 0.5, 3000.0, 0.6
+FLAGS = (
+    "--max-seq-len 32 --total-batch-size 256 --vocab-size 300 --device-batch-size 4 --dtype float32".split()
 )
-def test_too_few_runs_for_a_law_are_told_so(depths, tokens, problem):
-    points = runs(SMALL, depths, tokens)
-    if problem is None:
-        assert scaling.why_no_law(points) is None
-    else:
-        assert problem in scaling.why_no_law(points)
-        with pytest.raises(ValueError, match=problem):
-            scaling.fit(points)
-    assert scaling.why_no_law(runs(SMALL, (1, 2, 3), TOKENS[:3])[:6])  # six of nine
+
+pytestmark = pytest.mark.usefixtures("environment")
 
 
-def test_runs_that_determine_nothing_do_so_without_an_error():
-    """Losses that are the same for all, that rise, and that are noise: wide intervals, and no crash."""
-    for change in (
-        lambda point: 1.0,
-        lambda point: 1 + point.tokens / 1e7,
-        lambda point: 1 + hash(point) % 7,
-    ):
-        points = [Point(point.size, point.tokens, change(point)) for point in runs(SMALL)]
-        fit = scaling.fit(points, resamples=20)
-        advice = scaling.for_compute(fit, SIZES, 1e14)
-        assert math.isfinite(advice.loss.value) and advice.depths[0] <= advice.depths[1]
+def member(depth, parameters, tokens):
+    return scaling.Member(
+        depth, tokens, parameters, 6.0 * parameters * tokens, scaling.law_loss(LAW, parameters, tokens)
+    )
 
 
-def test_between_runs_without_a_law():
-    small, large = SIZES[0], SIZES[3]
-    points = [Point(small, 1_000, 2.0), Point(small, 4_000, 1.5), Point(large, 1_000, 1.8)]
-    points.append(Point(large, 4_000, 1.2))
-    # Half way between two runs, in logarithms
-    half = 2_000 * small.flops_per_token
-    advice = scaling.measured_for_compute(points, half)
-    assert advice.size == small and advice.loss.value == pytest.approx(math.sqrt(2.0 * 1.5))
-    assert advice.tokens == pytest.approx(2_000) and math.isnan(advice.loss.low) and advice.depths is None
-    assert scaling.measured_for_compute(points, 5_000 * small.flops_per_token) is None
-    # Both come to 1.7, and the small one with less compute; only the large one to 1.3
-    assert scaling.measured_for_loss(points, 1.7).size == small
-    back = scaling.measured_for_loss(points, math.sqrt(2.0 * 1.5))
-    assert back.flops.value == pytest.approx(half)
-    assert scaling.measured_for_loss(points, 1.3).size == large
-    assert scaling.measured_for_loss(points, 1.1) is None
+def test_the_law_of_made_up_runs_is_found():
+    sizes = {1: 40_000, 2: 160_000, 4: 900_000}
+    runs = [member(d, n, t) for d, n in sizes.items() for t in (250_000, 1_000_000, 4_000_000)]
+    found = scaling.fit(runs)
+    assert found == pytest.approx(LAW, rel=0.05)
+    for run in runs:
+        assert scaling.law_loss(found, run.parameters, run.tokens) == pytest.approx(run.loss, rel=1e-4)
+    assert scaling.fit(runs[:6]) is None, "two depths tell nothing of the third constant"
+
+
+class MadeUp:
+    """In place of subprocess.Popen: a base_train that ends at once, with the loss of the law."""
+
+    started = []
+    code = 0
+
+    def __init__(self, command, stdout, **keywords):
+        self.argv = command[command.index("scripts.base_train") + 1 :]
+        self.stdout = stdout
+
+    def wait(self):
+        args = base_train.parse_arguments(self.argv, {})
+        base_train.check_arguments(args)
+        self.started.append(args.run)
+        if self.code:
+            self.stdout.write(b"step 1\nerror: no such luck\n")
+            return self.code
+        folder = scaling.run_folder.folder_of(args.run)
+        folder.mkdir(parents=True)
+        import torch
+
+        config = planning.model_config(args, args.vocab_size, Runtime(torch.device("cpu"), torch.float32))
+        parameters, _ = scaling.size_of(config)
+        tokens = args.num_iterations * args.total_batch_size
+        write_json(folder / "settings.json", {"options": {}, **vars(config)})
+        loss = scaling.law_loss(LAW, parameters, tokens)
+        write_json(folder / "summary.json", {"val_bpb": loss, "steps": args.num_iterations, "tokens": tokens})
+        return 0
+
+
+@pytest.fixture
+def family(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
+    monkeypatch.setattr(scaling.subprocess, "Popen", MadeUp)
+    monkeypatch.setattr(scaling, "exit_when_asked", lambda: None)
+    monkeypatch.setattr(MadeUp, "started", [])
+    monkeypatch.setattr(MadeUp, "code", 0)
+
+    def run(*arguments):
+        return scaling.main([*arguments, "--corpus", f"path:{base}/texts", "--", *FLAGS])
+
+    return run
+
+
+def test_a_family_is_interrupted_enlarged_and_asked(family, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(MadeUp, "code", STOPPED)
+    with pytest.raises(SystemExit):
+        family("--depths", "1,2,3", "--tokens", "250k,500k")
+    monkeypatch.setattr(MadeUp, "code", 0)
+    family("--depths", "1,2,3", "--tokens", "250k,500k")
+    assert len(MadeUp.started) == 7 and MadeUp.started[0] == MadeUp.started[1] == "family-d1-t250000"
+    assert "A law takes 7 runs" in capsys.readouterr().out
+    family("--depths", "1,2,3", "--tokens", "250k,500k,1M", "--target-flops", "1e13")
+    out = capsys.readouterr().out
+    assert len(MadeUp.started) == 10 and "family-d1-t250000 is finished, skipped" in out
+    assert "loss = " in out and "1e+13 FLOPs: depth " in out
+    folder = tmp_path / "scaling/family"
+    assert (folder / "scaling.png").stat().st_size > 5_000
+    assert "| 3 |" in (folder / "scaling.md").read_text()
+
+
+def test_a_run_that_fails_is_named_with_its_last_words(family, monkeypatch):
+    monkeypatch.setattr(MadeUp, "code", 2)
+    with pytest.raises(InputError, match="^run family-d1-t250000: no such luck"):
+        family("--depths", "1", "--tokens", "250k")
+    with pytest.raises(InputError, match="has no finished run yet"):
+        scaling.main([])

@@ -61,12 +61,6 @@ def test_the_flags_of_a_run_are_taken():
         train_bench.parse_arguments(["--dpeth", "2"])
 
 
-def test_the_table_of_attention_backends(base, environment, capsys):
-    train_bench.main([*arguments(base, "bench", 5), "--attention", "--rounds", "1"])
-    out = capsys.readouterr().out
-    assert "4 rows x 32 tokens" in out and "sdpa full" in out and "sdpa window 8" in out
-
-
 def test_freed_memory_is_used_again():
     script = """
 import resource, torch
