@@ -11,7 +11,7 @@ times smaller than AdamW's, decay as many times larger).
 
 import torch
 
-from scripts.laboratory.race_contenders import plain_schedule, preset_groups
+from scripts.laboratory.contenders import plain_schedule, preset_groups
 
 schedule = plain_schedule
 

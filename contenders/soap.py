@@ -11,7 +11,7 @@ Source: "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv 2409.11321; 
 
 import torch
 
-from scripts.laboratory.race_contenders import plain_schedule, preset_groups
+from scripts.laboratory.contenders import plain_schedule, preset_groups
 
 schedule = plain_schedule
 BETA1, BETA2, EPS = 0.95, 0.95, 1e-8

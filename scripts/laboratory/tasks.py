@@ -1,23 +1,19 @@
 """The tasks that optimizers race on: what is trained, on which rows, and how it is scored.
 
-A setup is a dict of all that two runs must share to be compared, of JSON types; a race keeps it as task.json.
-What it was made from lies at a place: the file of a text, or a folder of shards.
+A setup is a dict of all that two runs must share to be compared, of JSON types. What it was made from lies at
+a place: the file of a text, or a folder of shards.
 """
 
-import ast
-import functools
 import hashlib
 import itertools
 import json
-import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from nanomuon import attention, gpt, moe, optim, orthogonalize, qk_clip, shards
+from nanomuon import shards
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError, usable_gpus
@@ -25,21 +21,7 @@ from nanomuon.runtime import InputError, usable_gpus
 EVAL_ROWS = 64  # windows of a validation batch of the shakespeare task
 
 
-@dataclass(frozen=True)
-class Task:
-    """make_setup(text, vocab_size) gives the place of the data and the setup.
-
-    open_data(setup, place, seed, device) gives the training batches, in an order that is a function of the
-    seed, the validation batches, and the bytes of each token. targets: losses; a race tells how soon they are
-    reached.
-    """
-
-    make_setup: Callable
-    open_data: Callable
-    targets: list
-
-
-def shakespeare_setup(text, vocab_size=None):
+def shakespeare_setup(text, steps):
     """Characters of a text: the first 90% to train on, the loss over all windows of the last 10% to score."""
     if not text:
         raise InputError("the task shakespeare needs --text FILE, a plain text such as tinyshakespeare.txt")
@@ -56,7 +38,7 @@ def shakespeare_setup(text, vocab_size=None):
         model=dict(vocab_size=len(set(characters)), seq_len=64, depth=4, width=128, heads=4, kv_heads=4),
         rows=12,
         micro_rows=12,
-        steps=2000,
+        steps=steps or 2000,
         eval_every=50,
         eval_batches=4,
         whole_every=200,
@@ -104,45 +86,42 @@ def validation_windows(inputs, targets):
     return [(inputs[:, i].contiguous(), targets[:, i].contiguous()) for i in range(inputs.size(1))]
 
 
-def python_setup(text=None, vocab_size=None, steps=300):
-    """The corpus that needs no download, with base_train's loader and model of depth 4: bits per byte."""
-    return corpus_setup(
-        "python",
+def corpus_setup(corpus, vocab_size, steps):
+    """Any corpus, with base_train's loader and the speedrun's shape on a CPU: bits per byte."""
+    return setup_on_shards(
+        corpus,
         vocab_size,
         dict(depth=4),
         seq_len=256,
         rows=16,
         micro_rows=16,
-        steps=steps,
+        steps=steps or 300,
         eval_every=25,
         eval_batches=8,
-        whole_every=steps,
+        whole_every=steps or 300,
         unit="bits per byte",
     )
 
 
-python_long_setup = functools.partial(python_setup, steps=2000)
-
-
-def speedrun_setup(text=None, vocab_size=None):
+def speedrun_setup(vocab_size, steps):
     """The setting of modded-nanogpt's track 3 (records/track_3_optimization): 12 layers, width 768, context
     1,024, 524,288 tokens a step of FineWeb, steps to 3.28 nats per token; its Muon baseline takes 3,800.
 
-    Two things differ, so that its figures compare with each other and not with that track's: the tokenizer is
-    our own of GPT-2's size, and the model is this repo's, with value embeddings and residual scalars.
+    Two things differ, so its figures compare with each other and not with that track's: the tokenizer is our
+    own of GPT-2's size, and the model is this repo's, with value embeddings and residual scalars.
     """
     if not usable_gpus():
         raise InputError(
             "the task speedrun trains on 2 billion tokens and needs a GPU; shakespeare and python do not"
         )
-    return corpus_setup(
+    return setup_on_shards(
         "hf:HuggingFaceFW/fineweb",
         vocab_size or 50257,
         dict(depth=12, heads=6, kv_heads=6),
         seq_len=1024,
         rows=512,
         micro_rows=16,
-        steps=3800,
+        steps=steps or 3800,
         eval_every=125,
         eval_batches=64,
         whole_every=500,
@@ -150,7 +129,7 @@ def speedrun_setup(text=None, vocab_size=None):
     )
 
 
-def corpus_setup(corpus, vocab_size, shape, seq_len, **rest):
+def setup_on_shards(corpus, vocab_size, shape, seq_len, **rest):
     """Place and setup of a task on a corpus. shape: keywords of GPTConfig.from_depth, rest: what it adds."""
     folder = shards.prepare_for_training(corpus, vocab_size, rest["steps"] * rest["rows"] * seq_len)
     manifest = shards.read_manifest(folder)
@@ -172,33 +151,29 @@ def corpus_data(setup, folder, seed, device):
     return training, validation, token_bytes
 
 
-TASKS = {
-    "shakespeare": Task(shakespeare_setup, shakespeare_data, targets=[1.775, 1.6]),
-    "python": Task(python_setup, corpus_data, targets=[1.5, 1.4]),
-    "python-long": Task(python_long_setup, corpus_data, targets=[1.0, 0.95]),
-    "speedrun": Task(speedrun_setup, corpus_data, targets=[3.5, 3.28]),
-}
+TASKS = ("shakespeare", "python", "corpus", "speedrun")
 
 
-def open_task(name, text, vocab_size, steps, model):
-    """(place, setup) of a task; `steps` and fields of GPTConfig in `model` replace its own where given."""
-    check_model_fields(model)
-    place, setup = TASKS[name].make_setup(text, vocab_size)
-    setup = {"name": name, **setup}
-    if model.get("vocab_size", math.inf) < setup["model"]["vocab_size"]:
-        raise InputError(
-            f"--model vocab_size={model['vocab_size']}: the data has {setup['model']['vocab_size']} tokens"
-        )
+def open_task(args):
+    """(place, setup) of --task, with --text, --corpus, --vocab-size, --steps and the fields of --model."""
+    if args.task == "shakespeare":
+        place, setup = shakespeare_setup(args.text, args.steps)
+    elif args.task == "speedrun":
+        place, setup = speedrun_setup(args.vocab_size, args.steps)
+    else:
+        place, setup = corpus_setup(args.corpus, args.vocab_size, args.steps)
     try:
-        setup["model"] = asdict(GPTConfig(**{**setup["model"], **model}))
+        setup["model"] = asdict(GPTConfig(**{**setup["model"], **dict(args.model)}))
     except (TypeError, ValueError) as error:
         raise InputError(f"--model: {error}") from error
-    if steps:
-        setup["steps"] = steps
-    setup["device"] = "cuda" if usable_gpus() else "cpu"
-    setup["model_code"] = digest(*[code_digest(module.__file__) for module in (gpt, attention, moe, qk_clip)])
-    setup["optimizer_code"] = digest(*[code_digest(module.__file__) for module in (optim, orthogonalize)])
-    return place, setup
+    return place, {"name": args.task, **setup, "device": "cuda" if usable_gpus() else "cpu"}
+
+
+def open_data(setup, place, seed, device):
+    """(training batches in an order that is a function of the seed, validation batches, bytes of tokens)."""
+    if setup["name"] == "shakespeare":
+        return shakespeare_data(setup, place, seed, device)
+    return corpus_data(setup, place, seed, device)
 
 
 def empty_model(setup, device):
@@ -206,18 +181,6 @@ def empty_model(setup, device):
     with torch.device("meta"):
         model = GPT(GPTConfig(**setup["model"]), getattr(torch, setup["dtype"]))
     return model.to_empty(device=device)
-
-
-def check_model_fields(model):
-    """InputError where `model`, what --model gives, has what is no field of GPTConfig, or not of its type."""
-    types = {field.name: field.type for field in fields(GPTConfig)}
-    for name, value in model.items():
-        if name not in types:
-            raise InputError(f"--model {name}={value}: no such field; there are {', '.join(types)}")
-        wanted = types[name]
-        is_whole_for_float = wanted is float and type(value) is int
-        if type(value) is not wanted and not is_whole_for_float:
-            raise InputError(f"--model {name}={value}: {name} is of type {wanted.__name__}")
 
 
 def digest(*parts):
@@ -228,22 +191,6 @@ def digest(*parts):
             part = json.dumps(part, sort_keys=True, default=as_text).encode()
         state.update(part)
     return state.hexdigest()[:12]
-
-
-def code_digest(file):
-    """Digest of what a Python file does: its comments, docstrings and layout do not count."""
-    tree = ast.parse(Path(file).read_bytes())
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if not isinstance(body, list):
-            continue
-        node.body = [statement for statement in body if not is_text(statement)]
-    return digest(ast.unparse(tree))
-
-
-def is_text(statement):
-    """Whether it is a docstring, or another string that nothing is done with."""
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def as_text(value):

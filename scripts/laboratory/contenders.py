@@ -2,19 +2,20 @@
 
 import ast
 import functools
+import hashlib
 import inspect
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+
+from scipy.stats import qmc
 
 from nanomuon import recipe
 from nanomuon.param_groups import build_param_groups
 from nanomuon.runtime import InputError
 from nanomuon.schedule import lr_multiplier
-from nanomuon.user_file import check_schedule, load_recipe, make_optimizer
-from scripts.laboratory.race_tasks import code_digest, digest, empty_model
+from nanomuon.user_file import check_schedule, load_dial, load_recipe, make_optimizer
+from scripts.laboratory.tasks import digest, empty_model
 
 
 def preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr):
@@ -84,19 +85,12 @@ def plain_schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
     return {"lr": group["lr"] * lr_multiplier(step, steps, warmup_ratio, warmdown_ratio)}
 
 
-@dataclass(frozen=True)
-class Preset:
-    """build(model) gives param groups, schedule(group, step, steps) their values at a step."""
-
-    build: Callable
-    schedule: Callable
-
-
+# build(model) gives param groups, schedule(group, step, steps) their values at a step
 PRESETS = {
-    "adamw": Preset(adamw_groups, plain_schedule),
-    "muon": Preset(muon_groups, plain_schedule),
-    "normuon": Preset(normuon_groups, plain_schedule),
-    "default": Preset(recipe.param_groups, recipe.schedule),
+    "adamw": (adamw_groups, plain_schedule),
+    "muon": (muon_groups, plain_schedule),
+    "normuon": (normuon_groups, plain_schedule),
+    "default": (recipe.param_groups, recipe.schedule),
 }
 
 
@@ -151,7 +145,7 @@ class Contender:
     def unbound(self):
         """Its two functions, as they are defined."""
         if self.is_preset:
-            return PRESETS[self.source].build, PRESETS[self.source].schedule
+            return PRESETS[self.source]
         build, own_schedule = load_recipe(self.source)
         return build, own_schedule or recipe.schedule
 
@@ -170,18 +164,68 @@ class Contender:
         check_schedule(schedule, built, setup["steps"])
         return optimizer, built, schedule
 
-    def key(self, setup):
-        """Changes with its file's code and its hyperparameters at every step.
+    def sha256(self):
+        """Of its file; None for a preset."""
+        if self.is_preset:
+            return None
+        return hashlib.sha256(Path(self.source).read_bytes()).hexdigest()
 
-        What a contender's file imports is not looked at.
-        """
-        code = [] if self.is_preset else [code_digest(self.source)]
+    def key(self, setup):
+        """Changes with its file and its hyperparameters at every step, not with what the file imports."""
         steps = setup["steps"]
         _, groups, schedule = self.prepare(empty_model(setup, "cpu"), setup)
+        described = []
+        for group in groups:
+            described.append({key: value for key, value in group.items() if key != "params"})
         course = []
         for step in range(steps):
             course.append([schedule(group, step, steps) for group in groups])
-        return digest(*code, described(groups), course)
+        return digest(self.sha256(), described, course)
+
+    def dials(self):
+        """{keyword: (low, high)} that a sweep searches: all rates together, the weight decay, and one more.
+
+        That is the dial that the contender's file names, as in DIAL = ("c", 0.1, 0.8), or else the rate of
+        the matrices beside the others. A keyword that is zero, or that there is not, is not searched.
+        """
+        known = self.keywords()
+        own = None if self.is_preset else load_dial(self.source)
+        widths = {"lr_scale": 3, "weight_decay": 4}
+        if own is None:
+            widths["matrix_lr"] = 2
+        elif own[0] not in known:
+            raise InputError(f"contender {self.source}: its DIAL {own[0]} is not one of {', '.join(known)}")
+        values = {"lr_scale": 1} | known | self.options
+        found = {}
+        for key, width in widths.items():
+            value = values.get(key)
+            if isinstance(value, int | float) and value > 0:
+                found[key] = value / width, value * width
+        if own is not None:
+            found[own[0]] = own[1:]
+        return found
+
+    def trials(self, count):
+        """The contender as it is, and count - 1 with dials at points of a Sobol sequence, alike for all."""
+        searched = self.dials()
+        sequence = qmc.Sobol(len(searched), scramble=False)
+        sequence.fast_forward(2)  # the corner of the lowest values, and the middle, near the first trial
+        chosen = [self]
+        for point in sequence.random(count - 1):
+            options = {}
+            for (key, (low, high)), position in zip(searched.items(), point, strict=True):
+                options[key] = dial_value(low, high, position)
+            chosen.append(self.with_options(options))
+        return chosen
+
+
+def dial_value(low, high, position):
+    """At a position from 0 to 1, evenly, in the logarithm if that can be; to three digits."""
+    if low > 0:
+        value = math.exp(math.log(low) + position * math.log(high / low))
+    else:
+        value = low + position * (high - low)
+    return float(f"{value:.3g}")
 
 
 def defaults(function, given):
@@ -204,11 +248,3 @@ def parse_options(text, options):
         except (ValueError, SyntaxError):
             parsed[key] = value
     return parsed
-
-
-def described(groups):
-    """Param groups without their parameters."""
-    descriptions = []
-    for group in groups:
-        descriptions.append({key: value for key, value in group.items() if key != "params"})
-    return descriptions
