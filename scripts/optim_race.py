@@ -19,9 +19,9 @@ puts them in place in its eval() and back in its train().
 All contenders get the same initial weights and the same rows for a seed, and are compared seed by seed with
 the first of them. Every finished run is a line of races/NAME/results.jsonl under NANOMUON_BASE_DIR: an
 interrupted race goes on, and one with more seeds or contenders trains only what is new. A contender whose
-file or hyperparameters have changed is another contender; runs of another task, model or data are refused. After
-two seeds or more a contender that is hopelessly behind stops, by a rule that wrongs one of the best in a
-hundred races at most.
+file or hyperparameters have changed is another contender; runs of another task, model or data are refused.
+After two seeds or more a contender that is hopelessly behind stops, by a rule that wrongs one of the best in
+a hundred races at most.
 
 --sweep 8 gives each contender the time of eight runs to find its rates first, with other seeds: trials of a
 quarter of the length, the best of them at half, the best of those at all of it. Searched are all rates

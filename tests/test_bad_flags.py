@@ -8,8 +8,7 @@ import pytest
 
 from nanomuon import runtime, schedule
 from nanomuon.runtime import InputError, run_command
-from scripts import base_eval, base_train, optim_race
-from scripts.laboratory import race_tasks
+from scripts import base_eval, base_train
 
 SCRIPTS = sorted(
     path.stem
@@ -84,19 +83,12 @@ REFUSED = [  # script, flags, what is said
     ("optim_bench", "--json /proc/x.json", "--json /proc/x.json: cannot write to /proc"),
     ("optim_bench", "--peer nope.py:build", "nope.py: no such Python file"),
     ("optim_bench", "--peer {text}:main --world 2", "--peer is compared in one process"),
-    ("optim_race", "--contenders adamw --detect nan", "--detect must be above 0 and finite"),
-    ("optim_race", "--contenders adamw --targets nan", "--targets are losses, finite numbers"),
-    ("optim_race", "--contenders adamw --first-seed -1", "--first-seed must not be negative"),
+    ("optim_race", "--contenders adamw --seeds 0", "--seeds must be at least 1"),
     ("optim_race", "--contenders adamw --vocab-size 0", "--vocab-size must be at least"),
-    (
-        "optim_race",
-        "--contenders adamw --model foo=1",
-        "--model foo=1: no such field; there are vocab_size, ",
-    ),
-    ("optim_race", "--contenders adamw --model depth=x", "--model depth=x: depth is of type int"),
+    ("optim_race", "--contenders adamw --sweep 2", "--sweep takes the runs that tuning may cost, at least 3"),
+    ("optim_race", "--contenders adamw --corpus path:x", "--corpus path:x is for --task corpus"),
+    ("optim_race", "--contenders adamw --text {text} --model depth=x", "--model: "),
     ("optim_race", "--contenders adamw --text {text} --model vocab_size=5", "--model vocab_size=5: the data"),
-    ("optim_race", "--leaderboard {folder}/missing", "--leaderboard {folder}/missing: no such folder"),
-    ("optim_race", "--leaderboard /proc/foo", "--leaderboard /proc/foo: cannot write to /proc"),
     ("plan", "--total-batch-size 1000", "--total-batch-size 1000 is not a multiple of 16384"),
     (
         "plan",
@@ -167,13 +159,3 @@ def test_a_bundle_that_is_not_there_is_named_before_bits_per_byte_are_counted(mo
     monkeypatch.setattr(base_eval, "evaluate_bpb", lambda *_: pytest.fail("it was counted"))
     with pytest.raises(InputError, match="^--core-bundle /nope: no such folder"):
         base_eval.main(["--eval", "bpb,core", "--core-bundle", "/nope", "--dtype", "float32"])
-
-
-def test_fields_of_the_model_are_taken_by_their_type():
-    args = optim_race.parse_arguments(
-        "--contenders adamw --model short_window=1 qk_norm=False window_pattern=SL".split()
-    )
-    race_tasks.check_model_fields(dict(args.model))
-    for name, value in (("qk_norm", 0), ("depth", True), ("window_pattern", 1)):
-        with pytest.raises(InputError, match=f"^--model {name}={value}: {name} is of type"):
-            race_tasks.check_model_fields({name: value})

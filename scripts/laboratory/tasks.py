@@ -162,10 +162,13 @@ def open_task(args):
         place, setup = speedrun_setup(args.vocab_size, args.steps)
     else:
         place, setup = corpus_setup(args.corpus, args.vocab_size, args.steps)
+    of_data = setup["model"]["vocab_size"]
     try:
         setup["model"] = asdict(GPTConfig(**{**setup["model"], **dict(args.model)}))
     except (TypeError, ValueError) as error:
         raise InputError(f"--model: {error}") from error
+    if setup["model"]["vocab_size"] < of_data:
+        raise InputError(f"--model vocab_size={setup['model']['vocab_size']}: the data has {of_data} tokens")
     return place, {"name": args.task, **setup, "device": "cuda" if usable_gpus() else "cpu"}
 
 

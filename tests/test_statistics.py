@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from scripts.laboratory.compare import (
+from scripts.laboratory.statistics import (
     benjamini_hochberg,
     crossing,
     differences,

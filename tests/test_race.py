@@ -1,0 +1,259 @@
+"""A race as people run it: small ones that are interrupted, enlarged, tuned, refused, reported."""
+
+import json
+import math
+import random
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanomuon.runtime import InputError
+from scripts import optim_race
+from scripts.laboratory import leaderboard, race, report, tasks
+from scripts.laboratory.contenders import Contender
+
+SMALL = "--model depth=1 width=32 heads=2 kv_heads=2 seq_len=16 --steps 50 --jobs 1 --dtype float32".split()
+
+
+class Inline:
+    """A pool that works in this process, and counts."""
+
+    submitted = []
+    stop_after = math.inf
+
+    def __init__(self, *_):
+        pass
+
+    def shutdown(self, cancel_futures):
+        pass
+
+    def submit(self, function, *arguments):
+        future = Future()
+        if len(self.submitted) >= self.stop_after:
+            future.set_exception(KeyboardInterrupt())
+            return future
+        self.submitted.append(arguments)
+        future.set_result(function(*arguments))
+        return future
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Words in random order: something to learn, the same letters in both parts."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(20)]
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(" ".join(rng.choices(words, k=3000)))
+    return file
+
+
+@pytest.fixture
+def lab(text, tmp_path, monkeypatch):
+    """lab(*arguments) runs the script in this process; the runs that it trained are in Inline.submitted."""
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(race, "ProcessPoolExecutor", Inline)
+    monkeypatch.setattr(race, "as_completed", list)
+    monkeypatch.setattr(Inline, "submitted", [])
+    monkeypatch.setattr(Inline, "stop_after", math.inf)
+    monkeypatch.setattr(optim_race, "exit_when_asked", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+
+    def run(*arguments):
+        Inline.submitted.clear()
+        optim_race.main(["--text", str(text), *SMALL, *arguments])
+        return len(Inline.submitted)
+
+    return run
+
+
+def lines_of(tmp_path, name="shakespeare"):
+    return [json.loads(line) for line in (tmp_path / f"races/{name}/results.jsonl").read_text().splitlines()]
+
+
+def test_a_race_is_interrupted_goes_on_and_grows(lab, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Inline, "stop_after", 3)
+    with pytest.raises(KeyboardInterrupt):
+        lab("--contenders", "default", "adamw", "--seeds", "2")
+    monkeypatch.setattr(Inline, "stop_after", math.inf)
+    kept = len(lines_of(tmp_path)) - 1
+    assert lab("--contenders", "default", "adamw", "--seeds", "2") == 4 - kept
+    assert lab("--contenders", "default", "adamw", "--seeds", "2") == 0, "nothing is trained twice"
+    assert lab("--contenders", "default", "adamw", "adamw:matrix_lr=0.001", "--seeds", "2") == 2
+    out = capsys.readouterr().out
+    assert "4 of 4 runs are there already" in out and "adamw: " in out and "Ranking" in out
+    header, *runs = lines_of(tmp_path)
+    assert header["setup"]["steps"] == 50 and len(runs) == 6
+    starts = {(run["seed"], run["initial"], run["rows"]) for run in runs}
+    assert len(starts) == 2, "the same weights and rows for all contenders of a seed"
+    folder = tmp_path / "races/shakespeare"
+    assert (folder / "race.png").stat().st_size > 5_000 and "```" in (folder / "race.md").read_text()
+    with pytest.raises(InputError, match="was run with steps 50, not 20: choose another --name"):
+        lab("--contenders", "default", "--steps", "20")
+
+
+OWN = """
+import torch
+
+def build_optimizer(model, *, lr=0.01):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+def schedule(group, step, steps):
+    return {"lr": group["lr"] * (1 - step / steps)}
+"""
+
+
+def test_a_file_is_a_contender_by_its_code_and_its_hyperparameters(lab, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    assert lab("--contenders", str(file), f"{file}:lr=0.02", "--seeds", "1") == 2
+    _, first, second = lines_of(tmp_path)
+    assert first["key"] != second["key"] and first["sha256"] == second["sha256"]
+    assert first["score"] != second["score"]
+    assert lab("--contenders", str(file), "--seeds", "1") == 0
+    file.write_text(OWN.replace("0.01", "0.03"))
+    assert lab("--contenders", str(file), "--seeds", "1") == 1
+
+
+def test_a_contender_that_diverges_is_said_to(lab, tmp_path, capsys):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    lab("--contenders", "adamw", f"{file}:lr=1e30", "--seeds", "2")
+    assert "diverged with seed 0, 1" in capsys.readouterr().out
+    with pytest.raises(InputError, match="the baseline .* diverged"):
+        lab("--contenders", f"{file}:lr=1e30", "adamw", "--seeds", "2")
+
+
+def test_evaluations_use_the_weights_that_eval_puts_in_place(lab, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        OWN
+        + """
+class Still(torch.optim.SGD):
+    def eval(self):
+        self.kept = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        for p in self.param_groups[0]["params"]:
+            p.data.zero_()
+
+    def train(self):
+        for p, kept in zip(self.param_groups[0]["params"], self.kept):
+            p.data.copy_(kept)
+
+def build_optimizer(model, *, lr=0.01):
+    return Still(model.parameters(), lr=lr)
+"""
+    )
+    lab("--contenders", str(file), "--seeds", "1")
+    _, run = lines_of(tmp_path)
+    letters = run["score"]
+    assert all(part == pytest.approx(letters, rel=1e-4) for _, part, _ in run["curve"]), "zeros never learn"
+
+
+def test_a_sweep_gives_each_contender_its_best_trial(lab, tmp_path, capsys):
+    trained = lab("--contenders", "adamw:lr_scale=0.01", "muon", "--sweep", "4", "--seeds", "2")
+    assert trained == 2 * (5 + 2 + 1) + 4
+    out = capsys.readouterr().out
+    assert "tuning: 10 trials of 12 steps" in out and "at equal seconds" in out
+    runs = lines_of(tmp_path)[1:]
+    tuning = [run for run in runs if run["stage"] == "sweep"]
+    assert {run["seed"] for run in tuning} == {1000, 1001, 1002}, "no seed of the race"
+    (best,) = [run for run in tuning if run["steps"] == 50 and "adamw" in run["contender"]]
+    assert best["contender"] in {run["contender"] for run in runs if run["stage"] == "race"}
+
+
+def test_dials_are_rates_decay_and_what_the_file_names(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN + 'DIAL = ("lr", 0.1, 0.9)\n')
+    assert Contender(str(file)).dials() == {"lr_scale": (1 / 3, 3), "lr": (0.1, 0.9)}
+    assert Contender("adamw:weight_decay=0.2").dials()["weight_decay"] == (0.05, 0.8)
+    first, second, *_ = Contender("muon").trials(4)
+    assert first.name == "muon" and second.options.keys() == {"lr_scale", "matrix_lr"}
+
+
+@pytest.mark.parametrize(
+    "contender, message",
+    [
+        ("nope", "contender nope is neither a file nor one of adamw, muon, normuon, default"),
+        ("adamw:foo=1", "contender adamw has no foo; it has lr_scale, matrix_lr"),
+        ("adamw:lr_scale=-1", "lr_scale must be a number, not negative"),
+        ("adamw:foo", "'foo' is not key=value"),
+    ],
+)
+def test_what_is_no_contender_is_named(contender, message):
+    with pytest.raises(InputError, match=message):
+        Contender(contender)
+
+
+def test_rows_are_a_function_of_the_seed_and_windows_cover_the_rest(text):
+    _, setup = tasks.shakespeare_setup(str(text), 10)
+    setup["name"] = "shakespeare"
+    batches = [tasks.open_data(setup, str(text), seed, torch.device("cpu")) for seed in (0, 0, 1)]
+    first, same, other = [next(training)[0] for training, _, _ in batches]
+    assert torch.equal(first, same) and not torch.equal(first, other)
+    scored = sum((targets >= 0).sum() for _, targets in batches[0][1])
+    characters = len(text.read_text())
+    held_out = characters - int(0.9 * characters)
+    assert held_out - 64 - 1 <= scored <= held_out - 1
+
+
+def test_a_race_takes_any_corpus(base, environment, lab, tmp_path, monkeypatch):
+    corpus = f"path:{base}/texts"
+    flags = ["--task", "corpus", "--corpus", corpus, "--vocab-size", "300", "--steps", "4", "--seeds", "1"]
+    monkeypatch.setattr(Inline, "submitted", [])
+    optim_race.main([*SMALL, *flags, "--contenders", "default"])
+    header, run = lines_of(tmp_path, "corpus")
+    assert header["setup"]["unit"] == "bits per byte" and 0 < run["score"] < 20
+
+
+def test_the_hopeless_stop_and_the_leaderboard_says_what_was_found(lab, tmp_path, capsys):
+    arguments = ["--contenders", "adamw", "default", "adamw:lr_scale=0.0001", "--seeds", "4", "--leaderboard"]
+    lab(*arguments)
+    assert "stopped after" in capsys.readouterr().out
+    page = (tmp_path / "docs/leaderboard.md").read_text()
+    assert "## shakespeare" in page and "| 3 | `adamw:lr_scale=0.0001`" in page and "worse by" in page
+    assert (tmp_path / "docs/leaderboard_shakespeare.png").exists()
+    file = tmp_path / "docs/races/shakespeare.jsonl"
+    file.write_text(file.read_text() + "{}\n")
+    with pytest.raises(InputError, match="shakespeare.jsonl line .* has no contender"):
+        lab(*arguments)
+
+
+def test_the_kept_races_are_readable(tmp_path):
+    kept = Path(__file__).parent.parent / "docs/races"
+    leaderboard.write_leaderboard(kept, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    for file in kept.glob("*.jsonl"):
+        assert (tmp_path / f"leaderboard_{file.stem}.png").exists()
+    assert page.count("\n## ") == len(list(kept.glob("*.jsonl"))) and "baseline" in page
+
+
+def made_up(name, seed, score, step_ms=10.0, steps=100):
+    curve = [[0, 3.0, None], [50, score and score + 0.5, None], [100, score, score]]
+    times = {"step_ms": step_ms, "optimizer_ms": step_ms - 8}
+    return {"contender": name, "seed": seed, "score": score, "curve": curve, "steps": steps, **times}
+
+
+def test_the_estimate_at_equal_seconds_is_right_if_loss_falls_with_the_logarithm_of_steps():
+    """loss = 2 - 0.1 ln(steps): in 1.25 times the time the baseline makes 1.25 times the steps."""
+    runs = [made_up("a", 0, 2 - 0.1 * math.log(steps), steps=steps) for steps in (25, 50, 100)]
+    slope = report.slope_of_length(runs)
+    assert slope == pytest.approx(0.1)
+    slower, reference = [made_up("b", 0, 1.5, 10.0)], [made_up("a", 0, 1.5, 8.0 + 1e-9)]
+    estimate = report.at_equal_seconds(0.0, slower, reference, slope)
+    assert estimate == pytest.approx(0.1 * math.log(1.25), rel=1e-6)
+    assert report.slope_of_length(runs[:1]) is None
+
+
+def test_the_table_says_what_the_runs_say():
+    results = {"a": [made_up("a", s, 1.5 + 0.01 * s) for s in range(3)]}
+    results["b"] = [made_up("b", s, 1.4 + 0.01 * s + 0.0001 * s) for s in range(3)]
+    results["c"] = [made_up("c", 0, None)]
+    text = report.table(results, "a", "bits per byte")
+    assert "-0.0999" in text and "diverged" in text
+    row = next(line for line in text.splitlines() if line.startswith("b "))
+    assert "1.4101" in row and "90 (1 s)" in row  # from 1.9 at step 50 to 1.4 at step 100: 1.51 at about 89.9
+    assert "b: better by 0.0999" in report.verdicts(results, "a")
+    assert "c: diverged with seed 0" in report.verdicts(results, "a")
