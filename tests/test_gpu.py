@@ -1,0 +1,227 @@
+"""What must hold on a GPU, against float64 on the CPU; NANOMUON_TEST_DEVICE=cpu runs it on a CPU, smaller.
+
+bash tests/run.sh tests/test_gpu.py
+"""
+
+import os
+import signal
+import tempfile
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from nanomuon import attention, fp8
+from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.optim import DistMuonAdamW, MuonAdamW, adamw_update, muon_direction, muon_momentum, muon_update
+from nanomuon.param_groups import build_param_groups
+from nanomuon.runtime import explain
+from tests.reference import distance
+from tests.training import launch, losses
+
+pytestmark = pytest.mark.gpu
+HALF = {"cpu": 1e-4, "cuda": 3e-2}  # what half precision on a GPU may be off, and float32 on a CPU
+MUON = dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.1)
+ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+
+@pytest.fixture
+def device():
+    name = os.environ.get("NANOMUON_TEST_DEVICE", "cuda" if torch.cuda.is_available() else "")
+    if not name:
+        pytest.skip("no GPU is seen; NANOMUON_TEST_DEVICE=cpu runs these tests on the CPU")
+    return torch.device(name)
+
+
+@pytest.fixture
+def gpu(device):
+    if device.type != "cuda":
+        pytest.skip("needs a GPU")
+    return device
+
+
+def seeded(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# ---- the optimizer
+
+
+def kernel_results(device, dtype):
+    """The kernels on the same numbers, one after the other; a tall, a wide and a square batch."""
+    results, one = [], torch.ones((), device=device, dtype=dtype)
+    for shape, of_second in (((96, 32), (96, 1)), ((32, 96), (1, 96)), ((64, 64), (64, 1))):
+        grad, M, P = (seeded(3, *shape, seed=i).to(device, dtype) for i in range(3))
+        second = torch.zeros(3, *of_second, device=device, dtype=dtype)
+        ok = torch.ones(3, 1, 1, device=device, dtype=dtype)
+        U = muon_momentum(grad, M, ok, momentum=0.95 * one, grad_weight=0.05 * one, nesterov=True)
+        options = dict(coefficients="polar_express", ns_steps=5, row_equilibrate=False, renormalize=False)
+        X, gain = muon_direction(U, second, 0.05 * ok, **options)
+        muon_update(P, X, gain, ok, lr=0.1 * one, weight_decay=0.1 * one, scale=1.0, cautious=True)
+        results += [M, second, P]
+    p, grad, m, v = (seeded(1000, seed=i).abs().to(device, dtype) for i in range(4))
+    rates = dict(step_size=0.01, rescale=1.5, grad_weight=0.1, square_weight=0.05, decay=0.001, eps=1e-8)
+    adamw_update(p, grad, m, v, one, **{name: value * one for name, value in rates.items()})
+    return [*results, p, m, v]
+
+
+def test_kernels_are_those_of_float64_on_the_cpu(device):
+    expected = kernel_results(torch.device("cpu"), torch.float64)
+    for ours, exact in zip(kernel_results(device, torch.float32), expected, strict=True):
+        assert distance(ours.cpu(), exact) < HALF[device.type]
+
+
+def small_model(device, dtype=torch.float32):
+    torch.manual_seed(0)
+    layers = nn.Embedding(50, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Linear(64, 7)
+    return nn.Sequential(*layers).to(device, dtype)
+
+
+def optimizer_of(model, **settings):
+    groups = build_param_groups(model, muon=MUON, adamw=ADAMW)
+    return MuonAdamW(groups, **settings)
+
+
+def train(model, optimizer, steps, bad_step=None):
+    for step in range(steps):
+        for i, param in enumerate(model.parameters()):
+            param.grad = seeded(*param.shape, seed=100 * step + i).to(param)
+        if step == bad_step:
+            next(model.parameters()).grad[0, 0] = float("nan")
+        optimizer.step()
+
+
+@pytest.mark.parametrize("compile", [False, "auto"])
+def test_ten_steps_are_those_of_the_cpu_and_a_nan_changes_nothing(device, compile):
+    model, exact = small_model(device), small_model("cpu", torch.float64)
+    start = [param.detach().cpu().double() for param in model.parameters()]
+    train(exact, optimizer_of(exact), 10)
+    optimizer = optimizer_of(model, compile=compile)
+    train(model, optimizer, 10)
+    for param, expected, before in zip(model.parameters(), exact.parameters(), start, strict=True):
+        assert distance(param.detach().cpu() - before, expected.detach() - before) < HALF[device.type]
+    kept = [param.detach().clone() for param in model.parameters()]
+    train(model, optimizer, 1, bad_step=0)
+    assert all(torch.equal(param, before) for param, before in zip(model.parameters(), kept, strict=True))
+    assert optimizer.skipped_steps.item() == 1
+
+
+# ---- the model
+
+
+def gpt(device, dtype, **fields):
+    with torch.device("meta"):
+        model = GPT(GPTConfig.from_depth(2, 304, 64, **fields), dtype)
+    model.to_empty(device=device)
+    model.init_weights(0)
+    return model
+
+
+def test_loss_and_gradients_of_a_model_are_those_of_the_cpu(device):
+    half = torch.bfloat16 if device.type == "cuda" else torch.float32
+    tokens, targets = torch.randint(304, (2, 4, 64), generator=torch.Generator().manual_seed(1))
+    model, exact = gpt(device, half), gpt("cpu", torch.float32)
+    exact.load_state_dict(model.state_dict())
+    loss, expected = model(tokens.to(device), targets.to(device)), exact(tokens, targets)
+    loss.backward()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
+    for param, other in zip(model.parameters(), exact.parameters(), strict=True):
+        if other.grad is not None and other.grad.norm() > 1e-6:
+            assert distance(param.grad.cpu(), other.grad) < 5e-2
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_attention_is_the_definition(device, window):
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k, v = (seeded(2, 64, heads, 64, seed=heads).to(device, dtype) for heads in (4, 2, 2))
+    expected = attention.plain_attention(q, k, v, window)
+    ours = attention.attention(q, k, v, window)
+    assert distance(ours.cpu(), expected.cpu()) < HALF[device.type]
+
+
+def test_fp8_is_bf16_but_for_its_rounding(gpu):
+    pytest.importorskip("torchao", reason="needs torchao")
+    tokens, targets = torch.randint(304, (2, 4, 64), device=gpu)
+    model = gpt(gpu, torch.bfloat16)
+    expected = model(tokens, targets).item()
+    fp8.train_in_fp8(model)
+    assert model(tokens, targets).item() == pytest.approx(expected, rel=5e-2)
+
+
+# ---- whole runs
+
+
+def test_a_run_learns_and_goes_on_after_a_kill(device, base, environment, monkeypatch):
+    monkeypatch.setenv("NANOMUON_DEVICE", device.type)
+    monkeypatch.setenv("NANOMUON_COMPILE", "1" if device.type == "cuda" else "0")
+    steps, flags = 24, ("--save-every", "4", "--deterministic")
+    whole = launch(base, "whole", steps, *flags)
+    assert whole.wait() == 0, whole.stdout.read()
+    trained = losses(base, "whole")
+    assert trained[-1] < trained[0] - 0.5
+    killed = launch(base, "killed", steps, *flags)
+    while not (base / "runs/killed/checkpoints/step_8").exists():
+        assert killed.poll() is None, killed.stdout.read()
+        time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    resumed = launch(base, "killed", steps, *flags)
+    assert resumed.wait() == 0, resumed.stdout.read()
+    assert losses(base, "killed") == trained
+
+
+def test_too_little_memory_is_one_line(gpu):
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        torch.empty(2**50, device=gpu)
+    code, line = explain(error.value)
+    assert code == 2 and line.count("\n") == 1 and "--device-batch-size" in line
+
+
+# ---- several GPUs
+
+
+def on_ranks(rank, how, size, store, folder):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=size)
+    model = small_model("cuda")
+    if how == "tp":
+        mesh = init_device_mesh("cuda", (size,), mesh_dim_names=("tp",))
+        parallelize_module(model, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
+    elif how == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cuda", (size,), mesh_dim_names=("dp",)))
+    groups = build_param_groups(model, muon=MUON, adamw=ADAMW)
+    optimizer = DistMuonAdamW(groups)
+    for _ in range(5):
+        optimizer.zero_grad()
+        tokens = torch.arange(50, device="cuda")
+        model(tokens).square().mean().backward()
+        optimizer.step()
+    params = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    if rank == 0:
+        torch.save([p.detach().cpu() for p in params], folder)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["replicated", "fsdp", "tp"])
+def test_two_gpus_train_what_one_trains(gpu, how, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (how, 2, f"{folder}/store", tmp_path / "params.pt")
+        torch.multiprocessing.spawn(on_ranks, arguments, nprocs=2)
+    model = small_model(gpu)
+    optimizer = optimizer_of(model)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.arange(50, device=gpu)).square().mean().backward()
+        optimizer.step()
+    trained = torch.load(tmp_path / "params.pt")
+    for param, expected in zip(trained, model.parameters(), strict=True):
+        assert distance(param, expected.detach().cpu()) < 1e-2
