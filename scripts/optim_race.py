@@ -87,29 +87,21 @@ def run_race(args):
         f"token embedding's {counts['wte']:,}, {setup['dtype']}; results in {file}",
         flush=True,
     )
-    parts, slope = [], None
+    text, slope = "", None
     with locks.locked(folder):
         racing = race.Race(race.Results(file, setup), setup, place, args.jobs)
         if args.sweep:
-            before = contenders
-            contenders, trials = racing.sweep(contenders, args.sweep)
-            slope = report.slope_of_length(
-                [run for run in trials if run["contender"].startswith(before[0].source)]
-            )
-            lines = [["contender", "best"]]
-            lines += [[old.name, new.name] for old, new in zip(before, contenders, strict=True)]
-            parts.append(
-                f"Tuning: at most {args.sweep} runs of full length for each\n{report.columns(lines)}"
-            )
+            tuned, trials = racing.sweep(contenders, args.sweep)
+            source = contenders[0].source
+            slope = report.slope_of_length([run for run in trials if run["contender"].startswith(source)])
+            lines = [["contender", "best trial"]]
+            lines += [[old.name, new.name] for old, new in zip(contenders, tuned, strict=True)]
+            text, contenders = report.columns(lines) + "\n\n", tuned
         results = racing.run(contenders, range(args.seeds))
     baseline = contenders[0].name
-    parts.append(report.table(results, baseline, setup["unit"], slope))
-    parts.append(report.verdicts(results, baseline))
-    if len(results) > 2:
-        parts.append(report.ranking(results, setup["unit"]))
-    report.write_report(folder, results, parts, setup["unit"], baseline)
-    print("\n\n".join(parts))
-    print(f"\n{folder}/race.md, {folder}/race.png")
+    text += f"{report.table(results, baseline, setup['unit'], slope)}\n\n{report.NOTE}"
+    report.write_report(folder, results, text, setup["unit"], baseline)
+    print(f"\n{text}\n\n{folder}/race.md, {folder}/race.png")
 
 
 def parse_arguments(argv):

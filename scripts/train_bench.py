@@ -5,19 +5,17 @@
 
 Step and floor run in turn, round after round, so that a busy machine slows both; medians, the spread (half of
 the rounds lie within it) and the median of the ratio to the floor in the same round are printed. Floor: the
-products of every Linear, forward and backward, those of attention with as many keys as a query sees on
-average, and those of Newton-Schulz, with the step's shapes and dtypes, into buffers that exist. With --fp8
-the floor, and the peak that MFU is a share of, stay those of a step without it. The time to compile is that
-of the first step; TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) starts from an empty cache.
+training FLOPs of the batch at the rate of the MLP's first product, measured in every round, and the products
+of Newton-Schulz. With --fp8 the floor, and the peak that MFU is a share of, stay those of a step without it.
+The time to compile is that of the first step; TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) starts from an empty
+cache.
 """
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanomuon import fp8, parallel, recipe, report, shards, sizing, user_file
 from nanomuon.arguments import ArgumentParser, add_step_arguments
@@ -75,74 +73,30 @@ def main(argv: list[str] | None = None) -> None:
         raise InputError("train_bench measures one process; start it without torchrun")
     if args.fp8:
         fp8.check(runtime, args.tensor_parallel)
-    result = step_table(args, args.rounds, runtime)
+    result = step_table(args, runtime)
     result["machine"] = dict(description=report.machine_description(), threads=torch.get_num_threads())
     if args.json is not None:
         Path(args.json).write_text(json.dumps(result, indent=1))
 
 
-class Products(TorchDispatchMode):
-    """Collects operands like those of every matrix product that runs: `calls` holds (function, operands,
-    out).
+def floor_of(model, batch, rows):
+    """A function that takes the milliseconds of the products of a batch of so many tokens: 10 of the MLP's
+    first ones for a micro-step are measured, the rest follows by FLOPs.
     """
+    config, dtype, device = model.config, model.compute_dtype, model.cos.device
+    tokens = torch.randn(rows * config.seq_len, config.width, dtype=dtype, device=device)
+    weight = torch.randn(config.width, 4 * config.width, dtype=dtype, device=device)
+    out = tokens @ weight
+    share = model.estimate_flops() * batch / (10 * 2 * out.numel() * config.width)
 
-    def __init__(self):
-        super().__init__()
-        self.calls, self.buffers = [], {}
+    def run():
+        for _ in range(10):
+            torch.mm(tokens, weight, out=out)
 
-    def buffer(self, role, like):
-        """One tensor for all operands of a role with these shapes, strides and dtypes."""
-        key = role, like.shape, like.stride(), like.dtype
-        if key not in self.buffers:
-            self.buffers[key] = torch.empty_strided(
-                like.shape, like.stride(), dtype=like.dtype, device=like.device
-            ).normal_()
-        return self.buffers[key]
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
-            left, right = args
-            operands = (self.buffer("left", left), self.buffer("right", right))
-            self.calls.append((function.overloadpacket, operands, dict(out=self.buffer("out", out))))
-        elif "grouped" in str(function):  # products by expert (moe.py), whose sizes are data
-            self.calls.append((function, args, {}))
-        return out
-
-    @torch.no_grad()
-    def run(self):
-        for multiply, operands, out in self.calls:
-            multiply(*operands, **out)
+    return lambda: share * optim_bench.timed(run, device.type)
 
 
-def attention_products(config, rows, like):
-    """Calls as of Products: 2 forward and 4 backward for every layer, all heads of `rows` rows at once."""
-    calls, T, D = [], config.seq_len, config.head_dim
-    for layer in range(config.depth):
-        window = config.window(layer) or T
-        keys = max(1, sum(min(i + 1, window) for i in range(T)) // T)
-        queries = like.new_ones(rows * config.heads, T, D)  # q, dq or out
-        seen = like.new_ones(rows * config.heads, keys, D)  # k, v, dk or dv
-        scores = like.new_ones(rows * config.heads, T, keys)
-        onto_scores = (queries, seen.mT, scores)
-        onto_queries = (scores, seen, torch.empty_like(queries))
-        onto_keys = (scores.mT, queries, torch.empty_like(seen))
-        for left, right, out in (onto_scores, onto_queries, onto_keys) * 2:
-            calls.append((torch.bmm, (left, right), dict(out=out)))
-    return calls
-
-
-def model_products(model, tokens):
-    """The Products of a forward and backward pass of a model, not compiled, on tokens (B, T)."""
-    products = Products()
-    with products:
-        model(tokens, tokens).backward()
-    model.zero_grad(set_to_none=True)
-    products.calls += attention_products(model.config, len(tokens), model.cos.to(model.compute_dtype))
-    return products
-
-
-def step_table(args, rounds, runtime):
+def step_table(args, runtime):
     """Print and return milliseconds of the parts of base_train's step and of the floor."""
     device = runtime.device
     build = recipe.param_groups
@@ -156,49 +110,38 @@ def step_table(args, rounds, runtime):
     model = parallel.build_model(config, runtime, args.seed)
     optimizer = user_file.make_optimizer(build, model, batch, plan.steps, ns_dtype=runtime.compute_dtype)
     loader = TrainLoader(data, config.seq_len, rows, plan.rows, 0, 1, args.seed, device)
-    products = model_products(model, next(loader)[0])
+    products = floor_of(model, batch, plan.rows)
     if args.fp8:
         fp8.train_in_fp8(model)
     newton_schulz = optim_bench.products(optimizer, device.type)
     forward = compile_model(model, None) if compile_enabled() else model
-    parts = ("floor", "data", "forward", "backward", "optimizer", "logging")
-    times = {name: [] for name in (*parts, "whole step")}
+    times = {name: [] for name in ("floor", "data", "forward", "backward", "optimizer", "whole step")}
+    results = []
 
-    def update():
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    def one_step():
+        """{part: milliseconds} of one step, and of its floor."""
+        spent = dict.fromkeys(times, 0.0)
 
-    def one_step(log):
-        """{part: milliseconds} of one step, whose floor is made in between."""
-        spent = dict.fromkeys(parts, 0.0)
-
-        def timed(part, work, *inputs):
-            def run():
-                results.append(work(*inputs))
-
-            results = []
-            spent[part] += optim_bench.timed(run, device.type)
+        def timed(part, work):
+            results.clear()
+            spent[part] += optim_bench.timed(lambda: results.append(work()), device.type)
             return results[0]
 
         for _ in range(plan.micro_steps):
-            tokens, targets = timed("data", next, loader)
-            loss = timed("forward", lambda t, y: forward(t, y) / plan.micro_steps, tokens, targets)
+            tokens, targets = timed("data", lambda: next(loader))
+            loss = timed("forward", lambda: forward(tokens, targets) / plan.micro_steps)  # noqa: B023
             timed("backward", loss.backward)
-            timed("floor", products.run)
-        timed("optimizer", update)
-        timed("logging", lambda: log.log({"step": 1, "tokens": batch, "train_loss": loss.item()}))
-        timed("floor", newton_schulz)
-        spent["whole step"] = sum(spent.values()) - spent["floor"]
+        timed("optimizer", optimizer.step)
+        optimizer.zero_grad()
+        spent["whole step"] = sum(spent.values())
+        spent["floor"] = products() + optim_bench.timed(newton_schulz, device.type)
         return spent
 
-    with tempfile.TemporaryDirectory() as folder:
-        log = report.MetricsLog(Path(folder, "metrics.jsonl"), None, None)
-        first = one_step(log)["whole step"]  # compiles
-        one_step(log)  # warms up
-        for _ in range(rounds):
-            for name, milliseconds in one_step(log).items():
-                times[name].append(milliseconds)
-        log.close()
+    first = one_step()["whole step"]  # compiles
+    one_step()  # warms up
+    for _ in range(args.rounds):
+        for name, milliseconds in one_step().items():
+            times[name].append(milliseconds)
 
     print(f"depth {config.depth}, {rows} x {config.seq_len} tokens, first step {first:.0f} ms")
     table = optim_bench.report(times)

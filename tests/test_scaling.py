@@ -3,6 +3,7 @@
 import pytest
 
 from nanomuon import planning
+from nanomuon.gpt import GPTConfig
 from nanomuon.runtime import STOPPED, InputError, Runtime, write_json
 from scripts import base_train, scaling
 
@@ -15,9 +16,9 @@ pytestmark = pytest.mark.usefixtures("environment")
 
 
 def member(depth, parameters, tokens):
-    return scaling.Member(
-        depth, tokens, parameters, 6.0 * parameters * tokens, scaling.law_loss(LAW, parameters, tokens)
-    )
+    config = GPTConfig.from_depth(depth, 300, 32)
+    loss = scaling.law_loss(LAW, parameters, tokens)
+    return scaling.Member(config, tokens, parameters, 6.0 * parameters, loss)
 
 
 def test_the_law_of_made_up_runs_is_found():
@@ -64,7 +65,7 @@ class MadeUp:
 def family(base, tmp_path, monkeypatch):
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
     monkeypatch.setattr(scaling.subprocess, "Popen", MadeUp)
-    monkeypatch.setattr(scaling, "exit_when_asked", lambda: None)
+    monkeypatch.setattr(scaling.runtime, "exit_when_asked", lambda: None)
     monkeypatch.setattr(MadeUp, "started", [])
     monkeypatch.setattr(MadeUp, "code", 0)
 
@@ -77,23 +78,23 @@ def family(base, tmp_path, monkeypatch):
 def test_a_family_is_interrupted_enlarged_and_asked(family, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(MadeUp, "code", STOPPED)
     with pytest.raises(SystemExit):
-        family("--depths", "1,2,3", "--tokens", "250k,500k")
+        family("--depths", "1,2,3", "--tokens", "250e3,500e3")
     monkeypatch.setattr(MadeUp, "code", 0)
-    family("--depths", "1,2,3", "--tokens", "250k,500k")
+    family("--depths", "1,2,3", "--tokens", "250e3,500e3")
     assert len(MadeUp.started) == 7 and MadeUp.started[0] == MadeUp.started[1] == "family-d1-t250000"
     assert "A law takes 7 runs" in capsys.readouterr().out
-    family("--depths", "1,2,3", "--tokens", "250k,500k,1M", "--target-flops", "1e13")
+    family("--depths", "1,2,3", "--tokens", "250e3,500e3,1e6", "--target-flops", "1e13")
     out = capsys.readouterr().out
     assert len(MadeUp.started) == 10 and "family-d1-t250000 is finished, skipped" in out
     assert "loss = " in out and "1e+13 FLOPs: depth " in out
     folder = tmp_path / "scaling/family"
     assert (folder / "scaling.png").stat().st_size > 5_000
-    assert "| 3 |" in (folder / "scaling.md").read_text()
+    assert "| 3     |" in (folder / "scaling.md").read_text()
 
 
 def test_a_run_that_fails_is_named_with_its_last_words(family, monkeypatch):
     monkeypatch.setattr(MadeUp, "code", 2)
     with pytest.raises(InputError, match="^run family-d1-t250000: no such luck"):
-        family("--depths", "1", "--tokens", "250k")
+        family("--depths", "1", "--tokens", "250e3")
     with pytest.raises(InputError, match="has no finished run yet"):
         scaling.main([])

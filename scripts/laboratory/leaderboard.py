@@ -1,26 +1,19 @@
 """The page docs/leaderboard.md, made of the finished runs of races in docs/races/*.jsonl."""
 
-import math
-
-from nanomuon.report import markdown_table
 from nanomuon.runtime import write_text
 from scripts.laboratory import report, statistics
 from scripts.laboratory.race import read_results
 
-INTRODUCTION = """# Leaderboard
+INTRODUCTION = (
+    """# Leaderboard
 
-Races of optimizers, each on one task. Written by `python -m scripts.optim_race --leaderboard` from the
-finished runs in `races/`.
+Races of optimizers, each on one task, with the mean loss over seeds and its standard error. Written by
+`python -m scripts.optim_race --leaderboard` from the finished runs in `races/`. Contenders with fewer seeds
+were stopped early, worse than another beyond doubt; their mean is corrected for the luck of their seeds.
 
-- The **loss** is the mean over seeds with its standard error. Seeds move all contenders together, so the
-  **difference** to the baseline, taken seed by seed, is known better. Its 95% interval is its own; the
-  **verdict** is corrected for the number of comparisons: of those called better or worse 5% at most are
-  expected not to be (Benjamini and Hochberg).
-- **At equal seconds** is an estimate: the difference, and what the baseline would gain in the additional
-  time of a contender whose steps take longer.
-- Contenders with fewer seeds were stopped early, worse than another beyond doubt; their mean is corrected
-  for the luck of their seeds. The first places were chosen by their means, and so were lucky as well: their
-  leads are overstated a little."""
+"""
+    + report.NOTE
+)
 
 
 def write_leaderboard(kept, page):
@@ -58,7 +51,7 @@ def section(name, header, runs, image):
     slope = report.slope_of_length([run for run in tuning if source(run["contender"]) == source(baseline)])
     report.plot_race(results, baseline, setup["unit"], image)
     picture = f"![Curves, and differences to the baseline with 95% intervals]({image.name})"
-    return "\n\n".join([title, about, ranking_table(results, baseline, setup["unit"], slope), picture])
+    return "\n\n".join([title, about, report.table(results, baseline, setup["unit"], slope), picture])
 
 
 def source(contender):
@@ -72,27 +65,3 @@ def find_baseline(header, results):
     candidates = [name for name in finite if name == wanted]
     candidates += [name for name in finite if wanted and source(name) == source(wanted)]
     return candidates[0] if candidates else None
-
-
-def ranking_table(results, baseline, unit, slope):
-    """A row for each contender, the lowest mean first, those that diverged last."""
-    judged = report.judged(results, baseline)
-    rows = []
-    ranks = statistics.ranking(report.scores_by_seed(results))
-    for place, rank in enumerate(ranks, 1):
-        runs = results[rank.name]
-        _, error = statistics.mean_and_error([run["score"] for run in runs])
-        loss = f"{rank.mean:.4f}" if math.isnan(error) else f"{rank.mean:.4f} ± {error:.4f}"
-        cells = ["", "", "", "baseline"]
-        if rank.name in judged:
-            difference, p = judged[rank.name]
-            estimate = ""
-            if slope is not None:
-                estimate = f"{report.at_equal_seconds(difference.mean, runs, results[baseline], slope):+.4f}"
-            verdict = statistics.verdict(difference, p).split(" (")[0]
-            cells = [f"{difference.mean:+.4f}", report.interval_text(difference), estimate, verdict]
-        rows.append([place, f"`{rank.name}`", loss, *cells, len(runs), f"{report.median_ms(runs):.0f}"])
-    for name in results.keys() - {rank.name for rank in ranks}:
-        rows.append(["", f"`{name}`", "diverged", "", "", "", "", len(results[name]), ""])
-    header = ["", "contender", unit, "difference", "95% interval", "at equal seconds", "verdict", "seeds"]
-    return markdown_table([*header, "step ms"], rows)

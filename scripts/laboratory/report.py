@@ -12,7 +12,11 @@ import numpy as np
 from nanomuon.runtime import InputError, write_text
 from scripts.laboratory import statistics
 
-DETECT = 0.01  # the table says how many seeds would show this difference
+NOTE = """Differences are taken seed by seed. Each interval is its own; what is called better or worse is
+corrected for the number of comparisons: 5% at most of them are expected not to be (Benjamini and Hochberg).
+p of the best: of being as good as it, corrected for its choice among all; chosen by its mean it was lucky as
+well, so its lead is overstated a little. At equal seconds is an estimate: what the baseline would gain in the
+additional time of a contender with longer steps is added."""
 
 
 def score(run):
@@ -42,31 +46,18 @@ def curve(run):
     return list(zip(steps.tolist(), loss.tolist(), strict=True))
 
 
-def median_ms(runs, key="step_ms"):
-    return means.median(run[key] for run in runs)
-
-
 def slope_of_length(runs):
-    """d(loss) / d(ln steps), positive if longer training helps, from runs of several lengths; or None.
-
-    runs: of one contender or variants of it, each with `steps`. Those of one variant at the two largest
-    lengths are compared: near the full length, where the slope is used.
+    """d(loss) / d(ln steps), positive if longer training helps, from the best runs of the two largest
+    lengths: near the full length, where the slope is used. None if that cannot be told.
     """
-    lengths = sorted({run["steps"] for run in runs})
-    if len(lengths) < 2:
-        return None
-    shorter, longer = lengths[-2:]
-    found = {}
+    best = {}
     for run in runs:
-        if math.isfinite(score(run)):
-            found[run["contender"], run["steps"]] = run["score"]
-    slopes = []
-    for name in {run["contender"] for run in runs}:
-        if (name, shorter) in found and (name, longer) in found:
-            slopes.append((found[name, shorter] - found[name, longer]) / math.log(longer / shorter))
-    if not slopes or means.fmean(slopes) <= 0:
+        best[run["steps"]] = min(score(run), best.get(run["steps"], math.inf))
+    if len(best) < 2:
         return None
-    return means.fmean(slopes)
+    shorter, longer = sorted(best)[-2:]
+    slope = (best[shorter] - best[longer]) / math.log(longer / shorter)
+    return slope if 0 < slope < math.inf else None
 
 
 def relative_step(runs):
@@ -104,50 +95,36 @@ def judged(results, baseline):
 
 
 def table(results, baseline, unit, slope=None):
-    """A row for each contender. Seconds are steps times the median step."""
-    compared = differences(results, baseline)
-    target = means.fmean(run["score"] for run in results[baseline])
-    header = ["contender", "seeds", unit, "+-", "difference", "95% interval", "at equal seconds"]
-    lines = [[*header, f"seeds for {DETECT:g}", f"steps to {target:.4f}", "step ms", "optimizer ms"]]
-    for name, runs in results.items():
-        cells = ["diverged", "", "", "", "", ""]
-        if name == baseline:
-            cells = [*mean_cells(runs), "baseline", "", "", ""]
-        elif name in compared:
-            estimate = ""
-            if slope is not None:
-                of_baseline = results[baseline]
-                estimate = f"{at_equal_seconds(compared[name].mean, runs, of_baseline, slope):+.4f}"
-            mean, interval, needed = difference_cells(compared[name], len(compared))
-            cells = [*mean_cells(runs), mean, interval, estimate, needed]
-        times = [f"{median_ms(runs):.0f}", f"{median_ms(runs, 'optimizer_ms'):.1f}"]
-        lines.append([name, len(runs), *cells, steps_to(runs, target), *times])
-    text = columns(lines)
-    if slope is not None:
-        text += (
-            f"\n(at equal seconds: an estimate, difference + {slope:.4f} x ln(ratio of the steps' times), "
-            "what the baseline would gain in the additional time)"
-        )
-    return text
+    """A row for each contender as text, the lowest mean first, those that diverged last."""
+    of_baseline = results[baseline]
+    compared = judged(results, baseline)
+    target = means.fmean(run["score"] for run in of_baseline)
+    header = ["contender", "seeds", unit, f"against {baseline}", "at equal seconds", "p of the best"]
+    lines = [[*header, f"steps to {target:.4f}", "step ms", "optimizer ms"]]
+    ranks = {rank.name: rank for rank in statistics.ranking(scores_by_seed(results))}
+    for name in [*ranks, *(name for name in results if name not in ranks)]:
+        runs, cells = results[name], ["", diverged(results[name]), "", "", ""]
+        if name in ranks:
+            verdict, estimate = "", ""
+            if name in compared:
+                difference, p = compared[name]
+                verdict = statistics.verdict(difference, p)
+                if slope is not None:
+                    estimate = f"{at_equal_seconds(difference.mean, runs, of_baseline, slope):+.4f}"
+            best = ranks[name].difference is None
+            p_best = "the best" if best else f"{ranks[name].p:.4f}"
+            cells = [mean_text(ranks[name], runs), verdict, estimate, p_best, steps_to(runs, target)]
+        times = [f"{means.median(run[key] for run in runs):.1f}" for key in ("step_ms", "optimizer_ms")]
+        lines.append([name, len(runs), *cells, *times])
+    return columns(lines)
 
 
-def mean_cells(runs):
-    mean, error = statistics.mean_and_error([run["score"] for run in runs])
-    return [f"{mean:.4f}", "" if math.isnan(error) else f"{error:.4f}"]
-
-
-def difference_cells(difference, comparisons):
-    """Its mean, its interval, and the seeds that would show a difference of DETECT."""
-    mean = f"{difference.mean:+.4f}"
-    if math.isnan(difference.deviation):
-        return [mean, "", ""]
-    # several comparisons share the rate of false discoveries; the first found has to be below this
-    needed = statistics.seeds_needed(difference.deviation, DETECT, alpha=0.05 / comparisons)
-    return [mean, interval_text(difference), needed]
-
-
-def interval_text(difference):
-    return f"{difference.low:+.4f} to {difference.high:+.4f}"
+def mean_text(rank, runs):
+    """The mean over all seeds of the race, and the standard error over those that it ran."""
+    if len(runs) < 2:
+        return f"{rank.mean:.4f}"
+    error = means.stdev(run["score"] for run in runs) / math.sqrt(len(runs))
+    return f"{rank.mean:.4f} ± {error:.4f}"
 
 
 def steps_to(runs, target):
@@ -156,23 +133,7 @@ def steps_to(runs, target):
     if None in reached:
         return "-"
     steps = means.fmean(reached)
-    return f"{steps:.0f} ({steps * median_ms(runs) / 1000:.0f} s)"
-
-
-def verdicts(results, baseline):
-    compared = judged(results, baseline)
-    lines = []
-    for name, runs in results.items():
-        if name in compared:
-            lines.append(f"{name}: {statistics.verdict(*compared[name])}")
-        elif name != baseline:
-            lines.append(f"{name}: {diverged(runs)}")
-    if len(compared) > 1:
-        lines.append(
-            f"({len(compared)} comparisons with {baseline}: of those called different, 5% at most are "
-            "expected not to be (Benjamini and Hochberg); each interval is its own)"
-        )
-    return "\n".join(lines)
+    return f"{steps:.0f} ({steps * means.median(run['step_ms'] for run in runs) / 1000:.0f} s)"
 
 
 def diverged(runs):
@@ -180,61 +141,23 @@ def diverged(runs):
     return f"diverged with seed {seeds}"
 
 
-def ranking(results, unit):
-    """All contenders from the best on, each compared with the best, see statistics.ranking; as text."""
-    ranks = statistics.ranking(scores_by_seed(results))
-    if not ranks:
-        return "Ranking: all contenders diverged"
-    lines = [["", "contender", "seeds", unit, "from the best", "95% interval", "p", "verdict"]]
-    for place, rank in enumerate(ranks, 1):
-        difference, interval, p = "best", "", ""
-        if rank.difference is not None:
-            difference = f"{rank.difference.mean:+.4f}"
-            if rank.difference.seeds > 1:
-                interval, p = interval_text(rank.difference), f"{rank.p:.4f}"
-        seeds = len(results[rank.name])
-        lines.append(
-            [place, rank.name, seeds, f"{rank.mean:.4f}", difference, interval, p, rank_verdict(rank)]
-        )
-    for name, runs in results.items():
-        if name not in {rank.name for rank in ranks}:
-            lines.append(["-", name, len(runs), "", "", "", "", diverged(runs)])
-    return (
-        "Ranking\n"
-        + columns(lines)
-        + "\np: of being as good as the best, corrected for its choice among all "
-        "and for all comparisons (false discovery rate 5%).\nThe best was chosen by its mean and so was "
-        "lucky as well: its lead is overstated a little, in the intervals too."
-    )
-
-
-def rank_verdict(rank, alpha=0.05):
-    if rank.difference is None:
-        return "the best"
-    if rank.difference.seeds < 2:
-        return "one seed: cannot tell"
-    if rank.p < alpha:
-        return "worse than the best"
-    return "not distinguishable from the best"
-
-
 def columns(lines):
-    """Lines of cells as text, every column as wide as its widest cell."""
+    """Lines of cells, the first a header, as a Markdown table whose columns are as wide as their cells."""
     lines = [list(map(str, line)) for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
     rows = []
     for line in lines:
         cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        rows.append("  ".join(cells).rstrip())
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def write_report(folder, results, parts, unit, baseline):
-    """race.md, with these texts, and race.png."""
+def write_report(folder, results, text, unit, baseline):
+    """race.md, with this text, and race.png."""
     plot_race(results, baseline, unit, folder / "race.png")
-    blocks = [f"```\n{part}\n```" for part in parts]
     picture = "![Curves, and differences to the baseline](race.png)"
-    write_text(folder / "race.md", "\n\n".join([f"# {folder.name}", *blocks, picture]) + "\n")
+    write_text(folder / "race.md", f"# {folder.name}\n\n{text}\n\n{picture}\n")
 
 
 def plot_race(results, baseline, unit, image):

@@ -16,7 +16,6 @@ equal; those of a contender with 5 times the deviation of the 11 others in 79% w
 88% with 5.
 """
 
-import functools
 import itertools
 import math
 import operator
@@ -40,18 +39,9 @@ class Difference:
     mean: float
     low: float  # ends of the mean's 95% interval
     high: float
-    deviation: float  # standard deviation of the differences
     p: float  # two-sided, of no difference
     seeds: int  # that both have
     df: float  # degrees of freedom of the deviation
-
-
-def mean_and_error(scores: list[float]) -> tuple[float, float]:
-    """Mean and its standard error, which is NaN for one score."""
-    mean = statistics.fmean(scores)
-    if len(scores) < 2:
-        return mean, math.nan
-    return mean, statistics.stdev(scores) / math.sqrt(len(scores))
 
 
 def paired_difference(
@@ -70,18 +60,18 @@ def paired_difference(
     differences = [a - b for a, b in zip(scores, baseline, strict=True)]
     n = len(differences)
     if n == 0:
-        return Difference(math.nan, -math.inf, math.inf, math.nan, 1.0, 0, 0)
+        return Difference(math.nan, -math.inf, math.inf, 1.0, 0, 0)
     mean = statistics.fmean(differences)
     if n == 1:
-        return Difference(mean, -math.inf, math.inf, math.nan, 1.0, 1, 0)
+        return Difference(mean, -math.inf, math.inf, 1.0, 1, 0)
     variance, df = moderated(statistics.variance(differences), n - 1, 2 * pooled, pooled_df)
     error = math.sqrt(variance / n)
-    half = t_quantile((1 + confidence) / 2, df) * error
+    half = special.stdtrit(df, (1 + confidence) / 2) * error  # the t distribution's quantile
     if error == 0:  # all differences are the same
         p = 1.0 if mean == 0 else 0.0
     else:
         p = 2 * special.stdtr(df, -abs(mean) / error)  # the t distribution's lower tail
-    return Difference(mean, mean - half, mean + half, math.sqrt(variance), float(p), n, df)
+    return Difference(mean, float(mean - half), float(mean + half), float(p), n, df)
 
 
 def moderated(own, own_df: int, pooled: float, pooled_df: int):
@@ -97,11 +87,6 @@ def moderated(own, own_df: int, pooled: float, pooled_df: int):
     return variance, min(prior + own_df, pooled_df)
 
 
-@functools.cache  # it takes longer than all the rest of a comparison
-def t_quantile(probability: float, df: float) -> float:
-    return float(stats.t.ppf(probability, df))
-
-
 @dataclass(frozen=True)
 class Layout:
     """Least-squares fit of score = contender + seed."""
@@ -114,19 +99,13 @@ class Layout:
 def two_way(scores: dict[str, dict[int, float]]) -> Layout:
     """Fit the two-way layout to {contender: {seed: finite score}}; contenders may lack seeds."""
     seeds = sorted(set().union(*scores.values()))
-    column_of_seed = {seed: len(scores) + index for index, seed in enumerate(seeds)}
-    rows = []
-    values = []
-    for index, of_contender in enumerate(scores.values()):
-        for seed, score in of_contender.items():
-            row = np.zeros(len(scores) + len(seeds))
-            row[index] = 1
-            row[column_of_seed[seed]] = 1
-            rows.append(row)
-            values.append(score)
-    if not values:
+    cells = []
+    for row, of_contender in enumerate(scores.values()):
+        cells += [(row, seeds.index(seed), score) for seed, score in of_contender.items()]
+    if not cells:
         return Layout({}, math.nan, 0)
-    design, values = np.array(rows), np.array(values)
+    rows, columns, values = map(np.array, zip(*cells, strict=True))
+    design = np.hstack([np.eye(len(scores))[rows], np.eye(len(seeds))[columns]])
     center = values.mean()
     effects, _, rank, _ = np.linalg.lstsq(design, values - center, rcond=None)
     residual = values - center - design @ effects
@@ -248,7 +227,7 @@ def hopeless(scores: dict[str, list[float]], seeds: int, level: float = 0.01) ->
         return stopped
 
     _, df = moderated(0.0, 1, 0.0, len(finite) - 1)  # with two seeds
-    limit = -t_quantile(level / (len(finite) - 1), df)
+    limit = -special.stdtrit(df, level / (len(finite) - 1))
     layout = two_way({name: dict(enumerate(of_one)) for name, of_one in finite.items()})
     table = np.array([finite[name] for name in racing])  # (contenders, seeds)
     pairs = table[:, None] - table[None, :]  # (contenders, contenders, seeds)
@@ -262,45 +241,11 @@ def hopeless(scores: dict[str, list[float]], seeds: int, level: float = 0.01) ->
 
 
 def benjamini_hochberg(ps: list[float]) -> list[float]:
-    """p values adjusted for the false discovery rate (Benjamini and Hochberg 1995, JRSS B 57).
-
-    Where those below alpha are called different, the expected share of false ones among them is at most
-    alpha, for independent values and for those that depend on each other positively (Benjamini and Yekutieli
-    2001).
+    """p values adjusted for the false discovery rate: where those below alpha are called different, the
+    expected share of false ones among them is at most alpha, for values that are independent or depend on
+    each other positively (Benjamini and Yekutieli 2001).
     """
-    adjusted = [0.0] * len(ps)
-    smallest = 1.0  # the adjusted values rise with the values
-    descending = sorted(range(len(ps)), key=ps.__getitem__, reverse=True)
-    for rank, index in zip(range(len(ps), 0, -1), descending, strict=True):
-        smallest = min(smallest, ps[index] * len(ps) / rank)
-        adjusted[index] = smallest
-    return adjusted
-
-
-def seeds_needed(deviation: float, difference: float, power: float = 0.8, alpha: float = 0.05) -> int:
-    """Seeds with which the paired test finds a true `difference` with probability `power`.
-
-    Exact, by the noncentral t distribution.
-    """
-
-    def found(n):
-        """Probability with n seeds."""
-        limit = stats.t.ppf(1 - alpha / 2, n - 1)
-        shift = abs(difference) / deviation * math.sqrt(n)
-        return stats.nct.sf(limit, n - 1, shift) + stats.nct.cdf(-limit, n - 1, shift)
-
-    if deviation == 0:
-        return 2
-    low, high = 1, 2  # too few, enough
-    while found(high) < power:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if found(middle) >= power:
-            high = middle
-        else:
-            low = middle
-    return high
+    return stats.false_discovery_control(ps).tolist() if ps else []
 
 
 def verdict(difference: Difference, p: float, alpha: float = 0.05) -> str:
@@ -308,7 +253,7 @@ def verdict(difference: Difference, p: float, alpha: float = 0.05) -> str:
     interval = f"(95% CI {difference.low:+.4f} to {difference.high:+.4f})"
     if difference.seeds == 0:
         return "no seed in common: cannot tell"
-    if math.isnan(difference.deviation):
+    if difference.seeds == 1:
         return f"one seed, difference {difference.mean:+.4f}: cannot tell"
     if p < alpha:
         word = "better" if difference.mean < 0 else "worse"
