@@ -13,7 +13,7 @@ https://github.com/thib-s/flash-newton-schulz
 import torch
 
 from nanomuon import recipe
-from nanomuon.orthogonalize import COEFFICIENTS, in_iteration_dtype, newton_schulz, newton_schulz_form
+from nanomuon.orthogonalize import COEFFICIENTS, newton_schulz, newton_schulz_form
 
 TABLE = COEFFICIENTS["quintic"][1:]
 
@@ -31,7 +31,8 @@ def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=
         """U: (k, m, n)."""
         # Of a square matrix, which is never worked in the Gram form: these steps are the plain ones
         _, dtype = newton_schulz_form(1, 1, len(TABLE), U.device.type, model.compute_dtype)
-        X = newton_schulz(in_iteration_dtype(almost_orthogonal(U), dtype), TABLE)
+        X = almost_orthogonal(U)
+        X = newton_schulz(X if X.dtype == torch.float64 else X.to(dtype), TABLE, tall=X.size(1) > X.size(2))
         return X, torch.ones_like(square_weight)
 
     groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nanomuon import head_loss, recipe
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.optim import Bank, MuonAdamW, Rows, SmallParameters, Transfer, World
-from nanomuon.optim_state import local, named_parameters
+from nanomuon.optim import BATCH_BYTES, MuonAdamW, Transfer, World
+from nanomuon.optim_state import named_parameters
 from nanomuon.parallel import COLUMNS, ROWS
 from nanomuon.sharded import Cut, Pipeline
 
@@ -182,9 +182,12 @@ class RankPlan:
         return total
 
     def buffers(self) -> int:
-        """What is in flight, and the largest batch that is worked on."""
-        works = self.optimizer.works
-        return sum(in_flight_bytes(work) for work in works) + max(batch_bytes(work) for work in works)
+        """Of the optimizer: what is in flight, and temporaries of a bank, about four times a batch."""
+        chunks = [work for work in self.optimizer.works if isinstance(work, Pipeline)]
+        in_flight = sum(6 * max(chunk.momentum.nbytes for chunk in work.chunks) for work in chunks)
+        if self.world.size > 1 and not in_flight:
+            in_flight = self.weights() * (1 + 1 / self.world.size)  # see DistMuonAdamW
+        return round(in_flight) + 4 * min(BATCH_BYTES["meta"], self.weights())
 
     def step(self) -> tuple[int, int]:
         """(bytes sent, FLOPs of matrix products) of a step."""
@@ -192,47 +195,6 @@ class RankPlan:
         with FlopCounterMode(display=False) as flops:
             self.optimizer.step()
         return round(sum(self.sent)), flops.get_total_flops()
-
-
-def in_flight_bytes(work) -> int:
-    """What a piece of work holds from its collect to its deliver."""
-    if isinstance(work, SmallParameters):
-        return 2 * work.exp_avg.nbytes  # gradients and parameters as one vector
-    if isinstance(work, Rows):
-        return rows_in_flight_bytes(work)
-    if isinstance(work, Pipeline):  # what the three largest chunks send and receive
-        sizes = sorted(chunk.momentum.nbytes for chunk in work.chunks)
-        return 2 * sum(sizes[-3:])
-    if work.world.size == 1:
-        return 0
-    stack = work.slot_count * math.prod(work.shape) * work.momentum.itemsize
-    return stack * (1 + 1 / work.world.size)  # the stack that is sent and the part that comes back
-
-
-def rows_in_flight_bytes(work: Rows) -> int:
-    param, world = local(work.params[0]), work.world
-    if world.size == 1:
-        return 0
-    each = -(-len(param) // world.size)
-    row = param[:1].nbytes
-    if each * world.size != len(param):
-        return row * (each + each * world.size)  # padded
-    if world.comm_dtype not in (None, param.dtype):
-        # A copy of the gradient is sent, which is gone when the rows of the parameter are
-        return row * (each + len(param)) * world.comm_dtype.itemsize // param.itemsize
-    return row * each
-
-
-def batch_bytes(work) -> int:
-    """Temporaries of a bank: gradients or X, U, P and the products of Newton-Schulz, about four batches."""
-    if isinstance(work, Pipeline):
-        return max(
-            4 * chunk.count * math.prod(chunk.shape) * chunk.momentum.itemsize for chunk in work.chunks
-        )
-    if not isinstance(work, Bank):
-        return 0
-    most = max((hi - lo for lo, hi in work.batches), default=0)
-    return 4 * most * math.prod(work.momentum.shape[1:]) * work.momentum.itemsize
 
 
 def rank_plans(config: GPTConfig, layout: Layout) -> list[RankPlan]:
@@ -325,14 +287,6 @@ def traffic(
     return {"communicated": round(sent), "newton_schulz": max(flops for _, flops in steps)}
 
 
-def footprint(
-    config: GPTConfig, layout: Layout, rows: int, micro_steps: int, compute_bytes: int
-) -> dict[str, int]:
-    """`memory_by_kind` and `traffic` together."""
-    memory = memory_by_kind(config, layout, rows, compute_bytes)
-    return memory | traffic(config, layout, rows, micro_steps, compute_bytes)
-
-
 def gathered_numbers(config: GPTConfig, layout: Layout) -> dict[str, int]:
     """What FSDP2 gathers, in numbers, padded to equal pieces: by place, and the largest embedding."""
     numbers = {"block": 0, "embedding": 0, "root": 0, "largest embedding": 0}
@@ -343,11 +297,6 @@ def gathered_numbers(config: GPTConfig, layout: Layout) -> dict[str, int]:
         if parameter.place == "embedding":
             numbers["largest embedding"] = max(numbers["largest embedding"], padded)
     return numbers
-
-
-def memory(by_kind: dict[str, int]) -> int:
-    """Bytes a device needs."""
-    return sum(by_kind[kind] for kind in ("weights", "gradients", "state", "activations", "buffers"))
 
 
 def activations(config: GPTConfig, tokens: int, tensor_parallel: int, compute_bytes: int) -> int:

@@ -5,6 +5,8 @@ moments of the parts are kept one after the other, (S, 1), so a fused parameter 
 name like any other.
 """
 
+import dataclasses
+
 import torch
 
 from nanomuon.optim import Direction, muon_direction
@@ -12,48 +14,15 @@ from nanomuon.optim_state import state_dtype
 from nanomuon.param_groups import split_rows
 
 
-class FusedDirection(Direction):
-    """The direction of a group with `split`, for parameters of m rows: `heads` equal matrices one after the
-    other, each of `groups` equal runs of rows[i] rows of part i.
-    """
+def fused_direction(U, second_momentum_buffer, square_weight, *, split, pieces=None, **options):
+    """`optim.muon_direction` of every part, put together again. U: (k, m, n). Returns X with the gain of each
+    part in it, and ones.
 
-    def __init__(self, group, m, n, param, ns_dtype, run):
-        super().__init__(group, m, n, param, ns_dtype, run)
-        self.heads, self.groups, self.rows = split_rows(group["split"], m)
-        self.flops, scales, moments = 0, [], 0
-        for rows in self.rows:
-            plain = Direction(group, self.groups * rows, n, param, ns_dtype, run)
-            scales += [plain.scale] * rows
-            self.flops += self.heads * plain.flops
-            moments += self.heads * max(self.groups * rows, n)  # one for each element of the long side
-        rows_of_all = scales * (self.heads * self.groups)
-        self.scale = torch.tensor(rows_of_all, dtype=state_dtype(param), device=param.device).view(m, 1)
-        if self.state:
-            self.state = {"second_momentum_buffer": (moments, 1)}
-
-    def __call__(self, U, kept, ok, square_weight):
-        second, split = kept.get("second_momentum_buffer"), (self.heads, self.groups, self.rows)
-        return self.run(fused_direction, U, second, square_weight * ok, split=split, **self.options)
-
-
-def fused_direction(U, second_momentum_buffer, square_weight, *, split, **options):
-    """`optim.muon_direction` of every part. U: (k, m, n). Returns X with the gain of each part in it, and
-    ones.
-    """
-
-    def direction(part, second, part_weight):
-        return muon_direction(part, second, part_weight, **options)
-
-    return of_parts(direction, U, second_momentum_buffer, square_weight, split, U.size(2))
-
-
-def of_parts(direction, U, second_momentum_buffer, square_weight, split, n):
-    """direction(part, second moment, weight) of the parts of fused matrices, put together again.
-
-    n: columns of the whole matrices, of which U may hold some. Each part is (k*heads, groups*rows, columns).
+    split: (heads, groups, rows) of `split_rows`. pieces: if columns are cut, those of the parts are, too.
     """
     heads, groups, rows = split
     k, columns = len(U), U.size(2)
+    n = columns if pieces is None else pieces.shape[1]
     parts = U.view(k * heads, groups, -1, columns).split(rows, dim=2)  # each (k*heads, groups, rows, columns)
     part_weight = square_weight.repeat_interleave(heads, 0)
     X, start = [], 0
@@ -65,6 +34,30 @@ def of_parts(direction, U, second_momentum_buffer, square_weight, split, n):
             start += max(m, n)
             if m < n:  # one value a column
                 second = second.mT
-        part_X, gain = direction(part.flatten(1, 2), second, part_weight)
+        if pieces is not None:
+            pieces = dataclasses.replace(pieces, shape=(m, n))
+        part_X, gain = muon_direction(part.flatten(1, 2), second, part_weight, pieces=pieces, **options)
         X.append((part_X * gain).view(part.shape))
     return torch.cat(X, dim=2).view(U.shape), torch.ones_like(square_weight)
+
+
+class FusedDirection(Direction):
+    """The direction of a group with `split`, for parameters of m rows: `heads` equal matrices one after the
+    other, each of `groups` equal runs of rows[i] rows of part i.
+    """
+
+    kernel = staticmethod(fused_direction)
+
+    def __init__(self, group, m, n, param, ns_dtype, run):
+        super().__init__(group, m, n, param, ns_dtype, run)
+        heads, groups, rows = self.options["split"] = split_rows(group["split"], m)
+        self.flops, scales, moments = 0, [], 0
+        for each in rows:
+            plain = Direction(group, groups * each, n, param, ns_dtype, run)
+            scales += [plain.scale] * each
+            self.flops += heads * plain.flops
+            moments += heads * max(groups * each, n)  # one for each element of the long side
+        rows_of_all = scales * (heads * groups)
+        self.scale = torch.tensor(rows_of_all, dtype=state_dtype(param), device=param.device).view(m, 1)
+        if self.state:
+            self.state = {"second_momentum_buffer": (moments, 1)}

@@ -111,35 +111,45 @@ def muon_direction(
     row_equilibrate,
     renormalize,
     ns_dtype=None,
+    pieces=None,
 ):
     """Polar factor and variance reduction (NorMuon, arXiv 2510.05491) of a batch of matrices.
 
     U: (k, m, n). second_momentum_buffer: (k, m, 1) if m >= n, else (k, 1, n), updated in place; None for
     plain Muon. square_weight: (k, 1, 1), 1 - beta2 times ok. Returns X (k, m, n) in the dtype of the
     iteration and its gain, in the dtype of the state and shaped like the second moment or (k, 1, 1): their
-    product is the direction of the update.
+    product is the direction of the update. pieces: a tensor_parallel.Pieces, if U and X are this rank's
+    pieces of matrices that several ranks hold together; sums then go over the ranks.
     """
-    m, n = U.shape[1:]
+    m, n = U.shape[1:] if pieces is None else pieces.shape
     short = min(m, n)
+
+    def total(values, *dims):
+        partial = values.sum(dim=dims, keepdim=True)
+        return partial if pieces is None else pieces.sum(partial, *dims)
+
     if row_equilibrate:  # MuonEq, arXiv 2603.28254: rows of equal norm
-        row_norm = U.square().sum(dim=2, keepdim=True).sqrt()  # (k, m, 1)
-        U = U * (row_norm.mean(dim=1, keepdim=True) / row_norm.clamp(min=1e-7))
-    X = orthogonalize(U, coefficients, ns_steps, ns_dtype=ns_dtype)
+        row_norm = total(U.square(), 2).sqrt()  # (k, m, 1)
+        U = U * (total(row_norm, 1) / m / row_norm.clamp(min=1e-7))
+    X = orthogonalize(U, coefficients, ns_steps, ns_dtype=ns_dtype, pieces=pieces)
     gain = torch.ones_like(square_weight)  # (k, 1, 1)
     if renormalize:  # Muon+, arXiv 2602.21545: the norm of an exact polar factor
-        norm = X.to(gain.dtype).square().sum(dim=(1, 2), keepdim=True).sqrt()
+        norm = total(X.to(gain.dtype).square(), 1, 2).sqrt()
         gain = math.sqrt(short) / norm.clamp(min=1e-7)
     if second_momentum_buffer is None:
         return X, gain
     # One value for each row of a tall matrix or column of a wide one. ||X||^2 and ||X s||^2 are sums over
     # these values, so X is read once.
     mean_over = 2 if m >= n else 1
-    v = X.to(gain.dtype).square().sum(dim=mean_over, keepdim=True) / short * gain.square()
+    v = total(X.to(gain.dtype).square(), mean_over) / short * gain.square()
+    if pieces is not None and pieces.dim != mean_over:
+        v = pieces.gathered(v)
     second_momentum_buffer.lerp_(v, square_weight)
     s = second_momentum_buffer.clamp(min=1e-10).rsqrt()
     norm_before = (v.sum(dim=(1, 2), keepdim=True) * short).sqrt()  # (k, 1, 1) Frobenius norms
     norm_after = ((v * s.square()).sum(dim=(1, 2), keepdim=True) * short).sqrt()
-    return X, gain * s * norm_before / norm_after.clamp(min=1e-10)
+    gain = gain * s * norm_before / norm_after.clamp(min=1e-10)
+    return X, gain if pieces is None else pieces.mine(gain)
 
 
 def muon_update(param, X, gain, ok, *, lr, weight_decay, scale, cautious):
@@ -303,50 +313,46 @@ class World:
         """The tensor in the dtype in which gradients travel."""
         return tensor if self.size == 1 else tensor.to(self.comm_dtype or tensor.dtype)
 
+    def start(self, received, collective, *arguments, sent=None, **options):
+        """Launch a collective of torch.distributed and give its Transfer."""
+        work = collective(*arguments, group=self.process_group, async_op=True, **options)
+        return Transfer(received, [work], sent)
+
     def reduce_scatter(self, send):
         """send: (W*c, ...). Gives (c, ...): the mean over ranks of this rank's part."""
         if self.size == 1:
             return Transfer(send)
         received = send.new_empty(len(send) // self.size, *send.shape[1:])
-        work = reduce_scatter_single(
-            received, send, dist.ReduceOp.AVG, group=self.process_group, async_op=True
-        )
-        return Transfer(received, [work], send)
+        return self.start(received, reduce_scatter_single, received, send, dist.ReduceOp.AVG, sent=send)
 
     def all_gather(self, whole):
         """whole: (W*c, ...) with this rank's c rows in place. Fills and gives all of it."""
         if self.size == 1:
             return Transfer(whole)
         mine = whole.chunk(self.size)[self.rank]
-        work = all_gather_single(whole, mine, group=self.process_group, async_op=True)
-        return Transfer(whole, [work], mine)
+        return self.start(whole, all_gather_single, whole, mine, sent=mine)
 
     def all_reduce(self, tensor, operation=dist.ReduceOp.AVG):
         """Gives the same tensor, with the mean over ranks in it."""
         if self.size == 1:
             return Transfer(tensor)
-        return Transfer(tensor, [dist.all_reduce(tensor, operation, self.process_group, async_op=True)])
+        return self.start(tensor, dist.all_reduce, tensor, operation)
 
     def reduce_to(self, owner, tensor):
         """Gives the same tensor: at its owner the mean over ranks, elsewhere nothing of use."""
-        operation = dist.ReduceOp.AVG
-        work = dist.reduce(tensor, op=operation, group=self.process_group, group_dst=owner, async_op=True)
-        return Transfer(tensor, [work])
+        return self.start(tensor, dist.reduce, tensor, op=dist.ReduceOp.AVG, group_dst=owner)
 
     def broadcast_from(self, owner, tensor):
         """Gives the same tensor, with the owner's values."""
         if self.size == 1:
             return Transfer(tensor)
-        work = dist.broadcast(tensor, group=self.process_group, group_src=owner, async_op=True)
-        return Transfer(tensor, [work])
+        return self.start(tensor, dist.broadcast, tensor, group_src=owner)
 
     def all_to_all(self, send, send_counts, receive_counts):
         """send: flat, send_counts[r] elements for rank r. Gives receive_counts[r] from each rank r, flat."""
         received = send.new_empty(sum(receive_counts))
-        work = dist.all_to_all_single(
-            received, send, receive_counts, send_counts, group=self.process_group, async_op=True
-        )
-        return Transfer(received, [work], send)
+        collective = dist.all_to_all_single
+        return self.start(received, collective, received, send, receive_counts, send_counts, sent=send)
 
     def gather_objects(self, mine):
         """What every rank brings, in the order of the ranks."""
@@ -393,6 +399,8 @@ class Direction:
     attribute state(m, n) -> {name: shape}.
     """
 
+    kernel = staticmethod(muon_direction)
+
     def __init__(self, group, m, n, param, ns_dtype, run):
         self.run, self.function, self.shape = run, group["direction"], (m, n)
         coefficients = group["coefficients"]
@@ -416,17 +424,19 @@ class Direction:
         gram, _ = newton_schulz_form(m, n, steps, param.device.type, ns_dtype)
         self.flops = newton_schulz_flops(m, n, steps, gram)
 
-    def __call__(self, U, kept, ok, square_weight):
+    def __call__(self, U, kept, ok, square_weight, pieces=None):
         """(X, gain), whose product is the direction.
 
         U: (k, m, n), the momentum. kept: {name: (k, *shape)}, updated in place. ok: (k, 1, 1), 0 for a matrix
         that must stay as it is, with what is kept for it. square_weight: (k, 1, 1), 1 - beta2. X: (k, m, n);
-        gain broadcasts to it, in the dtype of the state.
+        gain broadcasts to it, in the dtype of the state. pieces: see `muon_direction`.
         """
         if self.function is not None:
             return self.function(U, kept, ok, square_weight)
-        second = kept.get("second_momentum_buffer")
-        return self.run(muon_direction, U, second, square_weight * ok, **self.options)
+        second, weight = kept.get("second_momentum_buffer"), square_weight * ok
+        if pieces is not None:  # it communicates, so it is not compiled
+            return self.kernel(U, second, weight, pieces=pieces, **self.options)
+        return self.run(self.kernel, U, second, weight, **self.options)
 
 
 def direction_of(group, m, n, param, ns_dtype, run):

@@ -104,7 +104,7 @@ def newton_schulz_flops(m, n, steps, gram):
     return s**3 * sum(4 * r + 2 * k + 6 * (k - 1) for k in halves)
 
 
-def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dtype=None):
+def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dtype=None, pieces=None):
     """Approximate polar factor of each matrix.
 
     U: (..., m, n) float. Returns (..., m, n) in the dtype of the iteration: float64 stays float64, all else
@@ -112,58 +112,44 @@ def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dty
     float16 is the more accurate of the two on a GPU (relative error .0044 against .0086 of the plain one in
     bf16, on a Gaussian matrix). Singular values come out in about [0.7, 1.15], depending on the set; a zero
     matrix gives zero. To be called outside of torch.autocast, which would make the products in its own dtype
-    (a step of the optimizers sees to that). ValueError for what is no real matrix, and for the Gram form in
-    bf16.
+    (a step of the optimizers sees to that). pieces: a tensor_parallel.Pieces, if U holds this rank's pieces.
+    ValueError for what is no real matrix, and for the Gram form in bf16.
     """
     if U.ndim < 2 or U.is_complex():
         raise ValueError(f"orthogonalize takes real matrices, not {U.dtype} of shape {tuple(U.shape)}")
-    m, n = U.shape[-2:]
+    m, n = U.shape[-2:] if pieces is None else pieces.shape
     table = triples(coefficients, steps)
     chosen, iteration_dtype = newton_schulz_form(m, n, len(table), U.device.type, ns_dtype)
     if gram is None:
         gram = chosen
     elif gram and iteration_dtype == torch.bfloat16:
         raise ValueError("the Gram form loses all accuracy in bf16: take float32, or the plain form")
-    X = in_norm_dtype(U.reshape(math.prod(U.shape[:-2]), m, n))
+    exact = U.dtype == torch.float64
+    X = U.reshape(math.prod(U.shape[:-2]), *U.shape[-2:]).to(torch.float64 if exact else torch.float32)
     norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True)  # (K, 1, 1)
-    X = in_iteration_dtype(normalized(X, norm, coefficients), iteration_dtype)
-    if gram:
-        X = gram_newton_schulz(X, table)
-    else:
-        X = newton_schulz(X, table)
-    return X.view(U.shape)
+    if pieces is not None:
+        norm = pieces.sum(norm.square(), 1, 2).sqrt()
+    # The Frobenius norm bounds the singular values by 1; polar_express wants a margin of 2%
+    X = X / (1.02 * norm + 1e-6 if coefficients == "polar_express" else norm.clamp(min=1e-7))
+    if not exact:
+        X = X.to(iteration_dtype)
+    tall = m > n if pieces is None else pieces.dim == 1
+    iterate = gram_newton_schulz if gram else newton_schulz
+    return iterate(X, table, tall, pieces).view(U.shape)
 
 
-def in_norm_dtype(U):
-    """Norms are taken in float32, and in float64 of what is float64."""
-    return U if U.dtype == torch.float64 else U.float()
-
-
-def normalized(X, norm, coefficients):
-    """X with singular values of at most 1: the Frobenius norm bounds them. polar_express wants a margin of
-    2%.
+def newton_schulz(X, table, tall, pieces=None):
+    """X: (K, m, n) with singular values at most 1; table: triples. The products are over the long side: the
+    rows if `tall`.
     """
-    if coefficients == "polar_express":
-        return X / (1.02 * norm + 1e-6)
-    return X / norm.clamp(min=1e-7)
-
-
-def in_iteration_dtype(X, iteration_dtype):
-    """What is float64 stays float64."""
-    return X if X.dtype == torch.float64 else X.to(iteration_dtype)
-
-
-def newton_schulz(X, table):
-    """X: (K, m, n) with singular values at most 1; table: triples. The products are over the short side."""
-    tall = X.size(1) > X.size(2)
     for a, b, c in table:
-        A = gram_matrix(X, of_columns=tall)  # (K, s, s)
+        A = gram_matrix(X, tall, pieces)  # (K, s, s)
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)
         X = torch.baddbmm(X, X, B, beta=a) if tall else torch.baddbmm(X, B, X, beta=a)
     return X
 
 
-def gram_matrix(X, of_columns):
+def gram_matrix(X, of_columns, pieces=None):
     """Products of all pairs of columns, X^T X, or of rows, XX^T. X: (K, m, n).
 
     Not by @, which copies what is transposed: 5.0 ms in place of 2.8 (bf16, 512 x 2048, two cores). One
@@ -171,9 +157,10 @@ def gram_matrix(X, of_columns):
     copies that.
     """
     if len(X) == 1:
-        rows = X[0].mT if of_columns else X[0]
-        return products_of_rows(rows).unsqueeze(0)
-    return torch.bmm(X.mT, X) if of_columns else torch.bmm(X, X.mT)
+        products = products_of_rows(X[0].mT if of_columns else X[0]).unsqueeze(0)
+    else:
+        products = torch.bmm(X.mT, X) if of_columns else torch.bmm(X, X.mT)
+    return products if pieces is None else pieces.sum(products, 1 if of_columns else 2)
 
 
 def products_of_rows(rows):
@@ -195,7 +182,7 @@ def products_of_rows(rows):
     return torch.cat(strips)
 
 
-def gram_newton_schulz(X, table):
+def gram_newton_schulz(X, table, tall, pieces=None):
     """The same polynomial on the Gram matrix R = XX^T, the long side touched four times in all (Dao-AILab,
     gram-newton-schulz).
 
@@ -203,10 +190,9 @@ def gram_newton_schulz(X, table):
     keep half precision alive: one restart before the third step, and one baddbmm for each of Z, Q and R (a
     separate add loses three times as much).
     """
-    tall = X.size(1) > X.size(2)
     for part in (table[:2], table[2:]):  # the restart: R is built anew from the X so far
         if part:
-            R = gram_matrix(X, of_columns=tall)  # (K, s, s)
+            R = gram_matrix(X, tall, pieces)  # (K, s, s)
             Q = gram_polynomial(R, part)
             X = X @ Q if tall else Q @ X
     return X

@@ -156,9 +156,7 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
     comm_dtype = COMM_DTYPES[args.comm_dtype]
     ns_dtype = runtime.compute_dtype if kind == "cuda" else None
     layout = footprint.Layout(devices, args.shard == "fsdp", args.tensor_parallel, comm_dtype, ns_dtype)
-    memory = footprint.memory(
-        footprint.memory_by_kind(config, layout, plan.rows, runtime.compute_dtype.itemsize)
-    )
+    memory = footprint.memory_by_kind(config, layout, plan.rows, runtime.compute_dtype.itemsize)
     peak = peak_flops(runtime.device, runtime.compute_dtype)
     if peak is None:
         name = torch.cuda.get_device_name(runtime.device)
@@ -175,7 +173,7 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
         f"{flops / 1e6:.0f} MFLOP each, {plan.tokens * flops:.3g} FLOPs in all\n"
         f"devices    {devices} x {kind}, {plan.rows} rows x {plan.micro_steps} micro-steps a step\n"
         f"dtype      {runtime.dtype_name} (weights float32)\n"
-        f"memory     about {memory / 2**30:.1f} GB per device\n"
+        f"memory     about {sum(memory.values()) / 2**30:.1f} GB per device\n"
         f"time       {time}"
     )
 

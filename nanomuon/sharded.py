@@ -130,7 +130,8 @@ def layout_of(param, group, cuts, ns_dtype, run):
         return Layout(held, direction, data_parallel, dim, blocks=tp.size)
     direction = direction_of(group, m, n, param, ns_dtype, run)
     kind = tensor_parallel.Duplicated if mode == "duplicated" else tensor_parallel.Distributed
-    return Layout(held, kind(direction, tp, tp_dim), data_parallel, dim)
+    pieces = tensor_parallel.Pieces(tp, tp_dim, shape)
+    return Layout(held, kind(direction, pieces), data_parallel, dim)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -307,42 +308,26 @@ class Chunk:
         update_matrices(self, P, X.view(self.momentum.shape), one, ok)
         torch._foreach_copy_(params, P.unbind())
 
+    def lines(self):
+        """How many lines (rows or columns) of a matrix each rank holds."""
+        shares = [self.world.share(self.shape[self.dim - 1], rank) for rank in range(self.world.size)]
+        return [hi - lo for lo, hi in shares]
+
     def shard_sizes(self):
         """Elements that each rank holds of the owned matrices."""
-        sizes = []
-        for rank in range(self.world.size):
-            lo, hi = self.world.share(self.shape[self.dim - 1], rank)
-            sizes.append(self.count * (hi - lo) * self.shape[2 - self.dim])
-        return sizes
-
-    # The first ranks hold `each` lines (rows or columns), the next one what is left, the last ones nothing:
-    # two operations cut a matrix for a thousand ranks.
+        return [self.count * lines * self.shape[2 - self.dim] for lines in self.lines()]
 
     def cut_into_shards(self, X):
         """(k, m, n) owned matrices. Gives their shards, rank after rank, flat."""
-        each, in_full_shards = self.full_shards()
-        full = X.narrow(self.dim, 0, in_full_shards).unflatten(self.dim, (-1, each)).movedim(self.dim, 0)
-        left = X.narrow(self.dim, in_full_shards, X.size(self.dim) - in_full_shards)
-        return torch.cat([full.flatten(), left.flatten()]) if left.numel() else full.flatten()
+        return torch.cat([shard.flatten() for shard in X.split(self.lines(), self.dim)])
 
     def join_shards(self, shards):
         """The inverse of cut_into_shards."""
-        each, in_full_shards = self.full_shards()
         m, n = self.shape
-        shape = (self.count, each, n) if self.dim == 1 else (self.count, m, each)
-        full, left = shards.tensor_split([in_full_shards * self.count * self.shape[2 - self.dim]])
-        full = full.view(in_full_shards // each, *shape).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
-        if not left.numel():
-            return full
-        left = left.view(self.count, -1, n) if self.dim == 1 else left.view(self.count, m, -1)
-        return torch.cat([full, left], dim=self.dim)
-
-    def full_shards(self):
-        """Lines of a full shard, and lines in all full shards."""
-        lines = self.shape[self.dim - 1]
-        _, each = self.world.share(lines, 0)
-        each = max(1, each)  # tensor parallelism may have left no lines here
-        return each, lines - lines % each
+        joined = []
+        for shard, lines in zip(shards.split(self.shard_sizes()), self.lines(), strict=True):
+            joined.append(shard.view((self.count, lines, n) if self.dim == 1 else (self.count, m, lines)))
+        return torch.cat(joined, self.dim)
 
 
 class Pipeline:

@@ -91,7 +91,7 @@ def device_batch_size(
     layout = footprint.Layout(ranks, fsdp, tensor_parallel)
     one = footprint.memory_by_kind(config, layout, 1, itemsize)
     two = footprint.memory_by_kind(config, layout, 2, itemsize)
-    one_row, two_rows = footprint.memory(one), footprint.memory(two)  # bytes
+    one_row, two_rows = sum(one.values()), sum(two.values())  # bytes
     if runtime.device.type == "cpu":
         capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
         return schedule.rows_that_fit(math.gcd(most, 16), one_row, two_rows, capacity)

@@ -12,12 +12,15 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
 
 `distributed` falls back to `duplicated` where that is the default: Gram matrices are sums over the long side.
 `blockwise` is no direction of its own, each block being a matrix; the other two are the classes below.
+`distributed` is the mathematics of `optim.muon_direction` with sums over ranks where it sums over a cut side.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from nanomuon import fused, orthogonalize
+from nanomuon.optim import World
 from nanomuon.param_groups import split_rows
 
 
@@ -44,24 +47,25 @@ def choose_mode(group, shape, dim, world):
     return "duplicated"
 
 
-class Duplicated:
-    """Pieces of the (m, n) matrices of `whole`, a direction, cut along `dim` (1 rows, 2 columns of a batch)
-    over the ranks of `world`. Every rank keeps all of the state. It has the attributes of `optim.Direction`.
+@dataclass(frozen=True)
+class Pieces:
+    """Matrices of which every rank of `world` holds a piece, cut along `dim`: 1 rows, 2 columns of a batch.
+
+    shape: (m, n) of the whole matrices. A rank's lines are those of `World.share`.
     """
 
-    def __init__(self, whole, world, dim):
-        self.whole, self.world, self.dim = whole, world, dim
-        self.shape, self.state, self.flops, self.scale = whole.shape, whole.state, whole.flops, whole.scale
-        if dim == 1 and isinstance(self.scale, torch.Tensor):  # one for each row
-            lo, hi = world.share(len(self.scale))
-            self.scale = self.scale[lo:hi]
+    world: World
+    dim: int
+    shape: tuple
 
-    def __call__(self, U, kept, ok, square_weight):
-        X, gain = self.whole(self.gathered(U), kept, ok, square_weight)
-        return self.mine(X), self.mine(gain)
+    def sum(self, partial, *dims):
+        """The sum over ranks of what each has summed over these dimensions of its pieces. In place."""
+        if self.dim in dims:
+            self.world.all_reduce(partial, dist.ReduceOp.SUM).wait()
+        return partial
 
     def gathered(self, piece):
-        """The whole of a batch from the pieces of all ranks."""
+        """The whole of a batch."""
         length, piece = self.shape[self.dim - 1], piece.transpose(0, self.dim)
         each = -(-length // self.world.size)
         whole = piece.new_empty(each * self.world.size, *piece.shape[1:])
@@ -69,7 +73,7 @@ class Duplicated:
         return self.world.all_gather(whole).wait()[:length].transpose(0, self.dim).contiguous()
 
     def mine(self, whole):
-        """This rank's piece of a batch; all of it where it has one value for the cut dimension."""
+        """This rank's piece of a batch; all of it if it has one value for the cut dimension."""
         length = self.shape[self.dim - 1]
         if whole.size(self.dim) != length:
             return whole
@@ -77,82 +81,24 @@ class Duplicated:
         return whole.narrow(self.dim, lo, hi - lo)
 
 
-class Distributed(Duplicated):
-    """The same, computed together. It communicates inside, so it is not compiled."""
+class Duplicated:
+    """The direction `whole` for pieces of matrices, which every rank gathers. Every rank keeps all of the
+    state. It has the attributes of `optim.Direction`.
+    """
+
+    def __init__(self, whole, pieces):
+        self.whole, self.pieces = whole, pieces
+        self.shape, self.state, self.flops, self.scale = whole.shape, whole.state, whole.flops, whole.scale
+        if isinstance(self.scale, torch.Tensor):  # (m, 1), one for each row
+            self.scale = pieces.mine(self.scale[None])[0]
 
     def __call__(self, U, kept, ok, square_weight):
-        second, weight = kept.get("second_momentum_buffer"), square_weight * ok
-        if not isinstance(self.whole, fused.FusedDirection):
-            return self.direction(U, second, weight, self.shape)
-        # Columns are cut: each part is, like the matrix
-        split = self.whole.heads, self.whole.groups, self.whole.rows
+        X, gain = self.whole(self.pieces.gathered(U), kept, ok, square_weight)
+        return self.pieces.mine(X), self.pieces.mine(gain)
 
-        def part_direction(part, part_second, part_weight):
-            return self.direction(part, part_second, part_weight, (part.size(1), self.shape[1]))
 
-        return fused.of_parts(part_direction, U, second, weight, split, self.shape[1])
+class Distributed(Duplicated):
+    """The same, computed together."""
 
-    def sum(self, partial, *dims):
-        """The sum over ranks of what is a sum over these dimensions (1 rows, 2 columns) of the pieces."""
-        if self.dim in dims:
-            self.world.all_reduce(partial, dist.ReduceOp.SUM).wait()
-        return partial
-
-    def direction(self, U, second, square_weight, shape):
-        """`optim.muon_direction` with the sums over all ranks. U: pieces of (m, n) = shape."""
-        m, n = shape
-        short, options = min(m, n), self.whole.options
-        if options["row_equilibrate"]:
-            row_norm = self.sum(U.square().sum(dim=2, keepdim=True), 2).sqrt()  # (k, rows, 1)
-            mean_norm = self.sum(row_norm.sum(dim=1, keepdim=True), 1) / m
-            U = U * (mean_norm / row_norm.clamp(min=1e-7))
-        X = self.orthogonalize(U, shape)
-        gain = torch.ones_like(square_weight)  # (k, 1, 1)
-        if options["renormalize"]:
-            norm = self.sum(X.to(gain.dtype).square().sum(dim=(1, 2), keepdim=True), 1, 2).sqrt()
-            gain = short**0.5 / norm.clamp(min=1e-7)
-        if second is None:
-            return X, gain
-        mean_over = 2 if m >= n else 1
-        v = self.sum(X.to(gain.dtype).square().sum(dim=mean_over, keepdim=True), mean_over)
-        v = v / short * gain.square()
-        if self.dim != mean_over:
-            v = self.gathered_vector(v, shape)
-        second.lerp_(v, square_weight)
-        s = second.clamp(min=1e-10).rsqrt()
-        norm_before = (v.sum(dim=(1, 2), keepdim=True) * short).sqrt()
-        norm_after = ((v * s.square()).sum(dim=(1, 2), keepdim=True) * short).sqrt()
-        return X, self.mine(gain * s * norm_before / norm_after.clamp(min=1e-10))
-
-    def gathered_vector(self, v, shape):
-        """All values of what has one for each element of the cut dimension."""
-        # Of parts the rows differ, and are not cut here
-        assert shape[self.dim - 1] == self.shape[self.dim - 1]
-        return self.gathered(v)
-
-    def orthogonalize(self, U, shape):
-        """`orthogonalize.orthogonalize` of pieces: Gram matrices are sums over the cut dimension."""
-        options = self.whole.options
-        table = orthogonalize.triples(options["coefficients"], options["ns_steps"])
-        gram_form, iteration_dtype = orthogonalize.newton_schulz_form(
-            *shape, len(table), U.device.type, options["ns_dtype"]
-        )
-        X = orthogonalize.in_norm_dtype(U)
-        norm = self.sum(torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).square(), 1, 2).sqrt()
-        X = orthogonalize.normalized(X, norm, options["coefficients"])
-        X = orthogonalize.in_iteration_dtype(X, iteration_dtype)
-        if gram_form:
-            for part in (table[:2], table[2:]):
-                if part:
-                    Q = orthogonalize.gram_polynomial(self.gram_matrix(X), part)
-                    X = X @ Q if self.dim == 1 else Q @ X
-            return X
-        for a, b, c in table:
-            A = self.gram_matrix(X)
-            B = torch.baddbmm(A, A, A, beta=b, alpha=c)
-            X = torch.baddbmm(X, X, B, beta=a) if self.dim == 1 else torch.baddbmm(X, B, X, beta=a)
-        return X
-
-    def gram_matrix(self, X):
-        """(k, s, s), over the cut dimension of all ranks."""
-        return self.sum(orthogonalize.gram_matrix(X, of_columns=self.dim == 1), self.dim)
+    def __call__(self, U, kept, ok, square_weight):
+        return self.whole(U, kept, ok, square_weight, self.pieces)

@@ -67,13 +67,13 @@ def describe(config: GPTConfig, layout: footprint.Layout, tokens: int, available
     """A row of the table. available: bytes."""
     rows = MOST_ROWS
     memory = footprint.memory_by_kind(config, layout, rows, 2)
-    while footprint.memory(memory) > available and rows > 1:
+    while sum(memory.values()) > available and rows > 1:
         rows //= 2
         memory = footprint.memory_by_kind(config, layout, rows, 2)
     micro_batch = rows * CONTEXT * layout.data_parallel
     micro_steps = schedule.total_batch_size(tokens, micro_batch) // micro_batch
     traffic = footprint.traffic(config, layout, rows, micro_steps, 2)
-    together = footprint.memory(memory)
+    together = sum(memory.values())
     return [
         "FSDP2" if layout.fsdp else "replicated (ZeRO-2)",
         rows,
@@ -90,9 +90,8 @@ def deepest(layout: footprint.Layout, available: float) -> int:
     """The deepest of DEPTHS that fits with one row, 0 if none does."""
 
     def is_too_large(depth):
-        return (
-            footprint.memory(footprint.memory_by_kind(model(depth), layout, 1, 2, roughly=True)) > available
-        )
+        memory = footprint.memory_by_kind(model(depth), layout, 1, 2, roughly=True)
+        return sum(memory.values()) > available
 
     depths = [depth for depth in DEPTHS if model(depth).kv_heads % layout.tensor_parallel == 0]
     return [0, *depths][bisect.bisect(depths, False, key=is_too_large)]

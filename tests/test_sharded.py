@@ -257,7 +257,7 @@ class Watched:
 
         with (
             mock.patch.object(dist, "all_to_all_single", launch),
-            mock.patch.object(optim, "muon_direction", compute),
+            mock.patch.object(optim.Direction, "kernel", staticmethod(compute)),
             mock.patch.object(optim, "adamw_update", elementwise),
         ):
             self.optimizer.step()
