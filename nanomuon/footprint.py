@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanomuon import head_loss, recipe
@@ -102,10 +103,8 @@ def parameters(config: GPTConfig) -> tuple[list[Parameter], list[dict]]:
 
 
 class PlannedWorld(World):
-    """One rank of a world that is only planned. Transfers send nothing and count the bytes that they would
-    send.
-
-    By ring algorithms: (W-1)/W of the whole, twice for an all_reduce. sent: a list to count into.
+    """One rank of a world that is only planned: its collectives send nothing and count the bytes that they
+    would send into the list `sent`, by ring algorithms.
     """
 
     def __init__(self, size: int, rank: int, sent: list, comm_dtype: torch.dtype | None):
@@ -118,24 +117,12 @@ class PlannedWorld(World):
     def gather_objects(self, mine):
         return [mine]
 
-    def transfer(self, size, received):
-        self.sent.append(size * (self.size - 1) / self.size)
+    def start(self, received, collective, *arguments, sent=None, **options):
+        """(W-1)/W of the whole, twice for an all_reduce."""
+        whole = max(tensor.nbytes for tensor in (received, sent) if tensor is not None)
+        twice = 2 if collective is dist.all_reduce else 1
+        self.sent.append(twice * whole * (self.size - 1) / self.size)
         return Transfer(received)
-
-    def reduce_scatter(self, send):
-        return self.transfer(send.nbytes, send.new_empty(len(send) // self.size, *send.shape[1:]))
-
-    def all_gather(self, whole):
-        return self.transfer(whole.nbytes, whole)
-
-    def all_reduce(self, tensor, operation=None):
-        return self.transfer(2 * tensor.nbytes, tensor)
-
-    def reduce_to(self, owner, tensor):
-        return self.transfer(tensor.nbytes, tensor)
-
-    def broadcast_from(self, owner, tensor):
-        return self.transfer(tensor.nbytes, tensor)
 
     def all_to_all(self, send, send_counts, receive_counts):
         self.sent.append((sum(send_counts) - send_counts[self.rank]) * send.itemsize)

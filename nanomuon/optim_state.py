@@ -174,9 +174,6 @@ def load_state_dict(optimizer, state_dict, hyperparameters):
     """See MuonAdamW.load_state_dict."""
     if hyperparameters not in ("restore", "keep"):
         raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
-    state_dict = state_dict.copy()
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        state_dict = hook(optimizer, state_dict) or state_dict
     groups = state_dict["param_groups"]
     check_form(groups, optimizer.param_groups)
     state = state_by_name(state_dict["state"], groups)
@@ -194,8 +191,6 @@ def load_state_dict(optimizer, state_dict, hyperparameters):
             place.tensor.copy_(piece)
     for group, numbers in zip(optimizer.param_groups, restored, strict=True):
         group.update(numbers)
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        hook(optimizer)
 
 
 def check_form(saved, ours):

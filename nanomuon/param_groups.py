@@ -99,33 +99,26 @@ def find_heads(model):
       model: no parameter with 2 or more dimensions comes after it but those of heads and embeddings.
     """
     widths = input_widths(model)
-    vocabularies = set()
-    embeddings = set()  # their parameters
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    vocabularies = {embedding.num_embeddings for embedding in embeddings}
+    embedded = {embedding.weight for embedding in embeddings}
+    linears = {module.weight: module for module in model.modules() if isinstance(module, nn.Linear)}
     inside_layers = set()
-    linears = {}  # parameter -> the linear layer that has it
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            vocabularies.add(module.num_embeddings)
-            embeddings.update(module.parameters())
-        elif isinstance(module, nn.Linear):
-            for param in module.parameters():
-                linears[param] = module
-        elif isinstance(module, nn.ModuleList):
-            for layer in module.children():
+    for blocks in model.modules():
+        if isinstance(blocks, nn.ModuleList):
+            for layer in blocks:
                 inside_layers.update(child for child in layer.modules() if child is not layer)
-    found = []
-    only_heads_so_far = True
-    matrices = [param for param in model.parameters() if param.ndim >= 2 and param not in embeddings]
+    heads, only_heads_so_far = [], True
+    matrices = [param for param in model.parameters() if param.ndim >= 2 and param not in embedded]
     for param in reversed(matrices):
         linear = linears.get(param)
-        is_head = False
-        if linear is not None and linear.out_features not in widths and linear not in inside_layers:
-            is_head = only_heads_so_far or linear.out_features in vocabularies
-        if is_head:
-            found.append(linear)
+        if linear is None or linear.out_features in widths or linear in inside_layers:
+            only_heads_so_far = False
+        elif only_heads_so_far or linear.out_features in vocabularies:
+            heads.append(linear)
         else:
             only_heads_so_far = False
-    return found
+    return heads
 
 
 def not_hidden_matrices(model):
@@ -316,7 +309,7 @@ def check_group(group, others):
 
 
 def check_values(group):
-    """ValueError for hyperparameters that no step can be taken with. Cheap: it is asked before every step."""
+    """ValueError for hyperparameters that no step can be taken with."""
     for key in ("lr", "weight_decay", "eps"):
         if key in group and not 0 <= number(key, group[key]) < math.inf:
             raise ValueError(f"{key} must be finite and not negative, but is {group[key]}")
@@ -331,12 +324,9 @@ def check_values(group):
 
 
 def number(key, value):
-    """The value; ValueError for what is none. Of a tensor, as torch allows for rates, where reading it takes
-    no wait for a GPU and breaks no graph; else 0.
-    """
+    """The value, or that of a tensor, as torch allows for rates; ValueError for what is no number."""
     if isinstance(value, torch.Tensor):
-        is_at_hand = value.device.type == "cpu" and not torch.compiler.is_compiling()
-        return value.item() if is_at_hand else 0.0
+        return value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{key} must be a number, but is {value!r}")
     return value

@@ -159,15 +159,14 @@ def plan_group(optimizer, group, params, run):
             continue
         size = chunk_size(layout, together[0].device)
         chunks += [(together[lo : lo + size], layout) for lo in range(0, len(together), size)]
-    if chunks:
-        # The most expensive matrices choose their owners first, and are the first in the pipeline
-        chunks.sort(key=lambda chunk: -chunk[1].direction.flops)
-        planned = []
-        for together, layout in chunks:
-            owners = assign_owners(len(together), layout.direction.flops, layout.data_parallel.load)
-            planned.append(Chunk(together, group, layout, owners, run))
-        works.insert(0, Pipeline(planned, group))
-    return works
+    # The most expensive matrices choose their owners first, and are the first in the pipeline
+    chunks.sort(key=lambda chunk: -chunk[1].direction.flops)
+    pipelines = {}  # one for each dtype of the state, in which numbers are on the device
+    for together, layout in chunks:
+        owners = assign_owners(len(together), layout.direction.flops, layout.data_parallel.load)
+        chunk = Chunk(together, group, layout, owners, run)
+        pipelines.setdefault(chunk.momentum.dtype, []).append(chunk)
+    return [Pipeline(chunks, group) for chunks in pipelines.values()] + works
 
 
 def chunk_size(layout, device):

@@ -114,17 +114,6 @@ def test_a_step_inside_of_autocast():
     assert_same(model, trained(4))
 
 
-def test_gradients_that_are_zeroed_in_place():
-    model = build()
-    optimizer = MuonAdamW(groups_of(model))
-    for step in range(4):
-        loss_of(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    assert all(not p.grad.any() for p in model.parameters())
-    assert_same(model, trained(4))
-
-
 def test_hooks_and_a_closure():
     model = build()
     optimizer = MuonAdamW(groups_of(model))
@@ -141,30 +130,6 @@ def test_hooks_and_a_closure():
     assert optimizer.step(closure).requires_grad
     assert called == ["before", "after"]
     assert_same(model, trained(1))
-
-
-def test_hooks_of_state_dicts():
-    """As with torch's optimizers: a hook before a load gets a copy, and what it returns is loaded."""
-    model = build()
-    optimizer = MuonAdamW(groups_of(model))
-    train(model, optimizer, range(2))
-    called = []
-    optimizer.register_state_dict_pre_hook(lambda _: called.append("before saving"))
-    optimizer.register_state_dict_post_hook(lambda _, saved: saved.update(epoch=3))
-    optimizer.register_state_dict_post_hook(lambda _, saved: {**saved, "wrapped": True})
-    saved = optimizer.state_dict()
-    assert called == ["before saving"] and saved["epoch"] == 3 and saved["wrapped"]
-
-    other = MuonAdamW(groups_of(build(1)))
-    other.register_load_state_dict_pre_hook(lambda _, state: {"renamed": state.pop("state"), **state})
-    other.register_load_state_dict_pre_hook(lambda _, state: {"state": state["renamed"], **state})
-    other.register_load_state_dict_post_hook(lambda _: called.append("loaded"))
-    other.load_state_dict(saved)
-    assert called == ["before saving", "loaded"] and "state" in saved
-    assert torch.equal(
-        other.full_state_dict()["state"]["0.weight"]["momentum_buffer"],
-        optimizer.full_state_dict()["state"]["0.weight"]["momentum_buffer"],
-    )
 
 
 def test_a_group_that_comes_later_has_a_rate_and_is_saved():
@@ -311,33 +276,6 @@ def copied(group, how):
 @pytest.mark.parametrize("how, size", [("deepcopy", 2), ("pickle", 4)])
 def test_a_copy_goes_on_on_all_ranks(how, size):
     assert all(run_world(size, copied, how))
-
-
-def copied_with_later_groups(group):
-    """Whether a copy goes on alike after groups have come in: planned together, their matrices would have
-    other owners.
-    """
-    torch.manual_seed(0)
-    layers = nn.ModuleList(nn.Linear(m, 8, bias=False) for m in (16, 16, 24, 8, 12))
-    early, *late = [dict(MUON, kind="muon", params=[w], names=[n]) for n, w in layers.named_parameters()]
-    optimizer = DistMuonAdamW([early], group)
-    for each in late:
-        optimizer.add_param_group(each)
-    other_layers, other = copy.deepcopy((layers, optimizer))
-    for step in range(4):
-        if step == 2:
-            other_layers, other = copy.deepcopy((other_layers, other))
-        for stepping, weights in ((optimizer, layers), (other, other_layers)):
-            torch.manual_seed(step)
-            for weight in weights.parameters():
-                weight.grad = torch.randn(weight.shape)
-            stepping.step()
-    pairs = zip(layers.parameters(), other_layers.parameters(), strict=True)
-    return all(torch.equal(p, q) for p, q in pairs)
-
-
-def test_a_copy_goes_on_after_groups_have_come_in():
-    assert all(run_world(3, copied_with_later_groups))
 
 
 def loaded_from_rank_0(group, folder, layers):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import nanomuon.optim as optim
 from nanomuon.optim import MuonAdamW
@@ -284,16 +283,6 @@ def test_non_finite_gradient_skips_the_step(value, where):
     assert optimizer.skipped_steps.item() == 1
 
 
-def test_non_finite_gradient_on_the_first_step_changes_nothing():
-    params, groups = mixed()
-    optimizer = MuonAdamW(groups)
-    for p in params:
-        p.grad = torch.full_like(p, math.nan)
-    optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, mixed()[0], strict=True))
-    assert all(not value.any() for entry in optimizer.state.values() for value in entry.values())
-
-
 @pytest.mark.parametrize("small", [True, False])
 def test_an_eps_of_zero_is_no_reason_to_change_what_is_left_alone(small):
     shape = (8, 4) if small else (600, 30)
@@ -493,19 +482,6 @@ def test_state_dict_has_torchs_layout():
     assert state["state"][4]["exp_avg"].shape == (50, 30)
 
 
-def test_torchs_distributed_state_dicts():
-    model, optimizer, scheduler = resumable()
-    train_on_a_schedule(model, optimizer, scheduler, 0, 3)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    assert set(optimizer_state["state"]) == {"0.weight", "0.bias", "2.weight"}
-    other, other_optimizer, _ = resumable(seed=1)
-    set_state_dict(other, other_optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    expected, found = optimizer.full_state_dict(), other_optimizer.full_state_dict()
-    for name, entry in expected["state"].items():
-        assert all(torch.equal(found["state"][name][key], value) for key, value in entry.items())
-    assert found["param_groups"] == expected["param_groups"]
-
-
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
     params, groups = mixed()
     optimizer = MuonAdamW(groups)
@@ -624,21 +600,6 @@ def test_parameters_without_groups_are_told_what_to_do():
     for parameters in (model.parameters(), model.named_parameters()):
         with pytest.raises(ValueError, match=r"MuonAdamW.for_model\(model, lr=...\)"):
             MuonAdamW(parameters)
-
-
-def test_one_cycle_moves_rates_and_momentum():
-    p, q = parameter(8, 8), parameter(5)
-    optimizer = MuonAdamW([muon(p), adamw(q)])
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.01], total_steps=10)
-    seen = []
-    for step in range(9):
-        p.grad, q.grad = gradient(p, step), gradient(q, step)
-        optimizer.step()
-        scheduler.step()
-        seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
-    assert max(lr for lr, _ in seen) == pytest.approx(0.1) and min(mu for _, mu in seen) == pytest.approx(
-        0.85
-    )
 
 
 def test_for_model_trains_every_parameter_with_one_rate():

