@@ -1,31 +1,21 @@
-"""Causal attention with an optional sliding window, by the fastest kernel that this device and PyTorch have.
+"""Causal attention with an optional sliding window.
 
-The backends differ in speed alone. Where use() has not named one for a shape, PyTorch's own dispatch does the
-work.
+On CUDA a window is PyTorch's varlen_attn, which skips what the window hides; everything else is PyTorch's
+scaled_dot_product_attention, but for short rows in bf16 on a CPU (`whole_scores`).
 """
 
 import contextlib
-import functools
-import statistics
-import time
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import flex_attention as flex_module
 
-CHECKED = 2048  # tokens of a row at which measure() compares a backend with the definition
-NOT_SUPPORTED = "not supported here: "  # begins what measure() says of a kernel that a device lacks
-# Words in the errors by which PyTorch and FlashAttention refuse a device, a dtype or a shape
-REFUSALS = ("support", "no available kernel", "requires", "compute capability")
-# varlen_attn has the argument enable_gqa from PyTorch 2.12 on; before, keys and values are repeated
-_VARLEN_TAKES_GROUPS = torch.__version__ >= (2, 12)
 # Tokens up to which a CPU in bf16 makes all scores of a row, the hidden ones too, by products of whole
 # matrices: at 256 twice as fast as its fused kernel (docs/log.md)
 WHOLE_SCORES = 512
-_chosen = {}  # key(q, k, window): backend
-_block_masks = {}  # (T, window): BlockMask, made outside of what is compiled
+# FlashAttention by the major version of the GPU that it is for (Hopper, Blackwell), as PyTorch calls it
+FLASH = {9: "FA3", 10: "FA4"}
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, normalized: bool = False) -> Tensor:
@@ -39,15 +29,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, normal
     """
     if window is not None and window >= k.size(1):
         window = None
-    otherwise = sdpa
-    in_bf16_on_cpu = q.device.type == "cpu" and q.dtype == torch.bfloat16
-    if in_bf16_on_cpu and normalized and q.size(1) == k.size(1) <= WHOLE_SCORES:
-        otherwise = whole_scores
-    return _chosen.get(_key(q, k, window), otherwise)(q, k, v, window)
+    if q.dtype == torch.bfloat16 and q.size(1) == k.size(1):
+        if q.device.type == "cuda" and window is not None:
+            return varlen(q, k, v, window)
+        if q.device.type == "cpu" and normalized and q.size(1) <= WHOLE_SCORES:
+            return whole_scores(q, k, v, window)
+    return sdpa(q, k, v, window)
 
 
-def _key(q, k, window):
-    return q.device.type, q.dtype, q.shape[1:], k.shape[1:], window
+def use_flash_attention(device: torch.device) -> str | None:
+    """Take FlashAttention 3 or 4 for this process, if there is one for this GPU and its package is installed;
+    returns its name. What runs deterministically stays with PyTorch's own.
+    """
+    if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+        return None
+    name = FLASH.get(torch.cuda.get_device_capability(device)[0])
+    if name not in torch.nn.attention.list_flash_attention_impls():
+        return None
+    try:
+        torch.nn.attention.activate_flash_attention_impl(name)
+    except ImportError:
+        return None
+    return name
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -153,255 +156,13 @@ def without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """FlashAttention, which skips what the window hides: every row is one sequence of a ragged batch. CUDA,
-    16 bit.
-    """
+def varlen(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Every row is one sequence of a ragged batch."""
     from torch.nn.attention.varlen import varlen_attn  # loads torch._dynamo, a second that only GPUs need
 
     B, T, H = q.shape[:3]
     ends = torch.arange(0, (B + 1) * T, T, device=q.device, dtype=torch.int32)
-    past = -1 if window is None else window - 1  # keys before the query's own
-    groups = {}
-    if k.size(2) != H:
-        if _VARLEN_TAKES_GROUPS:
-            groups = {"enable_gqa": True}
-        else:
-            k, v = (x.repeat_interleave(H // x.size(2), dim=2) for x in (k, v))
+    if k.size(2) != H:  # its enable_gqa came with PyTorch 2.12
+        k, v = (x.repeat_interleave(H // x.size(2), dim=2) for x in (k, v))
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (B * T, heads, D)
-    out = varlen_attn(q, k, v, ends, ends, T, T, window_size=(past, 0), **groups)
-    return out.unflatten(0, (B, T))
-
-
-def flex(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """FlexAttention (arXiv 2412.05496): a compiled kernel that skips the blocks which the window hides."""
-    run = flex_module.flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-    out = run(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        block_mask=_block_masks[q.size(1), window],
-        enable_gqa=q.size(2) != k.size(2),
-    )
-    return out.transpose(1, 2)
-
-
-@functools.cache
-def _compiled_flex():
-    return torch.compile(flex_module.flex_attention, dynamic=False)
-
-
-def make_block_mask(T: int, window: int | None, device: torch.device) -> None:
-    """What flex() looks up."""
-
-    def visible(batch, head, i, j):
-        return (j <= i) & (i - j < (window or T))
-
-    _block_masks[T, window] = flex_module.create_block_mask(visible, None, None, T, T, device=device)
-
-
-def flash_packages(device: torch.device) -> dict[str, str | None]:
-    """Installed FlashAttention versions, by PyTorch's name for them (FA3, FA4): None where PyTorch can switch
-    to it, else the error of its package.
-    """
-    found = {}
-    if device.type == "cuda":
-        for name in torch.nn.attention.list_flash_attention_impls():
-            try:
-                torch.nn.attention.activate_flash_attention_impl(name)
-                found[name] = None
-            except Exception as error:  # whatever importing that package raises on this machine
-                # Only the package itself may be missing; what it needs, once it is installed, may not
-                absent = error.name if isinstance(error, ModuleNotFoundError) else None
-                if absent is None or not absent.startswith("flash_attn"):
-                    found[name] = "failed: " + _in_one_line(error)
-        use_flash_implementation(None)
-    return found
-
-
-def flash_implementations(device: torch.device) -> list[str | None]:
-    """FlashAttention versions that PyTorch can switch to; None is its own."""
-    return [None, *(name for name, error in flash_packages(device).items() if error is None)]
-
-
-def use_flash_implementation(name: str | None) -> None:
-    """Switch the flash kernels of this process, those of scaled_dot_product_attention included."""
-    if name is not None:
-        torch.nn.attention.activate_flash_attention_impl(name)
-    elif torch.nn.attention.current_flash_attention_impl() is not None:
-        torch.nn.attention.restore_flash_attention_impl()
-
-
-def measure(
-    B: int,
-    T: int,
-    H: int,
-    Hkv: int,
-    D: int,
-    windows: list[int | None],
-    device: torch.device,
-    dtype: torch.dtype,
-    with_flex: bool,
-    rounds: int = 5,
-) -> dict[str | None, dict[int | None, dict[str, float | str]]]:
-    """By flash implementation, window and backend: milliseconds forward and backward, or why the backend is
-    out: NOT_SUPPORTED and the reason, or what nobody should expect: an error, or by how much it is off.
-
-    A backend is out where it fails or where output or gradients are not those of a plain masked softmax. That
-    takes T^2 memory, so longer rows are checked at CHECKED tokens, with a window of the same share.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    q, k, v, grad = (
-        torch.randn(B, T, heads, D, device=device, generator=generator).to(dtype)
-        for heads in (H, Hkv, Hkv, H)
-    )
-    q *= 8  # so sharp that a single key too few or too many shows
-    backends = [sdpa]
-    if device.type == "cuda":
-        backends.append(varlen)
-        if with_flex:
-            backends.append(flex)
-    results = {}
-    packages = {None: None, **flash_packages(device)}
-    for implementation, failure in packages.items():
-        if failure is not None:
-            results[implementation] = {window: {varlen.__name__: failure} for window in windows}
-            continue
-        use_flash_implementation(implementation)
-        results[implementation] = {}
-        for window in windows:
-            row = results[implementation][window] = {}
-            for backend in backends:
-                if implementation is not None and backend is flex:
-                    continue  # has no part in the switch
-                try:
-                    row[backend.__name__] = _checked_milliseconds(backend, q, k, v, grad, window, rounds)
-                except Exception as error:  # a kernel that a device lacks fails in a way of its own
-                    row[backend.__name__] = _why_not(error)
-    use_flash_implementation(None)
-    return results
-
-
-def _in_one_line(error):
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _why_not(error):
-    """One line about the error of a kernel, which says whether the kernel is known not to run here."""
-    refuses = any(word in str(error).lower() for word in REFUSALS)
-    refused = refuses and isinstance(error, RuntimeError | ValueError | AssertionError)
-    if refused or isinstance(error, NotImplementedError | torch.OutOfMemoryError):
-        return NOT_SUPPORTED + _in_one_line(error)
-    return "failed: " + _in_one_line(error)
-
-
-def unexpected(measured: dict) -> list[str]:
-    """What measure() says of kernels that should run and do not, or that compute something else, in one line
-    each.
-    """
-    lines = []
-    for implementation, rows in measured.items():
-        for window, row in rows.items():
-            for backend, found in row.items():
-                if isinstance(found, str) and not found.startswith(NOT_SUPPORTED):
-                    lines.append(f"{described(implementation, window, backend)}: {found}")
-    return lines
-
-
-def described(implementation: str | None, window: int | None, backend: str) -> str:
-    """How a backend is called in what is printed."""
-    name = backend if implementation is None else f"{backend} {implementation}"
-    return f"{name} full" if window is None else f"{name} window {window}"
-
-
-def _checked_milliseconds(backend, q, k, v, grad, window, rounds):
-    """Milliseconds forward and backward, the median of some rounds; or text, by how much a backend is off."""
-    T = q.size(1)
-    length = min(T, CHECKED)
-    checked_window = None if window is None else max(1, window * length // T)
-    if backend is flex:
-        make_block_mask(T, window, q.device)
-        make_block_mask(length, checked_window, q.device)
-    inputs = [x[:1, :length] for x in (q, k, v, grad)]
-    error = _error(backend, *inputs, checked_window)
-    tolerance = 1e-4 if q.dtype == torch.float32 else 3e-2
-    if not error < tolerance:
-        return f"wrong: off by {error:.2g}"
-    _milliseconds(backend, q, k, v, grad, window)  # warms up
-    return statistics.median(_milliseconds(backend, q, k, v, grad, window) for _ in range(rounds))
-
-
-def fastest(measured: dict) -> tuple[str | None, dict[int | None, tuple[float, str]]]:
-    """Of what measure() gives: the flash implementation that is best over all windows, and by window
-    (milliseconds, backend). Empty where no implementation has a backend for every window.
-    """
-    fastest_sum, fastest_implementation, fastest_backends = float("inf"), None, {}
-    for implementation, rows in measured.items():
-        backends = {}
-        for window, row in rows.items():
-            usable = [(ms, name) for name, ms in row.items() if not isinstance(ms, str)]
-            if usable:
-                backends[window] = min(usable)
-        milliseconds = sum(ms for ms, _ in backends.values())
-        if len(backends) == len(rows) and milliseconds < fastest_sum:
-            fastest_sum, fastest_implementation = milliseconds, implementation
-            fastest_backends = backends
-    return fastest_implementation, fastest_backends
-
-
-def use(
-    T: int,
-    H: int,
-    Hkv: int,
-    D: int,
-    implementation: str | None,
-    backends: dict[int | None, str],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> None:
-    """From now on compute attention of this shape, whatever the batch, by the backend named for its window.
-
-    Call it before the model is compiled.
-    """
-    use_flash_implementation(implementation)
-    for window, name in backends.items():
-        _chosen[device.type, dtype, torch.Size((T, H, D)), torch.Size((T, Hkv, D)), window] = globals()[name]
-        if name == "flex":
-            make_block_mask(T, window, device)
-
-
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """The definition in float32, against which the backends are checked: takes T^2 memory for every head."""
-    T, group = q.size(1), q.size(2) // k.size(2)
-    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
-    scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / q.size(-1) ** 0.5
-    distance = torch.arange(T, device=q.device)[:, None] - torch.arange(T, device=q.device)
-    scores = scores.masked_fill((distance < 0) | (distance >= (window or T)), -torch.inf)
-    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.float()).to(q.dtype)
-
-
-def _with_gradients(backend, q, k, v, grad, window):
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = backend(*inputs, window)
-    return out, *torch.autograd.grad(out, inputs, grad)
-
-
-def _error(backend, q, k, v, grad, window):
-    """Largest error of output and gradients, each relative to its largest entry; NaN where one of them is."""
-    found = _with_gradients(backend, q, k, v, grad, window)
-    expected = _with_gradients(plain_attention, q, k, v, grad, window)
-    errors = []
-    for ours, right in zip(found, expected, strict=True):
-        right = right.float()
-        errors.append((ours.float() - right).abs().max() / right.abs().max())
-    return torch.stack(errors).max().item()  # Python's max would pass over a NaN
-
-
-def _milliseconds(backend, q, k, v, grad, window):
-    repeats = 1 if q.device.type == "cpu" else 10
-    began = time.perf_counter()
-    for _ in range(repeats):
-        _with_gradients(backend, q, k, v, grad, window)
-    if q.device.type == "cuda":
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began) / repeats
+    return varlen_attn(q, k, v, ends, ends, T, T, window_size=(window - 1, 0)).unflatten(0, (B, T))

@@ -33,7 +33,7 @@ MODEL_OPTIONS = {
     "experts_per_token": Whole(0, 1 << 13),
 }
 ABOUT = {"step": Whole(), "val_bpb": OrNull(Number()), "corpus": Text(), "tokenizer": Text(64)}
-CONFIG_FILE = Record({"config": Record(MODEL_SHAPE, MODEL_OPTIONS, others=None), "meta": Record(ABOUT)})
+CONFIG_FILE = Record({"config": Record({**MODEL_SHAPE, **MODEL_OPTIONS}, others=None), "meta": Record(ABOUT)})
 
 
 def export_model(run_dir, model, config, meta) -> None:

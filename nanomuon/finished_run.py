@@ -13,7 +13,7 @@ from nanomuon import checkpoint, core, export, report, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.export import MODEL_OPTIONS, MODEL_SHAPE
 from nanomuon.generate import sample_texts
-from nanomuon.gpt import EARLIER_FIELDS, GPT, GPTConfig
+from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.parallel import build_model
 from nanomuon.planning import Plan, meta_model
 from nanomuon.read_json import Number, Record, Text, check, sound_lines
@@ -143,7 +143,7 @@ def model_config(run_dir: Path, config: dict) -> GPTConfig:
 def possible_config(file: Path, fields: dict) -> GPTConfig:
     """The GPTConfig of these fields, which `file` has; InputError where no model can have them together."""
     try:
-        return GPTConfig(**{**EARLIER_FIELDS, **fields})
+        return GPTConfig(**fields)
     except ValueError as error:
         raise InputError(f"{file}: {error}") from error
 

@@ -22,8 +22,6 @@ from nanomuon.moe import MoE
 from nanomuon.qk_clip import record_largest_
 
 GATE_INPUTS = 32  # the value gate reads this many residual channels
-# What fields of GPTConfig meant in configs that were written before they were part of them
-EARLIER_FIELDS = {"short_window": 0.5, "key_offset": False, "value_embed_every": 2}
 ROPE_BASE = 10_000.0  # of the angles' geometric series, arXiv 2104.09864
 TAPS = 4  # tokens that the convolution of an MLP's input spans, its own included
 

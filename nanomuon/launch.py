@@ -22,7 +22,6 @@ from nanomuon import (
     report,
     run_folder,
     shards,
-    sizing,
     user_file,
 )
 from nanomuon.arguments import COMM_DTYPES, SCHEDULE_FLAGS, unused_flags
@@ -30,7 +29,7 @@ from nanomuon.compilation import compile_model
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader
 from nanomuon.fp8 import train_in_fp8
-from nanomuon.gpt import EARLIER_FIELDS, GPT, GPTConfig
+from nanomuon.gpt import GPT
 from nanomuon.optim import MuonAdamW
 from nanomuon.planning import Plan, meta_model, print_plan
 from nanomuon.qk_clip import watch_
@@ -86,32 +85,6 @@ def prepare_data(
     # Put back where it is missing, as far as there is a copy
     load_or_restore(data / "tokenizer", shards.read_manifest(data)["tokenizer"], runtime.rank)
     return data, recorded, accepted
-
-
-def choose_windows(
-    args: argparse.Namespace, settings: dict, plan: Plan, runtime: Runtime, measured: dict
-) -> GPTConfig:
-    """The model of the plan with the windows that it has, or starts with, and their kernels chosen.
-
-    settings: of a run that goes on, which keeps the form it was begun with; else {}. measured: see
-    sizing.recalled; what is measured is added to it.
-    """
-    config = plan.config
-    if settings:
-        config = replace(config, **{field: settings[field] for field in EARLIER_FIELDS})
-        pattern = settings.get("window_pattern")
-        if pattern and args.window_pattern == settings["options"].get("window_pattern"):
-            # The run may have started without the windows that were asked for, where they cost time
-            config = replace(config, window_pattern=pattern)
-    return sizing.choose_attention(
-        config,
-        plan.rows,
-        args.tensor_parallel,
-        runtime,
-        measured,
-        new=not settings,
-        with_flex=args.compile is not False,
-    )
 
 
 def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core_bundle.Task]:

@@ -1,7 +1,7 @@
 """The size of a run before it starts: its model, its batch, its number of steps, and what they will take."""
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -89,13 +89,6 @@ def number_of_steps(args: argparse.Namespace, config: GPTConfig, batch: int) -> 
             f"{step_flops:.3g}; a smaller --depth or --total-batch-size takes less"
         )
     return max(1, steps)
-
-
-def with_config(plan: Plan, args: argparse.Namespace, config: GPTConfig) -> Plan:
-    """The plan for the model with other windows than were planned with: --target-flops pays for more or fewer
-    steps of it.
-    """
-    return replace(plan, config=config, steps=number_of_steps(args, config, plan.batch))
 
 
 def model_config(args: argparse.Namespace, vocab_size: int, runtime: Runtime) -> GPTConfig:

@@ -251,7 +251,6 @@ def write_report(
     options = {
         **vars(run.args),
         "device_batch_size": run.plan.rows,
-        "attention": run.measured.get("attention"),
         "dtype": summary["dtype"],
         **run.defined,
     }

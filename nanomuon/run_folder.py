@@ -18,14 +18,11 @@ import torch
 from nanomuon import provenance, report
 from nanomuon.arguments import SIZES
 from nanomuon.export import MODEL_OPTIONS, MODEL_SHAPE
-from nanomuon.gpt import EARLIER_FIELDS
 from nanomuon.locks import being_written, holder, locked, this_process
 from nanomuon.planning import Plan
 from nanomuon.read_json import (
     Choice,
     Flag,
-    Items,
-    ListOf,
     MapOf,
     Number,
     OrNull,
@@ -62,12 +59,7 @@ OF_THE_LAUNCH = (
     "accept_changes",
 )
 
-# see sizing.choose_attention: [flash implementation, a list of [window, backend, milliseconds]]
-KERNEL = Items(OrNull(Whole()), Choice("sdpa", "varlen", "flex"), Number(0))
-ATTENTION = Items(OrNull(Text(64)), ListOf(KERNEL))
-MEASURED = Record(
-    {}, {"device_batch_size": SIZES["device_batch_size"], "bf16_speedup": Number(0), "attention": ATTENTION}
-)
+MEASURED = Record({}, {"device_batch_size": SIZES["device_batch_size"], "bf16_speedup": Number(0)})
 # What defines the run is compared with what it is to be now, so here only its types matter
 SETTINGS = Record(
     {"options": MapOf(Scalar())},
@@ -114,7 +106,7 @@ def read_settings(run_dir: Path) -> dict:
     file = run_dir / "settings.json"
     if not os.path.lexists(file):
         return {}
-    return {**EARLIER_FIELDS, **read_json(file, SETTINGS)}
+    return read_json(file, SETTINGS)
 
 
 def remembered_options(run_dir: Path, settings: dict, parser: argparse.ArgumentParser) -> dict:

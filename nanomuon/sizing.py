@@ -1,4 +1,4 @@
-"""What this device has room and speed for: its dtype, the rows of a micro-step, the kernels of attention."""
+"""What this device has room and speed for: its dtype and the rows of a micro-step."""
 
 import math
 import os
@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from nanomuon import attention, footprint, parallel, schedule
+from nanomuon import footprint, parallel, schedule
 from nanomuon.gpt import GPTConfig
-from nanomuon.runtime import Runtime, compile_enabled, patient_group, print0, together
+from nanomuon.runtime import Runtime, compile_enabled, together
 
 BF16_PAYS = 1.3  # times float32: below, what a step does beside its products takes the gain back
 BF16_ROUNDS = 8
@@ -134,76 +134,3 @@ def probe_memory(config: GPTConfig, rows: int, runtime: Runtime, compiled: bool 
         torch.compiler.reset()  # graphs that the run may not use; what it uses is in the cache on disk
     torch.cuda.empty_cache()
     return peak
-
-
-def choose_attention(
-    config: GPTConfig,
-    rows: int,
-    tensor_parallel: int,
-    runtime: Runtime,
-    measured: dict,
-    new: bool,
-    with_flex: bool,
-) -> GPTConfig:
-    """On CUDA, take the fastest attention kernels. A new run whose window costs more than full attention, or
-    could not be measured, goes without.
-
-    measured: see recalled(); what is there is measured again only if it cannot be used any more. new: the
-    run's model is not fixed yet. with_flex: the run may compile. The first rank measures, and all take what
-    is best there. Returns the config.
-    """
-    windows = sorted({config.window(layer) for layer in range(config.depth)} - {None})
-    if runtime.device.type == "cpu":
-        if windows:
-            print0("attention windows save no time on a CPU: what they hide is computed and masked")
-        return config
-    if torch.are_deterministic_algorithms_enabled():
-        print0("attention: PyTorch chooses, as the fastest kernel is not the same in every measurement")
-        if new and windows:
-            print0("what a window saves is not measured either: using full attention")
-            return replace(config, window_pattern="L")
-        return config
-    shape = (
-        config.seq_len,
-        config.heads // tensor_parallel,
-        config.kv_heads // tensor_parallel,
-        config.head_dim,
-    )
-    device, dtype = runtime.device, runtime.compute_dtype
-
-    def kernels():
-        """[flash implementation, [window, backend, milliseconds] for each], as JSON keeps it."""
-        found = measured.get("attention")
-        if runtime.rank > 0:
-            return found
-        if found and found[0] in attention.flash_implementations(device):
-            needs_flex = any(backend == "flex" for _, backend, _ in found[1])
-            if with_flex or not needs_flex:
-                return found
-        rates = attention.measure(rows, *shape, [None, *windows], device, dtype, with_flex)
-        for line in attention.unexpected(rates):
-            print0(f"attention: a kernel is left out: {line}")
-        implementation, best = attention.fastest(rates)
-        return [implementation, [[window, backend, ms] for window, (ms, backend) in best.items()]]
-
-    with patient_group() as group:  # the first rank compiles kernels and looks at many
-        implementation, best = measured["attention"] = together(kernels, group)[0]
-    backends = {window: backend for window, backend, _ in best}
-    milliseconds = {window: ms for window, _, ms in best}
-    attention.use(*shape, implementation, backends, device, dtype)
-    if not best:
-        print0("attention: no kernel could be measured (train_bench --attention tells why); PyTorch chooses")
-        if new and windows:
-            print0("what a window saves is not known on this device: using full attention")
-            return replace(config, window_pattern="L")
-        return config
-    suffix = f" ({implementation})" if implementation else ""
-    chosen = []
-    for window, backend, ms in best:
-        extent = f"window {window}" if window else "full"
-        chosen.append(f"{extent} {backend}{suffix} {ms:.2f} ms")
-    print0("attention: " + ", ".join(chosen))
-    if new and any(milliseconds[window] > milliseconds[None] for window in windows):
-        print0("a window costs more than full attention on this device: using full attention")
-        return replace(config, window_pattern="L")
-    return config

@@ -30,12 +30,13 @@ from nanomuon.arguments import (
     check_shares,
     check_step_arguments,
 )
+from nanomuon.attention import use_flash_attention
 from nanomuon.compilation import choose_compilation
 from nanomuon.corpus import check_corpus
-from nanomuon.launch import Launch, choose_windows, open_core_tasks, prepare_data, start_run
+from nanomuon.launch import Launch, open_core_tasks, prepare_data, start_run
 from nanomuon.moe import balance_
 from nanomuon.optim import MuonAdamW
-from nanomuon.planning import duration, plan_run, print_plan, with_config
+from nanomuon.planning import duration, plan_run, print_plan
 from nanomuon.qk_clip import clip_
 from nanomuon.run import Run, finish, give_up
 from nanomuon.runtime import (
@@ -241,7 +242,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         tokenizer = shards.open_tokenizer(data)
         plan = plan_run(args, tokenizer.vocab_size, runtime, measured)
-        plan = with_config(plan, args, choose_windows(args, settings, plan, runtime, measured))
+        if flash := use_flash_attention(runtime.device):
+            print0(f"attention: {flash}")
         defined = run_folder.definition(args, plan, tokenizer)
         if args.resume != "never":
             run_folder.check_definition(folder, defined, args.accept_changes)

@@ -19,6 +19,7 @@ import torch
 
 from nanomuon import fp8, parallel, recipe, report, shards, sizing, user_file
 from nanomuon.arguments import ArgumentParser, add_step_arguments
+from nanomuon.attention import use_flash_attention
 from nanomuon.compilation import choose_compilation, compile_model
 from nanomuon.corpus import check_corpus
 from nanomuon.dataloader import TrainLoader
@@ -105,7 +106,8 @@ def step_table(args, runtime):
     data = shards.prepare_for_training(args.corpus, args.vocab_size, tokens=10**8)  # more than it reads
     measured = {}
     plan = plan_run(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime, measured)
-    config = sizing.choose_attention(plan.config, plan.rows, 1, runtime, measured, True, args.compile)
+    config = plan.config
+    use_flash_attention(device)
     batch, rows = plan.batch, plan.batch // config.seq_len
     model = parallel.build_model(config, runtime, args.seed)
     optimizer = user_file.make_optimizer(build, model, batch, plan.steps, ns_dtype=runtime.compute_dtype)

@@ -3,7 +3,6 @@ replaced.
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -13,34 +12,15 @@ import sys
 import pytest
 import torch
 
-from nanomuon import attention, planning, schedule, sizing
+from nanomuon import planning, schedule, sizing
 from nanomuon.compilation import choose_compilation
-from nanomuon.finished_run import load_run
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.runtime import InputError, Runtime, let_segments_grow, write_json
+from nanomuon.runtime import Runtime, let_segments_grow
 from scripts import base_train
 from tests.training import Ranks, losses
 
 CUDA, CPU = (Runtime(torch.device(name), torch.bfloat16) for name in ("cuda", "cpu"))
-WINDOWED = GPTConfig.from_depth(4, 256, 64, window_pattern="SL", short_window=0.5)
-
-
-@pytest.fixture
-def measurements(monkeypatch):
-    """Milliseconds of full attention and of a window of 32, to be set, and what was measured and chosen."""
-    found = {
-        "table": {None: {None: dict(sdpa=2.0), 32: dict(sdpa=3.0, varlen=1.0)}},
-        "calls": 0,
-        "chosen": {},
-    }
-
-    def measure(*_):
-        found["calls"] += 1
-        return found["table"]
-
-    monkeypatch.setattr(attention, "measure", measure)
-    monkeypatch.setattr(attention, "_chosen", found["chosen"])
-    return found
+MODEL = GPTConfig.from_depth(4, 256, 64)
 
 
 def test_bf16_is_taken_on_a_cpu_that_is_faster_in_it_and_remembered(monkeypatch):
@@ -65,54 +45,6 @@ def test_the_speedup_of_bf16_is_none_without_instructions_and_a_ratio_with_them(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     monkeypatch.setattr(sizing, "BF16_ROUNDS", 1)
     assert sizing.cpu_bf16_speedup() > 0  # without the instructions a hundredth
-
-
-def backends(found):
-    return {key[-1]: backend.__name__ for key, backend in found["chosen"].items()}
-
-
-def test_kernels_are_measured_once_and_kept_with_the_run(measurements, capsys):
-    measured = {}
-    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, measured, True, True) == WINDOWED
-    assert backends(measurements) == {None: "sdpa", 32: "varlen"}
-    measured = json.loads(json.dumps(measured))  # as settings.json keeps it
-    measurements["chosen"].clear()
-    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, measured, False, True) == WINDOWED
-    assert backends(measurements) == {None: "sdpa", 32: "varlen"} and measurements["calls"] == 1
-    assert "window 32 varlen 1.00 ms" in capsys.readouterr().out
-
-
-def test_a_window_that_costs_time_is_left_out_of_new_runs_only(measurements, capsys):
-    measurements["table"][None][32] = dict(sdpa=3.0)
-    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, True, True).window_pattern == "L"
-    assert "using full attention" in capsys.readouterr().out
-    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, False, True) == WINDOWED
-
-
-def test_a_deterministic_run_takes_no_kernel_by_its_time(measurements, monkeypatch):
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, False, True) == WINDOWED
-    # A new run has no windows: what they save is not known
-    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, True, True).window_pattern == "L"
-    assert measurements["calls"] == 0 and not measurements["chosen"]
-
-
-def test_without_any_kernel_pytorch_chooses(measurements, capsys):
-    measurements["table"][None][32] = dict(sdpa="OutOfMemoryError: no room")
-    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, False, True) == WINDOWED
-    assert not measurements["chosen"] and "PyTorch chooses" in capsys.readouterr().out
-    # nobody knows that the windows of a new run pay
-    assert sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, True, True).window_pattern == "L"
-
-
-def test_a_kernel_that_should_run_and_does_not_is_named(measurements, capsys):
-    measurements["table"][None][32] |= {
-        "flex": attention.NOT_SUPPORTED + "no",
-        "varlen": "failed: TypeError: x",
-    }
-    sizing.choose_attention(WINDOWED, 2, 1, CUDA, {}, True, True)
-    output = capsys.readouterr().out
-    assert "a kernel is left out: varlen window 32: failed: TypeError: x" in output and "flex" not in output
 
 
 def test_windows_are_for_gpus_unless_asked_for():
@@ -150,7 +82,7 @@ def test_a_row_that_finds_no_room_is_tried_all_the_same(monkeypatch):
 
     monkeypatch.setattr(sizing.parallel, "build_model", no_room)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    assert sizing.probe_memory(WINDOWED, 1, CUDA) == math.inf
+    assert sizing.probe_memory(MODEL, 1, CUDA) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -172,7 +104,7 @@ def test_rows_are_those_that_fit_as_they_will_run(monkeypatch, capacity, eager, 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (capacity, capacity))
     for compiles, expected in (("0", eager), ("1", compiled)):
         monkeypatch.setenv("NANOMUON_COMPILE", compiles)
-        assert sizing.device_batch_size(WINDOWED, 64, False, 1, CUDA) == expected
+        assert sizing.device_batch_size(MODEL, 64, False, 1, CUDA) == expected
     assert tried == trials
 
 
@@ -195,8 +127,8 @@ def test_what_is_probed_is_the_model_that_runs(monkeypatch):
     monkeypatch.setattr(GPT, "forward", noted)
     for compiles in (False, True):
         compiled.clear()
-        assert sizing.probe_memory(WINDOWED, 3, CPU, compiles) == 1
-        assert forwards == [((3, WINDOWED.seq_len), True)] and len(compiled) == compiles
+        assert sizing.probe_memory(MODEL, 3, CPU, compiles) == 1
+        assert forwards == [((3, MODEL.seq_len), True)] and len(compiled) == compiles
 
 
 def test_cuda_compiles_at_once_and_a_cpu_decides_later(monkeypatch):
@@ -234,58 +166,6 @@ def test_the_allocator_gets_segments_that_grow_unless_the_user_has_set_it(monkey
 
 
 FLAGS = "--depth 2 --max-seq-len 32 --vocab-size 300 --eval-every -1 --save-every 4 --eval-tokens 512".split()
-
-
-@pytest.mark.usefixtures("environment")
-def test_a_run_goes_on_with_the_windows_it_was_started_with(base, monkeypatch):
-    """By the command that asked for windows it does not have, and from before the window was a quarter."""
-    seen = []
-
-    def without_windows(config, rows, tensor_parallel, runtime, measured, new, with_flex):
-        seen.append((config.window_pattern, config.short_window, new))
-        return dataclasses.replace(config, window_pattern="L") if new else config
-
-    monkeypatch.setattr(sizing, "choose_attention", without_windows)
-    command = [*FLAGS, "--corpus", f"path:{base}/texts", "--run", "windows", "--total-batch-size", "256"]
-    for steps in ("4", "6"):
-        assert base_train.main([*command, "--window-pattern", "SL", "--num-iterations", steps]) == 0
-    run = base / "runs" / "windows"
-    settings = json.loads((run / "settings.json").read_text())
-    assert settings.pop("short_window") == 0.25  # earlier runs have none, and saw half of the context
-    write_json(run / "settings.json", settings)
-    assert base_train.main([*command, "--num-iterations", "8"]) == 0
-    assert seen == [("SL", 0.25, True), ("L", 0.25, False), ("L", 0.5, False)]
-    exported = json.loads((run / "config.json").read_text())
-    assert exported["config"].pop("short_window") == 0.5
-    write_json(run / "config.json", exported)
-    model, _, _ = load_run("windows", Runtime(CPU.device, torch.float32))
-    assert model.config.short_window == 0.5
-    with pytest.raises(InputError, match="exists with window_pattern 'L', not 'SS"):
-        base_train.main([*command, "--window-pattern", "SSL", "--num-iterations", "9"])
-
-
-@pytest.mark.usefixtures("environment")
-def test_a_run_from_before_a_field_of_the_model_goes_on_without_it(base, monkeypatch):
-    before = {"key_offset": False, "value_embed_every": 2}
-    current = planning.model_config
-
-    def earlier(*arguments):
-        return dataclasses.replace(current(*arguments), **before)
-
-    command = [*FLAGS, "--corpus", f"path:{base}/texts", "--run", "earlier", "--total-batch-size", "256"]
-    with monkeypatch.context() as patch:
-        patch.setattr(planning, "model_config", earlier)
-        assert base_train.main([*command, "--num-iterations", "2"]) == 0
-    run = base / "runs" / "earlier"
-    settings = json.loads((run / "settings.json").read_text())
-    assert {field: settings.pop(field) for field in before} == before
-    write_json(run / "settings.json", settings)
-    assert base_train.main([*command, "--num-iterations", "4"]) == 0
-    exported = json.loads((run / "config.json").read_text())
-    assert {field: exported["config"].pop(field) for field in before} == before
-    write_json(run / "config.json", exported)
-    model, _, _ = load_run("earlier", Runtime(CPU.device, torch.float32))
-    assert (model.config.key_offset, model.config.value_embed_every) == (False, 2)
 
 
 @pytest.mark.usefixtures("environment")

@@ -171,13 +171,6 @@ def test_a_run_remembers_flags_that_exist_and_none_of_a_launch(base):
     assert not hasattr(args, "of_an_earlier_version")
 
 
-def test_only_a_backend_of_attention_can_be_remembered(base):
-    """Its name is looked up among the functions of the module."""
-    settings = run_of(base) / "settings.json"
-    change(settings, "measured", "attention", to=[None, [[None, "measure", 1.0]]])
-    refused(lambda: resume(base), str(settings), "measured.attention[1][0][1] is 'measure'")
-
-
 @pytest.mark.parametrize("name", ["../../../../../dev/zero", "/dev/zero", "..", "", "a/b", "a\0b"])
 def test_manifests_name_files_of_their_folder(base, name):
     folder = run_of(base) / "checkpoints" / "step_4"
