@@ -197,7 +197,7 @@ def unused_flags(args: argparse.Namespace, world_size: int) -> set[str]:
     """Names of base_train's arguments that nothing depends on where the others are as they are, or that say
     how this launch began and nothing about its run.
     """
-    unused = {"run", "resume", "plan", "accept_changes"}
+    unused = {"run", "resume", "plan"}
     if args.optimizer_file:
         unused.update(RECIPE_FLAGS)
     if not args.experts:

@@ -11,9 +11,8 @@ counted:
     surrogates   lone surrogates and invalid bytes inside records are replaced by U+FFFD
     unsplit      a text file without the separator that was asked for is one document
     nul          NUL characters are text and stay; the documents that have some are counted
-    bad_files    a file that cannot be read to its end is an error, which names all such files;
-                 without_bad_files() leaves them out, whole
 
+A file that cannot be read to its end is an error.
 What a folder has beside such files is counted, too: see list_files().
 """
 
@@ -77,7 +76,6 @@ class Corpus:
     not_read: Counter = field(default_factory=Counter)  # what the folder has beside the files: list_files()
     earlier_slug: str | None = None  # of the corpus without the files that were not read once
     piece_bytes: int | None = None  # documents are cut into pieces of so many bytes: with_both_parts()
-    bad_files: dict = field(default_factory=dict)  # {file: why} that are left out: without_bad_files()
 
     @property
     def needs_download(self) -> bool:
@@ -124,44 +122,14 @@ class Corpus:
         return cut(record, self.piece_bytes)
 
     def _records(self, number, counts):
-        """Yield the texts of one file, None for a null; InputError where it is bad, with all that are."""
-        path = self._fetch(number)
+        """Yield the texts of one file, None for a null; InputError if it is bad."""
         try:
-            yield from self._records_of(path, counts)
+            yield from self._records_of(self._fetch(number), counts)
         except BadFileError as error:
-            bad = {str(path): str(error)}
-            rest = len(self.files) - number - 1
-            if rest and not self.needs_download:
-                print0(f"{error}; reading {rest} more files, to name all that are bad at once")
-                bad |= self.find_bad_files(first=number + 1)
-            raise InputError(self._complaint(list(bad.values()))) from error
-
-    def _complaint(self, reasons):
-        named = "; ".join(reasons[:NAMED_BAD_FILES])
-        further = len(reasons) - NAMED_BAD_FILES
-        if further > 0:
-            for reason in reasons:
-                print0(reason)
-            named += f"; and {further} more, which are listed above"
-        if self.needs_download:
-            advice = "what is damaged is fetched again once it is deleted"
-        else:
-            advice = (
-                "repair them or take them out, or leave them out with python -m scripts.data_prep --skip-bad"
-            )
-        return f"bad files in corpus {self.name}, {len(reasons)} of {len(self.files)}: {named}; {advice}"
-
-    def find_bad_files(self, first: int = 0) -> dict:
-        """{file: why it cannot be read} of those from number `first` on, all of which this reads."""
-        bad = {}
-        for number in range(first, len(self.files)):
-            path = self._fetch(number)
-            try:
-                for _ in self._records_of(path, Counter()):
-                    pass
-            except BadFileError as error:
-                bad[str(path)] = str(error)
-        return bad
+            advice = "repair it, or move it out of the folder"
+            if self.needs_download:
+                advice = "what is damaged is fetched again once it is deleted"
+            raise InputError(f"bad file in corpus {self.name}: {error}; {advice}") from error
 
     def _records_of(self, path, counts):
         lone = len(self.files) == 1 and self.piece_bytes is None
@@ -187,25 +155,6 @@ class Corpus:
 
     def _download(self, number):
         return hub.download(self.repo, self.files[number], self.revision)
-
-
-def without_bad_files(corpus: Corpus) -> Corpus:
-    """The corpus without the files that cannot be read to their end, each of which is said. Reads all of it.
-
-    A file is left out whole: which documents came before the damage would depend on the damage.
-    """
-    if corpus.needs_download:
-        raise InputError(
-            f"--skip-bad is for files on this machine; those of {corpus.name} are checked as they are fetched"
-        )
-    print0(f"reading {len(corpus.files)} files of corpus {corpus.name} for bad ones")
-    bad = corpus.find_bad_files()
-    for reason in bad.values():
-        print0(f"left out: {reason}")
-    files = tuple(path for path in corpus.files if str(path) not in bad)
-    if not files:
-        raise InputError(f"corpus {corpus.name}: every file is bad ({next(iter(bad.values()))})")
-    return replace(corpus, files=files, bad_files=bad)
 
 
 def with_both_parts(corpus: Corpus) -> Corpus:

@@ -1,16 +1,11 @@
-"""What lets a training loop be interrupted and watched: signals that all ranks obey, a watchdog, gradients
-that are not finite, loss spikes.
-"""
+"""What lets a training loop be interrupted: signals that all ranks obey, gradients that are not finite."""
 
 import contextlib
 import math
 import os
 import signal
-import statistics
 import sys
-import threading
 import time
-from collections import deque
 from pathlib import Path
 
 import torch
@@ -19,27 +14,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nanomuon.locks import being_written
-from nanomuon.runtime import InputError, code_of_a_stop, on_signals, print0, write_text
+from nanomuon.runtime import InputError, code_of_a_stop, on_signals, write_text
 
 
 class Requests:
-    """What signals ask of a run. SIGTERM, SIGHUP, SIGINT: save and stop after this step; SIGUSR1: save.
+    """What signals ask of a run. SIGTERM, SIGHUP, SIGINT: save and stop after this step.
 
-    Before the first step and after the last there is nothing to save: then the first three end this process
-    at once. run_dir: the folder of the run, in which the first rank notes a stop; None where it is not run.
+    Before the first step and after the last there is nothing to save: then they end this process at once.
+    run_dir: the folder of the run, in which the first rank notes a stop; None where it is not run.
     """
 
     def __init__(self, run_dir: Path | None = None):
-        self.stop = self.save = False
+        self.stop = False
         self.run_dir = run_dir
         self.holds_it = False  # see hold()
         self.at_once = "before its first step"  # when it is that a signal ends the process at once, else None
-        on_signals(self._receive, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+        on_signals(self._receive, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
     def _receive(self, number, frame):
-        if number == signal.SIGUSR1:
-            self.save = True
-        elif self.at_once is not None:
+        if self.at_once is not None:
             self._end()
         else:
             self.stop = True
@@ -55,18 +48,16 @@ class Requests:
         return self.run_dir / "stopped"
 
     def agree(self, loss: Tensor, finite: Tensor | None = None) -> Tensor:
-        """(3,): mean loss over ranks; how many ranks are asked to stop; to save. Not read here.
+        """(2,): mean loss over ranks; how many ranks are asked to stop. Not read here.
 
         What one rank is asked, all do. loss: 0-D. finite: 0-D bool, whether this rank's gradients are
         finite, None where nobody has looked. Where they are not on one rank, there is no loss to speak of:
         all get NaN.
         """
-        save, self.save = self.save, False
         if finite is not None:
             loss = torch.where(finite, loss, math.nan)
         # Filled on the device: a copy from the host would wait for it
-        stops, saves = loss.new_full((), self.stop), loss.new_full((), save)
-        agreed = torch.stack([loss, stops, saves])
+        agreed = torch.stack([loss, loss.new_full((), self.stop)])
         if dist.is_initialized():
             dist.all_reduce(agreed)
             agreed[0] /= dist.get_world_size()
@@ -128,49 +119,6 @@ class Moment:
         return earlier.event.elapsed_time(self.event)
 
 
-class Watchdog:
-    """Says when a step takes 10 times the median of those before it, while it does: one that hangs shows as
-    well.
-
-    A context manager, whose thread ends with it.
-    """
-
-    def __init__(self):
-        self.times = deque(maxlen=20)  # milliseconds of the last steps
-        self.step, self.deadline = 0, math.inf
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._thread.start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self._closed.set()
-        self._thread.join()
-
-    def _watch(self):
-        while not self._closed.wait(0.2):
-            if time.perf_counter() > self.deadline:
-                self.deadline = math.inf
-                print0(
-                    f"warning: step {self.step} takes more than 10 times the median, {self.median():.0f} ms"
-                )
-
-    def begin(self, step: int) -> None:
-        self.step = step
-        if len(self.times) > 4:  # under a second it is the machine's jitter
-            self.deadline = time.perf_counter() + max(1, self.median() / 100)
-
-    def end(self, milliseconds: float) -> None:
-        self.deadline = math.inf
-        self.times.append(milliseconds)
-
-    def median(self) -> float:
-        """Milliseconds of a recent step."""
-        return statistics.median(tuple(self.times))
-
-
 def gradients_finite(model: nn.Module) -> Tensor:
     """Whether every gradient that this rank holds is finite: 0-D bool, not read here."""
     grads = []
@@ -180,27 +128,3 @@ def gradients_finite(model: nn.Module) -> Tensor:
         elif parameter.grad is not None:
             grads.append(parameter.grad)
     return torch.nn.utils.get_total_norm(grads).isfinite()
-
-
-def is_spike(loss: float, recent: deque) -> bool:
-    """Whether a loss is 7 standard deviations above the mean of the recent ones (spike score of arXiv
-    2501.00656).
-    """
-    if len(recent) < 20:
-        return False
-    mean = statistics.fmean(recent)
-    return loss - mean > 7 * math.sqrt(statistics.fmean((value - mean) ** 2 for value in recent))
-
-
-def warn_of_loss(step: int, loss: float, bad_steps: int, recent: deque) -> None:
-    """Say what is wrong with the loss of a step, if something is, and add it to the recent ones.
-
-    bad_steps: how many steps in a row had no update, this one included.
-    """
-    if bad_steps:
-        print0(f"step {step}: loss {loss}; it or a gradient is not finite: no update ({bad_steps} in a row)")
-    elif is_spike(loss, recent):
-        mean = statistics.fmean(recent)
-        print0(f"step {step}: the loss jumps to {loss:.4f} from a mean of {mean:.4f}")
-    if math.isfinite(loss):
-        recent.append(loss)

@@ -5,7 +5,6 @@ import contextlib
 import functools
 import os
 import sys
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,13 +60,12 @@ class Launch:
     core_tasks: list[core_bundle.Task]  # empty where CORE is not evaluated
     defined: dict  # see run_folder.definition
     recorded: dict  # see provenance.record
-    accepted_changes: list[str]  # in words, what the run trains on now that it has not so far
 
 
 def prepare_data(
     args: argparse.Namespace, settings: dict, source: bytes | None, tokens: int, runtime: Runtime
-) -> tuple[Path, dict, list[str]]:
-    """(folder of the shards, what the run is trained on and with, what of that was accepted as a change).
+) -> tuple[Path, dict]:
+    """(folder of the shards, what the run is trained on and with).
 
     settings: of a run that goes on, whose tokenizer the shards are written with, else {}. source: the text of
     the --optimizer-file. tokens: how many to train on. InputError where what the run trains on has changed.
@@ -75,7 +73,7 @@ def prepare_data(
     folder = run_folder.folder_of(args.run)
     corpus = open_corpus(args.corpus)
     recorded = provenance.record(corpus, args, source, runtime)
-    accepted = run_folder.check_data(folder, settings, recorded, args.accept_changes)
+    run_folder.check_data(folder, settings, recorded)
     tokenizer = None
     if settings:
         # Where it is lost the corpus's may still be the same: the definition of the run will tell
@@ -84,7 +82,7 @@ def prepare_data(
     data = shards.prepare_for_training(corpus, args.vocab_size, tokens, tokenizer)
     # Put back where it is missing, as far as there is a copy
     load_or_restore(data / "tokenizer", shards.read_manifest(data)["tokenizer"], runtime.rank)
-    return data, recorded, accepted
+    return data, recorded
 
 
 def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core_bundle.Task]:
@@ -173,8 +171,7 @@ def load_checkpoint(found: Path, launch: Launch, model: GPT, optimizer: torch.op
     """Fill model and optimizer from this checkpoint, and say how far the run is."""
     meta = checkpoint.load(found, model, optimizer)
     check(meta, CHECKPOINT_META, f"{found}/manifest.json, meta")
-    changes = [*launch.changed_arguments, *launch.accepted_changes]
-    print0("; ".join([f"resuming run {launch.args.run} at step {meta['step']}", *changes]))
+    print0("; ".join([f"resuming run {launch.args.run} at step {meta['step']}", *launch.changed_arguments]))
     if isinstance(optimizer, MuonAdamW):
         optimizer.skipped_steps.fill_(meta["skipped_steps"])
     elif "groups" in meta:  # checkpoints of before have none
@@ -245,11 +242,10 @@ def start_run(launch: Launch) -> Run:
     log = None
     if runtime.rank == 0:
         log = open_log(launch, folder, resumed_step)
-    training, evaluations, core_steps = [], [], set()
+    evaluations, core_steps = [], set()
     if found:
-        training, evaluations = report.read_metrics(folder / "metrics.jsonl")
+        _, evaluations = report.read_metrics(folder / "metrics.jsonl")
         core_steps = report.core_steps(folder / "metrics.jsonl")
-    losses = [row["train_loss"] for row in training if row["step"] <= reached.step]
 
     run = Run(
         args=args,
@@ -275,7 +271,6 @@ def start_run(launch: Launch) -> Run:
         evaluations={row["step"]: row for row in evaluations if row["step"] <= reached.step},
         core_tasks=launch.core_tasks,
         core_steps={evaluated for evaluated in core_steps if evaluated <= reached.step},
-        recent_losses=deque([loss for loss in losses if loss is not None], maxlen=128),
         step=reached.step,
         skipped=reached.skipped,
     )
@@ -321,22 +316,10 @@ def write_folder(launch: Launch, plan: Plan, folder: Path, step: int) -> None:
     before = {}
     if launch.args.resume != "never":
         before = run_folder.read_settings(folder)
-    note_changes(launch.recorded, before, launch.accepted_changes, step)
-    run_folder.make_run_folder(folder, launch.tokenizer, afresh=launch.args.resume == "never")
-    if launch.source is not None:
-        run_folder.keep_optimizer_file(folder, launch.source, step)
-    run_folder.write_settings(folder, launch.defined, launch.args, plan, launch.measured, launch.recorded)
-
-
-def note_changes(recorded: dict, before: dict, accepted: list[str], step: int) -> None:
-    """Say with what else a run is computed from now on than before, and note in its record all that changes.
-
-    recorded: of this launch, see provenance.record. before: settings of the run so far, {} for a new one.
-    accepted: in words, what it trains on now that it has not so far. step: how far it is.
-    """
-    tools = provenance.changes_of_tools(before, recorded)
+    tools = provenance.changes_of_tools(before, launch.recorded)
     if tools and step > 0:
         print0(f"since the last launch of this run: {'; '.join(tools)}")
-    recorded["changes"] = list(provenance.earlier_changes(before))
-    if step > 0:  # before, nothing has been trained that this launch does not train again
-        recorded["changes"] += [f"after step {step}: {change}" for change in [*accepted, *tools]]
+    run_folder.make_run_folder(folder, launch.tokenizer, afresh=launch.args.resume == "never")
+    if launch.source is not None:
+        run_folder.keep_optimizer_file(folder, launch.source)
+    run_folder.write_settings(folder, launch.defined, launch.args, plan, launch.measured, launch.recorded)

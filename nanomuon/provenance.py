@@ -1,9 +1,8 @@
 """What a run trains on and with: recorded in its settings.json, and compared when a launch goes on with it.
 
 `trained_on` is what the run is a function of: its documents, and the text of an --optimizer-file. A launch
-that would change it is refused unless --accept-changes is given. `trained_with` is the code, the packages and
-the threads that computed it: another one may round differently, which is said. `changes` lists what launches
-have changed on the way.
+that would change it is refused. `trained_with` is the code, the packages and the threads that computed it:
+another one may round differently, which is said.
 """
 
 import argparse
@@ -24,7 +23,7 @@ OPTIMIZER_COPY = "optimizer_file.py"  # in the run's folder: the text of its --o
 
 
 def record(corpus: Corpus, args: argparse.Namespace, source: bytes | None, runtime: Runtime) -> dict:
-    """{"trained_on", "trained_with", "changes"} of a launch, of JSON types.
+    """{"trained_on", "trained_with"} of a launch, of JSON types.
 
     source: the text of the --optimizer-file, None without one. runtime: with the dtype that was chosen.
     """
@@ -45,7 +44,7 @@ def record(corpus: Corpus, args: argparse.Namespace, source: bytes | None, runti
         "dtype": runtime.dtype_name,
         "threads": torch.get_num_threads(),
     }
-    return {"trained_on": trained_on, "trained_with": trained_with, "changes": []}
+    return {"trained_on": trained_on, "trained_with": trained_with}
 
 
 def commit(checkout: Path) -> dict:
@@ -120,12 +119,6 @@ def changes_of_tools(settings: dict, now: dict) -> list[str]:
     return changes
 
 
-def earlier_changes(settings: dict) -> list:
-    """What the launches before have changed, as settings.json has it; [] where it has none."""
-    changes = settings.get("changes")
-    return changes if isinstance(changes, list) else []
-
-
 def check_optimizer_file(settings: dict, args: argparse.Namespace, run_dir: Path) -> None:
     """InputError where a run trains with an optimizer file that this launch was not given.
 
@@ -151,13 +144,12 @@ def described(source: bytes) -> str:
 
 
 def table(provenance: dict) -> list[tuple[str, object]]:
-    """Rows for the report: what is known, and one for each change on the way."""
+    """Rows for the report: what is known."""
     rows = []
     known = {**provenance["trained_on"], **provenance["trained_with"]}
     for key, value in known.items():
         if value is not None and key != "corpus_folder":
             rows.append((key, value))
-    rows += [("changed", change) for change in provenance["changes"]]
     return rows
 
 

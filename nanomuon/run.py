@@ -8,7 +8,6 @@ import gc
 import math
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,7 +57,6 @@ class Run:
     evaluations: dict[int, dict]  # by step: rows of metrics.jsonl that earlier launches wrote
     core_tasks: list[Task]  # empty where CORE is not evaluated
     core_steps: set[int]  # at which earlier launches evaluated it
-    recent_losses: deque  # finite ones
     step: int  # steps done
     skipped: int  # steps without an update, because a loss or gradient was not finite
 

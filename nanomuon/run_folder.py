@@ -56,7 +56,6 @@ OF_THE_LAUNCH = (
     "shard",
     "tensor_parallel",
     "optimizer_file",
-    "accept_changes",
 )
 
 MEASURED = Record({}, {"device_batch_size": SIZES["device_batch_size"], "bf16_speedup": Number(0)})
@@ -165,7 +164,7 @@ def print_cpu_dtype(run: str) -> None:
 
 
 def definition(args: argparse.Namespace, plan: Plan, tokenizer: Tokenizer) -> dict:
-    """What makes a run what it is: it can go on only with the same, but for what --accept-changes is for."""
+    """What makes a run what it is: it can go on only with the same."""
     return {
         "corpus": args.corpus,
         "tokenizer": tokenizer.hash,
@@ -186,42 +185,33 @@ def write_settings(
     write_json(run_dir / "settings.json", settings)
 
 
-def check_data(run_dir: Path, settings: dict, now: dict, accept: bool) -> list[str]:
-    """In words, what this launch trains on that the run has not so far; InputError unless that is accepted.
+def check_data(run_dir: Path, settings: dict, now: dict) -> None:
+    """InputError if this launch trains on what the run has not so far.
 
     settings: of the run, {} for a new one. now: what provenance.record gives for this launch.
     """
     if not settings:
-        return []
-    if not isinstance(settings.get("trained_on"), dict):
-        print0(
-            f"run {run_dir.name} has no record of what it was trained on, with which this could be compared"
-        )
+        return
     changes = provenance.changes_of_data(settings, now)
-    if changes and not accept:
+    if changes:
         copy = run_dir / provenance.OPTIMIZER_COPY
         kept = f" (the optimizer file that it has run is {copy})" if copy.is_file() else ""
         raise InputError(
-            f"run {run_dir.name} would go on with {'; and with '.join(changes)}{kept}: --accept-changes does "
-            "so, --resume never starts over, another --run leaves this one as it is"
+            f"run {run_dir.name} would go on with {'; and with '.join(changes)}{kept}: "
+            "--resume never starts over, another --run leaves this one as it is"
         )
-    return changes
 
 
-def check_definition(run_dir: Path, defined: dict, accept: bool = False) -> None:
-    """InputError where the folder holds a run that was started as another one.
-
-    accept: the run may go on with another corpus. Whether its optimizer file is the same is for check_data.
+def check_definition(run_dir: Path, defined: dict) -> None:
+    """InputError where the folder holds a run that was started as another one. Whether its optimizer file is
+    the same is for check_data.
     """
     before = read_settings(run_dir)
     if not before:
         return
-    may_differ = ["optimizer_file"]
-    if accept:
-        may_differ.append("corpus")
     changed = []
     for key, now in defined.items():
-        if key not in may_differ and before.get(key) != now:
+        if key != "optimizer_file" and before.get(key) != now:
             changed.append(f"{key} {before.get(key)!r}, not {now!r}")
     if changed:
         raise InputError(
@@ -297,13 +287,9 @@ def make_run_folder(run_dir: Path, tokenizer: Tokenizer, afresh: bool) -> None:
         tokenizer.save(run_dir / "tokenizer")  # with it, this folder is all that sampling and evaluation need
 
 
-def keep_optimizer_file(run_dir: Path, source: bytes, step: int) -> None:
-    """Keep the text of the optimizer file in the run's folder. Of another text, by which the run was trained
-    up to this step, a copy stays.
-    """
+def keep_optimizer_file(run_dir: Path, source: bytes) -> None:
+    """Keep the text of the optimizer file in the run's folder."""
     copy = run_dir / provenance.OPTIMIZER_COPY
-    if copy.is_file() and step > 0 and copy.read_bytes() != source:
-        copy.rename(run_dir / f"optimizer_file_until_step_{step}.py")
     with write_whole(copy) as file:
         file.write(source)
     print0(f"its text is kept as {copy}")

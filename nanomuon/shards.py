@@ -34,7 +34,6 @@ from nanomuon.corpus import (
     is_validation,
     open_corpus,
     with_both_parts,
-    without_bad_files,
 )
 from nanomuon.locks import being_written, locked
 from nanomuon.read_json import (
@@ -95,7 +94,6 @@ MANIFEST = Record(
         "asked": OrNull(Whole()),
         "counts": COUNTS,
         "not_read": COUNTS,
-        "bad_files": MapOf(Text()),
         "piece_bytes": OrNull(Whole()),
     },
 )
@@ -145,13 +143,6 @@ class Shard:
         if offsets[0] != 0 or offsets[-1] != header["tokens"] or np.any(np.diff(offsets) < 0):
             raise InputError(f"shard {path}: its offsets are damaged: delete it and run scripts.data_prep")
         return cls(path, header, offsets, data[middle:].view(dtype))
-
-    def verify(self) -> None:
-        """Compare the payload with the checksum in the header; InputError where they differ."""
-        if _checksum(self.offsets, self.tokens) != self.header["sha256"]:
-            raise InputError(
-                f"shard {self.path} does not match its checksum: delete it and run scripts.data_prep"
-            )
 
 
 def _read_header(path):
@@ -302,7 +293,6 @@ def prepare(
     workers: int | None = None,
     tokenizer: Tokenizer | None = None,
     max_tokens: int | None = None,
-    skip_bad: bool = False,
 ) -> Path:
     """Make whatever is missing of tokenizer and shards of a corpus, and return the folder of the shards.
 
@@ -312,7 +302,7 @@ def prepare(
     workers: threads that tokenize (default: one per core). tiktoken works outside the GIL, so they scale like
     processes and need no copies of the text. tokenizer: use this one instead of the corpus's own. max_tokens:
     stop after the shard that brings this many training tokens, 0 for the validation set only (default: the
-    whole corpus); a later call may ask for more. skip_bad: leave out the files that cannot be read.
+    whole corpus); a later call may ask for more.
 
     Before anything is computed, InputError where there would be no training or no validation document.
     """
@@ -326,25 +316,21 @@ def prepare(
     if not _has_enough(folder, max_tokens):
         with locked(folder):
             if not _has_enough(folder, max_tokens):  # another process may have written it while we waited
-                corpus = as_it_is_read(corpus, read_manifest(folder), skip_bad)
+                corpus = as_it_is_read(corpus, read_manifest(folder))
                 tokenizer = tokenizer or prepare_tokenizer(corpus, vocab_size)
                 ShardWriter(folder, corpus, tokenizer, workers or cores(), max_tokens).run()
     return folder
 
 
-def as_it_is_read(corpus: Corpus, manifest: dict | None, skip_bad: bool = False) -> Corpus:
-    """The corpus as its shards were begun, or where they were not, without bad files or in pieces as need be.
+def as_it_is_read(corpus: Corpus, manifest: dict | None) -> Corpus:
+    """The corpus as its shards were begun, or where they were not, in pieces as need be.
 
     What is not read of it is said. manifest: of its folder, None where there is none yet.
     """
     say_what_is_not_read(corpus)
-    if skip_bad:
-        return with_both_parts(without_bad_files(corpus))
     if manifest and manifest["val"] and manifest["train"]:  # it has both parts, read as is written there
-        bad_files = manifest.get("bad_files", {})
-        files = tuple(file for file in corpus.files if str(file) not in bad_files)
         piece_bytes = PIECE_BYTES if manifest.get("piece_bytes") else None
-        return replace(corpus, files=files, bad_files=bad_files, piece_bytes=piece_bytes)
+        return replace(corpus, piece_bytes=piece_bytes)
     return with_both_parts(corpus)
 
 
@@ -555,7 +541,6 @@ class ShardWriter:
             manifest |= {"val": [], "train": []}
         manifest |= {
             "not_read": dict(self.corpus.not_read),
-            "bad_files": self.corpus.bad_files,
             "piece_bytes": self.corpus.piece_bytes,
         }
         manifest |= {"complete": False, "max_tokens": None, "asked": self.max_tokens}
@@ -567,8 +552,7 @@ class ShardWriter:
 
     def goes_on(self, manifest):
         """Whether the shards of a manifest are the first ones of the corpus as it is read now."""
-        same_files = set(manifest.get("bad_files", {})) == set(self.corpus.bad_files)
-        return same_files and manifest.get("piece_bytes") == self.corpus.piece_bytes
+        return manifest.get("piece_bytes") == self.corpus.piece_bytes
 
     def exists(self, entry):
         return _exists(self.folder, entry)
@@ -676,8 +660,6 @@ class ShardWriter:
             entries = self.manifest["val"] + self.manifest["train"]
             stored = sum(entry["documents"] for entry in entries)
             self.counts["validation_left_out"] = self.counts["documents"] - stored
-        if self.corpus.bad_files:
-            self.counts["bad_files"] = len(self.corpus.bad_files)
         self.say_if_validation_is_small()
         self.say_if_nothing_is_split()
         self.manifest |= {"complete": True, "counts": dict(self.counts)}
@@ -700,18 +682,3 @@ class ShardWriter:
                 f"the validation set is small, {documents} {noun} of {tokens:,} tokens: val_bpb on it says "
                 f"little; from {SMALL_VALIDATION:,} tokens on it is known to a percent"
             )
-
-
-def verify(folder: Path) -> int:
-    """Check every shard of a complete or growing folder, checksums included; return how many there are."""
-    open_tokenizer(folder)
-    manifest = read_manifest(folder)
-    listed = manifest["val"] + manifest["train"]
-    for entry in listed:
-        (shard,) = open_shards(folder, manifest, [entry])
-        shard.verify()
-        if shard.header["sha256"] != entry["sha256"]:
-            raise InputError(
-                f"shard {shard.path} is not the one in the manifest: delete it and run scripts.data_prep"
-            )
-    return len(listed)

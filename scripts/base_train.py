@@ -9,13 +9,15 @@
 The -- keeps torchrun from taking --run for its own --run-path. What is not given follows from --depth and the
 device. A run lives in runs/NAME under NANOMUON_BASE_DIR; the same command given again carries it on from its
 last checkpoint. SIGTERM, SIGHUP and Ctrl-C save and stop it after the step, with exit code 75 (ranks exit
-with 0, or torchrun would restart them); runs/NAME/stopped is then there until the run goes on. SIGUSR1 saves.
+with 0, or torchrun would restart them); runs/NAME/stopped is then there until the run goes on.
 """
 
 import argparse
 import os
 import re
+import statistics
 import time
+from collections import deque
 
 import torch
 
@@ -58,7 +60,7 @@ CORE_ITEMS = 500  # of each task of CORE, in an evaluation on the way
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
 
 
-def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int | None:
+def train(run: Run, requests: guards.Requests) -> int | None:
     """The training loop. Returns None once the run has all of its steps, else the exit code."""
     args, plan, device = run.args, run.plan, run.runtime.device
     model, optimizer = run.model, run.optimizer
@@ -66,16 +68,13 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
     flops_per_token = model.estimate_flops()
     peak = peak_flops(device) if device.type == "cuda" else None
     bad_steps = 0  # in a row, up to the last one
-    shown_at, saved_at = 0.0, time.monotonic()
+    shown_at, times = 0.0, deque(maxlen=20)  # milliseconds of the last steps
 
     requests.steps_begin()
     while run.step < plan.steps:
         # Before the next step, not after the last: a signal need not wait for it, and a resumed run makes up
         # for it
         evaluate_what_is_due(run)
-        if 0 <= 60 * args.save_minutes < time.monotonic() - saved_at:
-            requests.save = True
-        watchdog.begin(run.step + 1)
         began = time.perf_counter()
 
         lr_multiplier = set_hyperparameters(run)
@@ -88,7 +87,7 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
             gradients_finite = guards.gradients_finite(model)
 
         # What one rank's signals ask for, and a loss that is not finite on one, holds for all
-        agreed = requests.agree(loss, gradients_finite)  # (3,): mean loss, ranks to stop, ranks to save
+        agreed = requests.agree(loss, gradients_finite)  # (2,): mean loss, ranks to stop
         finite = agreed[0].isfinite()
         update_began = guards.Moment(device)
         if is_ours:
@@ -107,7 +106,7 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
 
         # The step's one wait for the device: all that the host wants to know, in one copy
         told = torch.cat([agreed.double(), skipped.double().view(1)])
-        train_loss, stops, saves, skipped_steps = told.tolist()
+        train_loss, stops, skipped_steps = told.tolist()
         step_ms = 1000 * (time.perf_counter() - began)
         run.step += 1
         if skipped_steps > run.skipped:
@@ -128,23 +127,23 @@ def train(run: Run, watchdog: guards.Watchdog, requests: guards.Requests) -> int
         if peak is not None:
             row["mfu"] = row["tokens_per_second"] * flops_per_token / run.runtime.world_size / peak
 
-        watchdog.end(step_ms)
+        times.append(step_ms)
         if args.compile is None and EAGER_STEPS <= run.step < plan.steps:
-            run.decide_compilation(min(watchdog.times))
+            run.decide_compilation(min(times))
         if run.log:
             run.log.log(row)
         if time.perf_counter() - shown_at > 5 or run.step == plan.steps:
             shown_at = time.perf_counter()
-            print_progress(row, plan.steps, watchdog.median())
-        guards.warn_of_loss(run.step, train_loss, bad_steps, run.recent_losses)
-
+            print_progress(row, plan.steps, statistics.median(times))
+        if bad_steps:
+            what = f"loss {train_loss}; it or a gradient is not finite: no update"
+            print0(f"step {run.step}: {what} ({bad_steps} in a row)")
         if bad_steps == MAX_BAD_STEPS:
             return give_up(run, bad_steps)
         # Only a few checkpoints are kept: those of bad steps must not push the good ones out
-        due = (is_due(args.save_every, run.step) or saves) and bad_steps == 0
+        due = is_due(args.save_every, run.step) and bad_steps == 0
         if due or stops or run.step == plan.steps:
             run.save()
-            saved_at = time.monotonic()
         if stops:
             run.checkpoints.wait()
             return requests.stopped(f"at step {run.step} and saved")
@@ -237,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
         if runtime.rank == 0:
             requests.hold()
         core_tasks = open_core_tasks(args, runtime)
-        data, recorded, accepted = first_rank_first(
+        data, recorded = first_rank_first(
             lambda: prepare_data(args, settings, source, plan.tokens, runtime), runtime
         )
         tokenizer = shards.open_tokenizer(data)
@@ -246,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
             print0(f"attention: {flash}")
         defined = run_folder.definition(args, plan, tokenizer)
         if args.resume != "never":
-            run_folder.check_definition(folder, defined, args.accept_changes)
+            run_folder.check_definition(folder, defined)
         if args.resume == "auto" and run_folder.is_complete(folder, plan.steps):
             return 0
         provenance.check_optimizer_file(settings, args, folder)
@@ -262,11 +261,9 @@ def main(argv: list[str] | None = None) -> int:
             core_tasks=core_tasks,
             defined=defined,
             recorded=recorded,
-            accepted_changes=accepted,
         )
         run = start_run(launch)
-        with guards.Watchdog() as watchdog:
-            code = train(run, watchdog, requests)
+        code = train(run, requests)
         return finish(run) if code is None else code
 
 
@@ -416,13 +413,7 @@ def make_parser() -> ArgumentParser:
         default=100,
         help="steps between checkpoints, -1: only at the end (%(default)s)",
     )
-    add("--save-minutes", type=float, default=-1, help="minutes between checkpoints, -1: off (%(default)s)")
     add("--keep-last", type=int, default=2, help="how many checkpoints to keep (default: %(default)s)")
-    add(
-        "--accept-changes",
-        action="store_true",
-        help="go on with a run whose corpus or optimizer file is another one by now",
-    )
     add(
         "--resume",
         default="auto",

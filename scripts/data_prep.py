@@ -3,8 +3,6 @@
     python -m scripts.data_prep                                            # the Python standard library
     python -m scripts.data_prep --corpus path:my_texts --vocab-size 8192   # your own text
     python -m scripts.data_prep --corpus hf:HuggingFaceFW/fineweb-edu:sample-10BT --max-tokens 2000000000
-    python -m scripts.data_prep --corpus path:my_texts --verify            # check every shard
-    python -m scripts.data_prep --corpus path:my_texts --skip-bad          # without the files it complains of
 
 The Python standard library needs no download. For a corpus on the hub it may run beside the training, which
 starts with the first shards and waits for the next ones (nice -n 10 in front leaves it the cores).
@@ -34,14 +32,8 @@ def main(argv=None):
         help="field of the records that holds the text, a.b for b inside of a (default: text); remembered",
     )
     add("--separator", help="cut text files into documents at this string; remembered")
-    add(
-        "--skip-bad",
-        action="store_true",
-        help="read every file first, and leave out those that cannot be read to their end",
-    )
     add("--max-tokens", type=int, help="stop after so many training tokens (default: the whole corpus)")
     add("--workers", type=int, default=cores(), help="threads that tokenize (default: %(default)s)")
-    add("--verify", action="store_true", help="check the shards instead of writing them")
     args = parser.parse_args(argv)
     check_sizes(args)
     check_vocabulary(args.vocab_size)
@@ -50,13 +42,7 @@ def main(argv=None):
         check_not_negative(args, "max_tokens")
 
     corpus = open_corpus(args.corpus, args.text_field, args.separator)
-    if args.verify:
-        folder = shards.shard_folder(corpus, args.vocab_size or shards.default_vocab_size(corpus.name))
-        print(f"{shards.verify(folder)} shards are sound")
-    else:
-        folder = shards.prepare(
-            corpus, args.vocab_size, args.workers, max_tokens=args.max_tokens, skip_bad=args.skip_bad
-        )
+    folder = shards.prepare(corpus, args.vocab_size, args.workers, max_tokens=args.max_tokens)
     manifest = shards.read_manifest(folder)
     for kind in ("train", "val"):
         entries = manifest[kind]

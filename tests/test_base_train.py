@@ -647,8 +647,8 @@ def times_of_files(folder):
 @pytest.mark.slow
 def test_speedrun_finishes_after_being_killed_and_then_skips_everything(base):
     """A small speedrun killed at several moments, then left to finish, then run again."""
-    flags = "--max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --eval-tokens 512 --save-every 5"
-    command = ["bash", "speedrun.sh", "--num-iterations", "60", *flags.split()]
+    flags = "--max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --eval-tokens 512 --save-every 20"
+    command = ["bash", "speedrun.sh", "--num-iterations", "1000", *flags.split()]
     environment = {
         **os.environ,
         "CORPUS": f"path:{base}/texts",
@@ -678,7 +678,7 @@ def test_speedrun_finishes_after_being_killed_and_then_skips_everything(base):
     assert (run / "stopped").exists() and not locks.being_written(run)
     finished = subprocess.run(command, **keywords)
     assert finished.returncode == 0 and not (run / "stopped").exists(), finished.stdout
-    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")[0]] == list(range(1, 61))
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")[0]] == list(range(1, 1001))
     written = times_of_files(base / "speedrun")
     again = subprocess.run(command, **keywords)
     assert again.returncode == 0 and "is complete" in again.stdout

@@ -22,7 +22,7 @@ from nanomuon import shards
 from nanomuon.corpus import is_validation, open_corpus, with_both_parts
 from nanomuon.documents import cut
 from nanomuon.runtime import InputError
-from scripts import data_prep, sample
+from scripts import sample
 from tests.texts import TOKENIZER, random_texts, write_corpus
 
 
@@ -208,40 +208,15 @@ def documents(folder, kind):
     return found
 
 
-def test_all_bad_files_are_named_at_once_and_left_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
-    texts = random_texts(500)
-    name = write_corpus(tmp_path / "texts", texts)
-    for kind in BROKEN:
-        broken(tmp_path / "texts", kind)
-    with pytest.raises(InputError, match="--skip-bad") as error:
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_bad_file_is_named_and_nothing_of_it_is_kept(tmp_path, kind):
+    name = write_corpus(tmp_path / "texts", random_texts(500))
+    broken(tmp_path / "texts", kind)
+    with pytest.raises(InputError, match=f"bad file in corpus .*{kind}.*; repair it, or move it out"):
         shards.prepare(name, tokenizer=TOKENIZER)
-    assert all(kind in str(error.value) for kind in BROKEN)
-    (folder,) = (tmp_path / "base/shards").glob("path-*")
-    assert shards.read_manifest(folder)["train"]  # of the files that came before the first bad one
-    assert shards.prepare(name, tokenizer=TOKENIZER, skip_bad=True) == folder
-    # nothing of a bad file is left in them, as of torn.jsonl, of which 999 lines are good
-    assert documents(folder, "train") == [text for text in texts if not is_validation(text)]
-    manifest = shards.read_manifest(folder)
-    assert manifest["counts"]["bad_files"] == len(BROKEN)
-    assert sorted(manifest["bad_files"]) == sorted(str(tmp_path / "texts" / kind) for kind in BROKEN)
-    assert capsys.readouterr().out.count("left out: ") == len(BROKEN)
-    (folder / "train-00001.bin").unlink()
-    shards.prepare(name, tokenizer=TOKENIZER)  # goes on without them
-    assert shards.read_manifest(folder) == manifest
-    data_prep.main(["--corpus", name, "--vocab-size", "300", "--skip-bad"])
-    assert f"{len(BROKEN)} bad_files" in capsys.readouterr().out
-
-
-def test_more_bad_files_than_a_message_holds_have_a_line_each(tmp_path, capsys):
-    for number in range(30):
-        (tmp_path / f"{number:02}.txt").write_bytes(b"d\xe9j\xe0")
-    with pytest.raises(InputError, match="30 of 30.*19.txt.*10 more"):
-        read(f"path:{tmp_path}")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1:] == [f"{tmp_path}/{number:02}.txt is not UTF-8 (byte 1)" for number in range(30)]
-    with pytest.raises(InputError, match="every file is bad"):
-        data_prep.main(["--corpus", f"path:{tmp_path}", "--skip-bad"])
+    (tmp_path / "texts" / kind).unlink()
+    folder = shards.prepare(name, tokenizer=TOKENIZER)
+    assert documents(folder, "train") == [text for text in random_texts(500) if not is_validation(text)]
 
 
 def pieces_by_line(text):

@@ -4,12 +4,9 @@ import json
 import math
 import os
 import random
-import re
 import resource
 import signal
-import threading
 import time
-from collections import deque
 from hashlib import sha256
 
 import pytest
@@ -19,7 +16,7 @@ from safetensors.torch import load_file
 from nanomuon import checkpoint, dataloader, locks, provenance, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.gpt import GPT
-from nanomuon.guards import Requests, gradients_finite, is_spike
+from nanomuon.guards import Requests, gradients_finite
 from nanomuon.optim import MuonAdamW
 from nanomuon.runtime import STOPPED, InputError
 from scripts import base_train
@@ -143,9 +140,6 @@ def test_a_signal_during_the_start_ends_it_with_a_line(base, processes):
     with locks.locked(shards.tokenizer_folder(open_corpus(f"path:{base}/texts"), size)):
         ranks = Ranks(base, run, 5, "--vocab-size", str(size), *QUIET, processes=processes)
         wait_until(lambda: "waiting for it" in ranks.output(), ranks.alive)
-        ranks.kill(signal.SIGUSR1)
-        time.sleep(0.2)
-        assert ranks.alive()  # it will save after the first step
         ranks.kill(signal.SIGTERM)
         codes = ranks.join(20)
     assert codes == ([STOPPED] if processes == 1 else [0, 0]), ranks.output()
@@ -175,7 +169,7 @@ def test_a_signal_before_anything_is_looked_at_leaves_a_note(tmp_path):
 
 
 def test_what_nohup_ignores_stays_ignored():
-    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         for ignored in (True, False):
             signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
@@ -244,14 +238,13 @@ ADAMW = "return torch.optim.AdamW(model.parameters(), lr=1e-3)"
 def test_nan_on_one_rank_skips_the_step_on_all(base, name, build):
     file = base / f"poison-{name}.py"
     file.write_text(POISON.replace("BUILD", build))
-    run, asked = f"poison-{name}", ("--save-minutes", "0.0001", "--keep-last", "20")
+    run, asked = f"poison-{name}", ("--save-every", "1", "--keep-last", "20")
     ranks = Ranks(base, run, 12, "--optimizer-file", str(file), *QUIET, *asked, processes=2)
     assert ranks.join() == [0, 0], ranks.output()
     trained = rows(base, run)[:-1]
     assert [row["skipped_steps"] for row in trained] == [0] * 4 + [1] * 2 + [2] * 6
     assert ranks.output().count("not finite: no update (1 in a row)") == 2
     states = {}
-    # --save-minutes: after (almost) every step
     for path in (base / "runs" / run / "checkpoints").glob("step_*"):
         tensors = {}
         for part in path.glob("*.safetensors"):
@@ -314,15 +307,6 @@ def test_too_many_bad_steps_name_the_last_checkpoint_that_trained_on(base, capsy
     message = "10 losses in a row are not finite, or their gradients; last good checkpoint: step_3;"
     assert message in capsys.readouterr().err
     assert len(losses(base, "late")) == 16 and checkpoint.saved_steps(base / "runs" / "late") == [3, 6]
-
-
-def test_bad_steps_do_not_push_the_good_checkpoints_out_by_the_clock_either(base, capsys):
-    file = base / "late_clock.py"
-    file.write_text(EXPLODES)
-    options = ("--optimizer-file", str(file), "--eval-every", "-1", "--save-minutes", "0")
-    assert base_train.main(arguments(base, "late_clock", 100, *options)) == 1
-    assert "last good checkpoint: step_5;" in capsys.readouterr().err
-    assert checkpoint.saved_steps(base / "runs" / "late_clock") == [5, 6]
 
 
 def test_what_an_optimizer_keeps_in_its_param_groups_goes_on(base):
@@ -392,61 +376,12 @@ def build_optimizer(model):
     assert checkpoint.saved_steps(base / "runs" / "removes") == [2, 4]
 
 
-def test_a_loss_spike_and_a_slow_step_are_reported(base, capsys):
-    file = base / "bumps.py"
-    file.write_text("""
-import time
-import torch
-class Bumps(torch.optim.SGD):
-    calls = 0
-    times = []
-    def step(self):
-        self.calls += 1
-        factor = {30: 50, 31: 1 / 50}.get(self.calls, 1)
-        with torch.no_grad():
-            self.param_groups[0]["params"][0].mul_(factor)
-        self.times.append(time.monotonic())
-        if self.calls == 12:
-            longest = max(later - earlier for earlier, later in zip(self.times, self.times[1:]))
-            time.sleep(max(1.6, 12 * longest))  # whatever else the machine is doing
-def build_optimizer(model):
-    with torch.no_grad():
-        model.lm_head.weight.normal_(std=0.1)
-    return Bumps([model.lm_head.weight, *model.parameters()][:1], lr=0.0)
-""")
-    assert base_train.main(arguments(base, "bumps", 40, "--optimizer-file", str(file), *QUIET)) == 0
-    output = capsys.readouterr().out
-    assert re.findall(r"step (\d+): the loss jumps", output) == ["31"]
-    assert re.findall(r"step (\d+) takes more than 10 times the median", output) == ["12"]
-    assert "watchdog" not in [thread.name for thread in threading.enumerate()]
-
-
-def test_what_a_spike_is():
-    generator = random.Random(0)
-    noise = deque(generator.gauss(3, 0.1) for _ in range(128))
-    assert is_spike(3.8, noise) and not is_spike(3.4, noise) and not is_spike(2.0, noise)
-    falling = deque(6 - 0.02 * step for step in range(128))
-    assert not is_spike(3.6, falling)
-    assert not is_spike(9.0, deque([3.0, 3.1]))  # too few to tell
-
-
 def test_gradients_that_are_not_finite_are_seen_where_there_are_any():
     model = torch.nn.Linear(3, 2)
     model.weight.grad = torch.ones(2, 3)  # the bias has none
     assert gradients_finite(model)
     model.weight.grad[1, 1] = math.inf
     assert not gradients_finite(model)
-
-
-def test_sigusr1_saves_and_training_goes_on(base):
-    ranks = Ranks(base, "asked", 5000, *QUIET)
-    wait_until(lambda: len(rows(base, "asked")) > 3, ranks.alive)
-    ranks.kill(signal.SIGUSR1)
-    wait_until(lambda: checkpoint.saved_steps(base / "runs" / "asked"), ranks.alive)
-    saved = checkpoint.saved_steps(base / "runs" / "asked")[0]
-    wait_until(lambda: len(rows(base, "asked")) > saved + 3, ranks.alive)
-    ranks.kill(signal.SIGTERM)
-    assert ranks.join() == [STOPPED]
 
 
 def without_space(work, *args):
@@ -581,7 +516,7 @@ def test_an_optimizer_file_runs_only_where_it_is_named(base, tmp_path, monkeypat
     assert "optimizer_file" not in settings["options"]
     monkeypatch.chdir(tmp_path)
     for hostile in (settings, {**settings, "optimizer_file": None, "trained_on": None}):
-        hostile["options"] |= {"optimizer_file": "mine.py", "accept_changes": True}
+        hostile["options"] |= {"optimizer_file": "mine.py"}
         (run_dir / "settings.json").write_text(json.dumps(hostile))
         if hostile["optimizer_file"]:
             with pytest.raises(InputError, match="code runs only where it is named: give --optimizer-file"):
@@ -593,21 +528,15 @@ def test_an_optimizer_file_runs_only_where_it_is_named(base, tmp_path, monkeypat
     (run_dir / "settings.json").write_text(json.dumps(settings))
 
     file.write_text(OPTIMIZER_FILE.replace("RATE", "0.2"))
-    with pytest.raises(InputError, match="mine.py' of SHA-256 .*optimizer_file.py.: --accept-changes"):
+    with pytest.raises(InputError, match="mine.py' of SHA-256 .*optimizer_file.py.: --resume never"):
         base_train.main(arguments(base, "filed", 4, *named, *QUIET))
     assert ran.read_text() == "x"
     capsys.readouterr()
+    file.write_text(OPTIMIZER_FILE.replace("RATE", "0.1"))
     monkeypatch.setattr(base_train, "finish", finish)
-    assert base_train.main(arguments(base, "filed", 4, *named, *QUIET, "--accept-changes")) == 0
-    assert (
-        "resuming run filed at step 2; --num-iterations 4 (was 2); optimizer file" in capsys.readouterr().out
-    )
-    earlier = (run_dir / "optimizer_file_until_step_2.py").read_text()
-    assert "lr=0.1" in earlier and "lr=0.2" in (run_dir / "optimizer_file.py").read_text()
+    assert base_train.main(arguments(base, "filed", 4, *named, *QUIET)) == 0
     text = (run_dir / "report.md").read_text()
-    assert (
-        "| changed | after step 2: optimizer file" in text and sha256(file.read_bytes()).hexdigest() in text
-    )
+    assert sha256(file.read_bytes()).hexdigest() in text
     assert "| matrix_lr |" not in text and "| warmdown_ratio |" not in text and "| seed |" in text
 
     moved = tmp_path / "moved.py"  # the text counts, not its name
@@ -616,50 +545,29 @@ def test_an_optimizer_file_runs_only_where_it_is_named(base, tmp_path, monkeypat
     assert base_train.main(arguments(base, "filed", 5, "--optimizer-file", str(moved), *QUIET)) == 0
 
 
-def test_a_changed_corpus_is_refused_unless_that_is_accepted(base, tmp_path, monkeypatch, capsys):
+def test_a_changed_corpus_is_refused(base, tmp_path, monkeypatch):
     write_corpus(tmp_path / "texts")
     corpus = ("--corpus", f"path:{tmp_path}/texts", *QUIET)
     run_dir = base / "runs" / "grown-corpus"
-    finish = base_train.finish
-    monkeypatch.setattr(base_train, "finish", lambda run: 0)  # most reports are not looked at
+    monkeypatch.setattr(base_train, "finish", lambda run: 0)
     assert base_train.main(arguments(base, "grown-corpus", 2, *corpus)) == 0
     before = (run_dir / "settings.json").read_bytes()
-    tokenizer = json.loads(before)["tokenizer"]
     for number in range(16):  # their words make another tokenizer, too
         (tmp_path / "texts" / f"more{number}.txt").write_text(f"lorem ipsum {number} " * 200)
-    with pytest.raises(
-        InputError, match="would go on with corpus .*/texts' of revision .*: --accept-changes"
-    ):
+    with pytest.raises(InputError, match="would go on with corpus .*/texts' of revision .*: --resume never"):
         base_train.main(arguments(base, "grown-corpus", 4, *corpus))
     assert (run_dir / "settings.json").read_bytes() == before and len(losses(base, "grown-corpus")) == 2
 
-    capsys.readouterr()
-    assert base_train.main(arguments(base, "grown-corpus", 4, *corpus, "--accept-changes")) == 0
-    output = capsys.readouterr().out
-    assert "resuming run grown-corpus at step 2; --num-iterations 4 (was 2); corpus" in output
-    settings = json.loads((run_dir / "settings.json").read_text())
-    assert settings["tokenizer"] == tokenizer and len(settings["changes"]) == 1
 
-    # It needs accepting once; other code and threads are said, and no reason to stop
-    commit = {"commit": "f" * 40, "clean_tree": False}
-    monkeypatch.setattr(provenance, "commit", lambda checkout: commit)
+def test_other_code_or_threads_are_said_and_no_reason_to_stop(base, monkeypatch, capsys):
+    monkeypatch.setattr(base_train, "finish", lambda run: 0)
+    assert base_train.main(arguments(base, "tools", 2, *QUIET)) == 0
+    monkeypatch.setattr(provenance, "commit", lambda checkout: {"commit": "f" * 40, "clean_tree": False})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    monkeypatch.setattr(base_train, "finish", finish)
-    assert base_train.main(arguments(base, "grown-corpus", 5, *corpus)) == 0
+    capsys.readouterr()
+    assert base_train.main(arguments(base, "tools", 4, *QUIET)) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "since the last launch" in line]
     assert f"commit {'f' * 12}, which was" in line and "threads 7, which was" in line
-    assert "torch" not in line
-    assert "after step 4: threads 7, which was" in (run_dir / "report.md").read_text()
-
-    for key in ("trained_on", "trained_with", "changes"):  # as an earlier version wrote it
-        del settings[key]
-    (run_dir / "settings.json").write_text(json.dumps(settings))
-    monkeypatch.setattr(base_train, "finish", lambda run: 0)
-    assert base_train.main(arguments(base, "grown-corpus", 6, *corpus)) == 0
-    output = capsys.readouterr().out
-    assert output.count("run grown-corpus has no record of what it was trained on") == 1
-    assert "resuming run grown-corpus at step 5; --num-iterations 6 (was 4)\n" in output
-    assert "since the last" not in output
 
 
 @pytest.mark.slow

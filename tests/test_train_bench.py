@@ -29,7 +29,7 @@ def test_the_table_of_a_step(base, environment, tmp_path, capsys):
 def test_the_flags_of_a_run_are_taken():
     flags = vars(base_train.parse_arguments([], {}))
     assert flags.keys() <= vars(train_bench.parse_arguments([])).keys()
-    args = train_bench.parse_arguments("--depth 2 --save-minutes -1 --matrix-lr 0.01 --wandb".split())
+    args = train_bench.parse_arguments("--depth 2 --save-every -1 --matrix-lr 0.01 --wandb".split())
     assert args.depth == 2
     with pytest.raises(InputError, match="unrecognized arguments: --dpeth 2; see .*train_bench --help"):
         train_bench.parse_arguments(["--dpeth", "2"])

@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanomuon.evaluate import bits_per_byte
-from nanomuon.guards import Watchdog
+from nanomuon.report import MetricsLog
 from nanomuon.run import Run
 from scripts import base_train
 from tests.test_gpt import build
@@ -101,15 +101,16 @@ def test_a_step_and_an_evaluation_wait_once(base, monkeypatch, name, options, ex
     file.write_text(SGD_FILE)
     options = [str(file) if option == "FILE" else option for option in options]
     waits, steps, evaluations = Waits(), [], []
-    begin, end, evaluate = Watchdog.begin, Watchdog.end, Run.evaluate
+    begin, end, evaluate = base_train.set_hyperparameters, MetricsLog.log, Run.evaluate
 
-    def count_from_here(watchdog, step):
-        begin(watchdog, step)
+    def count_from_here(run):
         waits.start()
+        return begin(run)
 
-    def count_to_here(watchdog, milliseconds):
-        steps.append(waits.stop())
-        end(watchdog, milliseconds)
+    def count_to_here(log, row):
+        if "train_loss" in row:
+            steps.append(waits.stop())
+        end(log, row)
 
     def count_evaluation(run, max_tokens):
         waits.start()
@@ -117,8 +118,8 @@ def test_a_step_and_an_evaluation_wait_once(base, monkeypatch, name, options, ex
         evaluations.append(waits.stop())
         return value
 
-    monkeypatch.setattr(Watchdog, "begin", count_from_here)
-    monkeypatch.setattr(Watchdog, "end", count_to_here)
+    monkeypatch.setattr(base_train, "set_hyperparameters", count_from_here)
+    monkeypatch.setattr(MetricsLog, "log", count_to_here)
     monkeypatch.setattr(Run, "evaluate", count_evaluation)
     monkeypatch.setattr(base_train, "finish", lambda run: 0)  # samples ask for every token
     command = arguments(base, f"waits_{name}", 3, "--eval-every", "2", "--save-every", "-1", *options)
