@@ -77,24 +77,6 @@ def test_the_package_has_three_names_which_are_loaded_when_asked_for():
     assert python(f"from nanomuon import *; import sys; {loaded}") == "True True"
 
 
-def test_importing_the_optimizer_takes_less_time_than_importing_torch():
-    """About half of it, 0.7 s of 1.6. As a share, since busy machines slow both."""
-    code = """
-import time
-began = time.process_time()  # of this process: another one that is busy does not count
-import torch
-between = time.process_time()
-from nanomuon import DistMuonAdamW, MuonAdamW, build_param_groups
-print((time.process_time() - between) / (between - began))
-"""
-    shares = []
-    for _ in range(3):
-        shares.append(float(python(code)))
-        if shares[-1] < 0.6:
-            return
-    pytest.fail(f"{shares} of the time that torch takes")
-
-
 STAND_IN = """#!/usr/bin/env bash
 # In place of python3 and of the environment's python: writes down what would be installed
 case "$*" in
