@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanomuon import checkpoint, export
+from nanomuon.gpt import GPTConfig
 from nanomuon.optim import DistMuonAdamW
 from nanomuon.runtime import InputError
 
@@ -665,7 +667,7 @@ def test_a_poisoned_checkpoint_runs_nothing(run_dir, tmp_path):
 def test_an_exported_model_comes_back_exactly(tmp_path):
     model = Tiny()
     tmp_path.chmod(0o755)
-    config = dict(vocab_size=300, seq_len=32, depth=4, width=256, heads=4, kv_heads=4)
+    config = asdict(GPTConfig.from_depth(4, 300, 32))
     about = dict(step=7, val_bpb=1.25, corpus="python", tokenizer="163374dd351e63f7")
     export.export_model(tmp_path, model, config, about)
     mode = (tmp_path / "model.safetensors").stat().st_mode
