@@ -54,7 +54,6 @@ PRESETS = {
 }
 PIECE_BYTES = 4096  # into which with_both_parts() cuts the documents of other corpora
 NAMED_SUFFIXES = 20  # of files that are not read; further ones are counted together
-NAMED_BAD_FILES = 20  # in the message; of more, each has had a line of its own before
 
 
 def is_validation(text: str) -> bool:

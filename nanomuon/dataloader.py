@@ -204,8 +204,6 @@ class TrainLoader:
                 "use more text, a smaller --total-batch-size or a smaller --max-seq-len"
             )
         self._state = state or {"epoch": 0, "window": 0, "row": 0}
-        self._counted = 0  # text tokens of the windows packed so far, and those of them that are in no row
-        self._cropped = 0
         self._batches = self._generate(**self._state)
         self._thread = worker_thread("loader")
         self._ahead = deque()
@@ -244,11 +242,6 @@ class TrainLoader:
         """Epoch of the next row, from 0."""
         return self._state["epoch"]
 
-    @property
-    def crop_fraction(self) -> float:
-        """Share of the text tokens of the windows packed so far that are in no row."""
-        return self._cropped / max(1, self._counted)
-
     def _generate(self, epoch, window, row):
         """Yield a _MicroBatch, or a _MissingWindow as long as its shards are to come."""
         shape = (self.batch, self.seq_len + 1)
@@ -277,8 +270,6 @@ class TrainLoader:
         rng = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self.seed, epoch, window])))
         shards = _open(self.folder, self.manifest, "train", window)
         rows = _Rows.for_training(shards, self.manifest["bos_id"], self.seq_len, rng)
-        self._counted += rows.text_tokens
-        self._cropped += rows.cropped
         return rows
 
 

@@ -23,7 +23,7 @@ class NanomuonConfig(PretrainedConfig):
     """The shape of the model; the defaults build one that is small enough to try things with."""
 
     model_type = "nanomuon"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
 
     def __init__(
         self,
@@ -69,6 +69,10 @@ class NanomuonConfig(PretrainedConfig):
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
+
+
+# How this version of transformers calls what a model hands on to the next call: until 5.23 or from 5.24 on
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class NanomuonCache(DynamicCache):
@@ -306,6 +310,7 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: NanomuonCache | None = None,
+        cache: NanomuonCache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
@@ -315,15 +320,16 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
 
         attention_mask (B, tokens in the cache + T): 0 where there is padding, at any place. labels are the
         input_ids, -100 where a token is not scored; the loss shifts them. logits_to_keep: only the last so
-        many logits, 0: all.
+        many logits, 0: all. cache: past_key_values as transformers calls it from 5.24 on.
         """
-        cache = past_key_values
+        if cache is None:
+            cache = past_key_values
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if cache is None and use_cache:
             cache = NanomuonCache()
         if cache is not None and not isinstance(cache, NanomuonCache):
-            raise ValueError(f"past_key_values is a NanomuonCache, or None; not a {type(cache).__name__}")
+            raise ValueError(f"the cache is a NanomuonCache, or None; not a {type(cache).__name__}")
 
         seen = cache.get_seq_length() if cache is not None else 0
         queries = input_ids.size(1)
@@ -354,4 +360,4 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **others)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})

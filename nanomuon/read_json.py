@@ -170,19 +170,6 @@ class ListOf:
             check_item(self.of, item, index)
 
 
-class Items:
-    """A list of as many items as there are descriptions, each as described."""
-
-    def __init__(self, *of):
-        self.of = of
-
-    def check(self, value) -> None:
-        if not isinstance(value, list) or len(value) != len(self.of):
-            raise mismatch(value, f"a list of {len(self.of)}")
-        for index, (description, item) in enumerate(zip(self.of, value, strict=True)):
-            check_item(description, item, index)
-
-
 @dataclass(frozen=True)
 class MapOf:
     """An object with any keys, which `keys` describes, and values of one kind."""
