@@ -24,12 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
-from nanomuon import sizing, user_file
+from nanomuon import recipe, sizing, user_file
 from nanomuon.arguments import ArgumentParser, add_dtype_argument, check_sizes
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import Bank, DistMuonAdamW, MuonAdamW
-from nanomuon.orthogonalize import newton_schulz_form
-from nanomuon.param_groups import build_param_groups
+from nanomuon.orthogonalize import newton_schulz_form, triples
 from nanomuon.runtime import (
     InputError,
     Runtime,
@@ -40,8 +39,6 @@ from nanomuon.runtime import (
     run_command,
     usable_gpus,
 )
-
-NS_STEPS = 5
 
 
 def parse_arguments(argv):
@@ -90,12 +87,6 @@ def build_model(args, seed=0):
     return model
 
 
-def groups_of(model):
-    muon = dict(lr=1e-3, momentum=0.95, ns_steps=NS_STEPS, beta2=0.95, weight_decay=0.1)
-    adamw = dict(lr=1e-4, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
-    return build_param_groups(model, muon=muon, adamw=adamw, skip_keys=["value_gate"])
-
-
 def timed(run, device):
     """Milliseconds of one call, the queue of the device included."""
     if device == "cuda":
@@ -121,12 +112,13 @@ def products(optimizer, device):
         banks = [work for work in optimizer.works if isinstance(work, Bank)]
     for bank in banks:
         k, (short, long) = bank.batches[0][1], sorted(bank.shape)
-        gram, dtype = newton_schulz_form(short, long, NS_STEPS, device, optimizer.ns_dtype)
+        steps = len(triples(bank.group["coefficients"], bank.group["ns_steps"]))
+        gram, dtype = newton_schulz_form(short, long, steps, device, optimizer.ns_dtype)
         X, Y = (torch.randn(k, short, long, device=device, dtype=dtype) / long for _ in range(2))
         A, B = (torch.randn(k, short, short, device=device, dtype=dtype) / short for _ in range(2))
         # The long side is touched 4 times in Gram form (2 products to R, 2 from Q), twice a step in the plain
         # one
-        sides, shorts = (4, 14) if gram else (2 * NS_STEPS, NS_STEPS)
+        sides, shorts = (4, 14) if gram else (2 * steps, steps)
         for _ in bank.batches:
             calls += [(X, X.mT, A), (A, X, Y)] * (sides // 2) + [(A, A, B)] * shorts
 
@@ -148,7 +140,7 @@ def load_peer(peer):
 
 def compare(args, runtime):
     model = build_model(args)
-    groups = groups_of(model)
+    groups = recipe.param_groups(model)
     params = {"muon": [], "adamw": []}
     for group in groups:
         params[group["kind"]] += group["params"]
@@ -220,7 +212,7 @@ def rank_main(rank, args, runtime, folder):
         keep_freed_memory()
     torch.set_num_threads(max(1, cores() // args.world))
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=args.world)
-    groups = groups_of(build_model(args, seed=rank))
+    groups = recipe.param_groups(build_model(args, seed=rank))
     optimizer = DistMuonAdamW(groups, ns_dtype=runtime.compute_dtype, compile=True)
     times = []
     for _ in range(1 + args.rounds):

@@ -56,16 +56,14 @@ def main(argv=None):
         for depth, tokens in sorted((d, t) for d in args.depths for t in args.tokens):
             train(args, depth, tokens, flags)
         members = finished(args.name)
-        text = table(members)
-        law = fit(members)
+        text, law = table(members), fit(members)
         if law is None:
             text += "\nA law takes 7 runs, of 3 depths and 3 numbers of tokens."
         else:
             text += "\nloss = {:.3f} + {:.4g} / N^{:.3f} + {:.4g} / D^{:.3f}".format(*law)
         if args.target_flops is not None:
             text += "\n" + advice(law, members[-1].config, args.target_flops)
-        page = f"# Family {args.name}\n\n{text}\n\n![Loss over compute](scaling.png)\n"
-        runtime.write_text(folder / "scaling.md", page)
+        runtime.write_text(folder / "scaling.md", f"{text}\n\n![Loss over compute](scaling.png)\n")
         plot(members, folder / "scaling.png")
     print(f"\n{text}\n\n{folder}/scaling.md, {folder}/scaling.png")
 
