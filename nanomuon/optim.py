@@ -64,7 +64,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 # ------------------------------------------------------------------------------------------------------------
 # Kernels. Hyperparameters are 0-D tensors on the device, so changing them recompiles nothing. Options
-# (nesterov, coefficients, scale) are Python values: each choice is compiled once. `ok` is 1, or 0 if the
+# (nesterov, coefficients) are Python values: each choice is compiled once. `ok` is 1, or 0 if the
 # parameter must stay as it is: it has no gradient, or some gradient is not finite. The gradient then counts
 # as 0 and every rate is multiplied by 0; torch.where keeps the parameter, since 0 times infinity is NaN. All
 # arithmetic is in the dtype of the state.
@@ -453,7 +453,8 @@ def direction_of(group, m, n, param, ns_dtype, run):
 #
 #   update()   a generator that yields exactly twice: after its collect, where it is sent `ok`, 1 or 0 for
 #              each of its params on the device, and after its compute. Across a yield it holds what is in
-#              flight and nothing else.
+#              flight and nothing else. (A Pipeline of sharded.py needs `ok` before it can collect: it starts
+#              its first chunk in the compute of the others and goes through the rest in its deliver.)
 #
 #                     state on a rank       collect            compute sends   buffers of a step
 #   SmallParameters   all of it, flat       all_reduce         nothing         gradients, parameters, flat
@@ -858,8 +859,8 @@ class MuonAdamW(torch.optim.Optimizer):
     def ask(self, finite):
         """One small all_reduce of (1 + parameters,) float32, whose largest values over ranks count.
 
-        First 1 if a gradient is not finite, or the caller of step() knows something to be bad; then 1 for
-        each parameter that has a gradient, in the order of the works.
+        First 1 if the norm of a gradient is not finite, or the caller of step() knows something to be bad;
+        then 1 for each parameter that has a gradient, in the order of the works.
         """
         params = [param for work in self.works for param in work.params]
         device = self.skipped_steps.device
@@ -892,6 +893,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.planned = []  # what was read of each planned group
         self.works = []  # in the order of their collectives, which all ranks share
         self.places = {}  # parameter -> {name of its state: Place}
+        self.worlds = {}  # process group of a device mesh -> World, see sharded.plan_group
 
     @torch.no_grad()
     def plan(self):
@@ -938,7 +940,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.skipped_steps = self.skipped_steps.to(device)
         compiles = device.type == "cuda" if self.compile == "auto" else self.compile
         kernels = functools.partial(run, compile_enabled(compiles))
-        if group["kind"] == "muon":  # first: the most to compute while the transfers of the others run
+        if group["kind"] == "muon":  # in front: the most to compute while the transfers of the others run
             works = self.plan_muon(group, params, kernels)
             self.works = works + self.works
         else:

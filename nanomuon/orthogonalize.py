@@ -219,8 +219,8 @@ def update_scale(rule, m, n):
 
     "shape": sqrt(max(1, m/n)) (Keller Jordan, nanochat). "match_rms_adamw": 0.2*sqrt(max(m, n)) (Moonlight,
     arXiv 2502.16982). "spectral": sqrt(max(m, n)) (Megatron; the word names other formulas elsewhere).
-    "unit_rms_norm": sqrt(m/n). Or a callable (m, n) -> float, which gets all of the shape (out, in, height,
-    width) of a convolution, or of a part that `split` cuts from it. ValueError for anything else.
+    "unit_rms_norm": sqrt(m/n). Or a callable (m, n) -> float: of the matrix, (out, in * height * width) of a
+    convolution, or of a part that `split` cuts from it. ValueError for anything else.
     """
     if callable(rule):
         return float(rule(m, n))

@@ -10,11 +10,10 @@ What happens to the matrices depends on the dimension of the device mesh that cu
                               which keeps its second moment, another one the shards of its update back
 
 The first two are a `Bank` of what this rank holds. The third is a `Pipeline`, one piece of work made of
-chunks of same-shaped matrices: one chunk is admitted a round, so that its collect runs under the compute of
-the one before; the first one's runs under the AdamW groups and the experts. A rank sends 2(W-1)/W times the
-bytes of its shards. The optimizer's chunk_size: matrices in a chunk (default: about CHUNK_BYTES of them on
-each owner). Its max_in_flight: chunks that hold buffers at once, each what it sends and what it receives; 3
-hide both transfers, 2 the collect, 1 nothing.
+chunks of same-shaped matrices, about CHUNK_BYTES of them on each owner: one chunk is admitted a round, so
+that its collect runs under the compute of the one before; the first one's runs under the AdamW groups and the
+experts. A rank sends 2(W-1)/W times the bytes of its shards. At most three chunks hold buffers at once, each
+what it sends and what it receives.
 """
 
 import functools
@@ -141,7 +140,13 @@ def layout_of(param, group, cuts, ns_dtype, run):
 def plan_group(optimizer, group, params, run):
     """The works of the cut parameters of a Muon group."""
     names = dict(zip(group["params"], group["names"], strict=True))
-    world_of = functools.cache(functools.partial(World.of, comm_dtype=optimizer.world.comm_dtype))
+
+    def world_of(process_group):
+        """One for all groups of the optimizer: it knows the work that its ranks have already."""
+        if process_group not in optimizer.worlds:
+            optimizer.worlds[process_group] = World.of(process_group, optimizer.world.comm_dtype)
+        return optimizer.worlds[process_group]
+
     alike = {}  # what has to be equal -> (layout, parameters)
     for param in params:
         found = cuts(param, world_of)
