@@ -238,7 +238,7 @@ def start_run(launch: Launch) -> Run:
     resumed_step = reached.step if found else None
     if runtime.rank == 0:
         write_folder(launch, plan, folder, reached.step)
-    checkpoints = checkpoint.Checkpointer(folder, resumed_step, args.keep_last, background=True)
+    checkpoint.remove(folder, reached.step if found else -1, args.keep_last)
     log = None
     if runtime.rank == 0:
         log = open_log(launch, folder, resumed_step)
@@ -266,7 +266,6 @@ def start_run(launch: Launch) -> Run:
         schedule=schedule,
         initial_groups=initial_groups,
         loader=loader,
-        checkpoints=checkpoints,
         log=log,
         evaluations={row["step"]: row for row in evaluations if row["step"] <= reached.step},
         core_tasks=launch.core_tasks,

@@ -26,7 +26,7 @@ from nanomuon.gpt import GPT
 from nanomuon.optim import MuonAdamW
 from nanomuon.planning import Plan
 from nanomuon.read_json import read_json
-from nanomuon.runtime import Runtime, print0, together, write_json
+from nanomuon.runtime import InputError, Runtime, print0, together, write_json
 from nanomuon.tokenizer import Tokenizer
 
 
@@ -52,7 +52,6 @@ class Run:
     schedule: Callable  # (group as it was built, step, steps) -> values of the group at this step
     initial_groups: list[dict]  # param groups as they were built
     loader: TrainLoader
-    checkpoints: checkpoint.Checkpointer
     log: report.MetricsLog | None  # on the first rank
     evaluations: dict[int, dict]  # by step: rows of metrics.jsonl that earlier launches wrote
     core_tasks: list[Task]  # empty where CORE is not evaluated
@@ -102,10 +101,11 @@ class Run:
             self.log.log(row)
         return results
 
-    def save(self, position: dict | None = None) -> None:
-        """Write a checkpoint, in the background. InputError where another launch has taken the run.
+    def save(self, position: dict | None = None, is_last: bool = True) -> None:
+        """Write a checkpoint. InputError if another launch has taken the run, and if there is no room for the
+        last one; training goes on without another.
 
-        position: of the loader, where the rows of a step that could not be taken are to come again.
+        position: of the loader, if the rows of a step that could not be taken are to come again.
         """
         together(lambda: run_folder.check_held(self.folder, self.runtime.rank))
         if self.log:
@@ -118,7 +118,12 @@ class Run:
         }
         if not isinstance(self.optimizer, MuonAdamW):  # which counts its steps in its state
             meta["groups"] = written_into(self.optimizer.param_groups, self.initial_groups)
-        self.checkpoints.save(self.step, self.model, self.optimizer, meta)
+        try:
+            checkpoint.save(self.folder, self.step, self.model, self.optimizer, meta, self.args.keep_last)
+        except InputError as error:
+            if is_last:
+                raise
+            print0(f"warning: {error}")
 
     def decide_compilation(self, eager_ms: float) -> None:
         """Compile from here on if the run then ends sooner; eager_ms: milliseconds of an eager step.
@@ -158,7 +163,6 @@ def data_rank(args: argparse.Namespace, runtime: Runtime) -> int:
 
 def give_up(run: Run, bad_steps: int) -> int:
     """Say where to go on from after so many losses or gradients in a row that are not finite: exit code 1."""
-    run.checkpoints.wait()
     # A checkpoint is good if the step after it was
     good = [saved for saved in checkpoint.saved_steps(run.folder) if saved < run.step - bad_steps]
     last_good = f"step_{good[-1]}" if good else "none"
@@ -238,7 +242,7 @@ def write_report(
     elif run.args.core_bundle is not None or run.args.core_every > 0:
         summary["core"] = None  # its bundle could not be had
     if run.mesh is not None:  # samples take the whole model, for which the pieces make room
-        run.model = run.forward = run.optimizer = run.initial_groups = run.checkpoints = None
+        run.model = run.forward = run.optimizer = run.initial_groups = None
         gc.collect()
     samples = sample_run(run.model, run.tokenizer, run.args, run.runtime)
     seconds = {

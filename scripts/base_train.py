@@ -142,12 +142,11 @@ def train(run: Run, requests: guards.Requests) -> int | None:
             return give_up(run, bad_steps)
         # Only a few checkpoints are kept: those of bad steps must not push the good ones out
         due = is_due(args.save_every, run.step) and bad_steps == 0
-        if due or stops or run.step == plan.steps:
-            run.save()
+        is_last = bool(stops) or run.step == plan.steps
+        if due or is_last:
+            run.save(is_last=is_last)
         if stops:
-            run.checkpoints.wait()
             return requests.stopped(f"at step {run.step} and saved")
-    run.checkpoints.wait()
     requests.steps_end()
     return None
 
@@ -197,7 +196,6 @@ def save_where_data_ends(run: Run, position: dict) -> None:
     before the step that cannot be taken. All ranks come here from the same micro-step.
     """
     run.save(position)
-    run.checkpoints.wait()
     print0(f"stopped at step {run.step} and saved; the same command carries on where there is data again")
 
 

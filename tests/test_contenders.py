@@ -149,7 +149,7 @@ def test_ranks_pieces_and_breaks_make_no_difference(file, tmp_path):
     assert_close(in_pieces[0], in_one_process(file, 2, range(STEPS)).result(), TOLERANCE)
 
     first = in_one_process(file, 0, range(BREAK))
-    checkpoint.Checkpointer(tmp_path).save(BREAK, first.model, first.optimizer, {})
+    checkpoint.save(tmp_path, BREAK, first.model, first.optimizer, {})
     second = Training(file, 0)
     checkpoint.load(checkpoint.find(tmp_path), second.model, second.optimizer)
     second.run(range(BREAK, STEPS), lambda number, shape, step: mean_gradient(number, shape, step, 3))

@@ -107,7 +107,7 @@ def test_ten_steps_equal_those_of_one_process(config, layout, mode, options, tol
 
 def save(group, layout, folder):
     run = Trained(HEADS, layout, **PRECISE).train(range(3))
-    checkpoint.Checkpointer(folder).save(3, run.model, run.optimizer, {"step": 3})
+    checkpoint.save(folder, 3, run.model, run.optimizer, {"step": 3})
     export.export_model(folder, run.model, {}, {})
 
 

@@ -66,14 +66,13 @@ def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(base, wh
         ranks.kill(signal.SIGKILL)
         assert ranks.join() == [-signal.SIGKILL]
         assert max(checkpoint.saved_steps(run_dir)) > saved
-    *_, previous, newest = checkpoint.saved_steps(
-        run_dir
-    )  # a third, if it was killed before that was removed
+    # There are three if the last kill came before the oldest was removed
+    *_, previous, newest = checkpoint.saved_steps(run_dir)
     file = run_dir / "checkpoints" / f"step_{newest}" / "rank_0.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     ranks = Ranks(base, "killed", 100, *OPTIONS)
     assert ranks.join() == [0]
-    assert f"{file} is not what was written" in ranks.output()
+    assert f"{file} has" in ranks.output()
     assert f"resuming run killed at step {previous}\n" in ranks.output()
     assert_same_run(run_dir, whole)
 

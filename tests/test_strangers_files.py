@@ -10,9 +10,8 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from nanomuon import checkpoint, export, finished_run, planning, report, run_folder, shards, sizing
+from nanomuon import export, finished_run, planning, report, run_folder, shards, sizing
 from nanomuon.dataloader import validation_batches
 from nanomuon.finished_run import load_run, model_config
 from nanomuon.gpt import GPTConfig
@@ -82,12 +81,11 @@ def vouch_for(checkpoint_folder):
         return
     try:
         manifest = json.loads(file.read_text())
-        manifest.pop("sha256", None)
         manifest["files"] = {}
         for tensors in checkpoint_folder.glob("*.safetensors"):
-            if tensors.is_file() and tensors.stat().st_size < 1 << 30:
-                manifest["files"] |= checkpoint._fingerprint(tensors)
-        file.write_text(checkpoint._seal(manifest))
+            if tensors.is_file():
+                manifest["files"][tensors.name] = tensors.stat().st_size
+        file.write_text(json.dumps(manifest))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return  # there is no manifest any more that could vouch for anything
 
@@ -173,12 +171,6 @@ def test_a_run_remembers_flags_that_exist_and_none_of_a_launch(base):
 
 @pytest.mark.parametrize("name", ["../../../../../dev/zero", "/dev/zero", "..", "", "a/b", "a\0b"])
 def test_manifests_name_files_of_their_folder(base, name):
-    folder = run_of(base) / "checkpoints" / "step_4"
-    manifest = checkpoint.read_manifest(folder)
-    manifest["files"] = {name: {"bytes": 0, "sha256": "0"}}
-    (folder / "manifest.json").write_text(checkpoint._seal(manifest))
-    refused(lambda: checkpoint.find(run_of(base), "step_4"), "step_4/manifest.json", "files")
-
     (file,) = base.glob("shards/*/manifest.json")
     change(file, "train", 0, "name", to=name)
     refused(lambda: shards.read_manifest(file.parent), str(file), "train[0].name")
@@ -193,9 +185,6 @@ def test_only_regular_files_are_opened(base, kind):
         run_of(base) / "tokenizer" / "vocab.txt": lambda: load_run("tiny", CPU),
         run_of(base) / "settings.json": lambda: run_folder.read_settings(run_of(base)),
         run_of(base) / "metrics.jsonl": lambda: report.read_metrics(run_of(base) / "metrics.jsonl"),
-        run_of(base) / "checkpoints/step_4/rank_0.safetensors": lambda: checkpoint.find(
-            run_of(base), "step_4"
-        ),
         shard_folder / "manifest.json": lambda: shards.read_manifest(shard_folder),
         shard_folder / "val-00000.bin": lambda: next(validation_batches(shard_folder, 32, 4)),
     }
@@ -211,22 +200,6 @@ def test_only_regular_files_are_opened(base, kind):
         refused(reader, str(file.name))
         file.rmdir() if kind == "folder" else file.unlink()
         moved.rename(file)
-
-
-def test_a_checkpoint_allocates_no_more_than_it_holds(base):
-    """torch's optimizers get their state from the checkpoint, in the sizes that it says."""
-    folder = run_of(base) / "checkpoints" / "step_4"
-    file = folder / "rank_0.safetensors"
-    offsets = {
-        "model.weight": {"saved_offsets": [0, 0]},
-        "optimizer.0.exp_avg": {"saved_offsets": [10**9, 0]},
-    }
-    tensors = {"model.weight": torch.zeros(2, 2), "optimizer.0.exp_avg": torch.zeros(2, 2)}
-    save_file(tensors, file, {"DCP_SHARDING_INFO": json.dumps(offsets)})
-    vouch_for(folder)
-    model = torch.nn.Linear(2, 2, bias=False)
-    found = checkpoint.find(run_of(base), "step_4")
-    refused(lambda: checkpoint.load(found, model, torch.optim.AdamW(model.parameters())), "step_4", "bytes")
 
 
 def test_a_tokenizer_that_would_end_the_process_is_refused(base):
