@@ -26,7 +26,7 @@ from nanomuon.gpt import GPT
 from nanomuon.optim import MuonAdamW
 from nanomuon.planning import Plan
 from nanomuon.read_json import read_json
-from nanomuon.runtime import InputError, Runtime, print0, together, write_json
+from nanomuon.runtime import InputError, Runtime, print0, write_json
 from nanomuon.tokenizer import Tokenizer
 
 
@@ -102,12 +102,11 @@ class Run:
         return results
 
     def save(self, position: dict | None = None, is_last: bool = True) -> None:
-        """Write a checkpoint. InputError if another launch has taken the run, and if there is no room for the
-        last one; training goes on without another.
+        """Write a checkpoint. InputError if there is no room for the last one; training goes on without
+        another.
 
         position: of the loader, if the rows of a step that could not be taken are to come again.
         """
-        together(lambda: run_folder.check_held(self.folder, self.runtime.rank))
         if self.log:
             self.log.flush()  # a checkpoint must not get ahead of its rows
         meta = {

@@ -18,7 +18,7 @@ import torch
 from nanomuon import provenance, report
 from nanomuon.arguments import SIZES
 from nanomuon.export import MODEL_OPTIONS, MODEL_SHAPE
-from nanomuon.locks import being_written, holder, locked, this_process
+from nanomuon.locks import being_written, holder, locked
 from nanomuon.planning import Plan
 from nanomuon.read_json import (
     Choice,
@@ -242,21 +242,6 @@ def held(run_dir: Path, rank: int):
         )
     with locked(run_dir):
         yield
-
-
-def check_held(run_dir: Path, rank: int) -> None:
-    """InputError where another launch has taken the run from this one, whose first rank alone looks.
-
-    It can where the lock does not hold between machines (some network file systems have none, or keep it to
-    each machine), and where somebody has removed it.
-    """
-    if rank > 0:
-        return
-    now = holder(run_dir)
-    if now not in (this_process(), None):
-        raise InputError(
-            f"run {run_dir.name} was taken over by {now}: this launch ends and saves nothing more"
-        )
 
 
 def is_complete(run_dir: Path, steps: int) -> bool:

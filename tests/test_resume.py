@@ -181,18 +181,6 @@ def test_what_nohup_ignores_stays_ignored():
             signal.signal(number, handler)
 
 
-def test_a_run_that_another_machine_has_taken_saves_nothing_more(base):
-    """Where locks do not hold between machines, its lock file tells."""
-    run_dir = base / "runs" / "taken"
-    ranks = Ranks(base, "taken", 5000, "--save-every", "20", "--eval-every", "-1")
-    wait_until(lambda: 20 in checkpoint.saved_steps(run_dir), ranks.alive)
-    locks.lock_file(run_dir).write_text("process 7 on elsewhere\n")
-    saved = max(checkpoint.saved_steps(run_dir))
-    assert ranks.join() == [2]
-    assert "error: run taken was taken over by process 7 on elsewhere: this launch ends" in ranks.output()
-    assert max(checkpoint.saved_steps(run_dir)) <= saved + 20  # one may have been under way
-
-
 def test_a_second_sigint_stops_at_once(base):
     file = base / "sleeper.py"
     file.write_text("""
