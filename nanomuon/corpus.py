@@ -9,11 +9,9 @@ counted:
     duplicate    a document equal to an earlier one is skipped (not in hub corpora, which come deduplicated)
     not_utf8     `python` only: a file that is not UTF-8 is skipped; in `path:` corpora that is an error
     surrogates   lone surrogates and invalid bytes inside records are replaced by U+FFFD
-    unsplit      a text file without the separator that was asked for is one document
     nul          NUL characters are text and stay; the documents that have some are counted
 
 A file that cannot be read to its end is an error.
-What a folder has beside such files is counted, too: see list_files().
 """
 
 import contextlib
@@ -22,11 +20,10 @@ import json
 import os
 import platform
 import re
-import stat
 import sysconfig
 import threading
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanomuon import hub
@@ -44,16 +41,14 @@ from nanomuon.runtime import InputError, base_dir, print0, write_json
 
 # What is remembered of a corpus: how its records are read; of one on the hub also where and what it is
 RECORD = Record(
-    {"text_field": OrNull(Text()), "separator": OrNull(Text())},
+    {"text_field": OrNull(Text())},
     {"revision": Text(), "repo": OrNull(Text()), "files": ListOf(Text())},
 )
-EARLIER_SUFFIXES = (".txt", *RECORD_SUFFIXES)  # what was read once, in small letters only
 PRESETS = {
     "climbmix": "hf:karpathy/climbmix-400b-shuffle",
     "fineweb-edu": "hf:HuggingFaceFW/fineweb-edu:sample-10BT",
 }
 PIECE_BYTES = 4096  # into which with_both_parts() cuts the documents of other corpora
-NAMED_SUFFIXES = 20  # of files that are not read; further ones are counted together
 
 
 def is_validation(text: str) -> bool:
@@ -70,10 +65,7 @@ class Corpus:
     slug: str
     files: tuple  # of Path; of names inside the repository `repo` for a corpus on the hub
     text_field: str = "text"
-    separator: str | None = None
     repo: str | None = None
-    not_read: Counter = field(default_factory=Counter)  # what the folder has beside the files: list_files()
-    earlier_slug: str | None = None  # of the corpus without the files that were not read once
     piece_bytes: int | None = None  # documents are cut into pieces of so many bytes: with_both_parts()
 
     @property
@@ -133,7 +125,7 @@ class Corpus:
     def _records_of(self, path, counts):
         lone = len(self.files) == 1 and self.piece_bytes is None
         try:
-            yield from read_records(path, self.text_field, self.separator, counts, is_book=lone)
+            yield from read_records(path, self.text_field, counts, is_book=lone)
         except NotUTF8Error:
             if self.name != "python":
                 raise
@@ -194,7 +186,7 @@ def _missing_part(corpus, counts):
     return "training" if True in found else "validation"
 
 
-def open_corpus(name: str, text_field: str | None = None, separator: str | None = None) -> Corpus:
+def open_corpus(name: str, text_field: str | None = None) -> Corpus:
     """The corpus called `name`; InputError where there is none.
 
     python          the standard library of the running interpreter: about 30 MB, no download
@@ -205,18 +197,17 @@ def open_corpus(name: str, text_field: str | None = None, separator: str | None 
                     files only
     climbmix, fineweb-edu   short for the two web corpora that speedruns use
 
-    Records take their text from `text_field` (default "text"); a.b is field b of the record in field a. A
-    text file is one document, or several split at `separator`; a corpus of a single text file without
-    separator is cut at line ends every 4 KB. Both options are remembered for later commands that name the
-    same corpus.
+    Records take their text from `text_field` (default "text"); a.b is field b of the record in field a. It is
+    remembered for later commands that name the same corpus. A text file is one document; a corpus of a single
+    text file is cut at line ends every 4 KB.
     """
     name = PRESETS.get(name, name)
     check_corpus(name)
     if name == "python":
         return _python_corpus()
     if name.startswith("path:"):
-        return _path_corpus(name, text_field, separator)
-    return _hub_corpus(name, text_field, separator)
+        return _path_corpus(name, text_field)
+    return _hub_corpus(name, text_field)
 
 
 def check_corpus(name: str) -> None:
@@ -240,7 +231,7 @@ def _python_corpus() -> Corpus:
     for path in sorted(root.rglob("*.py")):
         if not outside & set(path.relative_to(root).parts):
             files.append(path)
-    revision, digest = _fingerprint("python", root, files, text_field=None, separator=None)
+    revision, digest = _fingerprint("python", root, files, text_field=None)
     return Corpus("python", f"{platform.python_version()}-{revision}", f"python-{digest}", tuple(files))
 
 
@@ -267,121 +258,62 @@ def _place_of(name) -> Path:
     return root
 
 
-def _path_corpus(name, text_field, separator) -> Corpus:
+def _path_corpus(name, text_field) -> Corpus:
     root = _place_of(name)
     name = f"path:{root}"
     _check_utf8(name)
-    files, not_read = list_files(root)
+    files = list_files(root)
     if not files:
-        besides = f"; not read: {in_words(not_read)}" if not_read else ""
         raise InputError(
             f"corpus {name} has no file with text: {', '.join(RECORD_SUFFIXES)}, prose and source code "
-            f"(.txt, .md, .rst, .py, .c and so on) are read{besides}"
+            "(.txt, .md, .rst, .py, .c and so on) are read"
         )
-    record = _recall(name, text_field=text_field, separator=separator)
-    text_field = record["text_field"] or "text"
-    separator = record["separator"]
-
-    revision, digest = _fingerprint(name, root, files, text_field, separator)
+    text_field = _recall(name, text_field=text_field)["text_field"] or "text"
+    revision, digest = _fingerprint(name, root, files, text_field)
     slug = f"path-{_readable(root.name)}-"
-    earlier_slug = None
-    earlier_files = [path for path in files if path.name.endswith(EARLIER_SUFFIXES)]
-    if 0 < len(earlier_files) < len(files):
-        earlier_slug = slug + _fingerprint(name, root, earlier_files, text_field, separator)[1]
-    return Corpus(
-        name,
-        revision,
-        slug + digest,
-        tuple(files),
-        text_field,
-        separator,
-        not_read=not_read,
-        earlier_slug=earlier_slug,
-    )
+    return Corpus(name, revision, slug + digest, tuple(files), text_field)
 
 
-def list_files(root: Path) -> tuple[list, Counter]:
-    """The files of a place that are read, sorted, and how many of what else are not.
+def list_files(root: Path) -> list[Path]:
+    """The files of a place that are read, by their suffix, sorted. InputError for an unreadable folder.
 
-    Files are read by their suffix. Counted are others by theirs, hidden files and folders, links that lead
-    nowhere, links to folders, which might lead round in circles, folders that may not be read, files about
-    which nothing can be learnt, pipes, sockets and devices, and base_dir(), which changes with every run.
+    Hidden files and folders are left out, links to folders, which might lead round in circles, and
+    base_dir(), which changes with every run.
     """
-    ours = str(base_dir().resolve())
-    files = []
-    suffixes = Counter()  # of files that are not read
-    not_read = Counter()
 
-    def add(path):
-        kind = _not_a_file(path)
-        if kind is not None:
-            not_read[kind] += 1
-        elif path.name.lower().endswith(SUFFIXES):
-            files.append(path)
-        else:
-            suffixes[path.suffix.lower() or "without_suffix"] += 1
-
-    def unreadable(error):
-        not_read["unreadable_folders"] += 1
+    def refuse(error):
+        raise InputError(f"{error.filename}: {error.strerror}; make it readable, or move it away")
 
     if root.is_file():
-        add(root)
-        folders = []
-    else:
-        folders = os.walk(root, onerror=unreadable)
-    for folder, subfolders, names in folders:
-        for name in list(subfolders):  # os.walk goes into those that stay in it, but not into links
-            path = os.path.join(folder, name)
-            if name.startswith("."):
-                not_read["hidden"] += 1
-                subfolders.remove(name)
-            elif path == ours:
-                not_read["folders_of_nanomuon"] += 1
-                subfolders.remove(name)
-            elif os.path.islink(path):
-                not_read["linked_folders"] += 1
+        return [root] if root.name.lower().endswith(SUFFIXES) else []
+    ours = base_dir().resolve()
+    files = []
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
+        for name in list(subfolders):
+            if name.startswith(".") or Path(folder, name) == ours:
+                subfolders.remove(name)  # os.walk goes into those that stay
         for name in names:
-            if name.startswith("."):
-                not_read["hidden"] += 1
-            else:
-                add(Path(folder, name))
-    for place, (suffix, count) in enumerate(suffixes.most_common()):
-        key = suffix if place < NAMED_SUFFIXES else "other_suffixes"
-        not_read[key] += count
-    return sorted(files), +not_read  # without the zeros
+            if not name.startswith(".") and name.lower().endswith(SUFFIXES):
+                files.append(Path(folder, name))
+    return sorted(files)
 
 
-def _not_a_file(path):
-    """What is there in place of a regular file; None where it is one."""
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return "broken_links" if os.path.islink(path) else "unreadable_files"
-    return None if stat.S_ISREG(mode) else "pipes_and_devices"
-
-
-def in_words(counts: Counter) -> str:
-    """Such as "broken links: 1, .png: 2"."""
-    return ", ".join(f"{key.replace('_', ' ')}: {count:,}" for key, count in counts.items())
-
-
-def _hub_corpus(name, text_field, separator) -> Corpus:
-    record = _recall(name, text_field=text_field, separator=separator)
+def _hub_corpus(name, text_field) -> Corpus:
+    record = _recall(name, text_field=text_field)
     if not record.get("repo"):  # a folder may have changed since
         record = _recall(name, **hub.resolve(name))
     revision = record["revision"]
     repo = record.get("repo")
     text_field = record["text_field"] or "text"
-    separator = record["separator"]
     files = tuple(record["files"])
     if not repo:
         files = tuple(map(Path, files))
-    digest = _digest([revision, text_field, separator])
+    digest = _digest([revision, text_field])
     slug = f"{_readable(name.replace(':', '-'))}-{digest[:8]}"
-    return Corpus(name, revision, slug, files, text_field, separator, repo)
+    return Corpus(name, revision, slug, files, text_field, repo)
 
 
-def _fingerprint(name, root, files, text_field, separator):
+def _fingerprint(name, root, files, text_field):
     """(16, 8) hex digits that stand for the content of local files and for how they are read.
 
     Made of names, sizes and times: hashing 100 GB at every start would not be worth the certainty.
@@ -391,9 +323,9 @@ def _fingerprint(name, root, files, text_field, separator):
         try:
             status = path.stat()
         except OSError as error:
-            raise InputError(f"{path}, just listed: {error.strerror}; try again") from error
+            raise InputError(f"{path}: {error.strerror}; repair it, or move it out of the folder") from error
         listing.append((path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns))
-    digest = _digest([name, listing, text_field, separator])
+    digest = _digest([name, listing, text_field])
     return digest[:16], digest[:8]
 
 
@@ -408,7 +340,7 @@ def _readable(name) -> str:
 def _recall(name, **options) -> dict:
     """What is remembered of a corpus, with the options that are given; written back where they change it."""
     folder = base_dir() / "corpus" / f"{_readable(name.replace(':', '-'))}-{_digest(name)[:8]}"
-    record = {"text_field": None, "separator": None}
+    record = {"text_field": None}
     if (folder / "corpus.json").exists():
         record = read_json(folder / "corpus.json", RECORD, LARGE, advice=f"remove {folder}")
     given = {key: value for key, value in options.items() if value is not None}

@@ -32,15 +32,12 @@ class NotUTF8Error(BadFileError):
     """A text file that is not UTF-8."""
 
 
-def read_records(
-    path: Path, text_field: str, separator: str | None, counts: Counter, is_book: bool = False
-) -> Iterator[str | None]:
+def read_records(path: Path, text_field: str, counts: Counter, is_book: bool = False) -> Iterator[str | None]:
     """Yield the texts of a file, None for a record whose text is null.
 
-    text_field: of the records of .jsonl and .parquet; a.b is field b of the record in field a. separator:
-    where a text file is split, if anywhere. is_book: one without separator comes in pieces, cut at line ends.
-    counts["surrogates"]: the texts of .parquet whose invalid bytes are replaced by U+FFFD. counts["split"],
-    counts["unsplit"]: text files in which the separator is, and in which it is not.
+    text_field: of the records of .jsonl and .parquet; a.b is field b of the record in field a. is_book: a
+    text file comes in pieces, cut at line ends. counts["surrogates"]: the texts of .parquet whose invalid
+    bytes are replaced by U+FFFD.
 
     BadFileError where the file cannot be read to its end, NotUTF8Error for a text file that is not UTF-8.
     """
@@ -49,7 +46,7 @@ def read_records(
         if name.endswith(".parquet"):
             yield from _parquet_file(path, text_field, counts)
         elif name.endswith(TEXT_SUFFIXES):
-            yield from _text_file(path, separator, counts, is_book)
+            yield from _text_file(path, is_book)
         else:
             yield from _json_lines(path, text_field)
     except (OSError, EOFError, zlib.error) as error:  # of the disk, or of damaged compression
@@ -85,16 +82,12 @@ def without_surrogates(text: str, counts: Counter) -> str:
     return text
 
 
-def _text_file(path, separator, counts, is_book):
+def _text_file(path, is_book):
     try:
         text = path.read_bytes().decode().removeprefix("\ufeff")  # a byte order mark is no text
     except UnicodeDecodeError as error:
         raise NotUTF8Error(f"{path} is not UTF-8 (byte {error.start})") from error
-    if separator:
-        documents = text.split(separator)
-        counts["split" if len(documents) > 1 else "unsplit"] += 1
-        yield from documents
-    elif is_book:
+    if is_book:
         lines = io.StringIO(text, newline="\n")
         while lines_of_piece := lines.readlines(BOOK_PIECE):
             yield "".join(lines_of_piece)

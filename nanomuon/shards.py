@@ -30,7 +30,6 @@ import numpy as np
 from nanomuon.corpus import (
     PIECE_BYTES,
     Corpus,
-    in_words,
     is_validation,
     open_corpus,
     with_both_parts,
@@ -93,7 +92,6 @@ MANIFEST = Record(
     {
         "asked": OrNull(Whole()),
         "counts": COUNTS,
-        "not_read": COUNTS,
         "piece_bytes": OrNull(Whole()),
     },
 )
@@ -325,25 +323,12 @@ def prepare(
 def as_it_is_read(corpus: Corpus, manifest: dict | None) -> Corpus:
     """The corpus as its shards were begun, or where they were not, in pieces as need be.
 
-    What is not read of it is said. manifest: of its folder, None where there is none yet.
+    manifest: of its folder, None where there is none yet.
     """
-    say_what_is_not_read(corpus)
     if manifest and manifest["val"] and manifest["train"]:  # it has both parts, read as is written there
         piece_bytes = PIECE_BYTES if manifest.get("piece_bytes") else None
         return replace(corpus, piece_bytes=piece_bytes)
     return with_both_parts(corpus)
-
-
-def say_what_is_not_read(corpus: Corpus) -> None:
-    if corpus.not_read:
-        print0(f"corpus {corpus.name} has {len(corpus.files)} files; not read: {in_words(corpus.not_read)}")
-    earlier = base_dir() / "shards"
-    if corpus.earlier_slug and any(earlier.glob(f"{corpus.earlier_slug}-*")):
-        print0(
-            f"corpus {corpus.name} was prepared before by a version that did not read all of its "
-            f"{len(corpus.files)} files (source code, .md, .rst, .TXT and so on): they add documents, so "
-            "tokenizer and shards are made anew, and a run of before does not go on with the same data"
-        )
 
 
 def prepare_for_training(
@@ -540,7 +525,6 @@ class ShardWriter:
         if not self.goes_on(manifest):
             manifest |= {"val": [], "train": []}
         manifest |= {
-            "not_read": dict(self.corpus.not_read),
             "piece_bytes": self.corpus.piece_bytes,
         }
         manifest |= {"complete": False, "max_tokens": None, "asked": self.max_tokens}
@@ -661,17 +645,8 @@ class ShardWriter:
             stored = sum(entry["documents"] for entry in entries)
             self.counts["validation_left_out"] = self.counts["documents"] - stored
         self.say_if_validation_is_small()
-        self.say_if_nothing_is_split()
         self.manifest |= {"complete": True, "counts": dict(self.counts)}
         write_manifest(self.folder, self.manifest)
-
-    def say_if_nothing_is_split(self):
-        separator = self.corpus.separator
-        if separator and not self.counts["split"]:
-            print0(
-                f"warning: the separator {separator!r} is in none of the files that were read: each text "
-                "file is one document"
-            )
 
     def say_if_validation_is_small(self):
         documents = sum(entry["documents"] for entry in self.manifest["val"])

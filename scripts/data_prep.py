@@ -31,7 +31,6 @@ def main(argv=None):
         "--text-field",
         help="field of the records that holds the text, a.b for b inside of a (default: text); remembered",
     )
-    add("--separator", help="cut text files into documents at this string; remembered")
     add("--max-tokens", type=int, help="stop after so many training tokens (default: the whole corpus)")
     add("--workers", type=int, default=cores(), help="threads that tokenize (default: %(default)s)")
     args = parser.parse_args(argv)
@@ -41,7 +40,7 @@ def main(argv=None):
     if args.max_tokens is not None:
         check_not_negative(args, "max_tokens")
 
-    corpus = open_corpus(args.corpus, args.text_field, args.separator)
+    corpus = open_corpus(args.corpus, args.text_field)
     folder = shards.prepare(corpus, args.vocab_size, args.workers, max_tokens=args.max_tokens)
     manifest = shards.read_manifest(folder)
     for kind in ("train", "val"):

@@ -74,7 +74,6 @@ def test_text_files(tmp_path):
     book = "".join("word " * rng.randrange(30) + "\r\n" for _ in range(1000))
     (tmp_path / "book.txt").write_bytes(book.encode())
     pieces, _ = read(f"path:{tmp_path}/book.txt")
-    assert not open_corpus(f"path:{tmp_path}/book.txt").not_read
     assert "".join(dict.fromkeys(pieces)) == "".join(pieces) == book
     assert len(pieces) == pytest.approx(len(book) / 4096, abs=2)
     assert all(piece.endswith("\n") for piece in pieces)
@@ -84,10 +83,6 @@ def test_text_files(tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git/a.txt").write_text("nor is this")
     assert read(f"path:{tmp_path}")[0] == ["first<|end|>second<|end|>", book]
-    documents, counts = read(f"path:{tmp_path}", separator="<|end|>")
-    assert documents == ["first", "second", book] and counts["empty"] == 1
-    assert counts["split"] == counts["unsplit"] == 1
-    assert read(f"path:{tmp_path}")[0] == documents  # the separator is remembered
 
 
 def test_unfit_documents_are_repaired_or_skipped_and_counted(tmp_path):
@@ -290,7 +285,7 @@ def test_other_corpora_stay_as_they_were(tmp_path):
     for path in sorted(folder.rglob("*.*")):
         status = path.stat()
         listing.append([path.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns])
-    revision = hashlib.sha256(json.dumps([name, listing, "text", None]).encode()).hexdigest()
+    revision = hashlib.sha256(json.dumps([name, listing, "text"]).encode()).hexdigest()
     assert open_corpus(name).revision == revision[:16]
     assert open_corpus(name).slug == f"path-texts-{revision[:8]}"
     made = shards.prepare(name, tokenizer=TOKENIZER)
@@ -361,56 +356,33 @@ def test_a_small_validation_set_is_said_to_be_small(tmp_path, capsys):
     assert "is small" not in capsys.readouterr().out
 
 
-def test_a_separator_that_splits_nothing_is_said(tmp_path, capsys):
-    for number in range(60):
-        (tmp_path / f"{number}.txt").write_text(book(number, 20))
-    shards.prepare(open_corpus(f"path:{tmp_path}", separator="<|eot|>"), tokenizer=TOKENIZER)
-    assert "the separator '<|eot|>' is in none of the files" in capsys.readouterr().out
-    manifest = shards.read_manifest(
-        shards.prepare(open_corpus(f"path:{tmp_path}", separator=" "), tokenizer=TOKENIZER)
-    )
-    assert manifest["counts"]["split"] == 60
-    assert "in none of the files" not in capsys.readouterr().out
-
-
-def test_what_is_not_read_is_counted_and_said(tmp_path, monkeypatch, capsys):
+def test_hidden_files_links_to_folders_and_other_suffixes_are_not_read(tmp_path, monkeypatch):
     place = tmp_path / "place"
-    (place / "locked").mkdir(parents=True)
+    (place / "inside").mkdir(parents=True)
     (place / ".git").mkdir()
-    texts = random_texts(80)
-    suffixes = [".TXT", ".md", ".Rst", ".py"]
-    for number, text in enumerate(texts):
-        (place / f"{number}{suffixes[number % 4]}").write_text(text)
-    for other in ("a.png", "B.PNG", "c.json", "LICENSE", ".hidden.txt", ".git/config", "locked/a.txt"):
+    texts = ["capital", "markdown", "code", "below"]
+    for name, text in zip(["a.TXT", "b.md", "c.py", "inside/d.rst"], texts, strict=True):
+        (place / name).write_text(text)
+    for other in ("a.png", "LICENSE", ".hidden.txt", ".git/config.txt"):
         (place / other).write_text("not read")
+    (place / "elsewhere").symlink_to(place)
+    corpus = open_corpus(f"path:{place}")
+    assert list(corpus.documents(Counter())) == texts
+
     (place / "broken.txt").symlink_to("/nowhere/at all")
-    (place / "elsewhere").symlink_to("/usr")
-    os.mkfifo(place / "pipe.txt")
+    with pytest.raises(InputError, match="broken.txt: No such file.*move it out"):
+        open_corpus(f"path:{place}")
+    (place / "broken.txt").unlink()
     scandir = os.scandir
 
     def refuse(folder):
-        if str(folder).endswith("locked"):
+        if str(folder).endswith("inside"):
             raise PermissionError(13, "Permission denied", folder)
         return scandir(folder)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    corpus = open_corpus(f"path:{place}")
-    assert sorted(corpus.documents(Counter())) == sorted(texts)
-    expected = {
-        ".png": 2,
-        ".json": 1,
-        "without_suffix": 1,
-        "hidden": 2,
-        "unreadable_folders": 1,
-        "linked_folders": 1,
-        "broken_links": 1,
-        "pipes_and_devices": 1,
-    }
-    assert corpus.not_read == expected
-    folder = shards.prepare(corpus, tokenizer=TOKENIZER)
-    assert shards.read_manifest(folder)["not_read"] == expected
-    said = capsys.readouterr().out
-    assert "has 80 files; not read: " in said and ".png: 2, " in said and "broken links: 1, " in said
+    with pytest.raises(InputError, match="inside: Permission denied; make it readable"):
+        open_corpus(f"path:{place}")
 
 
 def test_what_we_write_into_a_corpus_is_not_read(tmp_path):
@@ -421,18 +393,6 @@ def test_what_we_write_into_a_corpus_is_not_read(tmp_path):
     (tmp_path / "base/runs/r/report.md").write_text("a report")
     after = open_corpus(f"path:{tmp_path}")
     assert after.files == before.files and after.revision == before.revision
-    assert after.not_read == {"folders_of_nanomuon": 1}
-
-
-def test_files_that_an_earlier_version_did_not_read_are_told(tmp_path, capsys):
-    name = write_corpus(tmp_path / "texts", random_texts(100))
-    shards.prepare(name, tokenizer=TOKENIZER)
-    before = open_corpus(name)
-    (tmp_path / "texts/README.md").write_text("which was not read")
-    assert open_corpus(name).earlier_slug == before.slug and open_corpus(name).revision != before.revision
-    assert "by a version" not in capsys.readouterr().out
-    shards.prepare(name, tokenizer=TOKENIZER)
-    assert "prepared before by a version that did not read all of its 4 files" in capsys.readouterr().out
 
 
 def test_nested_text_field(tmp_path):
