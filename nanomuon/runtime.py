@@ -485,7 +485,7 @@ def explain(error: BaseException) -> tuple[int, str]:
         )
     if is_of_the_output(error):
         return 2, _line(f"{error.strerror}: the output")
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
         return 2, _line(f"{error.strerror}: {error.filename}")
     if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
         place = Path(error.filename or base_dir())
