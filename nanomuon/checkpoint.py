@@ -30,9 +30,9 @@ from torch.distributed.checkpoint import (
 from torch.distributed.tensor import DTensor
 
 from nanomuon.optim import MuonAdamW
-from nanomuon.read_json import Anything, MapOf, Record, Scalar, Text, Whole, read_json
+from nanomuon.read_json import Anything, MapOf, Record, Scalar, Whole, read_json
 from nanomuon.runtime import InputError, print0, together
-from nanomuon.tensor_files import sync, write_tensors
+from nanomuon.tensor_files import sync, tensor_shapes, write_tensors
 
 MANIFEST = Record(
     {
@@ -40,7 +40,7 @@ MANIFEST = Record(
         "world_size": Whole(1),
         "meta": Anything(),
         "optimizer_values": MapOf(MapOf(Scalar())),
-        "files": MapOf(Whole(), keys=Text()),
+        "files": MapOf(Whole()),
     }
 )
 MANIFEST_BYTES = 64 << 20  # of the largest that is read; values of the optimizer may be many
@@ -190,7 +190,7 @@ def _check_whole(path: Path) -> None:
         wanted, size = manifest["files"].get(name), there.get(name)
         if size != wanted:
             raise InputError(f"{path / name} has {size} bytes, and by the manifest {wanted}")
-    _saved_tensors(path)
+        tensor_shapes(path / name)
 
 
 def _sizes(path: Path) -> dict[str, int]:

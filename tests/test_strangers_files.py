@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from nanomuon import export, finished_run, planning, report, run_folder, shards, sizing
+from nanomuon import checkpoint, export, finished_run, planning, report, run_folder, shards, sizing
 from nanomuon.dataloader import validation_batches
 from nanomuon.finished_run import load_run, model_config
 from nanomuon.gpt import GPTConfig
@@ -170,6 +170,10 @@ def test_a_run_remembers_flags_that_exist_and_none_of_a_launch(base):
 
 @pytest.mark.parametrize("name", ["../../../../../dev/zero", "/dev/zero", "..", "", "a/b", "a\0b"])
 def test_manifests_name_files_of_their_folder(base, name):
+    folder = run_of(base) / "checkpoints" / "step_4"
+    change(folder / "manifest.json", "files", to={name: 0})
+    refused(lambda: checkpoint.find(run_of(base), "step_4"), "by the manifest")
+
     (file,) = base.glob("shards/*/manifest.json")
     change(file, "train", 0, "name", to=name)
     refused(lambda: shards.read_manifest(file.parent), str(file), "train[0].name")
@@ -184,6 +188,9 @@ def test_only_regular_files_are_opened(base, kind):
         run_of(base) / "tokenizer" / "vocab.txt": lambda: load_run("tiny", CPU),
         run_of(base) / "settings.json": lambda: run_folder.read_settings(run_of(base)),
         run_of(base) / "metrics.jsonl": lambda: report.read_metrics(run_of(base) / "metrics.jsonl"),
+        run_of(base) / "checkpoints/step_4/rank_0.safetensors": lambda: checkpoint.find(
+            run_of(base), "step_4"
+        ),
         shard_folder / "manifest.json": lambda: shards.read_manifest(shard_folder),
         shard_folder / "val-00000.bin": lambda: next(validation_batches(shard_folder, 32, 4)),
     }
