@@ -29,10 +29,10 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.tensor import DTensor
 
+from nanomuon.files import sync, tensor_shapes, write_tensors
 from nanomuon.optim import MuonAdamW
 from nanomuon.read_json import Anything, MapOf, Record, Scalar, Whole, read_json
 from nanomuon.runtime import InputError, print0, together
-from nanomuon.tensor_files import sync, tensor_shapes, write_tensors
 
 MANIFEST = Record(
     {

@@ -27,7 +27,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from nanomuon.locks import locked
+from nanomuon.files import locked
 from nanomuon.runtime import InputError, base_dir
 
 # The bundle that published figures come from, as nanochat names it

@@ -36,8 +36,9 @@ from nanomuon.documents import (
     read_records,
     without_surrogates,
 )
+from nanomuon.files import write_json
 from nanomuon.read_json import LARGE, ListOf, OrNull, Record, Text, read_json
-from nanomuon.runtime import InputError, base_dir, print0, write_json
+from nanomuon.runtime import InputError, base_dir, print0
 
 # What is remembered of a corpus: how its records are read; of one on the hub also where and what it is
 RECORD = Record(

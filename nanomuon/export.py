@@ -9,9 +9,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Replicate
 
+from nanomuon.files import write_json, write_tensors
 from nanomuon.read_json import Flag, Matching, Number, OrNull, Record, Text, Whole, check_regular, read_json
-from nanomuon.runtime import InputError, patient_group, together, write_json
-from nanomuon.tensor_files import write_tensors
+from nanomuon.runtime import InputError, patient_group, together
 
 # Keywords of GPTConfig, in config.json and in a run's settings.json. The bounds are far above what anyone
 # trains and below what would take all memory or minutes before the model is compared with its weights.
@@ -64,7 +64,7 @@ def _write_model(run_dir, weights, config, meta):
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "model.safetensors").unlink(missing_ok=True)
     write_json(run_dir / "config.json", {"config": config, "meta": meta})
-    hidden = run_dir / ".model.safetensors.tmp"  # a name that the next launch removes, see locks.py
+    hidden = run_dir / ".model.safetensors.tmp"  # a name that the next launch removes, see files.py
     try:
         write_tensors(weights, hidden, {"format": "pt"})
         os.replace(hidden, run_dir / "model.safetensors")

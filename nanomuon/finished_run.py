@@ -4,6 +4,7 @@ The model can also be that of a checkpoint, while the run goes on.
 """
 
 import argparse
+import json
 import statistics
 from pathlib import Path
 
@@ -12,22 +13,14 @@ import torch
 from nanomuon import checkpoint, core, export, report, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.export import MODEL_OPTIONS, MODEL_SHAPE
+from nanomuon.files import tensor_shapes, write_json, write_text
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.parallel import build_model
 from nanomuon.planning import Plan, meta_model
 from nanomuon.read_json import Number, Record, Text, check, sound_lines
 from nanomuon.run_folder import find_run, read_settings
-from nanomuon.runtime import (
-    InputError,
-    Runtime,
-    base_dir,
-    peak_memory_mb,
-    print0,
-    write_json,
-    write_json_lines,
-)
-from nanomuon.tensor_files import tensor_shapes
+from nanomuon.runtime import InputError, Runtime, base_dir, peak_memory_mb, print0
 from nanomuon.tokenizer import Tokenizer, load_or_restore
 
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
@@ -221,5 +214,5 @@ def record_stages(run_dir: Path, seconds: dict[str, float]) -> dict[str, float]:
     file = run_dir / "stages.jsonl"
     rows = sound_lines(file, STAGE)
     rows += [{"stage": stage, "seconds": spent} for stage, spent in seconds.items()]
-    write_json_lines(file, rows)
+    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
     return {row["stage"]: row["seconds"] for row in rows}

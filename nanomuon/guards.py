@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nanomuon.locks import being_written
-from nanomuon.runtime import InputError, code_of_a_stop, on_signals, write_text
+from nanomuon.files import being_written, write_text
+from nanomuon.runtime import InputError, code_of_a_stop, on_signals
 
 
 class Requests:

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nanomuon.files import write_json, write_tensors, write_text
 from nanomuon.finished_run import describe_run
 from nanomuon.gpt import GATE_INPUTS, ROPE_BASE, TAPS, GPTConfig
 from nanomuon.head_loss import LOGIT_CAP
 from nanomuon.model_card import model_card
 from nanomuon.planning import meta_model
-from nanomuon.runtime import InputError, print0, write_json, write_text
-from nanomuon.tensor_files import write_tensors
+from nanomuon.runtime import InputError, print0
 from nanomuon.tokenizer import BOS, Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

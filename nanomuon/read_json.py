@@ -19,7 +19,7 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanomuon.runtime import InputError, open_to_append, print0
+from nanomuon.runtime import InputError, print0
 
 SMALL = 1 << 20  # bytes: settings and the like have a few thousand
 LARGE = 64 << 20  # bytes: the manifest of 100,000 shards has half of that
@@ -280,7 +280,7 @@ def sound_lines(file, description) -> list:
     values, damaged = read_json_lines(file, description)
     if damaged:
         aside = file.with_suffix(f".damaged{file.suffix}")
-        with open_to_append(aside) as stream:
+        with aside.open("ab") as stream:
             for _, line in damaged:
                 stream.write(line + b"\n")
         first, _ = damaged[0]

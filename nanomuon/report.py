@@ -14,16 +14,9 @@ from pathlib import Path
 
 import torch
 
+from nanomuon.files import write_text, write_whole
 from nanomuon.read_json import Flag, Number, OrNull, Record, Scalar, Whole, read_json_lines, sound_lines
-from nanomuon.runtime import (
-    cores,
-    open_to_append,
-    print0,
-    printable,
-    write_json_lines,
-    write_text,
-    write_whole,
-)
+from nanomuon.runtime import cores, print0, printable
 
 FIGURE = OrNull(Number(-1e30, 1e30))  # null where it was not finite; sums of such numbers are
 TIME = Number(0, 1e30)
@@ -70,8 +63,8 @@ class MetricsLog:
         kept = []
         if resume_step is not None:
             kept = [row for row in sound_lines(path, MetricsRow()) if row["step"] <= resume_step]
-        write_json_lines(path, kept)
-        self.file = open_to_append(path, buffering=0)
+        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.file = path.open("ab", buffering=0)
         self.waiting = b""  # lines for which the disk had no room
         self.wandb = None
         if wandb is not None:

@@ -21,12 +21,13 @@ from nanomuon.compilation import compile_model, decide_compilation
 from nanomuon.core_bundle import Task
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
+from nanomuon.files import write_json
 from nanomuon.finished_run import sample_run, summarize, write_results
 from nanomuon.gpt import GPT
 from nanomuon.optim import MuonAdamW
 from nanomuon.planning import Plan
 from nanomuon.read_json import read_json
-from nanomuon.runtime import InputError, Runtime, print0, write_json
+from nanomuon.runtime import InputError, Runtime, print0
 from nanomuon.tokenizer import Tokenizer
 
 

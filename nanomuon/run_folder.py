@@ -18,7 +18,7 @@ import torch
 from nanomuon import provenance, report
 from nanomuon.arguments import SIZES
 from nanomuon.export import MODEL_OPTIONS, MODEL_SHAPE
-from nanomuon.locks import being_written, holder, locked
+from nanomuon.files import being_written, holder, locked, write_json, write_whole
 from nanomuon.planning import Plan
 from nanomuon.read_json import (
     Choice,
@@ -33,16 +33,7 @@ from nanomuon.read_json import (
     check,
     read_json,
 )
-from nanomuon.runtime import (
-    InputError,
-    Runtime,
-    base_dir,
-    check_name,
-    print0,
-    why_not_writable,
-    write_json,
-    write_whole,
-)
+from nanomuon.runtime import InputError, Runtime, base_dir, check_name, print0, why_not_writable
 from nanomuon.sizing import choose_dtype
 from nanomuon.tokenizer import Tokenizer
 

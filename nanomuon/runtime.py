@@ -5,7 +5,6 @@ Nothing of it happens on import.
 
 import ctypes
 import errno
-import json
 import os
 import re
 import resource
@@ -116,53 +115,6 @@ def check_at_least_1(args, *names: str) -> None:
 def base_dir() -> Path:
     """The folder under which everything is written: $NANOMUON_BASE_DIR, else ~/.cache/nanomuon."""
     return Path(os.environ.get("NANOMUON_BASE_DIR") or Path.home() / ".cache" / "nanomuon").expanduser()
-
-
-@contextmanager
-def write_whole(path):
-    """A binary file that appears at `path` once it is complete and on disk, and never before.
-
-    A symbolic link at `path` is replaced, not followed.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.unlink(missing_ok=True)  # of a process that had our number, or a link of a stranger's
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def open_to_append(path, buffering: int = -1):
-    """A binary file to append to; InputError where `path` is a symbolic link."""
-    return open(path, "ab", buffering=buffering, opener=not_through_links)
-
-
-def not_through_links(path, flags: int) -> int:
-    """An opener for open(); InputError where `path` is a symbolic link, which may lead anywhere."""
-    try:
-        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise InputError(f"{path} is a symbolic link: put the file itself there, or remove it") from error
-
-
-def write_text(path, text: str) -> None:
-    with write_whole(path) as file:
-        file.write(text.encode())
-
-
-def write_json(path, content) -> None:
-    write_text(path, json.dumps(content, indent=1) + "\n")
-
-
-def write_json_lines(path, values) -> None:
-    write_text(path, "".join(json.dumps(value) + "\n" for value in values))
 
 
 def cores() -> int:

@@ -34,7 +34,7 @@ from nanomuon.corpus import (
     open_corpus,
     with_both_parts,
 )
-from nanomuon.locks import being_written, locked
+from nanomuon.files import being_written, locked, write_json, write_whole
 from nanomuon.read_json import (
     FILE_NAME,
     LARGE,
@@ -51,7 +51,7 @@ from nanomuon.read_json import (
     parse,
     read_json,
 )
-from nanomuon.runtime import InputError, base_dir, cores, print0, write_json, write_whole
+from nanomuon.runtime import InputError, base_dir, cores, print0
 from nanomuon.tokenizer import Tokenizer
 
 MAGIC = b"nanomuon"

@@ -21,6 +21,7 @@ from nanomuon.arguments import (
 )
 from nanomuon.dataloader import validation_batches
 from nanomuon.evaluate import bits_per_byte
+from nanomuon.files import write_json
 from nanomuon.finished_run import NO_PROMPTS, PROMPTS, load_run, validation_folder
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT
@@ -34,7 +35,6 @@ from nanomuon.runtime import (
     print0,
     run_command,
     start,
-    write_json,
 )
 from nanomuon.tokenizer import Tokenizer
 

@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 
 from nanomuon import locks, shards
 from nanomuon.corpus import open_corpus
+from nanomuon.files import write_json
 from nanomuon.gpt import GPT
 from nanomuon.report import read_metrics
-from nanomuon.runtime import InputError, run_command, write_json
+from nanomuon.runtime import InputError, run_command
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_eval, base_train, sample
 from tests.texts import TOKENIZER

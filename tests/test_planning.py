@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nanomuon import planning
-from nanomuon.runtime import InputError, Runtime, write_json
+from nanomuon.files import write_json
+from nanomuon.runtime import InputError, Runtime
 from scripts import base_train
 
 CPU, FOUR = (Runtime(torch.device("cpu"), torch.float32, 0, ranks) for ranks in (1, 4))

@@ -11,11 +11,10 @@ import torch
 
 from nanomuon import planning, provenance, run_folder, sizing
 from nanomuon.corpus import Corpus
+from nanomuon.files import being_written, tensor_shapes, write_tensors
 from nanomuon.finished_run import record_stages
-from nanomuon.locks import being_written
 from nanomuon.run_folder import find_run
 from nanomuon.runtime import InputError, Runtime
-from nanomuon.tensor_files import tensor_shapes, write_tensors
 from scripts import base_train
 
 DEFINED = {"corpus": "python", "depth": 2, "seed": 0}
@@ -130,7 +129,7 @@ def test_what_may_not_be_read_is_said(monkeypatch):
         write_tensors({"weight": torch.ones(1)}, file, {})
         assert said_to_another_user(lambda: tensor_shapes(file)) == "no InputError"
         file.chmod(0)
-        assert said_to_another_user(lambda: tensor_shapes(file)) == f"{file} may not be read by this user"
+        assert said_to_another_user(lambda: tensor_shapes(file)) == f"{file}: Permission denied"
         folder.chmod(0)
         for run in (temporary, "mine"):
             monkeypatch.setattr(run_folder, "folder_of", lambda run: folder)

@@ -3,8 +3,9 @@
 import pytest
 
 from nanomuon import planning
+from nanomuon.files import write_json
 from nanomuon.gpt import GPTConfig
-from nanomuon.runtime import STOPPED, InputError, Runtime, write_json
+from nanomuon.runtime import STOPPED, InputError, Runtime
 from scripts import base_train, scaling
 
 LAW = 0.8, 200.0, 0.5, 3000.0, 0.6

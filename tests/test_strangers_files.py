@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from nanomuon import checkpoint, export, finished_run, planning, report, run_folder, shards, sizing
-from nanomuon.dataloader import validation_batches
+from nanomuon.files import write_json
 from nanomuon.finished_run import load_run, model_config
 from nanomuon.gpt import GPTConfig
 from nanomuon.launch import check_room
-from nanomuon.runtime import InputError, Runtime, explain, print0, write_json
+from nanomuon.runtime import InputError, Runtime, explain, print0
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_train
 from tests.training import arguments, write_corpus
@@ -177,35 +177,6 @@ def test_manifests_name_files_of_their_folder(base, name):
     (file,) = base.glob("shards/*/manifest.json")
     change(file, "train", 0, "name", to=name)
     refused(lambda: shards.read_manifest(file.parent), str(file), "train[0].name")
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_only_regular_files_are_opened(base, kind):
-    (shard_folder,) = (base / "shards").glob("path-*")
-    readers = {
-        run_of(base) / "config.json": lambda: load_run("tiny", CPU),
-        run_of(base) / "model.safetensors": lambda: load_run("tiny", CPU),
-        run_of(base) / "tokenizer" / "vocab.txt": lambda: load_run("tiny", CPU),
-        run_of(base) / "settings.json": lambda: run_folder.read_settings(run_of(base)),
-        run_of(base) / "metrics.jsonl": lambda: report.read_metrics(run_of(base) / "metrics.jsonl"),
-        run_of(base) / "checkpoints/step_4/rank_0.safetensors": lambda: checkpoint.find(
-            run_of(base), "step_4"
-        ),
-        shard_folder / "manifest.json": lambda: shards.read_manifest(shard_folder),
-        shard_folder / "val-00000.bin": lambda: next(validation_batches(shard_folder, 32, 4)),
-    }
-    for file, reader in readers.items():
-        moved = file.with_name("moved")
-        file.rename(moved)
-        if kind == "link":
-            file.symlink_to(moved)
-        elif kind == "pipe":
-            os.mkfifo(file)
-        else:
-            file.mkdir()
-        refused(reader, str(file.name))
-        file.rmdir() if kind == "folder" else file.unlink()
-        moved.rename(file)
 
 
 def test_a_tokenizer_that_would_end_the_process_is_refused(base):
