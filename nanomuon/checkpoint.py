@@ -2,7 +2,7 @@
 
     runs/<name>/checkpoints/step_500/
         rank_0.safetensors    what the first rank wrote, one such file a rank
-        manifest.json         step, settings, versions, the size of every file
+        manifest.json         step, world size, meta, the size of every file
 
 Tensors go through torch.distributed.checkpoint with its safetensors storage: each rank writes its share of
 what it holds and reads what it needs, so W ranks load what V ranks saved, row slices (DTensor) included.
@@ -15,8 +15,8 @@ import json
 import os
 import re
 import shutil
-import sys
 import warnings
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -29,21 +29,20 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.tensor import DTensor
 
-from nanomuon.files import sync, tensor_shapes, write_tensors
+from nanomuon.files import read_json, sync, tensor_shapes, write_json, write_tensors
 from nanomuon.optim import MuonAdamW
-from nanomuon.read_json import Anything, MapOf, Record, Scalar, Whole, read_json
 from nanomuon.runtime import InputError, print0, together
 
-MANIFEST = Record(
-    {
-        "step": Whole(),
-        "world_size": Whole(1),
-        "meta": Anything(),
-        "optimizer_values": MapOf(MapOf(Scalar())),
-        "files": MapOf(Whole()),
-    }
-)
-MANIFEST_BYTES = 64 << 20  # of the largest that is read; values of the optimizer may be many
+
+@dataclass
+class Manifest:
+    """manifest.json."""
+
+    step: int
+    world_size: int
+    meta: dict  # what else resuming needs, of JSON types
+    optimizer_values: dict[str, dict]  # by parameter: the numbers and texts of its state
+    files: dict[str, int]  # bytes of each
 
 
 def saved_steps(run_dir) -> list[int]:
@@ -65,13 +64,6 @@ def save(run_dir, step: int, model, optimizer, meta: dict, keep_last: int = 2) -
     hidden = final.with_name(f".{final.name}")
     rank, world_size = _place()
     tensors, values = _flat_state(model, _local_state(optimizer))
-    manifest = {
-        "step": step,
-        "world_size": world_size,
-        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
-        "meta": meta,
-        "optimizer_values": values,
-    }
     try:
         with _without_warning():
             dcp.save(
@@ -79,6 +71,7 @@ def save(run_dir, step: int, model, optimizer, meta: dict, keep_last: int = 2) -
                 storage_writer=_Writer(hidden, rank),
                 no_dist=not dist.is_initialized(),
             )
+        manifest = Manifest(step, world_size, meta, values, files={})
         together(lambda: _publish(hidden, final, manifest) if rank == 0 else None)
         remove(run_dir, step, keep_last)
     except (CheckpointException, OSError) as error:
@@ -114,13 +107,10 @@ class _Writer(HuggingFaceStorageWriter):
         return done
 
 
-def _publish(hidden: Path, final: Path, manifest: dict) -> None:
+def _publish(hidden: Path, final: Path, manifest: Manifest) -> None:
     """Record the sizes, then make the checkpoint visible; each on disk before the next."""
-    manifest["files"] = _sizes(hidden)
-    with open(hidden / "manifest.json", "w") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    manifest.files = _sizes(hidden)
+    write_json(hidden / "manifest.json", asdict(manifest))
     sync(hidden)
     os.replace(hidden, final)
     sync(final.parent)
@@ -183,11 +173,11 @@ def _find(run_dir: Path, resume: str) -> Path | None:
 def _check_whole(path: Path) -> None:
     """InputError if a file of a checkpoint is missing, has another size, or cannot be read."""
     manifest = read_manifest(path)
-    if path.name != f"step_{manifest['step']}":
-        raise InputError(f"{path}/manifest.json: step is {manifest['step']}")
+    if path.name != f"step_{manifest.step}":
+        raise InputError(f"{path}/manifest.json: step is {manifest.step}")
     there = _sizes(path)
-    for name in sorted(manifest["files"].keys() | there.keys()):
-        wanted, size = manifest["files"].get(name), there.get(name)
+    for name in sorted(manifest.files.keys() | there.keys()):
+        wanted, size = manifest.files.get(name), there.get(name)
         if size != wanted:
             raise InputError(f"{path / name} has {size} bytes, and by the manifest {wanted}")
         tensor_shapes(path / name)
@@ -198,9 +188,9 @@ def _sizes(path: Path) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
 
 
-def read_manifest(path) -> dict:
-    """What is known about a checkpoint: step, world_size, versions, meta, files. InputError if damaged."""
-    return read_json(Path(path) / "manifest.json", MANIFEST, MANIFEST_BYTES, "take another checkpoint")
+def read_manifest(path) -> Manifest:
+    """What is known about a checkpoint; InputError if it is damaged."""
+    return read_json(Path(path) / "manifest.json", Manifest, "take another checkpoint")
 
 
 def load(path, model, optimizer) -> dict:
@@ -217,14 +207,14 @@ def load(path, model, optimizer) -> dict:
     keys = _parameter_keys(state)
     if not any(together(lambda: bool(state["state"]))):
         _create_optimizer_state(path, state, keys, optimizer, saved)
-    for name, slots in manifest["optimizer_values"].items():
+    for name, slots in manifest.optimizer_values.items():
         if name not in keys:
             raise InputError(f"{path}/manifest.json: optimizer_values has {name}, which is not trained")
         state["state"].setdefault(keys[name], {}).update(slots)
     tensors, _ = _flat_state(model, state)
     together(lambda: _check_same_tensors(path, model, tensors, saved))
     random_state = {}
-    if manifest["world_size"] == _place()[1]:
+    if manifest.world_size == _place()[1]:
         mine = _random_state(_place()[0])
         random_state = {name: tensor for name, tensor in mine.items() if name in saved}
     _read(path, tensors | random_state)
@@ -235,7 +225,7 @@ def load(path, model, optimizer) -> dict:
     for name, tensor in random_state.items():
         setter = torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state
         setter(tensor)
-    return manifest["meta"]
+    return manifest.meta
 
 
 def load_model(path, model) -> int:
@@ -244,7 +234,7 @@ def load_model(path, model) -> int:
     The checkpoint is one that check_model_fits() has passed for a model of this shape.
     """
     _read(path, _model_tensors(model))
-    return read_manifest(path)["step"]
+    return read_manifest(path).step
 
 
 def check_model_fits(path, model) -> None:

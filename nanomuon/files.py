@@ -70,10 +70,10 @@ def parse_json(data: bytes):
         raise ValueError(f"not JSON ({error})") from error
 
 
-def as_kind(value, kind, name: str = "the content"):
+def as_kind(value, kind, name: str = ""):
     """A JSON value as `kind`: a type, list[kind], dict[str, kind], kind | None or a dataclass.
 
-    name: of the value, for the message of the ValueError about a value of another kind.
+    name: of the value, for the message of the ValueError about one of another kind; none for the whole.
     """
     inner = typing.get_args(kind)
     if isinstance(kind, types.UnionType):
@@ -83,11 +83,13 @@ def as_kind(value, kind, name: str = "the content"):
     if typing.get_origin(kind) is list and isinstance(value, list):
         return [as_kind(item, inner[0], f"{name}[{index}]") for index, item in enumerate(value)]
     if typing.get_origin(kind) is dict and isinstance(value, dict):
-        return {key: as_kind(item, inner[1], f"{name}.{key}") for key, item in value.items()}
+        return {key: as_kind(item, inner[1], f"{name}.{key}".lstrip(".")) for key, item in value.items()}
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:  # and not isinstance: True is no int here
-        raise ValueError(f"{name} is {reprlib.repr(value)}, not {getattr(kind, '__name__', kind)}")
+        raise ValueError(
+            f"{name or 'the content'} is {reprlib.repr(value)}, not {getattr(kind, '__name__', kind)}"
+        )
     return value
 
 
@@ -95,9 +97,9 @@ def _as_dataclass(value, kind, name):
     fields = {}
     for field in dataclasses.fields(kind):
         if field.name in value:
-            fields[field.name] = as_kind(value[field.name], field.type, f"{name}.{field.name}")
+            fields[field.name] = as_kind(value[field.name], field.type, f"{name}.{field.name}".lstrip("."))
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{name} has no {field.name}")
+            raise ValueError(f"{name or 'the content'} has no {field.name}")
     return kind(**fields)
 
 

@@ -17,7 +17,7 @@ from nanomuon.finished_run import describe_run
 from nanomuon.gpt import GATE_INPUTS, ROPE_BASE, TAPS, GPTConfig
 from nanomuon.head_loss import LOGIT_CAP
 from nanomuon.model_card import model_card
-from nanomuon.planning import meta_model
+from nanomuon.plan import meta_model
 from nanomuon.runtime import InputError, print0
 from nanomuon.tokenizer import BOS, Tokenizer
 

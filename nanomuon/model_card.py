@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nanomuon.corpus import PRESETS
 from nanomuon.gpt import GPTConfig
-from nanomuon.planning import meta_model
+from nanomuon.plan import meta_model
 from nanomuon.read_json import Number, OrNull, Record, Text, Whole
 
 # What the card takes from summary.json

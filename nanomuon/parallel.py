@@ -10,6 +10,7 @@ DTensors.
 
 import functools
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.overrides import TorchFunctionMode
 
+from nanomuon import head_loss
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError, Runtime
 
@@ -141,6 +143,24 @@ def average_whole_gradients(gpt: GPT) -> None:
             parameter.grad /= dist.get_world_size()
 
 
+def gradients_finite(gpt: GPT) -> torch.Tensor:
+    """Whether every gradient that this rank holds is finite: 0-D bool, not read here."""
+    grads = []
+    for parameter in gpt.parameters():
+        if isinstance(parameter.grad, DTensor):
+            grads.append(parameter.grad.to_local())
+        elif parameter.grad is not None:
+            grads.append(parameter.grad)
+    return torch.nn.utils.get_total_norm(grads).isfinite()
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor over all processes, in place; the host does not wait for it."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
 def average_gradients(gpt: GPT, mesh: DeviceMesh) -> None:
     """The mean over "dp" of the gradients of tensor-parallel parameters that FSDP2 does not average."""
     grads = [p.grad.to_local() for p in gpt.parameters() if isinstance(p, DTensor) and p.grad is not None]
@@ -149,3 +169,13 @@ def average_gradients(gpt: GPT, mesh: DeviceMesh) -> None:
         dist.all_reduce(flat, dist.ReduceOp.AVG, group=mesh["dp"].get_group())
         for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))
+
+
+def compile_model(gpt: GPT, mesh: DeviceMesh | None, backend: str | Callable = "inductor") -> Callable:
+    """What computes the model's loss from now on. mesh: of the parameters, if they are in pieces."""
+    if mesh is not None:
+        for block in gpt.blocks:  # what FSDP2 does between blocks stays outside
+            block.compile(dynamic=False, backend=backend)
+        gpt.mean_loss = torch.compile(head_loss.mean_loss, dynamic=False, backend=backend)
+        return gpt
+    return torch.compile(gpt, dynamic=False, backend=backend)

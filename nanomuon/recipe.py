@@ -1,11 +1,23 @@
-"""The recipe: which parameter is trained how, and how that changes over a run.
+"""The recipe: which parameter is trained how, and how that changes over a run; or a user's file in its place.
 
-Both functions are pure. Their keywords are flags of base_train. The laboratory (scripts/optim_race.py)
-compares them with others, and a user's own file may define either in their place (nanomuon/user_file.py).
+The keywords of `param_groups` and `schedule` are flags of base_train. The laboratory (scripts/optim_race.py)
+compares them with others.
 """
 
-import nanomuon.schedule
+import importlib.util
+import inspect
+import traceback
+from pathlib import Path
+
+from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.param_groups import build_param_groups
+from nanomuon.runtime import InputError
+
+# Reference point: nanochat trains depth 12 on about so many tokens with this batch
+WEB_TOKENS = 1.2e9
+WEB_BATCH = 2**19
+WEB_STEPS = WEB_TOKENS / WEB_BATCH  # 2,289: the run that learning rates and weight decay are given for
+FEWEST_STEPS = 100  # rates of shorter runs are those of so many; shorter ones were not measured
 
 
 def param_groups(
@@ -22,16 +34,16 @@ def param_groups(
     """Groups of a GPT: Muon for the matrices, AdamW with a learning rate per role for the rest.
 
     batch: tokens per step; steps: of the run. The rates and the decay are those of 4,096 tokens and about
-    2,300 steps, and follow nanomuon.schedule from there: horizon_lr_scale, horizon_decay_scale and
-    matrix_lr_scale. AdamW's rates are those of width 768, and follow adamw_lr_scale. weight_decay is of
-    Muon's matrices. docs/recipe.md has the measurements.
+    2,300 steps, and follow horizon_lr_scale, horizon_decay_scale and matrix_lr_scale from there. AdamW's
+    rates are those of width 768, and follow adamw_lr_scale. weight_decay is of Muon's matrices.
+    docs/recipe.md has the measurements.
     """
-    batch_scale = nanomuon.schedule.matrix_lr_scale(batch) if batch else 1
+    batch_scale = matrix_lr_scale(batch) if batch else 1
     lr_scale, decay_scale = 1, 1
     if steps:
-        lr_scale = nanomuon.schedule.horizon_lr_scale(steps)
-        decay_scale = nanomuon.schedule.horizon_decay_scale(steps)
-    width_scale = nanomuon.schedule.adamw_lr_scale(model.config.width)
+        lr_scale = horizon_lr_scale(steps)
+        decay_scale = horizon_decay_scale(steps)
+    width_scale = adamw_lr_scale(model.config.width)
     muon = dict(
         lr=matrix_lr * batch_scale * lr_scale,
         momentum=0.95,
@@ -62,11 +74,148 @@ def param_groups(
     )
 
 
+def matrix_lr_scale(batch: int) -> float:
+    """Muon's learning rate by the tokens of a step: the square-root rule (arXiv 2205.10287) at both ends.
+
+    Below 4,096 tokens it is measured: at 768 half the rate of 4,096 is best (docs/log.md). Above WEB_BATCH it
+    is published (nanochat, 2026). Between them the same rate is right at both ends, so it is held.
+    """
+    return min(1.0, (batch / 4096) ** 0.5) * max(1.0, (batch / WEB_BATCH) ** 0.5)
+
+
+def adamw_lr_scale(width: int) -> float:
+    """AdamW learning rates are tuned at width 768 and follow width^-1/2."""
+    return (width / 768) ** -0.5
+
+
+def horizon_lr_scale(steps: int) -> float:
+    """Learning rates of a run of so many steps, against those of WEB_STEPS: short runs want larger ones.
+
+    The best rate falls with the horizon to the power -0.32 (arXiv 2409.19913, AdamW in language models),
+    which our short runs of Muon and AdamW follow (docs/recipe.md). Longer runs keep the published rates of
+    that length (nanochat, 2026).
+    """
+    return max(1.0, (WEB_STEPS / max(steps, FEWEST_STEPS)) ** 0.32)
+
+
+def horizon_decay_scale(steps: int) -> float:
+    """Weight decay of a run of so many steps, against that of WEB_STEPS.
+
+    Rate times decay times steps is what a run decays by in all, and stays the same (arXiv 2405.13698; the
+    published rule of nanochat for longer runs).
+    """
+    return WEB_STEPS / max(steps, FEWEST_STEPS) / horizon_lr_scale(steps)
+
+
 def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
     """{hyperparameter: value} that a group gets at `step` (from 0) of `steps`. group: as it was built."""
-    values = {"lr": group["lr"] * nanomuon.schedule.lr_multiplier(step, steps, warmup_ratio, warmdown_ratio)}
+    values = {"lr": group["lr"] * lr_multiplier(step, steps, warmup_ratio, warmdown_ratio)}
     if group.get("kind") == "muon":
-        decay = nanomuon.schedule.weight_decay_multiplier(step, steps)
-        values["momentum"] = nanomuon.schedule.muon_momentum(step, steps)
+        decay = weight_decay_multiplier(step, steps)
+        values["momentum"] = muon_momentum(step, steps)
         values["weight_decay"] = group["weight_decay"] * decay
     return values
+
+
+def lr_multiplier(
+    step: int, steps: int, warmup: float = 0.0, cooldown: float = 0.5, final: float = 0.0
+) -> float:
+    """Trapezoid: linear rise over the first `warmup` share of `steps`, flat, linear fall over the last.
+
+    It falls to `final` over the `cooldown` share. Step counts from 0; the first step is never 0.
+    """
+    rise = fall = 1.0
+    if warmup:
+        rise = (step + 1) / (warmup * steps)
+    if cooldown:
+        fall = final + (1 - final) * (steps - step) / (cooldown * steps)
+    return min(1.0, rise, fall)
+
+
+def muon_momentum(step: int, steps: int, start: float = 0.85, peak: float = 0.95) -> float:
+    """Momentum rises linearly over the first 300 steps (modded-nanogpt), the first third of a shorter run."""
+    rising_steps = max(1, min(300, steps // 3))
+    return start + (peak - start) * min(1.0, step / rising_steps)
+
+
+def weight_decay_multiplier(step: int, steps: int) -> float:
+    """Linear to zero: at the end of a run decay only adds noise (nanochat, 2026)."""
+    return 1 - step / steps
+
+
+def load_recipe(file, source: bytes | None = None):
+    """(build, schedule or None) of a user's Python file.
+
+    The file defines `param_groups(model)`, a list of groups for MuonAdamW, or `build_optimizer(model)`, any
+    torch.optim.Optimizer, either with the parameters `batch` and `steps` if it likes (see make_optimizer);
+    and if it likes `schedule(group, step, steps)`: without one that of the recipe is meant, and what the file
+    imports of the recipe to build on is not its own. source: what was read of the file before; this runs,
+    whatever it holds by now. InputError if there is no such file or function, or the file does not run.
+    """
+    module = run_file(file, read_source(file) if source is None else source)
+    own = {}
+    for name, of_recipe in (
+        ("param_groups", param_groups),
+        ("build_optimizer", None),
+        ("schedule", schedule),
+    ):
+        function = getattr(module, name, None)
+        own[name] = function if callable(function) and function is not of_recipe else None
+    groups, optimizer = own["param_groups"], own["build_optimizer"]
+    if bool(groups) == bool(optimizer):
+        has = "has both" if groups else "has neither of"
+        raise InputError(f"{file} {has} param_groups(model) and build_optimizer(model): define one of them")
+    return groups or optimizer, own["schedule"]
+
+
+def read_source(file) -> bytes:
+    """The text of a Python file; InputError if there is none."""
+    if not str(file).endswith(".py") or not Path(file).is_file():
+        raise InputError(f"{file}: no such Python file")
+    return Path(file).read_bytes()
+
+
+def run_file(file, source: bytes):
+    """The module that the text of a Python file makes; InputError, with the line, if it does not run."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        # Not by the loader of the module, which takes what an earlier import has left in __pycache__
+        exec(compile(source, str(file), "exec", dont_inherit=True), module.__dict__)
+    except (Exception, SystemExit) as error:
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)
+        ]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1]
+        raise InputError(f"{file} line {line}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def make_optimizer(build, model, batch, steps, world_size=1, **settings):
+    """MuonAdamW, on one process or many, of the groups that build(model) gives; an optimizer stays as it is.
+
+    A builder with a parameter `batch` is told the tokens of a step, one with `steps` the steps of the run.
+    settings: keywords of the constructor. InputError for what is neither, or not sound.
+    """
+    of_run = {"batch": batch, "steps": steps}
+    told = inspect.signature(build).parameters
+    built = build(model, **{name: value for name, value in of_run.items() if name in told})
+    if hasattr(built, "param_groups"):
+        return built
+    if not isinstance(built, list) or not built or not all(isinstance(group, dict) for group in built):
+        raise InputError(f"no list of param groups and no optimizer, but {type(built).__name__}, was built")
+    try:
+        if world_size > 1:
+            return DistMuonAdamW(built, **settings)
+        return MuonAdamW(built, **settings)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def check_schedule(schedule, groups, steps):
+    """InputError if a schedule gives a group what it does not have: a misspelt key would go unnoticed."""
+    for group in groups:
+        values = schedule(group, 0, steps)
+        if not isinstance(values, dict) or values.keys() - group.keys():
+            has = ", ".join(key for key in group if key not in ("params", "names"))
+            raise InputError(f"schedule() has to return a dict of what the group has ({has}), not {values!r}")

@@ -10,103 +10,83 @@ import os
 import platform
 import re
 import shlex
+import statistics
 from pathlib import Path
 
 import torch
 
-from nanomuon.files import write_text, write_whole
-from nanomuon.read_json import Flag, Number, OrNull, Record, Scalar, Whole, read_json_lines, sound_lines
-from nanomuon.runtime import cores, print0, printable
-
-FIGURE = OrNull(Number(-1e30, 1e30))  # null where it was not finite; sums of such numbers are
-TIME = Number(0, 1e30)
-TRAINING_ROW = Record(
-    {
-        "step": Whole(),
-        "tokens": Whole(),
-        "train_loss": FIGURE,
-        "lr_multiplier": FIGURE,
-        "step_ms": TIME,
-        "tokens_per_second": TIME,
-    },
-    {"optimizer_ms": TIME},
-    others=Scalar(),
-)
-EVALUATION_ROW = Record(
-    {"step": Whole(), "tokens": Whole(), "val_bpb": FIGURE}, {"whole_set": Flag()}, others=Scalar()
-)
-
-
-class MetricsRow:
-    """Describes a line of metrics.jsonl, see read_json."""
-
-    def check(self, value) -> None:
-        Record({"step": Whole()}, others=Scalar()).check(value)
-        if "train_loss" in value:
-            TRAINING_ROW.check(value)
-        if "val_bpb" in value:
-            EVALUATION_ROW.check(value)
+from nanomuon.files import as_kind, parse_json, read_json, write_text, write_whole
+from nanomuon.runtime import Runtime, cores, peak_memory_mb, print0, printable
 
 
 class MetricsLog:
-    """Appends rows to metrics.jsonl, one JSON object a line, each line whole even if the process dies after
-    it. Rows for which the disk has no room wait for the next call.
+    """Appends rows to metrics.jsonl, one JSON object a line, each whole even if the process dies after it.
 
-    path: the file. resume_step: None starts it empty; otherwise rows of later steps and a torn last line are
-    dropped, and damaged lines set aside in metrics.damaged.jsonl. wandb: None, or keywords of wandb.init
-    (project, name, config, id); WANDB_MODE=offline needs no network. Only the first rank makes one.
+    path: the file. resume_step: None starts it empty; otherwise it keeps the steps up to this one, and the
+    evaluations before it: those of this step are made again. wandb: None, or keywords of wandb.init (project,
+    name, config, id); WANDB_MODE=offline needs no network. Only the first rank makes one.
     """
 
-    def __init__(self, path, resume_step=None, wandb=None):
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path, resume_step: int | None = None, wandb: dict | None = None):
         kept = []
-        if resume_step is not None:
-            kept = [row for row in sound_lines(path, MetricsRow()) if row["step"] <= resume_step]
-        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+        for row in read_rows(path) if resume_step is not None else []:
+            if row["step"] < resume_step or (row["step"] == resume_step and "train_loss" in row):
+                kept.append(json.dumps(row) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, "".join(kept))
         self.file = path.open("ab", buffering=0)
-        self.waiting = b""  # lines for which the disk had no room
         self.wandb = None
         if wandb is not None:
             import wandb as library
 
             self.wandb = library.init(dir=path.parent, resume="allow", **wandb)
 
-    def log(self, row) -> None:
-        """row: a dict with `step`, values numbers or text; non-finite numbers are written as null, as JSON
-        has none.
-        """
+    def log(self, row: dict) -> None:
+        """row: a dict with `step`, values numbers; not finite ones are written as null, as JSON has none."""
         finite = {key: None if _non_finite(value) else value for key, value in row.items()}
-        self.waiting += json.dumps(finite).encode() + b"\n"
-        with contextlib.suppress(OSError):
-            self.flush()
+        self.file.write(json.dumps(finite).encode() + b"\n")
         if self.wandb is not None:
             self.wandb.log(row, step=row["step"])
 
-    def flush(self) -> None:
-        """Write what waits. OSError where there is no room; a checkpoint must not get ahead of its rows."""
-        while self.waiting:
-            self.waiting = self.waiting[self.file.write(self.waiting) :]
-
     def close(self) -> None:
-        self.flush()
         self.file.close()
         if self.wandb is not None:
             self.wandb.finish()
 
 
-def read_metrics(path) -> tuple[list[dict], list[dict]]:
-    """(training rows, evaluation rows) of a metrics.jsonl, in order; damaged lines are left out."""
-    rows, _ = read_json_lines(path, MetricsRow())
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl in order; a line that a kill has torn, or that is damaged, is left out."""
+    rows = []
+    for line in path.read_bytes().split(b"\n") if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            row = as_kind(parse_json(line), dict)
+            if type(row.get("step")) is int and type(row.get("tokens")) is int:
+                rows.append(row)
+    return rows
+
+
+def read_metrics(path: Path) -> tuple[list[dict], list[dict]]:
+    """(training rows, evaluation rows) of a metrics.jsonl, in order."""
+    rows = read_rows(Path(path))
     training = [row for row in rows if "train_loss" in row]
     evaluation = [row for row in rows if "val_bpb" in row]
     return training, evaluation
 
 
-def core_steps(path) -> set[int]:
-    """The steps after which a metrics.jsonl has figures of CORE."""
-    rows, _ = read_json_lines(path, MetricsRow())
-    return {row["step"] for row in rows if "core" in row}
+def summarize(rows: list[dict], val_bpb: float, steps: int, tokens: int, runtime: Runtime) -> dict:
+    """The figures of a run. rows: its training rows of metrics.jsonl."""
+    recent = [row["train_loss"] for row in rows[-20:] if row["train_loss"] is not None]
+    return {
+        "val_bpb": round(val_bpb, 4),
+        "train_loss": round(statistics.fmean(recent), 4) if recent else None,
+        "steps": steps,
+        "tokens": tokens,
+        "seconds": round(sum(row["step_ms"] for row in rows) / 1000, 1),
+        "tokens_per_second": round(statistics.median(row["tokens_per_second"] for row in rows)),
+        "optimizer_ms": round(statistics.median(row["optimizer_ms"] for row in rows), 1),
+        "peak_memory_mb": peak_memory_mb(runtime.device),
+        "dtype": runtime.dtype_name,
+    }
 
 
 def plot_run(metrics, image) -> None:
@@ -192,50 +172,39 @@ def plot_run(metrics, image) -> None:
     save_figure(figure, image)
 
 
-def write_report(run_dir, settings, summary, samples, machine, stages, provenance=(), core=None) -> None:
-    """Draw loss.png and write report.md, which shows it, from a run's metrics.jsonl and what its script
-    knows.
+def write_report(
+    folder: Path, summary: dict, samples: list[str], core: tuple[str, dict] | None = None
+) -> None:
+    """Draw loss.png and write report.md, which shows it, from what lies in a run's folder.
 
-    settings, summary: dicts printed as tables. samples: generated texts. machine: machine_description().
-    stages: (name, seconds) pairs in order. provenance: (name, value) pairs, see provenance.table.
-    core: None, or the line and the tasks that core.evaluate gives.
+    summary: its figures. samples: generated texts. core: None, or its line and its tasks, see core.evaluate.
     """
-    run_dir = Path(run_dir)
-    plot_run(run_dir / "metrics.jsonl", run_dir / "loss.png")
-    name = run_dir.resolve().name
+    plot_run(folder / "metrics.jsonl", folder / "loss.png")
+    name = folder.resolve().name
+    settings = read_json(folder / "settings.json")
     usage = (
         f"python -m scripts.sample --run {shlex.quote(name)}      # more text\n"
         f"python -m scripts.base_eval --run {shlex.quote(name)}   # evaluate again"
     )
-    times = [(stage, f"{seconds:.1f}") for stage, seconds in stages]
-    times.append(("total", f"{sum(seconds for _, seconds in stages):.1f}"))
-    results = {}
-    for key, value in summary.items():
-        results[key] = "not measured" if value is None else value  # CORE, where its bundle was not to be had
-    core_parts = []
-    if core is not None:
-        line, tasks = core
-        rows = []
-        for label, task in tasks.items():
-            figures = (f"{task['accuracy']:.4f}", f"{task['centered']:.4f}", task["items"], task["seconds"])
-            rows.append((label, *figures))
-        header = ("task", "accuracy", "centered", "items", "seconds")
-        core_parts = ["## CORE\n\n" + line, markdown_table(header, rows)]
     parts = [
         f"# {name}",
-        f"Trained on {machine}.",
-        "## Results\n\n" + markdown_table(("", "value"), results.items()),
+        f"Trained on {machine_description()}.",
+        "## Results\n\n" + markdown_table(("", "value"), summary),
         "![Training loss, validation bits per byte, learning rate and throughput over tokens](loss.png)",
-        *core_parts,
+    ]
+    if core is not None:
+        line, tasks = core
+        accuracies = {label: f"{task['accuracy']:.4f}" for label, task in tasks.items()}
+        parts.append(f"## CORE\n\n{line}\n\n" + markdown_table(("task", "accuracy"), accuracies))
+    parts += [
         "## Samples\n\n" + "\n\n".join(fenced(sample) for sample in samples),
         "## Use it\n\n" + fenced(usage),
         "`model.safetensors` and `config.json` are the model; opening them runs no code.",
-        "## Time\n\n" + markdown_table(("stage", "seconds"), times),
-        "## Settings\n\n" + markdown_table(("setting", "value"), settings.items()),
+        "## Settings\n\n" + markdown_table(("setting", "value"), settings["options"]),
+        "## Trained on, and with\n\n"
+        + markdown_table(("", ""), settings["trained_on"] | settings["trained_with"]),
     ]
-    if provenance:
-        parts.append("## Trained on, and with\n\n" + markdown_table(("", ""), provenance))
-    write_text(run_dir / "report.md", printable("\n\n".join(parts)) + "\n")
+    write_text(folder / "report.md", printable("\n\n".join(parts)) + "\n")
 
 
 def machine_description() -> str:
@@ -302,12 +271,13 @@ def _unit(largest):
     return 1, ""
 
 
-def markdown_table(header, rows):
-    """Rows of cells as a Markdown table."""
+def markdown_table(header: tuple[str, str], values: dict) -> str:
+    """{name: value} as a Markdown table, without what is None."""
     lines = []
-    for row in (header, ("---",) * len(header), *rows):
-        cells = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in row]
-        lines.append("| " + " | ".join(cells) + " |")
+    for name, value in (header, ("---", "---"), *values.items()):
+        if value is not None:
+            text = str(value).replace("|", "\\|")
+            lines.append(f"| {name} | {text} |")
     return "\n".join(lines)
 
 

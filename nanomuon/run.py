@@ -1,64 +1,207 @@
-"""A training run: what is trained, with what, and how far it is; its evaluations, its end.
-
-It begins in launch.py; the loop that trains it is in scripts/base_train.py.
-"""
+"""A training run: start, resume, save, evaluate, finish. The loop that trains is in scripts/base_train.py."""
 
 import argparse
+import functools
 import gc
 import math
+import os
+import shutil
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from nanomuon import checkpoint, core, export, hf_export, provenance, report, run_folder, shards
-from nanomuon.compilation import compile_model, decide_compilation
-from nanomuon.core_bundle import Task
+from nanomuon import checkpoint, core, core_bundle, export, hf_export, parallel, recipe, report, shards
+from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.files import write_json
-from nanomuon.finished_run import sample_run, summarize, write_results
-from nanomuon.gpt import GPT
+from nanomuon.finished_run import load_run
+from nanomuon.fp8 import train_in_fp8
+from nanomuon.generate import sample_texts
 from nanomuon.optim import MuonAdamW
-from nanomuon.planning import Plan
-from nanomuon.read_json import read_json
-from nanomuon.runtime import InputError, Runtime, print0
+from nanomuon.plan import (
+    COMM_DTYPES,
+    Plan,
+    choose_compilation,
+    memory_of_this_machine,
+    meta_model,
+    print_plan,
+)
+from nanomuon.qk_clip import watch_
+from nanomuon.run_folder import (
+    OF_THE_LAUNCH,
+    Settings,
+    folder_of,
+    layout_of,
+    refuse_differences,
+    sha256_of,
+    trained_with,
+)
+from nanomuon.runtime import InputError, Runtime, first_rank_first, print0
 from nanomuon.tokenizer import Tokenizer
 
+PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
+NO_PROMPTS = [""] * 3  # for other corpora
 
-@dataclass
+
 class Run:
-    """The same on all ranks, but for the rows of the loader. All ranks call its methods together."""
+    """The same on all ranks, but for the rows of the loader. All ranks call its methods together.
 
-    args: argparse.Namespace
-    runtime: Runtime
-    plan: Plan
-    folder: Path  # runs/NAME
-    data: Path  # shards and their tokenizer
-    tokenizer: Tokenizer  # that of the shards
-    token_bytes: Tensor  # (V,) int32, bytes of text that each token stands for
-    defined: dict  # see run_folder.definition
-    measured: dict  # see sizing.recalled
-    recorded: dict  # see provenance.record
-    unused: set[str]  # arguments that nothing of this run depends on
-    mesh: DeviceMesh | None  # where parameters are in pieces
-    model: GPT
-    forward: Callable  # the model, compiled or as it is: (inputs, targets) -> mean loss
-    optimizer: torch.optim.Optimizer
-    schedule: Callable  # (group as it was built, step, steps) -> values of the group at this step
-    initial_groups: list[dict]  # param groups as they were built
-    loader: TrainLoader
-    log: report.MetricsLog | None  # on the first rank
-    evaluations: dict[int, dict]  # by step: rows of metrics.jsonl that earlier launches wrote
-    core_tasks: list[Task]  # empty where CORE is not evaluated
-    core_steps: set[int]  # at which earlier launches evaluated it
-    step: int  # steps done
-    skipped: int  # steps without an update, because a loss or gradient was not finite
+    forward: the model, compiled or as it is: (inputs, targets) -> mean loss. schedule: (group as it was
+    built, step, steps) -> values of the group at this step. initial_groups: the param groups as they were
+    built. mesh: over which parameters are in pieces, or None. log: of the first rank, None on others. step:
+    steps done; skipped: those without an update among them, as a loss or gradient was not finite.
+    """
+
+    def __init__(self, args: argparse.Namespace, plan: Plan, runtime: Runtime, settings: Settings | None):
+        """Start the run, or go on with it; settings: what it has recorded, None for a new one."""
+        self.args, self.plan, self.runtime = args, plan, runtime
+        self.folder = folder_of(args.run)
+        self.core_tasks = open_core_tasks(args, runtime)
+        self.trained_on = first_rank_first(lambda: self._open_data(settings), runtime)
+        self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes).to(runtime.device)
+        compiles = settings.compile if settings and not args.no_compile else None
+        if compiles is None or "NANOMUON_COMPILE" in os.environ:
+            compiles = choose_compilation(args, plan, runtime)
+        os.environ["NANOMUON_COMPILE"] = str(int(compiles))
+
+        found = self._build()
+        self._resume(found)
+        if runtime.rank == 0:
+            self._write_folder(compiles)
+        checkpoint.remove(self.folder, self.step if found else -1, args.keep_last)
+        self.log = None
+        if runtime.rank == 0:
+            wandb = (
+                dict(project="nanomuon", name=args.run, id=args.run, config=vars(args))
+                if args.wandb
+                else None
+            )
+            self.log = report.MetricsLog(self.folder / "metrics.jsonl", self.step if found else None, wandb)
+        print_plan(args, self.plan, runtime)
+        self.forward = self.model
+        if compiles:
+            self.forward = parallel.compile_model(self.model, self.mesh)
+            print0("compiling: the first step takes a while (--no-compile starts at once)")
+
+    def _open_data(self, settings):
+        """Open shards and tokenizer. Returns what the run is trained on; InputError if that has changed."""
+        corpus = open_corpus(self.args.corpus)
+        known = None
+        if settings and (self.folder / "tokenizer").exists():  # if not, that of the corpus may be the same
+            known = Tokenizer.load(self.folder / "tokenizer")
+        self.data = shards.prepare_for_training(corpus, self.args.vocab_size, self.plan.tokens, known)
+        self.tokenizer = shards.open_tokenizer(self.data)
+        trained_on = {
+            "corpus": self.args.corpus,
+            "revision": corpus.revision,
+            "shards": corpus.slug,
+            "tokenizer": self.tokenizer.hash,
+        }
+        differences = []
+        for key, now in trained_on.items():
+            if settings and settings.trained_on.get(key) != now:
+                differences.append(f"{key} {settings.trained_on.get(key)}, not {now}")
+        refuse_differences(self.args.run, differences)
+        file = self.args.optimizer_file
+        return trained_on | {"optimizer_file": file, "optimizer_file_sha256": sha256_of(file)}
+
+    def _build(self) -> Path | None:
+        """Model, optimizer, schedule. Returns the checkpoint to go on from, seen to fit before that."""
+        args, plan, runtime = self.args, self.plan, self.runtime
+        planned = meta_model(plan.config)
+        check_room(planned, args, runtime)
+        found = checkpoint.find(self.folder, args.resume)
+        if found:
+            checkpoint.check_model_fits(found, planned)
+        if runtime.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(runtime.device)  # what the probe took does not count
+        self.mesh = None
+        if runtime.world_size > 1 and (args.shard == "fsdp" or args.tensor_parallel > 1):
+            self.mesh = parallel.device_mesh(runtime.device.type, plan.data_parallel, args.tensor_parallel)
+        self.model = parallel.build_model(plan.config, runtime, args.seed, self.mesh, args.shard == "fsdp")
+        if args.fp8:
+            print0(f"fp8: {train_in_fp8(self.model)} matrices multiply in float8 in training")
+        if args.qk_clip:
+            watch_(self.model, args.qk_clip)
+        self.optimizer, self.schedule = build_optimizer(args, self.model, plan, runtime)
+        self.initial_groups = [dict(group) for group in self.optimizer.param_groups]
+        recipe.check_schedule(self.schedule, self.initial_groups, plan.steps)
+        trained = {id(param) for group in self.initial_groups for param in group["params"]}
+        not_trained = [name for name, param in self.model.named_parameters() if id(param) not in trained]
+        if not_trained:
+            print0(f"in no param group, so not trained: {', '.join(not_trained)}")
+        return found
+
+    def _resume(self, found):
+        """Take up what a checkpoint holds, if there is one."""
+        args, plan = self.args, self.plan
+        self.step = self.skipped = 0
+        position = None
+        if found:
+            meta = checkpoint.load(found, self.model, self.optimizer)
+            try:
+                self.step, self.skipped, position = meta["step"], meta["skipped_steps"], meta["loader"]
+                if isinstance(self.optimizer, MuonAdamW):
+                    self.optimizer.skipped_steps.fill_(self.skipped)
+                else:
+                    restore_groups(self.optimizer.param_groups, meta["groups"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise InputError(f"{found}/manifest.json: meta: {error!r}") from error
+            print0(f"resuming run {args.run} at step {self.step}")
+            if plan.steps < self.step:
+                print0(f"that is beyond --num-iterations {plan.steps}: nothing is left to train")
+                self.plan = replace(plan, steps=self.step)
+        elif args.resume == "auto" and (self.folder / "summary.json").exists():
+            raise InputError(
+                f"run {args.run} is complete and has no checkpoint to go on from: choose another --run"
+            )
+        self.loader = TrainLoader(
+            self.data,
+            plan.config.seq_len,
+            plan.batch // plan.config.seq_len,
+            plan.rows,
+            self.data_rank,
+            plan.data_parallel,
+            args.seed,
+            self.runtime.device,
+            position,
+        )
+
+    def _write_folder(self, compiles):
+        if self.args.resume == "never":
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for over in ("summary.json", "stopped"):  # a run that goes on is neither complete nor stopped
+            (self.folder / over).unlink(missing_ok=True)
+        if not (self.folder / "tokenizer").exists():
+            self.tokenizer.save(self.folder / "tokenizer")
+        options = {name: value for name, value in vars(self.args).items() if name not in OF_THE_LAUNCH}
+        config = self.plan.config
+        options |= {
+            "total_batch_size": self.plan.batch,
+            "max_seq_len": config.seq_len,
+            "vocab_size": config.vocab_size,
+        }
+        options |= {"window_pattern": config.window_pattern, "dtype": self.runtime.dtype_name}
+        settings = Settings(
+            options=options,
+            compile=compiles,
+            rows=self.plan.rows,
+            layout=layout_of(self.args, self.runtime),
+            trained_on=self.trained_on,
+            trained_with=trained_with(),
+            model=asdict(config),
+        )
+        write_json(self.folder / "settings.json", asdict(settings))
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among those that see different rows: tensor-parallel ranks see the same."""
+        return self.runtime.rank // self.args.tensor_parallel
 
     def evaluate(self, max_tokens: int | None) -> float:
         """Bits per byte of that many validation tokens, None: of all; printed and logged."""
@@ -66,7 +209,7 @@ class Run:
             self.data,
             self.plan.config.seq_len,
             self.plan.rows,
-            data_rank(self.args, self.runtime),
+            self.data_rank,
             self.plan.data_parallel,
             self.runtime.device,
             max_tokens,
@@ -74,9 +217,7 @@ class Run:
         as_in_training = self.forward is not self.model  # compiled whole: then with the graph that is there
         value = bits_per_byte(self.forward, batches, self.token_bytes, as_in_training)
         whole_set = max_tokens is None or max_tokens >= shards.validation_tokens(self.data)
-        if self.log:
-            tokens = self.step * self.plan.batch
-            self.log.log({"step": self.step, "tokens": tokens, "val_bpb": value, "whole_set": whole_set})
+        self._log({"val_bpb": value, "whole_set": whole_set})
         extent = " (whole set)" if whole_set else ""
         print0(f"step {self.step:5d}/{self.plan.steps} | validation {value:.4f} bits per byte{extent}")
         return value
@@ -91,16 +232,18 @@ class Run:
             self.core_tasks,
             most_items,
             self.plan.rows * self.plan.config.seq_len,
-            data_rank(self.args, self.runtime),
+            self.data_rank,
             self.plan.data_parallel,
             in_pieces=self.mesh is not None,
         )
         if self.log:
             write_json(self.folder / "core.json", {**results, "step": self.step, "most_items": most_items})
-            row = {"step": self.step, "tokens": self.step * self.plan.batch, "core": results["core"]}
-            row |= {"mean_centered": results["mean_centered"], "core_tasks": len(results["tasks"])}
-            self.log.log(row)
+        self._log({key: results[key] for key in ("core", "mean_centered")})
         return results
+
+    def _log(self, figures):
+        if self.log:
+            self.log.log({"step": self.step, "tokens": self.step * self.plan.batch, **figures})
 
     def save(self, position: dict | None = None, is_last: bool = True) -> None:
         """Write a checkpoint. InputError if there is no room for the last one; training goes on without
@@ -108,16 +251,13 @@ class Run:
 
         position: of the loader, if the rows of a step that could not be taken are to come again.
         """
-        if self.log:
-            self.log.flush()  # a checkpoint must not get ahead of its rows
         meta = {
             "step": self.step,
             "skipped_steps": self.skipped,
             "loader": position or self.loader.state_dict(),
-            "settings": self.defined,
         }
         if not isinstance(self.optimizer, MuonAdamW):  # which counts its steps in its state
-            meta["groups"] = written_into(self.optimizer.param_groups, self.initial_groups)
+            meta["groups"] = saved_groups(self.optimizer.param_groups)
         try:
             checkpoint.save(self.folder, self.step, self.model, self.optimizer, meta, self.args.keep_last)
         except InputError as error:
@@ -125,141 +265,178 @@ class Run:
                 raise
             print0(f"warning: {error}")
 
-    def decide_compilation(self, eager_ms: float) -> None:
-        """Compile from here on if the run then ends sooner; eager_ms: milliseconds of an eager step.
-
-        Written down, because compiled and eager steps round differently, and a resumed run shall repeat this
-        one.
-        """
-        decide_compilation(self.args, self.plan, self.step, eager_ms, self.runtime)
-        if self.runtime.rank == 0:
-            run_folder.write_settings(
-                self.folder, self.defined, self.args, self.plan, self.measured, self.recorded
-            )
-        if self.args.compile:
-            self.forward = compile_model(self.model, self.mesh)
-
-
-def written_into(groups: list[dict], initial_groups: list[dict]) -> list[dict]:
-    """Of each param group what the optimizer has written into it since it was built, of JSON types: some keep
-    counts and estimates there (Schedule-Free, Prodigy).
-    """
-    of_groups = []
-    for group, initial in zip(groups, initial_groups, strict=True):
-        written = {}
-        for key, value in group.items():
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
-                written[key] = value.item()
-            elif isinstance(value, bool | int | float | str) and value != initial.get(key):
-                written[key] = value
-        of_groups.append(written)
-    return of_groups
-
-
-def data_rank(args: argparse.Namespace, runtime: Runtime) -> int:
-    """This rank's number among those that see different rows: tensor-parallel ranks see the same."""
-    return runtime.rank // args.tensor_parallel
-
-
-def give_up(run: Run, bad_steps: int) -> int:
-    """Say where to go on from after so many losses or gradients in a row that are not finite: exit code 1."""
-    # A checkpoint is good if the step after it was
-    good = [saved for saved in checkpoint.saved_steps(run.folder) if saved < run.step - bad_steps]
-    last_good = f"step_{good[-1]}" if good else "none"
-    print0(
-        f"error: {bad_steps} losses in a row are not finite, or their gradients; last good checkpoint: "
-        f"{last_good}; go on from there with --resume and lower learning rates",
-        file=sys.stderr,
-    )
-    return 1
-
-
-def finish(run: Run) -> int:
-    """Evaluate on the whole validation set (once, however often this is interrupted), export, report.
-
-    Returns the exit code: 1 where the model has diverged.
-    """
-    began = time.perf_counter()
-    last = run.evaluations.get(run.plan.steps)
-    if last is not None and last.get("whole_set"):
-        val_bpb = last["val_bpb"]  # None where it was not finite, as JSON has no such numbers
-    else:
-        val_bpb = run.evaluate(None)
-    if val_bpb is None or not math.isfinite(val_bpb):
+    def give_up(self, bad_steps: int) -> int:
+        """Say where to go on from after that many losses that are not finite. Returns the exit code."""
+        # A checkpoint is good if the step after it was
+        good = [saved for saved in checkpoint.saved_steps(self.folder) if saved < self.step - bad_steps]
+        last_good = (
+            f"--resume step_{good[-1]} goes on from the last good checkpoint"
+            if good
+            else "no checkpoint is good"
+        )
         print0(
-            f"error: run {run.args.run} has diverged, its validation loss is not finite: go on from an "
-            "earlier checkpoint with --resume step_N, or start over with --resume never, at lower learning "
-            "rates",
+            f"error: {bad_steps} losses in a row are not finite, or their gradients; {last_good}; "
+            "--resume never starts over, at lower learning rates",
             file=sys.stderr,
         )
         return 1
-    evaluated = time.perf_counter()
-    seconds = {"evaluation": evaluated - began}
-    core_results = final_core(run)
-    if core_results is not None:
-        seconds["CORE"] = time.perf_counter() - evaluated
-    about = {
-        "step": run.plan.steps,
-        "val_bpb": val_bpb,
-        "corpus": run.args.corpus,
-        "revision": run.recorded["trained_on"]["revision"],
-        "tokenizer": run.defined["tokenizer"],
-    }
-    export.export_model(run.folder, run.model, asdict(run.plan.config), about)
-    if run.log:
-        run.log.close()
-        write_report(run, val_bpb, core_results, seconds)
-    return 0
+
+    def finish(self) -> int:
+        """Evaluate on the whole validation set, export, report. Returns the exit code: 1 if the model has
+        diverged.
+        """
+        val_bpb = self.evaluate(None)
+        if not math.isfinite(val_bpb):
+            print0(
+                f"error: run {self.args.run} has diverged, its validation loss is not finite: --resume step_N"
+                " goes on from an earlier checkpoint, --resume never starts over, at lower learning rates",
+                file=sys.stderr,
+            )
+            return 1
+        core_results = self.evaluate_core(self.args.core_items) if self.core_tasks else None
+        about = {"step": self.step, "val_bpb": val_bpb, **self.trained_on}
+        export.export_model(self.folder, self.model, asdict(self.plan.config), about)
+        if self.log is None:
+            return 0
+        self.log.close()
+        rows, _ = report.read_metrics(self.folder / "metrics.jsonl")
+        summary = report.summarize(rows, val_bpb, self.plan.steps, self.plan.tokens, self.runtime)
+        summary["parameters"] = meta_model(self.plan.config).parameter_counts()["total"]
+        core_report = None
+        if core_results is not None:
+            core_report = core.as_line(core_results), core_results["tasks"]
+            for key, name in (("core", "core"), ("mean_centered", "core_mean_centered")):
+                value = core_results[key]
+                summary[name] = value if value is None else round(value, 4)
+        elif self.args.core_bundle or self.args.core_every > 0:
+            summary["core"] = None  # its bundle could not be had
+        if self.mesh is not None:  # samples take the whole model, for which the pieces make room
+            self.model = self.forward = self.optimizer = self.initial_groups = None
+            gc.collect()
+        prompts = PROMPTS.get(self.args.corpus, NO_PROMPTS)
+        samples = sample_run(self.model, self.tokenizer, self.args.run, prompts, self.args.seed, self.runtime)
+        hf_export.export_at_the_end(self.folder, summary)
+        report.write_report(self.folder, summary, samples, core_report)
+        write_json(self.folder / "summary.json", summary)  # last: it marks the run as complete
+        report.print_summary(summary)
+        print0(f"report: {self.folder}/report.md, {self.folder}/loss.png")
+        return 0
 
 
-def final_core(run: Run) -> dict | None:
-    """CORE of the trained model, once, however often this is interrupted; None where it is not evaluated."""
-    if not run.core_tasks:
-        return None
-    file = run.folder / "core.json"
-    if run.plan.steps in run.core_steps and file.exists():
-        results = read_json(file, core.RESULTS)
-        # Not of another step, from before a --resume, and not of the few items of an evaluation on the way
-        if (results.get("step"), results.get("most_items", 0)) == (run.step, run.args.core_items):
-            return results
-    return run.evaluate_core(run.args.core_items)
+def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core_bundle.Task]:
+    """The tasks of CORE; none if it is not asked for, or if its bundle cannot be had."""
+    bundle = args.core_bundle
+    if bundle is None and args.core_every > 0:
+        bundle = core_bundle.PUBLIC_BUNDLE
+    if bundle is None:
+        return []
+    try:
+        return first_rank_first(lambda: core_bundle.open_bundle(bundle), runtime)
+    except core_bundle.Unreachable as error:
+        print0(f"warning: {error}; the run goes on without CORE", file=sys.stderr)
+        return []
 
 
-def write_report(
-    run: Run, val_bpb: float, core_results: dict | None, evaluation_seconds: dict[str, float]
-) -> None:
-    """Summary, samples and report of a run whose model is exported; for the first rank.
+def sample_run(
+    model: torch.nn.Module | None,
+    tokenizer: Tokenizer,
+    run: str,
+    prompts: list[str],
+    seed: int,
+    runtime: Runtime,
+) -> list[str]:
+    """Texts of the trained model; none if this device cannot hold it whole.
 
-    core_results: see core.evaluate. evaluation_seconds: by stage.
+    model: None if it was trained in pieces; the exported one is then loaded.
     """
-    began = time.perf_counter()
-    rows, _ = report.read_metrics(run.folder / "metrics.jsonl")
-    summary = summarize(rows, val_bpb, run.plan, run.runtime)  # before samples raise the peak of memory
-    if core_results is not None:
-        for key, name in (("core", "core"), ("mean_centered", "core_mean_centered")):
-            value = core_results[key]
-            summary[name] = value if value is None else round(value, 4)
-    elif run.args.core_bundle is not None or run.args.core_every > 0:
-        summary["core"] = None  # its bundle could not be had
-    if run.mesh is not None:  # samples take the whole model, for which the pieces make room
-        run.model = run.forward = run.optimizer = run.initial_groups = None
-        gc.collect()
-    samples = sample_run(run.model, run.tokenizer, run.args, run.runtime)
-    seconds = {
-        "training": summary["seconds"],
-        **evaluation_seconds,
-        "samples": time.perf_counter() - began,
-    }
-    options = {
-        **vars(run.args),
-        "device_batch_size": run.plan.rows,
-        "dtype": summary["dtype"],
-        **run.defined,
-    }
-    settings = {}
-    for key in [*run.defined, *options]:
-        if options[key] is not None and key not in run.unused:
-            settings[key] = options[key]
-    hf_export.export_at_the_end(run.folder, summary)
-    trained = provenance.table(run.recorded)
-    write_results(run.folder, settings, summary, samples, seconds, trained, core_results)
+    try:
+        if model is None:
+            model, _, _ = load_run(run, runtime)
+        return sample_texts(model, tokenizer, prompts, max_tokens=128, seed=seed)
+    except torch.OutOfMemoryError:
+        print0(
+            "no samples: the whole model does not fit into this device (scripts.sample on one where it does)"
+        )
+        return []
+
+
+def check_room(model: torch.nn.Module, args: argparse.Namespace, runtime: Runtime) -> None:
+    """InputError if this machine cannot hold the weights of a model, here on the meta device, on its CPU."""
+    if runtime.device.type != "cpu":
+        return  # PyTorch says it itself, before the machine suffers
+    weights = 4 * model.parameter_counts()["total"]  # bytes, in float32
+    in_pieces = runtime.world_size if args.shard == "fsdp" else args.tensor_parallel
+    if weights / in_pieces > memory_of_this_machine():
+        raise InputError(
+            f"the weights of run {args.run} take {weights / in_pieces / 2**30:.0f} GB, and this machine has "
+            f"{memory_of_this_machine() / 2**30:.0f}: choose a smaller --depth"
+        )
+
+
+def build_optimizer(args, model, plan, runtime) -> tuple[torch.optim.Optimizer, object]:
+    """The optimizer, and the schedule that moves its groups: the recipe's, or what the user's file has."""
+    build = functools.partial(
+        recipe.param_groups,
+        matrix_lr=args.matrix_lr,
+        embedding_lr=args.embedding_lr,
+        unembedding_lr=args.unembedding_lr,
+        scalar_lr=args.scalar_lr,
+        weight_decay=args.weight_decay,
+    )
+    schedule = functools.partial(
+        recipe.schedule, warmup_ratio=args.warmup_ratio, warmdown_ratio=args.warmdown_ratio
+    )
+    if args.optimizer_file:
+        print0(f"running {args.optimizer_file}, SHA-256 {sha256_of(args.optimizer_file)}")
+        build, own_schedule = recipe.load_recipe(args.optimizer_file)
+        schedule = own_schedule or schedule
+    settings = {"ns_dtype": runtime.compute_dtype}
+    if runtime.world_size > 1:
+        settings["comm_dtype"] = COMM_DTYPES[args.comm_dtype]
+    return recipe.make_optimizer(
+        build, model, plan.batch, plan.steps, runtime.world_size, **settings
+    ), schedule
+
+
+def saved_groups(groups: list[dict]) -> list[dict]:
+    """The numbers and texts of each param group: some optimizers count and estimate there (Schedule-Free,
+    Prodigy).
+    """
+    saved = []
+    for group in groups:
+        values = {}
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            if isinstance(value, bool | int | float | str):
+                values[key] = value
+        saved.append(values)
+    return saved
+
+
+def restore_groups(groups: list[dict], saved: list[dict]) -> None:
+    """Put what saved_groups gave back into the param groups of an optimizer that was built anew."""
+    for group, values in zip(groups, saved, strict=True):
+        for key, value in values.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+class Moment:
+    """A point in the device's work, for timing: the clock on a CPU; on a GPU, which runs behind the host, an
+    event.
+    """
+
+    def __init__(self, device: torch.device):
+        self.seconds, self.event = time.perf_counter(), None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def milliseconds_since(self, earlier: "Moment") -> float:
+        """Of the device. The host must have waited for something later than this moment."""
+        if self.event is None:
+            return 1000 * (self.seconds - earlier.seconds)
+        return earlier.event.elapsed_time(self.event)

@@ -1,69 +1,73 @@
-"""The folder of a run, runs/NAME: its settings, who may write to it, and whether anything is left to do.
+"""The folder of a run, runs/NAME: what it records, who holds it, and how a launch is asked to stop.
 
-settings.json holds what defines the run (`definition`), under `options` the arguments that it remembers,
-under `measured` what was measured about the device (see sizing.recalled), and what it trains on and with (see
-provenance.py).
+settings.json records at the first start everything that defines the run; a later launch opens that.
 """
 
 import argparse
 import contextlib
+import hashlib
+import importlib.metadata
 import os
-import shutil
-import stat
-from dataclasses import asdict
+import platform
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from nanomuon import provenance, report
-from nanomuon.arguments import SIZES
-from nanomuon.export import MODEL_OPTIONS, MODEL_SHAPE
-from nanomuon.files import being_written, holder, locked, write_json, write_whole
-from nanomuon.planning import Plan
-from nanomuon.read_json import (
-    Choice,
-    Flag,
-    MapOf,
-    Number,
-    OrNull,
-    Record,
-    Scalar,
-    Text,
-    Whole,
-    check,
-    read_json,
+from nanomuon import recipe, report
+from nanomuon.files import being_written, holder, locked, read_json, write_text
+from nanomuon.runtime import (
+    STOPPED,
+    InputError,
+    Runtime,
+    base_dir,
+    check_name,
+    on_signals,
+    print0,
+    why_not_writable,
 )
-from nanomuon.runtime import InputError, Runtime, base_dir, check_name, print0, why_not_writable
-from nanomuon.sizing import choose_dtype
-from nanomuon.tokenizer import Tokenizer
 
-# arguments that concern one launch of a run, which does not remember them. An optimizer file is one of them:
-# its code runs only where it is named
-OF_THE_LAUNCH = (
+# Flags that say how a launch begins, and nothing about its run. An optimizer file is one of them: its code
+# runs only when a launch names it
+OF_THE_LAUNCH = {
     "run",
     "resume",
     "plan",
     "wandb",
     "shard",
     "tensor_parallel",
+    "device_batch_size",
     "optimizer_file",
-)
+}
+LENGTHS = {"num_iterations", "target_flops", "target_param_data_ratio"}  # a new one replaces the recorded one
+# What else may change while a run goes on
+MAY_CHANGE = LENGTHS | {"eval_every", "eval_tokens", "save_every", "keep_last", "no_compile"}
+MAY_CHANGE |= {"core_bundle", "core_every", "core_items"}
+PACKAGES = ("torch", "triton", "numpy", "tiktoken", "rustbpe", "safetensors", "torchao", "flash-attn-4")
 
-MEASURED = Record({}, {"device_batch_size": SIZES["device_batch_size"], "bf16_speedup": Number(0)})
-# What defines the run is compared with what it is to be now, so here only its types matter
-SETTINGS = Record(
-    {"options": MapOf(Scalar())},
-    {
-        **MODEL_SHAPE,
-        **MODEL_OPTIONS,
-        "corpus": Text(),
-        "tokenizer": Text(64),
-        "total_batch_size": SIZES["total_batch_size"],
-        "seed": Whole(0, 1 << 64),
-        "measured": MEASURED,
-    },
-)
-SUMMARY = Record({"steps": Whole()}, others=Scalar())
+
+@dataclass
+class Settings:
+    """settings.json."""
+
+    options: dict  # flags of base_train, with the values that were chosen for those that were not given
+    compile: bool
+    rows: int  # of a micro-step in this layout
+    layout: str  # device and processes: another one chooses the rows anew
+    trained_on: dict  # corpus, its revision, shards, tokenizer; SHA-256 of the optimizer file
+    trained_with: dict  # commit, versions, threads
+    model: dict  # fields of GPTConfig
+
+
+@dataclass
+class Summary:
+    """What summary.json has to say to mark a run as complete."""
+
+    steps: int
 
 
 def folder_of(run: str) -> Path:
@@ -74,7 +78,7 @@ def folder_of(run: str) -> Path:
 def find_run(run: str) -> Path:
     """The folder that --run names: with a slash it is a path, without one a name under runs/.
 
-    InputError where there is no such folder, and where it may not be read.
+    InputError if there is no such folder, or if it may not be read.
     """
     if "/" in run or run in (".", "..", "~"):
         folder = Path(run).expanduser()
@@ -84,188 +88,197 @@ def find_run(run: str) -> Path:
     else:
         check_name("--run", run)
         folder = folder_of(run)
-        if not folder.is_dir() and Path(run).is_dir():
-            raise InputError(f"{folder} holds no finished model; the folder here is --run ./{run}")
     if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
         raise InputError(f"{folder} may not be read by this user")
     return folder
 
 
-def read_settings(run_dir: Path) -> dict:
-    """What settings.json holds, {} for a run that does not exist yet."""
-    file = run_dir / "settings.json"
-    if not os.path.lexists(file):
-        return {}
-    return read_json(file, SETTINGS)
+def read_settings(folder: Path) -> Settings | None:
+    """What a run has recorded; None for a run that does not exist yet. InputError names file and key."""
+    file = folder / "settings.json"
+    return read_json(file, Settings) if file.exists() else None
 
 
-def remembered_options(run_dir: Path, settings: dict, parser: argparse.ArgumentParser) -> dict:
-    """What a run remembers of its arguments, each of a type that its flag can have; InputError else.
+def layout_of(args: argparse.Namespace, runtime: Runtime) -> str:
+    """Where a run computes, in words."""
+    device = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
+    return f"{runtime.world_size} x {device}, --shard {args.shard}, --tensor-parallel {args.tensor_parallel}"
 
-    Those of a launch are left out, and those that this version has no flag for.
+
+def recorded_rows(settings: Settings | None, args: argparse.Namespace, runtime: Runtime) -> int | None:
+    """Rows of a micro-step that the run has had in this layout: other micro-steps round differently."""
+    if settings is None or settings.layout != layout_of(args, runtime):
+        return None
+    return settings.rows
+
+
+def recall(
+    parser: argparse.ArgumentParser, argv: list[str] | None
+) -> tuple[argparse.Namespace, Settings | None]:
+    """(arguments, what the run has recorded if it exists): a flag that is not given has the recorded value.
+
+    InputError lists what is given and differs from what defines the run.
     """
-    actions = {action.dest: action for action in parser._actions if action.dest not in OF_THE_LAUNCH}
-    options = {key: value for key, value in settings["options"].items() if key in actions}
-    described = {}
-    for key in options:
-        described[key] = SIZES.get(key) or flag_values(actions[key])
-        if actions[key].default is None:
-            described[key] = OrNull(described[key])
-    check(options, Record(described), f"{run_dir}/settings.json: options")
-    return options
+    argv = sys.argv[1:] if argv is None else argv
+    given = parser.parse_args(argv)
+    check_name("--run", given.run)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        given.resume = "auto"  # torchrun has replaced a rank that died on the way
+    folder = folder_of(given.run)
+    settings = None if given.resume == "never" else read_settings(folder)
+    if settings is None:
+        return given, None
 
+    recorded = {name: value for name, value in settings.options.items() if name not in OF_THE_LAUNCH}
+    if any(getattr(given, name) is not None for name in LENGTHS):
+        recorded = {name: value for name, value in recorded.items() if name not in LENGTHS}
+    try:
+        before = parser.parse_args(as_flags(recorded))
+    except InputError as error:
+        raise InputError(f"{folder}/settings.json: options: {error}") from error
+    args = parser.parse_args([*as_flags(recorded), *argv])
+    args.resume = given.resume
 
-def flag_values(action: argparse.Action):
-    """Describes the values that a flag can have, see read_json."""
-    if action.choices:
-        return Choice(*action.choices)
-    if action.type is int:
-        return Whole(-1, 1 << 64)  # whether it may be -1 is for check_arguments to say
-    if action.type is float:
-        return Number()
-    if action.nargs == 0:  # --flag, --no-flag
-        return Flag()
-    return Text()
-
-
-def check_no_links(run_dir: Path) -> None:
-    """InputError where the folder of a run holds a symbolic link, a device or a pipe where files are written.
-
-    What a run writes stays in its folder, though somebody else may have made it.
-    """
-    written_to = [run_dir, run_dir / "tokenizer", run_dir / "checkpoints", *run_dir.glob("checkpoints/*")]
-    for folder in written_to:
-        if not folder.is_dir():
-            continue
-        for entry in folder.iterdir():
-            mode = entry.lstat().st_mode
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                raise InputError(
-                    f"{entry} is a symbolic link or the like: the folder of a run has none, remove it"
-                )
-
-
-def print_cpu_dtype(run: str) -> None:
-    """What speedrun.sh asks: the dtype that a run has, or would get here, on the CPU."""
-    settings = read_settings(folder_of(run))
-    asked = settings.get("options", {}).get("dtype", "auto")
-    check(asked, Choice("auto", "bfloat16", "float32"), f"{folder_of(run)}/settings.json: options.dtype")
-    cpu = Runtime(torch.device("cpu"), torch.float32)
-    print(choose_dtype(asked, cpu, settings.get("measured", {})).dtype_name)
-
-
-def definition(args: argparse.Namespace, plan: Plan, tokenizer: Tokenizer) -> dict:
-    """What makes a run what it is: it can go on only with the same."""
-    return {
-        "corpus": args.corpus,
-        "tokenizer": tokenizer.hash,
-        **asdict(plan.config),
-        "total_batch_size": plan.batch,
-        "seed": args.seed,
-        "optimizer_file": args.optimizer_file,
-    }
-
-
-def write_settings(
-    run_dir: Path, defined: dict, args: argparse.Namespace, plan: Plan, measured: dict, recorded: dict
-) -> None:
-    """defined: what `definition` gives. measured: see sizing.recalled. recorded: see provenance.record."""
-    options = {key: value for key, value in vars(args).items() if key not in OF_THE_LAUNCH}
-    options |= {"total_batch_size": plan.batch, "max_seq_len": plan.config.seq_len}
-    settings = {**defined, "options": options, "measured": measured, **recorded}
-    write_json(run_dir / "settings.json", settings)
-
-
-def check_data(run_dir: Path, settings: dict, now: dict) -> None:
-    """InputError if this launch trains on what the run has not so far.
-
-    settings: of the run, {} for a new one. now: what provenance.record gives for this launch.
-    """
-    if not settings:
-        return
-    changes = provenance.changes_of_data(settings, now)
-    if changes:
-        copy = run_dir / provenance.OPTIMIZER_COPY
-        kept = f" (the optimizer file that it has run is {copy})" if copy.is_file() else ""
+    differences = []
+    for name, value in vars(before).items():
+        if name not in OF_THE_LAUNCH | MAY_CHANGE and getattr(args, name) != value:
+            differences.append(f"--{name.replace('_', '-')} {value}, not {getattr(args, name)}")
+    file, sha256 = (settings.trained_on.get(key) for key in ("optimizer_file", "optimizer_file_sha256"))
+    if sha256 and not args.optimizer_file:
         raise InputError(
-            f"run {run_dir.name} would go on with {'; and with '.join(changes)}{kept}: "
-            "--resume never starts over, another --run leaves this one as it is"
+            f"run {args.run} trains with the optimizer file {file} of SHA-256 {sha256}, and code runs only "
+            "when it is named: give --optimizer-file again"
         )
+    if args.optimizer_file and sha256_of(args.optimizer_file) != sha256:
+        was = f"optimizer file {file} of SHA-256 {sha256}" if sha256 else "no optimizer file"
+        differences.append(f"{was}, not {args.optimizer_file} of SHA-256 {sha256_of(args.optimizer_file)}")
+    refuse_differences(args.run, differences)
+    return args, settings
 
 
-def check_definition(run_dir: Path, defined: dict) -> None:
-    """InputError where the folder holds a run that was started as another one. Whether its optimizer file is
-    the same is for check_data.
-    """
-    before = read_settings(run_dir)
-    if not before:
-        return
-    changed = []
-    for key, now in defined.items():
-        if key != "optimizer_file" and before.get(key) != now:
-            changed.append(f"{key} {before.get(key)!r}, not {now!r}")
-    if changed:
+def as_flags(options: dict) -> list[str]:
+    """The command line that says these values."""
+    flags = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif value is not None and value is not False:
+            flags.append(f"{flag}={value}")
+    return flags
+
+
+def sha256_of(optimizer_file: str | None) -> str | None:
+    return optimizer_file and hashlib.sha256(recipe.read_source(optimizer_file)).hexdigest()
+
+
+def refuse_differences(run: str, differences: list[str]) -> None:
+    if differences:
         raise InputError(
-            f"run {run_dir.name} exists with {'; '.join(changed)}: choose another --run, "
-            "or start over: --resume never"
+            f"run {run} exists with {'; '.join(differences)}: choose another --run, or start over: "
+            "--resume never"
         )
-
-
-def check_writable(folder: Path) -> None:
-    """Refuse a place that cannot be written to before any work is done; makes nothing."""
-    reason = why_not_writable(folder)
-    if reason is not None:
-        raise InputError(f"{reason}; set NANOMUON_BASE_DIR to another")
 
 
 @contextlib.contextmanager
-def held(run_dir: Path, rank: int):
+def held(folder: Path, rank: int):
     """The run is this launch's alone: two would write into each other's checkpoints. The first rank holds it
     for all, and the system frees it if that dies.
     """
     if rank > 0:
         yield
         return
-    if being_written(run_dir):
+    reason = why_not_writable(folder)
+    if reason is not None:
+        raise InputError(f"{reason}; set NANOMUON_BASE_DIR to another")
+    if being_written(folder):
         raise InputError(
-            f"run {run_dir.name} is being trained by another process ({holder(run_dir)}): "
+            f"run {folder.name} is being trained by another process ({holder(folder)}): "
             "choose another --run, or stop that"
         )
-    with locked(run_dir):
+    with locked(folder):
         yield
 
 
-def is_complete(run_dir: Path, steps: int) -> bool:
+def is_complete(folder: Path, steps: int) -> bool:
     """Whether nothing is left to do of a run of so many steps; says so."""
-    file = run_dir / "summary.json"
-    if not os.path.lexists(file):
+    file = folder / "summary.json"
+    if not file.exists() or read_json(file, Summary).steps < steps:
         return False
-    summary = read_json(file, SUMMARY)
-    if summary["steps"] < steps:
-        return False
-    print0(f"run {run_dir.name} is complete: {run_dir}/report.md (--resume never starts it over)")
-    report.print_summary(summary)
+    print0(f"run {folder.name} is complete: {folder}/report.md (--resume never starts it over)")
+    report.print_summary(read_json(file))
     return True
 
 
-def make_run_folder(run_dir: Path, tokenizer: Tokenizer, afresh: bool) -> None:
-    """The folder of a run that starts or goes on, once everything that could be wrong with it has been
-    looked at. tokenizer: the run's. afresh: what the folder holds is removed.
+def trained_with() -> dict:
+    """Commit, versions and threads that compute a run, as far as they are known."""
+    known = {"python": platform.python_version(), "threads": torch.get_num_threads()}
+    checkout = Path(__file__).parents[1]
+    if (checkout / ".git").exists():  # git would look in the folders above, which may be another project
+        command = [
+            "git",
+            "-C",
+            str(checkout),
+            "describe",
+            "--always",
+            "--abbrev=40",
+            "--exclude=*",
+            "--dirty",
+        ]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            known["commit"] = subprocess.check_output(command, text=True, timeout=60).strip()
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            known[package] = importlib.metadata.version(package)
+    return known
+
+
+class StopSignals:
+    """SIGTERM, SIGHUP and Ctrl-C ask to save and stop after this step; a second Ctrl-C ends at once.
+
+    Before the first step and after the last there is nothing to save: then they end this process at once. The
+    first rank notes a stop in the file `stopped` of the run's folder, None for a launch that trains nothing.
     """
-    if afresh:
-        shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "summary.json").unlink(missing_ok=True)  # a run that goes on is not complete
-    started = (run_dir / "settings.json").exists()
-    if started and not (run_dir / "tokenizer").exists():
-        print0(f"{run_dir}/tokenizer is missing: restored")
-    if not started or not (run_dir / "tokenizer").exists():
-        tokenizer.save(run_dir / "tokenizer")  # with it, this folder is all that sampling and evaluation need
 
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+        self.asked = False
+        self.at_once = "before its first step"  # None while there is something to save
+        on_signals(self._receive, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-def keep_optimizer_file(run_dir: Path, source: bytes) -> None:
-    """Keep the text of the optimizer file in the run's folder."""
-    copy = run_dir / provenance.OPTIMIZER_COPY
-    with write_whole(copy) as file:
-        file.write(source)
-    print0(f"its text is kept as {copy}")
+    def _receive(self, number, frame):
+        self.asked = True
+        if self.at_once:
+            self._end()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def _end(self):
+        # Not by an exception, which could be lost in what it interrupts, or come to nothing while this rank
+        # leaves a group whose others are waiting
+        with contextlib.suppress(RuntimeError):  # the signal came in the middle of a print()
+            sys.stdout.flush()
+        os._exit(self.stopped(self.at_once))
+
+    def steps_begin(self) -> None:
+        """Call before the first step: from now on there is something to save before a stop."""
+        self.at_once = None
+
+    def steps_end(self) -> None:
+        """Call when everything is on disk: a signal then has nothing to wait for."""
+        self.at_once = "before its last evaluation"
+        if self.asked:
+            self._end()
+
+    def stopped(self, when: str) -> int:
+        """Say and note that the run stops here. Returns its exit code: 75 in one process; 0 under torchrun,
+        which starts ranks again that end with anything else.
+        """
+        message = f"stopped {when}; the same command carries on\n"
+        if os.environ.get("RANK", "0") == "0":
+            os.write(1, message.encode())  # print() fails in a signal handler that has interrupted another
+            with contextlib.suppress(OSError):  # if the disk is full the exit code has to do
+                if self.folder:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    write_text(self.folder / "stopped", message)
+        alone = os.environ.get("WORLD_SIZE", "1") == "1" and not dist.is_torchelastic_launched()
+        return STOPPED if alone else 0

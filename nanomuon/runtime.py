@@ -1,17 +1,13 @@
-"""Device, dtype, process group, rank-0 printing and whole files: what every script needs.
-
-Nothing of it happens on import.
-"""
+"""Device, dtype, process group, signals and errors: what every script needs, and nothing on import."""
 
 import ctypes
 import errno
 import os
 import re
 import resource
-import shutil
 import signal
+import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import traceback
@@ -25,8 +21,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanomuon import devices
-
 # What the system says where nothing can be written: no room (also by ulimit -f), or no permission
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_WRITABLE = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
@@ -38,6 +32,7 @@ NO_READER = 128 + signal.SIGPIPE  # of a script in a pipe whose reader has ended
 _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 PATIENCE = 2  # seconds that a rank waits before it tells of an error which others probably tell of
+NVIDIA_SMI_SECONDS = 10  # for an answer of nvidia-smi, which hangs if the driver does
 
 
 class InputError(Exception):
@@ -66,34 +61,15 @@ def check_name(flag: str, name: str) -> None:
         raise InputError(f"{flag} {name!r} is not a folder name; use letters, digits, '-' and '_'")
 
 
-def flag_of(name: str) -> str:
-    """The flag that argparse makes an attribute of this name for."""
-    return f"--{name.replace('_', '-')}"
-
-
-def check_output_file(flag: str, file) -> None:
-    """InputError where the file that a flag names cannot be written: asked before the work that fills it."""
-    file = Path(file)
-    if file.is_dir():
-        raise InputError(f"{flag} {file} is a folder: name a file in it")
-    if file.exists():
-        if not os.access(file, os.W_OK):
-            raise InputError(f"{flag} {file} may not be written by this user: name another file")
-    elif not file.parent.is_dir():
-        raise InputError(f"{flag} {file}: there is no folder {file.parent}: make it, or name another file")
-    else:
-        check_output_folder(flag, file)
-
-
-def check_output_folder(flag: str, folder) -> None:
-    """InputError where the folder that a flag names can be neither written to nor made. Makes nothing."""
-    reason = why_not_writable(Path(folder))
+def check_output(flag: str, place) -> None:
+    """InputError if nothing can be made at the place that a flag names; asked before the work for it."""
+    reason = why_not_writable(Path(place).parent)
     if reason is not None:
-        raise InputError(f"{flag} {folder}: {reason}; choose another place")
+        raise InputError(f"{flag} {place}: {reason}; choose another place")
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Why no file can be made in a folder, or in the nearest above it that exists; None where one can."""
+    """Why no file can be made in a folder, or in the nearest above it that exists; None if one can."""
     while not folder.exists():
         folder = folder.parent
     try:
@@ -102,14 +78,6 @@ def why_not_writable(folder: Path) -> str | None:
     except OSError as error:
         return f"cannot write to {folder}: {error.strerror}"
     return None
-
-
-def check_at_least_1(args, *names: str) -> None:
-    """InputError for the first of these arguments that is given and below 1."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise InputError(f"{flag_of(name)} must be at least 1, not {value}")
 
 
 def base_dir() -> Path:
@@ -124,21 +92,12 @@ def cores() -> int:
     return os.cpu_count()
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float | None:
-    """FLOP/s this device can reach in matrix products; None for a GPU that is not in the table.
-
-    In bf16, from its data sheet, on CUDA; in `dtype`, measured, on a CPU.
+def cpu_has_bf16() -> bool:
+    """Whether this CPU has instructions for products in bf16: without, they take 4 to 100 times as long as in
+    float32 (measured with AVX512 and with AVX2).
     """
-    if device.type == "cuda":
-        return devices.bf16_peak(torch.cuda.get_device_name(device))
-    small, matrix = torch.ones(128, 128, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-    small @ small  # the first product starts the threads
-    began, products = time.perf_counter(), 0
-    # In bf16 without instructions for it one takes seconds
-    while products < 8 and time.perf_counter() - began < 0.5:
-        matrix @ matrix
-        products += 1
-    return products * 2 * 1024**3 / (time.perf_counter() - began)
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # {name: whether}; older PyTorch has none
+    return any(has for name, has in capabilities.items() if "bf16" in name)
 
 
 def peak_memory_mb(device: torch.device) -> int:
@@ -178,27 +137,6 @@ def compile_enabled(otherwise: bool = True) -> bool:
     return os.environ.get("NANOMUON_COMPILE", str(int(otherwise))) != "0"
 
 
-def missing_compiler(device_type: str) -> str | None:
-    """What torch.compile needs on this kind of device and does not find, and the remedy; None if it has all.
-
-    On a CPU it writes C++. On CUDA Triton compiles a little C with every kernel, against Python's headers.
-    """
-    if device_type == "cuda":
-        compiler, variable, kind = os.environ.get("CC"), "CC", "C"
-        if compiler is None:
-            compiler = "gcc" if shutil.which("gcc") else "clang"  # what Triton looks for
-    else:
-        default = "clang++" if sys.platform == "darwin" else "g++"  # what Inductor calls
-        compiler, variable, kind = os.environ.get("CXX") or default, "CXX", "C++"
-    if not shutil.which(compiler):
-        return f"{kind} compiler {compiler} (install it, or name another in {variable})"
-    # This scheme is where Triton looks, too: Debian's own points into /usr/local, where headers never are
-    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-    if device_type == "cuda" and not header.exists():
-        return f"{header} (install the development package of this Python, python3-dev or the like)"
-    return None
-
-
 def keep_freed_memory() -> None:
     """Let glibc keep the large blocks it frees; does nothing where malloc is another one.
 
@@ -213,42 +151,70 @@ def keep_freed_memory() -> None:
 def usable_gpus() -> int:
     """How many GPUs of this machine can be computed on; with none, or NANOMUON_DEVICE=cpu, the CPU computes.
 
-    InputError where there is a GPU, but this PyTorch cannot use it: nobody wants to find out after an hour
-    that eight processes train on a CPU. A GPU is one that PyTorch or nvidia-smi knows of.
+    InputError if there is a GPU, but this PyTorch cannot use it: nobody wants to find out after an hour that
+    eight processes train on a CPU. A GPU is one that PyTorch or nvidia-smi knows of.
     """
     wanted = os.environ.get("NANOMUON_DEVICE", "")
     if wanted not in ("", "cpu"):
-        raise InputError(
-            f"NANOMUON_DEVICE={wanted}: it can be cpu, or not be set, which means a GPU if there is one"
-        )
-    if wanted == "cpu":
+        raise InputError(f"NANOMUON_DEVICE={wanted}: it can be cpu, or not be set: a GPU if there is one")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    if wanted == "cpu" or hidden:
         return 0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a driver that is too old: why_unusable says it
+        warnings.simplefilter("ignore")  # of a driver that is too old: check_gpu says it
         if torch.cuda.is_available():
             return torch.cuda.device_count()
         seen_by_torch = torch.cuda.device_count()  # asks the driver, and not whether CUDA runs with it
-    if devices.gpus_are_hidden():
-        return 0
-    if seen_by_torch or devices.gpus_of_nvidia_smi()[0]:
-        reason = devices.cuda_error(0) or "it finds no GPU"
-        raise InputError(devices.why_unusable(reason))
+    if seen_by_torch or ask_nvidia_smi("--query-gpu=name", "--format=csv,noheader"):
+        check_gpu(0)
     return 0
 
 
 def check_gpu(index: int) -> None:
-    """InputError where the GPU of that number does not compute: this PyTorch may be built for other kinds."""
-    reason = devices.cuda_error(index)
-    if reason is not None:
-        raise InputError(devices.why_unusable(reason))
+    """InputError if the GPU of that number does not compute, with driver, CUDA versions and what to do."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is raised
+            torch.cuda.init()
+            # A kernel, which a build for other GPUs has not, and its result, which waits for errors
+            torch.ones(1, device=torch.device("cuda", index)).add(1).item()
+    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts that there is one
+        reason = str(error).strip().split("\n")[0]
+        card = ask_nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader").split("\n")[0]
+        runs = re.search(r"CUDA (?:\w+ )?Version\s*:\s*([\d.]+)", ask_nvidia_smi())
+        raise InputError(
+            f"here is a GPU ({card or 'unknown to nvidia-smi'}; its driver runs CUDA up to "
+            f"{runs.group(1) if runs else 'an unknown version'}), but PyTorch {torch.__version__}, built for "
+            f"CUDA {torch.version.cuda}, cannot use it ({reason}): set NANOMUON_PYTHON to a Python whose "
+            "PyTorch fits card and driver, or install a newer driver, or compute on the CPU all the same: "
+            "NANOMUON_DEVICE=cpu"
+        ) from error
 
 
-def print_usable_gpus() -> None:
-    """What speedrun.sh asks, so that it never disagrees with the scripts that it starts."""
+def ask_nvidia_smi(*arguments: str) -> str:
+    """What nvidia-smi prints; nothing if there is none, if it fails, or does not answer in time."""
+    try:
+        process = subprocess.Popen(
+            ["nvidia-smi", *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+    except OSError:
+        return ""
+    try:
+        output, _ = process.communicate(timeout=NVIDIA_SMI_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()  # and not waited for: what hangs in the driver does not even end by that
+        return ""
+    return output if process.returncode == 0 else ""
+
+
+def print_hardware() -> None:
+    """What speedrun.sh asks, so that it never disagrees with the scripts that it starts: how many GPUs, and
+    the dtype in which they, or the CPU, compute.
+    """
     count = usable_gpus()
     if count:
         check_gpu(0)
-    print(count)
+    print(count, "bfloat16" if count or cpu_has_bf16() else "float32")
 
 
 def make_deterministic() -> None:
@@ -266,12 +232,12 @@ def make_deterministic() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def start() -> Runtime:
-    """Pick the device and join the process group when torchrun started us.
+def start(dtype: str = "auto") -> Runtime:
+    """Pick the device and join the process group if torchrun started us.
 
     Several processes always form one group (NCCL on CUDA, gloo on CPU), so torchrun never trains independent
-    models. bf16 is the compute dtype where the device multiplies it natively; CPUs stay in float32, which all
-    of them do well. InputError where there is a GPU that cannot be used.
+    models. dtype: of activations and products, "bfloat16", "float32" or "auto", which is bfloat16 if the
+    device has instructions for it. InputError if there is a GPU that cannot be used.
     """
     let_segments_grow()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -284,10 +250,12 @@ def start() -> Runtime:
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
-        dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        device, dtype = torch.device("cpu"), torch.float32
+        device, has_bf16 = torch.device("cpu"), cpu_has_bf16()
         keep_freed_memory()
+    if dtype == "auto":
+        dtype = "bfloat16" if has_bf16 else "float32"
     if world_size > 1:
         store = None
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -303,22 +271,18 @@ def start() -> Runtime:
             rank=int(os.environ["RANK"]),
             world_size=world_size,
             device_id=device if on_gpu else None,
+            timeout=timedelta(minutes=10),
         )
     # By itself a process is the first, whatever another launch has left in the environment
     rank = int(os.environ.get("RANK", "0")) if world_size > 1 else 0
-    return Runtime(device, dtype, rank, world_size)
+    return Runtime(device, getattr(torch, dtype), rank, world_size)
 
 
 def printable(text: str) -> str:
     """Text as a terminal may show it: control characters other than newline and tab, and what changes the
     direction of writing, appear as escapes like \\x1b and \\u202e; so do lone surrogates.
     """
-    return _NOT_SHOWN.sub(_escape, text)
-
-
-def _escape(character: re.Match) -> str:
-    code = ord(character.group())
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    return _NOT_SHOWN.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
 def print0(*values, **keywords) -> None:
@@ -390,8 +354,8 @@ def run_command(main) -> None:
         code = exit.code
     except (Exception, KeyboardInterrupt) as error:
         code, message = explain(error)
-        if is_of_the_output(error):
-            # Else Python would try to write the rest once more when it ends, and complain
+        if isinstance(error, OSError) and error.filename is None:
+            # Of the output: else Python would try to write the rest once more when it ends, and complain
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
         if alone and code == BUG:
@@ -435,30 +399,15 @@ def explain(error: BaseException) -> tuple[int, str]:
         return 2, _line(
             f"{first}; fewer rows (--device-batch-size), a smaller model or --shard fsdp need less"
         )
-    if is_of_the_output(error):
-        return 2, _line(f"{error.strerror}: the output")
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
         return 2, _line(f"{error.strerror}: {error.filename}")
     if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
-        place = Path(error.filename or base_dir())
-        message = f"{error.strerror}: {place}"
-        if place.is_relative_to(base_dir()):
-            message += "; NANOMUON_BASE_DIR=/folder/with/room helps"
-        return 2, _line(message)
+        place = error.filename or "the output"
+        advice = "; NANOMUON_BASE_DIR=/folder/with/room helps" if str(base_dir()) in str(place) else ""
+        return 2, _line(f"{error.strerror}: {place}{advice}")
     origin = getattr(error, "origin", None)  # see together()
     text = origin or "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return BUG, printable(text)
-
-
-def is_of_the_output(error: BaseException) -> bool:
-    """Whether it came of writing to the standard output: what is left of that still cannot be written."""
-    if not isinstance(error, OSError) or error.filename is not None:
-        return False
-    try:
-        sys.stdout.flush()
-    except OSError as again:
-        return again.errno == error.errno
-    return False
 
 
 def _line(message: str) -> str:

@@ -11,32 +11,24 @@ import argparse
 
 import torch
 
-from nanomuon import core, core_bundle, sizing
-from nanomuon.arguments import (
+from nanomuon import core, core_bundle
+from nanomuon.dataloader import validation_batches
+from nanomuon.evaluate import bits_per_byte
+from nanomuon.files import write_json
+from nanomuon.finished_run import load_run, validation_folder
+from nanomuon.generate import sample_texts
+from nanomuon.gpt import GPT
+from nanomuon.run import NO_PROMPTS, PROMPTS
+from nanomuon.run_folder import find_run
+from nanomuon.runtime import NOT_WRITABLE, InputError, Runtime, first_rank_first, print0, run_command, start
+from nanomuon.tokenizer import Tokenizer
+from scripts.arguments import (
     ArgumentParser,
     add_checkpoint_argument,
     add_dtype_argument,
     add_run_argument,
-    check_sizes,
+    count,
 )
-from nanomuon.dataloader import validation_batches
-from nanomuon.evaluate import bits_per_byte
-from nanomuon.files import write_json
-from nanomuon.finished_run import NO_PROMPTS, PROMPTS, load_run, validation_folder
-from nanomuon.generate import sample_texts
-from nanomuon.gpt import GPT
-from nanomuon.run_folder import find_run
-from nanomuon.runtime import (
-    NOT_WRITABLE,
-    InputError,
-    Runtime,
-    check_at_least_1,
-    first_rank_first,
-    print0,
-    run_command,
-    start,
-)
-from nanomuon.tokenizer import Tokenizer
 
 EVALUATIONS = ("bpb", "core", "sample")
 
@@ -102,20 +94,18 @@ def main(argv: list[str] | None = None) -> None:
         help="tasks of CORE: a folder, a zip or its address, fetched once (default: the public bundle, "
         "%(default)s)",
     )
-    parser.add_argument("--core-items", type=int, help="items of each task of CORE (default: all)")
+    parser.add_argument("--core-items", type=count, help="items of each task of CORE (default: all)")
     parser.add_argument(
-        "--device-batch-size", type=int, default=16, help="rows at a time (default: %(default)s)"
+        "--device-batch-size", type=count, default=16, help="rows at a time (default: %(default)s)"
     )
     add_dtype_argument(parser)
     args = parser.parse_args(argv)
-    check_at_least_1(args, "core_items")
-    check_sizes(args)
     wanted = [name.strip() for name in args.eval.split(",")]
     for name in wanted:
         if name not in EVALUATIONS:
             raise InputError(f"--eval {args.eval}: {name!r} is not one of {', '.join(EVALUATIONS)}")
 
-    runtime = sizing.choose_dtype(args.dtype, start(), {})
+    runtime = start(args.dtype)
     model, tokenizer, about = load_run(args.run, runtime, args.checkpoint)
     corpus = about["corpus"] if args.corpus is None else args.corpus
     print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {about['step']}\ndtype: {runtime.dtype_name}")

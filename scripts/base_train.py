@@ -13,7 +13,6 @@ with 0, or torchrun would restart them); runs/NAME/stopped is then there until t
 """
 
 import argparse
-import os
 import re
 import statistics
 import time
@@ -21,56 +20,47 @@ from collections import deque
 
 import torch
 
-from nanomuon import core_bundle, fp8, guards, parallel, provenance, run_folder, shards, sizing, user_file
-from nanomuon.arguments import (
-    LENGTH_FLAGS,
-    RECIPE_FLAGS,
-    ArgumentParser,
-    add_step_arguments,
-    check_not_negative,
-    check_one_length,
-    check_shares,
-    check_step_arguments,
-)
+from nanomuon import core_bundle, fp8, parallel, shards
 from nanomuon.attention import use_flash_attention
-from nanomuon.compilation import choose_compilation
 from nanomuon.corpus import check_corpus
-from nanomuon.launch import Launch, open_core_tasks, prepare_data, start_run
 from nanomuon.moe import balance_
 from nanomuon.optim import MuonAdamW
-from nanomuon.planning import duration, plan_run, print_plan
+from nanomuon.plan import COMM_DTYPES, duration, make_plan, peak_flops, print_plan
 from nanomuon.qk_clip import clip_
-from nanomuon.run import Run, finish, give_up
-from nanomuon.runtime import (
-    InputError,
-    check_at_least_1,
-    check_name,
-    first_rank_first,
-    flag_of,
-    make_deterministic,
-    peak_flops,
-    print0,
-    run_command,
-    start,
-    together,
+from nanomuon.run import Moment, Run
+from nanomuon.run_folder import StopSignals, folder_of, held, is_complete, recall, recorded_rows
+from nanomuon.runtime import InputError, make_deterministic, print0, run_command, start
+from scripts.arguments import (
+    ArgumentParser,
+    add_dtype_argument,
+    count,
+    layers,
+    number,
+    processes,
+    python_file,
+    rate,
+    seed,
+    share,
+    size,
+    vocabulary,
+    windows,
 )
 
-EAGER_STEPS = 3  # before it is decided whether to compile, on a CPU
 CORE_ITEMS = 500  # of each task of CORE, in an evaluation on the way
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
 
 
-def train(run: Run, requests: guards.Requests) -> int | None:
+def train(run: Run, signals: StopSignals) -> int | None:
     """The training loop. Returns None once the run has all of its steps, else the exit code."""
     args, plan, device = run.args, run.plan, run.runtime.device
     model, optimizer = run.model, run.optimizer
     is_ours = isinstance(optimizer, MuonAdamW)  # averages gradients and skips what is not finite by itself
     flops_per_token = model.estimate_flops()
-    peak = peak_flops(device) if device.type == "cuda" else None
+    peak = peak_flops(device)
     bad_steps = 0  # in a row, up to the last one
     shown_at, times = 0.0, deque(maxlen=20)  # milliseconds of the last steps
 
-    requests.steps_begin()
+    signals.steps_begin()
     while run.step < plan.steps:
         # Before the next step, not after the last: a signal need not wait for it, and a resumed run makes up
         # for it
@@ -81,15 +71,16 @@ def train(run: Run, requests: guards.Requests) -> int | None:
         loss = accumulate_gradients(run)
         if run.mesh is not None and args.shard == "none":
             parallel.average_gradients(model, run.mesh)
-        gradients_finite = None
         if not is_ours:
             parallel.average_whole_gradients(model)
-            gradients_finite = guards.gradients_finite(model)
+            loss = torch.where(parallel.gradients_finite(model), loss, float("nan"))
 
-        # What one rank's signals ask for, and a loss that is not finite on one, holds for all
-        agreed = requests.agree(loss, gradients_finite)  # (2,): mean loss, ranks to stop
+        # A signal to one rank, and a loss that is not finite on one, hold for all: (2,), the mean loss, and
+        # how many ranks are to stop. Filled on the device: a copy from the host would wait for it
+        agreed = parallel.sum_over_ranks(torch.stack([loss, loss.new_full((), signals.asked)]))
+        agreed[0] /= run.runtime.world_size
         finite = agreed[0].isfinite()
-        update_began = guards.Moment(device)
+        update_began = Moment(device)
         if is_ours:
             optimizer.step(finite=finite)
             skipped = optimizer.skipped_steps
@@ -102,7 +93,7 @@ def train(run: Run, requests: guards.Requests) -> int | None:
         if args.qk_clip:
             clip_(model, args.qk_clip)
         optimizer.zero_grad(set_to_none=True)
-        update_ended = guards.Moment(device)
+        update_ended = Moment(device)
 
         # The step's one wait for the device: all that the host wants to know, in one copy
         told = torch.cat([agreed.double(), skipped.double().view(1)])
@@ -128,8 +119,6 @@ def train(run: Run, requests: guards.Requests) -> int | None:
             row["mfu"] = row["tokens_per_second"] * flops_per_token / run.runtime.world_size / peak
 
         times.append(step_ms)
-        if args.compile is None and EAGER_STEPS <= run.step < plan.steps:
-            run.decide_compilation(min(times))
         if run.log:
             run.log.log(row)
         if time.perf_counter() - shown_at > 5 or run.step == plan.steps:
@@ -139,24 +128,24 @@ def train(run: Run, requests: guards.Requests) -> int | None:
             what = f"loss {train_loss}; it or a gradient is not finite: no update"
             print0(f"step {run.step}: {what} ({bad_steps} in a row)")
         if bad_steps == MAX_BAD_STEPS:
-            return give_up(run, bad_steps)
+            return run.give_up(bad_steps)
         # Only a few checkpoints are kept: those of bad steps must not push the good ones out
         due = is_due(args.save_every, run.step) and bad_steps == 0
         is_last = bool(stops) or run.step == plan.steps
         if due or is_last:
             run.save(is_last=is_last)
         if stops:
-            return requests.stopped(f"at step {run.step} and saved")
-    requests.steps_end()
+            return signals.stopped(f"at step {run.step} and saved")
+    signals.steps_end()
     return None
 
 
 def evaluate_what_is_due(run: Run) -> None:
-    """The evaluations that come after this many steps, unless an earlier launch has made them."""
+    """The evaluations that come after this many steps."""
     args = run.args
-    if is_due(args.eval_every, run.step) and run.step not in run.evaluations:
+    if is_due(args.eval_every, run.step):
         run.evaluate(args.eval_tokens)
-    if is_due(args.core_every, run.step) and run.core_tasks and run.step not in run.core_steps:
+    if run.core_tasks and is_due(args.core_every, run.step):
         run.evaluate_core(args.core_items or CORE_ITEMS)
 
 
@@ -182,21 +171,14 @@ def accumulate_gradients(run: Run) -> torch.Tensor:
     for _ in range(plan.micro_steps):
         try:
             inputs, targets = next(run.loader)  # (rows, seq_len) each
-        except shards.NobodyWrites:
-            save_where_data_ends(run, position)
+        except shards.NobodyWrites:  # scripts.data_prep has failed; all ranks come here together
+            run.save(position)
+            print0(f"stopped at step {run.step} and saved; the same command carries on when there is data")
             raise
         micro_loss = run.forward(inputs, targets) / plan.micro_steps
         micro_loss.backward()
         loss += micro_loss.detach()
     return loss
-
-
-def save_where_data_ends(run: Run, position: dict) -> None:
-    """Keep what has been trained until scripts.data_prep, which has failed, goes on. position: of the loader,
-    before the step that cannot be taken. All ranks come here from the same micro-step.
-    """
-    run.save(position)
-    print0(f"stopped at step {run.step} and saved; the same command carries on where there is data again")
 
 
 def is_due(every: int, step: int) -> bool:
@@ -205,64 +187,31 @@ def is_due(every: int, step: int) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    resolved = resolve_arguments(argv)
-    first, _, _ = resolved
-    requests = guards.Requests(None if first.plan else run_folder.folder_of(first.run))
-    if first.deterministic:
+    args, settings = recall(make_parser(), argv)
+    folder = folder_of(args.run)
+    signals = StopSignals(None if args.plan else folder)
+    if args.deterministic:
         make_deterministic()
-    runtime = start()
-    args, settings, changed = together(lambda: resolved)[0]  # one settings.json, read once
-    source = None
-    if args.optimizer_file:
-        source = together(lambda: user_file.read_source(args.optimizer_file))[0]
-    choose_compilation(args, runtime.device.type)
+    runtime = start(args.dtype)
+    # What is wrong with the arguments shows here, before the data is worked on
+    check_corpus(args.corpus)
+    if args.qk_clip and not args.no_qk_norm:
+        raise InputError("--qk-clip is for models with --no-qk-norm: the norm bounds attention logits itself")
     if args.fp8:
         fp8.check(runtime, args.tensor_parallel)
-    measured = sizing.recalled(settings, args.shard, args.tensor_parallel, runtime)
-    runtime = sizing.choose_dtype(args.dtype, runtime, measured)
-    # What is wrong with the arguments shows here, before the data is worked on
-    together(lambda: check_corpus(args.corpus))
-    plan = plan_run(args, args.vocab_size or shards.default_vocab_size(args.corpus), runtime, measured)
+    vocab_size = args.vocab_size or shards.default_vocab_size(args.corpus)
+    plan = make_plan(args, vocab_size, runtime, recorded_rows(settings, args, runtime))
     if args.plan:
         print_plan(args, plan, runtime)
         return 0
-
-    folder = run_folder.folder_of(args.run)
-    run_folder.check_writable(folder)
-    run_folder.check_no_links(folder)
-    with run_folder.held(folder, runtime.rank):
-        if runtime.rank == 0:
-            requests.hold()
-        core_tasks = open_core_tasks(args, runtime)
-        data, recorded = first_rank_first(
-            lambda: prepare_data(args, settings, source, plan.tokens, runtime), runtime
-        )
-        tokenizer = shards.open_tokenizer(data)
-        plan = plan_run(args, tokenizer.vocab_size, runtime, measured)
-        if flash := use_flash_attention(runtime.device):
-            print0(f"attention: {flash}")
-        defined = run_folder.definition(args, plan, tokenizer)
-        if args.resume != "never":
-            run_folder.check_definition(folder, defined)
-        if args.resume == "auto" and run_folder.is_complete(folder, plan.steps):
-            return 0
-        provenance.check_optimizer_file(settings, args, folder)
-        launch = Launch(
-            args=args,
-            changed_arguments=changed,
-            runtime=runtime,
-            plan=plan,
-            measured=measured,
-            source=source,
-            data=data,
-            tokenizer=tokenizer,
-            core_tasks=core_tasks,
-            defined=defined,
-            recorded=recorded,
-        )
-        run = start_run(launch)
-        code = train(run, requests)
-        return finish(run) if code is None else code
+    if args.resume == "auto" and is_complete(folder, plan.steps):
+        return 0
+    if flash := use_flash_attention(runtime.device):
+        print0(f"attention: {flash}")
+    with held(folder, runtime.rank):
+        run = Run(args, plan, runtime, settings)
+        code = train(run, signals)
+        return run.finish() if code is None else code
 
 
 def print_progress(row: dict, steps: int, median_ms: float) -> None:
@@ -276,105 +225,156 @@ def print_progress(row: dict, steps: int, median_ms: float) -> None:
     )
 
 
-def resolve_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, dict, list[str]]:
-    """The arguments; the settings of the run if it exists, else {}; and in words what the arguments change in
-    it: a run keeps what is not given anew.
-    """
-    args = parse_arguments(argv, {})
-    given = parse_arguments(argv, dict.fromkeys(LENGTH_FLAGS))  # None for a length that is not given
-    check_name("--run", args.run)  # before anything is read of the folder that it names
-    check_one_length(given)
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        args.resume = "auto"  # torchrun has replaced a rank that died on the way
-    settings = run_folder.read_settings(run_folder.folder_of(args.run))
-    if args.resume == "never" or not settings:
-        check_arguments(args)
-        return args, {}, []
-
-    folder = run_folder.folder_of(args.run)
-    before = run_folder.remembered_options(folder, settings, make_parser())
-    try:
-        check_arguments(parse_arguments(["--run", args.run], before))
-    except InputError as error:
-        raise InputError(f"{folder}/settings.json: options: {error}") from error
-    remembered = dict(before)
-    # A length that is given anew decides the number of steps, in place of the one that is remembered. The
-    # ratio, which has a default, stays: it decides where the others are None
-    if any(getattr(given, name) is not None for name in LENGTH_FLAGS):
-        remembered["num_iterations"] = remembered["target_flops"] = None
-    resume = args.resume
-    args = parse_arguments(argv, remembered)
-    args.resume = resume
-    check_arguments(args)
-    changed = []
-    unused = RECIPE_FLAGS if args.optimizer_file else ()
-    for name, value in before.items():
-        if getattr(args, name) != value and name not in unused:
-            changed.append(f"{flag_of(name)} {getattr(args, name)} (was {value})")
-    return args, settings, changed
-
-
-def check_arguments(args: argparse.Namespace) -> None:
-    """InputError for the first argument that cannot be meant."""
-    check_step_arguments(args)
-    check_at_least_1(args, "eval_tokens", "keep_last", "core_items")
-    check_not_negative(
-        args,
-        "matrix_lr",
-        "embedding_lr",
-        "unembedding_lr",
-        "scalar_lr",
-        "weight_decay",
-    )
-    check_shares(args, "warmup_ratio", "warmdown_ratio")  # together they may be more: they meet below the top
-    if args.resume not in ("auto", "never") and not re.fullmatch("step_[0-9]+", args.resume):
-        raise InputError(f"--resume is auto, never or the name of a checkpoint, step_N, not {args.resume!r}")
-    if args.qk_clip is not None and not (args.no_qk_norm and args.qk_clip > 0):
-        raise InputError(
-            "--qk-clip is a positive number, for models with --no-qk-norm: the norm bounds logits itself"
-        )
-
-
-def parse_arguments(argv: list[str] | None, remembered: dict) -> argparse.Namespace:
-    """What is given, else what is remembered, else the default."""
-    return make_parser().parse_args(argv, argparse.Namespace(**remembered))
+def checkpoint_name(text: str) -> str:
+    if not re.fullmatch("auto|never|step_[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"is auto, never or the name of a checkpoint, step_N, not {text!r}")
+    return text
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser("python -m scripts.base_train", __doc__, allow_abbrev=False)
+    parser = ArgumentParser("python -m scripts.base_train", __doc__)
     add = parser.add_argument
     add("--run", default="base", help="name of the run, a folder under runs/ (default: %(default)s)")
-    add_step_arguments(parser)  # corpus, model, batch, layout: those that train_bench takes too
+    add(
+        "--corpus", default="python", help="python, path:FILE_OR_FOLDER or hf:ORG/NAME (default: %(default)s)"
+    )
+    add("--vocab-size", type=vocabulary, help="tokens in the vocabulary (default: set by the corpus)")
+    add(
+        "--depth",
+        type=layers,
+        default=4,
+        help="number of layers; width, heads and batch follow (default: %(default)s)",
+    )
+    add(
+        "--max-seq-len",
+        type=number(int, 1, 1 << 20),
+        help="context in tokens (default: 2048 on a GPU, 256 on a CPU)",
+    )
+    add(
+        "--window-pattern",
+        type=windows,
+        help="attention window by layer: L full, S the last quarter of the context (default: SSSL on a GPU, "
+        "L on a CPU, where windows save no time)",
+    )
+    add(
+        "--experts",
+        type=number(int, 0, 1 << 12),
+        default=0,
+        help="MLPs per layer among which a router picks, 0: one (%(default)s)",
+    )
+    add(
+        "--experts-per-token",
+        type=number(int, 1, 1 << 12),
+        default=2,
+        help="how many it picks, each 1/this as wide (%(default)s)",
+    )
+    add("--no-qk-norm", action="store_true", help="do not normalize queries and keys")
+    add(
+        "--device-batch-size",
+        type=number(int, 1, 1 << 20),
+        help="rows per device and micro-step (default: a power of two that fits into the memory of the GPU, "
+        "16 on a CPU)",
+    )
+    add(
+        "--total-batch-size",
+        type=number(int, 1, 1 << 28),
+        help="tokens per optimizer step (default: by the length of the run)",
+    )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--num-iterations", type=count, help="length of the run in optimizer steps")
+    length.add_argument(
+        "--target-flops",
+        type=size,
+        metavar="FLOPS",
+        help="as many steps as this compute pays for, 1e18 say: forward and backward of the model, 6 per "
+        "weight and token and attention besides (PaLM's count)",
+    )
+    length.add_argument(
+        "--target-param-data-ratio",
+        type=number(float, 1e-6, 1e6),
+        help="training tokens per parameter of the matrices and the head (default: 10.5)",
+    )
+    add(
+        "--optimizer-file",
+        type=python_file,
+        help="Python file with build_optimizer(model) or param_groups(model), used instead of the recipe "
+        "(see nanomuon/recipe.py); it runs only when it is given, so a run goes on with it given again",
+    )
+    add(
+        "--shard",
+        default="none",
+        choices=["none", "fsdp"],
+        help="fsdp: parameters, gradients and optimizer state in pieces over the processes (FSDP2); "
+        "none: whole parameters on each (default: %(default)s)",
+    )
+    add(
+        "--tensor-parallel",
+        type=processes,
+        default=1,
+        help="processes that share every matrix and see the same rows; divides the key-value heads "
+        "(default: %(default)s)",
+    )
+    add_dtype_argument(parser)
+    add(
+        "--fp8",
+        action="store_true",
+        help="training multiplies in float8 (torchao, tensorwise scales), evaluation as without it; for GPUs "
+        "that have it (its gain has not been measured)",
+    )
+    add(
+        "--comm-dtype",
+        default="auto",
+        choices=COMM_DTYPES,
+        help="dtype in which gradients travel to be averaged; with --shard fsdp or --tensor-parallel only "
+        "those of Muon's matrices, and their updates (auto: that of the gradients, float32)",
+    )
+    add(
+        "--seed",
+        type=seed,
+        default=0,
+        help="of initial weights, data order and samples (default: %(default)s)",
+    )
+    add(
+        "--deterministic",
+        action="store_true",
+        help="equal runs give equal bits on a GPU too, more slowly (CPUs do so anyway)",
+    )
+    add(
+        "--no-compile",
+        action="store_true",
+        help="run eagerly, as NANOMUON_COMPILE=0 (default: compile on a GPU, and on a CPU if the run is long "
+        "enough)",
+    )
     add(
         "--qk-clip",
-        type=float,
+        type=size,
         metavar="TAU",
         help="with --no-qk-norm: scale heads whose largest attention logit is above TAU back to it, say 100 "
         "(default: off)",
     )
     add(
         "--matrix-lr",
-        type=float,
+        type=rate,
         default=0.02,
         help="Muon learning rate, at 4,096 tokens a step and 2,289 steps; it follows batch and length of the "
         "run, the other rates its length (docs/recipe.md) (default: %(default)s)",
     )
     add(
         "--embedding-lr",
-        type=float,
+        type=rate,
         default=0.3,
         help="AdamW, token and value embeddings (default: %(default)s)",
     )
-    add("--unembedding-lr", type=float, default=0.004, help="AdamW, head (default: %(default)s)")
-    add("--scalar-lr", type=float, default=0.01, help="AdamW, residual scalars (default: %(default)s)")
+    add("--unembedding-lr", type=rate, default=0.004, help="AdamW, head (default: %(default)s)")
+    add("--scalar-lr", type=rate, default=0.01, help="AdamW, residual scalars (default: %(default)s)")
     add(
         "--weight-decay",
-        type=float,
+        type=rate,
         default=0.2,
         help="of Muon's matrices, falling to 0 (default: %(default)s)",
     )
-    add("--warmup-ratio", type=float, default=0.0, help="share of the run with rising rates (%(default)s)")
-    add("--warmdown-ratio", type=float, default=1.0, help="share of the run with falling rates (%(default)s)")
+    add("--warmup-ratio", type=share, default=0.0, help="share of the run with rising rates (%(default)s)")
+    add("--warmdown-ratio", type=share, default=1.0, help="share of the run with falling rates (%(default)s)")
     add(
         "--eval-every",
         type=int,
@@ -383,7 +383,7 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--eval-tokens",
-        type=int,
+        type=count,
         default=131072,
         help="validation tokens of an evaluation on the way; the last takes the whole set "
         "(default: %(default)s)",
@@ -402,7 +402,7 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--core-items",
-        type=int,
+        type=count,
         help=f"items of each task of CORE (default: {CORE_ITEMS} on the way; the last evaluation takes all)",
     )
     add(
@@ -411,9 +411,10 @@ def make_parser() -> ArgumentParser:
         default=100,
         help="steps between checkpoints, -1: only at the end (%(default)s)",
     )
-    add("--keep-last", type=int, default=2, help="how many checkpoints to keep (default: %(default)s)")
+    add("--keep-last", type=count, default=2, help="how many checkpoints to keep (default: %(default)s)")
     add(
         "--resume",
+        type=checkpoint_name,
         default="auto",
         help="auto: the newest checkpoint of the run; step_N: that one; never: start over",
     )

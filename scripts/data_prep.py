@@ -9,9 +9,9 @@ starts with the first shards and waits for the next ones (nice -n 10 in front le
 """
 
 from nanomuon import shards
-from nanomuon.arguments import ArgumentParser, check_not_negative, check_sizes, check_vocabulary
 from nanomuon.corpus import open_corpus
-from nanomuon.runtime import check_at_least_1, cores, print0, run_command
+from nanomuon.runtime import cores, print0, run_command
+from scripts.arguments import ArgumentParser, count, number, vocabulary
 
 
 def main(argv=None):
@@ -24,21 +24,20 @@ def main(argv=None):
     )
     add(
         "--vocab-size",
-        type=int,
+        type=vocabulary,
         help="tokens in the vocabulary (default: 4096, or 32768 for corpora on the hub)",
     )
     add(
         "--text-field",
         help="field of the records that holds the text, a.b for b inside of a (default: text); remembered",
     )
-    add("--max-tokens", type=int, help="stop after so many training tokens (default: the whole corpus)")
-    add("--workers", type=int, default=cores(), help="threads that tokenize (default: %(default)s)")
+    add(
+        "--max-tokens",
+        type=number(int, 0, 1 << 60),
+        help="stop after so many training tokens (default: the whole corpus)",
+    )
+    add("--workers", type=count, default=cores(), help="threads that tokenize (default: %(default)s)")
     args = parser.parse_args(argv)
-    check_sizes(args)
-    check_vocabulary(args.vocab_size)
-    check_at_least_1(args, "workers")
-    if args.max_tokens is not None:
-        check_not_negative(args, "max_tokens")
 
     corpus = open_corpus(args.corpus, args.text_field)
     folder = shards.prepare(corpus, args.vocab_size, args.workers, max_tokens=args.max_tokens)

@@ -10,11 +10,11 @@ modeling_nanomuon.py. Writing the folder, and loading the run with this repo, ru
 from pathlib import Path
 
 from nanomuon import hf_export
-from nanomuon.arguments import ArgumentParser, add_run_argument
 from nanomuon.model_card import SUMMARY
 from nanomuon.read_json import read_json
 from nanomuon.run_folder import find_run
-from nanomuon.runtime import check_output_folder, run_command
+from nanomuon.runtime import check_output, run_command
+from scripts.arguments import ArgumentParser, add_run_argument
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     folder = Path(args.to)
     run_dir = find_run(args.run)
-    check_output_folder("--to", folder)
+    check_output("--to", folder)
     summary = {}
     if (run_dir / "summary.json").exists():
         summary = read_json(run_dir / "summary.json", SUMMARY)

@@ -24,39 +24,37 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
-from nanomuon import recipe, sizing, user_file
-from nanomuon.arguments import ArgumentParser, add_dtype_argument, check_sizes
+from nanomuon import recipe
+from nanomuon.files import write_json
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import Bank, DistMuonAdamW, MuonAdamW
 from nanomuon.orthogonalize import newton_schulz_form, triples
 from nanomuon.runtime import (
     InputError,
-    Runtime,
-    check_at_least_1,
-    check_output_file,
+    check_output,
     cores,
+    cpu_has_bf16,
     keep_freed_memory,
     run_command,
-    usable_gpus,
+    start,
 )
+from scripts.arguments import ArgumentParser, add_dtype_argument, count, layers
 
 
 def parse_arguments(argv):
     parser = ArgumentParser("python -m scripts.optim_bench", __doc__)
     add = parser.add_argument
-    add("--depth", type=int, default=8, help="model size, as in base_train (default: %(default)s)")
-    add("--rounds", type=int, default=7, help="measured rounds after a first one (default: %(default)s)")
-    add("--world", type=int, default=1, help="processes: the distributed step instead of the comparison")
+    add("--depth", type=layers, default=8, help="model size, as in base_train (default: %(default)s)")
+    add("--rounds", type=count, default=7, help="measured rounds after a first one (default: %(default)s)")
+    add("--world", type=count, default=1, help="processes: the distributed step instead of the comparison")
     add("--peer", metavar="FILE:FUNCTION", help="a function that takes the model and returns an optimizer")
     add_dtype_argument(parser)
     add("--profile", metavar="FILE", help="write a trace of one step here")
     add("--json", metavar="FILE", help="write the figures here")
     args = parser.parse_args(argv)
-    check_sizes(args)
-    check_at_least_1(args, "rounds", "world")
     for flag in ("json", "profile"):
         if getattr(args, flag) is not None:
-            check_output_file(f"--{flag}", getattr(args, flag))
+            check_output(f"--{flag}", getattr(args, flag))
     if args.peer is not None and args.world > 1:
         raise InputError("--peer is compared in one process: leave out --world")
     return args
@@ -64,15 +62,12 @@ def parse_arguments(argv):
 
 def main(argv=None):
     args = parse_arguments(argv)
-    args.device = "cuda" if usable_gpus() else "cpu"
-    if args.device == "cpu":
-        keep_freed_memory()  # as in a training run
-    native = torch.bfloat16 if args.device == "cuda" else torch.float32
-    runtime = sizing.choose_dtype(args.dtype, Runtime(torch.device(args.device), native), {})
+    runtime = start(args.dtype)
+    args.device = runtime.device.type
     result = distributed(args, runtime) if args.world > 1 else compare(args, runtime)
     result |= {"depth": args.depth, "dtype": runtime.dtype_name, "torch": torch.__version__}
     if args.json is not None:
-        Path(args.json).write_text(json.dumps(result, indent=1))
+        write_json(args.json, result)
 
 
 def build_model(args, seed=0):
@@ -132,7 +127,7 @@ def products(optimizer, device):
 def load_peer(peer):
     """The function of FILE:FUNCTION; InputError if there is none."""
     file, _, name = peer.rpartition(":")
-    function = getattr(user_file.run_file(file, user_file.read_source(file)), name, None)
+    function = getattr(recipe.run_file(file, recipe.read_source(file)), name, None)
     if not callable(function):
         raise InputError(f"--peer {peer}: it is FILE:FUNCTION, and {file} has no function {name}")
     return function
@@ -159,7 +154,7 @@ def compare(args, runtime):
         "MuonAdamW compiled": compiled.step,
         "MuonAdamW eager": eager.step,
     }
-    if args.device != "cpu" or sizing.cpu_has_bf16():
+    if args.device != "cpu" or cpu_has_bf16():
         contestants["torch.optim, as shipped"] = torch_step
     if args.peer is not None:
         contestants[args.peer] = load_peer(args.peer)(model).step

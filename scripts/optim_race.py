@@ -38,13 +38,11 @@ Tasks: shakespeare (characters of any --text, 0.8M parameters, 2,000 steps: minu
 import ast
 from pathlib import Path
 
-from nanomuon import locks, sizing
-from nanomuon.arguments import ArgumentParser, add_dtype_argument, check_sizes, check_vocabulary
 from nanomuon.corpus import check_corpus
+from nanomuon.files import locked
 from nanomuon.runtime import (
     InputError,
     base_dir,
-    check_at_least_1,
     check_name,
     cores,
     exit_when_asked,
@@ -52,6 +50,7 @@ from nanomuon.runtime import (
     start,
     usable_gpus,
 )
+from scripts.arguments import ArgumentParser, add_dtype_argument, count, number, vocabulary
 from scripts.laboratory import leaderboard, race, report
 from scripts.laboratory.contenders import Contender
 from scripts.laboratory.tasks import TASKS, empty_model, open_task
@@ -77,7 +76,7 @@ def run_race(args):
         contenders[contender.name] = contender
     contenders = list(contenders.values())
     place, setup = open_task(args)
-    setup["dtype"] = sizing.choose_dtype(args.dtype, start(), {}).dtype_name
+    setup["dtype"] = start(args.dtype).dtype_name
     folder = base_dir() / "races" / args.name
     file = DOCS / "races" / f"{args.name}.jsonl" if args.leaderboard else folder / "results.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +87,7 @@ def run_race(args):
         flush=True,
     )
     text, slope = "", None
-    with locks.locked(folder):
+    with locked(folder):
         racing = race.Race(race.Results(file, setup), setup, place, args.jobs)
         if args.sweep:
             tuned, trials = racing.sweep(contenders, args.sweep)
@@ -110,31 +109,29 @@ def parse_arguments(argv):
     add("--task", default="shakespeare", choices=TASKS, help="(default: %(default)s)")
     add("--text", help="the text of the shakespeare task")
     add("--corpus", default="python", help="of the task corpus, as in base_train (default: %(default)s)")
-    add("--vocab-size", type=int, help="of the tokenizer (default: the corpus's)")
+    add("--vocab-size", type=vocabulary, help="of the tokenizer (default: the corpus's)")
     add("--contenders", nargs="+", default=[], metavar="NAME_OR_FILE[:key=value,...]")
-    add("--seeds", type=int, default=5, help="runs of each contender (default: %(default)s)")
-    add("--sweep", type=int, metavar="RUNS", help="tune first, with at most so many full runs each")
-    add("--steps", type=int, help="optimizer steps (default: the task's)")
+    add("--seeds", type=count, default=5, help="runs of each contender (default: %(default)s)")
+    add(
+        "--sweep",
+        type=number(int, FEWEST_SWEEP, 1 << 20),
+        metavar="RUNS",
+        help="tune first, with at most so many full runs each",
+    )
+    add("--steps", type=count, help="optimizer steps (default: the task's)")
     add("--model", nargs="+", default=[], type=assignment, metavar="KEY=VALUE", help="fields of GPTConfig")
     add("--name", help="of the race (default: the task)")
     add("--leaderboard", action="store_true", help="keep the runs in docs/races, write docs/leaderboard.md")
     add_dtype_argument(parser)
     jobs = usable_gpus() or cores()
-    add("--jobs", type=int, default=jobs, help="runs at a time (default: one a GPU or core, %(default)s)")
+    add("--jobs", type=count, default=jobs, help="runs at a time (default: one a GPU or core, %(default)s)")
     args = parser.parse_args(argv)
     if not args.contenders and not args.leaderboard:
         raise InputError("--contenders says who races, for example: --contenders default adamw")
-    check_at_least_1(args, "seeds", "steps", "jobs")
-    check_sizes(args)
-    check_vocabulary(args.vocab_size)
     if args.task == "corpus":
         check_corpus(args.corpus)
     elif args.corpus != "python":
         raise InputError(f"--corpus {args.corpus} is for --task corpus")
-    if args.sweep is not None and args.sweep < FEWEST_SWEEP:
-        raise InputError(
-            f"--sweep takes the runs that tuning may cost, at least {FEWEST_SWEEP}, not {args.sweep}"
-        )
     args.name = args.name or args.task
     check_name("--name", args.name)
     return args

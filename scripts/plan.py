@@ -11,41 +11,41 @@ row on each.
 """
 
 import bisect
-import math
 
 import torch
 
-from nanomuon import footprint, parallel, planning, schedule
-from nanomuon.arguments import ArgumentParser, check_sizes
+from nanomuon import footprint, parallel
 from nanomuon.gpt import GPTConfig
-from nanomuon.runtime import InputError, run_command
+from nanomuon.plan import meta_model, total_batch_size
+from nanomuon.runtime import run_command
+from scripts.arguments import ArgumentParser, layers, number, processes
 from scripts.laboratory.report import columns
 
 MEMORY = ("weights", "gradients", "state", "activations", "buffers")
 HEADROOM = 0.9  # of the memory; the rest is for the allocator, the libraries and what is not foreseen
 CONTEXT, VOCABULARY, DATA_RATIO = 2048, 32768, 10.5  # base_train's on GPUs
 DEPTHS = range(2, 257, 2)
-MOST_ROWS, MOST_GPUS = 64, 1 << 16
+MOST_ROWS = 64
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser("python -m scripts.plan", __doc__)
     add = parser.add_argument
-    add("--depth", type=int, default=24, help="layers; width and heads follow (default: %(default)s)")
-    add("--gpus", type=int, default=8, help="how many (default: %(default)s)")
+    add("--depth", type=layers, default=24, help="layers; width and heads follow (default: %(default)s)")
+    add("--gpus", type=processes, default=8, help="how many (default: %(default)s)")
     add("--shard", choices=["none", "fsdp"], help="only this layout (default: compare them)")
-    add("--tensor-parallel", type=int, default=1, help="GPUs that share every matrix (default: %(default)s)")
-    add("--gpu-memory", type=float, default=80, help="GiB of a GPU (default: %(default)s)")
+    add(
+        "--tensor-parallel",
+        type=number(int, 1, 1 << 10),
+        default=1,
+        help="GPUs that share every matrix (default: %(default)s)",
+    )
+    add("--gpu-memory", type=number(float, 1, 1e6), default=80, help="GiB of a GPU (default: %(default)s)")
     args = parser.parse_args(argv)
-    check_sizes(args)
-    if not 0 < args.gpus <= MOST_GPUS:
-        raise InputError(f"--gpus must be from 1 to {MOST_GPUS}, not {args.gpus}")
-    if not 0 < args.gpu_memory < math.inf:
-        raise InputError(f"--gpu-memory must be above 0 and finite, not {args.gpu_memory:g}")
     config = model(args.depth)
     parallel.data_parallel_size(args.gpus, args.tensor_parallel, config)
-    counts = planning.meta_model(config).parameter_counts()
-    tokens = schedule.training_tokens(counts["matrices"] + counts["lm_head"], DATA_RATIO)
+    counts = meta_model(config).parameter_counts()
+    tokens = int(DATA_RATIO * (counts["matrices"] + counts["lm_head"]))
     print(
         f"depth {args.depth}, width {config.width}, {config.heads} heads, context {CONTEXT}, vocabulary "
         f"{VOCABULARY}: {counts['total'] / 1e6:,.1f}M parameters, {tokens:.3g} tokens\n"
@@ -71,7 +71,7 @@ def describe(config: GPTConfig, layout: footprint.Layout, tokens: int, available
         rows //= 2
         memory = footprint.memory_by_kind(config, layout, rows, 2)
     micro_batch = rows * CONTEXT * layout.data_parallel
-    micro_steps = schedule.total_batch_size(tokens, micro_batch) // micro_batch
+    micro_steps = total_batch_size(tokens, micro_batch) // micro_batch
     traffic = footprint.traffic(config, layout, rows, micro_steps, 2)
     together = sum(memory.values())
     return [

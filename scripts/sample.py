@@ -11,19 +11,19 @@ import contextlib
 import sys
 import time
 
-from nanomuon import sizing
-from nanomuon.arguments import (
+from nanomuon.finished_run import load_run
+from nanomuon.generate import Sample, continue_samples
+from nanomuon.gpt import GPT
+from nanomuon.runtime import InputError, printable, run_command, start
+from nanomuon.tokenizer import Tokenizer
+from scripts.arguments import (
     ArgumentParser,
     add_checkpoint_argument,
     add_dtype_argument,
     add_run_argument,
-    check_seed,
+    count,
+    number,
 )
-from nanomuon.finished_run import load_run
-from nanomuon.generate import Sample, continue_samples
-from nanomuon.gpt import GPT
-from nanomuon.runtime import InputError, check_at_least_1, printable, run_command, start
-from nanomuon.tokenizer import Tokenizer
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -41,18 +41,21 @@ def main(argv: list[str] | None = None) -> None:
         help="read prompts line by line; the end of the input (Ctrl-D) or Ctrl-C ends it",
     )
     parser.add_argument(
-        "--samples", type=int, default=1, help="how many of each prompt (default: %(default)s)"
+        "--samples", type=count, default=1, help="how many of each prompt (default: %(default)s)"
     )
-    parser.add_argument("--max-tokens", type=int, default=128, help="length of each (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=count, default=128, help="length of each (default: %(default)s)")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0: always the likeliest token (%(default)s)"
+        "--temperature",
+        type=number(float, 0, 1e30),
+        default=0.8,
+        help="0: always the likeliest token (%(default)s)",
     )
     parser.add_argument(
-        "--top-k", type=int, default=50, help="draw from this many tokens (default: %(default)s)"
+        "--top-k", type=count, default=50, help="draw from this many tokens (default: %(default)s)"
     )
     parser.add_argument(
         "--top-p",
-        type=float,
+        type=number(float, 1e-30, 1),
         default=1.0,
         help="and of these from the fewest that have this probability together (default: %(default)s, all)",
     )
@@ -64,12 +67,15 @@ def main(argv: list[str] | None = None) -> None:
         help="end a sample before this text; may be given several times",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the first sample, the next one has the next (%(default)s)"
+        "--seed",
+        type=number(int, 0, 1 << 62),
+        default=0,
+        help="of the first sample, the next one has the next (%(default)s)",
     )
     add_dtype_argument(parser)
     args = parser.parse_args(argv)
     check(args)
-    runtime = sizing.choose_dtype(args.dtype, start(), {})
+    runtime = start(args.dtype)
     model, tokenizer, about = load_run(args.run, runtime, args.checkpoint)
     if args.checkpoint is not None:
         print(f"run {args.run} after step {about['step']}", file=sys.stderr)
@@ -82,12 +88,6 @@ def main(argv: list[str] | None = None) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """InputError for arguments that mean nothing."""
-    check_at_least_1(args, "samples", "max_tokens", "top_k")
-    check_seed("--seed", args.seed)
-    if not args.temperature >= 0:
-        raise InputError(f"--temperature must not be below 0, but is {args.temperature}")
-    if not 0 < args.top_p <= 1:
-        raise InputError(f"--top-p is a probability above 0 and at most 1, not {args.top_p}")
     if "" in args.stop:
         raise InputError("--stop '': an empty text would end every sample before it begins")
     if args.interactive and args.prompt is not None:

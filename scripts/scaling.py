@@ -15,24 +15,24 @@ under NANOMUON_BASE_DIR, the runs runs/NAME-d2-t500000. The same command goes on
 skips finished runs. Several GPUs share each run, by torchrun.
 """
 
-import argparse
 import itertools
 import json
 import math
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from scipy import optimize
 
-from nanomuon import locks, planning, run_folder, runtime, schedule
-from nanomuon.arguments import ArgumentParser, check_sizes
+from nanomuon import files, run_folder, runtime
 from nanomuon.corpus import check_corpus
 from nanomuon.gpt import GPTConfig
+from nanomuon.plan import default_context, meta_model, total_batch_size
 from nanomuon.runtime import STOPPED, InputError
 from scripts import base_train
+from scripts.arguments import ArgumentParser, layers, size
 from scripts.laboratory.report import columns
 
 
@@ -52,7 +52,7 @@ def main(argv=None):
     folder = runtime.base_dir() / "scaling" / args.name
     folder.mkdir(parents=True, exist_ok=True)
     runtime.exit_when_asked()  # the run in training saves first
-    with locks.locked(folder):
+    with files.locked(folder):
         for depth, tokens in sorted((d, t) for d in args.depths for t in args.tokens):
             train(args, depth, tokens, flags)
         members = finished(args.name)
@@ -63,7 +63,7 @@ def main(argv=None):
             text += "\nloss = {:.3f} + {:.4g} / N^{:.3f} + {:.4g} / D^{:.3f}".format(*law)
         if args.target_flops is not None:
             text += "\n" + advice(law, members[-1].config, args.target_flops)
-        runtime.write_text(folder / "scaling.md", f"{text}\n\n![Loss over compute](scaling.png)\n")
+        files.write_text(folder / "scaling.md", f"{text}\n\n![Loss over compute](scaling.png)\n")
         plot(members, folder / "scaling.png")
     print(f"\n{text}\n\n{folder}/scaling.md, {folder}/scaling.png")
 
@@ -74,12 +74,12 @@ def parse_arguments(argv):
     if "--" in argv:
         here = argv.index("--")
         argv, flags = argv[:here], argv[here + 1 :]
-    parser = ArgumentParser("python -m scripts.scaling", __doc__, allow_abbrev=False)
+    parser = ArgumentParser("python -m scripts.scaling", __doc__)
     add = parser.add_argument
-    add("--depths", type=numbers, default=[], help="of the models to train, e.g. 1,2,3")
+    add("--depths", type=depths, default=[], help="of the models to train, e.g. 1,2,3")
     add("--tokens", type=numbers, default=[], help="to train each on, e.g. 250e3,500e3,1e6")
     add("--corpus", default="python", help="as in base_train (default: %(default)s)")
-    add("--target-flops", type=float, help="which depth and how many tokens make the best of them?")
+    add("--target-flops", type=size, help="which depth and how many tokens make the best of them?")
     add("--name", default="family", help="a folder under scaling/ (default: %(default)s)")
     args = parser.parse_args(argv)
     runtime.check_name("--name", args.name)
@@ -87,17 +87,18 @@ def parse_arguments(argv):
         raise InputError("--depths and --tokens go together: each depth is trained on each number of tokens")
     if args.depths:
         check_corpus(args.corpus)
-    if args.target_flops is not None and not 0 < args.target_flops < math.inf:
-        raise InputError(f"--target-flops must be above 0 and finite, not {args.target_flops:g}")
-    for depth in args.depths:
-        check_sizes(argparse.Namespace(depth=depth))
-    base_train.check_arguments(base_train.parse_arguments(flags, {}))
+    base_train.make_parser().parse_args(flags)
     return args, flags
 
 
 def numbers(text):
     """1,2,3 or 250e3,1e6 as a list of int."""
     return [round(float(part)) for part in text.split(",")]
+
+
+def depths(text):
+    """1,2,3 as depths of models."""
+    return [layers(part) for part in text.split(",")]
 
 
 def train(args, depth, tokens, flags):
@@ -107,10 +108,10 @@ def train(args, depth, tokens, flags):
     if (run_dir / "summary.json").exists():
         print(f"{run} is finished, skipped")
         return
-    given = base_train.parse_arguments(flags, {})
     gpus = runtime.usable_gpus()
-    row = (given.max_seq_len or planning.default_context(gpus > 0)) * max(1, gpus)
-    batch = given.total_batch_size or schedule.total_batch_size(tokens, row)
+    given = base_train.make_parser().parse_args(flags)
+    row = (given.max_seq_len or default_context(gpus > 0)) * max(1, gpus)
+    batch = given.total_batch_size or total_batch_size(tokens, row)
     command = [sys.executable, "-m"]
     if gpus > 1:
         torchrun = "torch.distributed.run --standalone --local_addr=localhost"
@@ -143,7 +144,7 @@ def finished(name):
         if (run_dir / "summary.json").exists():
             settings = run_folder.read_settings(run_dir)
             summary = json.loads((run_dir / "summary.json").read_text())
-            config = GPTConfig(**{field.name: settings[field.name] for field in fields(GPTConfig)})
+            config = GPTConfig(**settings.model)
             members.append(Member(config, summary["tokens"], *size_of(config), summary["val_bpb"]))
     if not members:
         raise InputError(f"family {name} has no finished run yet: give --depths and --tokens")
@@ -152,7 +153,7 @@ def finished(name):
 
 def size_of(config):
     """(parameters of the matrices and the head, training FLOPs per token)."""
-    model = planning.meta_model(config)
+    model = meta_model(config)
     counts = model.parameter_counts()
     return counts["matrices"] + counts["lm_head"], model.estimate_flops()
 

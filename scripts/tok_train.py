@@ -8,10 +8,10 @@ from unittest import mock
 
 import tiktoken
 
-from nanomuon.arguments import ArgumentParser, check_sizes, check_vocabulary
 from nanomuon.corpus import is_validation, open_corpus, with_both_parts
 from nanomuon.runtime import print0, run_command
 from nanomuon.shards import default_vocab_size, prepare_tokenizer, tokenizer_folder
+from scripts.arguments import ArgumentParser, vocabulary
 
 SAMPLE_BYTES = 4 << 20  # of validation text
 
@@ -26,12 +26,10 @@ def main(argv=None):
     )
     add(
         "--vocab-size",
-        type=int,
+        type=vocabulary,
         help="tokens in the vocabulary (default: 4096, or 32768 for corpora on the hub)",
     )
     args = parser.parse_args(argv)
-    check_sizes(args)
-    check_vocabulary(args.vocab_size)
 
     corpus = with_both_parts(open_corpus(args.corpus))
     vocab_size = args.vocab_size or default_vocab_size(corpus.name)

@@ -12,64 +12,49 @@ cache.
 """
 
 import argparse
-import json
-from pathlib import Path
+import os
 
 import torch
 
-from nanomuon import fp8, parallel, recipe, report, shards, sizing, user_file
-from nanomuon.arguments import ArgumentParser, add_step_arguments
+from nanomuon import fp8, parallel, recipe, report, shards
 from nanomuon.attention import use_flash_attention
-from nanomuon.compilation import choose_compilation, compile_model
 from nanomuon.corpus import check_corpus
 from nanomuon.dataloader import TrainLoader
-from nanomuon.planning import plan_run
+from nanomuon.files import write_json
+from nanomuon.plan import make_plan, peak_flops
 from nanomuon.runtime import (
     InputError,
-    check_at_least_1,
-    check_output_file,
+    check_output,
     compile_enabled,
     make_deterministic,
-    peak_flops,
     peak_memory_mb,
     run_command,
     start,
 )
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_train, optim_bench
+from scripts.arguments import count
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = ArgumentParser(
-        "python -m scripts.train_bench",
-        __doc__,
-        allow_abbrev=False,
-        epilog="The other flags of base_train are taken too; they change nothing here.",
-    )
-    add = parser.add_argument
-    add("--rounds", type=int, default=7, help="rounds after one to warm up (default: %(default)s)")
-    add("--json", help="also write the numbers to this file")
-    add_step_arguments(parser)
-    args, others = parser.parse_known_args(argv)
-    base_train_parser = base_train.make_parser()
-    base_train_parser.prog = parser.prog
-    of_base_train = base_train_parser.parse_args(others)  # ends here where it knows them neither
-    return argparse.Namespace(**{**vars(of_base_train), **vars(args)})
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of base_train, of which those of a step count, and our own."""
+    parser = base_train.make_parser()
+    parser.prog, parser.description = "python -m scripts.train_bench", __doc__
+    parser.add_argument("--rounds", type=count, default=7, help="rounds after one to warm up (%(default)s)")
+    parser.add_argument("--json", help="also write the numbers to this file")
+    return parser
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_arguments(argv)
-    check_at_least_1(args, "rounds")
-    base_train.check_arguments(args)
+    args = make_parser().parse_args(argv)
     if args.json is not None:
-        check_output_file("--json", args.json)
+        check_output("--json", args.json)
     check_corpus(args.corpus)
     if args.deterministic:
         make_deterministic()
-    runtime = sizing.choose_dtype(args.dtype, start(), {})
-    if args.compile is None and runtime.device.type == "cpu":
-        args.compile = True  # no run to end sooner
-    choose_compilation(args, runtime.device.type)
+    runtime = start(args.dtype)
+    if args.no_compile:
+        os.environ["NANOMUON_COMPILE"] = "0"
     if runtime.world_size > 1:
         raise InputError("train_bench measures one process; start it without torchrun")
     if args.fp8:
@@ -77,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     result = step_table(args, runtime)
     result["machine"] = dict(description=report.machine_description(), threads=torch.get_num_threads())
     if args.json is not None:
-        Path(args.json).write_text(json.dumps(result, indent=1))
+        write_json(args.json, result)
 
 
 def floor_of(model, batch, rows):
@@ -102,21 +87,20 @@ def step_table(args, runtime):
     device = runtime.device
     build = recipe.param_groups
     if args.optimizer_file:
-        build, _ = user_file.load_recipe(args.optimizer_file)
+        build, _ = recipe.load_recipe(args.optimizer_file)
     data = shards.prepare_for_training(args.corpus, args.vocab_size, tokens=10**8)  # more than it reads
-    measured = {}
-    plan = plan_run(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime, measured)
+    plan = make_plan(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime)
     config = plan.config
     use_flash_attention(device)
     batch, rows = plan.batch, plan.batch // config.seq_len
     model = parallel.build_model(config, runtime, args.seed)
-    optimizer = user_file.make_optimizer(build, model, batch, plan.steps, ns_dtype=runtime.compute_dtype)
+    optimizer = recipe.make_optimizer(build, model, batch, plan.steps, ns_dtype=runtime.compute_dtype)
     loader = TrainLoader(data, config.seq_len, rows, plan.rows, 0, 1, args.seed, device)
     products = floor_of(model, batch, plan.rows)
     if args.fp8:
         fp8.train_in_fp8(model)
     newton_schulz = optim_bench.products(optimizer, device.type)
-    forward = compile_model(model, None) if compile_enabled() else model
+    forward = parallel.compile_model(model, None) if compile_enabled() else model
     times = {name: [] for name in ("floor", "data", "forward", "backward", "optimizer", "whole step")}
     results = []
 
@@ -161,7 +145,7 @@ def step_table(args, runtime):
     if device.type == "cuda":
         peak = peak_flops(device)
         if peak is None:
-            print(f"MFU not known: nanomuon/devices.py has no peak for {torch.cuda.get_device_name(device)}")
+            print(f"MFU not known: nanomuon/runtime.py has no peak for {torch.cuda.get_device_name(device)}")
         else:
             result["mfu"] = model.estimate_flops() * batch / seconds / peak
             print(f"MFU {100 * result['mfu']:.1f}%")

@@ -17,7 +17,7 @@ from nanomuon import checkpoint, recipe
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
 from nanomuon.orthogonalize import orthogonalize
-from nanomuon.user_file import load_recipe, make_optimizer, read_source, run_file
+from nanomuon.recipe import load_recipe, make_optimizer, read_source, run_file
 from scripts.laboratory.contenders import Contender
 from tests.test_optim_dist import assert_close, assert_same_everywhere
 from tests.worlds import run_world

@@ -424,12 +424,12 @@ def test_a_prompt_that_is_not_utf8():
 # In place of Python: data_prep writes down how nice it is, and training waits for that
 BESIDE_TRAINING = f"""#!/bin/sh
 case "$*" in
-    *print_usable_gpus*) echo 0 ;;
+    *print_hardware*) echo 0 float32 ;;
     *scripts.data_prep*) nice >$NANOMUON_BASE_DIR/nice ;;
     *--plan*) echo "training  10 steps of 100 = 1,000 tokens" ;;
     *scripts.base_train*)
         while [ ! -s $NANOMUON_BASE_DIR/nice ]; do sleep 0.02; done
-        touch $NANOMUON_BASE_DIR/runs/r/summary.json ;;
+        mkdir -p $NANOMUON_BASE_DIR/runs/r ;;
     *) exec {sys.executable} "$@" ;;
 esac
 """

@@ -191,7 +191,7 @@ def test_plan_compares_layouts(capsys):
 @pytest.mark.parametrize(
     "flags,message",
     [
-        ("--gpus 0", "--gpus must be from 1"),
+        ("--gpus 0", "--gpus: must be from 1"),
         ("--depth 12 --tensor-parallel 4", "does not divide 6 key-value heads"),
         ("--gpus 6 --tensor-parallel 4", "does not divide 6 processes"),
     ],

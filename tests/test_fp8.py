@@ -173,7 +173,6 @@ def test_what_is_missing_or_does_not_go_together_is_named(monkeypatch):
         fp8.check(runtime, tensor_parallel=1)
 
 
-def test_it_is_off_unless_asked_for_and_remembered():
-    assert base_train.parse_arguments([], {}).fp8 is False
-    assert base_train.parse_arguments([], {"fp8": True}).fp8 is True
-    assert base_train.parse_arguments(["--no-fp8"], {"fp8": True}).fp8 is False
+def test_it_is_off_unless_asked_for():
+    parser = base_train.make_parser()
+    assert parser.parse_args([]).fp8 is False and parser.parse_args(["--fp8"]).fp8 is True

@@ -174,7 +174,7 @@ def test_experts_and_qk_clip_in_pieces(base):
     "flags,message",
     [
         (["--tensor-parallel", "2"], "--tensor-parallel 2 does not divide 1 processes"),
-        (["--tensor-parallel", "0"], "--tensor-parallel must be at least 1"),
+        (["--tensor-parallel", "0"], "--tensor-parallel: must be from 1"),
     ],
 )
 @pytest.mark.usefixtures("environment")

@@ -290,7 +290,7 @@ def test_base_train_clips_between_steps(base):
 @pytest.mark.usefixtures("environment")
 @pytest.mark.parametrize("options", [("--qk-clip", "100"), ("--no-qk-norm", "--qk-clip", "0")])
 def test_clipping_where_it_means_nothing_is_refused(base, options):
-    with pytest.raises(InputError, match="--no-qk-norm"):
+    with pytest.raises(InputError, match="--qk-clip"):
         base_train.main(arguments(base, "refused", 1, *options))
 
 

@@ -45,8 +45,9 @@ def test_rows_come_back_in_order_and_by_kind(tmp_path):
 def test_a_row_is_on_disk_when_log_returns(tmp_path):
     code = f"""if True:
         import os
+        from pathlib import Path
         from nanomuon.report import MetricsLog
-        log = MetricsLog({str(tmp_path / "metrics.jsonl")!r})
+        log = MetricsLog(Path({str(tmp_path / "metrics.jsonl")!r}))
         for step in range(3):
             log.log({{"step": step}})
         os.kill(os.getpid(), 9)"""
@@ -59,14 +60,24 @@ def test_resuming_leaves_each_step_once(tmp_path, torn):
     path = tmp_path / "runs" / "metrics.jsonl"
     log = report.MetricsLog(path)
     for step in range(1, 6):
-        log.log({"step": step, "life": 1})
+        log.log({"step": step, "tokens": 0, "train_loss": 1})
+        log.log({"step": step, "tokens": 0, "val_bpb": 1})
     log.close()
     with open(path, "a") as file:
         file.write(torn)
-    log = report.MetricsLog(path, resume_step=3)
-    for step in range(4, 7):
-        log.log({"step": step, "life": 2})
-    assert rows_of(path) == [{"step": step, "life": 1 + (step > 3)} for step in range(1, 7)]
+    log = report.MetricsLog(path, resume_step=3)  # whose evaluation is made again
+    log.log({"step": 3, "tokens": 0, "val_bpb": 2})
+    log.log({"step": 4, "tokens": 0, "train_loss": 2})
+    found = [(row["step"], row.get("train_loss"), row.get("val_bpb")) for row in rows_of(path)]
+    assert found == [
+        (1, 1, None),
+        (1, None, 1),
+        (2, 1, None),
+        (2, None, 1),
+        (3, 1, None),
+        (3, None, 2),
+        (4, 2, None),
+    ]
     report.MetricsLog(path)
     assert path.read_text() == ""
 
@@ -160,31 +171,29 @@ def test_the_report_says_what_happened(tmp_path):
     run_dir = tmp_path / "my-run"
     write_run(run_dir / "metrics.jsonl")
     samples = ["def f():\n    return 1", "```\nfenced\n````python"]
-    report.write_report(
-        run_dir,
-        {"depth": 4, "window": "S|L", "prompt": "two\nlines"},
-        {"val_bpb": 1.234, "steps": 100},
-        samples,
-        "2 x some processor",
-        [("tokenizer", 12.25), ("training", 300)],
-    )
+    settings = {"options": {"depth": 4, "window_pattern": "S|L", "vocab_size": None}}
+    settings |= {"trained_on": {"revision": "r1"}, "trained_with": {"threads": 2}}
+    (run_dir / "settings.json").write_text(json.dumps(settings))
+    core = "mean over 1 task", {"easy": {"accuracy": 0.75}}
+    report.write_report(run_dir, {"val_bpb": 1.234, "steps": 100}, samples, core)
     text = (run_dir / "report.md").read_text()
     for part in (
         "# my-run",
-        "2 x some processor",
+        report.machine_description(),
         "| val_bpb | 1.234 |",
         "](loss.png)",
         "| depth | 4 |",
         "S\\|L",
-        "| prompt | two lines |",
-        "| tokenizer | 12.2 |",
-        "| total | 312.2 |",
+        "| revision | r1 |",
+        "| threads | 2 |",
+        "mean over 1 task",
+        "| easy | 0.7500 |",
         "--run my-run",
     ):
         assert part in text
     assert "\n```\n" + samples[0] + "\n```\n" in text
     assert "\n`````\n" + samples[1] + "\n`````\n" in text  # longer than any fence inside
-    assert sorted(path.name for path in run_dir.iterdir()) == ["loss.png", "metrics.jsonl", "report.md"]
+    assert "vocab_size" not in text and (run_dir / "loss.png").exists()
 
 
 def test_the_machine_is_named():

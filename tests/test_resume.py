@@ -13,11 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanomuon import checkpoint, dataloader, locks, provenance, shards
+from nanomuon import checkpoint, dataloader, files, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.gpt import GPT
-from nanomuon.guards import Requests, gradients_finite
 from nanomuon.optim import MuonAdamW
+from nanomuon.parallel import gradients_finite
+from nanomuon.run import Run
+from nanomuon.run_folder import StopSignals
 from nanomuon.runtime import STOPPED, InputError
 from scripts import base_train
 from tests.training import Ranks, arguments, children, launch, losses, rows, wait_until, write_corpus
@@ -138,7 +140,7 @@ def test_a_signal_during_the_start_ends_it_with_a_line(base, processes):
     """While it waits for a tokenizer, which another process is training."""
     run = f"starting-{processes}"
     size = 256 + 10 * processes
-    with locks.locked(shards.tokenizer_folder(open_corpus(f"path:{base}/texts"), size)):
+    with files.locked(shards.tokenizer_folder(open_corpus(f"path:{base}/texts"), size)):
         ranks = Ranks(base, run, 5, "--vocab-size", str(size), *QUIET, processes=processes)
         wait_until(lambda: "waiting for it" in ranks.output(), ranks.alive)
         ranks.kill(signal.SIGTERM)
@@ -153,17 +155,15 @@ def stopped_before_it_holds(run_dir):
     """The exit code of a process that gets SIGTERM when its handlers are in place, and no more."""
     child = os.fork()
     if child == 0:
-        Requests(run_dir)
+        StopSignals(run_dir)
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_a_signal_before_anything_is_looked_at_leaves_a_note(tmp_path):
-    """But none where another launch is at work, and none of a launch that only plans."""
+    """But none of a launch that only plans."""
     run_dir = tmp_path / "runs" / "early"
-    with locks.locked(run_dir):
-        assert stopped_before_it_holds(run_dir) == STOPPED and not run_dir.exists()
     assert stopped_before_it_holds(None) == STOPPED and not run_dir.exists()
     assert stopped_before_it_holds(run_dir) == STOPPED
     assert (run_dir / "stopped").read_text().startswith("stopped before its first step; the same command")
@@ -174,7 +174,7 @@ def test_what_nohup_ignores_stays_ignored():
     try:
         for ignored in (True, False):
             signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
-            Requests()
+            StopSignals(None)
             assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) is ignored
     finally:
         for number, handler in before.items():
@@ -293,7 +293,7 @@ def test_too_many_bad_steps_name_the_last_checkpoint_that_trained_on(base, capsy
     file.write_text(EXPLODES)
     options = ("--optimizer-file", str(file), "--eval-every", "-1", "--save-every", "3")
     assert base_train.main(arguments(base, "late", 100, *options)) == 1
-    message = "10 losses in a row are not finite, or their gradients; last good checkpoint: step_3;"
+    message = "10 losses in a row are not finite, or their gradients; --resume step_3 goes on from the last"
     assert message in capsys.readouterr().err
     assert len(losses(base, "late")) == 16 and checkpoint.saved_steps(base / "runs" / "late") == [3, 6]
 
@@ -440,7 +440,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_at_the_start(base, tmp_pat
     assert os.listdir(tmp_path) == ["runs"]
 
 
-def test_a_run_keeps_its_options_and_takes_new_ones_that_are_given(base, capsys):
+def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
     run = ["--run", "options"]
     assert base_train.main(arguments(base, "options", 10, "--matrix-lr", "0.01", *QUIET)) == 0
     assert base_train.main(run) == 0  # all as it was
@@ -448,29 +448,36 @@ def test_a_run_keeps_its_options_and_takes_new_ones_that_are_given(base, capsys)
     assert base_train.main([*run, "--num-iterations", "6"]) == 0
     assert "run options is complete" in capsys.readouterr().out
 
-    assert base_train.main([*run, "--num-iterations", "20", "--embedding-lr", "0.2"]) == 0
-    line = "resuming run options at step 10; --num-iterations 20 (was 10); --embedding-lr 0.2 (was 0.3)"
-    assert line in capsys.readouterr().out
-    assert [row["step"] for row in rows(base, "options")] == [*range(1, 11), 10, *range(11, 21), 20]
-    assert rows(base, "options")[11]["lr_multiplier"] == 0.5  # step 11 of 20, not the end of 10
-    file = base / "runs" / "options" / "settings.json"
-    assert '"matrix_lr": 0.01' in file.read_text() and '"embedding_lr": 0.2' in file.read_text()
+    assert base_train.main([*run, "--num-iterations", "20", "--keep-last", "3"]) == 0
+    assert "resuming run options at step 10\n" in capsys.readouterr().out
+    assert [row["step"] for row in rows(base, "options")] == [*range(1, 21), 20]
+    assert rows(base, "options")[10]["lr_multiplier"] == 0.5  # step 11 of 20, not the end of 10
+    recorded = json.loads((base / "runs" / "options" / "settings.json").read_text())["options"]
+    assert recorded["matrix_lr"] == 0.01 and recorded["num_iterations"] == 20
 
-    with pytest.raises(InputError, match="exists with seed 0, not 1"):
-        base_train.main([*run, "--seed", "1", "--num-iterations", "30"])
     assert base_train.main([*run, "--resume", "step_10"]) == 0  # back in time, though complete
     output = capsys.readouterr().out
     assert "resuming run options at step 10\n" in output and "is complete" not in output
-    assert [row["step"] for row in rows(base, "options")] == [*range(1, 11), 10, *range(11, 21), 20]
-
-    assert base_train.main(arguments(base, "no-norm", 2, "--no-qk-norm", *QUIET)) == 0
-    assert base_train.main(["--run", "no-norm", "--num-iterations", "3", "--qk-clip", "50"]) == 0
-    with pytest.raises(InputError, match="with --no-qk-norm"):
-        base_train.main([*run, "--qk-clip", "50"])
-
-    capsys.readouterr()
+    assert [row["step"] for row in rows(base, "options")] == [*range(1, 21), 20]
     assert base_train.main([*run, "--target-param-data-ratio", "0.006"]) == 0  # fewer steps than it has
     assert "run options is complete" in capsys.readouterr().out
+
+
+def test_what_defines_a_run_cannot_change(base, tmp_path):
+    run = ["--run", "defined", "--num-iterations", "4"]
+    assert base_train.main(arguments(base, "defined", 2, *QUIET)) == 0
+    before = (base / "runs" / "defined" / "settings.json").read_bytes()
+    changes = "--seed 1 --embedding-lr 0.2 --dtype bfloat16 --total-batch-size 512 --experts 2".split()
+    differences = "--experts 0, not 2; --total-batch-size 256, not 512; --dtype float32, not bfloat16; "
+    differences += "--seed 0, not 1; --embedding-lr 0.3, not 0.2"
+    with pytest.raises(InputError) as caught:
+        base_train.main([*run, *changes])
+    for difference in differences.split("; "):
+        assert difference in str(caught.value)
+    assert "--resume never" in str(caught.value) and "\n" not in str(caught.value)
+    assert (base / "runs" / "defined" / "settings.json").read_bytes() == before
+    assert base_train.main([*arguments(base, "defined", 1, *QUIET), "--seed", "1", "--resume", "never"]) == 0
+    assert json.loads((base / "runs" / "defined" / "settings.json").read_text())["options"]["seed"] == 1
 
 
 OPTIMIZER_FILE = """
@@ -485,78 +492,55 @@ def schedule(group, step, steps):
 """
 
 
-def test_an_optimizer_file_runs_only_where_it_is_named(base, tmp_path, monkeypatch, capsys):
+def test_an_optimizer_file_runs_only_when_it_is_named(base, tmp_path, monkeypatch, capsys):
     """Whatever settings.json says: the folder may come from somebody else."""
     file, run_dir = tmp_path / "mine.py", base / "runs" / "filed"
     file.write_text(OPTIMIZER_FILE.replace("RATE", "0.1"))
+    sha256_of_file = sha256(file.read_bytes()).hexdigest()
     named = ("--optimizer-file", str(file))
-    finish = base_train.finish
-    monkeypatch.setattr(base_train, "finish", lambda run: 0)  # most reports are not looked at
     ran = file.with_suffix(".ran")
     assert base_train.main(arguments(base, "filed", 2, *named, *QUIET)) == 0
-    assert f"running {file}: 9 lines, SHA-256 {sha256(file.read_bytes()).hexdigest()[:12]}\n" in (
-        capsys.readouterr().out
-    )
-    assert (run_dir / "optimizer_file.py").read_bytes() == file.read_bytes()
-    assert ran.read_text() == "x"
+    assert f"running {file}, SHA-256 {sha256_of_file}\n" in capsys.readouterr().out
+    assert ran.read_text() == "x" and sha256_of_file in (run_dir / "report.md").read_text()
 
     settings = json.loads((run_dir / "settings.json").read_text())
-    assert settings["trained_on"]["optimizer_file_sha256"] == sha256(file.read_bytes()).hexdigest()
+    assert settings["trained_on"]["optimizer_file_sha256"] == sha256_of_file
     assert "optimizer_file" not in settings["options"]
     monkeypatch.chdir(tmp_path)
-    for hostile in (settings, {**settings, "optimizer_file": None, "trained_on": None}):
+    trained_on = settings["trained_on"]
+    for says in (trained_on, {**trained_on, "optimizer_file": None, "optimizer_file_sha256": None}):
+        hostile = {**settings, "trained_on": says}
         hostile["options"] |= {"optimizer_file": "mine.py"}
         (run_dir / "settings.json").write_text(json.dumps(hostile))
-        if hostile["optimizer_file"]:
-            with pytest.raises(InputError, match="code runs only where it is named: give --optimizer-file"):
-                base_train.main(arguments(base, "filed", 4, *QUIET))
-        else:  # nothing says that there is one: the recipe does not go on with its state
-            with pytest.raises(InputError, match="is of another model or optimizer"):
-                base_train.main(arguments(base, "filed", 4, *QUIET))
+        message = "is of another model or optimizer"  # nothing says that there is a file: the recipe begins
+        if says["optimizer_file"]:
+            message = f"{sha256_of_file}, and code runs only when it is named: give --optimizer-file again"
+        with pytest.raises(InputError, match=message):
+            base_train.main(arguments(base, "filed", 4, *QUIET))
     assert ran.read_text() == "x"
     (run_dir / "settings.json").write_text(json.dumps(settings))
 
     file.write_text(OPTIMIZER_FILE.replace("RATE", "0.2"))
-    with pytest.raises(InputError, match="mine.py' of SHA-256 .*optimizer_file.py.: --resume never"):
+    with pytest.raises(InputError, match=f"mine.py of SHA-256 {sha256_of_file}, not .*: --resume never"):
         base_train.main(arguments(base, "filed", 4, *named, *QUIET))
     assert ran.read_text() == "x"
-    capsys.readouterr()
-    file.write_text(OPTIMIZER_FILE.replace("RATE", "0.1"))
-    monkeypatch.setattr(base_train, "finish", finish)
-    assert base_train.main(arguments(base, "filed", 4, *named, *QUIET)) == 0
-    text = (run_dir / "report.md").read_text()
-    assert sha256(file.read_bytes()).hexdigest() in text
-    assert "| matrix_lr |" not in text and "| warmdown_ratio |" not in text and "| seed |" in text
-
     moved = tmp_path / "moved.py"  # the text counts, not its name
-    file.rename(moved)
-    monkeypatch.setattr(base_train, "finish", lambda run: 0)
-    assert base_train.main(arguments(base, "filed", 5, "--optimizer-file", str(moved), *QUIET)) == 0
+    moved.write_text(OPTIMIZER_FILE.replace("RATE", "0.1"))
+    assert base_train.main(arguments(base, "filed", 4, "--optimizer-file", str(moved), *QUIET)) == 0
 
 
 def test_a_changed_corpus_is_refused(base, tmp_path, monkeypatch):
     write_corpus(tmp_path / "texts")
     corpus = ("--corpus", f"path:{tmp_path}/texts", *QUIET)
     run_dir = base / "runs" / "grown-corpus"
-    monkeypatch.setattr(base_train, "finish", lambda run: 0)
+    monkeypatch.setattr(Run, "finish", lambda run: 0)
     assert base_train.main(arguments(base, "grown-corpus", 2, *corpus)) == 0
     before = (run_dir / "settings.json").read_bytes()
     for number in range(16):  # their words make another tokenizer, too
         (tmp_path / "texts" / f"more{number}.txt").write_text(f"lorem ipsum {number} " * 200)
-    with pytest.raises(InputError, match="would go on with corpus .*/texts' of revision .*: --resume never"):
+    with pytest.raises(InputError, match="exists with revision .*, not .*: --resume never"):
         base_train.main(arguments(base, "grown-corpus", 4, *corpus))
     assert (run_dir / "settings.json").read_bytes() == before and len(losses(base, "grown-corpus")) == 2
-
-
-def test_other_code_or_threads_are_said_and_no_reason_to_stop(base, monkeypatch, capsys):
-    monkeypatch.setattr(base_train, "finish", lambda run: 0)
-    assert base_train.main(arguments(base, "tools", 2, *QUIET)) == 0
-    monkeypatch.setattr(provenance, "commit", lambda checkout: {"commit": "f" * 40, "clean_tree": False})
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    capsys.readouterr()
-    assert base_train.main(arguments(base, "tools", 4, *QUIET)) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "since the last launch" in line]
-    assert f"commit {'f' * 12}, which was" in line and "threads 7, which was" in line
 
 
 @pytest.mark.slow

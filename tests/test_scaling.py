@@ -2,10 +2,10 @@
 
 import pytest
 
-from nanomuon import planning
+from nanomuon import plan
 from nanomuon.files import write_json
 from nanomuon.gpt import GPTConfig
-from nanomuon.runtime import STOPPED, InputError, Runtime
+from nanomuon.runtime import STOPPED, InputError
 from scripts import base_train, scaling
 
 LAW = 0.8, 200.0, 0.5, 3000.0, 0.6
@@ -43,20 +43,19 @@ class MadeUp:
         self.stdout = stdout
 
     def wait(self):
-        args = base_train.parse_arguments(self.argv, {})
-        base_train.check_arguments(args)
+        args = base_train.make_parser().parse_args(self.argv)
         self.started.append(args.run)
         if self.code:
             self.stdout.write(b"step 1\nerror: no such luck\n")
             return self.code
         folder = scaling.run_folder.folder_of(args.run)
         folder.mkdir(parents=True)
-        import torch
 
-        config = planning.model_config(args, args.vocab_size, Runtime(torch.device("cpu"), torch.float32))
+        config = plan.model_config(args, args.vocab_size, "cpu")
         parameters, _ = scaling.size_of(config)
         tokens = args.num_iterations * args.total_batch_size
-        write_json(folder / "settings.json", {"options": {}, **vars(config)})
+        nothing = dict(options={}, compile=False, rows=1, layout="", trained_on={}, trained_with={})
+        write_json(folder / "settings.json", {**nothing, "model": vars(config)})
         loss = scaling.law_loss(LAW, parameters, tokens)
         write_json(folder / "summary.json", {"val_bpb": loss, "steps": args.num_iterations, "tokens": tokens})
         return 0
@@ -65,6 +64,7 @@ class MadeUp:
 @pytest.fixture
 def family(base, tmp_path, monkeypatch):
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
+    monkeypatch.setenv("NANOMUON_DEVICE", "cpu")
     monkeypatch.setattr(scaling.subprocess, "Popen", MadeUp)
     monkeypatch.setattr(scaling.runtime, "exit_when_asked", lambda: None)
     monkeypatch.setattr(MadeUp, "started", [])

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanomuon import locks, shards
+from nanomuon import files, shards
 from nanomuon.corpus import is_validation, open_corpus
 from nanomuon.runtime import InputError
 from nanomuon.shards import Shard, prepare, read_manifest
@@ -156,10 +156,10 @@ def test_stopped_at_any_moment(tmp_path, monkeypatch, stop):
         while "shard\n" != process.stdout.readline():
             pass
     (folder,) = (tmp_path / "other/shards").glob("*[0-9a-f]")
-    assert locks.being_written(folder)
+    assert files.being_written(folder)
     process.send_signal(stop)
     process.communicate()
-    assert process.returncode != 0 and not locks.being_written(folder)
+    assert process.returncode != 0 and not files.being_written(folder)
     manifest = read_manifest(folder)
     assert not manifest["complete"] and manifest["train"]
     assert contents(prepared(name)) == whole
@@ -169,7 +169,7 @@ def test_two_at_once(tmp_path, capsys):
     name = write_corpus(tmp_path / "texts", random_texts(300))
     folder = shards.shard_folder(open_corpus(name), 300, TOKENIZER)
     done = []
-    with locks.locked(folder):
+    with files.locked(folder):
         second = threading.Thread(target=lambda: done.append(prepared(name)))
         second.start()
         second.join(0.5)

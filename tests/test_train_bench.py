@@ -27,12 +27,12 @@ def test_the_table_of_a_step(base, environment, tmp_path, capsys):
 
 
 def test_the_flags_of_a_run_are_taken():
-    flags = vars(base_train.parse_arguments([], {}))
-    assert flags.keys() <= vars(train_bench.parse_arguments([])).keys()
-    args = train_bench.parse_arguments("--depth 2 --save-every -1 --matrix-lr 0.01 --wandb".split())
+    flags = vars(base_train.make_parser().parse_args([]))
+    assert flags.keys() <= vars(train_bench.make_parser().parse_args([])).keys()
+    args = train_bench.make_parser().parse_args("--depth 2 --save-every -1 --matrix-lr 0.01 --wandb".split())
     assert args.depth == 2
     with pytest.raises(InputError, match="unrecognized arguments: --dpeth 2; see .*train_bench --help"):
-        train_bench.parse_arguments(["--dpeth", "2"])
+        train_bench.make_parser().parse_args(["--dpeth", "2"])
 
 
 def test_freed_memory_is_used_again():

@@ -121,7 +121,7 @@ def test_a_step_and_an_evaluation_wait_once(base, monkeypatch, name, options, ex
     monkeypatch.setattr(base_train, "set_hyperparameters", count_from_here)
     monkeypatch.setattr(MetricsLog, "log", count_to_here)
     monkeypatch.setattr(Run, "evaluate", count_evaluation)
-    monkeypatch.setattr(base_train, "finish", lambda run: 0)  # samples ask for every token
+    monkeypatch.setattr(Run, "finish", lambda run: 0)  # samples ask for every token
     command = arguments(base, f"waits_{name}", 3, "--eval-every", "2", "--save-every", "-1", *options)
     assert base_train.main(command) == 0
     assert evaluations == [1]

@@ -12,9 +12,8 @@ from scipy.stats import qmc
 
 from nanomuon import recipe
 from nanomuon.param_groups import build_param_groups
+from nanomuon.recipe import check_schedule, load_recipe, lr_multiplier, make_optimizer, read_source, run_file
 from nanomuon.runtime import InputError
-from nanomuon.schedule import lr_multiplier
-from nanomuon.user_file import check_schedule, load_dial, load_recipe, make_optimizer
 from scripts.laboratory.tasks import digest, empty_model
 
 
@@ -248,3 +247,14 @@ def parse_options(text, options):
         except (ValueError, SyntaxError):
             parsed[key] = value
     return parsed
+
+
+def load_dial(file):
+    """(keyword, low, high): the DIAL of a user's file, which a race searches from low to high; or None."""
+    dial = getattr(run_file(file, read_source(file)), "DIAL", None)
+    match dial:
+        case None:
+            return None
+        case (str(), int() | float() as low, int() | float() as high) if low < high:
+            return dial
+    raise InputError(f"{file}: DIAL has to be (keyword, low, high) with low < high, not {dial!r}")

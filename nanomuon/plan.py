@@ -1,0 +1,358 @@
+"""The size of a run before it starts: its model, batch and length, and what it will take.
+
+Pure functions of depth, batch and device, but for the rows of a micro-step, which a GPU is asked for.
+"""
+
+import argparse
+import math
+import os
+import re
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nanomuon import footprint, parallel
+from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.recipe import WEB_BATCH, WEB_TOKENS
+from nanomuon.runtime import (
+    InputError,
+    Runtime,
+    compile_enabled,
+    cores,
+    print0,
+    together,
+)
+
+# What --comm-dtype means to the optimizer
+COMM_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+FILLED = 0.85  # share of a device's memory that a step may take
+
+# Dense peak in TFLOP/s of bf16 products that are added up in float32, from NVIDIA's data sheets and
+# architecture white papers; half of the figure if those print one "with sparsity"
+BF16_TFLOPS = {
+    "GB300": 2500,
+    "B300": 2250,
+    "GB200": 2500,
+    "B200": 2250,
+    "GH200": 989,
+    "H200": 989,
+    "H200 NVL": 835,
+    "H100": 989,  # SXM
+    "H100 NVL": 835,
+    "H100 PCIE": 756,
+    "H800": 989,
+    "H20": 148,
+    "A100": 312,  # SXM
+    "A100 PCIE": 312,
+    "A800": 312,
+    "A30": 165,
+    "A10": 125,
+    "A10G": 70,
+    "A40": 149.7,
+    "L4": 121,
+    "L40": 181,
+    "L40S": 362,
+    "RTX PRO 6000 BLACKWELL WORKSTATION EDITION": 503.8,
+    "RTX PRO 6000 BLACKWELL SERVER EDITION": 500,
+    "RTX 6000 ADA GENERATION": 364.2,
+    "RTX A6000": 154.8,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "RTX 3090 TI": 80,
+    "RTX 3090": 71,
+}
+# What a name may say beside the model: the maker, the size and the kind of memory, the socket. HBM2e is not
+# among them: it tells the first H100 PCIe from the SXM
+BESIDE_THE_MODEL = re.compile(r"NVIDIA|GEFORCE|\d+GB?|HBM3E?|SXM\d|AC")
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: GPTConfig
+    rows: int  # of a micro-step on a device
+    batch: int  # tokens per optimizer step, over all devices
+    steps: int
+    data_parallel: int  # how many processes see different rows
+
+    @property
+    def micro_steps(self) -> int:
+        """How many forward and backward passes make an optimizer step."""
+        return self.batch // (self.rows * self.config.seq_len * self.data_parallel)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.steps
+
+
+def make_plan(args: argparse.Namespace, vocab_size: int, runtime: Runtime, rows: int | None = None) -> Plan:
+    """The run that the arguments ask for; what they leave open follows from the depth and the device.
+
+    rows: of a micro-step if the arguments do not say it, as they were chosen at the start of the run.
+    InputError for a model that cannot be built and for a batch that the processes cannot divide.
+    """
+    config = model_config(args, vocab_size, runtime.device.type)
+    data_parallel = parallel.data_parallel_size(runtime.world_size, args.tensor_parallel, config)
+    tokens = asked_tokens(args, config)
+    row = config.seq_len * data_parallel  # tokens, one row on every device
+    rows = args.device_batch_size or rows
+    if rows is None:
+        # The batch will follow the rows: with a power of two of them it can be a power of two itself
+        most = args.total_batch_size or largest_power_of_two(total_batch_size(tokens, row) // row) * row
+        rows = rows_that_fit(config, max(1, most // row), args, runtime)
+    batch = args.total_batch_size or total_batch_size(tokens, rows * row)
+    check_batch(batch, rows, row)
+    return Plan(config, rows, batch, number_of_steps(args, config, tokens, batch), data_parallel)
+
+
+def model_config(args: argparse.Namespace, vocab_size: int, device: str) -> GPTConfig:
+    """The model that the arguments ask for. InputError for one that cannot be built."""
+    on_gpu = device == "cuda"
+    try:
+        return GPTConfig.from_depth(
+            args.depth,
+            vocab_size,
+            args.max_seq_len or default_context(on_gpu),
+            window_pattern=args.window_pattern or ("SSSL" if on_gpu else "L"),
+            qk_norm=not args.no_qk_norm,
+            experts=args.experts,
+            experts_per_token=args.experts_per_token,
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def default_context(on_gpu: bool) -> int:
+    """Tokens of a row if --max-seq-len does not say it."""
+    return 2048 if on_gpu else 256
+
+
+def meta_model(config: GPTConfig) -> GPT:
+    """The model without memory behind it, for counting."""
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def asked_tokens(args: argparse.Namespace, config: GPTConfig) -> int:
+    """Tokens that --target-flops pays for, or else that --target-param-data-ratio asks for.
+
+    20 per parameter are compute-optimal for the models of Hoffmann et al. (arXiv 2203.15556); Muon-trained
+    models of this family do best near 10 (nanochat, 2026).
+    """
+    model = meta_model(config)
+    if args.target_flops is not None:
+        return round(args.target_flops / model.estimate_flops())
+    counts = model.parameter_counts()
+    return int((args.target_param_data_ratio or 10.5) * (counts["matrices"] + counts["lm_head"]))
+
+
+def total_batch_size(tokens: int, micro_batch: int) -> int:
+    """Tokens per optimizer step for a run of `tokens`; micro_batch: what all devices take in one micro-step.
+
+    The critical batch grows as tokens^0.383 (arXiv 2505.13738). Rounded to the nearest power of two, then to
+    the nearest multiple of a micro-batch.
+    """
+    ideal = WEB_BATCH * (tokens / WEB_TOKENS) ** 0.383
+    batch = 2 ** round(math.log2(max(ideal, 1)))
+    return max(1, round(batch / micro_batch)) * micro_batch
+
+
+def largest_power_of_two(number: int) -> int:
+    """The largest power of two that is at most this number, which is at least 1."""
+    return 1 << (number.bit_length() - 1)
+
+
+def check_batch(batch: int, rows: int, row: int) -> None:
+    """InputError if a batch of so many tokens does not divide into micro-steps of `rows` rows on each device.
+
+    row: tokens, one row on every device.
+    """
+    micro_batch = rows * row
+    if batch % micro_batch == 0:
+        return
+    below = batch // micro_batch * micro_batch
+    nearest = " or ".join(str(multiple) for multiple in (below, below + micro_batch) if multiple > 0)
+    raise InputError(
+        f"--total-batch-size {batch} is not a multiple of {micro_batch} ({rows} rows on every device); the "
+        f"nearest that are: {nearest}; or change --device-batch-size or the number of processes"
+    )
+
+
+def number_of_steps(args: argparse.Namespace, config: GPTConfig, tokens: int, batch: int) -> int:
+    """Optimizer steps of the run, of `batch` tokens each; InputError if --target-flops pays for none."""
+    if args.num_iterations is not None:
+        return args.num_iterations
+    if args.target_flops is not None and tokens < batch:
+        step_flops = batch * meta_model(config).estimate_flops()
+        raise InputError(
+            f"--target-flops {args.target_flops:g} does not pay for one step: a step of {batch} tokens takes "
+            f"{step_flops:.3g}; a smaller --depth or --total-batch-size takes less"
+        )
+    return max(1, tokens // batch)
+
+
+def rows_that_fit(config: GPTConfig, most: int, args: argparse.Namespace, runtime: Runtime) -> int:
+    """Rows of a micro-step: a power of two that divides the `most` of a step on a device and fits into it.
+
+    On a CPU 16 at most: more gain nothing. On CUDA the formula of footprint.py is corrected by one probe, a
+    forward and backward of one row and of two; not if parameters are in pieces, where the formula stands.
+    """
+    layout = footprint.Layout(runtime.world_size, args.shard == "fsdp", args.tensor_parallel)
+    itemsize = runtime.compute_dtype.itemsize
+    one = footprint.memory_by_kind(config, layout, 1, itemsize)
+    two = footprint.memory_by_kind(config, layout, 2, itemsize)
+    one_row, two_rows = sum(one.values()), sum(two.values())  # bytes
+    if runtime.device.type == "cpu":
+        most = math.gcd(most, 16)
+        capacity = memory_of_this_machine() // runtime.world_size
+    else:
+        capacity = torch.cuda.mem_get_info(runtime.device)[0]
+        if args.shard == "none" and args.tensor_parallel == 1:
+            optimizer = one["state"] + one["buffers"]  # which a probe leaves out
+            one_row = optimizer + probe_memory(config, 1, runtime)
+            two_rows = optimizer + probe_memory(config, 2, runtime)
+    rows = 1
+    while most % (2 * rows) == 0 and one_row + (2 * rows - 1) * (two_rows - one_row) <= FILLED * capacity:
+        rows *= 2
+    return min(together(lambda: rows))
+
+
+def memory_of_this_machine() -> int:
+    """Bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def probe_memory(config: GPTConfig, rows: int, runtime: Runtime) -> float:
+    """Bytes on the GPU at the height of forward and backward for so many rows, with weights and gradients.
+
+    Of a second micro-step, in which the gradients of the first are there from the beginning. Infinite if it
+    has no room.
+    """
+    gpt = None
+    peak = math.inf
+    try:
+        gpt = parallel.build_model(config, runtime, seed=0)
+        tokens = torch.zeros(rows, config.seq_len, dtype=torch.int64, device=runtime.device)
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats(runtime.device)
+            gpt(tokens, tokens).backward()
+        peak = torch.cuda.max_memory_allocated(runtime.device)
+    except torch.OutOfMemoryError:
+        pass
+    del gpt
+    torch.cuda.empty_cache()
+    return peak
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by its data sheet; None for a CPU and for a GPU that is not in the table.
+
+    A part of a GPU (MIG) and a laptop's are not in it, whatever their names share with one that is.
+    """
+    if device.type != "cuda":
+        return None
+    # "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe": the same model
+    words = re.sub(r"-(?=PCIE|SXM|\d)", " ", torch.cuda.get_device_name(device).upper()).split()
+    model = " ".join(word for word in words if not BESIDE_THE_MODEL.fullmatch(word))
+    return 1e12 * BF16_TFLOPS[model] if model in BF16_TFLOPS else None
+
+
+def seconds_of(plan: Plan, runtime: Runtime) -> float | None:
+    """About how long the steps of a run take; None for a GPU whose peak is not known.
+
+    At 40% of a GPU's peak; at 80 GFLOP/s a CPU core in bf16, 40 in float32, measured eagerly at depth 4.
+    """
+    flops = plan.tokens * meta_model(plan.config).estimate_flops()
+    if runtime.device.type == "cpu":
+        per_core = 80e9 if runtime.compute_dtype == torch.bfloat16 else 40e9
+        return flops / (per_core * cores())
+    peak = peak_flops(runtime.device)
+    return None if peak is None else flops / (0.4 * peak * runtime.world_size)
+
+
+def choose_compilation(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> bool:
+    """Whether the run compiles its model and its optimizer, decided once, at its first start.
+
+    NANOMUON_COMPILE and --no-compile count first. Else a GPU compiles. On a CPU compiling takes 8 s, and 8 s
+    a layer, and makes the steps 1.2 times as fast (docs/log.md): it has to pay over the whole length. Without
+    a compiler a CPU runs eagerly. InputError on a GPU: hours of GPUs are not spent on eager steps unasked.
+    """
+    if args.no_compile or not compile_enabled():
+        return False
+    missing = missing_compiler(runtime.device.type)
+    if runtime.device.type == "cuda":
+        if missing is not None:
+            raise InputError(f"no {missing}; --no-compile trains without, which is slower")
+        return True
+    if missing is not None:
+        print0(f"no {missing}: running eagerly, which is slower")
+        return False
+    if "NANOMUON_COMPILE" in os.environ:
+        return True
+    costs, saves = 8 + 8 * plan.config.depth, seconds_of(plan, runtime) * (1 - 1 / 1.2)
+    if costs >= saves:
+        print0(f"running eagerly: to compile takes about {duration(costs)}, and saves {duration(saves)}")
+    return costs < saves
+
+
+def missing_compiler(device_type: str) -> str | None:
+    """What torch.compile needs on this kind of device and does not find, and the remedy; None if it has all.
+
+    On a CPU it writes C++. On CUDA Triton compiles a little C with every kernel, against Python's headers.
+    """
+    if device_type == "cuda":
+        compiler, variable, kind = os.environ.get("CC"), "CC", "C"
+        if compiler is None:
+            compiler = "gcc" if shutil.which("gcc") else "clang"  # what Triton looks for
+    else:
+        default = "clang++" if sys.platform == "darwin" else "g++"  # what Inductor calls
+        compiler, variable, kind = os.environ.get("CXX") or default, "CXX", "C++"
+    if not shutil.which(compiler):
+        return f"{kind} compiler {compiler} (install it, or name another in {variable})"
+    # This scheme is where Triton looks, too: Debian's own points into /usr/local, where headers never are
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    if device_type == "cuda" and not header.exists():
+        return f"{header} (install the development package of this Python, python3-dev or the like)"
+    return None
+
+
+def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
+    """Say how large the run is, and about how much memory and time it takes."""
+    config = plan.config
+    model = meta_model(config)
+    flops = model.estimate_flops()  # per token
+    counts = model.parameter_counts()
+    total = counts.pop("total")
+    by_role = [f"{role} {number / 1e6:.2f}M" for role, number in counts.items() if number]
+
+    devices, kind = runtime.world_size, runtime.device.type
+    ns_dtype = runtime.compute_dtype if kind == "cuda" else None
+    layout = footprint.Layout(
+        devices, args.shard == "fsdp", args.tensor_parallel, COMM_DTYPES[args.comm_dtype], ns_dtype
+    )
+    memory = footprint.memory_by_kind(config, layout, plan.rows, runtime.compute_dtype.itemsize)
+    seconds = seconds_of(plan, runtime)
+    time = "not known, nor MFU: nanomuon/plan.py has no peak for this GPU"
+    if seconds is not None:
+        time = f"about {duration(seconds)}"
+    print0(
+        f"model      depth {config.depth}, width {config.width}, {config.heads} heads, "
+        f"context {config.seq_len}, vocabulary {config.vocab_size}\n"
+        f"parameters {total / 1e6:.1f}M: {', '.join(by_role)}\n"
+        f"training   {plan.steps} steps x {plan.batch} tokens = {plan.tokens:,} tokens, "
+        f"{flops / 1e6:.0f} MFLOP each, {plan.tokens * flops:.3g} FLOPs in all\n"
+        f"devices    {devices} x {kind}, {plan.rows} rows x {plan.micro_steps} micro-steps a step\n"
+        f"dtype      {runtime.dtype_name} (weights float32)\n"
+        f"memory     about {sum(memory.values()) / 2**30:.1f} GB per device\n"
+        f"time       {time}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """As people say it: 2h05m, or 3m20s."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
