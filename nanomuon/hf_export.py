@@ -1,160 +1,284 @@
-"""A finished run in the layout of Hugging Face: a folder that transformers and tokenizers load.
+"""The model of a run for others: its folder is what transformers, tokenizers and this repo load.
 
-Written without either of them. How the model computes is in `modeling_nanomuon.py`, which is copied into the
-folder: transformers runs that file where it is given `trust_remote_code=True`. Nothing here runs it.
+Written without either library. How the model computes is in `modeling_nanomuon.py`, which is copied into the
+folder: transformers runs that file under `trust_remote_code=True`. Nothing here runs it.
 """
 
 import os
 import shlex
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor, Replicate
 
-from nanomuon.files import write_json, write_tensors, write_text
-from nanomuon.finished_run import describe_run
-from nanomuon.gpt import GATE_INPUTS, ROPE_BASE, TAPS, GPTConfig
-from nanomuon.head_loss import LOGIT_CAP
-from nanomuon.model_card import model_card
+from nanomuon import checkpoint
+from nanomuon.corpus import PRESETS
+from nanomuon.files import read_json, tensor_shapes, write_json, write_tensors, write_text
+from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.parallel import build_model
 from nanomuon.plan import meta_model
-from nanomuon.runtime import InputError, print0
+from nanomuon.report import markdown_table
+from nanomuon.run_folder import find_run, read_settings
+from nanomuon.runtime import InputError, Runtime, patient_group, together
 from nanomuon.tokenizer import BOS, Tokenizer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SHARD_BYTES = 5 * 10**9  # of one file of weights
 MODEL_FILE = Path(__file__).with_name("modeling_nanomuon.py")
+# Of a model in somebody's config.json: to count the layers of more takes minutes, rotary tables more memory
+MOST = {"depth": 1024, "seq_len": 1 << 24}
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- nanomuon
+---
+
+# {name}
+
+A language model of {parameters:,} parameters, trained from scratch with nanomuon (Muon for its matrices,
+AdamW for the rest). It continues text; it was not taught to follow instructions or to be truthful.
+
+## Load it
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # where this file is
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+prompt = tokenizer("Once", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
+```
+
+`trust_remote_code=True` runs `modeling_nanomuon.py`, which is in this folder: read it first, it is short. All
+other files are JSON, text and safetensors, which run no code. Tested with transformers 5.23.
+
+The tokenizer puts `<|bos|>` before a text, as before every document in training; `add_special_tokens=False`
+leaves it out. Text that looks like `<|bos|>` is encoded as text.
+
+## Figures
+
+{figures}
+
+Bits per byte are the cross-entropy of all validation text in bits, divided by its UTF-8 bytes: they do not
+depend on the vocabulary.
+
+## The model
+
+{shape}
+
+## Data
+
+{data}
+
+## Licence
+
+`modeling_nanomuon.py` is MIT licensed, as nanomuon is. Under which terms the weights may be used is for the
+one who trained them to say, here; the terms of the training text bear on it.
+"""
 
 
-def export_at_the_end(run_dir: Path, summary: dict) -> None:
-    """Write runs/NAME/hf/, in the dtype that the run computed in, where one file has room for the weights.
+def write_config(folder: Path, config: GPTConfig, dtype: str = "float32") -> None:
+    """Write config.json: the fields of GPTConfig, and where transformers finds the model's code.
 
-    The run is complete without it: what goes wrong is told in one line. summary: what summary.json will hold.
+    dtype: of the weights beside it.
     """
-    folder = run_dir / "hf"
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        export_run(run_dir, folder, summary["dtype"], summary, most_bytes=SHARD_BYTES)
-        print0(f"export: {folder}")
-    except Exception as error:  # whatever it is, the run is worth more
-        command = f"python -m scripts.export --run {shlex.quote(run_dir.name)} --to FOLDER"
-        print0(f"{folder} was not written ({' '.join(str(error).split())}); {command} writes it")
+    content = {
+        "architectures": ["NanomuonForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"{MODEL_FILE.stem}.NanomuonConfig",
+            "AutoModelForCausalLM": f"{MODEL_FILE.stem}.NanomuonForCausalLM",
+        },
+        "model_type": "nanomuon",
+        "dtype": dtype,
+        **asdict(config),
+        **special_ids(config),
+    }
+    write_json(folder / "config.json", content)
 
 
-def export_run(run_dir: Path, folder: Path, dtype: str, summary: dict, most_bytes: int | None = None) -> None:
-    """Write the run in run_dir, whose model is exported, to `folder`, whole or not at all.
+def special_ids(config: GPTConfig) -> dict:
+    """One token begins a document, and so ends the one before it; padding has no meaning of its own."""
+    return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), config.vocab_size - 1)
 
-    dtype: of the weights: float32, as they were trained, or bfloat16. summary: what summary.json holds or
-    will, for the model card; it may be empty. InputError where there is no exported model, where the folder
-    has something in it, and where the weights would take more than most_bytes.
+
+def read_config(folder: Path) -> GPTConfig:
+    """The model's fields in config.json; InputError if they are not there, or no model can have them."""
+    config = read_json(folder / "config.json", GPTConfig)
+    for field, most in MOST.items():
+        if getattr(config, field) > most:
+            raise InputError(f"{folder}/config.json: {field} is {getattr(config, field)}, more than {most}")
+    return config
+
+
+def export(
+    folder: Path, model: GPT, config: GPTConfig, tokenizer: Tokenizer, facts: dict, dtype: str = "float32"
+) -> None:
+    """Write model.safetensors and what transformers needs beside it. Called by all ranks.
+
+    facts: for the model card: step, and if they are known val_bpb, corpus, tokens, train_loss. dtype: of the
+    weights, which are float32 in training.
+    """
+    write_weights(folder, model, getattr(torch, dtype))
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
+    write_config(folder, config, dtype)
+    write_json(folder / "generation_config.json", special_ids(config))
+    write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
+    write_json(folder / "tokenizer_config.json", tokenizer_config(config))
+    write_text(folder / MODEL_FILE.name, MODEL_FILE.read_text())
+    write_text(folder / "README.md", model_card(folder.resolve().name, config, facts, dtype))
+
+
+def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Write model.safetensors, whole or not at all, in a dtype or in the model's. Called by all ranks."""
+    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, DTensor):
+            tensor = whole_tensor(tensor)
+        if is_first_rank:
+            weights[name] = tensor.to("cpu", dtype or tensor.dtype)
+
+    def write():
+        if is_first_rank:
+            hidden = (
+                folder / ".model.safetensors.tmp"
+            )  # a name that the next launch removes, see files.locked
+            write_tensors(weights, hidden, {"format": "pt"})
+            os.replace(hidden, folder / "model.safetensors")
+
+    with patient_group() as group:  # of a large model on a slow disk it takes many minutes
+        together(write, group)
+
+
+def whole_tensor(tensor: DTensor) -> torch.Tensor:
+    """All of a DTensor on every rank of its mesh. Collective.
+
+    One mesh dimension after the other: those that cut the same dimension of the tensor need that order.
+    """
+    placements = list(tensor.placements)
+    for i in range(len(placements)):
+        placements[i] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+def export_run(run: str, folder: Path, checkpoint_name: str | None, dtype: str, runtime: Runtime) -> None:
+    """Write the model of a run, or as a checkpoint of it has it, to a new folder, whole or not at all.
+
+    InputError if there is no such model, or if there is something in the folder.
     """
     folder = folder.resolve()  # so that "." has a name
-    config, tokenizer, about = describe_run(run_dir)
-    shapes = {name: tensor.shape for name, tensor in meta_model(config).state_dict().items()}
-    size = sum(shape.numel() for shape in shapes.values()) * DTYPES[dtype].itemsize
-    if most_bytes is not None and size > most_bytes:
-        raise InputError(f"it would take {size / 1e9:.1f} GB")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder: choose another, or delete it")
-
+    model, tokenizer, facts = load_run(run, runtime, checkpoint_name)
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        write_weights(run_dir / "model.safetensors", shapes, DTYPES[dtype], temporary)
-        write_json(temporary / "config.json", model_config(config, tokenizer, dtype))
-        write_json(temporary / "generation_config.json", special_ids(tokenizer))
-        write_json(temporary / "tokenizer.json", tokenizer_json(tokenizer))
-        write_json(temporary / "tokenizer_config.json", tokenizer_config(config))
-        shutil.copyfile(MODEL_FILE, temporary / MODEL_FILE.name)
-        write_text(temporary / "README.md", model_card(run_dir, config, about, summary, dtype))
+        export(temporary, model, model.config, tokenizer, facts, dtype)
+        write_text(temporary / "README.md", model_card(find_run(run).name, model.config, facts, dtype))
         os.replace(temporary, folder)  # an empty folder gives way
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def special_ids(tokenizer: Tokenizer) -> dict:
-    """One token begins a document, and so ends the one before it; padding has no meaning of its own."""
-    return {name: tokenizer.bos_id for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> tuple[GPT, Tokenizer, dict]:
+    """(model, tokenizer, facts) of a run, by its name or by the path of its folder (see find_run).
+
+    checkpoint_name: "last" or "step_<n>" for the model as that checkpoint has it, whether the run has ended
+    or not; called by all ranks then. facts: step, corpus, revision, and of a finished run the figures of its
+    summary. InputError if there is no such model, or if model and tokenizer do not belong together.
+    """
+    folder = find_run(run)
+    file = folder / "model.safetensors"
+    if checkpoint_name is None and not file.exists():
+        advice = f"train it: python -m scripts.base_train --run {shlex.quote(folder.name)}"
+        if checkpoint.saved_steps(folder):
+            advice = "--checkpoint last takes that of its last checkpoint"
+        raise InputError(f"{folder} holds no finished model (no model.safetensors): {advice}")
+    config, settings = read_config(folder), read_settings(folder)
+    if settings is None:
+        raise InputError(f"{folder} has no settings.json, so it is not the folder of a run")
+    tokenizer = Tokenizer.load(folder / "tokenizer")
+    wanted = settings.trained_on.get("tokenizer")
+    if tokenizer.hash != wanted or tokenizer.vocab_size != config.vocab_size:
+        raise InputError(
+            f"{folder}/tokenizer is not the one the model was trained with ({wanted}): put that one back"
+        )
+    facts = {key: settings.trained_on.get(key) for key in ("corpus", "revision")}
+    if checkpoint_name is not None:
+        found = find_checkpoint(folder, checkpoint_name)
+        checkpoint.check_model_fits(found, meta_model(config))  # before its memory is asked for
+        model = build_model(config, runtime, seed=0)
+        return model, tokenizer, {**facts, "step": checkpoint.load_model(found, model)}
+    check_same_shapes(file, config)
+    model = build_model(config, runtime, seed=0)
+    model.load_state_dict(load_file(file))
+    summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
+    return model, tokenizer, {**facts, **summary, "step": summary.get("steps")}
 
 
-def model_config(config: GPTConfig, tokenizer: Tokenizer, dtype: str) -> dict:
-    """config.json: keywords of NanomuonConfig in modeling_nanomuon.py, and where transformers finds it."""
-    layers = range(config.depth)
-    module = MODEL_FILE.stem
-    return {
-        "architectures": ["NanomuonForCausalLM"],
-        "auto_map": {
-            "AutoConfig": f"{module}.NanomuonConfig",
-            "AutoModelForCausalLM": f"{module}.NanomuonForCausalLM",
-        },
-        "model_type": "nanomuon",
-        "dtype": dtype,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.depth,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "max_position_embeddings": config.seq_len,
-        "attention_windows": [config.window(layer) for layer in layers],
-        "value_embed_layers": [layer for layer in layers if config.has_value_embed(layer)],
-        "value_gate_inputs": GATE_INPUTS,
-        "qk_norm": config.qk_norm,
-        "key_offset": config.key_offset,
-        "convolution_taps": TAPS,
-        "num_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "logit_cap": LOGIT_CAP,
-        "rotary_base": ROPE_BASE,
-        "tie_word_embeddings": False,
-        **special_ids(tokenizer),
+def find_checkpoint(folder: Path, name: str) -> Path:
+    """A checkpoint of a run, "last" or "step_<n>"; InputError if it has none such."""
+    there = [f"step_{step}" for step in checkpoint.saved_steps(folder)]
+    if not there or name not in ("last", *there):
+        raise InputError(f"{folder} has no checkpoint {name}; it has {', '.join(there) or 'none'}")
+    return checkpoint.find(folder, "auto" if name == "last" else name)
+
+
+def check_same_shapes(file: Path, config: GPTConfig) -> None:
+    """InputError if the header of model.safetensors has not exactly the tensors of the model of config.json:
+    before that nothing is built on its word, as a few bytes could ask for more memory than there is.
+    """
+    there = tensor_shapes(file)
+    wanted = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
+    for name in sorted(wanted.keys() | there.keys()):
+        if wanted.get(name) != there.get(name):
+            raise InputError(
+                f"{file} does not fit the model of config.json: {name} has shape {there.get(name)}, "
+                f"but by the config {wanted.get(name)}"
+            )
+
+
+def model_card(name: str, config: GPTConfig, facts: dict, dtype: str) -> str:
+    """README.md, which model hubs show as the page of a model. facts, dtype: see export."""
+    figures = {"steps": facts["step"], "bits per byte (validation)": facts.get("val_bpb")}
+    figures |= {
+        "training tokens": facts.get("tokens"),
+        "training loss (nats per token)": facts.get("train_loss"),
     }
+    shape = {
+        "layers": config.depth,
+        "width": config.width,
+        "attention heads": f"{config.heads}, {config.kv_heads} for keys and values",
+        "context": f"{config.seq_len:,} tokens",
+        "vocabulary": f"{config.vocab_size:,} tokens, byte-level BPE",
+        "weights": dtype,
+    }
+    if config.experts:
+        shape["experts"] = f"{config.experts}, of which a token visits {config.experts_per_token}"
+    return CARD.format(
+        name=name,
+        parameters=meta_model(config).parameter_counts()["total"],
+        figures=markdown_table(("", ""), figures),
+        shape=markdown_table(("", ""), shape),
+        data=data_sentence(facts.get("corpus") or "python"),
+    )
 
 
-def split_into_shards(sizes: dict[str, int]) -> list[list[str]]:
-    """Names of tensors by file, in order: as many a file as SHARD_BYTES has room for, at least one.
-
-    sizes: bytes of each tensor.
-    """
-    shards = [[]]
-    room = SHARD_BYTES
-    for name, size in sizes.items():
-        if size > room and shards[-1]:
-            shards.append([])
-            room = SHARD_BYTES
-        shards[-1].append(name)
-        room -= size
-    return shards
-
-
-def write_weights(source: Path, shapes: dict[str, torch.Size], dtype: torch.dtype, folder: Path) -> None:
-    """The tensors of the file `source`, in `dtype`, under the names they have there; those of one new file
-    are in memory at a time.
-
-    One file, or several and an index that says which has what. InputError where the tensors are not those of
-    the shapes.
-    """
-    sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
-    shards = split_into_shards(sizes)
-    file_of = {}
-    for number, names in enumerate(shards, start=1):
-        file = "model.safetensors"
-        if len(shards) > 1:
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        file_of |= dict.fromkeys(names, file)
-        try:
-            with safe_open(source, framework="pt") as tensors:
-                weights = {name: tensors.get_tensor(name) for name in names}
-        except SafetensorError as error:
-            raise InputError(f"{source} does not fit the model of config.json: {error}") from error
-        for name, tensor in weights.items():
-            if tensor.shape != shapes[name]:
-                raise InputError(f"{source} does not fit the model of config.json: {name} is {tensor.shape}")
-            weights[name] = tensor.to(dtype)
-        write_tensors(weights, folder / file, {"format": "pt"})
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
-        write_json(folder / "model.safetensors.index.json", index)
+def data_sentence(corpus: str) -> str:
+    kind, _, place = PRESETS.get(corpus, corpus).partition(":")
+    if kind == "hf":
+        return f"The data set `{place}` of the Hugging Face hub."
+    if kind == "path":  # the rest of the path is of no use to others
+        return f"Text of its maker's own: `{Path(place).name}`."
+    return "The source code of Python's standard library, as on the machine that trained it."
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict:

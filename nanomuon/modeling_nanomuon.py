@@ -18,102 +18,79 @@ from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTra
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+GATE_INPUTS = 32  # residual channels that the gate of a value embedding reads
+TAPS = 4  # tokens that the input of an MLP is made of, its own included
+LOGIT_CAP = 15.0
+ROPE_BASE = 10_000.0
+# How this version of transformers calls what a model hands on to the next call: until 5.23 or from 5.24 on
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
 
 class NanomuonConfig(PretrainedConfig):
     """The shape of the model; the defaults build one that is small enough to try things with."""
 
     model_type = "nanomuon"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]
+    attribute_map = {
+        "hidden_size": "width",
+        "num_hidden_layers": "depth",
+        "num_attention_heads": "heads",
+        "num_key_value_heads": "kv_heads",
+        "max_position_embeddings": "seq_len",
+    }
 
     def __init__(
         self,
         vocab_size: int = 257,
-        hidden_size: int = 64,  # residual channels
-        num_hidden_layers: int = 2,
-        num_attention_heads: int = 2,
-        num_key_value_heads: int = 2,
-        max_position_embeddings: int = 256,  # context in training; positions beyond it were never seen
-        attention_windows: list | None = None,  # by layer: keys that a query sees, None: all before it
-        value_embed_layers: list | None = None,  # which layers have value embeddings
-        value_gate_inputs: int = 32,  # residual channels that the gate of a value embedding reads
+        seq_len: int = 256,  # context in training; positions beyond it were never seen
+        depth: int = 2,
+        width: int = 64,  # residual channels
+        heads: int = 2,
+        kv_heads: int = 2,
+        window_pattern: str = "L",  # tiled over the layers: L sees all, S the last part; the last is L
+        short_window: float = 0.25,  # share of the context that S sees
         qk_norm: bool = True,
         key_offset: bool = True,  # half of every key's channels are those of the token before
-        convolution_taps: int = 4,  # tokens that the input of an MLP is made of, its own included
-        num_experts: int = 0,  # MLPs to choose from, 0: one for all tokens
-        num_experts_per_tok: int = 2,
-        logit_cap: float = 15.0,
-        rotary_base: float = 10_000.0,
+        value_embed_every: int = 2,  # layers from one value embedding to the next; the last layer has one
+        experts: int = 0,  # MLPs to choose from, 0: one for all tokens
+        experts_per_token: int = 2,
         use_cache: bool = True,
         tie_word_embeddings: bool = False,
         **others,
     ):
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.max_position_embeddings = max_position_embeddings
-        self.attention_windows = attention_windows or [None] * num_hidden_layers
-        self.value_embed_layers = value_embed_layers or []
-        self.value_gate_inputs = value_gate_inputs
-        self.qk_norm = qk_norm
-        self.key_offset = key_offset
-        self.convolution_taps = convolution_taps
-        self.num_experts = num_experts
-        self.num_experts_per_tok = num_experts_per_tok
-        self.logit_cap = logit_cap
-        self.rotary_base = rotary_base
+        self.vocab_size, self.seq_len = vocab_size, seq_len
+        self.depth, self.width, self.heads, self.kv_heads = depth, width, heads, kv_heads
+        self.window_pattern, self.short_window = window_pattern, short_window
+        self.qk_norm, self.key_offset = qk_norm, key_offset
+        self.value_embed_every = value_embed_every
+        self.experts, self.experts_per_token = experts, experts_per_token
         self.use_cache = use_cache
         super().__init__(tie_word_embeddings=tie_word_embeddings, **others)
 
     @property
     def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+        return self.width // self.heads
+
+    def window(self, layer: int) -> int | None:
+        """Keys that a query of a layer sees, its own included; None: all before it."""
+        short = self.window_pattern[layer % len(self.window_pattern)] == "S" and layer < self.depth - 1
+        return max(1, int(self.seq_len * self.short_window)) if short else None
+
+    def has_value_embed(self, layer: int) -> bool:
+        return (self.depth - 1 - layer) % self.value_embed_every == 0
 
 
-# How this version of transformers calls what a model hands on to the next call: until 5.23 or from 5.24 on
-CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+def with_past(x: Tensor, cache: DynamicCache | None, place: int, count: int) -> Tensor:
+    """x (B, T, C) with the `count` tokens before it in front, (B, count + T, C): zeros before the first.
 
-
-class NanomuonCache(DynamicCache):
-    """Keys and values of the tokens so far, and what the next ones take over from the last of them."""
-
-    is_croppable = False  # what those before the last ones left is gone
-
-    def __init__(self):
-        super().__init__()
-        # By place in the model: inputs of a convolution (B, taps - 1, width), halves of keys (B, 1, Hkv, 2,
-        # D/4)
-        self.recent = {}
-
-    def with_recent(self, place: str, x: Tensor, count: int) -> Tensor:
-        """x (B, T, ...) with the `count` before it at this place in front, zeros at first."""
-        before = self.recent.get(place, x.new_zeros(x.size(0), count, *x.shape[2:]))
-        padded = torch.cat((before, x), dim=1)
-        self.recent[place] = padded[:, -count:]
-        return padded
-
-    def crop(self, *args, **keywords):
-        raise NotImplementedError("this cache cannot be shortened: assisted generation is not supported")
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        for place, recent in self.recent.items():
-            self.recent[place] = recent.index_select(0, beam_idx.to(recent.device))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        for place, recent in self.recent.items():
-            self.recent[place] = recent.repeat_interleave(repeats, dim=0)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        for place, recent in self.recent.items():
-            self.recent[place] = recent[indices]
-
-    def reset(self) -> None:
-        super().reset()
-        self.recent = {}
+    place: a layer of the cache beyond those of the attention, which keeps x as its keys, so that what
+    transformers does to a cache (beams, repeating, cropping) is done to it, too.
+    """
+    wanted = count + x.size(1)
+    if cache is not None:
+        x = x[:, None]
+        x = cache.update(x, x[..., :0], place)[0][:, 0, -wanted:]
+    return F.pad(x, (0, 0, wanted - x.size(1), 0))
 
 
 def norm(x: Tensor) -> Tensor:
@@ -124,7 +101,7 @@ def rotary_tables(positions: Tensor, config: NanomuonConfig, dtype: torch.dtype)
     """cos and sin, each (B, T, 1, D/2), of positions (B, T)."""
     half = config.head_dim // 2
     pairs = torch.arange(half, device=positions.device, dtype=torch.float32)
-    angles = positions[..., None] * config.rotary_base ** (-pairs / half)
+    angles = positions[..., None] * ROPE_BASE ** (-pairs / half)
     return angles.cos()[:, :, None].to(dtype), angles.sin()[:, :, None].to(dtype)
 
 
@@ -158,14 +135,14 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.head_dim, self.qk_norm = layer, config.head_dim, config.qk_norm
         self.key_offset = config.key_offset
-        width, kv_width = config.hidden_size, config.num_key_value_heads * config.head_dim
+        self.place = 2 * config.depth + layer  # in the cache, of the keys that the next token takes from
+        width, kv_width = config.width, config.kv_heads * config.head_dim
         self.q = nn.Linear(width, width, bias=False)
         self.k = nn.Linear(width, kv_width, bias=False)
         self.v = nn.Linear(width, kv_width, bias=False)
         self.o = nn.Linear(width, width, bias=False)
-        if layer in config.value_embed_layers:
-            inputs = min(config.value_gate_inputs, width)
-            self.value_gate = nn.Linear(inputs, config.num_key_value_heads, bias=False)
+        if config.has_value_embed(layer):
+            self.value_gate = nn.Linear(min(GATE_INPUTS, width), config.kv_heads, bias=False)
 
     def forward(self, x, value_embed, rope, visible, is_text, cache):
         heads = (*x.shape[:2], -1, self.head_dim)
@@ -186,16 +163,14 @@ class Attention(nn.Module):
         )
         return self.o(out.transpose(1, 2).flatten(2))
 
-    def offset_half(self, k: Tensor, is_text: Tensor | None, cache: NanomuonCache | None) -> Tensor:
+    def offset_half(self, k: Tensor, is_text: Tensor | None, cache: DynamicCache | None) -> Tensor:
         """k (B, T, Hkv, D) with the slowly turning half of its channels from the token before, 0 at first."""
         own, shown_to_next = k.unflatten(-1, (2, -1)).tensor_split(2, dim=-1)  # (B, T, Hkv, 2, D/4) each
+        shown = shown_to_next.flatten(2)
         if is_text is not None:
-            shown_to_next = shown_to_next * is_text[..., None, None]
-        if cache is None:
-            padded = F.pad(shown_to_next, (0, 0, 0, 0, 0, 0, 1, 0))
-        else:
-            padded = cache.with_recent(f"keys {self.layer}", shown_to_next, count=1)
-        return torch.cat((own, padded[:, :-1]), dim=-1).flatten(-2)
+            shown = shown * is_text
+        before = with_past(shown, cache, self.place, 1)[:, :-1].view_as(own)
+        return torch.cat((own, before), dim=-1).flatten(-2)
 
 
 class Convolution(nn.Module):
@@ -203,25 +178,21 @@ class Convolution(nn.Module):
 
     def __init__(self, config: NanomuonConfig, layer: int):
         super().__init__()
-        self.layer, self.count = layer, config.convolution_taps
-        self.taps = nn.Parameter(torch.zeros(self.count * config.hidden_size))
+        self.place = config.depth + layer  # in the cache
+        self.taps = nn.Parameter(torch.zeros(TAPS * config.width))
 
-    def forward(self, x: Tensor, cache: NanomuonCache | None) -> Tensor:
-        before = self.count - 1
-        if cache is None:
-            padded = F.pad(x, (0, 0, before, 0))  # (B, taps - 1 + T, width)
-        else:
-            padded = cache.with_recent(f"mlp {self.layer}", x, before)
-        for j, tap in enumerate(self.taps.view(self.count, -1)):
-            x = x + tap * padded[:, before - j : padded.size(1) - j]
+    def forward(self, x: Tensor, cache: DynamicCache | None) -> Tensor:
+        padded = with_past(x, cache, self.place, TAPS - 1)  # (B, TAPS - 1 + T, width)
+        for j, tap in enumerate(self.taps.view(TAPS, -1)):
+            x = x + tap * padded[:, TAPS - 1 - j : padded.size(1) - j]
         return x
 
 
 class MLP(nn.Module):
     def __init__(self, config: NanomuonConfig):
         super().__init__()
-        self.up = nn.Linear(config.hidden_size, 4 * config.hidden_size, bias=False)
-        self.down = nn.Linear(4 * config.hidden_size, config.hidden_size, bias=False)
+        self.up = nn.Linear(config.width, 4 * config.width, bias=False)
+        self.down = nn.Linear(4 * config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.relu(self.up(x)).square())
@@ -232,9 +203,9 @@ class Experts(nn.Module):
 
     def __init__(self, config: NanomuonConfig):
         super().__init__()
-        width, experts = config.hidden_size, config.num_experts
-        hidden = 4 * width // config.num_experts_per_tok
-        self.per_token = config.num_experts_per_tok
+        width, experts = config.width, config.experts
+        hidden = 4 * width // config.experts_per_token
+        self.per_token = config.experts_per_token
         self.router = nn.Parameter(torch.zeros(experts, width))
         self.w1 = nn.Parameter(torch.zeros(experts, hidden, width))
         self.w2 = nn.Parameter(torch.zeros(experts, width, hidden))
@@ -258,7 +229,7 @@ class Block(GradientCheckpointingLayer):
         super().__init__()
         self.attn = Attention(config, layer)
         self.conv = Convolution(config, layer)
-        self.mlp = Experts(config) if config.num_experts else MLP(config)
+        self.mlp = Experts(config) if config.experts else MLP(config)
 
     def forward(self, x, value_embed, rope, visible, is_text, cache):
         """is_text (B, T, 1) or None: what the tokens after it must not see is zero."""
@@ -278,16 +249,16 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: NanomuonConfig):
         super().__init__(config)
-        width, layers = config.hidden_size, config.num_hidden_layers
-        kv_width = config.num_key_value_heads * config.head_dim
-        self.wte = nn.Embedding(config.vocab_size, width)
+        kv_width = config.kv_heads * config.head_dim
+        self.wte = nn.Embedding(config.vocab_size, config.width)
+        embeds = [str(layer) for layer in range(config.depth) if config.has_value_embed(layer)]
         self.value_embeds = nn.ModuleDict(
-            {str(layer): nn.Embedding(config.vocab_size, kv_width) for layer in config.value_embed_layers}
+            {name: nn.Embedding(config.vocab_size, kv_width) for name in embeds}
         )
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(layers))
-        self.resid_scalars = nn.Parameter(torch.ones(layers))
-        self.x0_scalars = nn.Parameter(torch.zeros(layers))
-        self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.depth))
+        self.resid_scalars = nn.Parameter(torch.ones(config.depth))
+        self.x0_scalars = nn.Parameter(torch.zeros(config.depth))
+        self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.post_init()
 
     def get_input_embeddings(self):
@@ -301,7 +272,7 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """generate() leaves the cache to forward()."""
+        """generate() leaves the cache to forward(): its own has room for the layers of attention only."""
         return False
 
     def forward(
@@ -309,8 +280,8 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: NanomuonCache | None = None,
-        cache: NanomuonCache | None = None,
+        past_key_values: DynamicCache | None = None,
+        cache: DynamicCache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
@@ -327,10 +298,7 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if cache is None and use_cache:
-            cache = NanomuonCache()
-        if cache is not None and not isinstance(cache, NanomuonCache):
-            raise ValueError(f"the cache is a NanomuonCache, or None; not a {type(cache).__name__}")
-
+            cache = DynamicCache()
         seen = cache.get_seq_length() if cache is not None else 0
         queries = input_ids.size(1)
         keys = seen + queries
@@ -339,7 +307,7 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         is_text = None
         if attention_mask is not None and not attention_mask.all():
             is_text = attention_mask.bool()  # (B, keys)
-        windows = self.config.attention_windows
+        windows = [self.config.window(layer) for layer in range(self.config.depth)]
         visible = {}
         for window in set(windows):
             visible[window] = visible_keys(queries, keys, window, is_text, input_ids.device)
@@ -351,11 +319,11 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         for layer, block in enumerate(self.blocks):
             x = self.resid_scalars[layer] * x + self.x0_scalars[layer] * x0
             value_embed = None
-            if layer in self.config.value_embed_layers:
+            if str(layer) in self.value_embeds:
                 value_embed = self.value_embeds[str(layer)](input_ids)  # (B, T, Hkv * D)
             x = block(x, value_embed, rope, visible[windows[layer]], is_text, cache)
         logits = self.lm_head(norm(x)[:, -logits_to_keep:]).float()
-        logits = self.config.logit_cap * torch.tanh(logits / self.config.logit_cap)
+        logits = LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
 
         loss = None
         if labels is not None:

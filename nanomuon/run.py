@@ -13,12 +13,11 @@ from pathlib import Path
 
 import torch
 
-from nanomuon import checkpoint, core, core_bundle, export, hf_export, parallel, recipe, report, shards
+from nanomuon import checkpoint, core, core_bundle, hf_export, parallel, recipe, report, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.files import write_json
-from nanomuon.finished_run import load_run
 from nanomuon.fp8 import train_in_fp8
 from nanomuon.generate import sample_texts
 from nanomuon.optim import MuonAdamW
@@ -194,9 +193,9 @@ class Run:
             layout=layout_of(self.args, self.runtime),
             trained_on=self.trained_on,
             trained_with=trained_with(),
-            model=asdict(config),
         )
         write_json(self.folder / "settings.json", asdict(settings))
+        hf_export.write_config(self.folder, config)
 
     @property
     def data_rank(self) -> int:
@@ -294,8 +293,9 @@ class Run:
             )
             return 1
         core_results = self.evaluate_core(self.args.core_items) if self.core_tasks else None
-        about = {"step": self.step, "val_bpb": val_bpb, **self.trained_on}
-        export.export_model(self.folder, self.model, asdict(self.plan.config), about)
+        facts = {"step": self.step, "val_bpb": round(val_bpb, 4), "tokens": self.plan.tokens}
+        facts["corpus"] = self.args.corpus
+        hf_export.export(self.folder, self.model, self.plan.config, self.tokenizer, facts)
         if self.log is None:
             return 0
         self.log.close()
@@ -315,7 +315,6 @@ class Run:
             gc.collect()
         prompts = PROMPTS.get(self.args.corpus, NO_PROMPTS)
         samples = sample_run(self.model, self.tokenizer, self.args.run, prompts, self.args.seed, self.runtime)
-        hf_export.export_at_the_end(self.folder, summary)
         report.write_report(self.folder, summary, samples, core_report)
         write_json(self.folder / "summary.json", summary)  # last: it marks the run as complete
         report.print_summary(summary)
@@ -351,7 +350,7 @@ def sample_run(
     """
     try:
         if model is None:
-            model, _, _ = load_run(run, runtime)
+            model, _, _ = hf_export.load_run(run, runtime)
         return sample_texts(model, tokenizer, prompts, max_tokens=128, seed=seed)
     except torch.OutOfMemoryError:
         print0(

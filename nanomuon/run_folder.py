@@ -60,7 +60,6 @@ class Settings:
     layout: str  # device and processes: another one chooses the rows anew
     trained_on: dict  # corpus, its revision, shards, tokenizer; SHA-256 of the optimizer file
     trained_with: dict  # commit, versions, threads
-    model: dict  # fields of GPTConfig
 
 
 @dataclass

@@ -8,16 +8,18 @@ torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run base --ev
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 
-from nanomuon import core, core_bundle
+from nanomuon import core, core_bundle, shards
+from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.files import write_json
-from nanomuon.finished_run import load_run, validation_folder
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT
+from nanomuon.hf_export import load_run
 from nanomuon.run import NO_PROMPTS, PROMPTS
 from nanomuon.run_folder import find_run
 from nanomuon.runtime import NOT_WRITABLE, InputError, Runtime, first_rank_first, print0, run_command, start
@@ -39,9 +41,9 @@ def evaluate_bpb(
     model: GPT,
     tokenizer: Tokenizer,
     corpus: str,
-    about: dict,
+    facts: dict,
 ) -> None:
-    folder = first_rank_first(lambda: validation_folder(corpus, tokenizer, about), runtime)
+    folder = first_rank_first(lambda: validation_folder(corpus, tokenizer, facts), runtime)
     batches = validation_batches(
         folder, model.config.seq_len, args.device_batch_size, runtime.rank, runtime.world_size, runtime.device
     )
@@ -55,7 +57,7 @@ def evaluate_core(
     model: GPT,
     tokenizer: Tokenizer,
     tasks: list[core_bundle.Task],
-    about: dict,
+    facts: dict,
 ) -> None:
     results = core.evaluate(
         model,
@@ -69,13 +71,30 @@ def evaluate_core(
     if runtime.rank == 0:
         file = find_run(args.run) / "core.json"
         try:
-            write_json(file, {**results, "step": about["step"], "most_items": args.core_items})
+            write_json(file, {**results, "step": facts["step"], "most_items": args.core_items})
         except OSError as error:  # a run of somebody else's
             if error.errno not in NOT_WRITABLE:
                 raise
             print0(f"results are not kept, {file} cannot be written: {error.strerror}")
         else:
             print0(f"results: {file}")
+
+
+def validation_folder(corpus_name: str, tokenizer: Tokenizer, facts: dict) -> Path:
+    """Folder of shards with the validation set of a corpus in the tokens of a run, written if need be.
+
+    tokenizer, facts: as load_run gives them. InputError if the documents are not on this machine.
+    """
+    try:
+        corpus = open_corpus(corpus_name)
+    except InputError as error:
+        raise InputError(f"{error}; --corpus NAME evaluates on documents that are here") from error
+    if corpus_name == facts["corpus"] and facts["revision"] != corpus.revision:
+        print0(
+            f"corpus {corpus_name} is not as it was when the run was trained (revision {corpus.revision}, "
+            f"which was {facts['revision']}): the figure may be another one"
+        )
+    return shards.prepare(corpus, tokenizer=tokenizer, max_tokens=0)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -106,16 +125,16 @@ def main(argv: list[str] | None = None) -> None:
             raise InputError(f"--eval {args.eval}: {name!r} is not one of {', '.join(EVALUATIONS)}")
 
     runtime = start(args.dtype)
-    model, tokenizer, about = load_run(args.run, runtime, args.checkpoint)
-    corpus = about["corpus"] if args.corpus is None else args.corpus
-    print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {about['step']}\ndtype: {runtime.dtype_name}")
+    model, tokenizer, facts = load_run(args.run, runtime, args.checkpoint)
+    corpus = facts["corpus"] if args.corpus is None else args.corpus
+    print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {facts['step']}\ndtype: {runtime.dtype_name}")
     tasks = []
     if "core" in wanted:  # before the rest is computed: there may be no such bundle
         tasks = first_rank_first(lambda: core_bundle.open_bundle(args.core_bundle), runtime)
     if "bpb" in wanted:
-        evaluate_bpb(args, runtime, model, tokenizer, corpus, about)
+        evaluate_bpb(args, runtime, model, tokenizer, corpus, facts)
     if "core" in wanted:
-        evaluate_core(args, runtime, model, tokenizer, tasks, about)
+        evaluate_core(args, runtime, model, tokenizer, tasks, facts)
     if "sample" in wanted and runtime.rank == 0:
         for text in sample_texts(model, tokenizer, PROMPTS.get(corpus, NO_PROMPTS), max_tokens=128):
             print0(f"--- sample\n{text}")

@@ -11,9 +11,9 @@ import contextlib
 import sys
 import time
 
-from nanomuon.finished_run import load_run
 from nanomuon.generate import Sample, continue_samples
 from nanomuon.gpt import GPT
+from nanomuon.hf_export import load_run
 from nanomuon.runtime import InputError, printable, run_command, start
 from nanomuon.tokenizer import Tokenizer
 from scripts.arguments import (
@@ -76,9 +76,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     check(args)
     runtime = start(args.dtype)
-    model, tokenizer, about = load_run(args.run, runtime, args.checkpoint)
+    model, tokenizer, facts = load_run(args.run, runtime, args.checkpoint)
     if args.checkpoint is not None:
-        print(f"run {args.run} after step {about['step']}", file=sys.stderr)
+        print(f"run {args.run} after step {facts['step']}", file=sys.stderr)
     if args.interactive:
         converse(model, tokenizer, args)
     else:

@@ -29,6 +29,7 @@ from scipy import optimize
 from nanomuon import files, run_folder, runtime
 from nanomuon.corpus import check_corpus
 from nanomuon.gpt import GPTConfig
+from nanomuon.hf_export import read_config
 from nanomuon.plan import default_context, meta_model, total_batch_size
 from nanomuon.runtime import STOPPED, InputError
 from scripts import base_train
@@ -142,9 +143,8 @@ def finished(name):
     members = []
     for run_dir in run_folder.folder_of(name).parent.glob(f"{name}-d*-t*"):
         if (run_dir / "summary.json").exists():
-            settings = run_folder.read_settings(run_dir)
             summary = json.loads((run_dir / "summary.json").read_text())
-            config = GPTConfig(**settings.model)
+            config = read_config(run_dir)
             members.append(Member(config, summary["tokens"], *size_of(config), summary["val_bpb"]))
     if not members:
         raise InputError(f"family {name} has no finished run yet: give --depths and --tokens")

@@ -78,8 +78,9 @@ def test_a_finished_run_has_everything(whole_run, capsys):
         "config.json",
         "tokenizer",
         "checkpoints/step_40",
-        "hf/model.safetensors",
-        "hf/modeling_nanomuon.py",
+        "tokenizer.json",
+        "modeling_nanomuon.py",
+        "README.md",
     ):
         assert (whole_run / name).exists(), name
     text = (whole_run / "report.md").read_text()
@@ -88,7 +89,7 @@ def test_a_finished_run_has_everything(whole_run, capsys):
     if head:  # tests also run where there is no git
         assert f"| commit | {head}" in text
     assert f"| torch | {torch.__version__.split('+')[0]}" in text and "| threads | " in text
-    revision = json.loads((whole_run / "config.json").read_text())["meta"]["revision"]
+    revision = json.loads((whole_run / "settings.json").read_text())["trained_on"]["revision"]
     assert revision == open_corpus(f"path:{whole_run.parents[1]}/texts").revision
     assert f"| revision | {revision} |" in text
     used = [line.split(" | ")[0] for line in text.split("## Settings")[1].split("##")[0].splitlines()]
@@ -404,10 +405,10 @@ def test_sampling_from_a_finished_run(whole_run, capsys):
 
 
 def test_a_checkpoint_is_evaluated_and_sampled_before_its_run_has_ended(whole_run, tmp_path, capsys):
-    results = shutil.ignore_patterns("model.safetensors", "summary.json", "config.json", "report.md")
+    results = shutil.ignore_patterns("model.safetensors", "summary.json", "report.md")
     going_on = shutil.copytree(whole_run, tmp_path / "going_on", ignore=results)
     command = ["--run", str(going_on), "--dtype", "float32"]
-    with pytest.raises(InputError, match="going_on holds no finished model yet: --checkpoint last takes"):
+    with pytest.raises(InputError, match="going_on holds no finished model .*: --checkpoint last takes"):
         sample.main(command)
 
     base_eval.main([*command, "--checkpoint", "last"])
@@ -425,14 +426,15 @@ def test_a_checkpoint_is_evaluated_and_sampled_before_its_run_has_ended(whole_ru
 
     with pytest.raises(InputError, match="has no checkpoint step_7; it has step_30, step_40"):
         sample.main([*command, "--checkpoint", "step_7"])
-    settings = json.loads((going_on / "settings.json").read_text())
+    config = json.loads((going_on / "config.json").read_text())
     for damaged, message in (
-        ({**settings, "model": {**settings["model"], "depth": 3}}, "is of another model"),
-        ({**settings, "model": {**settings["model"], "heads": 3}}, "settings.json: width"),
+        ({**config, "depth": 3}, "is of another model"),
+        ({**config, "heads": 3}, "width"),
     ):
-        (going_on / "settings.json").write_text(json.dumps(damaged))
+        (going_on / "config.json").write_text(json.dumps(damaged))
         with pytest.raises(InputError, match=message):
             sample.main([*command, "--checkpoint", "last"])
+    (going_on / "config.json").write_text(json.dumps(config))
     shutil.rmtree(going_on / "checkpoints")
     with pytest.raises(InputError, match="has no checkpoint last; it has none"):
         sample.main([*command, "--checkpoint", "last"])
@@ -441,9 +443,9 @@ def test_a_checkpoint_is_evaluated_and_sampled_before_its_run_has_ended(whole_ru
 def test_a_run_with_another_tokenizer_is_refused(base, whole_run, tmp_path):
     stranger = base / "runs" / "stranger"
     subprocess.run(["cp", "-r", whole_run, stranger], check=True)
-    settings = json.loads((stranger / "config.json").read_text())
-    settings["meta"]["tokenizer"] = "of another run"
-    (stranger / "config.json").write_text(json.dumps(settings))
+    settings = json.loads((stranger / "settings.json").read_text())
+    settings["trained_on"]["tokenizer"] = "of another run"
+    (stranger / "settings.json").write_text(json.dumps(settings))
     with pytest.raises(InputError, match="not the one the model was trained with"):
         sample.main(["--run", "stranger"])
 
@@ -467,11 +469,9 @@ def test_a_shared_run_is_evaluated_and_sampled_by_path(base, whole_run, tmp_path
     assert f"val_bpb: {val_bpb:.4f}\n" in capsys.readouterr().out
 
     monkeypatch.chdir(tmp_path)
-    config = json.loads((shared / "config.json").read_text())
-    config["meta"]["corpus"] = "path:/no/such/texts"
-    (shared / "config.json").write_text(json.dumps(config))
-    base_eval.main(["--run", "./shared", "--dtype", "float32"])  # the shards are still there
-    assert f"val_bpb: {val_bpb:.4f}\n" in capsys.readouterr().out
+    settings = json.loads((shared / "settings.json").read_text())
+    settings["trained_on"]["corpus"] = "path:/no/such/texts"
+    (shared / "settings.json").write_text(json.dumps(settings))
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "third"))
     with pytest.raises(InputError, match="no such file or folder; --corpus NAME evaluates"):
         base_eval.main(["--run", "./shared"])

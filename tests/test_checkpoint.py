@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from nanomuon import checkpoint, export
+from nanomuon import checkpoint, hf_export
 from nanomuon.gpt import GPTConfig
 from nanomuon.optim import DistMuonAdamW
 from nanomuon.runtime import InputError
@@ -203,7 +203,7 @@ def test_tensors_that_share_storage_or_are_transposed(tmp_path):
     model.tied, model.wide = model.rows, torch.nn.Parameter(torch.arange(6.0).expand(3, 6))
     optimizer = torch.optim.SGD(model.parameters())
     checkpoint.save(tmp_path, 1, model, optimizer, {})
-    export.export_model(tmp_path, model, {}, {})
+    hf_export.write_weights(tmp_path, model)
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     bank.zero_()
     model.wide = torch.nn.Parameter(torch.zeros(3, 6))
@@ -270,7 +270,7 @@ def slice_and_save(original, run_dir, expected):
     slices = RowSlices(load_file(expected))
     checkpoint.load(checkpoint.find(original), slices.model, slices)
     checkpoint.save(run_dir, 2, slices.model, slices, {})
-    export.export_model(run_dir, slices.model, {}, {})
+    hf_export.write_weights(run_dir, slices.model)
 
 
 @pytest.mark.parametrize("name", [FILE, "manifest.json"])
@@ -365,7 +365,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(run_dir):
         checkpoint.save(run_dir, 3, model, optimizer, {"manifest": "too large" * 50_000})
     assert not hidden.exists()
     with little_space(), pytest.raises(OSError, match="File too large.*model.safetensors"):
-        export.export_model(run_dir, model, {}, {})
+        hf_export.write_weights(run_dir, model)
     assert not (run_dir / "model.safetensors").exists()
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_1", "step_2"]
     assert checkpoint.find(run_dir).name == "step_2"
@@ -514,37 +514,8 @@ def test_a_poisoned_checkpoint_runs_nothing(run_dir, tmp_path):
     with pytest.raises(InputError, match="step_2/rank_0.safetensors is not a safetensors file"):
         checkpoint.find(run_dir, "step_2")
 
-    export.export_model(tmp_path, model, {}, {})
+    hf_export.write_weights(tmp_path, model)
     torch.save(Bomb(marker), tmp_path / "model.safetensors")
     with pytest.raises(InputError, match="model.safetensors"):
-        export.load_model_weights(tmp_path, model)
+        hf_export.check_same_shapes(tmp_path / "model.safetensors", GPTConfig.from_depth(2, 300, 32))
     assert not os.path.exists(marker)
-
-
-def test_an_exported_model_comes_back_exactly(tmp_path):
-    model = Tiny()
-    tmp_path.chmod(0o755)
-    config = asdict(GPTConfig.from_depth(4, 300, 32))
-    about = dict(step=7, val_bpb=1.25, corpus="python", tokenizer="163374dd351e63f7")
-    export.export_model(tmp_path, model, config, about)
-    mode = (tmp_path / "model.safetensors").stat().st_mode
-    assert mode & 0o777 == 0o644  # others may read it, as they may the folder
-    assert export.load_model_config(tmp_path) == (config, about)
-    other = Tiny(seed=1)
-    export.load_model_weights(tmp_path, other)
-    assert_same(dict(model.state_dict()), dict(other.state_dict()))
-    with pytest.raises(InputError, match="does not fit"):
-        export.load_model_weights(tmp_path, torch.nn.Linear(2, 2))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-    for name, content in (
-        ("config.json", "{"),
-        ("config.json", json.dumps({"config": {}})),
-        ("model.safetensors", None),
-    ):
-        file = tmp_path / name
-        if content is None:
-            file.unlink()
-        else:
-            file.write_text(content)
-        with pytest.raises(InputError, match="base_train --run"):
-            export.load_model_config(tmp_path)

@@ -7,17 +7,15 @@ import random
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from nanomuon import hf_export
-from nanomuon.export import export_model
+from nanomuon.files import write_json
 from nanomuon.generate import generate
-from nanomuon.runtime import InputError
+from nanomuon.runtime import InputError, Runtime
 from nanomuon.tokenizer import BOS, Tokenizer
 from scripts import export
 from tests.test_gpt import build
@@ -46,8 +44,7 @@ def exported(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(base / "modules"))
         for name, shape in SHAPES.items():
-            built[name] = write_run(base / "runs" / name, **shape), base / "hf" / name
-            hf_export.export_run(base / "runs" / name, base / "hf" / name, "float32", summary={})
+            built[name] = write_run(base / "runs" / name, **shape), base / "runs" / name
         yield built
 
 
@@ -57,8 +54,13 @@ def write_run(run_dir, **shape):
     for block in model.blocks:
         if model.config.experts:  # a bias that changes which experts are chosen
             block.mlp.bias.uniform_(-0.2, 0.2)
-    about = {"step": 40, "val_bpb": 1.5, "corpus": "path:/home/someone/texts", "tokenizer": TOKENIZER.hash}
-    export_model(run_dir, model, asdict(model.config), about)
+    run_dir.mkdir(parents=True)
+    facts = {"step": 40, "val_bpb": 1.5, "corpus": "path:/home/someone/texts", "tokens": 123456}
+    trained_on = {"corpus": facts["corpus"], "revision": "1", "tokenizer": TOKENIZER.hash}
+    nothing = dict(options={}, compile=False, rows=1, layout="", trained_with={})
+    write_json(run_dir / "settings.json", {**nothing, "trained_on": trained_on})
+    write_json(run_dir / "summary.json", {"steps": 40, "val_bpb": 1.5, "tokens": 123456})
+    hf_export.export(run_dir, model, model.config, TOKENIZER, facts)
     TOKENIZER.save(run_dir / "tokenizer")
     return model.eval()
 
@@ -238,21 +240,24 @@ def test_a_pipeline_continues_text(exported):
     assert answer["generated_text"] == "def x" + TOKENIZER.decode(list(expected))
 
 
-def test_several_files_of_bfloat16_make_the_same_model(exported, tmp_path, monkeypatch):
+def test_an_export_in_bfloat16_is_the_same_model_rounded(exported, tmp_path, monkeypatch):
     _, folder = exported["experts"]
-    monkeypatch.setattr(hf_export, "SHARD_BYTES", 50_000)
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(folder.parent.parent))
-    export.main(["--run", "experts", "--to", str(tmp_path / "shards"), "--dtype", "bfloat16"])
-    files = sorted(tmp_path.glob("shards/*.safetensors"))
-    assert len(files) > 3 and files[1].name == f"model-00002-of-{len(files):05d}.safetensors"
-    tensors = [tensor for file in files for tensor in load_file(file).values()]
-    for file in files:
-        assert len(load_file(file)) == 1 or file.stat().st_size < 50_000 + 10_000  # with the header
-    index = json.loads((tmp_path / "shards/model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors)
-    whole, shards = load(folder), load(tmp_path / "shards")
-    for (name, a), (_, b) in zip(whole.state_dict().items(), shards.state_dict().items(), strict=True):
+    export.main(["--run", "experts", "--to", str(tmp_path / "new"), "--dtype", "bfloat16"])
+    whole, rounded = load(folder), load(tmp_path / "new")
+    for (name, a), (_, b) in zip(whole.state_dict().items(), rounded.state_dict().items(), strict=True):
         assert b.dtype == torch.bfloat16 and torch.equal(a.bfloat16(), b), name
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert names == {path.name for path in folder.iterdir()} - {"settings.json", "summary.json", "tokenizer"}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_loaded_here_is_what_was_trained(exported, shape):
+    ours, folder = exported[shape]
+    model, tokenizer, facts = hf_export.load_run(str(folder), Runtime(torch.device("cpu"), torch.float32))
+    assert model.config == ours.config and tokenizer.hash == TOKENIZER.hash and facts["step"] == 40
+    for (name, a), (_, b) in zip(ours.state_dict().items(), model.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
 
 
 WITHOUT_EITHER = """
@@ -272,18 +277,15 @@ def test_the_command_needs_neither_library(exported, tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert result.returncode == 0, result.stderr
     assert f"export: {tmp_path}/new (float32)" in result.stdout
-    assert {file.name: file.read_bytes() for file in tmp_path.glob("new/*")} == {
-        file.name: file.read_bytes() for file in folder.iterdir()
-    }
+    for file in (tmp_path / "new").iterdir():
+        assert file.read_bytes() == (folder / file.name).read_bytes()
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_card_says_what_is_known_and_nothing_of_the_machine(exported, tmp_path):
+def test_the_card_says_what_is_known_and_nothing_of_the_machine(exported):
     _, folder = exported["experts"]
-    summary = {"tokens": 123456, "train_loss": 2.5, "dtype": "bfloat16"}
-    hf_export.export_run(folder.parent.parent / "runs" / "experts", tmp_path / "new", "float32", summary)
-    card = (tmp_path / "new" / "README.md").read_text()
-    for words in ("# experts", "1.5000", "123,456", "2.5", "`texts`", "4, of which a token visits 2", "MIT"):
+    card = (folder / "README.md").read_text()
+    for words in ("# experts", "1.5", "123456", "`texts`", "4, of which a token visits 2", "MIT"):
         assert words in card
     assert "/home" not in card and "trust_remote_code=True" in card
     assert card.startswith("---\nlibrary_name: transformers\n")
@@ -292,7 +294,6 @@ def test_the_card_says_what_is_known_and_nothing_of_the_machine(exported, tmp_pa
 def test_what_cannot_be_exported_is_said_in_one_line(exported, tmp_path, monkeypatch):
     _, folder = exported["plain"]
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(folder.parent.parent))
-    run_dir = folder.parent.parent / "runs" / "plain"
     with pytest.raises(InputError, match="holds no finished model"):
         export.main(["--run", "nothing", "--to", str(tmp_path / "new")])
     (tmp_path / "full").mkdir()
@@ -301,28 +302,39 @@ def test_what_cannot_be_exported_is_said_in_one_line(exported, tmp_path, monkeyp
         export.main(["--run", "plain", "--to", str(tmp_path / "full")])
     other = tmp_path / "other"
     write_run(other, depth=2)
-    for name in ("config.json", "tokenizer"):
-        (other / name).rename(tmp_path / name)
-        copy = shutil.copytree if name == "tokenizer" else shutil.copy
-        copy(run_dir / name, other / name)
+    shutil.copy(folder / "config.json", other / "config.json")
     with pytest.raises(InputError, match="does not fit the model"):
-        hf_export.export_run(other, tmp_path / "new", "float32", summary={})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "full", "other", "tokenizer"]
+        export.main(["--run", str(other), "--to", str(tmp_path / "new")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "other"]
 
 
-def test_what_goes_wrong_at_the_end_of_a_run_is_told_and_no_more(tmp_path, capsys, monkeypatch):
-    write_run(tmp_path / "mine")
-    hf_export.export_at_the_end(tmp_path / "mine", {"dtype": "bfloat16"})
-    weights = tmp_path / "mine" / "hf" / "model.safetensors"
-    assert set(tensor.dtype for tensor in load_file(weights).values()) == {torch.bfloat16}
-    monkeypatch.setattr(hf_export, "SHARD_BYTES", 1000)
-    hf_export.export_at_the_end(tmp_path / "mine", {"dtype": "bfloat16"})
-    assert not weights.exists()  # of the run as it was before
-    (tmp_path / "mine" / "model.safetensors").unlink()
-    hf_export.export_at_the_end(tmp_path / "mine", {"dtype": "bfloat16"})
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == 3 and "it would take 0.0 GB" in told[1] and "holds no finished model" in told[2]
-    assert all("python -m scripts.export --run mine --to FOLDER writes it" in line for line in told[1:])
+GARBAGE = [
+    ("vocab_size", 300.0),
+    ("seq_len", 10**10),
+    ("depth", 100_000),
+    ("depth", True),
+    ("width", 10**6),
+    ("heads", 0),
+    ("kv_heads", None),
+    ("window_pattern", "SX"),
+    ("short_window", float("nan")),
+    ("qk_norm", 1),
+    ("key_offset", "yes"),
+    ("value_embed_every", 0),
+    ("experts", -1),
+    ("experts_per_token", []),
+]
+
+
+@pytest.mark.parametrize("key,value", GARBAGE)
+def test_garbage_in_a_field_of_the_config_is_one_line(exported, tmp_path, key, value):
+    _, folder = exported["experts"]
+    shutil.copytree(folder, tmp_path / "run")
+    config = json.loads((folder / "config.json").read_text())
+    write_json(tmp_path / "run" / "config.json", {**config, key: value})
+    with pytest.raises(InputError) as caught:
+        hf_export.load_run(str(tmp_path / "run"), Runtime(torch.device("cpu"), torch.float32))
+    assert str(tmp_path / "run") in str(caught.value) and "\n" not in str(caught.value)
 
 
 TASK = """

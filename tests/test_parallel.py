@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanomuon import checkpoint, export, parallel
+from nanomuon import checkpoint, hf_export, parallel
 from nanomuon.gpt import GPTConfig
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.parallel import build_model
@@ -76,7 +76,7 @@ class Trained:
 
     def weights(self):
         state = self.model.state_dict().items()
-        return {name: export.whole_tensor(t) if local(t) is not t else t.clone() for name, t in state}
+        return {name: hf_export.whole_tensor(t) if local(t) is not t else t.clone() for name, t in state}
 
 
 def trained(group, config, layout, options):
@@ -108,7 +108,7 @@ def test_ten_steps_equal_those_of_one_process(config, layout, mode, options, tol
 def save(group, layout, folder):
     run = Trained(HEADS, layout, **PRECISE).train(range(3))
     checkpoint.save(folder, 3, run.model, run.optimizer, {"step": 3})
-    export.export_model(folder, run.model, {}, {})
+    hf_export.write_weights(folder, run.model)
 
 
 def resume(group, layout, folder):

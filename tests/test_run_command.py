@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanomuon import export, runtime
+from nanomuon import hf_export, runtime
 from nanomuon.runtime import BUG, Runtime
 from tests.worlds import run_world
 
@@ -70,11 +70,11 @@ def patience(group, folder):
         return together(work, group)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (runtime, export):
+        for module in (runtime, hf_export):
             patch.setattr(module, "together", noted)
         here = Runtime(torch.device("cuda"), torch.bfloat16, dist.get_rank(), dist.get_world_size())
         assert runtime.first_rank_first(lambda: "found", here) == "found"
-        export.export_model(folder, torch.nn.Linear(1, 1), {}, {})
+        hf_export.write_weights(folder, torch.nn.Linear(1, 1))
     return timeouts
 
 

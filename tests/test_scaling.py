@@ -5,6 +5,7 @@ import pytest
 from nanomuon import plan
 from nanomuon.files import write_json
 from nanomuon.gpt import GPTConfig
+from nanomuon.hf_export import write_config
 from nanomuon.runtime import STOPPED, InputError
 from scripts import base_train, scaling
 
@@ -55,7 +56,8 @@ class MadeUp:
         parameters, _ = scaling.size_of(config)
         tokens = args.num_iterations * args.total_batch_size
         nothing = dict(options={}, compile=False, rows=1, layout="", trained_on={}, trained_with={})
-        write_json(folder / "settings.json", {**nothing, "model": vars(config)})
+        write_json(folder / "settings.json", nothing)
+        write_config(folder, config)
         loss = scaling.law_loss(LAW, parameters, tokens)
         write_json(folder / "summary.json", {"val_bpb": loss, "steps": args.num_iterations, "tokens": tokens})
         return 0

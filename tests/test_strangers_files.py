@@ -97,7 +97,7 @@ DAMAGE = {
     "truncated": lambda data: data[: len(data) // 2],
     "garbage": lambda data: b"\xff\x00garbage" * 20,
     "another type": lambda data: b"[]",
-    "a key less": lambda data: data.replace(b'"', b'"x', 1),
+    "a key less": lambda data: data.replace(b'"depth"', b'"x"').replace(b'"', b'"x', 1),
 }
 
 
