@@ -30,7 +30,6 @@ from nanomuon.attention import without_cudnn
 from nanomuon.core_bundle import Item, Task
 from nanomuon.gpt import GPT
 from nanomuon.kv_cache import ChoiceCache, PrefixCache
-from nanomuon.read_json import MapOf, Number, OrNull, Record, Whole
 from nanomuon.runtime import print0, together
 from nanomuon.tokenizer import Tokenizer
 
@@ -49,13 +48,6 @@ BLOCK = 32
 # Of a batch on a CPU: four times as many take up to half as long again on some tasks (docs/evaluation.md)
 CPU_TOKENS = 4096
 MOST_LOGITS = 2**28  # that exist at a time, 1 GB in float32
-
-# core.json, see evaluate()
-TASK_RESULT = Record({"accuracy": Number(), "centered": Number(), "items": Whole(), "seconds": Number()})
-RESULTS = Record(
-    {"core": OrNull(Number()), "mean_centered": Number(), "tasks": MapOf(TASK_RESULT)},
-    {"step": Whole(), "most_items": OrNull(Whole(1))},  # of the model; items of each task
-)
 
 
 @dataclass

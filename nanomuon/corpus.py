@@ -23,7 +23,7 @@ import re
 import sysconfig
 import threading
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from nanomuon import hub
@@ -36,15 +36,9 @@ from nanomuon.documents import (
     read_records,
     without_surrogates,
 )
-from nanomuon.files import write_json
-from nanomuon.read_json import LARGE, ListOf, OrNull, Record, Text, read_json
+from nanomuon.files import read_json, write_json
 from nanomuon.runtime import InputError, base_dir, print0
 
-# What is remembered of a corpus: how its records are read; of one on the hub also where and what it is
-RECORD = Record(
-    {"text_field": OrNull(Text())},
-    {"revision": Text(), "repo": OrNull(Text()), "files": ListOf(Text())},
-)
 PRESETS = {
     "climbmix": "hf:karpathy/climbmix-400b-shuffle",
     "fineweb-edu": "hf:HuggingFaceFW/fineweb-edu:sample-10BT",
@@ -269,7 +263,7 @@ def _path_corpus(name, text_field) -> Corpus:
             f"corpus {name} has no file with text: {', '.join(RECORD_SUFFIXES)}, prose and source code "
             "(.txt, .md, .rst, .py, .c and so on) are read"
         )
-    text_field = _recall(name, text_field=text_field)["text_field"] or "text"
+    text_field = _recall(name, text_field=text_field).text_field or "text"
     revision, digest = _fingerprint(name, root, files, text_field)
     slug = f"path-{_readable(root.name)}-"
     return Corpus(name, revision, slug + digest, tuple(files), text_field)
@@ -300,18 +294,14 @@ def list_files(root: Path) -> list[Path]:
 
 
 def _hub_corpus(name, text_field) -> Corpus:
-    record = _recall(name, text_field=text_field)
-    if not record.get("repo"):  # a folder may have changed since
-        record = _recall(name, **hub.resolve(name))
-    revision = record["revision"]
-    repo = record.get("repo")
-    text_field = record["text_field"] or "text"
-    files = tuple(record["files"])
-    if not repo:
-        files = tuple(map(Path, files))
-    digest = _digest([revision, text_field])
+    remembered = _recall(name, text_field=text_field)
+    if not remembered.repo:  # a folder may have changed since
+        remembered = _recall(name, **hub.resolve(name))
+    text_field = remembered.text_field or "text"
+    files = tuple(remembered.files if remembered.repo else map(Path, remembered.files))
+    digest = _digest([remembered.revision, text_field])
     slug = f"{_readable(name.replace(':', '-'))}-{digest[:8]}"
-    return Corpus(name, revision, slug, files, text_field, repo)
+    return Corpus(name, remembered.revision, slug, files, text_field, remembered.repo)
 
 
 def _fingerprint(name, root, files, text_field):
@@ -338,15 +328,25 @@ def _readable(name) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:60]
 
 
-def _recall(name, **options) -> dict:
-    """What is remembered of a corpus, with the options that are given; written back where they change it."""
+@dataclass
+class Remembered:
+    """corpus.json: how the records of a corpus are read; of one on the hub also where and what it is."""
+
+    text_field: str | None = None
+    revision: str | None = None
+    repo: str | None = None
+    files: list[str] = field(default_factory=list)
+
+
+def _recall(name, **options) -> Remembered:
+    """What is remembered of a corpus, with the options that are given; written back if they change it."""
     folder = base_dir() / "corpus" / f"{_readable(name.replace(':', '-'))}-{_digest(name)[:8]}"
-    record = {"text_field": None}
+    remembered = Remembered()
     if (folder / "corpus.json").exists():
-        record = read_json(folder / "corpus.json", RECORD, LARGE, advice=f"remove {folder}")
+        remembered = read_json(folder / "corpus.json", Remembered, f"remove {folder}")
     given = {key: value for key, value in options.items() if value is not None}
-    if any(record.get(key) != value for key, value in given.items()):
-        record |= given
+    changed = replace(remembered, **given)
+    if changed != remembered:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "corpus.json", {"name": name, **record})
-    return record
+        write_json(folder / "corpus.json", {"name": name, **asdict(changed)})
+    return changed

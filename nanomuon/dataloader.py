@@ -15,7 +15,16 @@ import numpy as np
 import torch
 
 from nanomuon.runtime import InputError, worker_thread
-from nanomuon.shards import WINDOW, command, open_shards, read_manifest, wait_for_window, window_is_there
+from nanomuon.shards import (
+    WINDOW,
+    WRITE_AGAIN,
+    command,
+    count_tokens,
+    open_shard,
+    read_manifest,
+    wait_for_window,
+    window_is_there,
+)
 
 AHEAD = 2  # micro-batches that wait, packed, for the training loop
 
@@ -196,10 +205,10 @@ class TrainLoader:
         self.rank = rank
         self.world_size = world_size
         self.manifest = _manifest(folder)
-        text = sum(shard["tokens"] for shard in self.manifest["train"])
-        if self.manifest["complete"] and text < rows_per_step * seq_len:
+        text = count_tokens(self.manifest.train)
+        if self.manifest.complete and text < rows_per_step * seq_len:
             raise InputError(
-                f"corpus {self.manifest['corpus']} has {text} training tokens, "
+                f"corpus {self.manifest.corpus} has {text} training tokens, "
                 f"fewer than one step of {rows_per_step} rows of {seq_len}: "
                 "use more text, a smaller --total-batch-size or a smaller --max-seq-len"
             )
@@ -220,7 +229,7 @@ class TrainLoader:
         made = self._next_made()
         while isinstance(made, _MissingWindow):
             manifest = self.manifest
-            made_by = command(manifest["corpus"], manifest["vocab_size"], manifest.get("asked"))
+            made_by = command(manifest.corpus, manifest.vocab_size, manifest.max_tokens)
             self.manifest = wait_for_window(self.folder, made.window, made_by)
             made = self._next_made()
         self._state = made.state
@@ -256,7 +265,7 @@ class TrainLoader:
                         window += 1
                     while not window_is_there(self.manifest, window):
                         yield _MissingWindow(window)
-                    if window * WINDOW >= len(self.manifest["train"]):
+                    if window * WINDOW >= len(self.manifest.train):
                         epoch += 1
                         window = 0
                     rows = self._rows(epoch, window)
@@ -269,7 +278,7 @@ class TrainLoader:
         # NumPy keeps the streams of RandomState for good, those of Generator may change with a release
         rng = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self.seed, epoch, window])))
         shards = _open(self.folder, self.manifest, "train", window)
-        rows = _Rows.for_training(shards, self.manifest["bos_id"], self.seq_len, rng)
+        rows = _Rows.for_training(shards, self.manifest.bos_id, self.seq_len, rng)
         return rows
 
 
@@ -290,7 +299,7 @@ def validation_batches(
     batches, on `device`.
     """
     manifest = _manifest(folder)
-    bos_id = manifest["bos_id"]
+    bos_id = manifest.bos_id
     rows = _Rows.for_validation(_open(Path(folder), manifest, "val"), bos_id, seq_len, max_tokens)
     device = torch.device(device)
     shape = (device_batch_size, seq_len + 1)
@@ -314,14 +323,13 @@ def _manifest(folder):
 
 
 def _open(folder, manifest, kind, window=0):
-    entries = manifest[kind][window * WINDOW : (window + 1) * WINDOW]
+    entries = getattr(manifest, kind)[window * WINDOW : (window + 1) * WINDOW]
     if not entries:
-        raise InputError(f"{folder}/manifest.json: {kind} names no shard: run scripts.data_prep")
-    opened = open_shards(folder, manifest, entries)
-    for shard in opened:  # all of it is read soon anyway
-        if len(shard.tokens) and shard.tokens.max() >= manifest["bos_id"]:
-            raise InputError(
-                f"shard {shard.path} has tokens that its tokenizer does not: "
-                "delete it and run scripts.data_prep"
-            )
+        raise InputError(f"{folder}/manifest.json: {kind} names no shard: {WRITE_AGAIN}")
+    opened = []
+    for entry in entries:
+        shard = open_shard(folder, entry, manifest.tokenizer)
+        if len(shard.tokens) and shard.tokens.max() >= manifest.bos_id:  # all of it is read soon anyway
+            raise InputError(f"shard {shard.path} has tokens that its tokenizer has not: {WRITE_AGAIN}")
+        opened.append(shard)
     return opened

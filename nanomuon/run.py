@@ -81,6 +81,10 @@ class Run:
             )
             self.log = report.MetricsLog(self.folder / "metrics.jsonl", self.step if found else None, wandb)
         print_plan(args, self.plan, runtime)
+        manifest = shards.read_manifest(self.data)
+        if manifest.complete:
+            tokens = shards.count_tokens(manifest.train)
+            print0(f"data       {tokens:,} tokens for training, seen {self.plan.tokens / tokens:.2f} times")
         self.forward = self.model
         if compiles:
             self.forward = parallel.compile_model(self.model, self.mesh)
@@ -89,10 +93,7 @@ class Run:
     def _open_data(self, settings):
         """Open shards and tokenizer. Returns what the run is trained on; InputError if that has changed."""
         corpus = open_corpus(self.args.corpus)
-        known = None
-        if settings and (self.folder / "tokenizer").exists():  # if not, that of the corpus may be the same
-            known = Tokenizer.load(self.folder / "tokenizer")
-        self.data = shards.prepare_for_training(corpus, self.args.vocab_size, self.plan.tokens, known)
+        self.data = shards.prepare_for_training(corpus, self.args.vocab_size, self.plan.tokens)
         self.tokenizer = shards.open_tokenizer(self.data)
         trained_on = {
             "corpus": self.args.corpus,
@@ -176,8 +177,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         for over in ("summary.json", "stopped"):  # a run that goes on is neither complete nor stopped
             (self.folder / over).unlink(missing_ok=True)
-        if not (self.folder / "tokenizer").exists():
-            self.tokenizer.save(self.folder / "tokenizer")
+        self.tokenizer.save(self.folder / "tokenizer")
         options = {name: value for name, value in vars(self.args).items() if name not in OF_THE_LAUNCH}
         config = self.plan.config
         options |= {

@@ -1,61 +1,34 @@
-"""Token shards on disk: write in parallel, check, read by memory map.
+"""Token shards on disk: write in parallel, read by memory map.
 
     shards/<corpus>-<vocab>/
-        tokenizer/              the tokenizer they were written with
-        manifest.json           corpus, how it is read, tokenizer, counts, list of shards in plan order
-        val-00000.bin           the validation set: the first SHARD_BYTES of validation documents
-        train-00000.bin ...     documents of the corpus in their order, SHARD_BYTES of UTF-8 text each
+        tokenizer/                     the tokenizer they were written with
+        manifest.json                  corpus, how it is read, tokenizer, list of shards in their order
+        val-00000.safetensors          the validation set: the first SHARD_BYTES of validation documents
+        train-00000.safetensors ...    documents of the corpus in their order, SHARD_BYTES of UTF-8 text each
 
-Which documents a shard holds depends on the corpus alone, never on the number of workers. A shard is
-
-    8 bytes "nanomuon", uint32 length of the header, header (JSON), padding to a multiple of 64 bytes,
-    documents + 1 int64 token offsets, then the tokens (uint16, or uint32 for a vocabulary over 65,536)
-
-with no <|bos|> stored: the loader puts one in front of every document and every piece of one. Shards are
-written to a temporary name and renamed, then the manifest names them: a shard the manifest does not name does
-not exist.
+Which documents a shard holds depends on the corpus alone, never on the number of workers. A shard has the
+tensors `tokens` (uint16, or uint32 for a vocabulary over 65,536) and `offsets` (documents + 1, int64), where
+each document begins; no <|bos|> is stored: the loader puts one in front of every document and every piece of
+one. A shard is written whole, then the manifest names it: a shard that it does not name does not exist.
 """
 
-import hashlib
 import itertools
 import json
 import time
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
-from nanomuon.corpus import (
-    PIECE_BYTES,
-    Corpus,
-    is_validation,
-    open_corpus,
-    with_both_parts,
-)
-from nanomuon.files import being_written, locked, write_json, write_whole
-from nanomuon.read_json import (
-    FILE_NAME,
-    LARGE,
-    SMALL,
-    Choice,
-    Flag,
-    ListOf,
-    MapOf,
-    OrNull,
-    Record,
-    Text,
-    Whole,
-    check_regular,
-    parse,
-    read_json,
-)
+from nanomuon.corpus import PIECE_BYTES, Corpus, is_validation, open_corpus, with_both_parts
+from nanomuon.files import being_written, locked, read_json, write_json, write_whole
 from nanomuon.runtime import InputError, base_dir, cores, print0
 from nanomuon.tokenizer import Tokenizer
 
-MAGIC = b"nanomuon"
-VERSION = 1
 SHARD_BYTES = 16 << 20  # of text; about 4 million tokens
 BATCH_BYTES = 1 << 20  # of text, handed to one worker at a time
 TRAINING_BYTES = 512 << 20  # of text, from which the tokenizer is trained
@@ -63,181 +36,116 @@ WINDOW = 8  # consecutive training shards whose documents are shuffled together;
 PATIENCE = 30  # seconds to wait for somebody to start on shards that are missing
 # The loss of a token varies by about 2.5 nats: the mean of so many is known to 0.025, one percent of it
 SMALL_VALIDATION = 10_000  # tokens
-
-HEADER = Record(
-    {
-        "version": Whole(),
-        "dtype": Choice("uint16", "uint32"),
-        "documents": Whole(),
-        "tokens": Whole(),
-        "sha256": Text(64),
-        "tokenizer": Text(64),
-    }
-)
-COUNTS = MapOf(Whole())
-END = Record({"file": Whole(), "documents": Whole(), "counts": COUNTS})
-ENTRY = Record({"name": FILE_NAME, "documents": Whole(), "tokens": Whole(), "sha256": Text(64)}, {"end": END})
-MANIFEST = Record(
-    {
-        "corpus": Text(),
-        "revision": Text(),
-        "tokenizer": Text(64),
-        "vocab_size": Whole(257, 1 << 24),
-        "bos_id": Whole(256, 1 << 24),
-        "val": ListOf(ENTRY),
-        "train": ListOf(ENTRY),
-        "complete": Flag(),
-        "max_tokens": OrNull(Whole()),
-    },
-    {
-        "asked": OrNull(Whole()),
-        "counts": COUNTS,
-        "piece_bytes": OrNull(Whole()),
-    },
-)
+WRITE_AGAIN = "delete its folder and run scripts.data_prep"
 
 
+@dataclass
+class Entry:
+    """A shard in the manifest."""
+
+    name: str
+    documents: int
+    tokens: int
+    file: int  # of the corpus, at which reading goes on after this shard,
+    done: int  # and how many documents of that file are done
+
+
+@dataclass
+class Manifest:
+    """manifest.json."""
+
+    corpus: str
+    revision: str
+    piece_bytes: int | None  # into which documents were cut, see corpus.with_both_parts
+    tokenizer: str  # its hash
+    vocab_size: int
+    bos_id: int
+    val: list[Entry]
+    train: list[Entry]
+    complete: bool  # everything that was asked for is there
+    max_tokens: int | None  # of training that were asked for; None: the whole corpus
+
+
+@dataclass
 class Shard:
-    """One shard, memory-mapped.
+    """One shard, memory-mapped. offsets: (documents + 1,) int64; tokens: (offsets[-1],) uint16 or uint32."""
 
-    offsets: (documents + 1,) int64; tokens: (offsets[-1],) uint16 or uint32.
-    """
-
-    def __init__(self, path, header: dict, offsets, tokens):
-        self.path = path
-        self.header = header
-        self.offsets = offsets
-        self.tokens = tokens
-
-    @classmethod
-    def open(cls, path, tokenizer_hash: str | None = None) -> "Shard":
-        """Map a shard and check all but its checksum; InputError names the file that is not as it should be.
-
-        tokenizer_hash: of the tokenizer that it has to be written with, if any.
-        """
-        path = Path(path)
-        if not path.exists():
-            raise InputError(f"shard {path} is gone: python -m scripts.data_prep writes it again")
-        has = check_regular(path)
-        try:
-            header, begin = _read_header(path)
-        except ValueError as error:
-            raise InputError(
-                f"{path} is not a version {VERSION} nanomuon shard ({error}): "
-                "delete it and run scripts.data_prep"
-            ) from error
-        if tokenizer_hash is not None and header["tokenizer"] != tokenizer_hash:
-            raise InputError(
-                f"shard {path} was written with tokenizer {header['tokenizer']}, not {tokenizer_hash}: "
-                "delete its folder and run scripts.data_prep"
-            )
-        dtype = np.dtype(header["dtype"])
-        middle = begin + 8 * (header["documents"] + 1)
-        size = middle + dtype.itemsize * header["tokens"]
-        if has != size:
-            raise InputError(f"shard {path} has {has} bytes, not {size}: delete it and run scripts.data_prep")
-        data = np.memmap(path, mode="r")
-        offsets = data[begin:middle].view(np.int64)
-        if offsets[0] != 0 or offsets[-1] != header["tokens"] or np.any(np.diff(offsets) < 0):
-            raise InputError(f"shard {path}: its offsets are damaged: delete it and run scripts.data_prep")
-        return cls(path, header, offsets, data[middle:].view(dtype))
+    path: Path
+    offsets: np.ndarray
+    tokens: np.ndarray
 
 
-def _read_header(path):
-    """(header, where the offsets begin) of a shard; ValueError for what is none of this version."""
-    with path.open("rb") as file:
-        start = file.read(12)
-        if start[:8] != MAGIC:
-            raise ValueError("not a shard")
-        length = int.from_bytes(start[8:], "little")
-        if length > SMALL:
-            raise ValueError(f"a header of {length} bytes")
-        header = parse(file.read(length), HEADER)
-    if header["version"] != VERSION:
-        raise ValueError(f"version {header['version']}")
-    return header, _aligned(12 + length)
+def open_shard(folder, entry: Entry, tokenizer_hash: str) -> Shard:
+    """Map the shard of an entry of a manifest; InputError names the file that is not what the entry says."""
+    path = Path(folder) / entry.name
+    try:
+        with safe_open(path, "numpy") as file:  # compares header and size
+            written_with = (file.metadata() or {}).get("tokenizer")
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        data = np.memmap(path, mode="r", offset=8 + length)
+        arrays = []
+        for name, dtypes in (
+            ("offsets", {"I64": np.int64}),
+            ("tokens", {"U16": np.uint16, "U32": np.uint32}),
+        ):
+            begin, end = header[name]["data_offsets"]
+            arrays.append(data[begin:end].view(dtypes[header[name]["dtype"]]))
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise InputError(f"shard {path} cannot be read ({error}): {WRITE_AGAIN}") from error
+    offsets, tokens = arrays
+    if written_with != tokenizer_hash:
+        raise InputError(f"shard {path} was written with another tokenizer, {written_with}: {WRITE_AGAIN}")
+    if (len(offsets) - 1, len(tokens)) != (entry.documents, entry.tokens):
+        raise InputError(f"shard {path} has not the documents and tokens of the manifest: {WRITE_AGAIN}")
+    if offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(np.diff(offsets) < 0):
+        raise InputError(f"shard {path}: its offsets are damaged: {WRITE_AGAIN}")
+    return Shard(path, offsets, tokens)
 
 
-def write_shard(path, documents: list[np.ndarray], header: dict) -> dict:
-    """Write documents (arrays of ids) as one shard, whole or not at all. Returns the completed header."""
-    tokens = np.concatenate(documents)
-    lengths = [len(document) for document in documents]
-    offsets = np.cumsum([0, *lengths], dtype=np.int64)
-    header = {
-        "version": VERSION,
-        **header,
-        "dtype": tokens.dtype.name,
-        "documents": len(documents),
-        "tokens": len(tokens),
-        "sha256": _checksum(offsets, tokens),
-    }
-    text = json.dumps(header).encode()
-    start = MAGIC + len(text).to_bytes(4, "little") + text
-    with write_whole(Path(path)) as file:
-        file.write(start.ljust(_aligned(len(start)), b"\0"))
-        file.write(offsets.data)
-        file.write(tokens.data)
-    return header
-
-
-def _aligned(size):
-    """The next multiple of 64."""
-    return -(-size // 64) * 64
-
-
-def _checksum(offsets, tokens):
-    digest = hashlib.sha256(offsets.data)
-    digest.update(tokens.data)
-    return digest.hexdigest()
-
-
-def open_shards(folder, manifest: dict, entries: list[dict]) -> list[Shard]:
-    """The shards of these entries of a manifest; InputError for one that is not what the manifest says."""
-    opened = []
-    for entry in entries:
-        shard = Shard.open(Path(folder) / entry["name"], manifest["tokenizer"])
-        for key in ("documents", "tokens"):
-            if shard.header[key] != entry[key]:
-                raise InputError(
-                    f"shard {shard.path} has {shard.header[key]} {key}, but {entry[key]} in the manifest: "
-                    "delete it and run scripts.data_prep"
-                )
-        opened.append(shard)
-    return opened
+def write_shard(path: Path, documents: list[np.ndarray], tokenizer_hash: str) -> None:
+    """Write documents (arrays of ids) as one shard, whole or not at all."""
+    offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+    data = save({"offsets": offsets, "tokens": np.concatenate(documents)}, {"tokenizer": tokenizer_hash})
+    with write_whole(path) as file:
+        file.write(data)
 
 
 def open_tokenizer(folder) -> Tokenizer:
-    """The tokenizer of a folder of shards; InputError where it is not the one that wrote them."""
+    """The tokenizer of a folder of shards; InputError if it is not the one that wrote them."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise InputError(f"no shards in {folder}: run scripts.data_prep first")
     tokenizer = Tokenizer.load(Path(folder) / "tokenizer")
-    if tokenizer.hash != manifest["tokenizer"]:
-        raise InputError(
-            f"{folder}/tokenizer is not the one of the shards: delete {folder} and run scripts.data_prep"
-        )
+    if tokenizer.hash != manifest.tokenizer:
+        raise InputError(f"{folder}/tokenizer is not the one of the shards: {WRITE_AGAIN}")
     return tokenizer
 
 
-def read_manifest(folder) -> dict | None:
-    """manifest.json of a shard folder; None where there is none."""
+def read_manifest(folder) -> Manifest | None:
+    """manifest.json of a shard folder; None if there is none."""
     file = Path(folder) / "manifest.json"
     if not file.exists():
         return None
-    advice = "delete the folder and run scripts.data_prep"
-    manifest = read_json(file, MANIFEST, LARGE, advice)
-    if manifest["bos_id"] != manifest["vocab_size"] - 1:
-        raise InputError(f"{file}: bos_id is {manifest['bos_id']}, not vocab_size - 1; {advice}")
+    manifest = read_json(file, Manifest, WRITE_AGAIN)
+    for entry in manifest.val + manifest.train:
+        if entry.name.startswith(".") or Path(entry.name).name != entry.name:
+            raise InputError(f"{file} names {entry.name!r}, which is not in its folder: {WRITE_AGAIN}")
     return manifest
 
 
-def write_manifest(folder: Path, manifest: dict) -> None:
-    write_json(folder / "manifest.json", manifest)
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    write_json(folder / "manifest.json", asdict(manifest))
+
+
+def count_tokens(entries: list[Entry]) -> int:
+    return sum(entry.tokens for entry in entries)
 
 
 def validation_tokens(folder: Path) -> int:
     """Tokens of the validation set of a shard folder."""
-    return sum(entry["tokens"] for entry in read_manifest(folder)["val"])
+    return count_tokens(read_manifest(folder).val)
 
 
 def default_vocab_size(corpus_name: str) -> int:
@@ -258,7 +166,7 @@ def shard_folder(corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None = 
     if tokenizer is None:
         return folder
     manifest = read_manifest(folder)
-    if manifest and manifest["tokenizer"] == tokenizer.hash:
+    if manifest and manifest.tokenizer == tokenizer.hash:
         return folder
     return folder.with_name(f"{folder.name}-{tokenizer.hash[:8]}")
 
@@ -316,50 +224,31 @@ def prepare(
             if not _has_enough(folder, max_tokens):  # another process may have written it while we waited
                 corpus = as_it_is_read(corpus, read_manifest(folder))
                 tokenizer = tokenizer or prepare_tokenizer(corpus, vocab_size)
-                ShardWriter(folder, corpus, tokenizer, workers or cores(), max_tokens).run()
+                write_missing(folder, corpus, tokenizer, workers or cores(), max_tokens)
     return folder
 
 
-def as_it_is_read(corpus: Corpus, manifest: dict | None) -> Corpus:
+def as_it_is_read(corpus: Corpus, manifest: Manifest | None) -> Corpus:
     """The corpus as its shards were begun, or where they were not, in pieces as need be.
 
     manifest: of its folder, None where there is none yet.
     """
-    if manifest and manifest["val"] and manifest["train"]:  # it has both parts, read as is written there
-        piece_bytes = PIECE_BYTES if manifest.get("piece_bytes") else None
-        return replace(corpus, piece_bytes=piece_bytes)
+    if manifest and manifest.val and manifest.train:  # it has both parts, read as is written there
+        return replace(corpus, piece_bytes=PIECE_BYTES if manifest.piece_bytes else None)
     return with_both_parts(corpus)
 
 
 def prepare_for_training(
-    corpus: Corpus | str,
-    vocab_size: int | None = None,
-    tokens: int | None = None,
-    tokenizer: Tokenizer | None = None,
+    corpus: Corpus | str, vocab_size: int | None = None, tokens: int | None = None
 ) -> Path:
     """The folder of the shards as soon as training can start: prepare() for a corpus on this machine.
 
     A corpus on the hub is left to scripts.data_prep, which may stay at work during the training: this waits
-    for the validation set and the first WINDOW training shards. InputError where no process works on what is
+    for the validation set and the first WINDOW training shards. InputError if no process works on what is
     missing; it tells how to make `tokens` training tokens.
-
-    tokenizer: of a run that goes on. Where that of the corpus is another one by now, because its documents
-    have changed, the shards are written with this one.
     """
     if isinstance(corpus, str):
         corpus = open_corpus(corpus)
-    if tokenizer is not None:
-        vocab_size = vocab_size or tokenizer.vocab_size
-        its_own = tokenizer_folder(corpus, vocab_size)
-        is_there = its_own.exists()
-        if tokenizer.vocab_size != vocab_size:  # another vocabulary was asked for: the run will be refused
-            tokenizer = None
-        elif is_there and Tokenizer.load(its_own).hash == tokenizer.hash:
-            tokenizer = None
-        elif not is_there and corpus.needs_download:  # scripts.data_prep may be about to make it
-            tokenizer = None
-    if tokenizer is not None:
-        return prepare(corpus, tokenizer=tokenizer, max_tokens=tokens if corpus.needs_download else None)
     if not corpus.needs_download:
         return prepare(corpus, vocab_size)
     vocab_size = vocab_size or default_vocab_size(corpus.name)
@@ -374,20 +263,20 @@ def command(corpus: str, vocab_size: int, max_tokens: int | None) -> str:
     return f"python -m scripts.data_prep --corpus {corpus} --vocab-size {vocab_size}{most}"
 
 
-def window_is_there(manifest: dict | None, window: int) -> bool:
+def window_is_there(manifest: Manifest | None, window: int) -> bool:
     """Whether the validation set and the shards of training window 0, 1, ... are complete."""
     if not manifest:
         return False
-    if manifest["complete"]:
+    if manifest.complete:
         return True
-    return len(manifest["val"]) > 0 and len(manifest["train"]) >= (window + 1) * WINDOW
+    return len(manifest.val) > 0 and len(manifest.train) >= (window + 1) * WINDOW
 
 
 class NobodyWrites(InputError):
     """Shards are missing and no process is at work on them. All ranks miss them in the same micro-batch."""
 
 
-def wait_for_window(folder: Path, window: int, command: str) -> dict:
+def wait_for_window(folder: Path, window: int, command: str) -> Manifest:
     """The manifest once window_is_there(); NobodyWrites, with `command`, where nobody works on the folder."""
     manifest = read_manifest(folder)
     if not window_is_there(manifest, window):
@@ -406,254 +295,147 @@ def wait_for_window(folder: Path, window: int, command: str) -> dict:
 def _has_enough(folder, max_tokens):
     """Whether a folder holds the shards that max_tokens asks for."""
     manifest = read_manifest(folder)
-    if not manifest or not manifest["complete"]:
+    if not manifest or not manifest.complete:
         return False
-    if not all(_exists(folder, entry) for entry in manifest["val"] + manifest["train"]):
+    if not all(_exists(folder, entry) for entry in manifest.val + manifest.train):
         return False
-    if manifest["max_tokens"] is None:  # the whole corpus
+    if manifest.max_tokens is None:  # the whole corpus
         return True
-    return max_tokens is not None and max_tokens <= manifest["max_tokens"]
+    return max_tokens is not None and max_tokens <= manifest.max_tokens
 
 
 def _exists(folder, entry):
-    return (folder / entry["name"]).exists()
+    return (folder / entry.name).exists()
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Texts of one shard, for one thread to encode."""
+def write_missing(
+    folder: Path, corpus: Corpus, tokenizer: Tokenizer, workers: int, max_tokens: int | None
+) -> None:
+    """Write the shards that are missing of a folder, which this process holds. See prepare()."""
+    manifest = begin_manifest(folder, corpus, tokenizer, max_tokens)
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
 
-    kind: str  # "train" or "val"
-    texts: list
-    size: int  # UTF-8 bytes of the texts
-    ends_shard: bool
-    place: dict  # in the corpus, after the texts: file, documents of it that are done, counts so far
+    def encode(texts):
+        return [tokenizer.encode_to_numpy(text).astype(dtype) for text in texts]
 
-
-@dataclass
-class Filling:
-    """The shard of a kind that is being filled, and the batch that is being gathered for it."""
-
-    kind: str
-    written: int  # shards of the kind that are there already; their documents are read past
-    index: int = 0  # of the shard
-    size: int = 0  # UTF-8 bytes in the shard so far
-    texts: list = field(default_factory=list)  # of the batch
-    texts_size: int = 0
-
-    @property
-    def is_there(self) -> bool:
-        return self.index < self.written
-
-    @property
-    def is_full(self) -> bool:
-        return self.size >= SHARD_BYTES
-
-    def add(self, text):
-        size = len(text.encode())
-        self.size += size
-        if not self.is_there:
-            self.texts.append(text)
-            self.texts_size += size
-
-    def take_batch(self, place, ends_shard) -> Batch:
-        batch = Batch(self.kind, self.texts, self.texts_size, ends_shard, place)
-        self.texts = []
-        self.texts_size = 0
-        if ends_shard:
-            self.start_next()
-        return batch
-
-    def start_next(self):
-        self.index += 1
-        self.size = 0
-
-
-class ShardWriter:
-    """Writes what is missing of a folder of shards, which this process holds. See prepare()."""
-
-    def __init__(self, folder, corpus, tokenizer, workers, max_tokens):
-        self.folder = folder
-        self.corpus = corpus
-        self.tokenizer = tokenizer
-        self.workers = workers
-        self.max_tokens = max_tokens
-        self.with_training = max_tokens != 0
-        self.dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-        self.manifest = self.open_manifest()
-        self.counts = Counter()  # what the corpus says of the documents read
-        self.encoded = {"train": [], "val": []}  # documents of the shards being filled
-        self.encoded_bytes = 0  # of text
-        self.files_done = 0
-        self.started = self.reported = time.monotonic()
-
-    def run(self):
-        pending = deque()  # (batch, future) in plan order
-        with ThreadPoolExecutor(self.workers) as pool:
-            try:
-                for batch in self.batches():
-                    pending.append((batch, pool.submit(self.encode, batch.texts)))
-                    while len(pending) > 2 * self.workers and not self.is_enough():
-                        self.collect(*pending.popleft())
-                    if self.is_enough():
-                        break
-                while pending and not self.is_enough():
-                    self.collect(*pending.popleft())
-            finally:
-                pool.shutdown(cancel_futures=True)
-        self.finish()
-
-    def open_manifest(self):
-        """The manifest to go on with: it names shards that are there, in order and without a gap."""
-        self.folder.mkdir(exist_ok=True)
-        manifest = read_manifest(self.folder)
-        if manifest is None:
-            self.tokenizer.save(self.folder / "tokenizer")
-            manifest = {
-                "corpus": self.corpus.name,
-                "revision": self.corpus.revision,
-                "tokenizer": self.tokenizer.hash,
-                "vocab_size": self.tokenizer.vocab_size,
-                "bos_id": self.tokenizer.bos_id,
-                "val": [],
-                "train": [],
-            }
-        if manifest["tokenizer"] != self.tokenizer.hash:
-            raise InputError(
-                f"{self.folder} was written with another tokenizer: delete it and run scripts.data_prep"
-            )
-        if not self.goes_on(manifest):
-            manifest |= {"val": [], "train": []}
-        manifest |= {
-            "piece_bytes": self.corpus.piece_bytes,
-        }
-        manifest |= {"complete": False, "max_tokens": None, "asked": self.max_tokens}
-        for kind in ("val", "train"):
-            manifest[kind] = list(itertools.takewhile(self.exists, manifest[kind]))
-        open_shards(self.folder, manifest, manifest["val"] + manifest["train"])
-        write_manifest(self.folder, manifest)
-        return manifest
-
-    def goes_on(self, manifest):
-        """Whether the shards of a manifest are the first ones of the corpus as it is read now."""
-        return manifest.get("piece_bytes") == self.corpus.piece_bytes
-
-    def exists(self, entry):
-        return _exists(self.folder, entry)
-
-    def batches(self):
-        """Yield the documents that are in no shard yet, as Batches in plan order.
-
-        Shards already there are read past. Validation documents beyond the first shard are left out, not
-        trained on.
-        """
-        val = Filling("val", written=len(self.manifest["val"]))
-        train = Filling("train", written=len(self.manifest["train"]))
-        start = {"file": 0, "documents": 0, "counts": {}}
-        if self.corpus.needs_download and val.written and train.written:
-            # straight on: no earlier document is needed, neither for validation nor to tell duplicates
-            val.index = val.written
-            train.index = train.written
-            start = self.manifest["train"][-1]["end"]
-            self.counts.update(start["counts"])
-        seen = set()
-        for number in range(start["file"], len(self.corpus.files)):
-            for document, text in enumerate(self.corpus.read(number, self.counts, seen)):
-                if number == start["file"] and document < start["documents"]:
-                    self.counts.clear()  # they were counted before
-                    self.counts.update(start["counts"])
+    started, reported, encoded_bytes = time.monotonic(), time.monotonic(), 0
+    encoded = {"train": [], "val": []}  # what is being encoded for the shard of each kind
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for kind, texts, end in batches(corpus, manifest, with_training=max_tokens != 0):
+                if is_enough(manifest):
+                    break
+                encoded[kind].append(pool.submit(encode, texts))
+                encoded_bytes += sum(len(text.encode()) for text in texts)
+                if time.monotonic() - reported > 2:
+                    reported = time.monotonic()
+                    print(
+                        f"tokenized {encoded_bytes / 1e6:.0f} MB at "
+                        f"{encoded_bytes / 1e6 / (reported - started):.1f} MB/s: "
+                        f"{len(manifest.train)} training shards of {len(corpus.files)} files",
+                        flush=True,
+                    )
+                if end is None:
                     continue
-                if is_validation(text):
-                    filling = val
-                    wanted = val.index == 0
-                else:
-                    filling = train
-                    wanted = self.with_training
-                if not wanted:
-                    continue
-                filling.add(text)
-                if filling.is_there:
-                    if filling.is_full:
-                        filling.start_next()
-                elif filling.is_full or filling.texts_size >= BATCH_BYTES:
-                    yield filling.take_batch(self.place(number, document + 1), ends_shard=filling.is_full)
-        for filling in (train, val):
-            if filling.size and not filling.is_there:
-                yield filling.take_batch(self.place(len(self.corpus.files), 0), ends_shard=True)
-
-    def place(self, file, documents):
-        """Where reading goes on after so many documents of a file."""
-        return {"file": file, "documents": documents, "counts": dict(self.counts)}
-
-    def encode(self, texts):
-        return [self.tokenizer.encode_to_numpy(text).astype(self.dtype) for text in texts]
-
-    def collect(self, batch, future):
-        """Add an encoded batch to its shard, and write the shard that it ends."""
-        self.encoded[batch.kind] += future.result()
-        self.encoded_bytes += batch.size
-        if batch.ends_shard:
-            self.write(batch.kind, batch.place)
-        if time.monotonic() - self.reported > 2:
-            self.report()
-
-    def write(self, kind, place):
-        """Write the shard that is filled, then name it in the manifest."""
-        header = {
-            "kind": kind,
-            "corpus": self.corpus.name,
-            "revision": self.corpus.revision,
-            "tokenizer": self.tokenizer.hash,
-        }
-        name = f"{kind}-{len(self.manifest[kind]):05d}.bin"
-        header = write_shard(self.folder / name, self.encoded[kind], header)
-        self.encoded[kind] = []
-        entry = {
-            "name": name,
-            "documents": header["documents"],
-            "tokens": header["tokens"],
-            "sha256": header["sha256"],
-            "end": place,
-        }
-        self.manifest[kind].append(entry)
-        write_manifest(self.folder, self.manifest)
-        self.files_done = place["file"]
-
-    def report(self):
-        self.reported = time.monotonic()
-        megabytes = self.encoded_bytes / 1e6
-        rate = megabytes / (self.reported - self.started)
-        shards = len(self.manifest["train"])
-        files = len(self.corpus.files)
-        print(
-            f"tokenized {megabytes:.0f} MB at {rate:.1f} MB/s: {shards} training shards, "
-            f"{self.files_done} of {files} files",
-            flush=True,
+                documents = [document for future in encoded[kind] for document in future.result()]
+                encoded[kind] = []
+                entries = getattr(manifest, kind)
+                name = f"{kind}-{len(entries):05d}.safetensors"
+                write_shard(folder / name, documents, tokenizer.hash)
+                entries.append(Entry(name, len(documents), sum(map(len, documents)), *end))
+                write_manifest(folder, manifest)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    if not is_enough(manifest):
+        manifest.max_tokens = None  # it is the whole corpus
+    manifest.complete = True
+    write_manifest(folder, manifest)
+    if count_tokens(manifest.val) < SMALL_VALIDATION:
+        documents = sum(entry.documents for entry in manifest.val)
+        print0(
+            f"the validation set is small, {documents} document{'s' * (documents != 1)} of "
+            f"{count_tokens(manifest.val):,} tokens: val_bpb on it says little; from {SMALL_VALIDATION:,} "
+            "tokens on it is known to a percent"
         )
 
-    def is_enough(self):
-        """Whether there are as many training tokens as were asked for; never where the whole corpus is."""
-        if self.max_tokens is None or not self.manifest["val"]:
-            return False
-        return sum(entry["tokens"] for entry in self.manifest["train"]) >= self.max_tokens
 
-    def finish(self):
-        if self.is_enough():
-            self.manifest["max_tokens"] = self.max_tokens
-        else:
-            entries = self.manifest["val"] + self.manifest["train"]
-            stored = sum(entry["documents"] for entry in entries)
-            self.counts["validation_left_out"] = self.counts["documents"] - stored
-        self.say_if_validation_is_small()
-        self.manifest |= {"complete": True, "counts": dict(self.counts)}
-        write_manifest(self.folder, self.manifest)
+def begin_manifest(folder: Path, corpus: Corpus, tokenizer: Tokenizer, max_tokens: int | None) -> Manifest:
+    """The manifest to go on with: it names shards that are there, in order and without a gap."""
+    folder.mkdir(exist_ok=True)
+    before = read_manifest(folder)
+    if before is None:
+        tokenizer.save(folder / "tokenizer")
+    elif before.tokenizer != tokenizer.hash:
+        raise InputError(f"{folder} was written with another tokenizer: {WRITE_AGAIN}")
+    manifest = Manifest(
+        corpus=corpus.name,
+        revision=corpus.revision,
+        piece_bytes=corpus.piece_bytes,
+        tokenizer=tokenizer.hash,
+        vocab_size=tokenizer.vocab_size,
+        bos_id=tokenizer.bos_id,
+        val=[],
+        train=[],
+        complete=False,
+        max_tokens=max_tokens,
+    )
+    if before is not None:
+        for kind in ("val", "train"):
+            there = itertools.takewhile(lambda entry: _exists(folder, entry), getattr(before, kind))
+            getattr(manifest, kind).extend(there)
+    for entry in manifest.val + manifest.train:
+        open_shard(folder, entry, manifest.tokenizer)
+    write_manifest(folder, manifest)
+    return manifest
 
-    def say_if_validation_is_small(self):
-        documents = sum(entry["documents"] for entry in self.manifest["val"])
-        tokens = sum(entry["tokens"] for entry in self.manifest["val"])
-        if tokens < SMALL_VALIDATION:
-            noun = "document" if documents == 1 else "documents"
-            print0(
-                f"the validation set is small, {documents} {noun} of {tokens:,} tokens: val_bpb on it says "
-                f"little; from {SMALL_VALIDATION:,} tokens on it is known to a percent"
-            )
+
+def batches(corpus: Corpus, manifest: Manifest, with_training: bool):
+    """Yield (kind, texts, end) of the documents that are in no shard yet, in their order.
+
+    kind: "train" or "val". end: None, or after the last texts of a shard where in the corpus reading goes on,
+    (file, documents of it that are done). Validation documents beyond the first shard are left out, not
+    trained on.
+    """
+    # How many documents to read past: those of the shards that are there
+    past = {kind: sum(entry.documents for entry in getattr(manifest, kind)) for kind in ("train", "val")}
+    first_file = first_document = 0
+    if corpus.needs_download and manifest.val and manifest.train:
+        # Straight on: no earlier document is needed, neither for validation nor to tell duplicates
+        past = {"train": 0, "val": 0}
+        first_file, first_document = manifest.train[-1].file, manifest.train[-1].done
+    is_wanted = {"train": with_training, "val": not manifest.val}
+    texts = {"train": [], "val": []}
+    batch_bytes, shard_bytes = Counter(), Counter()  # of text, by kind
+    seen, counts = set(), Counter()
+    for number in range(first_file, len(corpus.files)):
+        for document, text in enumerate(corpus.read(number, counts, seen), start=1):
+            if number == first_file and document <= first_document:
+                continue
+            kind = "val" if is_validation(text) else "train"
+            if past[kind] > 0:
+                past[kind] -= 1
+                continue
+            if not is_wanted[kind]:
+                continue
+            size = len(text.encode())
+            texts[kind].append(text)
+            batch_bytes[kind] += size
+            shard_bytes[kind] += size
+            is_full = shard_bytes[kind] >= SHARD_BYTES
+            if is_full or batch_bytes[kind] >= BATCH_BYTES:
+                yield kind, texts[kind], (number, document) if is_full else None
+                texts[kind] = []
+                batch_bytes[kind] = 0
+            if is_full:
+                shard_bytes[kind] = 0
+                is_wanted["val"] &= kind == "train"
+    for kind in ("train", "val"):
+        if shard_bytes[kind]:
+            yield kind, texts[kind], (len(corpus.files), 0)
+
+
+def is_enough(manifest: Manifest) -> bool:
+    """Whether there are as many training tokens as were asked for; never if the whole corpus is."""
+    if manifest.max_tokens is None or not manifest.val:
+        return False
+    return count_tokens(manifest.train) >= manifest.max_tokens

@@ -6,7 +6,6 @@ pickled.
 """
 
 import base64
-import contextlib
 import hashlib
 import json
 import operator
@@ -19,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from nanomuon.read_json import LARGE, MapOf, Record, Text, Whole, read_json, read_regular
-from nanomuon.runtime import InputError, base_dir, print0
+from nanomuon.files import read_json
+from nanomuon.runtime import InputError
 
 BOS = "<|bos|>"
 # GPT-4's split pattern with digits in groups of at most 2, not 3: small vocabularies waste less on numbers
@@ -35,24 +34,9 @@ SPLIT_PATTERN = "|".join(
         r"\s+",
     ]
 )
-# tokenizer.json
-SETTINGS = Record(
-    {
-        "type": Text(),
-        "vocab_size": Whole(257, 1 << 24),
-        "pattern": Text(),
-        "special_tokens": MapOf(Whole()),
-        "vocab_sha256": Text(64),
-    },
-    others=None,
-)
 # Longer texts are encoded in pieces of at most this many characters, cut after a line end where there is one.
 # The regex engine gives up on a run of a million spaces, and BPE takes 40 s on one word of 50 MB.
 PIECE = 1 << 16
-
-
-class MissingTokenizer(InputError):
-    """A tokenizer that is gone, and of which no other folder has a copy."""
 
 
 class Tokenizer:
@@ -115,15 +99,15 @@ class Tokenizer:
     def load(cls, folder) -> "Tokenizer":
         """Read a folder written by save(). A missing, damaged or foreign one raises InputError."""
         folder = Path(folder)
-        if not os.path.lexists(folder / "tokenizer.json"):
+        if not (folder / "tokenizer.json").exists():
             raise InputError(f"no tokenizer in {folder}: python -m scripts.tok_train makes one")
-        settings = read_json(folder / "tokenizer.json", SETTINGS, advice="delete the folder and train again")
-        data = read_regular(folder / "vocab.txt", LARGE)
+        settings = read_json(folder / "tokenizer.json", dict, "delete the folder and train again")
         try:
-            vocab = [base64.b64decode(line.split()[0]) for line in data.decode("ascii").splitlines()]
-            tokenizer = cls(vocab, settings["pattern"])
+            lines = (folder / "vocab.txt").read_text("ascii").splitlines()
+            vocab = [base64.b64decode(line.split()[0]) for line in lines]
+            tokenizer = cls(vocab, settings.get("pattern"))
             tokenizer._check()
-        except (ValueError, IndexError) as error:
+        except (OSError, ValueError, IndexError) as error:
             raise InputError(
                 f"damaged tokenizer in {folder} ({error!r}): delete the folder and train again"
             ) from error
@@ -194,33 +178,6 @@ class Tokenizer:
     def decode(self, ids) -> str:
         """The text of token ids; <|bos|> shows as itself, incomplete UTF-8 as U+FFFD."""
         return self._bpe.decode(ids)
-
-
-def load_or_restore(folder: Path, expected: str, rank: int = 0) -> Tokenizer:
-    """The tokenizer in a folder; where it is missing, another folder's whose hash is the expected one.
-
-    The first rank puts that back, as far as it may write there. A folder that is there is not compared with
-    `expected`. MissingTokenizer where there is none, InputError where it is damaged.
-    """
-    if (folder / "tokenizer.json").exists() or (folder / "vocab.txt").exists():
-        return Tokenizer.load(folder)
-    places = [*base_dir().glob("tokenizer/*"), *base_dir().glob("shards/*/tokenizer")]
-    places += base_dir().glob("runs/*/tokenizer")
-    for copy in sorted(places):
-        try:
-            tokenizer = Tokenizer.load(copy)
-        except InputError:  # damaged, or none
-            continue
-        if tokenizer.hash == expected:
-            print0(f"{folder} is missing: restored from {copy}")
-            if rank == 0:
-                with contextlib.suppress(OSError):
-                    tokenizer.save(folder)
-            return tokenizer
-    raise MissingTokenizer(
-        f"{folder} is missing, and nothing under {base_dir()} has this tokenizer ({expected}): "
-        "put a copy of it there"
-    )
 
 
 def in_pieces(text: str):

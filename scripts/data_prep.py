@@ -42,13 +42,10 @@ def main(argv=None):
     corpus = open_corpus(args.corpus, args.text_field)
     folder = shards.prepare(corpus, args.vocab_size, args.workers, max_tokens=args.max_tokens)
     manifest = shards.read_manifest(folder)
-    for kind in ("train", "val"):
-        entries = manifest[kind]
-        tokens = sum(entry["tokens"] for entry in entries)
-        documents = sum(entry["documents"] for entry in entries)
+    for kind, entries in (("train", manifest.train), ("val", manifest.val)):
+        documents = sum(entry.documents for entry in entries)
+        tokens = shards.count_tokens(entries)
         print(f"{kind}: {tokens:,} tokens of {documents:,} documents in {len(entries)} shards")
-    counts = manifest.get("counts", {})
-    print0("read: " + ", ".join(f"{count:,} {key}" for key, count in counts.items()))
     print0(f"shards: {folder}")
 
 

@@ -196,8 +196,8 @@ def test_unreadable_file_is_named(tmp_path, kind):
 def documents(folder, kind):
     """The texts of the shards of a kind."""
     found = []
-    for entry in shards.read_manifest(folder)[kind]:
-        shard = shards.Shard.open(folder / entry["name"])
+    for entry in getattr(shards.read_manifest(folder), kind):
+        shard = shards.open_shard(folder, entry, TOKENIZER.hash)
         for start, end in zip(shard.offsets[:-1], shard.offsets[1:], strict=True):
             found.append(TOKENIZER.decode(shard.tokens[start:end].tolist()))
     return found
@@ -249,7 +249,7 @@ def test_a_few_long_documents_are_cut_into_pieces(tmp_path, capsys, validation):
     pieces = [piece for text in books for piece in pieces_by_line(text)]
     assert documents(folder, "train") == [piece for piece in pieces if not is_validation(piece)]
     assert documents(folder, "val") == [piece for piece in pieces if is_validation(piece)]
-    assert shards.read_manifest(folder)["piece_bytes"] == 4096
+    assert shards.read_manifest(folder).piece_bytes == 4096
     missing = "training" if validation else "validation"
     said = f"3 documents and none for {missing}: all are cut into pieces of 4,096 bytes"
     assert said in capsys.readouterr().out
@@ -290,7 +290,7 @@ def test_other_corpora_stay_as_they_were(tmp_path):
     assert open_corpus(name).slug == f"path-texts-{revision[:8]}"
     made = shards.prepare(name, tokenizer=TOKENIZER)
     assert documents(made, "train") == [text for text in ["short", *texts] if not is_validation(text)]
-    assert shards.read_manifest(made).get("piece_bytes") is None
+    assert shards.read_manifest(made).piece_bytes is None
     (tmp_path / "lone").mkdir()
     text = book(0, 4000)
     (tmp_path / "lone/book.txt").write_text(text)
@@ -303,27 +303,6 @@ def test_other_corpora_stay_as_they_were(tmp_path):
         size += len(line)
     corpus = with_both_parts(open_corpus(f"path:{tmp_path}/lone"))
     assert list(corpus.documents(Counter())) == expected
-
-
-def test_shards_that_were_begun_of_whole_documents_are_begun_again_of_pieces(tmp_path, monkeypatch):
-    """An earlier version wrote training shards before it found that there is no validation document."""
-    monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
-    books = books_of_one_part(False)
-    for number, text in enumerate(books):
-        (tmp_path / f"{number}.txt").write_text(text)
-    name = f"path:{tmp_path}"
-
-    def stop(writer):
-        raise InputError("none for val")
-
-    with monkeypatch.context() as earlier:
-        earlier.setattr(shards, "with_both_parts", lambda corpus: corpus)
-        earlier.setattr(shards.ShardWriter, "finish", stop)
-        with pytest.raises(InputError, match="none for val"):
-            shards.prepare(name, tokenizer=TOKENIZER)
-    folder = shards.prepare(name, tokenizer=TOKENIZER)
-    pieces = [piece for text in books for piece in pieces_by_line(text)]
-    assert documents(folder, "train") == [piece for piece in pieces if not is_validation(piece)]
 
 
 def test_what_cannot_be_split_is_refused_before_anything_is_computed(tmp_path, monkeypatch):

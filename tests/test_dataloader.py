@@ -3,6 +3,7 @@
 import hashlib
 import threading
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -72,7 +73,7 @@ def steps_per_epoch(folder):
 def test_same_global_batches_whatever_the_ranks_and_micro_batches(folder):
     count = steps_per_epoch(folder) + 3
     expected = steps(folder, count)
-    assert len(set(expected)) == count and len(read_manifest(folder)["train"]) == 5
+    assert len(set(expected)) == count and len(read_manifest(folder).train) == 5
     for world_size in (1, 2, 3, 4, 8):
         for batch in {1, ROWS // world_size // 2, ROWS // world_size} - {0}:
             assert steps(folder, count, batch, world_size) == expected, (world_size, batch)
@@ -188,22 +189,23 @@ def test_every_token_once_but_the_counted_crop(tmp_path_factory, lengths, seed):
     numbers = np.arange(sum(lengths), dtype=np.uint32)
     bos_id = 60 * 300
     documents = np.split(numbers, np.cumsum(lengths)[:-1])
-    names = []
+    entries = []
     for i in range(0, len(documents), 20):
-        names.append({"name": f"{i}.bin"})
-        header = shards.write_shard(path / f"{i}.bin", documents[i : i + 20], {"tokenizer": "t"})
-        names[-1] |= {key: header[key] for key in ("documents", "tokens", "sha256")}
-    manifest = {
-        "train": names,
-        "val": names[:1],
-        "tokenizer": "t",
-        "vocab_size": bos_id + 1,
-        "bos_id": bos_id,
-        "complete": True,
-        "max_tokens": None,
-        "corpus": "c",
-        "revision": "r",
-    }
+        part = documents[i : i + 20]
+        shards.write_shard(path / str(i), part, "t")
+        entries.append(shards.Entry(str(i), len(part), sum(map(len, part)), file=0, done=0))
+    manifest = shards.Manifest(
+        corpus="c",
+        revision="r",
+        piece_bytes=None,
+        tokenizer="t",
+        vocab_size=bos_id + 1,
+        bos_id=bos_id,
+        val=entries[:1],
+        train=entries,
+        complete=True,
+        max_tokens=None,
+    )
     shards.write_manifest(path, manifest)
     if sum(lengths) < 16:
         with pytest.raises(InputError, match="fewer than one step"):
@@ -213,7 +215,7 @@ def test_every_token_once_but_the_counted_crop(tmp_path_factory, lengths, seed):
         patch.setattr(shards, "WINDOW", 2)
         loader = TrainLoader(path, 16, 1, 1, seed=seed)
         seen = []
-        for window in range(-(-len(names) // 2)):
+        for window in range(-(-len(entries) // 2)):
             rows = loader._rows(0, window)
             for i in range(len(rows)):
                 row = np.full(17, -1)
@@ -222,7 +224,7 @@ def test_every_token_once_but_the_counted_crop(tmp_path_factory, lengths, seed):
                 seen += row[row != bos_id].tolist()
             assert rows.text_tokens - rows.lengths.sum() == rows.cropped < 17
     assert len(seen) == len(set(seen)) and set(seen) <= set(numbers.tolist())
-    assert len(numbers) - len(seen) < 17 * -(-len(names) // 2)
+    assert len(numbers) - len(seen) < 17 * -(-len(entries) // 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -257,8 +259,8 @@ def test_deleted_shard_is_named(folder, tmp_path):
     shutil.copytree(folder, copy)
     loader = TrainLoader(copy, T, ROWS, ROWS)
     next(loader)
-    (copy / "train-00004.bin").unlink()
-    with pytest.raises(InputError, match="train-00004.bin"):
+    (copy / "train-00004.safetensors").unlink()
+    with pytest.raises(InputError, match="train-00004.safetensors"):
         for _ in range(1000):
             next(loader)
 
@@ -284,7 +286,7 @@ def test_rows_do_not_wait_for_the_rest_of_the_corpus(folder, tmp_path, monkeypat
     appeared = [2]
 
     def show(count):
-        shards.write_manifest(copy, whole | {"train": whole["train"][:count], "complete": count >= 5})
+        shards.write_manifest(copy, replace(whole, train=whole.train[:count], complete=count >= 5))
 
     def appear(seconds):
         appeared[0] += 1

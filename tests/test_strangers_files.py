@@ -87,7 +87,7 @@ READERS = {  # file of the run: who reads it
     "settings.json": go_on,
     "checkpoints/step_4/manifest.json": go_on,
     "checkpoints/step_4/rank_0.safetensors": go_on,
-    "tokenizer/vocab.txt": go_on,
+    "tokenizer/vocab.txt": write_text,
     "tokenizer/tokenizer.json": write_text,
     "config.json": write_text,
     "model.safetensors": write_text,

@@ -135,7 +135,8 @@ def setup_on_shards(corpus, vocab_size, shape, seq_len, **rest):
     manifest = shards.read_manifest(folder)
     tokenizer = shards.open_tokenizer(folder)
     config = GPTConfig.from_depth(vocab_size=tokenizer.vocab_size, seq_len=seq_len, **shape)
-    first = [manifest["val"][:1], manifest["train"][:1]]  # of a corpus on the hub more may still be written
+    # Of a corpus on the hub more may still be written
+    first = [asdict(entry) for entry in manifest.val[:1] + manifest.train[:1]]
     setup = dict(data=digest(tokenizer.hash, first), model=asdict(config), **rest)
     return str(folder), setup
 
