@@ -1,17 +1,10 @@
 """Where documents come from: the Python standard library, local files, any dataset on the hub.
 
 A corpus is an ordered list of files and a rule that turns each into documents, so that everybody who names
-the same corpus reads the same documents in the same order. Repairs and skips follow stated rules and are
-counted:
-
-    empty        a document without a character is skipped
-    null         a record whose text is null is skipped
-    duplicate    a document equal to an earlier one is skipped (not in hub corpora, which come deduplicated)
-    not_utf8     `python` only: a file that is not UTF-8 is skipped; in `path:` corpora that is an error
-    surrogates   lone surrogates and invalid bytes inside records are replaced by U+FFFD
-    nul          NUL characters are text and stay; the documents that have some are counted
-
-A file that cannot be read to its end is an error.
+the same corpus reads the same documents in the same order. Empty documents, records whose text is null, and
+documents equal to an earlier one are skipped (hub corpora come deduplicated); lone surrogates and invalid
+bytes inside records become U+FFFD. In `python` a file that is not UTF-8 is skipped. A file that cannot be
+read to its end is an error that names it.
 """
 
 import contextlib
@@ -22,11 +15,9 @@ import platform
 import re
 import sysconfig
 import threading
-from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from nanomuon import hub
 from nanomuon.documents import (
     RECORD_SUFFIXES,
     SUFFIXES,
@@ -34,15 +25,15 @@ from nanomuon.documents import (
     NotUTF8Error,
     cut,
     read_records,
-    without_surrogates,
 )
 from nanomuon.files import read_json, write_json
-from nanomuon.runtime import InputError, base_dir, print0
+from nanomuon.runtime import NO_ROOM, InputError, base_dir, print0
 
 PRESETS = {
     "climbmix": "hf:karpathy/climbmix-400b-shuffle",
     "fineweb-edu": "hf:HuggingFaceFW/fineweb-edu:sample-10BT",
 }
+HUB_SUFFIXES = (".txt", *RECORD_SUFFIXES, ".json", ".json.gz", ".json.zst")  # .json: lines, as is usual there
 PIECE_BYTES = 4096  # into which with_both_parts() cuts the documents of other corpora
 
 
@@ -68,63 +59,41 @@ class Corpus:
         """Whether reading the corpus may have to fetch files from the hub."""
         return self.repo is not None
 
-    def documents(self, counts: Counter):
+    def documents(self):
         """Yield all documents, str, in their fixed order."""
         seen = set()
         for number in range(len(self.files)):
-            yield from self.read(number, counts, seen)
+            yield from self.read(number, seen)
 
-    def read(self, number: int, counts: Counter, seen: set):
-        """Yield the documents of one file.
-
-        counts gathers what was kept, skipped and repaired; counts["documents"] and counts["bytes"] are the
-        number and UTF-8 size of the documents yielded. seen: digests of the documents so far.
-        """
-        for record in self._records(number, counts):
-            if record is None:
-                counts["null"] += 1
-                continue
-            if not record:
-                counts["empty"] += 1
-                continue
-            record = without_surrogates(record, counts)
-            for text in self._documents_of(record):
-                data = text.encode()
-                if not self.needs_download:
-                    digest = hashlib.sha256(data).digest()
-                    if digest in seen:
-                        counts["duplicate"] += 1
-                        continue
-                    seen.add(digest)
-                if "\0" in text:
-                    counts["nul"] += 1
-                counts["documents"] += 1
-                counts["bytes"] += len(data)
-                yield text
-
-    def _documents_of(self, record):
-        if self.piece_bytes is None:
-            return [record]
-        return cut(record, self.piece_bytes)
-
-    def _records(self, number, counts):
-        """Yield the texts of one file, None for a null; InputError if it is bad."""
+    def read(self, number: int, seen: set):
+        """Yield the documents of one file; InputError if it is bad. seen: digests of the documents so far."""
+        is_book = len(self.files) == 1 and self.piece_bytes is None
         try:
-            yield from self._records_of(self._fetch(number), counts)
-        except BadFileError as error:
-            advice = "repair it, or move it out of the folder"
-            if self.needs_download:
-                advice = "what is damaged is fetched again once it is deleted"
-            raise InputError(f"bad file in corpus {self.name}: {error}; {advice}") from error
-
-    def _records_of(self, path, counts):
-        lone = len(self.files) == 1 and self.piece_bytes is None
-        try:
-            yield from read_records(path, self.text_field, counts, is_book=lone)
-        except NotUTF8Error:
+            for record in read_records(self._fetch(number), self.text_field, is_book):
+                if record:
+                    yield from self._documents_of(record, seen)
+        except NotUTF8Error as error:
             if self.name != "python":
-                raise
-            counts["not_utf8"] += 1
+                raise self._bad_file(error) from error
+        except BadFileError as error:
+            raise self._bad_file(error) from error
+
+    def _documents_of(self, record, seen):
+        """Yield a record whole, or in pieces, but for those that were there before."""
+        record = record.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # no lone surrogates
+        for text in [record] if self.piece_bytes is None else cut(record, self.piece_bytes):
+            if not self.needs_download:
+                digest = hashlib.sha256(text.encode()).digest()
+                if digest in seen:
+                    continue
+                seen.add(digest)
+            yield text
+
+    def _bad_file(self, error):
+        advice = "repair it, or move it out of the folder"
+        if self.needs_download:
+            advice = "what is damaged is fetched again once it is deleted"
+        return InputError(f"bad file in corpus {self.name}: {error}; {advice}")
 
     def _fetch(self, number) -> Path:
         """The file on this machine. The next one is fetched meanwhile."""
@@ -140,45 +109,54 @@ class Corpus:
             self._download(number)
 
     def _download(self, number):
-        return hub.download(self.repo, self.files[number], self.revision)
+        from huggingface_hub import hf_hub_download
+
+        cache = base_dir() / "corpus" / "hub"
+        with _of_the_hub(f"fetching {self.files[number]} of {self.repo}"):
+            # Tries again by itself, resumes a partial file, checks size and, if the hub knows it, hash
+            return Path(
+                hf_hub_download(
+                    self.repo,
+                    self.files[number],
+                    repo_type="dataset",
+                    revision=self.revision,
+                    cache_dir=cache,
+                )
+            )
 
 
 def with_both_parts(corpus: Corpus) -> Corpus:
-    """The corpus where some documents are for training and some for validation, else the same in pieces.
+    """The corpus if some documents are for training and some for validation, else the same in pieces.
 
-    That it is cut is said. Reads until it has seen both parts: some twenty documents, or all where there are
-    few. InputError where there is no text, and where not even the pieces make both parts.
+    That it is cut is printed. Reads until it has seen both parts: some twenty documents, or all if there are
+    few. InputError if there is no text, and if not even the pieces make both parts.
     """
-    counts = Counter()
-    lacking = _missing_part(corpus, counts)
+    number, lacking = _missing_part(corpus)
     if lacking is None:
         return corpus
-    if not counts["documents"]:
-        skipped = [f"{counts[key]} {key}" for key in ("empty", "null", "not_utf8") if counts[key]]
-        found = f" ({', '.join(skipped)})" if skipped else ""
-        raise InputError(f"corpus {corpus.name} has 0 documents: no text in {len(corpus.files)} files{found}")
-    documents = f"corpus {corpus.name} has {counts['documents']} documents and none for {lacking}"
+    if not number:
+        raise InputError(f"corpus {corpus.name} has 0 documents: no text in {len(corpus.files)} files")
+    documents = f"corpus {corpus.name} has {number} documents and none for {lacking}"
     pieces = f"pieces of {PIECE_BYTES:,} bytes at line ends"
-    counts = Counter()
     in_pieces = replace(corpus, piece_bytes=PIECE_BYTES)
-    lacking = _missing_part(in_pieces, counts)
+    number, lacking = _missing_part(in_pieces)
     if lacking is not None:
         raise InputError(
-            f"{documents}; cut into {pieces} it has {counts['documents']}, and none for {lacking} "
+            f"{documents}; cut into {pieces} it has {number}, and none for {lacking} "
             "(one in 20 is for validation, by its hash): add text"
         )
     print0(f"{documents}: all are cut into {pieces}, and the pieces are its documents")
     return in_pieces
 
 
-def _missing_part(corpus, counts):
-    """ "training" or "validation" where no document is for that, else None, as soon as that is known."""
-    found = set()
-    for text in corpus.documents(counts):
+def _missing_part(corpus):
+    """(documents that were read, "training" or "validation" if none of them is for that, else None)."""
+    number, found = 0, set()
+    for number, text in enumerate(corpus.documents(), 1):  # noqa: B007
         found.add(is_validation(text))
         if len(found) == 2:
-            return None
-    return "training" if True in found else "validation"
+            return number, None
+    return number, "training" if True in found else "validation"
 
 
 def open_corpus(name: str, text_field: str | None = None) -> Corpus:
@@ -296,12 +274,51 @@ def list_files(root: Path) -> list[Path]:
 def _hub_corpus(name, text_field) -> Corpus:
     remembered = _recall(name, text_field=text_field)
     if not remembered.repo:  # a folder may have changed since
-        remembered = _recall(name, **hub.resolve(name))
+        remembered = _recall(name, **_resolve(name))
     text_field = remembered.text_field or "text"
     files = tuple(remembered.files if remembered.repo else map(Path, remembered.files))
     digest = _digest([remembered.revision, text_field])
     slug = f"{_readable(name.replace(':', '-'))}-{digest[:8]}"
     return Corpus(name, remembered.revision, slug, files, text_field, remembered.repo)
+
+
+def _resolve(name: str) -> dict:
+    """The revision and the files of a dataset. A folder stands for a dataset, as it does in `datasets`."""
+    from datasets import load_dataset_builder
+    from huggingface_hub import HfApi
+
+    path, _, revision = name.removeprefix("hf:").partition("@")
+    path, _, config = path.partition(":")
+    on_hub = not Path(path).is_dir()
+    sha = None
+    with _of_the_hub(f"opening {name}"):
+        if on_hub:
+            # Fails at once if there is no network; the builder alone would try for half a minute
+            sha = HfApi().dataset_info(path, revision=revision or None, timeout=10).sha
+        cache = str(base_dir() / "corpus" / "hub")
+        builder = load_dataset_builder(path, config or None, revision=sha, cache_dir=cache)
+    revision, files = sha or builder.hash, builder.config.data_files or {}
+    if "train" not in files:
+        raise InputError(f"corpus {name} has no train split (it has: {', '.join(files) or 'no data files'})")
+    files = [file.split(f"@{revision}/", 1)[-1] for file in files["train"]]
+    for file in files:
+        if not file.lower().endswith(HUB_SUFFIXES):
+            raise InputError(f"corpus {name} holds {file}, which is none of {', '.join(HUB_SUFFIXES)}")
+    return {"revision": revision, "repo": path if on_hub else None, "files": files}
+
+
+@contextlib.contextmanager
+def _of_the_hub(what: str):
+    """Errors in here are one line. The clients of the hub raise their own kinds, httpx's and OSErrors."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"{what} failed: {reason}. Check name and network; offline, CORPUS=python bash speedrun.sh works"
+        ) from error
 
 
 def _fingerprint(name, root, files, text_field):

@@ -4,7 +4,6 @@ import gzip
 import io
 import json
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,19 +31,18 @@ class NotUTF8Error(BadFileError):
     """A text file that is not UTF-8."""
 
 
-def read_records(path: Path, text_field: str, counts: Counter, is_book: bool = False) -> Iterator[str | None]:
+def read_records(path: Path, text_field: str, is_book: bool = False) -> Iterator[str | None]:
     """Yield the texts of a file, None for a record whose text is null.
 
     text_field: of the records of .jsonl and .parquet; a.b is field b of the record in field a. is_book: a
-    text file comes in pieces, cut at line ends. counts["surrogates"]: the texts of .parquet whose invalid
-    bytes are replaced by U+FFFD.
+    text file comes in pieces, cut at line ends. Invalid bytes in .parquet become U+FFFD.
 
     BadFileError where the file cannot be read to its end, NotUTF8Error for a text file that is not UTF-8.
     """
     name = path.name.lower()
     try:
         if name.endswith(".parquet"):
-            yield from _parquet_file(path, text_field, counts)
+            yield from _parquet_file(path, text_field)
         elif name.endswith(TEXT_SUFFIXES):
             yield from _text_file(path, is_book)
         else:
@@ -70,16 +68,6 @@ def cut(text: str, size: int):
         yield data[start:end].decode()
         start = end
     yield data[start:].decode()
-
-
-def without_surrogates(text: str, counts: Counter) -> str:
-    """The text with U+FFFD for what is half of a character; counts["surrogates"] is of such texts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        counts["surrogates"] += 1
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def _text_file(path, is_book):
@@ -148,7 +136,7 @@ def _open_binary(path):
     return path.open("rb")
 
 
-def _parquet_file(path, field, counts):
+def _parquet_file(path, field):
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -162,14 +150,7 @@ def _parquet_file(path, field, counts):
                     texts = pc.struct_field(texts, inside)  # null where the struct is
                 for value in texts.cast(pa.large_binary()):
                     data = value.as_py()
-                    if data is None:
-                        yield None
-                        continue
-                    try:
-                        yield data.decode()
-                    except UnicodeDecodeError:
-                        counts["surrogates"] += 1
-                        yield data.decode(errors="replace")
+                    yield None if data is None else data.decode(errors="replace")
     except pa.ArrowException as error:
         raise BadFileError(f"{path} is not a readable parquet file ({error})") from error
 

@@ -185,11 +185,12 @@ def prepare_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
 
 
 def _training_text(corpus):
-    counts = Counter()
-    for text in corpus.documents(counts):
+    size = 0
+    for text in corpus.documents():
         if not is_validation(text):
             yield text
-        if counts["bytes"] >= TRAINING_BYTES:
+        size += len(text.encode())
+        if size >= TRAINING_BYTES:
             return
 
 
@@ -406,9 +407,9 @@ def batches(corpus: Corpus, manifest: Manifest, with_training: bool):
     is_wanted = {"train": with_training, "val": not manifest.val}
     texts = {"train": [], "val": []}
     batch_bytes, shard_bytes = Counter(), Counter()  # of text, by kind
-    seen, counts = set(), Counter()
+    seen = set()
     for number in range(first_file, len(corpus.files)):
-        for document, text in enumerate(corpus.read(number, counts, seen), start=1):
+        for document, text in enumerate(corpus.read(number, seen), start=1):
             if number == first_file and document <= first_document:
                 continue
             kind = "val" if is_validation(text) else "train"

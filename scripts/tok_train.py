@@ -3,7 +3,6 @@
 python -m scripts.tok_train --corpus python --vocab-size 4096
 """
 
-from collections import Counter
 from unittest import mock
 
 import tiktoken
@@ -35,7 +34,7 @@ def main(argv=None):
     vocab_size = args.vocab_size or default_vocab_size(corpus.name)
     tokenizer = prepare_tokenizer(corpus, vocab_size)
     sample, size = [], 0
-    for text in filter(is_validation, corpus.documents(Counter())):
+    for text in filter(is_validation, corpus.documents()):
         sample.append(text)
         size += len(text.encode())
         if size >= SAMPLE_BYTES:
