@@ -225,6 +225,19 @@ def memory_of_this_machine() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def check_room(model: GPT, args: argparse.Namespace, runtime: Runtime) -> None:
+    """InputError if this machine cannot hold the weights of a model, here on the meta device, on its CPU."""
+    if runtime.device.type != "cpu":
+        return  # PyTorch says it itself, before the machine suffers
+    weights = 4 * model.parameter_counts()["total"]  # bytes, in float32
+    in_pieces = runtime.world_size if args.shard == "fsdp" else args.tensor_parallel
+    if weights / in_pieces > memory_of_this_machine():
+        raise InputError(
+            f"the weights of run {args.run} take {weights / in_pieces / 2**30:.0f} GB, and this machine has "
+            f"{memory_of_this_machine() / 2**30:.0f}: choose a smaller --depth"
+        )
+
+
 def probe_memory(config: GPTConfig, rows: int, runtime: Runtime) -> float:
     """Bytes on the GPU at the height of forward and backward for so many rows, with weights and gradients.
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -17,15 +17,15 @@ from nanomuon import checkpoint, core, core_bundle, hf_export, parallel, recipe,
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
-from nanomuon.files import write_json
+from nanomuon.files import as_kind, write_json
 from nanomuon.fp8 import train_in_fp8
 from nanomuon.generate import sample_texts
 from nanomuon.optim import MuonAdamW
 from nanomuon.plan import (
     COMM_DTYPES,
     Plan,
+    check_room,
     choose_compilation,
-    memory_of_this_machine,
     meta_model,
     print_plan,
 )
@@ -44,6 +44,25 @@ from nanomuon.tokenizer import Tokenizer
 
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
 NO_PROMPTS = [""] * 3  # for other corpora
+
+
+@dataclass
+class Position:
+    """In the data, see TrainLoader.state_dict."""
+
+    epoch: int
+    window: int
+    row: int
+
+
+@dataclass
+class Meta:
+    """What a checkpoint says beside its tensors."""
+
+    step: int
+    skipped_steps: int
+    loader: Position
+    groups: list[dict] = field(default_factory=list)  # see saved_groups
 
 
 class Run:
@@ -69,17 +88,15 @@ class Run:
 
         found = self._build()
         self._resume(found)
-        if runtime.rank == 0:
-            self._write_folder(compiles)
-        checkpoint.remove(self.folder, self.step if found else -1, args.keep_last)
+        resumed_step = self.step if found else None
         self.log = None
         if runtime.rank == 0:
-            wandb = (
-                dict(project="nanomuon", name=args.run, id=args.run, config=vars(args))
-                if args.wandb
-                else None
-            )
-            self.log = report.MetricsLog(self.folder / "metrics.jsonl", self.step if found else None, wandb)
+            self._write_folder(compiles)
+            wandb = None
+            if args.wandb:
+                wandb = dict(project="nanomuon", name=args.run, id=args.run, config=vars(args))
+            self.log = report.MetricsLog(self.folder / "metrics.jsonl", resumed_step, wandb)
+        checkpoint.remove(self.folder, self.step if found else -1, args.keep_last)
         print_plan(args, self.plan, runtime)
         manifest = shards.read_manifest(self.data)
         if manifest.complete:
@@ -92,22 +109,21 @@ class Run:
 
     def _open_data(self, settings):
         """Open shards and tokenizer. Returns what the run is trained on; InputError if that has changed."""
-        corpus = open_corpus(self.args.corpus)
+        corpus, file = open_corpus(self.args.corpus), self.args.optimizer_file
+        trained_on = {"corpus": self.args.corpus, "revision": corpus.revision, "shards": corpus.slug}
+        self._refuse_other_data(settings, trained_on)  # before it is worked on
         self.data = shards.prepare_for_training(corpus, self.args.vocab_size, self.plan.tokens)
         self.tokenizer = shards.open_tokenizer(self.data)
-        trained_on = {
-            "corpus": self.args.corpus,
-            "revision": corpus.revision,
-            "shards": corpus.slug,
-            "tokenizer": self.tokenizer.hash,
-        }
+        trained_on["tokenizer"] = self.tokenizer.hash
+        self._refuse_other_data(settings, trained_on)
+        return trained_on | {"optimizer_file": file, "optimizer_file_sha256": sha256_of(file)}
+
+    def _refuse_other_data(self, settings, trained_on):
         differences = []
         for key, now in trained_on.items():
             if settings and settings.trained_on.get(key) != now:
                 differences.append(f"{key} {settings.trained_on.get(key)}, not {now}")
         refuse_differences(self.args.run, differences)
-        file = self.args.optimizer_file
-        return trained_on | {"optimizer_file": file, "optimizer_file_sha256": sha256_of(file)}
 
     def _build(self) -> Path | None:
         """Model, optimizer, schedule. Returns the checkpoint to go on from, seen to fit before that."""
@@ -142,15 +158,15 @@ class Run:
         self.step = self.skipped = 0
         position = None
         if found:
-            meta = checkpoint.load(found, self.model, self.optimizer)
             try:
-                self.step, self.skipped, position = meta["step"], meta["skipped_steps"], meta["loader"]
-                if isinstance(self.optimizer, MuonAdamW):
-                    self.optimizer.skipped_steps.fill_(self.skipped)
-                else:
-                    restore_groups(self.optimizer.param_groups, meta["groups"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise InputError(f"{found}/manifest.json: meta: {error!r}") from error
+                meta = as_kind(checkpoint.load(found, self.model, self.optimizer), Meta, "meta")
+            except ValueError as error:
+                raise InputError(f"{found}/manifest.json: {error}") from error
+            self.step, self.skipped, position = meta.step, meta.skipped_steps, asdict(meta.loader)
+            if isinstance(self.optimizer, MuonAdamW):
+                self.optimizer.skipped_steps.fill_(self.skipped)
+            else:
+                restore_groups(self.optimizer.param_groups, meta.groups)
             print0(f"resuming run {args.run} at step {self.step}")
             if plan.steps < self.step:
                 print0(f"that is beyond --num-iterations {plan.steps}: nothing is left to train")
@@ -250,15 +266,12 @@ class Run:
 
         position: of the loader, if the rows of a step that could not be taken are to come again.
         """
-        meta = {
-            "step": self.step,
-            "skipped_steps": self.skipped,
-            "loader": position or self.loader.state_dict(),
-        }
+        meta = Meta(self.step, self.skipped, Position(**(position or self.loader.state_dict())))
         if not isinstance(self.optimizer, MuonAdamW):  # which counts its steps in its state
-            meta["groups"] = saved_groups(self.optimizer.param_groups)
+            meta.groups = saved_groups(self.optimizer.param_groups)
+        model, optimizer, keep_last = self.model, self.optimizer, self.args.keep_last
         try:
-            checkpoint.save(self.folder, self.step, self.model, self.optimizer, meta, self.args.keep_last)
+            checkpoint.save(self.folder, self.step, model, optimizer, asdict(meta), keep_last)
         except InputError as error:
             if is_last:
                 raise
@@ -357,19 +370,6 @@ def sample_run(
             "no samples: the whole model does not fit into this device (scripts.sample on one where it does)"
         )
         return []
-
-
-def check_room(model: torch.nn.Module, args: argparse.Namespace, runtime: Runtime) -> None:
-    """InputError if this machine cannot hold the weights of a model, here on the meta device, on its CPU."""
-    if runtime.device.type != "cpu":
-        return  # PyTorch says it itself, before the machine suffers
-    weights = 4 * model.parameter_counts()["total"]  # bytes, in float32
-    in_pieces = runtime.world_size if args.shard == "fsdp" else args.tensor_parallel
-    if weights / in_pieces > memory_of_this_machine():
-        raise InputError(
-            f"the weights of run {args.run} take {weights / in_pieces / 2**30:.0f} GB, and this machine has "
-            f"{memory_of_this_machine() / 2**30:.0f}: choose a smaller --depth"
-        )
 
 
 def build_optimizer(args, model, plan, runtime) -> tuple[torch.optim.Optimizer, object]:

@@ -14,7 +14,6 @@ import torch
 from nanomuon import checkpoint, plan, report, run_folder
 from nanomuon.files import write_json
 from nanomuon.gpt import GPTConfig
-from nanomuon.run import check_room
 from nanomuon.runtime import InputError, Runtime, explain, print0
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_eval, base_train, export, sample
@@ -163,7 +162,7 @@ def test_manifests_name_files_of_their_folder(base, name):
 def test_a_machine_that_cannot_hold_the_weights_says_so():
     too_large = plan.meta_model(GPTConfig.from_depth(100, 300, 32, width=1 << 17, heads=1, kv_heads=1))
     args = argparse.Namespace(run="tiny", tensor_parallel=1, shard="none")
-    refused(lambda: check_room(too_large, args, CPU), "run tiny", "GB")
+    refused(lambda: plan.check_room(too_large, args, CPU), "run tiny", "GB")
 
 
 class Bomb:
@@ -247,3 +246,10 @@ def test_control_characters_of_strangers_are_shown(base, capsys):
     report.write_report(run_of(base), {"note": said}, [said])
     written = (run_of(base) / "report.md").read_bytes()
     assert b"\x1b" not in written and shown.encode() in written
+
+
+@pytest.mark.parametrize("key,value", [("step", "4"), ("loader", {"epoch": 0}), ("loader", [])])
+def test_a_checkpoint_whose_meta_is_garbage_is_one_line(made, base, key, value):
+    file = run_of(base) / "checkpoints" / "step_4" / "manifest.json"
+    change(file, "meta", key, to=value)
+    refused(go_on(made), str(file), f"meta.{key}")
