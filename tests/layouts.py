@@ -16,7 +16,7 @@ from tests.worlds import run_world
 ROWS, COLUMNS, COPY = Shard(0), Shard(1), Replicate()
 STRIDED = _StridedShard(0, split_factor=2)  # what fully_shard makes of rows that are cut already
 LAYOUTS = {  # ranks, dimensions of the device mesh, placements of matrices and of experts
-    "one process": (0, None, None, None),
+    "one-process": (0, None, None, None),
     **{f"replicated-{size}": (size, None, None, None) for size in (1, 2, 3, 4)},
     **{f"fsdp-{size}": (size, ("dp",), [ROWS], [ROWS]) for size in (1, 2, 3, 4)},
     "fsdp-columns": (3, ("dp",), [COLUMNS], [ROWS]),
@@ -24,6 +24,7 @@ LAYOUTS = {  # ranks, dimensions of the device mesh, placements of matrices and 
     "tp-rows-uneven": (3, ("tp",), [ROWS], [ROWS]),
     "tp-columns": (4, ("tp",), [COLUMNS], [ROWS]),
     "copies": (2, ("dp",), [COPY], [COPY]),
+    "fsdp-of-every-second": (3, ("dp",), [ROWS], [ROWS]),
     "hsdp": (4, ("copies", "dp"), [COPY, ROWS], [COPY, ROWS]),
     "fsdp-x-tp-rows": (4, ("dp", "tp"), [STRIDED, ROWS], [COPY, ROWS]),
     "fsdp-x-tp-columns": (4, ("dp", "tp"), [ROWS, COLUMNS], [COPY, ROWS]),
@@ -120,7 +121,10 @@ class Run:
         self.mesh = mesh_of(group, names) if names else None
         seed = 0 if names else self.rank  # plain parameters become one model by the broadcast from rank 0
         whole, groups = build(model, dtype, seed, **options)
-        pieces = {param: nn.Parameter(self.cut(param.detach())) for param in whole}
+        pieces = {}
+        for i, param in enumerate(whole):
+            is_plain = layout == "fsdp-of-every-second" and i % 2
+            pieces[param] = param if is_plain else nn.Parameter(self.cut(param.detach()))
         self.params = list(pieces.values())
         for each in groups:
             each["params"] = [pieces[param] for param in each["params"]]
@@ -145,11 +149,12 @@ class Run:
 
     def set_gradients(self, step):
         for i, (param, (_, shape)) in enumerate(zip(self.params, self.model, strict=True)):
-            if self.mesh:  # averaged by FSDP2, or exact
+            if isinstance(param, DTensor):  # averaged by FSDP2, or exact
                 grad = mean_gradient(i, shape, step)
+                grad = None if grad is None else self.cut(grad)
             else:
                 grad = local_gradient(i, shape, step, self.rank, self.size)
-            param.grad = None if grad is None else self.cut(grad.to(param.dtype))
+            param.grad = None if grad is None else grad.to(param.dtype)
 
     def train(self, steps):
         for step in steps:

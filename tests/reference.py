@@ -23,68 +23,54 @@ SCALES = {
 }
 
 
-class ReferenceMuon:
-    """Muon on one (m, n) matrix in float64, with the numbers and options of a param group."""
+OPTIONS = dict(nesterov=True, weight_decay_form="cautious", scale="shape", coefficients="polar_express")
+OPTIONS |= dict(row_equilibrate=False, renormalize=False, direction=None)
 
-    def __init__(
-        self,
-        param,
-        lr,
-        momentum=0.95,
-        beta2=0.95,
-        weight_decay=0.0,
-        ns_steps=5,
-        nesterov=True,
-        weight_decay_form="cautious",
-        scale="shape",
-        row_equilibrate=False,
-        renormalize=False,
-        coefficients="polar_express",
-        direction=None,
-    ):
-        self.P = param.detach().double().clone()
+
+class ReferenceMuon:
+    """Muon on one (m, n) matrix in float64. group: a param group."""
+
+    def __init__(self, param, group):
+        self.P, self.group = param.detach().double().clone(), {**OPTIONS, **group}
         m, n = self.P.shape
-        self.M, self.V = torch.zeros_like(self.P), None
-        if beta2 is not None and direction is None:
+        self.M, self.V, self.kept = torch.zeros_like(self.P), None, {}
+        direction, coefficients, scale = (self.group[key] for key in ("direction", "coefficients", "scale"))
+        if self.group["beta2"] is not None and direction is None:
             self.V = torch.zeros((m, 1) if m >= n else (1, n), dtype=torch.float64)
-        self.lr, self.momentum, self.beta2, self.weight_decay = lr, momentum, beta2, weight_decay
-        self.nesterov, self.cautious = nesterov, weight_decay_form == "cautious"
-        self.row_equilibrate, self.renormalize, self.direction = row_equilibrate, renormalize, direction
-        self.scale = SCALES.get(scale, scale)(m, n)
-        self.is_polar_express = coefficients == "polar_express"
-        named = {"polar_express": [*POLAR_EXPRESS, *[LIMIT] * 9], "simple": [SIMPLE] * 5}
-        self.triples = named.get(coefficients, coefficients)[:ns_steps]
-        self.kept = {}
         if hasattr(direction, "state"):
             for name, shape in direction.state(m, n).items():
                 self.kept[name] = torch.zeros(1, *shape, dtype=torch.float64)
+        named = {"polar_express": [*POLAR_EXPRESS, *[LIMIT] * 9], "simple": [SIMPLE] * 5}
+        self.triples = named.get(coefficients, coefficients)[: self.group["ns_steps"]]
+        self.scale = SCALES.get(scale, scale)(m, n)
 
     def step(self, grad):
-        G, mu = grad.double(), self.momentum
+        G, mu, wd = grad.double(), self.group["momentum"], self.group["weight_decay"]
         self.M = mu * self.M + (1 - mu) * G
-        U = (1 - mu) * G + mu * self.M if self.nesterov else self.M
-        if self.direction is None:
+        U = (1 - mu) * G + mu * self.M if self.group["nesterov"] else self.M
+        if self.group["direction"] is None:
             X = self.variance_reduced(self.polar_factor(U))
         else:
             one = torch.ones(1, 1, 1, dtype=torch.float64)
-            X, gain = self.direction(U[None], self.kept, one, one * (1 - self.beta2))
+            X, gain = self.group["direction"](U[None], self.kept, one, one * (1 - self.group["beta2"]))
             X = (X * gain)[0]
-        lr = self.lr * self.scale
-        if self.cautious:
-            self.P = self.P - lr * X - lr * self.weight_decay * self.P * (X * self.P >= 0)
+        lr = self.group["lr"] * self.scale
+        if self.group["weight_decay_form"] == "cautious":
+            self.P = self.P - lr * X - lr * wd * self.P * (X * self.P >= 0)
         else:
-            self.P = self.P * (1 - self.lr * self.weight_decay) - lr * X
+            self.P = self.P * (1 - self.group["lr"] * wd) - lr * X
 
     def polar_factor(self, U):
-        if self.row_equilibrate:
+        if self.group["row_equilibrate"]:
             norms = torch.stack([row.norm() for row in U])
             U = torch.stack([row * norms.mean() / norm for row, norm in zip(U, norms, strict=True)])
         norm = (U**2).sum().sqrt()
-        X = U / (1.02 * norm + 1e-6) if self.is_polar_express else U / max(norm, 1e-7)
+        is_polar_express = self.group["coefficients"] == "polar_express"
+        X = U / (1.02 * norm + 1e-6) if is_polar_express else U / max(norm, 1e-7)
         for a, b, c in self.triples:
             A = X @ X.T
             X = a * X + b * A @ X + c * A @ A @ X
-        if self.renormalize:
+        if self.group["renormalize"]:
             X = X * min(X.shape) ** 0.5 / (X**2).sum().sqrt()
         return X
 
@@ -93,7 +79,7 @@ class ReferenceMuon:
             return X
         m, n = X.shape
         v = (X**2).mean(dim=1, keepdim=True) if m >= n else (X**2).mean(dim=0, keepdim=True)
-        self.V = (1 - self.beta2) * v + self.beta2 * self.V
+        self.V = (1 - self.group["beta2"]) * v + self.group["beta2"] * self.V
         scaled = X / self.V.clamp(min=1e-10).sqrt()
         return scaled * (X**2).sum().sqrt() / (scaled**2).sum().sqrt().clamp(min=1e-10)
 
@@ -106,14 +92,12 @@ class Reference:
 
     def __init__(self, param, group, parts):
         self.param, self.parts = param.detach().double().clone(), parts
-        numbers = {key: value for key, value in group.items() if key not in ("kind", "params", "names")}
         self.adamw, self.matrices = None, []
         if group["kind"] == "adamw":
+            numbers = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
             self.adamw = torch.optim.AdamW([self.param], **numbers)
         else:
-            for key in ("split", "tensor_parallel"):
-                numbers.pop(key, None)
-            self.matrices = [ReferenceMuon(part, **numbers) for part in self.parts_of(self.param)]
+            self.matrices = [ReferenceMuon(part, group) for part in self.parts_of(self.param)]
 
     def parts_of(self, tensor):
         matrices = tensor.unbind() if tensor.ndim == 3 else [tensor.flatten(1)]

@@ -112,50 +112,6 @@ def test_fully_shard_and_parallelize_module_train_what_one_process_trains(size, 
                 assert distance(p, q) < tolerance < distance(p, before)
 
 
-def beside_plain_ones(group, own_group):
-    """FSDP2 and plain parameters in one model; the plain ones' gradients are each rank's own, and averaged
-    here. own_group: whether the optimizer has another process group than FSDP2.
-    """
-    net, rank, size = Net(), dist.get_rank(group), dist.get_world_size(group)
-    for module in (net.up, net.square):
-        fully_shard(module, mesh=mesh_of(group, ("dp",)))
-    if own_group:
-        group = dist.new_group()  # of all ranks that the tests have
-    return train_net(net, DistMuonAdamW(net_groups(net), group), size, rank)
-
-
-@pytest.mark.parametrize("size, own_group", [(4, True), (3, False)])
-def test_sharded_and_plain_parameters_in_one_model(size, own_group):
-    net = Net()
-    train_net(net, MuonAdamW(net_groups(net)))
-    for params in run_world(size, beside_plain_ones, own_group):
-        assert all(distance(p, q) < 1e-9 for p, q in zip(params, net.parameters(), strict=True))
-
-
-def unused_on_rank_1(group):
-    """FSDP2 around a matrix, and beside it one that rank 1 does not use in every second step."""
-    torch.manual_seed(0)
-    first, plain, last = (nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(3))
-    for layer in (first, last):
-        fully_shard(layer, mesh=mesh_of(group, ("dp",)))
-    params = list(nn.Sequential(first, plain, last).parameters())
-    optimizer = DistMuonAdamW([dict(MUON, params=params)], group)
-    for step in range(6):
-        x = first(torch.ones(2, 8, dtype=torch.float64))
-        if dist.get_rank(group) == 0 or step % 2 == 0:
-            x = plain(x)
-        last(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return full(params)
-
-
-def test_a_plain_parameter_that_one_rank_does_not_use_beside_fsdp2():
-    """Its transfers changed places with those of FSDP2 on the same process group, and both ranks hung."""
-    first, second = run_world(2, unused_on_rank_1)
-    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
-
-
 def placed_otherwise(group, layout):
     """Gradients that tensor parallelism left as partial sums, or whole on every rank."""
     run = Run(group, layout, FUSED)
