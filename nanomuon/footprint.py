@@ -108,14 +108,8 @@ class PlannedWorld(World):
     """
 
     def __init__(self, size: int, rank: int, sent: list, comm_dtype: torch.dtype | None):
-        super().__init__(size=size, rank=rank, comm_dtype=comm_dtype)
-        self.sent = sent
-
-    def mesh(self, device):
-        """None: what is only planned has no process group, and its state stays plain tensors."""
-
-    def gather_objects(self, mine):
-        return [mine]
+        super().__init__(comm_dtype=comm_dtype)
+        self.size, self.rank, self.sent, self.load = size, rank, sent, [0] * size
 
     def start(self, received, collective, *arguments, sent=None, **options):
         """(W-1)/W of the whole, twice for an all_reduce."""
@@ -123,10 +117,6 @@ class PlannedWorld(World):
         twice = 2 if collective is dist.all_reduce else 1
         self.sent.append(twice * whole * (self.size - 1) / self.size)
         return Transfer(received)
-
-    def all_to_all(self, send, send_counts, receive_counts):
-        self.sent.append((sum(send_counts) - send_counts[self.rank]) * send.itemsize)
-        return Transfer(send.new_empty(sum(receive_counts)))
 
 
 class RankPlan:

@@ -9,7 +9,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
 
 from nanomuon.param_groups import MUON_OPTIONS, clean_name, default_names
 
@@ -113,8 +113,10 @@ def rows_of(param, tensor, world):
     """The place of a tensor of which every rank of a world keeps the rows that `World.share` gives it."""
     if world.size == 1:
         return like_param(param, tensor)
-    shape = (len(param), *tensor.shape[1:])
-    return Place(tensor, shape, world.mesh(tensor.device), [Shard(0)])
+    mesh = None  # of what footprint.py plans
+    if world.process_group is not None:
+        mesh = DeviceMesh.from_group(world.process_group, tensor.device.type)
+    return Place(tensor, (len(param), *tensor.shape[1:]), mesh, [Shard(0)])
 
 
 def take_over(state, param, places):

@@ -21,6 +21,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nanomuon import tensor_parallel
@@ -33,8 +34,8 @@ from nanomuon.optim import (
     gradient,
     matrices,
     matrix_shape,
-    update_matrices,
-    update_momentum,
+    muon_momentum,
+    muon_update,
 )
 from nanomuon.optim_state import Place, like_param, local, state_dtype
 
@@ -144,7 +145,7 @@ def plan_group(optimizer, group, params, run):
     def world_of(process_group):
         """One for all groups of the optimizer: it knows the work that its ranks have already."""
         if process_group not in optimizer.worlds:
-            optimizer.worlds[process_group] = World.of(process_group, optimizer.world.comm_dtype)
+            optimizer.worlds[process_group] = World(process_group, optimizer.world.comm_dtype)
         return optimizer.worlds[process_group]
 
     alike = {}  # what has to be equal -> (layout, parameters)
@@ -237,7 +238,6 @@ class Chunk:
         self.params, self.layout, self.direction, self.owners = params, layout, layout.direction, owners
         self.run = run
         self.nesterov = group["nesterov"]
-        self.cautious = group["weight_decay_form"] == "cautious"
         self.shape, self.dim, self.world = layout.shape, layout.dim, layout.data_parallel
         self.first = sum(owner < self.world.rank for owner in owners)  # of the owned ones
         self.count = owners.count(self.world.rank)  # k
@@ -245,7 +245,7 @@ class Chunk:
         self.momentum = zeros(len(params), *matrix_shape(local(params[0])))
         self.kept = {name: zeros(self.count, *shape) for name, shape in self.direction.state.items()}
         self.batches = batches(self.count, self.direction.shape, params[0].device)
-        self.scale = self.scale_of_shards()
+        self.rule = {"scale": self.scale_of_shards(), "cautious": group["weight_decay_form"] == "cautious"}
         self.places = {}
         for i, param in enumerate(params):
             self.places[param] = {
@@ -271,53 +271,58 @@ class Chunk:
         shape = whole_state_shape(param, kept, self.layout)
         return Place(mine, shape, mesh, placements, self.world, owner, like=kept)
 
-    def update(self, ok):
+    def update(self, ok, numbers):
         """A generator of three stages: momentum and the way to the owners; the direction and the way back;
         weight decay and update. ok: (K,).
         """
         ok = ok.view(-1, 1, 1).to(self.momentum.dtype)
-        transfer = self.collect(ok)
+        transfer = self.collect(ok, numbers)
         yield
-        transfer = self.compute(transfer.wait(), ok)
+        transfer = self.compute(transfer.wait(), ok, numbers)
         yield
-        self.deliver(transfer.wait(), ok)
+        self.deliver(transfer.wait(), ok, numbers)
 
-    def collect(self, ok):
-        grads = torch.stack(
-            matrices([gradient(param).contiguous() for param in self.params])
-        )  # (K, rows, columns)
-        U = update_momentum(self, grads, self.momentum, ok)
-        U = U.to(self.world.comm_dtype or grads.dtype)
-        mine = math.prod(self.momentum.shape[1:])
-        sent = [self.owners.count(rank) * mine for rank in range(self.world.size)]
-        return self.world.all_to_all(U.flatten(), sent, self.shard_sizes())
+    def collect(self, ok, numbers):
+        grads = [gradient(param).contiguous() for param in self.params]
+        G = torch.stack(matrices(grads))  # (K, rows, columns)
+        U = self.run(muon_momentum, G, self.momentum, ok, numbers, nesterov=self.nesterov)
+        U = U.to(self.world.comm_dtype or G.dtype)
+        return self.all_to_all(U.flatten(), self.counts_of_shards(), self.counts_of_owned())
 
-    def compute(self, shards, ok):
+    def compute(self, shards, ok, numbers):
         X = self.join_shards(shards)
         comm_dtype, X = X.dtype, X.to(self.momentum.dtype)  # (k, m, n)
         ok = ok[self.first : self.first + self.count]
-        square_weight = self.numbers["square_weight"].expand_as(ok)
+        square_weight = numbers[-1].expand_as(ok)
         for lo, hi in self.batches:
             kept = {name: buffer[lo:hi] for name, buffer in self.kept.items()}
             direction, gain = self.direction(X[lo:hi], kept, ok[lo:hi], square_weight[lo:hi])
             torch.mul(direction, gain, out=X[lo:hi])
-        mine = math.prod(self.momentum.shape[1:])
-        received = [self.owners.count(rank) * mine for rank in range(self.world.size)]
         shards = self.cut_into_shards(X.to(comm_dtype))
-        return self.world.all_to_all(shards, self.shard_sizes(), received)
+        return self.all_to_all(shards, self.counts_of_owned(), self.counts_of_shards())
 
-    def deliver(self, X, ok):
+    def deliver(self, X, ok, numbers):
         params = matrices([local(param) for param in self.params])
         P, one = torch.stack(params), self.momentum.new_ones(1, 1, 1)
-        update_matrices(self, P, X.view(self.momentum.shape), one, ok)
+        self.run(muon_update, P, X.view(self.momentum.shape), one, ok, numbers, **self.rule)
         torch._foreach_copy_(params, P.unbind())
+
+    def all_to_all(self, send, sent, received):
+        """send: flat, sent[r] elements for rank r. Gives received[r] from each rank r, flat."""
+        result, collective = send.new_empty(sum(received)), dist.all_to_all_single
+        return self.world.start(result, collective, result, send, received, sent, sent=send)
+
+    def counts_of_shards(self):
+        """Elements of the shards here that belong to matrices of each rank."""
+        each = self.momentum.shape[1:].numel()
+        return [self.owners.count(rank) * each for rank in range(self.world.size)]
 
     def lines(self):
         """How many lines (rows or columns) of a matrix each rank holds."""
         shares = [self.world.share(self.shape[self.dim - 1], rank) for rank in range(self.world.size)]
         return [hi - lo for lo, hi in shares]
 
-    def shard_sizes(self):
+    def counts_of_owned(self):
         """Elements that each rank holds of the owned matrices."""
         return [self.count * lines * self.shape[2 - self.dim] for lines in self.lines()]
 
@@ -329,7 +334,7 @@ class Chunk:
         """The inverse of cut_into_shards."""
         m, n = self.shape
         joined = []
-        for shard, lines in zip(shards.split(self.shard_sizes()), self.lines(), strict=True):
+        for shard, lines in zip(shards.split(self.counts_of_owned()), self.lines(), strict=True):
             joined.append(shard.view((self.count, lines, n) if self.dim == 1 else (self.count, m, lines)))
         return torch.cat(joined, self.dim)
 
@@ -342,22 +347,21 @@ class Pipeline:
     """
 
     def __init__(self, chunks, group):
-        self.chunks, self.group, self.numbers = chunks, group, {}
+        self.chunks, self.group = chunks, group
         self.dtype = chunks[0].momentum.dtype
         self.params, self.places = [], {}
         for chunk in chunks:
-            chunk.numbers = self.numbers
             self.params += chunk.params
             self.places |= chunk.places
 
     def __str__(self):
         return f"pipeline of {len(self.chunks)} chunks"
 
-    def update(self):
+    def update(self, numbers):
         ok = yield  # nothing is collected before: momentum comes first, and needs to know what is finite
         sizes = [len(chunk.params) for chunk in self.chunks]
         parts = zip(self.chunks, ok.split(sizes), strict=True)
-        chunks = [chunk.update(part) for chunk, part in parts]
+        chunks = [chunk.update(part, numbers) for chunk, part in parts]
         next(chunks[0])  # its transfer runs during the other works
         yield
         for admitted in range(1, len(chunks) + 2):
