@@ -242,6 +242,8 @@ class World:
         self.size, self.rank = 1, 0
         if process_group is not None:
             self.size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+            if self.rank < 0:
+                raise ValueError(f"rank {dist.get_rank()} is not in the process group of its optimizer")
         self.load = [0] * self.size  # FLOPs of the matrices that each rank owns
 
     @classmethod
@@ -787,7 +789,7 @@ class MuonAdamW(torch.optim.Optimizer):
         Before that accelerate may move the model, and FSDP2 replace its parameters in the groups. Afterwards
         this only compares: ValueError if parameters, options or state are not what the work was planned for.
         """
-        now = [(options(group), list(map(id, group["params"]))) for group in self.param_groups]
+        now = [(id(group), options(group), list(map(id, group["params"]))) for group in self.param_groups]
         planned = len(self.planned)
         if now[:planned] != self.planned:
             raise ValueError(

@@ -388,9 +388,6 @@ def test_a_model_that_is_converted_after_its_optimizer_was_built():
             step()
     assert early.state[before[0].weight]["momentum_buffer"].dtype == torch.float64
     assert all(torch.equal(p, q) for p, q in zip(before.parameters(), after.parameters(), strict=True))
-    before.float()
-    with pytest.raises(ValueError, match="param group 0 has other parameters or options"):
-        early.step()
 
 
 def other_rule(optimizer):
@@ -430,7 +427,7 @@ def test_groups_that_change_are_followed_until_there_is_state_and_refused_then(c
     train(late, optimizer, [0])
     change(optimizer)
     optimizer.add_param_group(dict(MUON, kind="muon", params=[("late", nn.Parameter(torch.ones(4, 4)))]))
-    with pytest.raises(ValueError, match="param group 0 has other parameters or options"):
+    with pytest.raises(ValueError, match="param groups have other parameters or options"):
         optimizer.step()
     assert_same(late, trained(1))
 
