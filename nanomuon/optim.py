@@ -526,6 +526,8 @@ class Bank:
     broadcast from it instead.
     """
 
+    momentum_at_owner = True  # sharded.Chunk keeps it with the shards
+
     def __init__(self, params, group, direction, owners, world, run):
         self.params, self.group, self.world, self.run = params, group, world, run
         self.direction, self.owners = direction, owners
@@ -543,7 +545,7 @@ class Bank:
             self.slot_count = each * world.size
         self.dtype = state_dtype(params[0])
         zeros = functools.partial(torch.zeros, dtype=self.dtype, device=params[0].device)
-        self.momentum = zeros(k, *self.shape)
+        self.momentum = zeros(k if self.momentum_at_owner else len(owners), *self.shape)
         self.kept = {name: zeros(k, *shape) for name, shape in direction.state.items()}
         self.batches = batches(k, direction.shape, params[0].device)
         self.places = {}
@@ -717,9 +719,11 @@ class MuonAdamW(torch.optim.Optimizer):
         of_ranks = [None] * world.size
         dist.all_gather_object(of_ranks, mine, group=world.process_group)
         for rank, theirs in enumerate(of_ranks):
-            for first, here in itertools.zip_longest(of_ranks[0], theirs, fillvalue="nothing"):
+            pairs = itertools.zip_longest(of_ranks[0], theirs, fillvalue="nothing")
+            for i, (first, here) in enumerate(pairs):
                 if first != here:
-                    raise ValueError(f"ranks have different parameters: rank 0 {first}, rank {rank} {here}")
+                    difference = f"number {i} is {first} on rank 0, {here} on rank {rank}"
+                    raise ValueError(f"ranks have different parameters: {difference}")
         for _, param, _ in named_parameters(groups):
             if not is_cut(param):
                 mine = local(param)
@@ -812,11 +816,14 @@ class MuonAdamW(torch.optim.Optimizer):
         """Pieces of work for one group. Owners depend on this group and those before it only, so a copy, or a
         run that resumes with groups that came in later, finds the same ones.
         """
-        params = [param for param in group["params"] if elements(param)]  # others have nothing to train
+        params = []
+        for name, param in zip(group["names"], group["params"], strict=True):
+            if self.world.size == 1 and is_cut(param):
+                raise ValueError(f"{name} is a sharded DTensor: DistMuonAdamW trains it")
+            if elements(param):  # without elements there is nothing to train
+                params.append(param)
         if not params:
             return
-        if self.world.size == 1 and any(map(is_cut, params)):
-            raise ValueError("a param group has sharded parameters (DTensors): DistMuonAdamW trains them")
         device = params[0].device
         self.skipped_steps = self.skipped_steps.to(device)
         compiles = device.type == "cuda" if self.compile == "auto" else self.compile
@@ -865,7 +872,7 @@ class MuonAdamW(torch.optim.Optimizer):
         # The most expensive banks choose their owners first
         for alike, direction in sorted(directions.items(), key=lambda bank: -bank[1].flops):
             together = banks[alike]
-            count = len(matrices(together))
+            count = len(matrices(map(local, together)))
             if together[0].ndim == 3:  # like rows, so that its state is cut as DTensor's Shard(0) is
                 each = -(-count // self.world.size)
                 owners = [i // each for i in range(count)]
