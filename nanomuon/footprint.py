@@ -146,7 +146,7 @@ class RankPlan:
         ranks = self.optimizer.world.size
         if ranks > 1 and not in_flight:
             in_flight = self.weights() * (1 + 1 / ranks)  # see DistMuonAdamW
-        return round(in_flight) + 4 * min(BATCH_BYTES["meta"], self.weights())
+        return round(in_flight) + 4 * min(BATCH_BYTES["cuda"], self.weights())
 
 
 # ------------------------------------------------------------------------------------------------------------

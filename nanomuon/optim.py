@@ -54,7 +54,7 @@ from nanomuon.param_groups import MUON_OPTIONS, build_param_groups, check_group
 from nanomuon.runtime import compile_enabled
 
 SMALL = 16_384  # elements; AdamW parameters up to this size travel together and every rank updates them
-BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29, "meta": 2**29}  # Muon works on this much of a bank at a time
+BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29}  # Muon works on this much of a bank at a time
 COMPILE_FROM = 1024  # elements; compiling a kernel for fewer does not pay
 
 # Since torch 2.13 the collectives on one tensor are called *_single, and the old names warn.
@@ -74,13 +74,13 @@ def adamw_update(param, grad, exp_avg, exp_avg_sq, step, ok, numbers):
 
     step, counted with this one, and ok are 0-D or have one value for each element.
     """
-    lr, decay, grad_weight, square_weight, log_beta1, log_beta2, eps = numbers.unbind()
+    lr, decay, grad_weight, square_weight, eps = numbers.unbind()  # the weights are 1 - beta
     grad = torch.where(ok > 0, grad, 0).to(exp_avg.dtype)
     exp_avg.lerp_(grad, grad_weight * ok)
     exp_avg_sq.lerp_(grad.square(), square_weight * ok)
     t = step.clamp(min=1)  # 0 if the first step is skipped
-    bias1 = -torch.expm1(t * log_beta1)  # 1 - beta^t, of which float32 would lose digits
-    bias2 = -torch.expm1(t * log_beta2)
+    bias1 = -torch.expm1(t * torch.log1p(-grad_weight))  # 1 - beta^t, without the digits that powers lose
+    bias2 = -torch.expm1(t * torch.log1p(-square_weight))
     eps = eps + (1 - ok)  # eps may be 0, and so may exp_avg_sq if nothing is updated
     update = exp_avg * (lr / bias1 * ok) / (exp_avg_sq.sqrt() * bias2.rsqrt() + eps)
     new = param.to(exp_avg.dtype) * (1 - decay * ok) - update
@@ -173,7 +173,7 @@ def muon_update(param, X, gain, ok, numbers, *, scale, cautious):
 def run(compiles, kernel, *tensors, **options):
     """Call a kernel, compiled if `compiles` and the tensors are large enough to gain from it."""
     first = tensors[0]
-    if compiles and first.numel() >= COMPILE_FROM and not first.is_meta:
+    if compiles and first.numel() >= COMPILE_FROM:
         kernel = compiled(kernel, first.shape, first.dtype, *options.items())
     return kernel(*tensors, **options)
 
@@ -199,8 +199,7 @@ def numbers_of(group):
         momentum, beta2 = group["momentum"], group["beta2"] or 0  # None: no second moment, nothing reads it
         return [lr, weight_decay, momentum, 1 - momentum, 1 - beta2]
     beta1, beta2 = group["betas"]
-    log_betas = [math.log(beta) if beta else -math.inf for beta in (beta1, beta2)]
-    return [lr, lr * weight_decay, 1 - beta1, 1 - beta2, *log_betas, group["eps"]]
+    return [lr, lr * weight_decay, 1 - beta1, 1 - beta2, group["eps"]]
 
 
 def numbers_on_device(works, device, dtype):
@@ -419,12 +418,12 @@ class SmallParameters:
         index, counts = torch.arange(len(pieces)), torch.tensor(self.sizes)
         self.param_of_element = index.repeat_interleave(counts).to(device)
         self.places = {}
-        averages, squares = self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes)
-        for i, piece in enumerate(pieces):
-            self.places[params[i]] = {
-                "step": Place(self.steps[i]),
-                "exp_avg": like_param(params[i], averages[i].view_as(piece)),
-                "exp_avg_sq": like_param(params[i], squares[i].view_as(piece)),
+        moments = self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes)
+        for param, piece, step, exp_avg, exp_avg_sq in zip(params, pieces, self.steps, *moments, strict=True):
+            self.places[param] = {
+                "step": Place(step),
+                "exp_avg": like_param(param, exp_avg.view_as(piece)),
+                "exp_avg_sq": like_param(param, exp_avg_sq.view_as(piece)),
             }
 
     def __str__(self):
@@ -636,13 +635,11 @@ def assign_owners(count, cost, load):
     what is left over. A function of these alone, so all ranks find the same owners.
     """
     even, left_over = divmod(count, len(load))
-    ranks = range(len(load))
+    ranks = list(range(len(load)))
     idlest = sorted(ranks, key=load.__getitem__)[:left_over]
-    owners = []
-    for rank in ranks:
-        mine = even + (rank in idlest)
-        owners += [rank] * mine
-        load[rank] += cost * mine
+    owners = sorted(ranks * even + idlest)
+    for owner in owners:
+        load[owner] += cost
     return owners
 
 
@@ -885,26 +882,9 @@ class MuonAdamW(torch.optim.Optimizer):
     # what this rank holds, without communication; tensors share memory with the optimizer's, pieces are
     # DTensors, and what another rank owns is not in it.
 
-    def named_state_dict(self):
-        """state_dict() by name: {"state": {name: {key: tensor}}, "param_groups": groups without params}."""
-        self.plan()
-        return optim_state.named_state_dict(self)
-
-    def full_state_dict(self):
-        """named_state_dict() with the whole of every tensor on every rank, as copies. Collective."""
-        self.plan()
-        return optim_state.full_state_dict(self)
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict, hyperparameters="restore"):
-        """Restore full_state_dict(), of any world size or grouping, or state_dict() where it was saved.
-
-        hyperparameters: "restore" takes lr and all other numbers, with what schedulers have written into the
-        groups, from the groups in which the parameters were saved, as torch's optimizers do; "keep" leaves
-        those of our groups. State keeps its dtype. ValueError, before anything is changed, names the first
-        difference: a missing name or key, another shape, a piece that another rank has saved, other options.
-        """
-        optim_state.load_state_dict(self, state_dict, hyperparameters)
+    named_state_dict = optim_state.named_state_dict
+    full_state_dict = optim_state.full_state_dict
+    load_state_dict = optim_state.load_state_dict
 
     def __getstate__(self):
         """For copy.deepcopy and pickle: without the plan, which the copy makes when it needs it."""
@@ -947,8 +927,6 @@ class DistMuonAdamW(MuonAdamW):
             raise ValueError(
                 "torchrun started several processes: call torch.distributed.init_process_group first"
             )
-        if comm_dtype == torch.float16:
-            raise ValueError("comm_dtype=torch.float16 has no number above 65,504: use torch.bfloat16")
         world = World.default(comm_dtype) if process_group is None else World(process_group, comm_dtype)
         super().__init__(param_groups, compile=compile, ns_dtype=ns_dtype, world=world)
 

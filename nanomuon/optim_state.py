@@ -151,7 +151,8 @@ def copy_of(value):
 
 
 def named_state_dict(optimizer):
-    """See MuonAdamW.named_state_dict."""
+    """state_dict() by name: {"state": {name: {key: tensor}}, "param_groups": groups without params}."""
+    optimizer.plan()
     state = {}
     for name, param, _ in named_parameters(optimizer.param_groups):
         if param in optimizer.state:
@@ -160,7 +161,8 @@ def named_state_dict(optimizer):
 
 
 def full_state_dict(optimizer):
-    """See MuonAdamW.full_state_dict."""
+    """named_state_dict() with the whole of every tensor on every rank, as copies. Collective."""
+    optimizer.plan()
     state = {}
     for name, param, _ in named_parameters(optimizer.param_groups):
         if param in optimizer.places:
@@ -172,8 +174,15 @@ def full_state_dict(optimizer):
 # Loading
 
 
-def load_state_dict(optimizer, state_dict, hyperparameters):
-    """See MuonAdamW.load_state_dict."""
+@torch.no_grad()
+def load_state_dict(optimizer, state_dict, hyperparameters="restore"):
+    """Restore full_state_dict(), of any world size or grouping, or state_dict() where it was saved.
+
+    hyperparameters: "restore" takes lr and all other numbers, with what schedulers have written into the
+    groups, from the groups in which the parameters were saved, as torch's optimizers do; "keep" leaves those
+    of our groups. State keeps its dtype. ValueError, before anything is changed, names the first difference:
+    a missing name or key, another shape, a piece that another rank has saved, other options.
+    """
     if hyperparameters not in ("restore", "keep"):
         raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
     groups = state_dict["param_groups"]
