@@ -282,7 +282,10 @@ def check_group(group, others):
     """
     group, where, kind = dict(group), f"param group {len(others)}", group.get("kind")
     if kind not in REQUIRED:
-        raise ValueError(f"{where}: unknown kind {kind!r}; known: {', '.join(REQUIRED)}")
+        raise ValueError(
+            f"{where}: unknown kind {kind!r}; known: {', '.join(REQUIRED)}; "
+            "MuonAdamW.for_model(model, lr=...) and build_param_groups(model, ...) make groups"
+        )
     required = {"params", *REQUIRED[kind]}
     options = MUON_OPTIONS if kind == "muon" else {}
     if missing := required - group.keys():
@@ -360,6 +363,8 @@ def check_muon_group(group):
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
         raise ValueError(f"ns_steps must be a whole number or None, but is {steps!r}")
     triples(group["coefficients"], steps)
+    if not isinstance(group["coefficients"], str):
+        group["coefficients"] = tuple(tuple(triple) for triple in group["coefficients"])  # hashable
     if not callable(group["scale"]):
         update_scale(group["scale"], 1, 1)
     if group["split"] is not None:

@@ -342,10 +342,7 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
     by_role = [f"{role} {number / 1e6:.2f}M" for role, number in counts.items() if number]
 
     devices, kind = runtime.world_size, runtime.device.type
-    ns_dtype = runtime.compute_dtype if kind == "cuda" else None
-    layout = footprint.Layout(
-        devices, args.shard == "fsdp", args.tensor_parallel, COMM_DTYPES[args.comm_dtype], ns_dtype
-    )
+    layout = footprint.Layout(devices, args.shard == "fsdp", args.tensor_parallel)
     memory = footprint.memory_by_kind(config, layout, plan.rows, runtime.compute_dtype.itemsize)
     seconds = seconds_of(plan, runtime)
     time = "not known, nor MFU: nanomuon/plan.py has no peak for this GPU"

@@ -319,15 +319,11 @@ def test_parameters_that_fsdp_replaces_in_the_groups_are_trained():
 def test_a_model_that_is_converted_after_its_optimizer_was_built():
     model = build()
     optimizer = MuonAdamW(groups_of(model))
-    for dtype in (torch.float64, torch.float32):
-        model.to(dtype)
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        if dtype == torch.float64:
-            optimizer.step()
+    model.double()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
     assert optimizer.state[model[0].weight]["momentum_buffer"].dtype == torch.float64
-    with pytest.raises(ValueError, match="param group 0 has other parameters or options"):
-        optimizer.step()
 
 
 CHANGES = {
@@ -352,7 +348,7 @@ def test_groups_that_change_are_followed_until_there_is_state_and_refused_then(c
     optimizer = MuonAdamW(groups_of(late))
     train(late, optimizer, [0])
     CHANGES[change](optimizer.param_groups)
-    with pytest.raises(ValueError, match="param group 0 has other parameters or options"):
+    with pytest.raises(ValueError, match="param groups have other parameters or options"):
         optimizer.step()
     assert same(late, trained(1))
 
