@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from nanomuon import footprint, optim, parallel, recipe
+from nanomuon.footprint import Layout
 from nanomuon.gpt import GPTConfig
 from nanomuon.optim import DistMuonAdamW, local
 from nanomuon.parallel import build_model
@@ -15,10 +16,11 @@ from tests.worlds import SMALL, run_world
 UNEVEN = GPTConfig(vocab_size=67, seq_len=16, depth=3, width=36, heads=2, kv_heads=2)
 GROUPED = GPTConfig(vocab_size=130, seq_len=16, depth=4, width=64, heads=8, kv_heads=4)
 EXPERTS = GPTConfig(vocab_size=130, seq_len=16, depth=2, width=64, heads=8, kv_heads=4, experts=6)
-CASES = [
-    (config, fsdp, tp) for config in (UNEVEN, GROUPED, EXPERTS) for fsdp in (False, True) for tp in (1, 2)
-]
-CASES += [(GROUPED, False, 4), (GROUPED, True, 4)]  # of 4 ranks
+CASES = [(UNEVEN, Layout(ranks)) for ranks in (1, 2, 3)]
+for fsdp in (False, True):
+    CASES += [(GROUPED, Layout(4, fsdp, 4))]
+    for config in (UNEVEN, GROUPED, EXPERTS):
+        CASES += [(config, Layout(4, fsdp, tensor_parallel)) for tensor_parallel in (1, 2)]
 ROWS = 3
 
 
@@ -35,11 +37,12 @@ def nbytes(tensors):
     return sum(local(t).nbytes for t in tensors)
 
 
-def measured(group, config, fsdp, tensor_parallel):
-    ranks = dist.get_world_size(group)
-    in_pieces = fsdp or tensor_parallel > 1
-    mesh = parallel.device_mesh("cpu", ranks // tensor_parallel, tensor_parallel) if in_pieces else None
-    model = build_model(config, Runtime(torch.device("cpu"), torch.float32, 0, ranks), 0, mesh, fsdp)
+def measured(group, config, layout):
+    mesh = None
+    if layout.fsdp or layout.tensor_parallel > 1:
+        mesh = parallel.device_mesh("cpu", layout.ranks // layout.tensor_parallel, layout.tensor_parallel)
+    runtime = Runtime(torch.device("cpu"), torch.float32, 0, layout.ranks)
+    model = build_model(config, runtime, 0, mesh, layout.fsdp)
     optimizer = DistMuonAdamW(recipe.param_groups(model), group)
     tokens = torch.zeros(ROWS, config.seq_len, dtype=torch.int64)
     model(tokens, tokens).backward()
@@ -51,21 +54,12 @@ def measured(group, config, fsdp, tensor_parallel):
     }
 
 
-def assert_first_rank_is_planned(ranks, config, fsdp, tensor_parallel):
-    found = run_world(ranks, measured, config, fsdp, tensor_parallel)
-    planned = footprint.memory_by_kind(config, footprint.Layout(ranks, fsdp, tensor_parallel), ROWS, 4)
+@pytest.mark.parametrize("config, layout", CASES)
+def test_bytes_of_the_first_rank_are_planned_and_the_most(config, layout):
+    found = run_world(layout.ranks, measured, config, layout)
+    planned = footprint.memory_by_kind(config, layout, ROWS, 4)
     for kind in found[0]:
         assert found[0][kind] == planned[kind] == max(each[kind] for each in found), kind
-
-
-@pytest.mark.parametrize("config,fsdp,tensor_parallel", CASES)
-def test_bytes_are_those_of_a_run(config, fsdp, tensor_parallel):
-    assert_first_rank_is_planned(4, config, fsdp, tensor_parallel)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_replicated_on_other_numbers_of_ranks(ranks):
-    assert_first_rank_is_planned(ranks, UNEVEN, False, 1)
 
 
 def saved_bytes(group, config, tensor_parallel, dtype):
