@@ -116,6 +116,24 @@ def test_loading_never_changes_the_dtype_of_state():
     assert_same_everywhere([([], state), ([], saved["state"])])
 
 
+CHANGED = {
+    "muon": dict(lr=0.1, momentum=0.5, beta2=0.5, weight_decay=0.3),
+    "adamw": dict(lr=0.1, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.5),
+}
+
+
+def test_numbers_that_change_between_steps_are_followed():
+    """As by an optimizer that has had them from its first step on, and the state of the other."""
+    run, other = (Run(None, "one-process") for _ in range(2))
+    run.train(range(3))
+    for p, q in zip(other.params, run.params, strict=True):
+        p.data.copy_(q)
+    for group in (*run.optimizer.param_groups, *other.optimizer.param_groups):
+        group.update(CHANGED[group["kind"]])
+    other.optimizer.load_state_dict(run.optimizer.full_state_dict(), hyperparameters="keep")
+    assert_same_everywhere([each.train(range(3, 6)).result() for each in (run, other)])
+
+
 def test_hyperparameters_are_restored_unless_they_are_to_be_kept():
     saved = MuonAdamW(mixed()[1]).state_dict()
     for hyperparameters, lr, betas in (("restore", 0.02, (0.9, 0.999)), ("keep", 0.5, (0.5, 0.5))):

@@ -424,7 +424,7 @@ def half_way(group, layout, params, saved, start, options):
     return full(run.params), run.optimizer.full_state_dict()
 
 
-ROUTE = ["fsdp-3", "replicated-2", "one-process", "fsdp-x-tp-rows", "replicated-3", "experts-tp-rows"]
+ROUTE = ["fsdp-3", "replicated-3", "replicated-2", "one-process", "fsdp-x-tp-rows", "experts-tp-rows"]
 ROUTE += ["tp-rows-uneven", "fsdp-x-tp-columns", "experts-fsdp", "one-process"]
 
 
