@@ -5,8 +5,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.orthogonalize import orthogonalize
@@ -198,30 +196,3 @@ def assert_close(result, expected, tolerance):
             found = result[1][name][key]
             assert found.shape == value.shape, (name, key)
             assert distance(found, value) < max(tolerance, 1e-9), (name, key)
-
-
-class SentBytes(TorchDispatchMode):
-    """Bytes this rank sends through collectives, by ring algorithms."""
-
-    total = 0.0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name, leaves = str(function), tree_leaves((args, kwargs))
-        size = max((t.nbytes for t in leaves if torch.is_tensor(t)), default=0)
-        if name.startswith("_c10d_functional.all_reduce"):
-            self.count(2 * size, dist.distributed_c10d._resolve_process_group(args[2]))
-        elif name.startswith("c10d."):
-            group = next(
-                dist.ProcessGroup.unbox(leaf) for leaf in leaves if isinstance(leaf, torch.ScriptObject)
-            )
-            if "alltoall_base" in name:
-                sent = args[4]
-                self.total += (sum(sent) - sent[group.rank()]) * args[1].itemsize
-            else:
-                self.count(2 * size if "allreduce" in name else size, group)
-        elif name.startswith("_c10d_functional.") and not name.split(".")[1].startswith(("wait", "_wrap")):
-            raise AssertionError(f"not counted: {name}")
-        return function(*args, **(kwargs or {}))
-
-    def count(self, size, group):
-        self.total += size * (group.size() - 1) / group.size()

@@ -22,7 +22,6 @@ from tests.layouts import (
     OPTIONS,
     SPLITS,
     Run,
-    SentBytes,
     assert_close,
     assert_same_everywhere,
     full,
@@ -49,9 +48,8 @@ def eager(monkeypatch):
 
 
 CASES = [(layout, torch.float64, EXACT) for layout in LAYOUTS]
-CASES += [
-    (layout, torch.float32, 1e-4) for layout in [*FEW, "replicated-2", "tp-rows-uneven", "fsdp-x-tp-rows"]
-]
+IN_FLOAT32 = [*FEW, "replicated-2", "tp-rows-uneven", "fsdp-x-tp-rows"]
+CASES += [(layout, torch.float32, 1e-4) for layout in IN_FLOAT32]
 
 
 @pytest.mark.parametrize("layout, dtype, tolerance", CASES, ids=str)
@@ -88,20 +86,18 @@ def test_the_parts_of_a_fused_matrix_are_matrices_of_their_own(layout):
         check_options(layout, 3, FUSED, [dict(form, split=split) for form in forms], parts)
 
 
-SQUARES = [("muon", (24, 12)), ("muon", (12, 24)), ("muon", (24, 24))]
-
-
 @pytest.mark.parametrize("layout", ["tp-rows", "tp-columns", "fsdp-x-tp-rows", "fsdp-x-tp-columns"])
 def test_the_three_modes_of_tensor_parallelism(layout):
-    """Two of them are the whole matrix's result; blockwise is each block's."""
-    whole = [dict(tensor_parallel=mode) for mode in ("duplicated", "distributed")]
-    check_options(layout, 5, SQUARES, whole)
-    ranks = 4 if layout == "tp-columns" else 2
-    for kind, shape in SQUARES:
-        dim = int("columns" in layout)
-        parts = [slice(shape[dim] * i // ranks, shape[dim] * (i + 1) // ranks) for i in range(ranks)]
-        parts = [(slice(None), part) for part in parts] if dim else parts
-        check_options(layout, 5, [(kind, shape)], [dict(tensor_parallel="blockwise")], parts)
+    """Two of them give the whole matrix's result, blockwise each block's."""
+    ranks, by_columns = 4 if layout == "tp-columns" else 2, "columns" in layout
+    for shape in [(24, 12), (12, 24), (24, 24)]:
+        model = [("muon", shape)] * 2
+        check_options(
+            layout, 4, model, [dict(tensor_parallel=mode) for mode in ("duplicated", "distributed")]
+        )
+        lines = torch.arange(shape[by_columns]).chunk(ranks)
+        blocks = [(slice(None), part) for part in lines] if by_columns else lines
+        check_options(layout, 4, model, [dict(tensor_parallel="blockwise")], blocks)
 
 
 shapes = st.one_of(
@@ -487,6 +483,26 @@ def test_memory_of_a_step_is_what_the_docstring_says():
     batch = 2 * 128 * 128 * 4
     for peak in run_layout("replicated-3", peak_of_a_step, model):
         assert least <= peak < least + batch + 4000  # flags and hyperparameters
+
+
+class SentBytes(TorchDispatchMode):
+    """Bytes this rank sends through collectives of process groups, by ring algorithms."""
+
+    total = 0.0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name, leaves = str(function), tree_leaves((args, kwargs))
+        if name.startswith("c10d."):
+            group = next(x for x in leaves if isinstance(x, torch.ScriptObject))
+            group = dist.ProcessGroup.unbox(group)
+            size = max(tensor.nbytes for tensor in leaves if torch.is_tensor(tensor))
+            if "alltoall_base" in name:
+                sent = args[4]
+                self.total += (sum(sent) - sent[group.rank()]) * args[1].itemsize
+            else:
+                twice = 2 if "allreduce" in name else 1
+                self.total += twice * size * (group.size() - 1) / group.size()
+        return function(*args, **(kwargs or {}))
 
 
 def bytes_of_a_step(group, layout, model, settings):
