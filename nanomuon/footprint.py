@@ -121,7 +121,7 @@ class RankPlan:
         """What this rank holds of it, and how it is cut (see sharded.cuts)."""
         shape, cuts = parameter.held(layout), []
         if layout.cuts_rows:
-            _, rows = self.rows.share(shape[0])
+            _, rows = self.rows.share(shape[0], 0)
             shape = (rows, *shape[1:])
             cuts.append(Cut(self.rows, 0, is_tensor_parallel=False))
         if parameter.cut_dim(layout) is not None:

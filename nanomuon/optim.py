@@ -44,10 +44,7 @@ from nanomuon.optim_state import (
     state_dtype,
 )
 from nanomuon.orthogonalize import (
-    newton_schulz_flops,
-    newton_schulz_form,
     orthogonalize,
-    triples,
     update_scale,
 )
 from nanomuon.param_groups import MUON_OPTIONS, build_param_groups, check_group
@@ -78,10 +75,8 @@ def adamw_update(param, grad, exp_avg, exp_avg_sq, step, ok, numbers):
     grad = torch.where(ok > 0, grad, 0).to(exp_avg.dtype)
     exp_avg.lerp_(grad, grad_weight * ok)
     exp_avg_sq.lerp_(grad.square(), square_weight * ok)
-    t = step.clamp(min=1)  # 0 if the first step is skipped
-    bias1 = -torch.expm1(t * torch.log1p(-grad_weight))  # 1 - beta^t, without the digits that powers lose
-    bias2 = -torch.expm1(t * torch.log1p(-square_weight))
-    eps = eps + (1 - ok)  # eps may be 0, and so may exp_avg_sq if nothing is updated
+    bias1 = -torch.expm1(step * torch.log1p(-grad_weight))  # 1 - beta^t, without the digits powers lose
+    bias2 = -torch.expm1(step * torch.log1p(-square_weight))
     update = exp_avg * (lr / bias1 * ok) / (exp_avg_sq.sqrt() * bias2.rsqrt() + eps)
     new = param.to(exp_avg.dtype) * (1 - decay * ok) - update
     param.copy_(torch.where(ok > 0, new.to(param.dtype), param))
@@ -94,7 +89,7 @@ def muon_momentum(grad, momentum_buffer, ok, numbers, *, nesterov):
     M <- lerp(M, G, 1 - mu) is 1 - mu times the M <- mu M + G of other projects: the same direction at
     constant mu.
     """
-    _, _, momentum, grad_weight, _ = numbers.unbind()
+    momentum, grad_weight = numbers[2:4]
     grad = torch.where(ok > 0, grad, 0).to(momentum_buffer.dtype)
     momentum_buffer.lerp_(grad, grad_weight * ok)
     if nesterov:
@@ -106,7 +101,6 @@ def muon_direction(
     U,
     second_momentum_buffer,
     square_weight,
-    *,
     coefficients,
     ns_steps,
     row_equilibrate,
@@ -158,7 +152,7 @@ def muon_update(param, X, gain, ok, numbers, *, scale, cautious):
 
     The step is lr * scale, and so is the rate of a cautious decay. ok: (k, 1, 1).
     """
-    lr, weight_decay, _, _, _ = numbers.unbind()
+    lr, weight_decay = numbers[:2]
     P = param.to(gain.dtype)
     X = X.to(gain.dtype) * gain
     rate = lr * scale * ok
@@ -181,9 +175,9 @@ def run(compiles, kernel, *tensors, **options):
 @functools.cache
 def compiled(kernel, *key):
     """A copy of the kernel for every key: Dynamo compiles a code object eight times and no more."""
-    code = kernel.__code__.replace()
-    copy = types.FunctionType(code, kernel.__globals__, kernel.__name__, kernel.__defaults__)
-    copy.__kwdefaults__ = kernel.__kwdefaults__
+    copy = types.FunctionType(
+        kernel.__code__.replace(), kernel.__globals__, kernel.__name__, kernel.__defaults__
+    )
     logging.getLogger("nanomuon").info("compiling %s: this step takes a while", kernel.__name__)
     return torch.compile(copy, dynamic=False, fullgraph=True)
 
@@ -243,7 +237,7 @@ class World:
             self.size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
             if self.rank < 0:
                 raise ValueError(f"rank {dist.get_rank()} is not in the process group of its optimizer")
-        self.load = [0] * self.size  # FLOPs of the matrices that each rank owns
+        self.load = [0] * self.size  # the cost of the matrices that each rank owns
 
     @classmethod
     def default(cls, comm_dtype=None):
@@ -257,10 +251,8 @@ class World:
         """Pickled, it becomes the default process group."""
         return (World, ()) if self.process_group is None else (World.default, (self.comm_dtype,))
 
-    def share(self, rows, rank=None):
+    def share(self, rows, rank):
         """(lo, hi) of a rank's ceil(rows/W) rows, the last ones short or empty, as in DTensor's Shard."""
-        if rank is None:
-            rank = self.rank
         each = -(-rows // self.size)
         return min(rows, each * rank), min(rows, each * (rank + 1))
 
@@ -336,7 +328,7 @@ class Direction:
     """From momentum to the direction of the update, for the (m, n) matrices of a Muon group.
 
     param: one of them. state: {name: shape} of what is kept for a matrix beside its momentum. scale: the
-    factor on the update, or one for each row, (m, 1). flops: of Newton-Schulz, to balance owners. shape: of
+    factor on the update, or one for each row, (m, 1). cost: of Newton-Schulz, to balance owners. shape: of
     the matrices that are computed on, for the size of a batch. Fused and tensor-parallel matrices have
     directions of their own, with the same attributes.
 
@@ -356,9 +348,7 @@ class Direction:
         elif self.function is None and group["beta2"] is not None:
             self.state = {"second_momentum_buffer": (m, 1) if m >= n else (1, n)}
         self.scale = update_scale(group["scale"], m, n)
-        steps = len(triples(group["coefficients"], group["ns_steps"]))
-        gram, _ = newton_schulz_form(m, n, steps, param.device.type, ns_dtype)
-        self.flops = newton_schulz_flops(m, n, steps, gram)
+        self.cost = m * n * min(m, n)
 
     def __call__(self, U, kept, ok, square_weight, pieces=None):
         """(X, gain), whose product is the direction.
@@ -415,8 +405,7 @@ class SmallParameters:
         self.steps = torch.zeros(len(pieces), device=device)
         self.exp_avg = torch.zeros(total, dtype=self.dtype, device=device)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
-        index, counts = torch.arange(len(pieces)), torch.tensor(self.sizes)
-        self.param_of_element = index.repeat_interleave(counts).to(device)
+        self.param_of_element = torch.repeat_interleave(torch.tensor(self.sizes)).to(device)
         self.places = {}
         moments = self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes)
         for param, piece, step, exp_avg, exp_avg_sq in zip(params, pieces, self.steps, *moments, strict=True):
@@ -457,7 +446,7 @@ class Rows:
     def __init__(self, param, group, world, run):
         self.params, self.group, self.world, self.run = [param], group, world, run
         self.dtype = state_dtype(param)
-        self.lo, self.hi = world.share(len(local(param)))
+        self.lo, self.hi = world.share(len(local(param)), world.rank)
         rows = local(param)[self.lo : self.hi]
         self.step = torch.zeros((), device=rows.device)
         self.exp_avg = torch.zeros(rows.shape, dtype=self.dtype, device=rows.device)
@@ -863,18 +852,16 @@ class MuonAdamW(torch.optim.Optimizer):
             from nanomuon import sharded  # an extension: imported when it is needed
 
             works += sharded.plan_group(self, group, cut, run)
-        directions = {}
-        for alike, together in banks.items():
-            directions[alike] = direction_of(group, *alike[0], together[0], self.ns_dtype, run)
-        # The most expensive banks choose their owners first
-        for alike, direction in sorted(directions.items(), key=lambda bank: -bank[1].flops):
+        # The largest matrices choose their owners first
+        for alike in sorted(banks, key=lambda alike: -math.prod(alike[0])):
             together = banks[alike]
+            direction = direction_of(group, *alike[0], together[0], self.ns_dtype, run)
             count = len(matrices(map(local, together)))
             if together[0].ndim == 3:  # like rows, so that its state is cut as DTensor's Shard(0) is
                 each = -(-count // self.world.size)
                 owners = [i // each for i in range(count)]
             else:
-                owners = assign_owners(count, direction.flops, self.world.load)
+                owners = assign_owners(count, direction.cost, self.world.load)
             works.append(Bank(together, group, direction, owners, self.world, run))
         return works
 

@@ -120,7 +120,7 @@ def layout_of(param, group, cuts, ns_dtype, run):
     if tp is None:
         return Layout(shape, direction_of(group, m, n, param, ns_dtype, run), data_parallel, dim)
     mode = tensor_parallel.choose_mode(group, shape, tp_dim, tp)
-    lo, hi = tp.share(shape[tp_dim - 1])
+    lo, hi = tp.share(shape[tp_dim - 1], tp.rank)
     held = (hi - lo, n) if tp_dim == 1 else (m, hi - lo)
     if mode == "blockwise":  # each block is a matrix by itself
         direction = direction_of(group, *held, param, ns_dtype, run)
@@ -163,10 +163,10 @@ def plan_group(optimizer, group, params, run):
         size = chunk_size(layout, together[0].device)
         chunks += [(together[lo : lo + size], layout) for lo in range(0, len(together), size)]
     # The most expensive matrices choose their owners first, and are the first in the pipeline
-    chunks.sort(key=lambda chunk: -chunk[1].direction.flops)
+    chunks.sort(key=lambda chunk: -chunk[1].direction.cost)
     pipelines = {}  # one for each dtype of the state, in which numbers are on the device
     for together, layout in chunks:
-        owners = assign_owners(len(together), layout.direction.flops, layout.data_parallel.load)
+        owners = assign_owners(len(together), layout.direction.cost, layout.data_parallel.load)
         chunk = Chunk(together, group, layout, owners, run)
         pipelines.setdefault(chunk.dtype, []).append(chunk)
     return [Pipeline(chunks, group) for chunks in pipelines.values()] + works
