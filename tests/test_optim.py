@@ -168,6 +168,8 @@ def test_hyperparameters_are_restored_by_name_into_other_groups():
         MuonAdamW(mixed()[1]).load_state_dict(saved)
     with pytest.raises(ValueError, match="group 2 was saved with nesterov=True"):
         MuonAdamW([*other[:2], dict(other[2], nesterov=False), other[3]]).load_state_dict(saved)
+    with pytest.raises(ValueError, match="group 2 was saved with another beta2"):
+        MuonAdamW([*other[:2], dict(other[2], beta2=None), other[3]]).load_state_dict(saved)
 
 
 def test_state_dict_has_torchs_layout():
@@ -201,6 +203,8 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict({"state": saved, "param_groups": whole["param_groups"]})
         assert_same_everywhere([(params, state["state"]) for state in (whole, optimizer.full_state_dict())])
+    with pytest.raises(ValueError, match="group 0 .* is not of MuonAdamW"):
+        optimizer.load_state_dict(torch.optim.AdamW(params).state_dict())
 
 
 def test_without_names_a_regrouped_load_is_refused():
