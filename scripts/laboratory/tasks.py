@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from nanomuon import shards
+from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError, usable_gpus
@@ -131,7 +132,9 @@ def speedrun_setup(vocab_size, steps):
 
 def setup_on_shards(corpus, vocab_size, shape, seq_len, **rest):
     """Place and setup of a task on a corpus. shape: keywords of GPTConfig.from_depth, rest: what it adds."""
-    folder = shards.prepare_for_training(corpus, vocab_size, rest["steps"] * rest["rows"] * seq_len)
+    folder = shards.prepare_for_training(
+        open_corpus(corpus), vocab_size, rest["steps"] * rest["rows"] * seq_len
+    )
     manifest = shards.read_manifest(folder)
     tokenizer = shards.open_tokenizer(folder)
     config = GPTConfig.from_depth(vocab_size=tokenizer.vocab_size, seq_len=seq_len, **shape)
