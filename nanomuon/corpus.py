@@ -24,7 +24,6 @@ from nanomuon.tokenizer import in_pieces
 
 HUB_NAME = re.compile(r"hf:([^:@]+)(?::([^:@]+))?(?:@(.+))?")  # dataset, configuration, revision
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-HUB_SUFFIXES = (".txt", *RECORD_SUFFIXES, ".json", ".json.gz", ".json.zst")  # .json: lines, as is usual there
 PROSE = ".txt .text .md .markdown .rst .tex .org .adoc"
 SOURCE_CODE = (
     ".py .pyi .pyx .c .h .cc .hh .cpp .hpp .cxx .hxx .cu .cuh .m .mm .rs .go .zig .nim .java .kt .scala "
@@ -34,6 +33,7 @@ SOURCE_CODE = (
 )
 TEXT_SUFFIXES = tuple(PROSE.split() + SOURCE_CODE.split())
 PACKAGES = {"site-packages", "dist-packages", "__pycache__"}  # folders that are not read: installed, compiled
+LEAVE_OUT = "repair it, or move it away"
 PIECE = 4096  # characters, see with_both_parts()
 NAME_FIELD = "python -m scripts.data_prep --text-field names another"
 
@@ -83,7 +83,7 @@ class Corpus:
         except (OSError, ValueError) as error:
             if self.name == "python" and isinstance(error, UnicodeDecodeError):
                 return  # some files of the library test that others can be read, too
-            advice = "delete it, and it is fetched again" if self.repo else "repair it, or move it away"
+            advice = "delete it, and it is fetched again" if self.repo else LEAVE_OUT
             raise InputError(f"bad file in corpus {self.name}: {path}: {error}; {advice}") from error
 
     def _fetch(self, number) -> Path:
@@ -192,28 +192,37 @@ def open_corpus(name: str, text_field: str | None = None) -> Corpus:
     files = _local_files(root, suffixes)
     if not files:
         raise InputError(
-            f"corpus {name} has no file with text: {', '.join(RECORD_SUFFIXES)}, prose and source code "
-            "(.txt, .md, .rst, .py, .c and so on) are read"
+            f"corpus {name} has no file with text: .txt, .md, .py, .c and so on, .jsonl, .parquet"
         )
     # Names, sizes and times: hashing 100 GB at every start would not be worth the certainty
     listing = []
     for path in files:
-        status = path.stat()
+        try:
+            status = path.stat()
+        except OSError as error:
+            _refuse(error)
         listing.append((path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns))
     return Corpus(name, _digest(listing)[:16], tuple(files), now.text_field)
 
 
 def _local_files(root, suffixes) -> list[Path]:
     """The files of a place that are read, sorted: not hidden ones, nor what we write ourselves."""
+    if root.is_file():
+        return [root] if root.name.lower().endswith(suffixes) else []
     ours = base_dir().resolve()  # changes with every run
     files = []
-    for path in [root] if root.is_file() else root.rglob("*"):
-        if path.name.lower().endswith(suffixes) and path.is_file():
-            parts = path.relative_to(root).parts
-            hidden = any(part.startswith(".") or part in PACKAGES for part in parts)
-            if not hidden and not path.is_relative_to(ours):
-                files.append(path)
+    for folder, subfolders, names in os.walk(root, onerror=_refuse):
+        for name in list(subfolders):
+            if name.startswith(".") or name in PACKAGES or Path(folder, name) == ours:
+                subfolders.remove(name)  # os.walk goes into those that stay
+        for name in names:
+            if not name.startswith(".") and name.lower().endswith(suffixes):
+                files.append(Path(folder, name))
     return sorted(files)
+
+
+def _refuse(error):
+    raise InputError(f"{error.filename}: {error.strerror}; {LEAVE_OUT}") from error
 
 
 def _resolve(name, text_field) -> Remembered:
@@ -230,9 +239,6 @@ def _resolve(name, text_field) -> Remembered:
     if "train" not in files:
         raise InputError(f"corpus {name} has no train split (it has: {', '.join(files) or 'no data files'})")
     files = [file.split(f"@{revision}/", 1)[-1] for file in files["train"]]
-    for file in files:
-        if not file.lower().endswith(HUB_SUFFIXES):
-            raise InputError(f"corpus {name} holds {file}, which is none of {', '.join(HUB_SUFFIXES)}")
     return Remembered(text_field, revision, files)
 
 
@@ -283,12 +289,11 @@ def _json_lines(path, field):
                 record = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"line {number} is not JSON ({error})") from error
-            has_field = isinstance(record, dict) and field in record
-            text = record[field] if has_field else None
-            if not has_field or not isinstance(text, str | None):
-                raise ValueError(
-                    f"line {number} has no text in field {field!r}, it is {reprlib.repr(record)}: {NAME_FIELD}"
-                )
+            fields = record if isinstance(record, dict) else {}
+            text = fields.get(field)
+            if field not in fields or not isinstance(text, str | None):
+                shown = reprlib.repr(record)
+                raise ValueError(f"line {number} has no text in field {field!r}: {shown}; {NAME_FIELD}")
             if text is not None:
                 yield text
 
@@ -300,7 +305,7 @@ def _parquet(path, field):
     with pq.ParquetFile(path) as file:
         types = {column.name: str(column.type) for column in file.schema_arrow}
         if types.get(field) not in ("string", "large_string"):
-            raise ValueError(f"there is no text in column {field!r}, it has {types}: {NAME_FIELD}")
+            raise ValueError(f"it has no text in column {field!r}: {types}; {NAME_FIELD}")
         for batch in file.iter_batches(batch_size=1024, columns=[field]):
             for value in batch.column(0).cast(pa.large_binary()):
                 data = value.as_py()

@@ -28,7 +28,7 @@ def pack_rows(starts, lengths, capacity, cut):
     """Pack pieces of text into rows: best-fit decreasing, every piece preceded by one <|bos|>.
 
     starts, lengths: where each piece begins and how many tokens of text it has, at most capacity - 1. Returns
-    the rows, each a list of segments (start, tokens of text), which take one place more than they have tokens.
+    the rows, each a list of segments (start, tokens of text), which take a place more than they have tokens.
 
     With `cut` every row is full: if no piece fits the rest of a row, the longest piece is cut in two and its
     second part goes back, to begin with a <|bos|> of its own. Only the last pieces, fewer than a row, stay
@@ -71,8 +71,9 @@ def pack_rows(starts, lengths, capacity, cut):
 
 
 def cut_documents(starts, end, seq_len):
-    """(starts, lengths) of what fits a row, of the documents that begin at `starts`, the last of which ends at
-    `end`: longer ones become pieces of seq_len tokens and one of what is left.
+    """(starts, lengths) of pieces that fit a row: documents longer than seq_len are cut.
+
+    starts: where each document begins, the last of which ends at `end`.
     """
     ends = np.append(starts[1:], end)
     count = -(-(ends - starts) // seq_len)  # pieces of each document
@@ -106,8 +107,8 @@ class TrainLoader:
 
     folder: of the shards. Each `next()` gives (inputs, targets), both (device_batch_size, seq_len) int64 on
     `device`. Step s trains on rows s * rows_per_step ... of one endless sequence of rows that depends on
-    (shards, seed, seq_len) alone; rows_per_step counts rows over all ranks and micro-batches. ValueError
-    if the ranks' micro-batches do not divide it, InputError if the corpus is smaller than one step.
+    (shards, seed, seq_len) alone; rows_per_step counts rows over all ranks and micro-batches. InputError
+    if the corpus is smaller than one step.
 
     `state_dict()` is the position after the last micro-batch returned. Passed as `state` it resumes there at
     once, on any number of ranks. A thread packs the next window when half of this one is used.
@@ -125,18 +126,12 @@ class TrainLoader:
         device="cpu",
         state=None,
     ):
-        if rows_per_step % (world_size * device_batch_size):
-            raise ValueError(
-                f"{rows_per_step} rows a step do not divide by {device_batch_size} rows "
-                f"on each of {world_size} ranks"
-            )
         self.folder = Path(folder)
         self.seq_len = seq_len
         self.seed = seed
         self.device = device
-        self.batch = device_batch_size
-        self.rank = rank
-        self.world_size = world_size
+        self.rows_of_all = world_size * device_batch_size  # in a micro-batch
+        self.own_rows = slice(rank * device_batch_size, (rank + 1) * device_batch_size)
         self.manifest = read_manifest(folder)
         text = count_tokens(self.manifest.train)
         if self.manifest.complete and text < rows_per_step * seq_len:
@@ -157,16 +152,9 @@ class TrainLoader:
         """{epoch, window, row}: three ints, the same on every rank."""
         return {"epoch": self.epoch, "window": self.window, "row": self.row}
 
-    def __iter__(self):
-        return self
-
     def __next__(self):
-        rows = []
-        for index in range(self.world_size * self.batch):
-            row = self._next_row()
-            if index // self.batch == self.rank:
-                rows.append(row)
-        batch = to_device(np.stack(rows), self.device)
+        rows = [self._next_row() for _ in range(self.rows_of_all)]
+        batch = to_device(np.stack(rows[self.own_rows]), self.device)
         return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
     def _next_row(self):

@@ -231,7 +231,9 @@ class Run:
         )
         as_in_training = self.forward is not self.model  # compiled whole: then with the graph that is there
         value = bits_per_byte(self.forward, batches, self.token_bytes, as_in_training)
-        whole_set = max_tokens is None or max_tokens >= shards.validation_tokens(self.data)
+        whole_set = max_tokens is None or max_tokens >= shards.count_tokens(
+            shards.read_manifest(self.data).val
+        )
         self._log({"val_bpb": value, "whole_set": whole_set})
         extent = " (whole set)" if whole_set else ""
         print0(f"step {self.step:5d}/{self.plan.steps} | validation {value:.4f} bits per byte{extent}")

@@ -6,16 +6,16 @@
         val-00000.safetensors          the validation set: the first SHARD_BYTES of validation documents
         train-00000.safetensors ...    documents of the corpus in their order, SHARD_BYTES of UTF-8 text each
 
-Which documents a shard holds depends on the corpus alone. A shard has two tensors: `tokens` (uint16, or uint32
-for a vocabulary over 65,536) and `starts` (int64), where each document begins; no <|bos|> is stored. A shard
-is written whole, then the manifest names it: a shard that it does not name does not exist.
+Which documents a shard holds depends on the corpus alone. A shard has two tensors: `tokens` (uint16, or
+uint32 for a vocabulary over 65,536) and `starts` (int64), where each document begins; no <|bos|> is stored. A
+shard is written whole, then the manifest counts it: one that it does not count does not exist. Validation
+documents beyond the first shard are left out, not trained on.
 """
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from nanomuon.tokenizer import Tokenizer
 
 SHARD_BYTES = 16 << 20  # of text; about 4 million tokens
 TRAINING_BYTES = 512 << 20  # of text, from which the tokenizer is trained
+BATCH = 8  # documents, handed to one worker at a time
 WINDOW = 8  # consecutive training shards whose documents are shuffled together; about 32 million tokens
 PATIENCE = 30  # seconds to wait for somebody to start on shards that are missing
 WRITE_AGAIN = "delete its folder and run scripts.data_prep"
@@ -41,7 +42,7 @@ class Entry:
     documents: int
     tokens: int
     file: int  # of the corpus, in which reading goes on after this shard,
-    done: int  # and how many training documents of that file are in shards
+    done: int  # and how many documents of its kind in that file are in shards
 
 
 @dataclass
@@ -119,11 +120,6 @@ def count_tokens(entries: list[Entry]) -> int:
     return sum(entry.tokens for entry in entries)
 
 
-def validation_tokens(folder: Path) -> int:
-    """Tokens of the validation set of a folder of shards."""
-    return count_tokens(read_manifest(folder).val)
-
-
 def default_vocab_size(corpus_name: str) -> int:
     """4,096 suits megabytes of text and small models; corpora worth a download train larger ones."""
     return 32768 if corpus_name.startswith("hf:") else 4096
@@ -175,8 +171,9 @@ def prepare(
     Quick if nothing is missing. Carries on where an earlier call was stopped, at whatever moment. A second
     call at the same time waits for the first.
 
-    tokenizer: use this one instead of the corpus's own. max_tokens: stop after the shard that brings this many
-    training tokens, 0 for the validation set only (default: the whole corpus); a later call may ask for more.
+    tokenizer: use this one instead of the corpus's own. max_tokens: stop after the shard that brings this
+    many training tokens, 0 for the validation set only (default: the whole corpus); a later call may ask for
+    more.
 
     Before anything is computed, InputError if there would be no training or no validation document.
     """
@@ -214,76 +211,66 @@ def _write_missing(folder: Path, corpus: Corpus, tokenizer: Tokenizer, max_token
         raise InputError(f"{folder} was written with another tokenizer: {WRITE_AGAIN}")
     manifest.complete, manifest.max_tokens = False, max_tokens
     write_manifest(folder, manifest)
+
+    def is_enough(kind):
+        if kind == "val":
+            return len(manifest.val) == 1
+        return max_tokens is not None and count_tokens(manifest.train) >= max_tokens
+
     pool = ThreadPoolExecutor(cores())  # tiktoken works outside the GIL
     try:
-        missing = _missing_shards(corpus, manifest, with_training=max_tokens != 0)
-        for kind, encoded, file, done in _tokenized(missing, tokenizer, pool):
-            documents = list(chain.from_iterable(encoded))
+        for kind in ("val", "train"):  # training waits for the validation set
             entries = getattr(manifest, kind)
-            name = shard_name(kind, len(entries))
-            write_shard(folder / name, documents)
-            entries.append(Entry(len(documents), sum(map(len, documents)), file, done))
-            write_manifest(folder, manifest)
-            print(f"{name}: {entries[-1].tokens:,} tokens", flush=True)
-            if max_tokens is not None and manifest.val and count_tokens(manifest.train) >= max_tokens:
-                break
-        else:
-            manifest.max_tokens = None  # it is the whole corpus
+            shards = _encoded_shards(corpus, kind, entries, tokenizer, pool)
+            while not is_enough(kind) and (shard := next(shards, None)):
+                encoded, file, done = shard
+                documents = [document for batch in encoded for document in batch.result()]
+                name = shard_name(kind, len(entries))
+                write_shard(folder / name, documents)
+                entries.append(Entry(len(documents), sum(map(len, documents)), file, done))
+                write_manifest(folder, manifest)
+                print(f"{name}: {entries[-1].tokens:,} tokens", flush=True)
     finally:
         pool.shutdown(cancel_futures=True)
+    if not is_enough("train"):
+        manifest.max_tokens = None  # it is the whole corpus
     manifest.complete = True
     write_manifest(folder, manifest)
 
 
-def _missing_shards(corpus: Corpus, manifest: Manifest, with_training: bool):
-    """Yield (kind, texts, file, done) of every shard that the manifest does not name, in their order.
+def _encoded_shards(corpus: Corpus, kind: str, entries: list[Entry], tokenizer: Tokenizer, pool):
+    """Yield (futures of lists of encoded documents, file, done) of every shard of a kind that has no entry.
 
-    file, done: as in Entry. Validation documents beyond the first shard are left out, not trained on.
+    file, done: as in Entry. The workers of the pool encode while more is read.
     """
-    file, skipped = 0, sum(entry.documents for entry in manifest.train)
-    if corpus.repo and manifest.val and manifest.train:
-        # Straight on: no earlier document is needed, neither for validation nor to tell duplicates
-        file, skipped = manifest.train[-1].file, manifest.train[-1].done
-    is_wanted = {"train": with_training, "val": not manifest.val}
-    texts, size = {"train": [], "val": []}, Counter()
-    done = Counter()  # training documents of each file
-    for file, text in corpus.documents(file):  # noqa: B020
-        kind = "val" if is_validation(text) else "train"
-        if kind == "train":
-            done[file] += 1
-            if skipped > 0:
-                skipped -= 1
-                continue
-        if not is_wanted[kind]:
-            continue
-        texts[kind].append(text)
-        size[kind] += len(text.encode())
-        if size[kind] >= SHARD_BYTES:
-            yield kind, texts[kind], file, done[file]
-            texts[kind], size[kind] = [], 0
-            is_wanted["val"] &= kind == "train"
-    for kind in ("train", "val"):
-        if texts[kind]:
-            yield kind, texts[kind], len(corpus.files), 0
-
-
-def _tokenized(shards, tokenizer: Tokenizer, pool: ThreadPoolExecutor):
-    """Yield (kind, batches of encoded documents, file, done) of (kind, texts, file, done).
-
-    While one shard is encoded, the next one is read.
-    """
+    file, skipped = 0, sum(entry.documents for entry in entries)
+    if corpus.repo and entries:
+        file, skipped = entries[-1].file, entries[-1].done  # earlier files are not needed to tell duplicates
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
 
     def encode(texts):
         return [tokenizer.encode_to_numpy(text).astype(dtype) for text in texts]
 
-    under_way = deque()
-    for kind, texts, file, done in shards:
-        batches = [texts[start : start + 8] for start in range(0, len(texts), 8)]
-        under_way.append((kind, pool.map(encode, batches), file, done))
-        if len(under_way) == 2:
-            yield under_way.popleft()
-    yield from under_way
+    texts, encoded, size = [], [], 0
+    done = Counter()  # by file
+    for file, text in corpus.documents(file):  # noqa: B020
+        if is_validation(text) != (kind == "val"):
+            continue
+        done[file] += 1
+        if skipped > 0:
+            skipped -= 1
+            continue
+        texts.append(text)
+        size += len(text.encode())
+        is_full = size >= SHARD_BYTES
+        if is_full or len(texts) == BATCH:
+            encoded.append(pool.submit(encode, texts))
+            texts = []
+        if is_full:
+            yield encoded, file, done[file]
+            encoded, size = [], 0
+    if size:
+        yield [*encoded, pool.submit(encode, texts)], len(corpus.files), 0
 
 
 def prepare_for_training(

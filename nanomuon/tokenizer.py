@@ -97,10 +97,7 @@ class Tokenizer:
     @cached_property
     def hash(self) -> str:
         """16 hex digits that name this tokenizer in shards and checkpoints."""
-        digest = hashlib.sha256(SPLIT_PATTERN.encode())
-        for token in self.vocab:
-            digest.update(len(token).to_bytes(4, "little") + token)
-        return digest.hexdigest()[:16]
+        return hashlib.sha256(repr((SPLIT_PATTERN, self.vocab)).encode()).hexdigest()[:16]
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
