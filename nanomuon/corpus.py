@@ -70,7 +70,7 @@ class Corpus:
                 record = record.encode(errors="replace").decode()
                 for text in in_pieces(record, PIECE) if self.in_pieces else [record]:
                     digest = None if self.repo else hashlib.sha256(text.encode()).digest()
-                    if not text or digest in seen:
+                    if digest in seen:
                         continue
                     if digest:
                         seen.add(digest)
@@ -78,13 +78,18 @@ class Corpus:
 
     def _records(self, number):
         path = self._fetch(number) if self.repo else self.files[number]
+        count = 0
         try:
-            yield from read_records(path, self.text_field)
+            for text in read_texts(path, self.text_field):
+                if text:
+                    yield text
+                count += 1
         except (OSError, ValueError) as error:
             if self.name == "python" and isinstance(error, UnicodeDecodeError):
                 return  # some files of the library test that others can be read, too
             advice = "delete it, and it is fetched again" if self.repo else LEAVE_OUT
-            raise InputError(f"bad file in corpus {self.name}: {path}: {error}; {advice}") from error
+            where = f"{path}, after {count} documents" if count else path
+            raise InputError(f"bad file in corpus {self.name}: {where}: {error}; {advice}") from error
 
     def _fetch(self, number) -> Path:
         """A file of the hub, on this machine. The next one is fetched meanwhile."""
@@ -266,48 +271,30 @@ def _readable(name) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name)[-60:]
 
 
-def read_records(path: Path, text_field: str):
-    """Yield the texts of a file, but those that are null. OSError or ValueError if it cannot be read."""
-    name = path.name.lower()
-    if name.endswith(".parquet"):
-        yield from _parquet(path, text_field)
-    elif name.endswith(TEXT_SUFFIXES):
-        yield path.read_bytes().decode("utf-8-sig")  # without a byte order mark
-    else:
-        yield from _json_lines(path, text_field)
-
-
-def _json_lines(path, field):
-    import pyarrow as pa
-
-    # Decompresses by suffix, and tells of a stream that ends too early
-    with io.BufferedReader(pa.input_stream(str(path), compression="detect"), buffer_size=1 << 20) as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"line {number} is not JSON ({error})") from error
-            fields = record if isinstance(record, dict) else {}
-            text = fields.get(field)
-            if field not in fields or not isinstance(text, str | None):
-                shown = reprlib.repr(record)
-                raise ValueError(f"line {number} has no text in field {field!r}: {shown}; {NAME_FIELD}")
-            if text is not None:
-                yield text
-
-
-def _parquet(path, field):
+def read_texts(path: Path, field: str):
+    """Yield the texts of a file, None for records whose text is null. OSError or ValueError if it is bad."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path) as file:
-        types = {column.name: str(column.type) for column in file.schema_arrow}
-        if types.get(field) not in ("string", "large_string"):
-            raise ValueError(f"it has no text in column {field!r}: {types}; {NAME_FIELD}")
-        for batch in file.iter_batches(batch_size=1024, columns=[field]):
-            for value in batch.column(0).cast(pa.large_binary()):
-                data = value.as_py()
-                if data is not None:
-                    yield data.decode(errors="replace")
+    name = path.name.lower()
+    if name.endswith(TEXT_SUFFIXES):
+        yield path.read_bytes().decode("utf-8-sig")  # without a byte order mark
+    elif name.endswith(".parquet"):
+        with pq.ParquetFile(path) as file:
+            columns = [field] if field in file.schema_arrow.names else None  # all, for the message
+            for batch in file.iter_batches(batch_size=1024, columns=columns):
+                for record in batch.to_pylist():
+                    yield _text_of(record, field)
+    else:
+        # Decompresses by suffix, and tells of a stream that ends too early
+        with io.BufferedReader(pa.input_stream(str(path), compression="detect"), 1 << 20) as file:
+            for line in file:
+                if line.strip():
+                    yield _text_of(json.loads(line), field)
+
+
+def _text_of(record, field):
+    text = record.get(field, 0) if isinstance(record, dict) else 0
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"no text in field {field!r} of {reprlib.repr(record)}, {NAME_FIELD}")
+    return text

@@ -1,4 +1,4 @@
-"""Packed batches in one global order, packed ahead, exact resume.
+"""Packed batches in one global order, exact resume.
 
 The training rows of an epoch come window by window, a window being WINDOW consecutive shards. Within a window
 the documents are shuffled and packed into rows of seq_len + 1 tokens without padding, and the rows are
@@ -7,7 +7,6 @@ merely deal the rows out: the position in the data is (epoch, window, row) of th
 rank.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -111,7 +110,7 @@ class TrainLoader:
     if the corpus is smaller than one step.
 
     `state_dict()` is the position after the last micro-batch returned. Passed as `state` it resumes there at
-    once, on any number of ranks. A thread packs the next window when half of this one is used.
+    once, on any number of ranks. To pack a window takes 0.06 s at a length of 2048, 0.2 s at 256.
     """
 
     def __init__(
@@ -143,10 +142,7 @@ class TrainLoader:
         self.epoch, self.window, self.row = 0, 0, 0  # of the next row
         if state:
             self.epoch, self.window, self.row = state["epoch"], state["window"], state["row"]
-        self._rows = None  # of this window, once it is packed
-        self._thread = ThreadPoolExecutor(1)
-        self._ahead = None  # (epoch, window, future of its rows) of the one that comes next
-        self._pack_ahead(self.window)
+        self._rows = None  # of this window, once they are packed
 
     def state_dict(self) -> dict:
         """{epoch, window, row}: three ints, the same on every rank."""
@@ -161,41 +157,25 @@ class TrainLoader:
         while self._rows is None or self.row >= len(self._rows):
             if self._rows is not None:
                 self._rows, self.window, self.row = None, self.window + 1, 0
-            self._open_window()
-        if self.row == len(self._rows) // 2:
-            if not self.manifest.complete:
-                self.manifest = read_manifest(self.folder)
-            self._pack_ahead(self.window + 1)
+            if not window_is_there(self.manifest, self.window):
+                asked_for = self.manifest.corpus, self.manifest.vocab_size, self.manifest.max_tokens
+                self.manifest = wait_for_window(self.folder, self.window, *asked_for)
+            if self.window * WINDOW >= len(self.manifest.train):
+                self.epoch, self.window = self.epoch + 1, 0
+            self._rows = self._pack()
         self.row += 1
         return self._rows[self.row - 1]
 
-    def _open_window(self):
-        if self._ahead is None:
-            if not self.manifest.complete:
-                asked_for = self.manifest.corpus, self.manifest.vocab_size, self.manifest.max_tokens
-                self.manifest = wait_for_window(self.folder, self.window, *asked_for)
-            self._pack_ahead(self.window)
-        self.epoch, self.window, packed = self._ahead
-        self._ahead = None
-        self._rows = packed.result()
-
-    def _pack_ahead(self, window):
-        """Have a thread pack a window, or the first one of the next epoch, if its shards are there."""
-        if window_is_there(self.manifest, window):
-            epoch = self.epoch
-            if window * WINDOW >= len(self.manifest.train):
-                epoch, window = epoch + 1, 0
-            self._ahead = epoch, window, self._thread.submit(self._pack, self.manifest, epoch, window)
-
-    def _pack(self, manifest, epoch, window):
+    def _pack(self):
         # NumPy keeps the streams of RandomState for good, those of Generator may change with a release
-        rng = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self.seed, epoch, window])))
-        tokens, starts = read_shards(self.folder, manifest, "train", window)
+        seeds = np.random.SeedSequence([self.seed, self.epoch, self.window])
+        rng = np.random.RandomState(np.random.MT19937(seeds))
+        tokens, starts = read_shards(self.folder, self.manifest, "train", self.window)
         starts, lengths = cut_documents(starts, len(tokens), self.seq_len)
         order = rng.permutation(len(starts))
         rows = pack_rows(starts[order], lengths[order], self.seq_len + 1, cut=True)
         rows = [rows[index] for index in rng.permutation(len(rows))]
-        return fill(rows, tokens, self.seq_len + 1, manifest.vocab_size - 1)
+        return fill(rows, tokens, self.seq_len + 1, self.manifest.vocab_size - 1)
 
 
 def validation_batches(

@@ -113,7 +113,7 @@ class Run:
         trained_on = {"corpus": self.args.corpus, "revision": corpus.revision, "shards": corpus.slug}
         self._refuse_other_data(settings, trained_on)  # before it is worked on
         self.data = shards.prepare_for_training(corpus, self.args.vocab_size, self.plan.tokens)
-        self.tokenizer = shards.open_tokenizer(self.data)
+        self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
         self._refuse_other_data(settings, trained_on)
         return trained_on | {"optimizer_file": file, "optimizer_file_sha256": sha256_of(file)}

@@ -12,6 +12,7 @@ shard is written whole, then the manifest counts it: one that it does not count 
 documents beyond the first shard are left out, not trained on.
 """
 
+import math
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -88,8 +89,6 @@ def read_shards(folder, manifest: Manifest, kind: str, window: int = 0) -> tuple
     what the manifest says.
     """
     entries = getattr(manifest, kind)[window * WINDOW : (window + 1) * WINDOW]
-    if not entries:
-        raise InputError(f"{folder}/manifest.json: {kind} has no shards: {WRITE_AGAIN}")
     all_tokens, all_starts, base = [], [], 0
     for number, entry in enumerate(entries, window * WINDOW):
         path = Path(folder) / shard_name(kind, number)
@@ -106,14 +105,6 @@ def read_shards(folder, manifest: Manifest, kind: str, window: int = 0) -> tuple
         all_starts.append(starts + base)
         base += len(tokens)
     return np.concatenate(all_tokens), np.concatenate(all_starts)
-
-
-def open_tokenizer(folder) -> Tokenizer:
-    """The tokenizer of a folder of shards; InputError if it is not the one that wrote them."""
-    tokenizer = Tokenizer.load(Path(folder) / "tokenizer")
-    if tokenizer.hash != read_manifest(folder).tokenizer:
-        raise InputError(f"{folder}/tokenizer is not the one of the shards: {WRITE_AGAIN}")
-    return tokenizer
 
 
 def count_tokens(entries: list[Entry]) -> int:
@@ -182,17 +173,16 @@ def prepare(
     elif not vocab_size:
         vocab_size = default_vocab_size(corpus.name)
     folder = shard_folder(corpus, vocab_size, tokenizer)
-    if not _has_enough(folder, max_tokens):
+    if not _is_there(folder, max_tokens):
         with locked(folder):
-            if not _has_enough(folder, max_tokens):  # another process may have written it while we waited
+            if not _is_there(folder, max_tokens):  # another process may have written it while we waited
                 corpus = with_both_parts(corpus)
                 tokenizer = tokenizer or prepare_tokenizer(corpus, vocab_size)
                 _write_missing(folder, corpus, tokenizer, max_tokens)
     return folder
 
 
-def _has_enough(folder, max_tokens):
-    """Whether a folder holds the shards that max_tokens asks for."""
+def _is_there(folder, max_tokens):
     manifest = read_manifest(folder)
     if not manifest or not manifest.complete:
         return False
@@ -212,17 +202,13 @@ def _write_missing(folder: Path, corpus: Corpus, tokenizer: Tokenizer, max_token
     manifest.complete, manifest.max_tokens = False, max_tokens
     write_manifest(folder, manifest)
 
-    def is_enough(kind):
-        if kind == "val":
-            return len(manifest.val) == 1
-        return max_tokens is not None and count_tokens(manifest.train) >= max_tokens
-
+    most = math.inf if max_tokens is None else max_tokens
     pool = ThreadPoolExecutor(cores())  # tiktoken works outside the GIL
     try:
-        for kind in ("val", "train"):  # training waits for the validation set
-            entries = getattr(manifest, kind)
+        # The validation set is one shard, and first: training waits for it
+        for kind, entries, wanted in (("val", manifest.val, 1), ("train", manifest.train, most)):
             shards = _encoded_shards(corpus, kind, entries, tokenizer, pool)
-            while not is_enough(kind) and (shard := next(shards, None)):
+            while count_tokens(entries) < wanted and (shard := next(shards, None)):
                 encoded, file, done = shard
                 documents = [document for batch in encoded for document in batch.result()]
                 name = shard_name(kind, len(entries))
@@ -232,7 +218,7 @@ def _write_missing(folder: Path, corpus: Corpus, tokenizer: Tokenizer, max_token
                 print(f"{name}: {entries[-1].tokens:,} tokens", flush=True)
     finally:
         pool.shutdown(cancel_futures=True)
-    if not is_enough("train"):
+    if count_tokens(manifest.train) < most:
         manifest.max_tokens = None  # it is the whole corpus
     manifest.complete = True
     write_manifest(folder, manifest)
