@@ -124,7 +124,10 @@ BROKEN = {
     "latin1.txt": ("déjà".encode("latin1"), "utf-8"),
     "latin1.jsonl": (b'{"text": "d\xe9j\xe0"}\n', "utf-8"),
     "torn.jsonl": (GOOD[:-5], "after 999 documents"),
-    "no_text.jsonl": (lines([{"text": "a"}, {"body": "a"}]), "after 1 doc.*'text' of {'body': 'a'}.*--text-field"),
+    "no_text.jsonl": (
+        lines([{"text": "a"}, {"body": "a"}]),
+        "after 1 doc.*'text' of {'body': 'a'}.*--text-field",
+    ),
     "no_record.jsonl": (b"[1]\n", r"'text' of \[1\]"),
     "number.jsonl": (b'{"text": 1}\n', "'text' of {'text': 1}"),
     "torn.jsonl.gz": (gzip.compress(GOOD)[:-50], ""),
@@ -150,7 +153,7 @@ def test_a_bad_file_is_named_and_nothing_of_it_is_kept(tmp_path, kind):
     assert documents(folder, "train") == [text for text in random_texts(500) if not is_validation(text)]
 
 
-def book(number, count=300):
+def book(number, count=4000):
     """A text with characters of two bytes, long and short lines."""
     rng = random.Random(number)
     return "".join(f"{number} {i} " + "été " * rng.randrange(50) + "\n" for i in range(count))
@@ -169,7 +172,7 @@ def pieces_by_line(text):
 @pytest.mark.parametrize("count, validation", [(3, False), (3, True), (1, False)])
 def test_a_few_long_documents_are_cut_into_pieces(tmp_path, capsys, count, validation):
     """If there would be no validation document, or no training document."""
-    books = [text for text in map(book, range(200)) if is_validation(text) == validation][:count]
+    books = [text for text in map(book, range(60)) if is_validation(text) == validation][:count]
     for number, text in enumerate(books):
         (tmp_path / f"{number}.txt").write_text(text)
     folder = shards.prepare(open_corpus(f"path:{tmp_path}"), tokenizer=TOKENIZER)
@@ -197,9 +200,18 @@ def test_what_cannot_be_split_is_refused_before_anything_is_computed(tmp_path, m
 
 def test_unknown_and_empty_corpora(tmp_path):
     (tmp_path / "a.png").write_bytes(b"no text")
-    names = ["pyhton", "", "hf:", "hf::config", "hf:@main", "path:", "path:/dev/zero", f"path:/{'long' * 1000}"]
+    names = [
+        "pyhton",
+        "",
+        "hf:",
+        "hf::config",
+        "hf:@main",
+        "path:",
+        "path:/dev/zero",
+        f"path:/{'long' * 1000}",
+    ]
     for name in [*names, f"path:{tmp_path}/nothing", f"path:{tmp_path}", f"path:{tmp_path}/a.png"]:
-        with pytest.raises(InputError, match="corpus"):
+        with pytest.raises(InputError, match="corpus|^/dev/zero: Not a directory"):
             open_corpus(name)
 
 
@@ -260,7 +272,9 @@ def test_hub_out_of_reach(hub, monkeypatch):
 
     open_corpus("hf:org/set")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
-    with pytest.raises(InputError, match=f"fetching {hub.files[0]} of org/set failed: Name or service not known"):
+    with pytest.raises(
+        InputError, match=f"fetching {hub.files[0]} of org/set failed: Name or service not known"
+    ):
         read("hf:org/set")
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", fail)
     with pytest.raises(InputError, match="not known. Check.*CORPUS=python bash speedrun.sh"):
