@@ -69,10 +69,10 @@ class Corpus:
             for record in self._records(number):
                 record = record.encode(errors="replace").decode()
                 for text in in_pieces(record, PIECE) if self.in_pieces else [record]:
-                    digest = None if self.repo else hashlib.sha256(text.encode()).digest()
-                    if digest in seen:
-                        continue
-                    if digest:
+                    if not self.repo:
+                        digest = hashlib.sha256(text.encode()).digest()
+                        if digest in seen:
+                            continue
                         seen.add(digest)
                     yield number, text
 
@@ -88,7 +88,7 @@ class Corpus:
             if self.name == "python" and isinstance(error, UnicodeDecodeError):
                 return  # some files of the library test that others can be read, too
             advice = "delete it, and it is fetched again" if self.repo else LEAVE_OUT
-            where = f"{path}, after {count} documents" if count else path
+            where = f"{path}, document {count + 1}"
             raise InputError(f"bad file in corpus {self.name}: {where}: {error}; {advice}") from error
 
     def _fetch(self, number) -> Path:
@@ -205,7 +205,7 @@ def open_corpus(name: str, text_field: str | None = None) -> Corpus:
         try:
             status = path.stat()
         except OSError as error:
-            _refuse(error)
+            raise InputError(f"{path}: {error.strerror}; {LEAVE_OUT}") from error
         listing.append((path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns))
     return Corpus(name, _digest(listing)[:16], tuple(files), now.text_field)
 
@@ -216,7 +216,7 @@ def _local_files(root, suffixes) -> list[Path]:
         return [root] if root.name.lower().endswith(suffixes) else []
     ours = base_dir().resolve()  # changes with every run
     files = []
-    for folder, subfolders, names in os.walk(root, onerror=_refuse):
+    for folder, subfolders, names in os.walk(root):
         for name in list(subfolders):
             if name.startswith(".") or name in PACKAGES or Path(folder, name) == ours:
                 subfolders.remove(name)  # os.walk goes into those that stay
@@ -224,10 +224,6 @@ def _local_files(root, suffixes) -> list[Path]:
             if not name.startswith(".") and name.lower().endswith(suffixes):
                 files.append(Path(folder, name))
     return sorted(files)
-
-
-def _refuse(error):
-    raise InputError(f"{error.filename}: {error.strerror}; {LEAVE_OUT}") from error
 
 
 def _resolve(name, text_field) -> Remembered:

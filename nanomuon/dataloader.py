@@ -23,11 +23,24 @@ from nanomuon.shards import (
 )
 
 
-def pack_rows(starts, lengths, capacity, cut):
+def cut_documents(starts, end, seq_len):
+    """The pieces (start, tokens) of documents, none longer than a row.
+
+    starts: where each document begins, the last of which ends at `end`.
+    """
+    pieces = []
+    starts = starts.tolist()
+    for start, following in zip(starts, [*starts[1:], end], strict=True):
+        for place in range(start, following, seq_len):
+            pieces.append((place, min(seq_len, following - place)))
+    return pieces
+
+
+def pack_rows(pieces, capacity, cut):
     """Pack pieces of text into rows: best-fit decreasing, every piece preceded by one <|bos|>.
 
-    starts, lengths: where each piece begins and how many tokens of text it has, at most capacity - 1. Returns
-    the rows, each a list of segments (start, tokens of text), which take a place more than they have tokens.
+    pieces: where each begins and how many tokens of text it has, at most capacity - 1. Returns the rows, each
+    a list of segments (start, tokens), which take a place more than they have tokens.
 
     With `cut` every row is full: if no piece fits the rest of a row, the longest piece is cut in two and its
     second part goes back, to begin with a <|bos|> of its own. Only the last pieces, fewer than a row, stay
@@ -37,17 +50,17 @@ def pack_rows(starts, lengths, capacity, cut):
     bit_length.
     """
     buckets = [[] for _ in range(capacity)]  # buckets[n]: starts of the pieces of n tokens
-    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+    left = 0  # places that the pieces not yet in rows take
+    for start, length in pieces:
         buckets[length].append(start)
+        left += length + 1
     free = sum(1 << length for length, bucket in enumerate(buckets) if bucket)
-    fitting = [(1 << room) - 1 for room in range(capacity + 1)]  # mask of the pieces that fit `room` places
-    left = int(lengths.sum()) + len(lengths)  # places that the pieces not yet in rows take
     enough_for_a_row = capacity if cut else 1
     rows = []
     while left >= enough_for_a_row:
         row, room = [], capacity
         while room:
-            fits = free & fitting[room]
+            fits = free & ((1 << room) - 1)
             if fits:
                 length = taken = fits.bit_length() - 1
             elif cut:
@@ -67,18 +80,6 @@ def pack_rows(starts, lengths, capacity, cut):
             room -= taken + 1
         rows.append(row)
     return rows
-
-
-def cut_documents(starts, end, seq_len):
-    """(starts, lengths) of pieces that fit a row: documents longer than seq_len are cut.
-
-    starts: where each document begins, the last of which ends at `end`.
-    """
-    ends = np.append(starts[1:], end)
-    count = -(-(ends - starts) // seq_len)  # pieces of each document
-    number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)  # within its document
-    starts = np.repeat(starts, count) + seq_len * number
-    return starts, np.minimum(np.repeat(ends, count) - starts, seq_len)
 
 
 def fill(rows, tokens, capacity, bos_id) -> np.ndarray:
@@ -139,9 +140,8 @@ class TrainLoader:
                 f"fewer than one step of {rows_per_step} rows of {seq_len}: "
                 "use more text, a smaller --total-batch-size or a smaller --max-seq-len"
             )
-        self.epoch, self.window, self.row = 0, 0, 0  # of the next row
-        if state:
-            self.epoch, self.window, self.row = state["epoch"], state["window"], state["row"]
+        state = state or {"epoch": 0, "window": 0, "row": 0}  # of the next row
+        self.epoch, self.window, self.row = state["epoch"], state["window"], state["row"]
         self._rows = None  # of this window, once they are packed
 
     def state_dict(self) -> dict:
@@ -171,9 +171,9 @@ class TrainLoader:
         seeds = np.random.SeedSequence([self.seed, self.epoch, self.window])
         rng = np.random.RandomState(np.random.MT19937(seeds))
         tokens, starts = read_shards(self.folder, self.manifest, "train", self.window)
-        starts, lengths = cut_documents(starts, len(tokens), self.seq_len)
-        order = rng.permutation(len(starts))
-        rows = pack_rows(starts[order], lengths[order], self.seq_len + 1, cut=True)
+        pieces = cut_documents(starts, len(tokens), self.seq_len)
+        pieces = [pieces[index] for index in rng.permutation(len(pieces))]
+        rows = pack_rows(pieces, self.seq_len + 1, cut=True)
         rows = [rows[index] for index in rng.permutation(len(rows))]
         return fill(rows, tokens, self.seq_len + 1, self.manifest.vocab_size - 1)
 
@@ -198,8 +198,8 @@ def validation_batches(
     bos_id = manifest.vocab_size - 1
     tokens, starts = read_shards(folder, manifest, "val")
     tokens = tokens[:max_tokens]
-    starts, lengths = cut_documents(starts[starts < len(tokens)], len(tokens), seq_len)
-    rows = pack_rows(starts, lengths, seq_len + 1, cut=False)
+    pieces = cut_documents(starts[starts < len(tokens)], len(tokens), seq_len)
+    rows = pack_rows(pieces, seq_len + 1, cut=False)
     rows += [[]] * (-len(rows) % (world_size * device_batch_size))
     rows = fill(rows, tokens, seq_len + 1, bos_id)
     for batch in rows.reshape(-1, world_size, device_batch_size, seq_len + 1)[:, rank]:

@@ -123,10 +123,10 @@ def scratched(data, start, end):
 BROKEN = {
     "latin1.txt": ("déjà".encode("latin1"), "utf-8"),
     "latin1.jsonl": (b'{"text": "d\xe9j\xe0"}\n', "utf-8"),
-    "torn.jsonl": (GOOD[:-5], "after 999 documents"),
+    "torn.jsonl": (GOOD[:-5], "document 1000"),
     "no_text.jsonl": (
         lines([{"text": "a"}, {"body": "a"}]),
-        "after 1 doc.*'text' of {'body': 'a'}.*--text-field",
+        "document 2.*'text' of {'body': 'a'}.*--text-field",
     ),
     "no_record.jsonl": (b"[1]\n", r"'text' of \[1\]"),
     "number.jsonl": (b'{"text": 1}\n', "'text' of {'text': 1}"),
@@ -211,7 +211,7 @@ def test_unknown_and_empty_corpora(tmp_path):
         f"path:/{'long' * 1000}",
     ]
     for name in [*names, f"path:{tmp_path}/nothing", f"path:{tmp_path}", f"path:{tmp_path}/a.png"]:
-        with pytest.raises(InputError, match="corpus|^/dev/zero: Not a directory"):
+        with pytest.raises(InputError, match="corpus"):
             open_corpus(name)
 
 

@@ -80,7 +80,7 @@ def test_same_global_batches_whatever_the_ranks_and_micro_batches(folder):
     count = steps_of_an_epoch(folder) + 3
     expected = steps(folder, count)
     assert len(read_manifest(folder).train) == 5
-    assert len({row.tobytes() for row in expected.flatten(0, 1).numpy()}) > 0.99 * count * ROWS
+    assert len({step.tobytes() for step in expected.numpy()}) == count
     for world_size in (1, 2, 3, 4, 8):
         for batch in {1, ROWS // world_size // 2, ROWS // world_size} - {0}:
             assert torch.equal(steps(folder, count, batch, world_size), expected), (world_size, batch)
@@ -137,13 +137,15 @@ def test_packing_neither_loses_nor_repeats(lengths, capacity, cut):
     tokens = np.arange(sum(lengths), dtype=np.uint16)
     bos_id = len(tokens)
     starts = np.cumsum(lengths) - lengths
-    pieces, sizes = cut_documents(starts, len(tokens), capacity - 1)
     expected = []
     for start, length in zip(starts.tolist(), lengths, strict=True):
-        for place in range(start, start + length, capacity - 1):
-            expected.append((place, min(capacity - 1, start + length - place)))
-    assert list(zip(pieces.tolist(), sizes.tolist(), strict=True)) == expected
-    packed = pack_rows(pieces, sizes, capacity, cut)
+        text = list(range(start, start + length))
+        while text:
+            expected.append((text[0], len(text[: capacity - 1])))
+            text = text[capacity - 1 :]
+    pieces = cut_documents(starts, len(tokens), capacity - 1)
+    assert pieces == expected
+    packed = pack_rows(pieces, capacity, cut)
     rows = fill(packed, tokens, capacity, bos_id)
     assert rows.shape == (len(packed), capacity) and rows.dtype == np.uint16
     seen = rows[rows != bos_id].tolist()
@@ -228,17 +230,3 @@ def test_rows_do_not_wait_for_the_rest_of_the_corpus(folder, tmp_path, monkeypat
     assert torch.equal(torch.stack(there), steps(folder, len(there)))
     show(5)  # the data is there after all
     assert len(epoch(copy, 0)) == len(epoch(folder, 0))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_no_buffer_is_rewritten_while_its_copy_is_queued(folder):
-    expected = TrainLoader(folder, T, ROWS, 8)
-    loader = TrainLoader(folder, T, ROWS, 8, device="cuda")
-    busy = torch.randn(4096, 4096, device="cuda")
-    found = []
-    for _ in range(200):
-        busy = busy @ busy.T / 4096  # keeps the stream behind, so that copies queue up
-        found.append(next(loader))
-    for batch in found:
-        assert torch.equal(rows_of(next(expected)), rows_of(batch).cpu())
