@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Replicate
 
 from nanomuon import checkpoint
-from nanomuon.corpus import PRESETS
 from nanomuon.files import read_json, tensor_shapes, write_json, write_tensors, write_text
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.parallel import build_model
@@ -24,7 +23,7 @@ from nanomuon.plan import meta_model
 from nanomuon.report import markdown_table
 from nanomuon.run_folder import find_run, read_settings
 from nanomuon.runtime import InputError, Runtime, patient_group, together
-from nanomuon.tokenizer import BOS, Tokenizer
+from nanomuon.tokenizer import BOS, SPLIT_PATTERN, Tokenizer
 
 MODEL_FILE = Path(__file__).with_name("modeling_nanomuon.py")
 # Of a model in somebody's config.json: to count the layers of more takes minutes, rotary tables more memory
@@ -273,7 +272,7 @@ def model_card(name: str, config: GPTConfig, facts: dict, dtype: str) -> str:
 
 
 def data_sentence(corpus: str) -> str:
-    kind, _, place = PRESETS.get(corpus, corpus).partition(":")
+    kind, _, place = corpus.partition(":")
     if kind == "hf":
         return f"The data set `{place}` of the Hugging Face hub."
     if kind == "path":  # the rest of the path is of no use to others
@@ -295,7 +294,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     split = {
         "type": "Split",
-        "pattern": {"Regex": tokenizer.pattern},
+        "pattern": {"Regex": SPLIT_PATTERN},
         "behavior": "Isolated",
         "invert": False,
     }

@@ -113,7 +113,7 @@ class Run:
         trained_on = {"corpus": self.args.corpus, "revision": corpus.revision, "shards": corpus.slug}
         self._refuse_other_data(settings, trained_on)  # before it is worked on
         self.data = shards.prepare_for_training(corpus, self.args.vocab_size, self.plan.tokens)
-        self.tokenizer = shards.open_tokenizer(self.data)
+        self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
         self._refuse_other_data(settings, trained_on)
         return trained_on | {"optimizer_file": file, "optimizer_file_sha256": sha256_of(file)}
@@ -231,7 +231,9 @@ class Run:
         )
         as_in_training = self.forward is not self.model  # compiled whole: then with the graph that is there
         value = bits_per_byte(self.forward, batches, self.token_bytes, as_in_training)
-        whole_set = max_tokens is None or max_tokens >= shards.validation_tokens(self.data)
+        whole_set = max_tokens is None or max_tokens >= shards.count_tokens(
+            shards.read_manifest(self.data).val
+        )
         self._log({"val_bpb": value, "whole_set": whole_set})
         extent = " (whole set)" if whole_set else ""
         print0(f"step {self.step:5d}/{self.plan.steps} | validation {value:.4f} bits per byte{extent}")

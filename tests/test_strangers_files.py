@@ -15,7 +15,6 @@ from nanomuon import checkpoint, plan, report, run_folder
 from nanomuon.files import write_json
 from nanomuon.gpt import GPTConfig
 from nanomuon.runtime import InputError, Runtime, explain, print0
-from nanomuon.tokenizer import Tokenizer
 from scripts import base_eval, base_train, export, sample
 from tests.training import arguments, write_corpus
 
@@ -86,7 +85,6 @@ READERS = {  # file of the run: who reads it
     "settings.json": go_on,
     "checkpoints/step_4/manifest.json": go_on,
     "checkpoints/step_4/rank_0.safetensors": go_on,
-    "tokenizer/vocab.txt": write_text,
     "tokenizer/tokenizer.json": write_text,
     "config.json": write_text,
     "model.safetensors": write_text,
@@ -100,9 +98,7 @@ DAMAGE = {
 }
 
 
-CASES = [
-    (name, damage) for name in READERS for damage in DAMAGE if not (name.endswith("txt") and "key" in damage)
-]
+CASES = [(name, damage) for name in READERS for damage in DAMAGE]
 
 
 @pytest.mark.parametrize("name,damage", CASES)
@@ -204,18 +200,6 @@ def test_nothing_of_a_strangers_folder_is_run(made, base, tmp_path):
     change(run_of(base) / "settings.json", "trained_on", "optimizer_file_sha256", to="0" * 64)
     refused(lambda: base_train.main(["--run", "tiny", "--num-iterations", "8"]), "0" * 64, str(stranger))
     assert not ran.exists()
-
-
-def test_a_tokenizer_that_would_end_the_process_is_refused(base):
-    """tiktoken panics, which is no Exception, on bytes it does not know and on some patterns."""
-    tokenizer = Tokenizer.load(run_of(base) / "tokenizer")
-    for stranger in (
-        Tokenizer(tokenizer.vocab[1:]),
-        Tokenizer([*tokenizer.vocab, tokenizer.vocab[-1]]),
-        Tokenizer(tokenizer.vocab, pattern="(?=(a+)+$)|."),
-    ):
-        stranger.save(base / "stranger")
-        refused(lambda: Tokenizer.load(base / "stranger"), "damaged tokenizer", "stranger")
 
 
 def test_nothing_is_written_through_a_link(made, base, tmp_path):
