@@ -8,6 +8,7 @@ read to its end is an error that names it.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -27,7 +28,7 @@ from nanomuon.documents import (
     read_records,
 )
 from nanomuon.files import read_json, write_json
-from nanomuon.runtime import NO_ROOM, InputError, base_dir, print0
+from nanomuon.runtime import InputError, base_dir, print0
 
 PRESETS = {
     "climbmix": "hf:karpathy/climbmix-400b-shuffle",
@@ -313,7 +314,7 @@ def _of_the_hub(what: str):
     try:
         yield
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(

@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from nanomuon import checkpoint
 from nanomuon.corpus import PRESETS
-from nanomuon.files import read_json, tensor_shapes, write_json, write_tensors, write_text
+from nanomuon.files import find_run, read_json, tensor_shapes, write_json, write_tensors, write_text
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.parallel import build_model
-from nanomuon.plan import meta_model
+from nanomuon.plan import meta_model, read_settings
 from nanomuon.report import markdown_table
-from nanomuon.run_folder import find_run, read_settings
 from nanomuon.runtime import InputError, Runtime, patient_group, together
 from nanomuon.tokenizer import BOS, Tokenizer
 
@@ -146,9 +145,7 @@ def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | Non
 
     def write():
         if is_first_rank:
-            hidden = (
-                folder / ".model.safetensors.tmp"
-            )  # a name that the next launch removes, see files.locked
+            hidden = folder / ".model.safetensors.tmp"
             write_tensors(weights, hidden, {"format": "pt"})
             os.replace(hidden, folder / "model.safetensors")
 
