@@ -31,6 +31,8 @@ from nanomuon.files import read_json, sync, tensor_shapes, write_json, write_ten
 from nanomuon.optim import MuonAdamW
 from nanomuon.runtime import InputError, on_first_rank, print0, rank, together
 
+PLAIN = (bool, int, float, str, type(None))  # values that a manifest holds beside the tensors
+
 
 @dataclass
 class Manifest:
@@ -69,7 +71,9 @@ def save(run_dir, step: int, model, optimizer, meta: dict, keep_last: int = 2) -
 
     def publish():
         """Record the sizes, then make the checkpoint visible; each on disk before the next."""
-        groups = [_plain(group) for group in state["param_groups"]]
+        groups = []
+        for group in state["param_groups"]:
+            groups.append({key: value for key, value in group.items() if isinstance(value, PLAIN)})
         manifest = Manifest(step, meta, values, groups, _sizes(hidden))
         write_json(hidden / "manifest.json", asdict(manifest))
         sync(hidden)
@@ -203,37 +207,30 @@ def load(path, model, optimizer) -> dict:
         if name in keys:
             state["state"].setdefault(keys[name], {}).update(values)
     tensors, _ = _flat_state(model, state)
-    together(lambda: _check_same_tensors(path, model, tensors, saved))
     _read(path, tensors)
     if isinstance(optimizer, MuonAdamW):
         optimizer.load_state_dict(state, hyperparameters="keep")  # flags that are given anew win
     else:
-        for group, values in zip(state["param_groups"], manifest.group_values, strict=True):
+        for group, values in zip(state["param_groups"], manifest.group_values, strict=False):
             group.update(values)  # some optimizers count and estimate there (Schedule-Free, Prodigy)
         optimizer.load_state_dict(state)
     return manifest.meta
 
 
 def load_model(path, model) -> int:
-    """The same for the model alone, whatever the optimizer was; return how many steps it was trained.
-
-    The checkpoint is one that check_model_fits() has passed for a model of this shape.
-    """
+    """The same for the model alone, whatever the optimizer was; return how many steps it was trained."""
     _read(path, _model_tensors(model))
     return read_manifest(path).step
 
 
-def check_model_fits(path, model) -> None:
-    """InputError if a checkpoint that find() returned is of another model than this one, which may be on the
-    meta device: reads headers, and allocates nothing.
-    """
-    _check_same_tensors(path, model, _model_tensors(model), _saved_tensors(path))
-
-
 def _read(path, tensors):
-    """Fill these tensors, {name in the checkpoint: tensor}."""
+    """Fill these tensors, {name in the checkpoint: tensor}; InputError if one is missing or differs."""
     _without_warning()
-    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path))
+    try:
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path))
+    except CheckpointException as error:
+        first = next(failure for failure, _ in error.failures.values())
+        raise InputError(f"{path} is of another model or optimizer: {first}") from error
 
 
 def _local_state(optimizer):
@@ -264,15 +261,6 @@ def _create_optimizer_state(state, keys, optimizer, saved):
             state["state"].setdefault(keys[name], {})[slot] = tensor
 
 
-def _check_same_tensors(path, model, tensors, saved):
-    """InputError if a tensor is missing on either side or has another shape."""
-    ours = _model_tensors(model)
-    wrong = [name for name in saved if name.startswith("model.") and name not in ours]
-    wrong += [name for name in tensors if name not in saved or saved[name].size != tensors[name].size()]
-    if wrong:
-        raise InputError(f"{path} is of another model or optimizer: {wrong[0]} is missing or differs")
-
-
 def _model_tensors(model):
     """Those of a model by their names in a checkpoint."""
     return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
@@ -282,21 +270,19 @@ def _flat_state(model, optimizer_state):
     """(tensors, values) of what this rank holds.
 
     tensors: {name: tensor} of model and optimizer; values: the numbers and texts in the optimizer's state,
-    {parameter: {name: value}}.
+    {parameter: {name: value}}. InputError for what is neither.
     """
     tensors, values = _model_tensors(model), {}
     for name, slots in optimizer_state["state"].items():
         for slot, value in slots.items():
+            entry = f"optimizer.{name}.{slot}"
             if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{name}.{slot}"] = value
-        if plain := _plain(slots):
-            values[str(name)] = plain
+                tensors[entry] = value
+            elif isinstance(value, PLAIN):
+                values.setdefault(str(name), {})[slot] = value
+            else:
+                raise InputError(f"{entry} is a {type(value).__name__}, which no checkpoint can hold")
     return tensors, values
-
-
-def _plain(values: dict) -> dict:
-    """The numbers and texts among them."""
-    return {key: value for key, value in values.items() if isinstance(value, bool | int | float | str)}
 
 
 def _without_warning():

@@ -211,7 +211,6 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
     facts = {key: settings.trained_on.get(key) for key in ("corpus", "revision")}
     if checkpoint_name is not None:
         found = find_checkpoint(folder, checkpoint_name)
-        checkpoint.check_model_fits(found, meta_model(config))  # before its memory is asked for
         model = build_model(config, runtime, seed=0)
         return model, tokenizer, {**facts, "step": checkpoint.load_model(found, model)}
     check_same_shapes(file, config)

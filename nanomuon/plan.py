@@ -198,13 +198,8 @@ def make_plan(args: argparse.Namespace, vocab_size: int, runtime: Runtime, rows:
             f"--total-batch-size {batch} is not a multiple of {rows * row} ({rows} rows on every device): "
             "change it, --device-batch-size or the number of processes"
         )
-    steps = args.num_iterations or tokens // batch
-    if steps == 0 and args.target_flops is not None:
-        raise InputError(
-            f"--target-flops {args.target_flops:g} does not pay for one step of {batch} tokens: a smaller "
-            "--depth or --total-batch-size takes less"
-        )
-    return Plan(config, rows, batch, max(1, steps), data_parallel)
+    steps = args.num_iterations or max(1, tokens // batch)
+    return Plan(config, rows, batch, steps, data_parallel)
 
 
 def model_config(args: argparse.Namespace, vocab_size: int, device: str) -> GPTConfig:
@@ -405,9 +400,7 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
     """Say how large the run is, and about how much memory and time it takes."""
     config, model = plan.config, meta_model(plan.config)
     flops = model.estimate_flops()  # per token
-    counts = model.parameter_counts()
-    total = counts.pop("total")
-    by_role = [f"{role} {number / 1e6:.2f}M" for role, number in counts.items() if number]
+    parameters = model.parameter_counts()["total"]
     itemsize = runtime.compute_dtype.itemsize
     memory = footprint.memory_by_kind(config, layout_of(args, runtime), plan.rows, itemsize)
     seconds = seconds_of(plan, runtime)
@@ -416,8 +409,7 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
     )
     print0(
         f"model      depth {config.depth}, width {config.width}, {config.heads} heads, "
-        f"context {config.seq_len}, vocabulary {config.vocab_size}\n"
-        f"parameters {total / 1e6:.1f}M: {', '.join(by_role)}\n"
+        f"context {config.seq_len}, vocabulary {config.vocab_size}, {parameters / 1e6:.1f}M parameters\n"
         f"training   {plan.steps} steps x {plan.batch} tokens = {plan.tokens:,} tokens, "
         f"{flops / 1e6:.0f} MFLOP each, {plan.tokens * flops:.3g} FLOPs in all\n"
         f"devices    {runtime.world_size} x {runtime.device.type}, {plan.rows} rows x {plan.micro_steps} "

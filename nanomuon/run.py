@@ -84,9 +84,7 @@ class Run:
         os.environ["NANOMUON_COMPILE"] = str(int(compiles))
 
         found = checkpoint.find(self.folder, args.resume)
-        if found:
-            checkpoint.check_model_fits(found, meta_model(plan.config))
-        elif args.resume == "auto" and (self.folder / "summary.json").exists():
+        if not found and args.resume == "auto" and (self.folder / "summary.json").exists():
             raise InputError(
                 f"run {args.run} is complete and has no checkpoint to go on from: choose another --run"
             )
