@@ -263,9 +263,9 @@ class Run:
         """Say why the run has diverged and where to go on from. Returns the exit code."""
         # A checkpoint is good if the step after it was
         good = [saved for saved in checkpoint.saved_steps(self.folder) if saved < self.step - bad_steps]
-        last_good = (
-            f"--resume step_{good[-1]} goes on from the last good checkpoint" if good else "none is good"
-        )
+        last_good = "no checkpoint is good"
+        if good:
+            last_good = f"--resume step_{good[-1]} goes on from the last good checkpoint"
         print0(f"error: {why}; {last_good}; --resume never starts over, at lower rates", file=sys.stderr)
         return 1
 
