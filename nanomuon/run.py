@@ -62,6 +62,13 @@ class Meta:
     loader: Position
 
 
+@dataclass
+class Summary:
+    """What summary.json has to say to mark a run as complete."""
+
+    steps: int
+
+
 class Run:
     """The same on all ranks, but for the rows of the loader. All ranks call its methods together.
 
@@ -310,11 +317,10 @@ class Run:
 def is_complete(folder: Path, steps: int) -> bool:
     """Whether nothing is left to do of a run of so many steps; says so."""
     file = folder / "summary.json"
-    summary = read_json(file) if file.exists() else {"steps": 0}
-    if as_kind(summary.get("steps"), int, f"{file}: steps") < steps:
+    if not file.exists() or read_json(file, Summary).steps < steps:
         return False
     print0(f"run {folder.name} is complete: {folder}/report.md (--resume never starts it over)")
-    report.print_summary(summary)
+    report.print_summary(read_json(file))
     return True
 
 
