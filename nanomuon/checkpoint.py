@@ -39,7 +39,7 @@ class Manifest:
     """manifest.json."""
 
     step: int
-    meta: dict  # what else resuming needs, of JSON types
+    meta: dict[str, int]  # what else resuming needs
     optimizer_values: dict[str, dict]  # by parameter: the numbers and texts of its state
     group_values: list[dict]  # by param group: its numbers and texts
     files: dict[str, int]  # bytes of each
@@ -55,11 +55,10 @@ def saved_steps(run_dir) -> list[int]:
 # Save
 
 
-def save(run_dir, step: int, model, optimizer, meta: dict, keep_last: int = 2) -> None:
+def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: int = 2) -> None:
     """Write runs/<name>/checkpoints/step_<step>, unless it is there; then keep the newest keep_last.
 
-    Called by all ranks. meta: what else resuming needs (loader state, ...), of JSON types; the first rank's
-    is kept. Raises InputError on every rank if the disk is full or not writable; earlier checkpoints are then
+    Called by all ranks. meta: what else resuming needs (loader state, ...); the first rank's is kept. Raises InputError on every rank if the disk is full or not writable; earlier checkpoints are then
     intact.
     """
     final = Path(run_dir) / "checkpoints" / f"step_{step}"
@@ -191,7 +190,7 @@ def read_manifest(path) -> Manifest:
 # Load
 
 
-def load(path, model, optimizer) -> dict:
+def load(path, model, optimizer) -> dict[str, int]:
     """Load a checkpoint that find() returned into model and optimizer, at any world size; return its meta.
 
     Called by all ranks. Dtypes stay those of model and optimizer, and so do the hyperparameters of a

@@ -81,8 +81,8 @@ class Settings:
 
     options: dict  # flags of base_train, with the values that were chosen for those that were not given
     compile: bool
-    rows: int  # of a micro-step in this layout
-    layout: str  # device and processes: another one chooses the rows anew
+    rows: int  # of a micro-step, chosen anew in another world
+    world_size: int
     trained_on: dict  # corpus, its revision, shards, tokenizer; SHA-256 of the optimizer file
     trained_with: dict  # commit, versions, threads
 
@@ -294,12 +294,6 @@ def layout_of(args: argparse.Namespace, runtime: Runtime) -> footprint.Layout:
     ns_dtype = runtime.compute_dtype if runtime.device.type == "cuda" else None
     in_pieces = args.shard == "fsdp", args.tensor_parallel
     return footprint.Layout(runtime.world_size, *in_pieces, COMM_DTYPES[args.comm_dtype], ns_dtype)
-
-
-def layout_name(args: argparse.Namespace, runtime: Runtime) -> str:
-    """Where a run computes, in words."""
-    device = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
-    return f"{runtime.world_size} x {device}, --shard {args.shard}, --tensor-parallel {args.tensor_parallel}"
 
 
 def probe_memory(config: GPTConfig, rows: int, runtime: Runtime) -> float:

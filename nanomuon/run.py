@@ -21,7 +21,7 @@ from nanomuon import checkpoint, core, core_bundle, hf_export, parallel, recipe,
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
-from nanomuon.files import as_kind, folder_of, read_json, write_json
+from nanomuon.files import folder_of, read_json, write_json
 from nanomuon.fp8 import train_in_fp8
 from nanomuon.generate import sample_texts
 from nanomuon.optim import MuonAdamW
@@ -31,7 +31,6 @@ from nanomuon.plan import (
     Plan,
     Settings,
     choose_compilation,
-    layout_name,
     meta_model,
     print_plan,
     refuse_differences,
@@ -42,24 +41,6 @@ from nanomuon.runtime import InputError, Runtime, first_rank_first, print0
 
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
 NO_PROMPTS = [""] * 3  # for other corpora
-
-
-@dataclass
-class Position:
-    """In the data, see TrainLoader.state_dict."""
-
-    epoch: int
-    window: int
-    row: int
-
-
-@dataclass
-class Meta:
-    """What a checkpoint says beside its tensors."""
-
-    step: int
-    skipped_steps: int
-    loader: Position
 
 
 @dataclass
@@ -160,11 +141,8 @@ class Run:
         plan, position = self.plan, None
         self.step = self.skipped = 0
         if found:
-            try:
-                meta = as_kind(checkpoint.load(found, self.model, self.optimizer), Meta, "meta")
-            except ValueError as error:
-                raise InputError(f"{found}/manifest.json: {error}") from error
-            self.step, self.skipped, position = meta.step, meta.skipped_steps, asdict(meta.loader)
+            position = checkpoint.load(found, self.model, self.optimizer)
+            self.step, self.skipped = position.pop("step"), position.pop("skipped_steps")
             if isinstance(self.optimizer, MuonAdamW):
                 self.optimizer.skipped_steps.fill_(self.skipped)
             self.plan = replace(plan, steps=max(plan.steps, self.step))  # nothing is taken back
@@ -197,7 +175,7 @@ class Run:
             options=options | chosen,
             compile=compiles,
             rows=self.plan.rows,
-            layout=layout_name(self.args, self.runtime),
+            world_size=self.runtime.world_size,
             trained_on=self.trained_on,
             trained_with=trained_with(),
         )
@@ -258,7 +236,7 @@ class Run:
         position: of the loader, if the rows of a step that could not be taken are to come again.
         """
         meta = {"step": self.step, "skipped_steps": self.skipped}
-        meta["loader"] = position or self.loader.state_dict()
+        meta |= position or self.loader.state_dict()
         try:
             checkpoint.save(self.folder, self.step, self.model, self.optimizer, meta, self.args.keep_last)
         except InputError as error:
@@ -351,8 +329,7 @@ def trained_with() -> dict:
     """Commit, versions and threads that compute a run, as far as they are known."""
     known = {"python": platform.python_version(), "threads": torch.get_num_threads()}
     for package in ("torch", "numpy", "safetensors", "tiktoken"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            known[package] = importlib.metadata.version(package)
+        known[package] = importlib.metadata.version(package)
     checkout = Path(__file__).parents[1]
     if (checkout / ".git").exists():  # git would look in the folders above, which may be another project
         commit = "describe --always --abbrev=40 --exclude=* --dirty".split()

@@ -28,7 +28,7 @@ from nanomuon.corpus import check_corpus
 from nanomuon.files import folder_of, locked
 from nanomuon.moe import balance_
 from nanomuon.optim import MuonAdamW
-from nanomuon.plan import COMM_DTYPES, duration, layout_name, make_plan, peak_flops, print_plan, recall
+from nanomuon.plan import COMM_DTYPES, duration, make_plan, peak_flops, print_plan, recall
 from nanomuon.qk_clip import clip_
 from nanomuon.run import Moment, Run, is_complete
 from nanomuon.runtime import InputError, StopSignals, make_deterministic, print0, run_command, start
@@ -205,8 +205,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.fp8:
         fp8.check(runtime, args.tensor_parallel)
     vocab_size = args.vocab_size or shards.default_vocab_size(args.corpus)
-    rows = None  # other micro-steps round differently: those of the start stay, in the same layout
-    if settings and settings.layout == layout_name(args, runtime):
+    rows = None  # other micro-steps round differently: those of the start stay, in the same world
+    if settings and settings.world_size == runtime.world_size:
         rows = settings.rows
     plan = make_plan(args, vocab_size, runtime, rows)
     if args.plan:

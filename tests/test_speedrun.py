@@ -147,7 +147,7 @@ def test_every_variable_counts_and_other_flags_are_handed_on(tmp_path):
 
 @pytest.mark.slow
 def test_a_speedrun_that_is_killed_and_stopped_finishes_and_then_skips_everything(tmp_path):
-    command, keywords = on_this_machine(tmp_path, "--num-iterations", "1000")
+    command, keywords = on_this_machine(tmp_path, "--num-iterations", "300")
     run = tmp_path / "runs" / "mine"
 
     def trained():
@@ -166,7 +166,7 @@ def test_a_speedrun_that_is_killed_and_stopped_finishes_and_then_skips_everythin
             assert (run / "stopped").exists() and not being_written(run)
     finished = subprocess.run(command, **keywords)
     assert finished.returncode == 0 and not (run / "stopped").exists(), finished.stdout
-    assert trained() == 1000
+    assert trained() == 300
     files = [file for file in tmp_path.glob("**/*") if file.is_file() and file.suffix != ".lock"]
     written = {file: file.stat().st_mtime_ns for file in files}
     again = subprocess.run(command, **keywords)

@@ -265,8 +265,7 @@ def test_control_characters_of_strangers_are_shown(base, capsys):
     assert b"\x1b" not in written and shown.encode() in written
 
 
-@pytest.mark.parametrize("key,value", [("step", "4"), ("loader", {"epoch": 0}), ("loader", [])])
-def test_a_checkpoint_whose_meta_is_garbage_is_one_line(made, base, key, value):
+def test_a_checkpoint_whose_meta_is_garbage_is_one_line(made, base):
     file = run_of(base) / "checkpoints" / "step_4" / "manifest.json"
-    change(file, "meta", key, to=value)
-    refused(go_on(made), f"{file}: {key}")
+    change(file, "meta", "row", to="4")
+    refused(go_on(made), f"{file} cannot be read: meta.row is '4', not int")
