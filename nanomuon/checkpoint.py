@@ -58,8 +58,8 @@ def saved_steps(run_dir) -> list[int]:
 def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: int = 2) -> None:
     """Write runs/<name>/checkpoints/step_<step>, unless it is there; then keep the newest keep_last.
 
-    Called by all ranks. meta: what else resuming needs (loader state, ...); the first rank's is kept. Raises InputError on every rank if the disk is full or not writable; earlier checkpoints are then
-    intact.
+    Called by all ranks. meta: what else resuming needs (loader state, ...); the first rank's is kept. Raises
+    InputError on every rank if the disk is full or not writable; earlier checkpoints are then intact.
     """
     final = Path(run_dir) / "checkpoints" / f"step_{step}"
     hidden = final.with_name(f".{final.name}")
