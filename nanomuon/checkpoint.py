@@ -25,7 +25,6 @@ from torch.distributed.checkpoint import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.tensor import DTensor
 
 from nanomuon.files import read_json, sync, tensor_shapes, write_json, write_tensors
 from nanomuon.optim import MuonAdamW
@@ -254,10 +253,12 @@ def _create_optimizer_state(state, keys, optimizer, saved):
     for entry, about in saved.items():
         name, _, slot = entry.removeprefix("optimizer.").rpartition(".")
         if entry.startswith("optimizer.") and name in params:
-            tensor = torch.empty(about.size, dtype=about.properties.dtype)
-            if isinstance(params[name], DTensor) and params[name].shape == about.size:
-                tensor = torch.empty_like(params[name], dtype=about.properties.dtype)
-            state["state"].setdefault(keys[name], {})[slot] = tensor
+            like = params[name]  # a DTensor, maybe
+            if like.shape != about.size:
+                like = torch.empty(about.size)
+            state["state"].setdefault(keys[name], {})[slot] = torch.empty_like(
+                like, dtype=about.properties.dtype
+            )
 
 
 def _model_tensors(model):
