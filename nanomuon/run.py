@@ -279,8 +279,11 @@ class Run:
         core_report = None
         if core_results is not None:
             core_report = core.as_line(core_results), core_results["tasks"]
-            summary["core"] = core_results["core"]
+            whole = core_results["core"]
+            summary["core"] = None if whole is None else round(whole, 4)
             summary["core_mean_centered"] = round(core_results["mean_centered"], 4)
+        elif args.core_bundle or args.core_every > 0:
+            summary["core"] = None  # its bundle could not be had
         # The exported model makes the samples, and pieces of a larger one make room for it
         self.model = self.forward = self.optimizer = self.initial_groups = None
         gc.collect()
