@@ -7,6 +7,7 @@ skipped (hub corpora come deduplicated). A file that cannot be read to its end i
 """
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -253,6 +254,8 @@ def _of_the_hub(what: str):
     try:
         yield
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
             f"{what} failed: {reason}. Check name and network; offline, CORPUS=python bash speedrun.sh works"

@@ -16,12 +16,11 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Replicate
 
 from nanomuon import checkpoint
-from nanomuon.files import read_json, tensor_shapes, write_json, write_tensors, write_text
+from nanomuon.files import find_run, read_json, tensor_shapes, write_json, write_tensors, write_text
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.parallel import build_model
-from nanomuon.plan import meta_model
+from nanomuon.plan import meta_model, read_settings
 from nanomuon.report import markdown_table
-from nanomuon.run_folder import find_run, read_settings
 from nanomuon.runtime import InputError, Runtime, patient_group, together
 from nanomuon.tokenizer import BOS, SPLIT_PATTERN, Tokenizer
 
@@ -145,9 +144,7 @@ def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | Non
 
     def write():
         if is_first_rank:
-            hidden = (
-                folder / ".model.safetensors.tmp"
-            )  # a name that the next launch removes, see files.locked
+            hidden = folder / ".model.safetensors.tmp"
             write_tensors(weights, hidden, {"format": "pt"})
             os.replace(hidden, folder / "model.safetensors")
 
@@ -213,7 +210,6 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
     facts = {key: settings.trained_on.get(key) for key in ("corpus", "revision")}
     if checkpoint_name is not None:
         found = find_checkpoint(folder, checkpoint_name)
-        checkpoint.check_model_fits(found, meta_model(config))  # before its memory is asked for
         model = build_model(config, runtime, seed=0)
         return model, tokenizer, {**facts, "step": checkpoint.load_model(found, model)}
     check_same_shapes(file, config)

@@ -24,7 +24,6 @@ from nanomuon.files import write_json
 from nanomuon.plan import make_plan, peak_flops
 from nanomuon.runtime import (
     InputError,
-    check_output,
     compile_enabled,
     make_deterministic,
     peak_memory_mb,
@@ -47,8 +46,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    if args.json is not None:
-        check_output("--json", args.json)
     check_corpus(args.corpus)
     if args.deterministic:
         make_deterministic()
