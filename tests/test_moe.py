@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from nanomuon import recipe
-from nanomuon.kv_cache import KVCache
+from nanomuon.generate import KVCache
 from nanomuon.moe import BALANCE_SPEED, MoE, balance_
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.report import read_metrics
@@ -83,7 +83,7 @@ def test_the_bias_decides_who_is_chosen_and_nothing_else():
 def test_decoding_with_a_cache_equals_the_whole_context(pattern):
     model = build(window_pattern=pattern, experts=4)
     tokens = torch.randint(97, (2, 16))
-    cache = KVCache(model.config, 2, tokens.device, torch.float32)
+    cache = KVCache(model.config, 2, tokens.device)
     with torch.inference_mode():
         parts = [model(tokens[:, a:b], cache=cache) for a, b in ((0, 5), (5, 6), (6, 12), (12, 16))]
         torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-4, atol=1e-5)
