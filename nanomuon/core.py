@@ -55,7 +55,6 @@ from nanomuon.tokenizer import Tokenizer
 # The bundle that published figures come from, as nanochat names it
 PUBLIC_BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 ADDRESS = ("http://", "https://")  # how one begins
-LARGEST_BUNDLE = 8 << 30  # bytes, unpacked
 PATIENCE = 10  # seconds that a server may be silent
 KINDS = ("multiple_choice", "schema", "language_modeling")
 # The mean over any other tasks has another name
@@ -220,20 +219,17 @@ def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_le
         before = f"{shown}{item.pairs[0][0]}{task.delimiter}".strip()
         starts = [len(os.path.commonprefix([[tokenizer.bos_id, *tokenizer.encode(before)], prompts[0]]))]
 
-    rows, by_cut = {}, {}
+    rows = {}
     for prompt, start in zip(prompts, starts, strict=True):
-        if tuple(prompt) not in rows:
-            cut = max(0, len(prompt) - seq_len)  # too long prompts keep their end
-            rows[tuple(prompt)] = Row(prompt[cut:], max(1, start - cut))
-            by_cut.setdefault(cut, []).append(rows[tuple(prompt)])
-    for alike in by_cut.values():  # rows that were cut differently begin with different tokens
-        shared = len(os.path.commonprefix([row.tokens for row in alike]))
-        # The position before the first scored token predicts it, so it is not among those that are shared
-        shared = min(shared, min(row.start for row in alike) - 1)
-        # Two calls of the model for a short beginning would cost more than they save
-        if len(alike) > 1 and 2 * shared >= max(len(row.tokens) for row in alike):
-            for row in alike:
-                row.shared = shared
+        cut = max(0, len(prompt) - seq_len)  # too long prompts keep their end
+        rows[tuple(prompt)] = Row(prompt[cut:], max(1, start - cut))
+    # The position before the first scored token predicts it, so it is not among those that are shared
+    shared = len(os.path.commonprefix([row.tokens for row in rows.values()]))
+    shared = min(shared, min(row.start for row in rows.values()) - 1)
+    # Two calls of the model for a short beginning would cost more than they save
+    if len(rows) > 1 and 2 * shared >= max(len(row.tokens) for row in rows.values()):
+        for row in rows.values():
+            row.shared = shared
     return [rows[tuple(prompt)] for prompt in prompts]
 
 
@@ -345,8 +341,6 @@ def unpack(archive, folder: Path) -> None:
                 is_link = stat.S_ISLNK(member.external_attr >> 16)
                 if path.is_absolute() or ".." in path.parts or is_link:
                     raise InputError(f"the zip holds {member.filename!a}, which leads out of its folder")
-            if sum(member.file_size for member in zipped.infolist()) > LARGEST_BUNDLE:
-                raise InputError(f"the zip holds more than {LARGEST_BUNDLE >> 30} GB, too much for CORE")
             zipped.extractall(temporary)
         listings = sorted(temporary.rglob("core.yaml"), key=lambda file: len(file.parts))
         if not listings:

@@ -14,7 +14,7 @@ from nanomuon.runtime import InputError
 from nanomuon.tokenizer import Tokenizer
 
 ROWS = 32  # samples of a batch: each takes the memory of a whole context of keys and values
-COLDEST = 1e-9  # lower temperatures would overflow
+COLDEST = 1e-9  # lower temperatures are as good as 0, and would overflow
 
 
 class KVCache:
@@ -30,17 +30,13 @@ class KVCache:
         self.kept = {}  # by layer and kind: (B, capacity, Hkv, D)
         self.recent = {}  # by place in the model: (B, at least as many tokens as the place needs, ...)
 
-    def positions(self, T: int) -> slice | Tensor:
-        """Where in the context the next T tokens are: the same in all rows, or (B, T)."""
-        first, self.end = self.lengths[0], max(self.lengths) + T
-        self.masks = {}  # by window
-        if min(self.lengths) == max(self.lengths):
-            self.queries = torch.arange(first, self.end, device=self.device)[None]  # (1, T)
-            self.places = slice(None), slice(first, self.end)
-            return self.places[1]
+    def positions(self, T: int) -> Tensor:
+        """Where in the context the next T tokens are, (B, T)."""
         starts = torch.tensor(self.lengths, device=self.device)[:, None]  # (B, 1)
         self.queries = starts + torch.arange(T, device=self.device)  # (B, T)
         self.places = torch.arange(len(starts), device=self.device)[:, None], self.queries
+        self.end = max(self.lengths) + T
+        self.masks = {}  # by window
         return self.queries.clamp(max=self.context - 1)  # padding may lie beyond it
 
     def attend(
@@ -57,13 +53,11 @@ class KVCache:
         keys, values = self.kept[layer, "keys"], self.kept[layer, "values"]
         return masked(q, keys[:, : self.end], values[:, : self.end], self.mask(window))
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """(1 or B, 1, T, end), True if a query sees a key; None if all queries see all keys."""
+    def mask(self, window: int | None) -> Tensor:
+        """(B, 1, T, end), True if a query sees a key."""
         if window not in self.masks:
             distance = self.queries[:, :, None] - torch.arange(self.end, device=self.device)
-            visible = (distance >= 0) & (distance < (window or self.end))
-            one_sees_all = min(self.lengths) == self.end - 1 and (window or self.end) >= self.end
-            self.masks[window] = None if one_sees_all else visible[:, None]
+            self.masks[window] = ((distance >= 0) & (distance < (window or self.end)))[:, None]
         return self.masks[window]
 
     def with_recent(self, place: str, x: Tensor, count: int) -> Tensor:
@@ -128,12 +122,12 @@ def draw(
     InputError for logits that are not numbers.
     """
     kept = logits.size(-1) if top_k is None else min(top_k, logits.size(-1))
-    values, tokens = logits.topk(1 if temperature == 0 else kept)  # (B, K), the likeliest first
+    values, tokens = logits.topk(kept)  # (B, K), the likeliest first
     if values[:, 0].isnan().any():
         raise InputError("the model's logits are not numbers: its weights are damaged, or training diverged")
-    if temperature == 0:
+    if temperature < COLDEST:
         return tokens[:, 0].tolist()
-    probabilities = torch.softmax(values / max(temperature, COLDEST), -1)
+    probabilities = torch.softmax(values / temperature, -1)
     if top_p < 1:
         of_likelier_tokens = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities.masked_fill(of_likelier_tokens >= top_p, 0)
