@@ -68,7 +68,7 @@ depend on the vocabulary.
 
 ## Data
 
-Trained on `{data}`. (`hf:` is a data set of the Hugging Face hub, `python` the source code of Python's standard
+Trained on `{data}`. (`hf:` is a data set of the Hugging Face hub, `python` the code of Python's standard
 library.)
 
 ## Licence

@@ -140,4 +140,4 @@ def test_a_bundle_that_is_not_there_is_named_before_bits_per_byte_are_counted(mo
     monkeypatch.setattr(base_eval, "load_run", lambda *_: (Model(), None, {"corpus": "python", "step": 1}))
     monkeypatch.setattr(base_eval, "evaluate_bpb", lambda *_: pytest.fail("it was counted"))
     with pytest.raises(InputError, match="^--core-bundle /nope: no such folder"):
-        base_eval.main(["--eval", "bpb,core", "--core-bundle", "/nope", "--dtype", "float32"])
+        base_eval.main(["--eval", "bpb,core", "--core-bundle", "/nope"])

@@ -389,7 +389,7 @@ def test_a_run_in_bf16_learns_and_resumes_bit_for_bit(base):
 
 
 def test_evaluating_a_finished_run_gives_its_figure_again(whole_run, capsys):
-    base_eval.main(["--run", "whole", "--dtype", "float32"])
+    base_eval.main(["--run", "whole"])
     summary = json.loads((whole_run / "summary.json").read_text())
     assert f"val_bpb: {summary['val_bpb']:.4f}" in capsys.readouterr().out
 
@@ -407,7 +407,7 @@ def test_sampling_from_a_finished_run(whole_run, capsys):
 def test_a_checkpoint_is_evaluated_and_sampled_before_its_run_has_ended(whole_run, tmp_path, capsys):
     results = shutil.ignore_patterns("model.safetensors", "summary.json", "report.md")
     going_on = shutil.copytree(whole_run, tmp_path / "going_on", ignore=results)
-    command = ["--run", str(going_on), "--dtype", "float32"]
+    command = ["--run", str(going_on)]
     with pytest.raises(InputError, match="going_on holds no finished model .*: --checkpoint last takes"):
         sample.main(command)
 
@@ -416,7 +416,7 @@ def test_a_checkpoint_is_evaluated_and_sampled_before_its_run_has_ended(whole_ru
     output = capsys.readouterr().out
     assert "step: 40\n" in output and f"val_bpb: {summary['val_bpb']:.4f}" in output
     samples = []
-    for run in (["--run", "whole", "--dtype", "float32"], [*command, "--checkpoint", "step_40"]):
+    for run in (["--run", "whole"], [*command, "--checkpoint", "step_40"]):
         sample.main([*run, "--prompt", "abc", "--max-tokens", "20"])
         samples.append(capsys.readouterr().out)
     assert samples[0] == samples[1]
@@ -465,7 +465,7 @@ def test_a_shared_run_is_evaluated_and_sampled_by_path(base, whole_run, tmp_path
     corpus = open_corpus(f"path:{base}/texts")
     TOKENIZER.save(shards.tokenizer_folder(corpus, 300))
     shards.prepare(corpus, 300)
-    base_eval.main(["--run", str(shared), "--dtype", "float32"])
+    base_eval.main(["--run", str(shared)])
     assert f"val_bpb: {val_bpb:.4f}\n" in capsys.readouterr().out
 
     monkeypatch.chdir(tmp_path)
@@ -476,7 +476,7 @@ def test_a_shared_run_is_evaluated_and_sampled_by_path(base, whole_run, tmp_path
     with pytest.raises(InputError, match="no such file or folder; --corpus NAME evaluates"):
         base_eval.main(["--run", "./shared"])
     shutil.copytree(base / "texts", tmp_path / "same texts")
-    base_eval.main(["--run", "./shared", "--dtype", "float32", "--corpus", "path:same texts"])
+    base_eval.main(["--run", "./shared", "--corpus", "path:same texts"])
     assert f"val_bpb: {val_bpb:.4f}\n" in capsys.readouterr().out
 
 

@@ -238,7 +238,7 @@ def whole_run(base):
 def test_a_run_with_experts_learns_and_is_read_back(whole_run, capsys):
     rows, evaluation = read_metrics(whole_run / "metrics.jsonl")
     assert rows[-1]["train_loss"] < rows[0]["train_loss"] - 0.2
-    base_eval.main(["--run", "whole", "--dtype", "float32"])
+    base_eval.main(["--run", "whole"])
     assert f"val_bpb: {evaluation[-1]['val_bpb']:.4f}" in capsys.readouterr().out
     sample.main(["--run", "whole", "--max-tokens", "20"])
     assert "--- sample" in capsys.readouterr().out
