@@ -219,30 +219,34 @@ def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_le
         before = f"{shown}{item.pairs[0][0]}{task.delimiter}".strip()
         starts = [len(os.path.commonprefix([[tokenizer.bos_id, *tokenizer.encode(before)], prompts[0]]))]
 
-    rows = {}
+    rows, by_cut = {}, {}
     for prompt, start in zip(prompts, starts, strict=True):
-        cut = max(0, len(prompt) - seq_len)  # too long prompts keep their end
-        rows[tuple(prompt)] = Row(prompt[cut:], max(1, start - cut))
-    # The position before the first scored token predicts it, so it is not among those that are shared
-    shared = len(os.path.commonprefix([row.tokens for row in rows.values()]))
-    shared = min(shared, min(row.start for row in rows.values()) - 1)
-    # Two calls of the model for a short beginning would cost more than they save
-    if len(rows) > 1 and 2 * shared >= max(len(row.tokens) for row in rows.values()):
-        for row in rows.values():
-            row.shared = shared
+        if tuple(prompt) not in rows:
+            cut = max(0, len(prompt) - seq_len)  # too long prompts keep their end
+            rows[tuple(prompt)] = Row(prompt[cut:], max(1, start - cut))
+            by_cut.setdefault(cut, []).append(rows[tuple(prompt)])
+    for alike in by_cut.values():  # rows that were cut differently begin with different tokens
+        # The position before the first scored token predicts it, so it is not among those that are shared
+        shared = min(row.start for row in alike) - 1
+        shared = min(shared, len(os.path.commonprefix([row.tokens for row in alike])))
+        # Two calls of the model for a short beginning would cost more than they save
+        if len(alike) > 1 and 2 * shared >= max(len(row.tokens) for row in alike):
+            for row in alike:
+                row.shared = shared
     return [rows[tuple(prompt)] for prompt in prompts]
 
 
 def make_batches(rows: Iterable[Row], most_tokens: int, most_scored: int) -> Iterator[list[Row]]:
-    """Rows of similar length together: at most so many tokens, with their padding, and so many that are
-    scored, unless one row has more.
+    """Rows of similar length together, and those that share nothing by themselves: at most so many tokens,
+    with their padding, and so many that are scored, unless one row has more.
     """
     batch = []
     for row in sorted(rows, key=lambda row: (row.shared, len(row.tokens))):
         larger = [*batch, row]
         longest = row.shared + max(len(other.tokens) - other.shared for other in larger)
         scored = sum(len(other.tokens) - other.start for other in larger)
-        if batch and (len(larger) * longest > most_tokens or scored > most_scored):
+        fits = len(larger) * longest <= most_tokens and scored <= most_scored
+        if batch and not (fits and bool(batch[0].shared) == bool(row.shared)):
             yield batch
             larger = [row]
         batch = larger
@@ -342,11 +346,11 @@ def unpack(archive, folder: Path) -> None:
                 if path.is_absolute() or ".." in path.parts or is_link:
                     raise InputError(f"the zip holds {member.filename!a}, which leads out of its folder")
             zipped.extractall(temporary)
-        listings = sorted(temporary.rglob("core.yaml"), key=lambda file: len(file.parts))
-        if not listings:
+        listing = next(temporary.rglob("core.yaml"), None)
+        if listing is None:
             raise InputError("the zip holds no core.yaml")
-        read_tasks(listings[0].parent)
-        os.replace(listings[0].parent, folder)
+        read_tasks(listing.parent)
+        os.replace(listing.parent, folder)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # RuntimeError: encrypted
         raise InputError(f"not a zip that can be read: {error}") from error
     finally:

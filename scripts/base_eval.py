@@ -21,7 +21,7 @@ from nanomuon.gpt import GPT
 from nanomuon.hf_export import load_run
 from nanomuon.run import NO_PROMPTS, PROMPTS
 from nanomuon.run_folder import find_run
-from nanomuon.runtime import NOT_WRITABLE, InputError, Runtime, first_rank_first, print0, run_command, start
+from nanomuon.runtime import InputError, Runtime, first_rank_first, print0, run_command, start
 from nanomuon.tokenizer import Tokenizer
 from scripts.arguments import ArgumentParser, add_checkpoint_argument, add_run_argument, count
 
@@ -53,17 +53,6 @@ def validation_folder(corpus_name: str, tokenizer: Tokenizer, facts: dict) -> Pa
             f"which was {facts['revision']}): the figure may be another one"
         )
     return shards.prepare(corpus, tokenizer=tokenizer, max_tokens=0)
-
-
-def keep(results: dict, file: Path) -> None:
-    try:
-        write_json(file, results)
-    except OSError as error:  # a run of somebody else's
-        if error.errno not in NOT_WRITABLE:
-            raise
-        print0(f"results are not kept, {file} cannot be written: {error.strerror}")
-    else:
-        print0(f"results: {file}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -104,7 +93,9 @@ def main(argv: list[str] | None = None) -> None:
         )
         if runtime.rank == 0:
             results |= {"step": facts["step"], "most_items": args.core_items}
-            keep(results, find_run(args.run) / "core.json")
+            file = find_run(args.run) / "core.json"
+            write_json(file, results)
+            print0(f"results: {file}")
     if "sample" in wanted and runtime.rank == 0:
         for text in sample_texts(model, tokenizer, PROMPTS.get(corpus, NO_PROMPTS), max_tokens=128):
             print0(f"--- sample\n{text}")
