@@ -223,23 +223,25 @@ def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_le
     for prompt, start in zip(prompts, starts, strict=True):
         if tuple(prompt) not in rows:
             cut = max(0, len(prompt) - seq_len)  # too long prompts keep their end
-            rows[tuple(prompt)] = Row(prompt[cut:], max(1, start - cut))
-            by_cut.setdefault(cut, []).append(rows[tuple(prompt)])
+            row = rows[tuple(prompt)] = Row(prompt[cut:], max(1, start - cut))
+            by_cut.setdefault(cut, []).append(row)
     for alike in by_cut.values():  # rows that were cut differently begin with different tokens
-        # The position before the first scored token predicts it, so it is not among those that are shared
-        shared = min(row.start for row in alike) - 1
-        shared = min(shared, len(os.path.commonprefix([row.tokens for row in alike])))
-        # Two calls of the model for a short beginning would cost more than they save
-        if len(alike) > 1 and 2 * shared >= max(len(row.tokens) for row in alike):
-            for row in alike:
-                row.shared = shared
+        share(alike)
     return [rows[tuple(prompt)] for prompt in prompts]
 
 
+def share(rows: list[Row]) -> None:
+    """Let rows read what all of them begin with only once, if it is most of them."""
+    common = len(os.path.commonprefix([row.tokens for row in rows]))
+    # The position before the first scored token predicts it, so it is not among those that are shared
+    shared = min(common, min(row.start for row in rows) - 1)
+    if len(rows) > 1 and 2 * shared >= max(len(row.tokens) for row in rows):
+        for row in rows:
+            row.shared = shared
+
+
 def make_batches(rows: Iterable[Row], most_tokens: int, most_scored: int) -> Iterator[list[Row]]:
-    """Rows of similar length together, and those that share nothing by themselves: at most so many tokens,
-    with their padding, and so many that are scored, unless one row has more.
-    """
+    """Rows of similar length together: at most so many tokens with their padding, and so many scored ones."""
     batch = []
     for row in sorted(rows, key=lambda row: (row.shared, len(row.tokens))):
         larger = [*batch, row]
@@ -315,12 +317,11 @@ def open_bundle(place: str) -> list[Task]:
     key = place.encode() if is_address else path.read_bytes()
     folder = base_dir() / "core" / hashlib.sha256(key).hexdigest()[:16]
     with locked(folder):
-        if folder.exists():
-            pass
-        elif is_address:
-            fetch(place, folder)
-        else:
-            unpack(path, folder)
+        if not folder.exists():
+            if is_address:
+                fetch(place, folder)
+            else:
+                unpack(path, folder)
     return read_tasks(folder)
 
 
@@ -368,13 +369,6 @@ class Entry:
     continuation_delimiter: str = " "
 
 
-@dataclass(frozen=True)
-class Listing:
-    """core.yaml"""
-
-    icl_tasks: list[Entry]
-
-
 @contextmanager
 def told_of(place) -> Iterator[None]:
     """Errors in the content of a bundle are an InputError that names the file, and the line in it."""
@@ -394,7 +388,8 @@ def read_tasks(folder: Path) -> list[Task]:
     with told_of(meta), meta.open(encoding="utf-8-sig", newline="") as file:
         baselines = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(file)}
     with told_of(listing):
-        entries = as_kind(yaml.safe_load(listing.read_bytes()), Listing).icl_tasks
+        content = as_kind(yaml.safe_load(listing.read_bytes()), dict)
+        entries = as_kind(content["icl_tasks"], list[Entry], "icl_tasks")
     if not entries:
         raise InputError(f"{listing} lists no task")
     tasks = []

@@ -288,7 +288,7 @@ def test_a_malformed_line_is_named(tmp_path, kind, line, complaint):
 @pytest.mark.parametrize(
     "change, complaint",
     [
-        (("core.yaml", "icl_tasks", "tasks"), "core.yaml: the content has no icl_tasks"),
+        (("core.yaml", "icl_tasks", "tasks"), "core.yaml has no 'icl_tasks'"),
         (("core.yaml", "icl_tasks:", "icl_tasks: ["), "core.yaml: while parsing"),
         (("core.yaml", "schema", "essay"), "task resolve: icl_task_type is 'essay'"),
         (("core.yaml", "some/resolve.jsonl", "../../secret.jsonl"), "task resolve: dataset_uri .* leads out"),
