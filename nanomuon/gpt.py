@@ -386,7 +386,7 @@ class GPT(nn.Module):
         in nats.
 
         Targets of -1 are not predicted. reduction="none" gives one loss per token, (B * T,). cache: what
-        remembers earlier tokens, a KVCache (kv_cache.py) or what has its methods. at (M,) int64: only these
+        remembers earlier tokens, a KVCache (generate.py) or what has its methods. at (M,) int64: only these
         of the B * T positions go through the head, for logits (M, V). ValueError for more tokens than the
         context has.
         """

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from nanomuon import checkpoint, core, core_bundle, hf_export, parallel, recipe, report, shards
+from nanomuon import checkpoint, core, hf_export, parallel, recipe, report, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
@@ -221,7 +221,6 @@ class Run:
             self.plan.rows * self.plan.config.seq_len,
             self.data_rank,
             self.plan.data_parallel,
-            in_pieces=self.mesh is not None,
         )
         if self.log:
             write_json(self.folder / "core.json", {**results, "step": self.step, "most_items": most_items})
@@ -308,14 +307,14 @@ def is_complete(folder: Path, steps: int) -> bool:
     return True
 
 
-def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core_bundle.Task]:
+def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core.Task]:
     """The tasks of CORE; none if it is not asked for, or if its bundle cannot be had."""
-    bundle = args.core_bundle or (core_bundle.PUBLIC_BUNDLE if args.core_every > 0 else None)
+    bundle = args.core_bundle or (core.PUBLIC_BUNDLE if args.core_every > 0 else None)
     if bundle is None:
         return []
     try:
-        return first_rank_first(lambda: core_bundle.open_bundle(bundle), runtime)
-    except core_bundle.Unreachable as error:
+        return first_rank_first(lambda: core.open_bundle(bundle), runtime)
+    except core.Unreachable as error:
         print0(f"warning: {error}; the run goes on without CORE", file=sys.stderr)
         return []
 

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nanomuon import head_loss
 from nanomuon.attention import attention
+from nanomuon.generate import KVCache
 from nanomuon.gpt import GPT, TAPS, Convolution, Embedding, GPTConfig, rotate
-from nanomuon.kv_cache import KVCache
 
 
 def build(seed=0, randomize=True, **fields):
@@ -92,7 +92,7 @@ def test_short_window_hides_old_tokens():
 def test_decoding_with_a_cache_equals_the_whole_context(pattern):
     model = build(window_pattern=pattern)
     tokens = torch.randint(97, (2, 16))
-    cache = KVCache(model.config, 2, tokens.device, torch.float32)
+    cache = KVCache(model.config, 2, tokens.device)
     parts = [model(tokens[:, a:b], cache=cache) for a, b in ((0, 5), (5, 6), (6, 7), (7, 12), (12, 16))]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-4, atol=1e-5)
 

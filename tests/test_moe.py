@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from nanomuon import recipe
-from nanomuon.kv_cache import KVCache
+from nanomuon.generate import KVCache
 from nanomuon.moe import BALANCE_SPEED, MoE, balance_
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.report import read_metrics
@@ -83,7 +83,7 @@ def test_the_bias_decides_who_is_chosen_and_nothing_else():
 def test_decoding_with_a_cache_equals_the_whole_context(pattern):
     model = build(window_pattern=pattern, experts=4)
     tokens = torch.randint(97, (2, 16))
-    cache = KVCache(model.config, 2, tokens.device, torch.float32)
+    cache = KVCache(model.config, 2, tokens.device)
     with torch.inference_mode():
         parts = [model(tokens[:, a:b], cache=cache) for a, b in ((0, 5), (5, 6), (6, 12), (12, 16))]
         torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-4, atol=1e-5)
@@ -238,7 +238,7 @@ def whole_run(base):
 def test_a_run_with_experts_learns_and_is_read_back(whole_run, capsys):
     rows, evaluation = read_metrics(whole_run / "metrics.jsonl")
     assert rows[-1]["train_loss"] < rows[0]["train_loss"] - 0.2
-    base_eval.main(["--run", "whole", "--dtype", "float32"])
+    base_eval.main(["--run", "whole"])
     assert f"val_bpb: {evaluation[-1]['val_bpb']:.4f}" in capsys.readouterr().out
     sample.main(["--run", "whole", "--max-tokens", "20"])
     assert "--- sample" in capsys.readouterr().out

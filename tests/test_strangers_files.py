@@ -76,7 +76,7 @@ def go_on(made):
 
 
 def write_text(made):
-    return lambda: sample.main("--run tiny --max-tokens 2 --dtype float32".split())
+    return lambda: sample.main("--run tiny --max-tokens 2".split())
 
 
 READERS = {  # file: who reads it
@@ -203,7 +203,7 @@ def test_nothing_of_a_strangers_folder_is_run(made, base, tmp_path):
         for command in (
             go_on(made),
             write_text(made),
-            lambda: base_eval.main("--run tiny --dtype float32".split()),
+            lambda: base_eval.main("--run tiny".split()),
             lambda: export.main(["--run", "tiny", "--to", str(tmp_path / "exported")]),
         ):
             try:
