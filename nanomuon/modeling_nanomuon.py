@@ -19,14 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 GATE_INPUTS = 32  # residual channels that the gate of a value embedding reads
 TAPS = 4  # tokens that the input of an MLP is made of, its own included
 LOGIT_CAP = 15.0
 ROPE_BASE = 10_000.0
-# transformers renamed the cache in version 5.24
-CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class NanomuonConfig(PretrainedConfig):
@@ -127,9 +126,9 @@ class Convolution(nn.Module):
         seen = x[:, None]  # (B, 1, T, width): the cache takes them for the keys of one head
         if cache is not None:
             seen, _ = cache.update(seen, seen[..., :0], self.place)
-        seen = F.pad(seen[:, 0], (0, 0, TAPS - 1, 0))[:, -(TAPS - 1) - x.size(1) :]
-        weight = self.taps.view(TAPS, -1).flip(0).T[:, None]  # (width, 1, TAPS), the oldest token first
-        return x + F.conv1d(seen.mT, weight, groups=x.size(2)).mT
+        last = F.pad(seen[:, 0], (0, 0, TAPS - 1, 0)).unfold(1, TAPS, 1)  # (B, K, width, TAPS)
+        taps = self.taps.view(TAPS, -1).flip(0).T  # (width, TAPS), that of the oldest token first
+        return x + (last[:, -x.size(1) :] * taps).sum(-1)
 
 
 class MLP(nn.Module):
@@ -166,7 +165,7 @@ class Experts(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class Block(GradientCheckpointingLayer):
     def __init__(self, config, layer):
         super().__init__()
         self.attn = Attention(config, layer)
@@ -182,15 +181,15 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanomuonConfig
     _no_split_modules = ["Block"]
     _input_embed_layer = "wte"
+    supports_gradient_checkpointing = True
 
     def __init__(self, config):
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.width)
         self.value_embeds = nn.ModuleDict()  # by layer
-        for layer in range(config.depth):
-            if config.has_value_embed(layer):
-                embed = nn.Embedding(config.vocab_size, config.kv_heads * config.head_dim)
-                self.value_embeds[str(layer)] = embed
+        for layer in filter(config.has_value_embed, range(config.depth)):
+            embed = nn.Embedding(config.vocab_size, config.kv_heads * config.head_dim)
+            self.value_embeds[str(layer)] = embed
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.depth))
         self.resid_scalars = nn.Parameter(torch.ones(config.depth))
         self.x0_scalars = nn.Parameter(torch.zeros(config.depth))
@@ -253,4 +252,4 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **others)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
+        return CausalLMOutputWithPast(loss, logits, cache)

@@ -43,12 +43,11 @@ class MoE(nn.Module):
         scores = torch.sigmoid(logits)
         chosen = (scores.detach() + self.bias).topk(self.per_token).indices  # (N, k)
         gates = 2 * scores.gather(1, chosen).to(x.dtype)
-        # Pairs in the order of their experts; stable, so that equal runs add in equal order
-        expert, order = chosen.flatten().sort(stable=True)  # (N * k,)
-        numbers = torch.arange(len(self.bias), device=x.device)
-        ends = torch.searchsorted(expert, numbers, right=True)  # (E,) where each expert's pairs end
+        load = F.one_hot(chosen, len(self.bias)).sum((0, 1))  # (E,) pairs of each expert
         if torch.is_grad_enabled():  # training
-            self.load += ends.diff(prepend=ends.new_zeros(1))
+            self.load += load
+        # Pairs in the order of their experts; stable, so that equal runs add in equal order
+        order, ends = chosen.flatten().argsort(stable=True), load.cumsum(0)
         # Rows move by permutations only, whose gradients add nothing up and so come in one order on any
         # device
         pairs = tokens[:, None].expand(-1, self.per_token, -1).flatten(0, 1)[order]  # (N * k, width)
@@ -82,10 +81,10 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """x (M, n) in E groups of rows, group e ending before row ends[e]; w (E, m, n) -> (M, m), x_e w_e^T for
     each group.
 
-    One kernel on CUDA in bf16, otherwise a product per expert. One op to the compiler: the sizes of the
+    One kernel on CUDA in bf16, otherwise a product per expert. One op to the compiler, since the sizes of the
     groups are known at run time only.
     """
-    if _fused(x, w):
+    if x.is_cuda and x.dtype == torch.bfloat16:
         return F.grouped_mm(x, w.mT, offs=ends.int())
     out = x.new_empty(len(x), w.size(1))
     for rows, weight in zip(_groups(ends), w, strict=True):
@@ -98,7 +97,7 @@ def grouped_outer(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """y (M, m), x (M, n) in E groups of rows -> (E, m, n), y_e^T x_e: the gradient of w. Groups may be
     empty.
     """
-    if _fused(x, y):
+    if x.is_cuda and x.dtype == torch.bfloat16:
         out = F.grouped_mm(y.T, x, offs=ends.int())
         empty = ends.diff(prepend=ends.new_zeros(1)) == 0
         return out.masked_fill_(empty[:, None, None], 0)  # the kernel may not write these: pytorch 172439
@@ -106,11 +105,6 @@ def grouped_outer(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     for i, rows in enumerate(_groups(ends)):
         torch.mm(y[rows].T, x[rows], out=out[i])
     return out
-
-
-def _fused(*tensors):
-    aligned = all(size % 8 == 0 for tensor in tensors for size in tensor.shape[1:])  # rows of whole 16 bytes
-    return tensors[0].is_cuda and tensors[0].dtype == torch.bfloat16 and aligned
 
 
 def _groups(ends):
