@@ -23,7 +23,6 @@ from nanomuon.qk_clip import record_largest_
 
 GATE_INPUTS = 32  # the value gate reads this many residual channels
 ROPE_BASE = 10_000.0  # of the angles' geometric series, arXiv 2104.09864
-SHORT_WINDOW = 0.25  # share of the context that a layer with a short window sees
 TAPS = 4  # tokens that the convolution of an MLP's input spans, its own included
 
 
@@ -39,7 +38,7 @@ class GPTConfig:
     width: int  # residual channels, a multiple of heads
     heads: int
     kv_heads: int  # grouped-query attention: divides heads
-    # Tiled over the layers: L sees everything, S the last part of the context; the last layer is L
+    # Tiled over the layers: L sees everything, S the last quarter of a context; the last layer is L
     window_pattern: str = "L"
     qk_norm: bool = True
     value_embed_every: int = 2  # layers from one value embedding to the next; the last layer has one
@@ -93,14 +92,14 @@ class GPTConfig:
         """Keys that a query of a layer sees, its own included; None: the whole context."""
         if layer == self.depth - 1 or self.window_pattern[layer % len(self.window_pattern)] == "L":
             return None
-        return max(1, int(self.seq_len * SHORT_WINDOW))
+        return max(1, self.seq_len // 4)
 
     def has_value_embed(self, layer: int) -> bool:
         return (self.depth - 1 - layer) % self.value_embed_every == 0
 
 
 def norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.size(-1),))
+    return F.rms_norm(x, x.shape[-1:])
 
 
 class Linear(nn.Linear):

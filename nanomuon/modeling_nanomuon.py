@@ -32,18 +32,16 @@ class NanomuonConfig(PretrainedConfig):
     """The shape of the model, all of it in config.json.
 
     vocab_size, depth (layers), width, heads, kv_heads: sizes. seq_len: the context in training; positions
-    beyond it were never seen. window_pattern: tiled over the layers, L sees all tokens and S the last part of
-    the context, the share short_window; the last layer sees all. qk_norm, key_offset (half of every key is
-    that of the token before): on or off. value_embed_every: layers from one value embedding to the next; the
-    last layer has one. experts: MLPs to choose experts_per_token from, 0 for one MLP for all tokens.
+    beyond it were never seen. window_pattern: tiled over the layers, L sees all tokens and S the last quarter
+    of a context; the last layer sees all. qk_norm: on or off. value_embed_every: layers from one value
+    embedding to the next; the last layer has one. experts: MLPs to choose experts_per_token from, 0: one MLP
+    for all tokens.
     """
 
     model_type = "nanomuon"
     attribute_map = {
         "hidden_size": "width",
         "num_hidden_layers": "depth",
-        "num_attention_heads": "heads",
-        "num_key_value_heads": "kv_heads",
         "max_position_embeddings": "seq_len",
     }
 
@@ -53,18 +51,16 @@ class NanomuonConfig(PretrainedConfig):
 
     def window(self, layer):
         """Keys that a query of a layer sees, its own included."""
-        short = self.window_pattern[layer % len(self.window_pattern)] == "S" and layer < self.depth - 1
-        return max(1, int(self.seq_len * self.short_window)) if short else 2**62
-
-    def has_value_embed(self, layer):
-        return (self.depth - 1 - layer) % self.value_embed_every == 0
+        if layer == self.depth - 1 or self.window_pattern[layer % len(self.window_pattern)] == "L":
+            return 2**62
+        return max(1, self.seq_len // 4)
 
 
 Linear = functools.partial(nn.Linear, bias=False)
 
 
 def norm(x):
-    return F.rms_norm(x, (x.size(-1),))
+    return F.rms_norm(x, x.shape[-1:])
 
 
 def rotate(x, rope):
@@ -92,8 +88,6 @@ class Attention(nn.Module):
         self.k = Linear(config.width, kv_width)
         self.v = Linear(config.width, kv_width)
         self.o = Linear(config.width, config.width)
-        if config.has_value_embed(layer):
-            self.value_gate = Linear(min(GATE_INPUTS, config.width), config.kv_heads)
 
     def forward(self, x, value_embed, rope, visible, cache):
         def by_head(y):  # (B, T, heads * D) -> (B, heads, T, D)
@@ -105,9 +99,7 @@ class Attention(nn.Module):
             v = v + gate.mT[..., None] * by_head(value_embed)
         if cache is not None:  # which keeps the keys as they come from their product
             k, v = cache.update(k, v, self.layer)  # (B, Hkv, K, D)
-        if self.config.key_offset:
-            k = offset_half(k)
-        q, k = rotate(q, rope), rotate(k, rope)
+        q, k = rotate(q, rope), rotate(offset_half(k), rope)
         if self.config.qk_norm:
             q, k = norm(q), norm(k)
         out = F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
@@ -186,11 +178,12 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.depth))
         self.value_embeds = nn.ModuleDict()  # by layer
-        for layer in filter(config.has_value_embed, range(config.depth)):
+        for layer in range(config.depth - 1, -1, -config.value_embed_every):
             embed = nn.Embedding(config.vocab_size, config.kv_heads * config.head_dim)
             self.value_embeds[str(layer)] = embed
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.depth))
+            self.blocks[layer].attn.value_gate = Linear(min(GATE_INPUTS, config.width), config.kv_heads)
         self.resid_scalars = nn.Parameter(torch.ones(config.depth))
         self.x0_scalars = nn.Parameter(torch.zeros(config.depth))
         self.lm_head = Linear(config.width, config.vocab_size)
@@ -242,7 +235,7 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         for layer, block in enumerate(self.blocks):
             x = self.resid_scalars[layer] * x + self.x0_scalars[layer] * x0
             value_embed = None
-            if self.config.has_value_embed(layer):
+            if str(layer) in self.value_embeds:
                 value_embed = self.value_embeds[str(layer)](input_ids) * is_text  # (B, T, Hkv * D)
             visible = readable & (distance < self.config.window(layer))
             x = block(x, value_embed, rope, visible[:, None], cache)
