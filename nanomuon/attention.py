@@ -65,12 +65,11 @@ def whole_scores(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """All scores at once, in the dtype of the queries: T^2 numbers for every head, which are kept for the
     backward.
     """
-    B, T, H, D = q.shape
+    T, H, D = q.shape[1:]
     k, v = (x.repeat_interleave(H // x.size(2), dim=2) for x in (k, v))
-    q, k, v = (x.transpose(1, 2).reshape(B * H, T, D) for x in (q, k, v))
-    hidden = torch.where(visible_keys(T, T, window, q.device), 0.0, -torch.inf).to(q.dtype)
-    weights = torch.baddbmm(hidden, q * D**-0.5, k.mT).softmax(-1)  # (B * H, T, T)
-    return (weights @ v).view(B, H, T, D).transpose(1, 2)
+    q, k, v = q.transpose(1, 2) * D**-0.5, k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
+    scores = (q @ k.mT).masked_fill(~visible_keys(T, T, window, q.device), -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
 def use_flash_attention(device: torch.device) -> str | None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from nanomuon import recipe
-from nanomuon.moe import BALANCE_SPEED, MoE, balance_
+from nanomuon.moe import BALANCE_SPEED, MoE, balance_, grouped_mm
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from scripts import base_train
 from tests.test_gpt import build
@@ -86,7 +86,8 @@ def test_counts_are_those_of_the_dense_model_and_the_router():
 
 
 def test_compiled_experts_give_the_same_loss_gradients_and_load_in_one_graph():
-    model, tokens = build(depth=1, experts=4), torch.randint(97, (2, 16))
+    model, tokens = build(depth=1, experts=4, vocab_size=96), torch.randint(96, (2, 16))
+    model.compute_dtype = torch.bfloat16
     results = []
     for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
         model.zero_grad()
@@ -97,6 +98,19 @@ def test_compiled_experts_give_the_same_loss_gradients_and_load_in_one_graph():
         results.append([loss.detach(), model.blocks[0].mlp.load.clone(), *gradients])
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-5)
+
+
+def test_in_bf16_products_and_gradients_are_those_of_every_expert_by_itself():
+    torch.manual_seed(0)
+    x, w = torch.randn(10, 16).bfloat16().requires_grad_(), torch.randn(4, 8, 16, requires_grad=True)
+    load, weights = torch.tensor([0, 7, 0, 3]), torch.randn(10, 8).bfloat16()
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        output = grouped_mm(x.to(dtype), w.bfloat16().to(dtype), load)
+        results.append([output, *torch.autograd.grad((output * weights).sum(), (x, w))])
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), exact.double(), rtol=2**-7, atol=1e-2)
+    assert not results[0][2][[0, 2]].any()
 
 
 def excess(load):
