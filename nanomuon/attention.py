@@ -27,8 +27,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, normal
     normalized: queries and keys have norm sqrt(D), so that scores are small and may be rounded to bf16.
     """
     Tq, Tk = q.size(1), k.size(1)
-    if window is not None and window >= Tk:
-        window = None
     if q.dtype == torch.bfloat16 and Tq == Tk:
         if q.device.type == "cuda" and window is not None:
             return varlen(q, k, v, window)

@@ -314,10 +314,9 @@ class GPT(nn.Module):
 
     def look_up(self, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """(B, T) -> the embeddings (B, T, width), and by layer those for its values (B, T, Hkv * D)."""
-        value_embeds = {}
-        for layer, embed in self.value_embeds.items():
-            value_embeds[layer] = embed(tokens).to(self.compute_dtype)
-        return self.wte(tokens).to(self.compute_dtype), value_embeds
+        dtype = self.compute_dtype
+        value_embeds = {layer: embed(tokens).to(dtype) for layer, embed in self.value_embeds.items()}
+        return self.wte(tokens).to(dtype), value_embeds
 
     def parameter_counts(self) -> dict[str, int]:
         """Number of parameters by role, and their total. matrices holds the experts that one token visits,

@@ -41,7 +41,8 @@ class MoE(nn.Module):
         scores = torch.sigmoid(logits)
         chosen = (scores.detach() + self.bias).topk(self.per_token).indices  # (N, k)
         gates = 2 * scores.gather(1, chosen).to(x.dtype)
-        load = F.one_hot(chosen, len(self.bias)).sum((0, 1))  # (E,) pairs of each expert
+        experts = torch.arange(len(self.bias), device=x.device)
+        load = (chosen[..., None] == experts).sum((0, 1))  # (E,) pairs of each expert
         if torch.is_grad_enabled():  # training
             self.load += load
         # Pairs in the order of their experts; stable, so that equal runs add in equal order. Rows move by

@@ -31,7 +31,7 @@ def clip_qk_(wq: Tensor, wk: Tensor, S: Tensor, tau: float = 100.0, alpha: float
     eta = torch.where(S.isfinite(), tau / S.clamp(min=tau), 1)  # (H,)
     groups = eta.view(len(wk) // head_dim, -1).amin(1)  # (Hkv,)
     for weight, scale in ((wq, eta**alpha), (wk, groups ** (1 - alpha))):
-        scale = scale.repeat_interleave(head_dim)[:, None].to(weight.dtype)  # (rows, 1)
+        scale = scale.repeat_interleave(head_dim)[:, None]  # (rows, 1)
         if isinstance(weight, DTensor):  # which takes of a replicated factor what its shard needs
             mesh = weight.device_mesh
             scale = DTensor.from_local(scale, mesh, [Replicate()] * mesh.ndim, run_check=False)
