@@ -92,7 +92,7 @@ def build_optimizer(model):
     "name,options,expected",
     [
         ("ours", (), 1),
-        ("experts_and_clip", ("--experts", "4", "--no-qk-norm", "--qk-clip", "100"), 1),
+        ("experts_and_clip", "--experts 4 --no-qk-norm --qk-clip 100 --dtype bfloat16".split(), 1),
         ("sgd", ("--optimizer-file", "FILE"), 2),  # it must not be called where the loss is not finite
     ],
 )
