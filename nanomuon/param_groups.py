@@ -1,8 +1,7 @@
 """Param groups: what each kind needs, and which parameter is trained by which kind.
 
-Muon takes the matrices between hidden layers; AdamW takes the rest. What a parameter is, the module that
-holds it says best, then its name, then its shape: see `route`. docs/routing.md shows the decisions for
-models of other libraries.
+Muon takes the matrices between hidden layers; AdamW takes the rest. `route` decides by the module that
+holds a parameter, its name and its shape; `routing_table` prints the decisions for a model.
 """
 
 import math
