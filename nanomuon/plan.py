@@ -103,6 +103,8 @@ def recall(
     argv = sys.argv[1:] if argv is None else argv
     given = parser.parse_args(argv)
     check_name("--run", given.run)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        given.resume = "auto"  # torchrun has replaced a rank that died on the way
     folder = folder_of(given.run)
     settings = None if given.resume == "never" else read_settings(folder)
     if settings is None:
@@ -117,6 +119,7 @@ def recall(
     except InputError as error:
         raise InputError(f"{folder}/settings.json: options: {error}") from error
     args = parser.parse_args([*flags, *argv])
+    args.resume = given.resume
 
     differences = []
     for name, value in vars(before).items():

@@ -217,9 +217,21 @@ def start(dtype: str = "auto") -> Runtime:
     if dtype == "auto":
         dtype = "bfloat16" if has_bf16 else "float32"
     if world_size > 1:
+        store = None
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if restarts != "0":
+            # torchrun's ranks meet in one store, where torch 2.13 finds the addresses of those of before
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            store = dist.PrefixStore(f"restart_{restarts}", store)
         # device_id binds NCCL to our GPU at once: a wrong mapping fails here, not in the first collective
-        backend, device_id = ("nccl", device) if gpus else ("gloo", None)
-        dist.init_process_group(backend, device_id=device_id, timeout=timedelta(minutes=10))
+        dist.init_process_group(
+            "nccl" if gpus else "gloo",
+            store=store,
+            rank=int(os.environ["RANK"]),
+            world_size=world_size,
+            device_id=device if gpus else None,
+            timeout=timedelta(minutes=10),
+        )
     # By itself a process is the first, whatever another launch has left in the environment
     rank = int(os.environ.get("RANK", "0")) if world_size > 1 else 0
     return Runtime(device, getattr(torch, dtype), rank, world_size)

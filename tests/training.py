@@ -32,18 +32,12 @@ def arguments(base, run, steps, *more, small=SMALL):
     return [*small, "--corpus", f"path:{base}/texts", "--run", run, "--num-iterations", str(steps), *more]
 
 
-def launch(base, run, steps, *more, processes=1, **keywords):
+def launch(base, run, steps, *more, processes=1, restarts=0, **keywords):
     """The command a user types, in a process of its own."""
     module = ["-m", "scripts.base_train"]
     if processes > 1:
-        module = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={processes}",
-            *module,
-            "--",
-        ]
+        options = ["--standalone", f"--nproc_per_node={processes}", f"--max-restarts={restarts}"]
+        module = ["-m", "torch.distributed.run", *options, *module, "--"]
     command = [sys.executable, *module, *arguments(base, run, steps, *more)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **keywords)
 
@@ -86,7 +80,7 @@ class Ranks:
         for process in processes:
             os.kill(process.pid, number)
 
-    def join(self, timeout=60):
+    def join(self, timeout=300):
         """Exit codes of the ranks; None for one that does not end."""
         for process in self.processes:
             process.join(timeout)
