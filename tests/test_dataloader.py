@@ -109,6 +109,8 @@ def test_resume_at_every_step_and_on_other_worlds(folder):
 
 def test_epochs_hold_all_text_but_a_crop_in_new_orders(folder):
     first, second = epoch(folder, 0), epoch(folder, 1)
+    loader = TrainLoader(folder, T, 1, 1)
+    assert [rows_of(next(loader))[0].tolist() for _ in first + second] == first + second
     all_tokens = Counter(token for ids in TRAINING for token in ids)
     for rows in (first, second):
         tokens = Counter(token for row in rows for token in row if token != TOKENIZER.bos_id)
@@ -131,6 +133,7 @@ def test_epochs_hold_all_text_but_a_crop_in_new_orders(folder):
 
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=100), st.integers(2, 50), st.booleans())
 @example([48] * 200, 50, True)
+@example([49], 50, True)
 @settings(max_examples=200, deadline=None)
 def test_packing_neither_loses_nor_repeats(lengths, capacity, cut):
     """Documents of distinct tokens come back as distinct tokens, in rows that are full if they may be cut."""
@@ -157,7 +160,8 @@ def test_packing_neither_loses_nor_repeats(lengths, capacity, cut):
         assert row == [*sum(text, []), *[bos_id] * (capacity - used)]
         assert used == capacity if cut else 0 < used
     left = len(tokens) - len(seen)
-    assert left < capacity if cut else left == 0 and sorted(segments) == sorted(expected)
+    assert left == 0 or (cut and left + 1 < capacity)  # what stays out would not fill a row
+    assert cut or sorted(segments) == sorted(expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -207,7 +207,7 @@ def test_part_of_a_corpus_grows_into_the_whole(tmp_path, monkeypatch, hub):
     assert not hub or (read[0] == 0 < read[1] and read[1:] == list(range(read[1], 8)))
 
 
-def test_training_waits_for_the_first_shards(tmp_path, monkeypatch):
+def test_training_waits_for_the_first_shards(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shards, "WINDOW", 2)
     monkeypatch.setattr(shards, "PATIENCE", 1)
     monkeypatch.setattr(Corpus, "_fetch", lambda corpus, number: corpus.files[number])
@@ -216,6 +216,7 @@ def test_training_waits_for_the_first_shards(tmp_path, monkeypatch):
     for most, flag in ((None, "$"), (77, " --max-tokens 77$")):
         with pytest.raises(InputError, match=advice + flag):
             shards.prepare_for_training(corpus, 300, most)
+    assert "waiting for training shards 0 to 1 of " in capsys.readouterr().out
     write, gate = shards.write_shard, threading.Event()
 
     def gated(path, *rest):
@@ -233,6 +234,11 @@ def test_training_waits_for_the_first_shards(tmp_path, monkeypatch):
     gate.set()
     writer.join(30)
     assert read_manifest(folder).complete
+
+
+def test_default_vocabularies():
+    names = ("python", "path:texts", "hf:org/name")
+    assert [shards.default_vocab_size(name) for name in names] == [4096, 4096, 32768]
 
 
 def test_large_vocabulary_takes_four_bytes(tmp_path):
