@@ -41,11 +41,9 @@ case $GPUS in
         # Threads that sleep instead of spin: 2% slower alone, a third faster beside another busy process (docs/log.md)
         export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
         FLAGS=(--max-seq-len 256 --total-batch-size 4096 --eval-every 100 --eval-tokens 32768 --save-every 50)
-        case " ${*/=/ } " in # as many steps as end within eight minutes on two quiet cores (docs/log.md)
-            *" --num-iterations "* | *" --target-flops "* | *" --target-param-data-ratio "*) ;; # says how long itself
-            *" --dtype float32 "*) FLAGS+=(--num-iterations 300) ;;
-            *) FLAGS+=(--num-iterations "$([ "$DTYPE" = bfloat16 ] && echo 480 || echo 300)") ;;
-        esac
+        # As many steps as end within eight minutes on two quiet cores (docs/log.md), if the flags do not say how long
+        [[ " ${*/=/ } " == *" --target-"* ]] ||
+            FLAGS+=(--num-iterations "$([ "$DTYPE" = bfloat16 ] && echo 480 || echo 300)")
         ;;
     1) CORPUS=${CORPUS:-$WEB} DEPTH=${DEPTH:-12} ;;
     *)
@@ -53,8 +51,7 @@ case $GPUS in
         # --local_addr: not every container resolves the machine's name. The last --: torchrun would take --run for its own
         TRAIN=("$PYTHON" -m torch.distributed.run --standalone --local_addr=localhost --nproc_per_node="$GPUS"
             -m scripts.base_train --)
-        # Seconds to write a checkpoint after a signal
-        export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
+        export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300} # seconds to save
         # Under nohup torchrun by itself would end with the terminal all the same
         [ -z "$(trap -p HUP)" ] || export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGQUIT}
         ;;
@@ -72,8 +69,7 @@ fi
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 case $CORPUS in
     python | path:*) "$PYTHON" -m scripts.data_prep "${DATA[@]}" ;;
-    *) # from the hub: what the run needs is downloaded and tokenized beside the training, which waits if it must. With
-        # one row: to find how many fit takes GPUs minutes, and makes no difference to the tokens
+    *) # of the hub: prepared beside the training, which waits if it must. One row: finding how many fit takes GPUs minutes
         tokens=$("${TRAIN[@]}" --device-batch-size 1 "${FLAGS[@]}" --plan |
             sed -n 's/^training .* = \([0-9,]*\) tokens.*/\1/p' | tr -d ,)
         mkdir -p "${run_dir%/*}"
@@ -90,7 +86,7 @@ training=$! stopped=no code=0
 trap 'stopped=yes; kill -TERM "$training" 2>/dev/null || true' TERM
 trap stopped=yes INT HUP
 until code=0; wait "$training" || code=$?; ! kill -0 "$training" 2>/dev/null; do :; done # a signal ends a wait, too
-# torchrun does not hand on the exit code of its ranks; they leave a file
+# Of its ranks' exit codes torchrun hands on none; they leave a file
 if [ -e "$run_dir/stopped" ] || { [ "$stopped" = yes ] && [ "$code" -ne 0 ]; }; then
     echo "the run was stopped before its end: bash speedrun.sh carries on"
     exit 75

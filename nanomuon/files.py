@@ -3,9 +3,6 @@
 import dataclasses
 import json
 import os
-import re
-import reprlib
-import shutil
 import socket
 import types
 import typing
@@ -16,7 +13,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from nanomuon.runtime import InputError
+from nanomuon.runtime import InputError, base_dir, check_name
 
 
 @contextmanager
@@ -26,14 +23,16 @@ def write_whole(path):
     A symbolic link at `path` is replaced, not followed.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # of a process that had our number, or a link of a stranger's
+        temporary.unlink(missing_ok=True)  # of a process that was killed, or a link of a stranger's
         with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:  # that of a write names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -54,101 +53,66 @@ def read_json(path, kind=dict, advice: str = ""):
     and the key that is missing or of another type, followed by `advice`, what the user can do about it.
     """
     try:
-        return as_kind(parse_json(Path(path).read_bytes()), kind)
-    except OSError as error:
-        problem = f"{path}: {error.strerror}"
-    except ValueError as error:
-        problem = f"{path}: {error}"
-    raise InputError(f"{problem}; {advice}" if advice else problem)
+        return as_kind(json.loads(Path(path).read_bytes()), kind, "the content")
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read: {error}{advice and '; '}{advice}") from error
 
 
-def parse_json(data: bytes):
-    """The value that JSON text holds; ValueError if it is not JSON in UTF-8."""
-    try:
-        return json.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from error
-
-
-def as_kind(value, kind, name: str = ""):
+def as_kind(value, kind, name: str):
     """A JSON value as `kind`: a type, list[kind], dict[str, kind], kind | None or a dataclass.
 
-    name: of the value, for the message of the ValueError about one of another kind; none for the whole.
+    name: of the value, for the ValueError about one of another kind.
     """
     inner = typing.get_args(kind)
     if isinstance(kind, types.UnionType):
         return None if value is None else as_kind(value, inner[0], name)
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        return _as_dataclass(value, kind, name)
-    if typing.get_origin(kind) is list and isinstance(value, list):
-        return [as_kind(item, inner[0], f"{name}[{index}]") for index, item in enumerate(value)]
-    if typing.get_origin(kind) is dict and isinstance(value, dict):
-        return {key: as_kind(item, inner[1], f"{name}.{key}".lstrip(".")) for key, item in value.items()}
+    outer = dict if dataclasses.is_dataclass(kind) else typing.get_origin(kind) or kind
     if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:  # and not isinstance: True is no int here
-        raise ValueError(
-            f"{name or 'the content'} is {reprlib.repr(value)}, not {getattr(kind, '__name__', kind)}"
-        )
+        value = float(value)
+    if type(value) is not outer:  # and not isinstance: True is no int here
+        raise ValueError(f"{name} is {str(value)[:50]!r}, not {outer.__name__}")
+    if dataclasses.is_dataclass(kind):
+        fields = {field.name: field for field in dataclasses.fields(kind)}
+        found = {key: as_kind(value[key], fields[key].type, key) for key in value.keys() & fields.keys()}
+        try:
+            return kind(**found)
+        except TypeError as error:  # "missing 1 required positional argument: 'seed'"
+            raise ValueError(f"{name}: {str(error).partition(' ')[2]}") from error
+    if inner and outer is list:
+        return [as_kind(item, inner[0], name) for item in value]
+    if inner and outer is dict:
+        return {key: as_kind(item, inner[1], f"{name}.{key}") for key, item in value.items()}
     return value
-
-
-def _as_dataclass(value, kind, name):
-    fields = {}
-    for field in dataclasses.fields(kind):
-        if field.name in value:
-            fields[field.name] = as_kind(value[field.name], field.type, f"{name}.{field.name}".lstrip("."))
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{name or 'the content'} has no {field.name}")
-    return kind(**fields)
 
 
 def write_tensors(tensors, file: Path, metadata: dict[str, str]) -> None:
     """Write {name: tensor} as a safetensors file, readable by whoever may read its folder.
 
-    Raises OSError, with its number, if the file cannot be written.
+    Raises OSError if the file cannot be written.
     """
     file.unlink(missing_ok=True)  # or a symbolic link there would be written through
+    separate, storages = {}, set()
+    for name, tensor in tensors.items():  # the format has neither transposes nor two names for one storage
+        tensor = tensor.contiguous()
+        if tensor.untyped_storage().data_ptr() in storages:
+            tensor = tensor.clone()
+        storages.add(tensor.untyped_storage().data_ptr())
+        separate[name] = tensor
     try:
-        save_file(_separate(tensors), file, metadata=metadata)
+        save_file(separate, file, metadata=metadata)
     except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise
-        errno = int(number[1])
-        raise OSError(errno, os.strerror(errno), str(file)) from error
+        raise OSError(f"{file}: {error}") from error
     os.chmod(file, file.parent.stat().st_mode & 0o666)  # safetensors makes it private to the user
     sync(file)
-
-
-def _separate(tensors):
-    """The same tensors, contiguous and each with a storage of its own.
-
-    The format has neither transposes nor two names for one storage (tied weights).
-    """
-    separate = {}
-    storages = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        if storage in storages:
-            tensor = tensor.clone()
-        storages.add(storage)
-        separate[name] = tensor
-    return separate
 
 
 def tensor_shapes(file) -> dict[str, tuple]:
     """{name: shape} of a safetensors file, from its header alone; InputError if it is not such a file."""
     try:
-        with open(file, "rb"):  # safetensors says "no such file" of one that may not be read
-            pass
         with safe_open(file, "pt") as tensors:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror or error}") from error
-    except SafetensorError as error:
-        raise InputError(f"{file} is not a safetensors file: {error}") from error
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{file} is not a safetensors file that can be read: {error}") from error
 
 
 def sync(path) -> None:
@@ -159,25 +123,23 @@ def sync(path) -> None:
 
 
 @contextmanager
-def locked(folder: Path):
-    """Hold a folder for this process, waiting while another one does; the system frees it if we are killed.
+def locked(folder: Path, wait: bool = True):
+    """Hold a folder for this process; the system frees it if we are killed.
 
-    Temporary files that killed processes have left in the folder are removed: nobody writes them any more.
+    While another process holds it, this waits, or else raises InputError, which names that process.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = _lock(folder)
+    lock = FileLock(_lock_file(folder))
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        print(f"{holder(folder)} is preparing {folder.name}: waiting for it", flush=True)
+        holder = _lock_file(folder).read_text() or "another process"  # which is about to write who it is
+        if not wait:
+            raise InputError(f"{folder} is in use by {holder}: choose another, or stop that") from None
+        print(f"{holder} is preparing {folder.name}: waiting for it", flush=True)
         lock.acquire()
     try:
         _lock_file(folder).write_text(f"process {os.getpid()} on {socket.gethostname()}")
-        for leftover in folder.glob(".*.tmp"):
-            if leftover.is_dir() and not leftover.is_symlink():
-                shutil.rmtree(leftover)
-            else:
-                leftover.unlink()
         yield
     finally:
         lock.release()
@@ -188,20 +150,30 @@ def being_written(folder: Path) -> bool:
     if not folder.parent.is_dir():
         return False
     try:
-        with _lock(folder).acquire(timeout=0):
+        with FileLock(_lock_file(folder)).acquire(timeout=0):
             return False
     except Timeout:
         return True
 
 
-def holder(folder: Path) -> str:
-    """The process that took the folder last, in words."""
-    return _lock_file(folder).read_text() or "another process"  # which is about to write who it is
-
-
-def _lock(folder: Path) -> FileLock:
-    return FileLock(_lock_file(folder))
-
-
 def _lock_file(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock")
+
+
+def folder_of(run: str) -> Path:
+    """The folder of the run of this name, whether it exists or not."""
+    return base_dir() / "runs" / run
+
+
+def find_run(run: str) -> Path:
+    """The folder that --run names: with a slash it is a path, without one a name under runs/.
+
+    InputError if a path leads to no folder.
+    """
+    if "/" not in run:
+        check_name("--run", run)
+        return folder_of(run)
+    folder = Path(run).expanduser().resolve()
+    if not folder.is_dir():
+        raise InputError(f"--run {run}: there is no such folder, so it holds no finished model")
+    return folder

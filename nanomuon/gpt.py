@@ -284,8 +284,8 @@ class GPT(nn.Module):
         in nats.
 
         Targets of -1 are not predicted. reduction="none" gives one loss per token, (B * T,). cache: remembers
-        earlier tokens, see KVCache. at (M,) int64: only these of the B * T positions go through the head, for
-        logits (M, V). ValueError for more tokens than the context has.
+        earlier tokens, see generate.KVCache. at (M,) int64: only these of the B * T positions go through the
+        head, for logits (M, V). ValueError for more tokens than the context has.
         """
         T = tokens.size(1)
         if cache is None and T > self.config.seq_len:

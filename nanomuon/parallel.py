@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.overrides import TorchFunctionMode
 
@@ -38,10 +38,9 @@ def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig 
             "start a multiple of it"
         )
     if config and config.kv_heads % tensor_parallel:
-        fitting = [str(n) for n in range(1, config.kv_heads + 1) if config.kv_heads % n == 0]
         raise InputError(
-            f"--tensor-parallel {tensor_parallel} does not divide {config.kv_heads} key-value heads (of "
-            f"{config.heads} heads): choose {' or '.join(fitting)}, or another --depth"
+            f"--tensor-parallel {tensor_parallel} does not divide {config.kv_heads} key-value heads: choose "
+            "one that does, or another --depth"
         )
     return world_size // tensor_parallel
 
@@ -110,65 +109,42 @@ class _DrawnWhole(TorchFunctionMode):
     """Random numbers for a DTensor are drawn for all of it on every rank, which keeps its piece."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         draws = function in (torch.Tensor.normal_, torch.Tensor.uniform_)
         if not draws or not isinstance(args[0], DTensor):
-            return function(*args, **kwargs)
+            return function(*args, **(kwargs or {}))
         param = args[0]
         whole = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-        function(whole, *args[1:], **kwargs)
+        function(whole, *args[1:], **(kwargs or {}))
         param.to_local().copy_(cut(whole, param).to_local())
         return param
 
 
 def cut(whole: torch.Tensor, like: DTensor) -> DTensor:
     """A tensor that every rank holds, placed like `like`; no communication."""
-    mesh = like.device_mesh
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
-        placements=like.placements
-    )
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def average_whole_gradients(gpt: GPT) -> None:
-    """The mean over all processes of the gradients of whole parameters, for optimizers that leave it to the
-    loop. A missing gradient counts as zero. Those of DTensors are means already.
+def average_gradients(gpt: GPT, mesh: DeviceMesh | None) -> None:
+    """The mean over all processes of the gradients that neither FSDP2 nor DistMuonAdamW averages.
+
+    mesh: of tensor-parallel parameters, whose pieces have a mean over "dp". None: of whole parameters, for an
+    optimizer that leaves it to the loop; a missing gradient counts as zero.
     """
     if not dist.is_initialized():
         return
     for parameter in gpt.parameters():
-        if parameter.grad is None:
+        if mesh is None and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if not isinstance(parameter, DTensor):
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+        if parameter.grad is not None and isinstance(parameter, DTensor) == (mesh is not None):
+            grad = parameter.grad.to_local() if mesh else parameter.grad
+            dist.all_reduce(grad, dist.ReduceOp.AVG, group=mesh and mesh["dp"].get_group())
 
 
 def gradients_finite(gpt: GPT) -> torch.Tensor:
     """Whether every gradient that this rank holds is finite: 0-D bool, not read here."""
-    grads = []
-    for parameter in gpt.parameters():
-        if isinstance(parameter.grad, DTensor):
-            grads.append(parameter.grad.to_local())
-        elif parameter.grad is not None:
-            grads.append(parameter.grad)
-    return torch.nn.utils.get_total_norm(grads).isfinite()
-
-
-def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over all processes, in place; the host does not wait for it."""
-    if dist.is_initialized():
-        dist.all_reduce(values)
-    return values
-
-
-def average_gradients(gpt: GPT, mesh: DeviceMesh) -> None:
-    """The mean over "dp" of the gradients of tensor-parallel parameters that FSDP2 does not average."""
-    grads = [p.grad.to_local() for p in gpt.parameters() if isinstance(p, DTensor) and p.grad is not None]
-    if mesh["dp"].size() > 1 and grads:
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat, dist.ReduceOp.AVG, group=mesh["dp"].get_group())
-        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
+    grads = [parameter.grad for parameter in gpt.parameters() if parameter.grad is not None]
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    return torch.nn.utils.get_total_norm(local).isfinite()
 
 
 def compile_model(gpt: GPT, mesh: DeviceMesh | None, backend: str | Callable = "inductor") -> Callable:

@@ -1,9 +1,10 @@
-"""The size of a run before it starts: its model, batch and length, and what it will take.
+"""A run before it starts: what defines it, its model, batch and length, and what it will take.
 
-Pure functions of depth, batch and device, but for the rows of a micro-step, which a GPU is asked for.
+settings.json records at the first start everything that defines the run; a later launch opens that.
 """
 
 import argparse
+import hashlib
 import math
 import os
 import re
@@ -16,16 +17,10 @@ from pathlib import Path
 import torch
 
 from nanomuon import footprint, parallel
+from nanomuon.files import folder_of, read_json
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.recipe import WEB_BATCH, WEB_TOKENS
-from nanomuon.runtime import (
-    InputError,
-    Runtime,
-    compile_enabled,
-    cores,
-    print0,
-    together,
-)
+from nanomuon.recipe import WEB_BATCH, WEB_TOKENS, read_source
+from nanomuon.runtime import InputError, Runtime, check_name, compile_enabled, cores, print0, together
 
 # What --comm-dtype means to the optimizer
 COMM_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -70,6 +65,100 @@ BF16_TFLOPS = {
 BESIDE_THE_MODEL = re.compile(r"NVIDIA|GEFORCE|\d+GB?|HBM3E?|SXM\d|AC")
 
 
+# Flags that say how a launch begins, and nothing about its run. An optimizer file is one of them: its code
+# runs only when a launch names it
+OF_THE_LAUNCH = {"run", "resume", "plan", "wandb", "optimizer_file"}
+OF_THE_LAUNCH |= {"shard", "tensor_parallel", "device_batch_size"}
+LENGTHS = {"num_iterations", "target_flops", "target_param_data_ratio"}  # a new one replaces the recorded one
+# What else may change while a run goes on
+MAY_CHANGE = LENGTHS | {"eval_every", "eval_tokens", "save_every", "keep_last", "no_compile"}
+MAY_CHANGE |= {"core_bundle", "core_every", "core_items"}
+
+
+@dataclass
+class Settings:
+    """settings.json."""
+
+    options: dict  # flags of base_train, with the values that were chosen for those that were not given
+    compile: bool
+    rows: int  # of a micro-step, chosen anew in another world
+    world_size: int
+    trained_on: dict  # corpus, its revision, shards, tokenizer; SHA-256 of the optimizer file
+    trained_with: dict  # commit, versions, threads
+
+
+def read_settings(folder: Path) -> Settings | None:
+    """What a run has recorded; None for a run that does not exist yet. InputError names file and key."""
+    file = folder / "settings.json"
+    return read_json(file, Settings) if file.exists() else None
+
+
+def recall(
+    parser: argparse.ArgumentParser, argv: list[str] | None
+) -> tuple[argparse.Namespace, Settings | None]:
+    """(arguments, what the run has recorded if it exists): a flag that is not given has the recorded value.
+
+    InputError lists what is given and differs from what defines the run.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    given = parser.parse_args(argv)
+    check_name("--run", given.run)
+    folder = folder_of(given.run)
+    settings = None if given.resume == "never" else read_settings(folder)
+    if settings is None:
+        return given, None
+
+    forgotten = OF_THE_LAUNCH
+    if any(getattr(given, name) is not None for name in LENGTHS):
+        forgotten = OF_THE_LAUNCH | LENGTHS
+    flags = as_flags({name: value for name, value in settings.options.items() if name not in forgotten})
+    try:
+        before = parser.parse_args(flags)
+    except InputError as error:
+        raise InputError(f"{folder}/settings.json: options: {error}") from error
+    args = parser.parse_args([*flags, *argv])
+
+    differences = []
+    for name, value in vars(before).items():
+        if name not in OF_THE_LAUNCH | MAY_CHANGE and getattr(args, name) != value:
+            differences.append(f"--{name.replace('_', '-')} {value}, not {getattr(args, name)}")
+    file, sha256 = (settings.trained_on.get(key) for key in ("optimizer_file", "optimizer_file_sha256"))
+    if sha256 and not args.optimizer_file:
+        raise InputError(
+            f"run {args.run} trains with the optimizer file {file} of SHA-256 {sha256}, and code runs only "
+            "when it is named: give --optimizer-file again"
+        )
+    if args.optimizer_file and sha256_of(args.optimizer_file) != sha256:
+        was = f"optimizer file {file} of SHA-256 {sha256}" if sha256 else "no optimizer file"
+        differences.append(f"{was}, not {args.optimizer_file} of SHA-256 {sha256_of(args.optimizer_file)}")
+    refuse_differences(args.run, differences)
+    return args, settings
+
+
+def as_flags(options: dict) -> list[str]:
+    """The command line that says these values."""
+    flags = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif value is not None and value is not False:
+            flags.append(f"{flag}={value}")
+    return flags
+
+
+def sha256_of(optimizer_file: str | None) -> str | None:
+    return optimizer_file and hashlib.sha256(read_source(optimizer_file)).hexdigest()
+
+
+def refuse_differences(run: str, differences: list[str]) -> None:
+    if differences:
+        raise InputError(
+            f"run {run} exists with {'; '.join(differences)}: choose another --run, or start over: "
+            "--resume never"
+        )
+
+
 @dataclass(frozen=True)
 class Plan:
     config: GPTConfig
@@ -101,11 +190,16 @@ def make_plan(args: argparse.Namespace, vocab_size: int, runtime: Runtime, rows:
     rows = args.device_batch_size or rows
     if rows is None:
         # The batch will follow the rows: with a power of two of them it can be a power of two itself
-        most = args.total_batch_size or largest_power_of_two(total_batch_size(tokens, row) // row) * row
+        most = args.total_batch_size or 2 ** int(math.log2(total_batch_size(tokens, row) / row)) * row
         rows = rows_that_fit(config, max(1, most // row), args, runtime)
     batch = args.total_batch_size or total_batch_size(tokens, rows * row)
-    check_batch(batch, rows, row)
-    return Plan(config, rows, batch, number_of_steps(args, config, tokens, batch), data_parallel)
+    if batch % (rows * row):
+        raise InputError(
+            f"--total-batch-size {batch} is not a multiple of {rows * row} ({rows} rows on every device): "
+            "change it, --device-batch-size or the number of processes"
+        )
+    steps = args.num_iterations or max(1, tokens // batch)
+    return Plan(config, rows, batch, steps, data_parallel)
 
 
 def model_config(args: argparse.Namespace, vocab_size: int, device: str) -> GPTConfig:
@@ -160,82 +254,44 @@ def total_batch_size(tokens: int, micro_batch: int) -> int:
     return max(1, round(batch / micro_batch)) * micro_batch
 
 
-def largest_power_of_two(number: int) -> int:
-    """The largest power of two that is at most this number, which is at least 1."""
-    return 1 << (number.bit_length() - 1)
-
-
-def check_batch(batch: int, rows: int, row: int) -> None:
-    """InputError if a batch of so many tokens does not divide into micro-steps of `rows` rows on each device.
-
-    row: tokens, one row on every device.
-    """
-    micro_batch = rows * row
-    if batch % micro_batch == 0:
-        return
-    below = batch // micro_batch * micro_batch
-    nearest = " or ".join(str(multiple) for multiple in (below, below + micro_batch) if multiple > 0)
-    raise InputError(
-        f"--total-batch-size {batch} is not a multiple of {micro_batch} ({rows} rows on every device); the "
-        f"nearest that are: {nearest}; or change --device-batch-size or the number of processes"
-    )
-
-
-def number_of_steps(args: argparse.Namespace, config: GPTConfig, tokens: int, batch: int) -> int:
-    """Optimizer steps of the run, of `batch` tokens each; InputError if --target-flops pays for none."""
-    if args.num_iterations is not None:
-        return args.num_iterations
-    if args.target_flops is not None and tokens < batch:
-        step_flops = batch * meta_model(config).estimate_flops()
-        raise InputError(
-            f"--target-flops {args.target_flops:g} does not pay for one step: a step of {batch} tokens takes "
-            f"{step_flops:.3g}; a smaller --depth or --total-batch-size takes less"
-        )
-    return max(1, tokens // batch)
+# ------------------------------------------------------------------------------------------------------------
+# Memory
 
 
 def rows_that_fit(config: GPTConfig, most: int, args: argparse.Namespace, runtime: Runtime) -> int:
     """Rows of a micro-step: a power of two that divides the `most` of a step on a device and fits into it.
 
-    On a CPU 16 at most: more gain nothing. On CUDA the formula of footprint.py is corrected by one probe, a
-    forward and backward of one row and of two; not if parameters are in pieces, where the formula stands.
+    On a CPU 16 at most: more gain nothing. A GPU is asked, which computes a micro-step, unless parameters are
+    in pieces. InputError if the machine of a CPU cannot hold the least there is: it would suffer.
     """
-    layout = footprint.Layout(runtime.world_size, args.shard == "fsdp", args.tensor_parallel)
-    itemsize = runtime.compute_dtype.itemsize
-    one = footprint.memory_by_kind(config, layout, 1, itemsize)
-    two = footprint.memory_by_kind(config, layout, 2, itemsize)
-    one_row, two_rows = sum(one.values()), sum(two.values())  # bytes
-    if runtime.device.type == "cpu":
-        most = math.gcd(most, 16)
-        capacity = memory_of_this_machine() // runtime.world_size
+    layout, itemsize = layout_of(args, runtime), runtime.compute_dtype.itemsize
+    on_cpu = runtime.device.type == "cpu"
+
+    def memory(rows):
+        by_kind = footprint.memory_by_kind(config, layout, rows, itemsize)
+        if on_cpu or args.shard == "fsdp" or args.tensor_parallel > 1:
+            return sum(by_kind.values())
+        return by_kind["state"] + by_kind["buffers"] + probe_memory(config, rows, runtime)
+
+    rows = most & -most
+    if on_cpu:
+        rows = min(rows, 16)
+        capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // runtime.world_size
+        if memory(1) > capacity:
+            raise InputError(
+                f"--depth {args.depth}: the run takes {memory(1) / 2**30:.0f} GB for each process, and this "
+                f"machine has {capacity / 2**30:.0f}: choose a smaller one"
+            )
     else:
         capacity = torch.cuda.mem_get_info(runtime.device)[0]
-        if args.shard == "none" and args.tensor_parallel == 1:
-            optimizer = one["state"] + one["buffers"]  # which a probe leaves out
-            one_row = optimizer + probe_memory(config, 1, runtime)
-            two_rows = optimizer + probe_memory(config, 2, runtime)
-    rows = 1
-    while most % (2 * rows) == 0 and one_row + (2 * rows - 1) * (two_rows - one_row) <= FILLED * capacity:
-        rows *= 2
+    while rows > 1 and memory(rows) > FILLED * capacity:
+        rows //= 2
     return min(together(lambda: rows))
 
 
-def memory_of_this_machine() -> int:
-    """Bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def check_room(model: GPT, args: argparse.Namespace, runtime: Runtime) -> None:
-    """InputError if this machine cannot hold the weights of a model, here on the meta device, on its CPU."""
-    if runtime.device.type != "cpu":
-        return  # PyTorch says it itself, before the machine suffers
-    weights = 4 * model.parameter_counts()["total"]  # bytes, in float32
-    in_pieces = runtime.world_size if args.shard == "fsdp" else args.tensor_parallel
-    if weights / in_pieces > memory_of_this_machine():
-        raise InputError(
-            f"the weights of run {args.run} take {weights / in_pieces / 2**30:.0f} GB, and this machine has "
-            f"{memory_of_this_machine() / 2**30:.0f}: choose a smaller --depth"
-        )
+def layout_of(args: argparse.Namespace, runtime: Runtime) -> footprint.Layout:
+    """How the devices of a run share its parameters and the work of its optimizer."""
+    return footprint.Layout(runtime.world_size, args.shard == "fsdp", args.tensor_parallel)
 
 
 def probe_memory(config: GPTConfig, rows: int, runtime: Runtime) -> float:
@@ -260,6 +316,10 @@ def probe_memory(config: GPTConfig, rows: int, runtime: Runtime) -> float:
     return peak
 
 
+# ------------------------------------------------------------------------------------------------------------
+# Time
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of a GPU by its data sheet; None for a CPU and for a GPU that is not in the table.
 
@@ -278,12 +338,11 @@ def seconds_of(plan: Plan, runtime: Runtime) -> float | None:
 
     At 40% of a GPU's peak; at 80 GFLOP/s a CPU core in bf16, 40 in float32, measured eagerly at depth 4.
     """
-    flops = plan.tokens * meta_model(plan.config).estimate_flops()
     if runtime.device.type == "cpu":
-        per_core = 80e9 if runtime.compute_dtype == torch.bfloat16 else 40e9
-        return flops / (per_core * cores())
-    peak = peak_flops(runtime.device)
-    return None if peak is None else flops / (0.4 * peak * runtime.world_size)
+        rate = cores() * (80e9 if runtime.compute_dtype == torch.bfloat16 else 40e9)
+    else:
+        rate = 0.4 * runtime.world_size * (peak_flops(runtime.device) or 0)
+    return plan.tokens * meta_model(plan.config).estimate_flops() / rate if rate else None
 
 
 def choose_compilation(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> bool:
@@ -316,15 +375,12 @@ def missing_compiler(device_type: str) -> str | None:
 
     On a CPU it writes C++. On CUDA Triton compiles a little C with every kernel, against Python's headers.
     """
+    variable, kind, found = "CXX", "C++", ["clang++" if sys.platform == "darwin" else "g++"]
     if device_type == "cuda":
-        compiler, variable, kind = os.environ.get("CC"), "CC", "C"
-        if compiler is None:
-            compiler = "gcc" if shutil.which("gcc") else "clang"  # what Triton looks for
-    else:
-        default = "clang++" if sys.platform == "darwin" else "g++"  # what Inductor calls
-        compiler, variable, kind = os.environ.get("CXX") or default, "CXX", "C++"
-    if not shutil.which(compiler):
-        return f"{kind} compiler {compiler} (install it, or name another in {variable})"
+        variable, kind, found = "CC", "C", ["gcc", "clang"]  # what Triton looks for
+    compilers = [os.environ[variable]] if variable in os.environ else found
+    if not any(shutil.which(compiler) for compiler in compilers):
+        return f"{kind} compiler {' or '.join(compilers)} (install it, or name another in {variable})"
     # This scheme is where Triton looks, too: Debian's own points into /usr/local, where headers never are
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
     if device_type == "cuda" and not header.exists():
@@ -334,30 +390,22 @@ def missing_compiler(device_type: str) -> str | None:
 
 def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
     """Say how large the run is, and about how much memory and time it takes."""
-    config = plan.config
-    model = meta_model(config)
+    config, model = plan.config, meta_model(plan.config)
     flops = model.estimate_flops()  # per token
-    counts = model.parameter_counts()
-    total = counts.pop("total")
-    by_role = [f"{role} {number / 1e6:.2f}M" for role, number in counts.items() if number]
-
-    devices, kind = runtime.world_size, runtime.device.type
-    ns_dtype = runtime.compute_dtype if kind == "cuda" else None
-    layout = footprint.Layout(
-        devices, args.shard == "fsdp", args.tensor_parallel, COMM_DTYPES[args.comm_dtype], ns_dtype
-    )
-    memory = footprint.memory_by_kind(config, layout, plan.rows, runtime.compute_dtype.itemsize)
+    parameters = model.parameter_counts()["total"]
+    itemsize = runtime.compute_dtype.itemsize
+    memory = footprint.memory_by_kind(config, layout_of(args, runtime), plan.rows, itemsize)
     seconds = seconds_of(plan, runtime)
-    time = "not known, nor MFU: nanomuon/plan.py has no peak for this GPU"
-    if seconds is not None:
-        time = f"about {duration(seconds)}"
+    time = (
+        f"about {duration(seconds)}" if seconds else "not known, nor MFU: this GPU is not in nanomuon/plan.py"
+    )
     print0(
         f"model      depth {config.depth}, width {config.width}, {config.heads} heads, "
-        f"context {config.seq_len}, vocabulary {config.vocab_size}\n"
-        f"parameters {total / 1e6:.1f}M: {', '.join(by_role)}\n"
+        f"context {config.seq_len}, vocabulary {config.vocab_size}, {parameters / 1e6:.1f}M parameters\n"
         f"training   {plan.steps} steps x {plan.batch} tokens = {plan.tokens:,} tokens, "
         f"{flops / 1e6:.0f} MFLOP each, {plan.tokens * flops:.3g} FLOPs in all\n"
-        f"devices    {devices} x {kind}, {plan.rows} rows x {plan.micro_steps} micro-steps a step\n"
+        f"devices    {runtime.world_size} x {runtime.device.type}, {plan.rows} rows x {plan.micro_steps} "
+        f"micro-steps a step\n"
         f"dtype      {runtime.dtype_name} (weights float32)\n"
         f"memory     about {sum(memory.values()) / 2**30:.1f} GB per device\n"
         f"time       {time}"

@@ -4,9 +4,8 @@ The keywords of `param_groups` and `schedule` are flags of base_train. The labor
 compares them with others.
 """
 
-import importlib.util
 import inspect
-import traceback
+import types
 from pathlib import Path
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
@@ -111,9 +110,9 @@ def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
     """{hyperparameter: value} that a group gets at `step` (from 0) of `steps`. group: as it was built."""
     values = {"lr": group["lr"] * lr_multiplier(step, steps, warmup_ratio, warmdown_ratio)}
     if group.get("kind") == "muon":
-        decay = weight_decay_multiplier(step, steps)
         values["momentum"] = muon_momentum(step, steps)
-        values["weight_decay"] = group["weight_decay"] * decay
+        # Linear to zero: at the end of a run decay only adds noise (nanochat, 2026)
+        values["weight_decay"] = group["weight_decay"] * (1 - step / steps)
     return values
 
 
@@ -138,34 +137,27 @@ def muon_momentum(step: int, steps: int, start: float = 0.85, peak: float = 0.95
     return start + (peak - start) * min(1.0, step / rising_steps)
 
 
-def weight_decay_multiplier(step: int, steps: int) -> float:
-    """Linear to zero: at the end of a run decay only adds noise (nanochat, 2026)."""
-    return 1 - step / steps
+# ------------------------------------------------------------------------------------------------------------
+# A user's file in place of the recipe
 
 
 def load_recipe(file, source: bytes | None = None):
-    """(build, schedule or None) of a user's Python file.
+    """(build, schedule) of a user's Python file.
 
     The file defines `param_groups(model)`, a list of groups for MuonAdamW, or `build_optimizer(model)`, any
     torch.optim.Optimizer, either with the parameters `batch` and `steps` if it likes (see make_optimizer);
-    and if it likes `schedule(group, step, steps)`: without one that of the recipe is meant, and what the file
-    imports of the recipe to build on is not its own. source: what was read of the file before; this runs,
-    whatever it holds by now. InputError if there is no such file or function, or the file does not run.
+    and if it likes `schedule(group, step, steps)`, else it is None. What the file imports of this one to
+    build on is not its own. source: what was read of the file before; this runs, whatever it holds by now.
+    InputError if there is no such file or function.
     """
     module = run_file(file, read_source(file) if source is None else source)
-    own = {}
-    for name, of_recipe in (
-        ("param_groups", param_groups),
-        ("build_optimizer", None),
-        ("schedule", schedule),
-    ):
-        function = getattr(module, name, None)
-        own[name] = function if callable(function) and function is not of_recipe else None
-    groups, optimizer = own["param_groups"], own["build_optimizer"]
-    if bool(groups) == bool(optimizer):
-        has = "has both" if groups else "has neither of"
-        raise InputError(f"{file} {has} param_groups(model) and build_optimizer(model): define one of them")
-    return groups or optimizer, own["schedule"]
+    names = ("param_groups", "build_optimizer", "schedule")
+    own = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    own = {name: value for name, value in own.items() if callable(value) and value is not globals().get(name)}
+    build = [own[name] for name in names[:2] if name in own]
+    if len(build) != 1:
+        raise InputError(f"{file} has to define either param_groups(model) or build_optimizer(model)")
+    return build[0], own.get("schedule")
 
 
 def read_source(file) -> bytes:
@@ -176,18 +168,11 @@ def read_source(file) -> bytes:
 
 
 def run_file(file, source: bytes):
-    """The module that the text of a Python file makes; InputError, with the line, if it does not run."""
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        # Not by the loader of the module, which takes what an earlier import has left in __pycache__
-        exec(compile(source, str(file), "exec", dont_inherit=True), module.__dict__)
-    except (Exception, SystemExit) as error:
-        lines = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)
-        ]
-        line = error.lineno if isinstance(error, SyntaxError) else lines[-1]
-        raise InputError(f"{file} line {line}: {type(error).__name__}: {error}") from error
+    """The module that the text of a Python file makes; what it raises is the user's to see whole."""
+    # Not by an import, which takes what an earlier one has left in __pycache__
+    module = types.ModuleType(Path(file).stem)
+    module.__file__ = str(file)
+    exec(compile(source, str(file), "exec", dont_inherit=True), module.__dict__)
     return module
 
 
@@ -202,14 +187,10 @@ def make_optimizer(build, model, batch, steps, world_size=1, **settings):
     built = build(model, **{name: value for name, value in of_run.items() if name in told})
     if hasattr(built, "param_groups"):
         return built
-    if not isinstance(built, list) or not built or not all(isinstance(group, dict) for group in built):
-        raise InputError(f"no list of param groups and no optimizer, but {type(built).__name__}, was built")
     try:
-        if world_size > 1:
-            return DistMuonAdamW(built, **settings)
-        return MuonAdamW(built, **settings)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+        return (DistMuonAdamW if world_size > 1 else MuonAdamW)(built, **settings)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"no optimizer and no param groups of one were built: {error}") from error
 
 
 def check_schedule(schedule, groups, steps):

@@ -1,9 +1,6 @@
-"""What a run leaves for people: metrics.jsonl (and wandb) while it runs, loss.png and report.md at its
-end.
-"""
+"""What a run leaves for people: metrics.jsonl (and wandb) while it runs, loss.png and report.md then."""
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -15,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from nanomuon.files import as_kind, parse_json, read_json, write_text, write_whole
+from nanomuon.files import read_json, write_text, write_whole
 from nanomuon.runtime import Runtime, cores, peak_memory_mb, print0, printable
 
 
@@ -43,8 +40,8 @@ class MetricsLog:
 
     def log(self, row: dict) -> None:
         """row: a dict with `step`, values numbers; not finite ones are written as null, as JSON has none."""
-        finite = {key: None if _non_finite(value) else value for key, value in row.items()}
-        self.file.write(json.dumps(finite).encode() + b"\n")
+        finite = {key: value for key, value in row.items() if value is None or math.isfinite(value)}
+        self.file.write(json.dumps(dict.fromkeys(row) | finite).encode() + b"\n")
         if self.wandb is not None:
             self.wandb.log(row, step=row["step"])
 
@@ -55,22 +52,18 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl in order; a line that a kill has torn, or that is damaged, is left out."""
+    """The rows of a metrics.jsonl in order; a line that a kill has torn is left out."""
     rows = []
     for line in path.read_bytes().split(b"\n") if path.exists() else []:
         with contextlib.suppress(ValueError):
-            row = as_kind(parse_json(line), dict)
-            if type(row.get("step")) is int and type(row.get("tokens")) is int:
-                rows.append(row)
+            rows.append(json.loads(line))
     return rows
 
 
 def read_metrics(path: Path) -> tuple[list[dict], list[dict]]:
     """(training rows, evaluation rows) of a metrics.jsonl, in order."""
     rows = read_rows(Path(path))
-    training = [row for row in rows if "train_loss" in row]
-    evaluation = [row for row in rows if "val_bpb" in row]
-    return training, evaluation
+    return [row for row in rows if "train_loss" in row], [row for row in rows if "val_bpb" in row]
 
 
 def summarize(rows: list[dict], val_bpb: float, steps: int, tokens: int, runtime: Runtime) -> dict:
@@ -90,86 +83,39 @@ def summarize(rows: list[dict], val_bpb: float, steps: int, tokens: int, runtime
 
 
 def plot_run(metrics, image) -> None:
-    """Draw a run's metrics.jsonl as four panels over tokens into a PNG, made to be read at a README's
-    width.
-    """
+    """Draw the losses of a metrics.jsonl over tokens into a PNG, made to be read at a README's width."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no global backend, no display
     from matplotlib.figure import Figure
 
     training, evaluation = read_metrics(metrics)
-    largest = max([row["tokens"] for row in training + evaluation], default=1)
-    divisor, unit = _unit(largest)
-
-    def curve(rows, key):
-        values = [math.nan if row.get(key) is None else row[key] for row in rows]
-        return [row["tokens"] / divisor for row in rows], values
-
-    figure = Figure(figsize=(9, 5.6), dpi=200, facecolor="white", layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    figure = Figure(figsize=(9, 3.6), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 2, sharex=True, height_ratios=[1.6, 1])
-    (loss, bpb), (rate, speed) = axes
-    blue, orange, purple, grey = "#1f5fa8", "#c8511b", "#6b2c91", "#5a5a5a"
+    loss, bpb = figure.subplots(1, 2)
 
-    tokens, values = curve(training, "train_loss")
-    loss.plot(tokens, values, color=blue, alpha=0.25, linewidth=0.8, label="each step")
-    loss.plot(tokens, _smooth(values), color=blue, linewidth=1.6, label="smoothed")
-    loss.set(title="Training loss", ylabel="nats per token")
-    loss.legend(frameon=False, labelcolor=grey, fontsize=9)
-    finite = sorted(value for value in values if not math.isnan(value))
+    def curve(axis, rows, key, **style):
+        values = [math.nan if row[key] is None else row[key] for row in rows]
+        axis.plot([row["tokens"] for row in rows], values, **style)
+
+    curve(loss, training, "train_loss", color="tab:blue", linewidth=0.8)
+    finite = sorted(row["train_loss"] for row in training if row["train_loss"] is not None)
     if finite:  # the first steps fall steeply: give the rest of the curve the room
-        top = finite[min(len(finite) - 1, int(0.97 * len(finite)))]
-        loss.set_ylim(finite[0] - 0.05 * (top - finite[0]), top + 0.08 * (top - finite[0]) + 1e-3)
-
+        loss.set_ylim(top=1.02 * finite[int(0.97 * (len(finite) - 1))] + 1e-3)
+    loss.set(title="Training loss", ylabel="nats per token")
     # A line joins figures of the same text only: the beginning of the set may be easier than all of it
     on_part = [row for row in evaluation if not row.get("whole_set")]
     on_whole = [row for row in evaluation if row.get("whole_set")]
-    tokens, values = curve(on_part, "val_bpb")
-    bpb.plot(
-        tokens, values, color=orange, linewidth=1.6, marker="o", markersize=3.5, label="first part of the set"
-    )
-    tokens, values = curve(on_whole, "val_bpb")
-    width = 1.6 if len(values) > 1 else 0  # the legend shows no line either where there is one point
-    bpb.plot(tokens, values, color=purple, linewidth=width, marker="D", markersize=4.5, label="whole set")
+    curve(bpb, on_part, "val_bpb", color="tab:orange", marker="o", label="first part of the set")
+    curve(bpb, on_whole, "val_bpb", color="tab:purple", marker="D", label="whole set")
     bpb.set(title="Validation", ylabel="bits per byte")
-    if on_part and on_whole:
-        bpb.legend(frameon=False, labelcolor=grey, fontsize=9)
-    tokens, values = curve(evaluation, "val_bpb")
-    if values:
-        bpb.annotate(
-            f"{values[-1]:.3f}",
-            (tokens[-1], values[-1]),
-            (0, 9),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            color=purple if on_whole else orange,
-            fontweight="bold",
-        )
-
-    tokens, values = curve(training, "lr_multiplier")
-    rate.plot(tokens, values, color=grey, linewidth=1.4)
-    rate.set(title="Learning rate", ylabel="multiplier", ylim=(0, None))
-
-    tokens, values = curve(training, "tokens_per_second")
-    scale, speed_unit = _unit(max([value for value in values if not math.isnan(value)], default=1))
-    speed.plot(tokens, [value / scale for value in values], color=grey, linewidth=1.0)
-    speed.set(title="Throughput", ylabel=f"{speed_unit}tokens/s", ylim=(0, None))
-
-    for axis in axes.flat:
-        style_axis(axis)
-    for axis in axes[1]:
-        axis.set_xlabel(f"{unit}tokens trained on", color=grey, fontsize=9.5)
-    final = f"   validation {evaluation[-1]['val_bpb']:.4f} bits per byte" if evaluation else ""
-    figure.suptitle(
-        Path(metrics).resolve().parent.name + final,
-        fontsize=12.5,
-        fontweight="bold",
-        color="#222222",
-        parse_math=False,  # a name may have dollar signs
-    )
-
-    save_figure(figure, image)
+    bpb.legend(frameon=False)
+    for axis in (loss, bpb):
+        axis.set_xlabel("tokens trained on")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    # a name may have dollar signs
+    figure.suptitle(Path(metrics).resolve().parent.name, fontweight="bold", parse_math=False)
+    with write_whole(image) as file:
+        figure.savefig(file, format="png")
 
 
 def write_report(
@@ -190,7 +136,7 @@ def write_report(
         f"# {name}",
         f"Trained on {machine_description()}.",
         "## Results\n\n" + markdown_table(("", "value"), summary),
-        "![Training loss, validation bits per byte, learning rate and throughput over tokens](loss.png)",
+        "![Training loss and validation bits per byte over tokens](loss.png)",
     ]
     if core is not None:
         line, tasks = core
@@ -211,64 +157,16 @@ def machine_description() -> str:
     """One line: processor, memory, GPUs, versions: "2 x AMD EPYC, 24 GB, no GPU, torch 2.13.0, Python
     3.11.7".
     """
-    processor = platform.machine()
     cpu_info = Path("/proc/cpuinfo")
-    if cpu_info.exists():
-        for line in cpu_info.read_text().splitlines():
-            if line.startswith("model name"):
-                processor = line.split(":", 1)[1].strip()
-                break
+    named = re.search("model name.*: (.*)", cpu_info.read_text()) if cpu_info.exists() else None
+    processor = named[1] if named else platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    graphics = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
+    count = torch.cuda.device_count()
+    graphics = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU"
     return (
         f"{cores()} x {processor}, {memory:.0f} GB, {graphics}, "
         f"torch {torch.__version__}, Python {platform.python_version()}"
     )
-
-
-def style_axis(axis):
-    grey = "#5a5a5a"
-    axis.set_title(axis.get_title(), loc="left", fontsize=10.5, fontweight="bold", color="#222222")
-    axis.title.set_text("")
-    axis.grid(color="#e6e6e6", linewidth=0.7)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.spines[["left", "bottom"]].set_color("#b0b0b0")
-    axis.tick_params(colors=grey, labelsize=9)
-    axis.yaxis.label.set(color=grey, fontsize=9.5)
-    axis.margins(x=0.02)
-
-
-def save_figure(figure, image):
-    with write_whole(image) as file:
-        figure.savefig(file, format="png")
-
-
-def _non_finite(value):
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def _smooth(values):
-    """Mean over a window of about a thirtieth of the run, centred so that it does not lag."""
-    half = len(values) // 60
-    finite = [0.0 if math.isnan(value) else value for value in values]
-    sums = [0.0, *itertools.accumulate(finite)]  # of the first ones, so that a window costs a difference
-    counts = [0, *itertools.accumulate(not math.isnan(value) for value in values)]
-    smoothed = []
-    for index in range(len(values)):
-        reach = min(half, index)
-        first, last = index - reach, min(index + reach + 1, len(values))
-        count = counts[last] - counts[first]
-        smoothed.append((sums[last] - sums[first]) / count if count else math.nan)
-    return smoothed
-
-
-def _unit(largest):
-    """(divisor, word) that bring numbers up to `largest` into a readable range."""
-    for divisor, word in ((1e9, "billion "), (1e6, "million "), (1e3, "thousand ")):
-        if largest >= divisor:
-            return divisor, word
-    return 1, ""
 
 
 def markdown_table(header: tuple[str, str], values: dict) -> str:

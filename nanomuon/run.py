@@ -1,44 +1,42 @@
 """A training run: start, resume, save, evaluate, finish. The loop that trains is in scripts/base_train.py."""
 
 import argparse
+import contextlib
 import functools
 import gc
+import importlib.metadata
 import math
 import os
+import platform
 import shutil
+import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
-from nanomuon import checkpoint, core, core_bundle, hf_export, parallel, recipe, report, shards
+from nanomuon import checkpoint, core, hf_export, parallel, recipe, report, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
-from nanomuon.files import as_kind, write_json
+from nanomuon.files import folder_of, read_json, write_json
 from nanomuon.fp8 import train_in_fp8
 from nanomuon.generate import sample_texts
 from nanomuon.optim import MuonAdamW
 from nanomuon.plan import (
     COMM_DTYPES,
+    OF_THE_LAUNCH,
     Plan,
-    check_room,
+    Settings,
     choose_compilation,
     meta_model,
     print_plan,
-)
-from nanomuon.qk_clip import watch_
-from nanomuon.run_folder import (
-    OF_THE_LAUNCH,
-    Settings,
-    folder_of,
-    layout_of,
     refuse_differences,
     sha256_of,
-    trained_with,
 )
+from nanomuon.qk_clip import watch_
 from nanomuon.runtime import InputError, Runtime, first_rank_first, print0
 from nanomuon.tokenizer import Tokenizer
 
@@ -47,22 +45,10 @@ NO_PROMPTS = [""] * 3  # for other corpora
 
 
 @dataclass
-class Position:
-    """In the data, see TrainLoader.state_dict."""
+class Summary:
+    """What summary.json has to say to mark a run as complete."""
 
-    epoch: int
-    window: int
-    row: int
-
-
-@dataclass
-class Meta:
-    """What a checkpoint says beside its tensors."""
-
-    step: int
-    skipped_steps: int
-    loader: Position
-    groups: list[dict] = field(default_factory=list)  # see saved_groups
+    steps: int
 
 
 class Run:
@@ -86,22 +72,24 @@ class Run:
             compiles = choose_compilation(args, plan, runtime)
         os.environ["NANOMUON_COMPILE"] = str(int(compiles))
 
-        found = self._build()
+        found = checkpoint.find(self.folder, args.resume)
+        if not found and args.resume == "auto" and (self.folder / "summary.json").exists():
+            raise InputError(
+                f"run {args.run} is complete and has no checkpoint to go on from: choose another --run"
+            )
+        self._build()
         self._resume(found)
-        resumed_step = self.step if found else None
         self.log = None
         if runtime.rank == 0:
             self._write_folder(compiles)
             wandb = None
             if args.wandb:
                 wandb = dict(project="nanomuon", name=args.run, id=args.run, config=vars(args))
-            self.log = report.MetricsLog(self.folder / "metrics.jsonl", resumed_step, wandb)
+            self.log = report.MetricsLog(
+                self.folder / "metrics.jsonl", self.step if found else None, wandb=wandb
+            )
         checkpoint.remove(self.folder, self.step if found else -1, args.keep_last)
         print_plan(args, self.plan, runtime)
-        manifest = shards.read_manifest(self.data)
-        if manifest.complete:
-            tokens = shards.count_tokens(manifest.train)
-            print0(f"data       {tokens:,} tokens for training, seen {self.plan.tokens / tokens:.2f} times")
         self.forward = self.model
         if compiles:
             self.forward = parallel.compile_model(self.model, self.mesh)
@@ -111,28 +99,26 @@ class Run:
         """Open shards and tokenizer. Returns what the run is trained on; InputError if that has changed."""
         corpus, file = open_corpus(self.args.corpus), self.args.optimizer_file
         trained_on = {"corpus": self.args.corpus, "revision": corpus.revision, "shards": corpus.slug}
-        self._refuse_other_data(settings, trained_on)  # before it is worked on
+
+        def refuse_other_data():
+            before = settings.trained_on if settings else trained_on
+            differences = [
+                f"{key} {before.get(key)}, not {now}"
+                for key, now in trained_on.items()
+                if before.get(key) != now
+            ]
+            refuse_differences(self.args.run, differences)
+
+        refuse_other_data()  # before it is worked on
         self.data = shards.prepare_for_training(corpus, self.args.vocab_size, self.plan.tokens)
-        self.tokenizer = shards.open_tokenizer(self.data)
+        self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
-        self._refuse_other_data(settings, trained_on)
+        refuse_other_data()
         return trained_on | {"optimizer_file": file, "optimizer_file_sha256": sha256_of(file)}
 
-    def _refuse_other_data(self, settings, trained_on):
-        differences = []
-        for key, now in trained_on.items():
-            if settings and settings.trained_on.get(key) != now:
-                differences.append(f"{key} {settings.trained_on.get(key)}, not {now}")
-        refuse_differences(self.args.run, differences)
-
-    def _build(self) -> Path | None:
-        """Model, optimizer, schedule. Returns the checkpoint to go on from, seen to fit before that."""
+    def _build(self):
+        """Model, optimizer, schedule."""
         args, plan, runtime = self.args, self.plan, self.runtime
-        planned = meta_model(plan.config)
-        check_room(planned, args, runtime)
-        found = checkpoint.find(self.folder, args.resume)
-        if found:
-            checkpoint.check_model_fits(found, planned)
         if runtime.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(runtime.device)  # what the probe took does not count
         self.mesh = None
@@ -150,31 +136,18 @@ class Run:
         not_trained = [name for name, param in self.model.named_parameters() if id(param) not in trained]
         if not_trained:
             print0(f"in no param group, so not trained: {', '.join(not_trained)}")
-        return found
 
-    def _resume(self, found):
+    def _resume(self, found: Path | None):
         """Take up what a checkpoint holds, if there is one."""
-        args, plan = self.args, self.plan
+        plan, position = self.plan, None
         self.step = self.skipped = 0
-        position = None
         if found:
-            try:
-                meta = as_kind(checkpoint.load(found, self.model, self.optimizer), Meta, "meta")
-            except ValueError as error:
-                raise InputError(f"{found}/manifest.json: {error}") from error
-            self.step, self.skipped, position = meta.step, meta.skipped_steps, asdict(meta.loader)
+            position = checkpoint.load(found, self.model, self.optimizer)
+            self.step, self.skipped = position.pop("step"), position.pop("skipped_steps")
             if isinstance(self.optimizer, MuonAdamW):
                 self.optimizer.skipped_steps.fill_(self.skipped)
-            else:
-                restore_groups(self.optimizer.param_groups, meta.groups)
-            print0(f"resuming run {args.run} at step {self.step}")
-            if plan.steps < self.step:
-                print0(f"that is beyond --num-iterations {plan.steps}: nothing is left to train")
-                self.plan = replace(plan, steps=self.step)
-        elif args.resume == "auto" and (self.folder / "summary.json").exists():
-            raise InputError(
-                f"run {args.run} is complete and has no checkpoint to go on from: choose another --run"
-            )
+            self.plan = replace(plan, steps=max(plan.steps, self.step))  # nothing is taken back
+            print0(f"resuming run {self.args.run} at step {self.step}")
         self.loader = TrainLoader(
             self.data,
             plan.config.seq_len,
@@ -182,31 +155,28 @@ class Run:
             plan.rows,
             self.data_rank,
             plan.data_parallel,
-            args.seed,
+            self.args.seed,
             self.runtime.device,
             position,
         )
 
-    def _write_folder(self, compiles):
+    def _write_folder(self, compiles: bool):
         if self.args.resume == "never":
             shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         for over in ("summary.json", "stopped"):  # a run that goes on is neither complete nor stopped
             (self.folder / over).unlink(missing_ok=True)
         self.tokenizer.save(self.folder / "tokenizer")
-        options = {name: value for name, value in vars(self.args).items() if name not in OF_THE_LAUNCH}
         config = self.plan.config
-        options |= {
-            "total_batch_size": self.plan.batch,
-            "max_seq_len": config.seq_len,
-            "vocab_size": config.vocab_size,
-        }
-        options |= {"window_pattern": config.window_pattern, "dtype": self.runtime.dtype_name}
+        chosen = {"total_batch_size": self.plan.batch, "max_seq_len": config.seq_len}
+        chosen |= {"vocab_size": config.vocab_size, "window_pattern": config.window_pattern}
+        chosen["dtype"] = self.runtime.dtype_name
+        options = {name: value for name, value in vars(self.args).items() if name not in OF_THE_LAUNCH}
         settings = Settings(
-            options=options,
+            options=options | chosen,
             compile=compiles,
             rows=self.plan.rows,
-            layout=layout_of(self.args, self.runtime),
+            world_size=self.runtime.world_size,
             trained_on=self.trained_on,
             trained_with=trained_with(),
         )
@@ -231,7 +201,9 @@ class Run:
         )
         as_in_training = self.forward is not self.model  # compiled whole: then with the graph that is there
         value = bits_per_byte(self.forward, batches, self.token_bytes, as_in_training)
-        whole_set = max_tokens is None or max_tokens >= shards.validation_tokens(self.data)
+        whole_set = max_tokens is None or max_tokens >= shards.count_tokens(
+            shards.read_manifest(self.data).val
+        )
         self._log({"val_bpb": value, "whole_set": whole_set})
         extent = " (whole set)" if whole_set else ""
         print0(f"step {self.step:5d}/{self.plan.steps} | validation {value:.4f} bits per byte{extent}")
@@ -249,7 +221,6 @@ class Run:
             self.plan.rows * self.plan.config.seq_len,
             self.data_rank,
             self.plan.data_parallel,
-            in_pieces=self.mesh is not None,
         )
         if self.log:
             write_json(self.folder / "core.json", {**results, "step": self.step, "most_items": most_items})
@@ -266,68 +237,59 @@ class Run:
 
         position: of the loader, if the rows of a step that could not be taken are to come again.
         """
-        meta = Meta(self.step, self.skipped, Position(**(position or self.loader.state_dict())))
-        if not isinstance(self.optimizer, MuonAdamW):  # which counts its steps in its state
-            meta.groups = saved_groups(self.optimizer.param_groups)
-        model, optimizer, keep_last = self.model, self.optimizer, self.args.keep_last
+        meta = {"step": self.step, "skipped_steps": self.skipped}
+        meta |= position or self.loader.state_dict()
         try:
-            checkpoint.save(self.folder, self.step, model, optimizer, asdict(meta), keep_last)
+            checkpoint.save(self.folder, self.step, self.model, self.optimizer, meta, self.args.keep_last)
         except InputError as error:
             if is_last:
                 raise
             print0(f"warning: {error}")
 
-    def give_up(self, bad_steps: int) -> int:
-        """Say where to go on from after that many losses that are not finite. Returns the exit code."""
+    def give_up(self, why: str, bad_steps: int = 0) -> int:
+        """Say why the run has diverged and where to go on from. Returns the exit code."""
         # A checkpoint is good if the step after it was
         good = [saved for saved in checkpoint.saved_steps(self.folder) if saved < self.step - bad_steps]
-        last_good = (
-            f"--resume step_{good[-1]} goes on from the last good checkpoint"
-            if good
-            else "no checkpoint is good"
-        )
-        print0(
-            f"error: {bad_steps} losses in a row are not finite, or their gradients; {last_good}; "
-            "--resume never starts over, at lower learning rates",
-            file=sys.stderr,
-        )
+        last_good = "no checkpoint is good"
+        if good:
+            last_good = f"--resume step_{good[-1]} goes on from the last good checkpoint"
+        print0(f"error: {why}; {last_good}; --resume never starts over, at lower rates", file=sys.stderr)
         return 1
 
     def finish(self) -> int:
         """Evaluate on the whole validation set, export, report. Returns the exit code: 1 if the model has
         diverged.
         """
+        args, plan = self.args, self.plan
         val_bpb = self.evaluate(None)
         if not math.isfinite(val_bpb):
-            print0(
-                f"error: run {self.args.run} has diverged, its validation loss is not finite: --resume step_N"
-                " goes on from an earlier checkpoint, --resume never starts over, at lower learning rates",
-                file=sys.stderr,
-            )
-            return 1
-        core_results = self.evaluate_core(self.args.core_items) if self.core_tasks else None
-        facts = {"step": self.step, "val_bpb": round(val_bpb, 4), "tokens": self.plan.tokens}
-        facts["corpus"] = self.args.corpus
-        hf_export.export(self.folder, self.model, self.plan.config, self.tokenizer, facts)
+            return self.give_up(f"run {args.run} has diverged, its validation loss is not finite")
+        core_results = self.evaluate_core(args.core_items) if self.core_tasks else None
+        facts = {
+            "step": self.step,
+            "val_bpb": round(val_bpb, 4),
+            "tokens": plan.tokens,
+            "corpus": args.corpus,
+        }
+        hf_export.export(self.folder, self.model, plan.config, self.tokenizer, facts)
         if self.log is None:
             return 0
         self.log.close()
         rows, _ = report.read_metrics(self.folder / "metrics.jsonl")
-        summary = report.summarize(rows, val_bpb, self.plan.steps, self.plan.tokens, self.runtime)
-        summary["parameters"] = meta_model(self.plan.config).parameter_counts()["total"]
+        summary = report.summarize(rows, val_bpb, plan.steps, plan.tokens, self.runtime)
+        summary["parameters"] = meta_model(plan.config).parameter_counts()["total"]
         core_report = None
         if core_results is not None:
             core_report = core.as_line(core_results), core_results["tasks"]
-            for key, name in (("core", "core"), ("mean_centered", "core_mean_centered")):
-                value = core_results[key]
-                summary[name] = value if value is None else round(value, 4)
-        elif self.args.core_bundle or self.args.core_every > 0:
+            whole = core_results["core"]
+            summary["core"] = None if whole is None else round(whole, 4)
+            summary["core_mean_centered"] = round(core_results["mean_centered"], 4)
+        elif args.core_bundle or args.core_every > 0:
             summary["core"] = None  # its bundle could not be had
-        if self.mesh is not None:  # samples take the whole model, for which the pieces make room
-            self.model = self.forward = self.optimizer = self.initial_groups = None
-            gc.collect()
-        prompts = PROMPTS.get(self.args.corpus, NO_PROMPTS)
-        samples = sample_run(self.model, self.tokenizer, self.args.run, prompts, self.args.seed, self.runtime)
+        # The exported model makes the samples, and pieces of a larger one make room for it
+        self.model = self.forward = self.optimizer = self.initial_groups = None
+        gc.collect()
+        samples = sample_run(args, self.runtime)
         report.write_report(self.folder, summary, samples, core_report)
         write_json(self.folder / "summary.json", summary)  # last: it marks the run as complete
         report.print_summary(summary)
@@ -335,56 +297,58 @@ class Run:
         return 0
 
 
-def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core_bundle.Task]:
+def is_complete(folder: Path, steps: int) -> bool:
+    """Whether nothing is left to do of a run of so many steps; says so."""
+    file = folder / "summary.json"
+    if not file.exists() or read_json(file, Summary).steps < steps:
+        return False
+    print0(f"run {folder.name} is complete: {folder}/report.md (--resume never starts it over)")
+    report.print_summary(read_json(file))
+    return True
+
+
+def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core.Task]:
     """The tasks of CORE; none if it is not asked for, or if its bundle cannot be had."""
-    bundle = args.core_bundle
-    if bundle is None and args.core_every > 0:
-        bundle = core_bundle.PUBLIC_BUNDLE
+    bundle = args.core_bundle or (core.PUBLIC_BUNDLE if args.core_every > 0 else None)
     if bundle is None:
         return []
     try:
-        return first_rank_first(lambda: core_bundle.open_bundle(bundle), runtime)
-    except core_bundle.Unreachable as error:
+        return first_rank_first(lambda: core.open_bundle(bundle), runtime)
+    except core.Unreachable as error:
         print0(f"warning: {error}; the run goes on without CORE", file=sys.stderr)
         return []
 
 
-def sample_run(
-    model: torch.nn.Module | None,
-    tokenizer: Tokenizer,
-    run: str,
-    prompts: list[str],
-    seed: int,
-    runtime: Runtime,
-) -> list[str]:
-    """Texts of the trained model; none if this device cannot hold it whole.
-
-    model: None if it was trained in pieces; the exported one is then loaded.
-    """
+def sample_run(args: argparse.Namespace, runtime: Runtime) -> list[str]:
+    """Texts of the exported model; none if this device cannot hold it whole."""
     try:
-        if model is None:
-            model, _, _ = hf_export.load_run(run, runtime)
-        return sample_texts(model, tokenizer, prompts, max_tokens=128, seed=seed)
+        model, tokenizer, _ = hf_export.load_run(args.run, runtime)
+        prompts = PROMPTS.get(args.corpus, NO_PROMPTS)
+        return sample_texts(model, tokenizer, prompts, max_tokens=128, seed=args.seed)
     except torch.OutOfMemoryError:
-        print0(
-            "no samples: the whole model does not fit into this device (scripts.sample on one where it does)"
-        )
+        print0("no samples: the whole model does not fit into this device")
         return []
+
+
+def trained_with() -> dict:
+    """Commit, versions and threads that compute a run, as far as they are known."""
+    known = {"python": platform.python_version(), "threads": torch.get_num_threads()}
+    for package in ("torch", "numpy", "safetensors", "tiktoken"):
+        known[package] = importlib.metadata.version(package)
+    checkout = Path(__file__).parents[1]
+    if (checkout / ".git").exists():  # git would look in the folders above, which may be another project
+        commit = "describe --always --abbrev=40 --exclude=* --dirty".split()
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            known["commit"] = subprocess.check_output(["git", "-C", checkout, *commit], text=True).strip()
+    return known
 
 
 def build_optimizer(args, model, plan, runtime) -> tuple[torch.optim.Optimizer, object]:
     """The optimizer, and the schedule that moves its groups: the recipe's, or what the user's file has."""
-    build = functools.partial(
-        recipe.param_groups,
-        matrix_lr=args.matrix_lr,
-        embedding_lr=args.embedding_lr,
-        unembedding_lr=args.unembedding_lr,
-        scalar_lr=args.scalar_lr,
-        weight_decay=args.weight_decay,
-    )
-    schedule = functools.partial(
-        recipe.schedule, warmup_ratio=args.warmup_ratio, warmdown_ratio=args.warmdown_ratio
-    )
+    keywords = {name: getattr(args, name) for name in recipe.param_groups.__kwdefaults__}
+    build = functools.partial(recipe.param_groups, **keywords)
+    course = {name: getattr(args, name) for name in recipe.schedule.__kwdefaults__}
+    schedule = functools.partial(recipe.schedule, **course)
     if args.optimizer_file:
         print0(f"running {args.optimizer_file}, SHA-256 {sha256_of(args.optimizer_file)}")
         build, own_schedule = recipe.load_recipe(args.optimizer_file)
@@ -392,35 +356,8 @@ def build_optimizer(args, model, plan, runtime) -> tuple[torch.optim.Optimizer, 
     settings = {"ns_dtype": runtime.compute_dtype}
     if runtime.world_size > 1:
         settings["comm_dtype"] = COMM_DTYPES[args.comm_dtype]
-    return recipe.make_optimizer(
-        build, model, plan.batch, plan.steps, runtime.world_size, **settings
-    ), schedule
-
-
-def saved_groups(groups: list[dict]) -> list[dict]:
-    """The numbers and texts of each param group: some optimizers count and estimate there (Schedule-Free,
-    Prodigy).
-    """
-    saved = []
-    for group in groups:
-        values = {}
-        for key, value in group.items():
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
-                value = value.item()
-            if isinstance(value, bool | int | float | str):
-                values[key] = value
-        saved.append(values)
-    return saved
-
-
-def restore_groups(groups: list[dict], saved: list[dict]) -> None:
-    """Put what saved_groups gave back into the param groups of an optimizer that was built anew."""
-    for group, values in zip(groups, saved, strict=True):
-        for key, value in values.items():
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = value
+    optimizer = recipe.make_optimizer(build, model, plan.batch, plan.steps, runtime.world_size, **settings)
+    return optimizer, schedule
 
 
 class Moment:

@@ -1,19 +1,17 @@
 """Device, dtype, process group, signals and errors: what every script needs, and nothing on import."""
 
+import contextlib
 import ctypes
-import errno
 import os
 import re
 import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,18 +19,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# What the system says where nothing can be written: no room (also by ulimit -f), or no permission
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NOT_WRITABLE = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
-
 BUG = 1  # exit code of an error that is no one's input
 STOPPED = 75  # of a run that was asked to stop before its end: EX_TEMPFAIL of sysexits.h, try again
-NO_READER = 128 + signal.SIGPIPE  # of a script in a pipe whose reader has ended, as other programs have it
+PATIENCE = 2  # seconds that a rank waits before it tells of an error which others probably tell of
 # C0 but for tab and newline, DEL and C1; Unicode's bidirectional controls; surrogates, which no encoding has
 _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-PATIENCE = 2  # seconds that a rank waits before it tells of an error which others probably tell of
-NVIDIA_SMI_SECONDS = 10  # for an answer of nvidia-smi, which hangs if the driver does
 
 
 class InputError(Exception):
@@ -54,35 +45,18 @@ class Runtime:
 
 
 def check_name(flag: str, name: str) -> None:
-    """InputError where a name would leave the folder that it names a folder in, or break the lines that show
-    it.
-    """
+    """InputError for a name that would leave the folder that it names a folder in, or break a line."""
     if not name.isprintable() or not name or set(name) & set("/\\") or name.startswith("."):
         raise InputError(f"{flag} {name!r} is not a folder name; use letters, digits, '-' and '_'")
-
-
-def check_output(flag: str, place) -> None:
-    """InputError if nothing can be made at the place that a flag names; asked before the work for it."""
-    reason = why_not_writable(Path(place).parent)
-    if reason is not None:
-        raise InputError(f"{flag} {place}: {reason}; choose another place")
-
-
-def why_not_writable(folder: Path) -> str | None:
-    """Why no file can be made in a folder, or in the nearest above it that exists; None if one can."""
-    while not folder.exists():
-        folder = folder.parent
-    try:
-        # Permissions alone do not tell: nobody can make a file in /proc, nor in a file
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        return f"cannot write to {folder}: {error.strerror}"
-    return None
 
 
 def base_dir() -> Path:
     """The folder under which everything is written: $NANOMUON_BASE_DIR, else ~/.cache/nanomuon."""
     return Path(os.environ.get("NANOMUON_BASE_DIR") or Path.home() / ".cache" / "nanomuon").expanduser()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The machine
 
 
 def cores() -> int:
@@ -101,7 +75,7 @@ def cpu_has_bf16() -> bool:
 
 
 def peak_memory_mb(device: torch.device) -> int:
-    """The most memory this process has held: on its GPU, or altogether where it computes on CPUs."""
+    """The most memory this process has held: on its GPU, or altogether if it computes on CPUs."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) >> 20
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -113,8 +87,7 @@ def let_segments_grow() -> None:
 
     Called before CUDA starts. What the user has set for the allocator stays as it is.
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    set_by_user = any(name in os.environ for name in names)
+    set_by_user = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if torch.version.cuda is not None and sys.platform == "linux" and not set_by_user:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
@@ -127,18 +100,17 @@ def worker_thread(name: str) -> ThreadPoolExecutor:
     """
     if not torch.cuda.is_initialized():
         return ThreadPoolExecutor(1, name)
-    return ThreadPoolExecutor(
-        1, name, initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)
-    )
+    device = torch.cuda.current_device()
+    return ThreadPoolExecutor(1, name, initializer=torch.cuda.set_device, initargs=(device,))
 
 
 def compile_enabled(otherwise: bool = True) -> bool:
-    """What NANOMUON_COMPILE says: 0, and the same kernels run eagerly. otherwise: where it says nothing."""
+    """What NANOMUON_COMPILE says: 0, and the same kernels run eagerly. otherwise: if it says nothing."""
     return os.environ.get("NANOMUON_COMPILE", str(int(otherwise))) != "0"
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the large blocks it frees; does nothing where malloc is another one.
+    """Let glibc keep the large blocks it frees; does nothing if malloc is another one.
 
     Fresh blocks cost a page fault every 4 kB, 7% of a step's CPU time (docs/log.md).
     """
@@ -157,15 +129,14 @@ def usable_gpus() -> int:
     wanted = os.environ.get("NANOMUON_DEVICE", "")
     if wanted not in ("", "cpu"):
         raise InputError(f"NANOMUON_DEVICE={wanted}: it can be cpu, or not be set: a GPU if there is one")
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
-    if wanted == "cpu" or hidden:
+    if wanted == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
         return 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a driver that is too old: check_gpu says it
         if torch.cuda.is_available():
             return torch.cuda.device_count()
         seen_by_torch = torch.cuda.device_count()  # asks the driver, and not whether CUDA runs with it
-    if seen_by_torch or ask_nvidia_smi("--query-gpu=name", "--format=csv,noheader"):
+    if seen_by_torch or driver_version():
         check_gpu(0)
     return 0
 
@@ -175,36 +146,25 @@ def check_gpu(index: int) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is raised
-            torch.cuda.init()
             # A kernel, which a build for other GPUs has not, and its result, which waits for errors
             torch.ones(1, device=torch.device("cuda", index)).add(1).item()
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts that there is one
         reason = str(error).strip().split("\n")[0]
-        card = ask_nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader").split("\n")[0]
-        runs = re.search(r"CUDA (?:\w+ )?Version\s*:\s*([\d.]+)", ask_nvidia_smi())
         raise InputError(
-            f"here is a GPU ({card or 'unknown to nvidia-smi'}; its driver runs CUDA up to "
-            f"{runs.group(1) if runs else 'an unknown version'}), but PyTorch {torch.__version__}, built for "
-            f"CUDA {torch.version.cuda}, cannot use it ({reason}): set NANOMUON_PYTHON to a Python whose "
-            "PyTorch fits card and driver, or install a newer driver, or compute on the CPU all the same: "
-            "NANOMUON_DEVICE=cpu"
+            f"here is a GPU ({driver_version() or 'unknown to nvidia-smi'}), but PyTorch "
+            f"{torch.__version__}, built for CUDA {torch.version.cuda}, cannot use it ({reason}): set "
+            "NANOMUON_PYTHON to a Python whose PyTorch fits card and driver, or install a newer driver, or "
+            "compute on the CPU all the same: NANOMUON_DEVICE=cpu"
         ) from error
 
 
-def ask_nvidia_smi(*arguments: str) -> str:
-    """What nvidia-smi prints; nothing if there is none, if it fails, or does not answer in time."""
+def driver_version() -> str:
+    """The line of nvidia-smi with the versions of driver and CUDA; empty if it tells of no GPU."""
     try:
-        process = subprocess.Popen(
-            ["nvidia-smi", *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-    except OSError:
+        output = subprocess.check_output(["nvidia-smi"], stderr=subprocess.DEVNULL, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
         return ""
-    try:
-        output, _ = process.communicate(timeout=NVIDIA_SMI_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()  # and not waited for: what hangs in the driver does not even end by that
-        return ""
-    return output if process.returncode == 0 else ""
+    return next((" ".join(line.strip("| ").split()) for line in output.splitlines() if "CUDA" in line), "")
 
 
 def print_hardware() -> None:
@@ -257,25 +217,16 @@ def start(dtype: str = "auto") -> Runtime:
     if dtype == "auto":
         dtype = "bfloat16" if has_bf16 else "float32"
     if world_size > 1:
-        store = None
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if restarts != "0":
-            # torchrun's ranks meet in one store, where torch 2.13 finds the addresses of those of before
-            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-            store = dist.PrefixStore(f"restart_{restarts}", store)
         # device_id binds NCCL to our GPU at once: a wrong mapping fails here, not in the first collective
-        on_gpu = device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            store=store,
-            rank=int(os.environ["RANK"]),
-            world_size=world_size,
-            device_id=device if on_gpu else None,
-            timeout=timedelta(minutes=10),
-        )
+        backend, device_id = ("nccl", device) if gpus else ("gloo", None)
+        dist.init_process_group(backend, device_id=device_id, timeout=timedelta(minutes=10))
     # By itself a process is the first, whatever another launch has left in the environment
     rank = int(os.environ.get("RANK", "0")) if world_size > 1 else 0
     return Runtime(device, getattr(torch, dtype), rank, world_size)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Ranks
 
 
 def printable(text: str) -> str:
@@ -312,10 +263,20 @@ def together(work, group=None) -> list:
     return [result for result, _ in outcomes]
 
 
-@contextmanager
+def rank() -> int:
+    """This process's number in the process group; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def on_first_rank(work, group=None):
+    """The result of work() on the first rank, or its error, on every rank. See together()."""
+    return together(lambda: work() if rank() == 0 else None, group)[0]
+
+
+@contextlib.contextmanager
 def patient_group():
-    """A group of all ranks, for `together` where one of them works while the others wait, for hours if need
-    be: NCCL would give up after 10 minutes. None in one process. All ranks enter and leave it together.
+    """A group of all ranks, for `together` while one of them works and the others wait, for hours if need be:
+    NCCL would give up after 10 minutes. None in one process. All ranks enter and leave it together.
     """
     if not dist.is_initialized():
         yield None
@@ -333,33 +294,31 @@ def first_rank_first(work, runtime: Runtime):
     if runtime.world_size == 1:
         return work()
     with patient_group() as group:
-        first = together(lambda: work() if runtime.rank == 0 else None, group)[0]
+        first = on_first_rank(work, group)
     return first if runtime.rank == 0 else work()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The end: errors and signals
 
 
 def run_command(main) -> None:
     """Run a script's main() and exit: 0, or 2 with one line on stderr for what the user can fix.
 
-    Other exceptions keep their traceback: they are bugs. In a world of several ranks an error ends its rank
-    at once, so that torchrun ends the others, which may be waiting for this one in a collective: leaving the
-    process group would wait for them. What was being written in the background stays unfinished, as when the
-    process is killed.
+    Other exceptions are bugs and show their traceback. In a world of several ranks an error ends its rank at
+    once, so that torchrun ends the others, which may be waiting for this one in a collective: leaving the
+    process group would wait for them.
     """
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # until here scripts/__init__.py had it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main() or 0
         sys.stdout.flush()
-    except SystemExit as exit:
-        code = exit.code
     except (Exception, KeyboardInterrupt) as error:
         code, message = explain(error)
-        if isinstance(error, OSError) and error.filename is None:
-            # Of the output: else Python would try to write the rest once more when it ends, and complain
+        if isinstance(error, BrokenPipeError):  # else Python would write the rest once more when it ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        if alone and code == BUG:
-            raise
         if not alone:
             let_others_speak(error, code)
         sys.stderr.write(message)  # in one piece: print() writes the end of the line by itself
@@ -368,6 +327,51 @@ def run_command(main) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(code)
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """The exit code for an error that ends this process, and what to tell the user about it."""
+    message = str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, f"{message or 'interrupted'}\n"
+    if isinstance(error, torch.OutOfMemoryError):
+        less = "fewer rows (--device-batch-size), a smaller model or --shard fsdp need less"
+        message = f"{message.split('. ')[0]}; {less}"
+    elif isinstance(error, OSError):  # what the system refuses: no room, no permission, no reader of a pipe
+        if str(base_dir()) in message:
+            message += "; NANOMUON_BASE_DIR=/folder/with/room helps"
+    elif not isinstance(error, InputError):
+        origin = getattr(error, "origin", None)  # see together()
+        text = origin or "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return BUG, printable(text)
+    return 2, f"error: {printable(' '.join(message.split()))}\n"
+
+
+def let_others_speak(error: BaseException, code: int) -> None:
+    """Wait a little with an error that another rank probably tells of, to be ended by torchrun meanwhile.
+
+    Most errors come to all ranks: then the first of each node tells the user, and not eight of them. The end
+    of another rank shows as a connection that is lost.
+    """
+    first_of_node = os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0"
+    lost_connection = isinstance(error, dist.DistError) or "by peer" in str(error)  # the words of gloo
+    if lost_connection or not first_of_node:
+        signal.signal(signal.SIGTERM, lambda number, frame: leave(code))  # by which torchrun ends us
+        time.sleep(PATIENCE)
+
+
+def leave(code: int) -> None:
+    """End this process at once, without waiting for threads or for other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def on_signals(handler, *numbers: signal.Signals) -> None:
+    """Have handler(number, frame) called for these signals; SIGHUP stays ignored if it is: by nohup."""
+    for number in numbers:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def exit_when_asked() -> None:
@@ -379,65 +383,48 @@ def exit_when_asked() -> None:
     on_signals(stop, signal.SIGTERM, signal.SIGHUP)
 
 
-def on_signals(handler, *numbers: signal.Signals) -> None:
-    """Have handler(number, frame) called for these signals; SIGHUP stays ignored where it is: by nohup."""
-    for number in numbers:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
+class StopSignals:
+    """SIGTERM, SIGHUP and Ctrl-C ask to save and stop after this step; a second Ctrl-C ends at once.
 
-
-def explain(error: BaseException) -> tuple[int, str]:
-    """The exit code for an error that ends this process, and what to tell the user about it."""
-    if isinstance(error, InputError):
-        return 2, _line(str(error))
-    if isinstance(error, KeyboardInterrupt):
-        return 130, f"{str(error) or 'interrupted'}\n"
-    if isinstance(error, BrokenPipeError):
-        return NO_READER, "ended: nobody reads the output any more\n"
-    if isinstance(error, torch.OutOfMemoryError):
-        first = str(error).split(". ")[0]
-        return 2, _line(
-            f"{first}; fewer rows (--device-batch-size), a smaller model or --shard fsdp need less"
-        )
-    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-        return 2, _line(f"{error.strerror}: {error.filename}")
-    if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
-        place = error.filename or "the output"
-        advice = "; NANOMUON_BASE_DIR=/folder/with/room helps" if str(base_dir()) in str(place) else ""
-        return 2, _line(f"{error.strerror}: {place}{advice}")
-    origin = getattr(error, "origin", None)  # see together()
-    text = origin or "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return BUG, printable(text)
-
-
-def _line(message: str) -> str:
-    return f"error: {printable(' '.join(message.split()))}\n"
-
-
-def code_of_a_stop() -> int:
-    """The exit code of a run that was asked to stop before its end: 75 in one process. 0 where there are
-    several, or one that torchrun has started, which starts ranks again that end with anything else.
+    Before the first step and after the last there is nothing to save: then they end this process at once. The
+    first rank notes a stop in the file `stopped` of the run's folder, None for a launch that trains nothing.
     """
-    alone = os.environ.get("WORLD_SIZE", "1") == "1" and not dist.is_torchelastic_launched()
-    return STOPPED if alone else 0
 
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+        self.asked = False
+        self.at_once = "before its first step"  # None while there is something to save
+        on_signals(self._receive, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-def let_others_speak(error: BaseException, code: int) -> None:
-    """Wait a little with an error that another rank probably tells of, to be ended by torchrun meanwhile.
+    def _receive(self, number, frame):
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if self.at_once:
+            # Not by an exception, which could be lost in what it interrupts, or come to nothing while this
+            # rank leaves a group whose others are waiting
+            os._exit(self.stopped(self.at_once))
 
-    Most errors come to all ranks: then the first of each node tells the user, and not eight of them. The end
-    of another rank shows as a connection that is lost.
-    """
-    first_of_node = os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0"
-    lost_connection = isinstance(error, dist.DistError) or "by peer" in str(error)  # the words of gloo
-    if first_of_node and not lost_connection:
-        return
-    signal.signal(signal.SIGTERM, lambda number, frame: leave(code))  # by which torchrun ends us
-    time.sleep(PATIENCE)
+    def steps_begin(self) -> None:
+        """Call before the first step: from now on there is something to save before a stop."""
+        self.at_once = None
 
+    def steps_end(self) -> None:
+        """Call when everything is on disk: a signal then has nothing to wait for."""
+        self.at_once = "before its last evaluation"
+        if self.asked:
+            os._exit(self.stopped(self.at_once))
 
-def leave(code: int) -> None:
-    """End this process at once, without waiting for threads or for other ranks."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    def stopped(self, when: str) -> int:
+        """Say and note that the run stops here. Returns its exit code: 75 in one process; 0 under torchrun,
+        which takes anything else for a failure.
+        """
+        message = f"stopped {when}; the same command carries on\n"
+        if os.environ.get("RANK", "0") == "0":
+            os.write(1, message.encode())  # print() fails in a signal handler that has interrupted another
+            with contextlib.suppress(OSError):  # if the disk is full the exit code has to do
+                if self.folder:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    (self.folder / "stopped").unlink(missing_ok=True)  # a link would be written through
+                    (self.folder / "stopped").write_text(message)
+        alone = os.environ.get("WORLD_SIZE", "1") == "1" and not dist.is_torchelastic_launched()
+        return STOPPED if alone else 0

@@ -77,7 +77,7 @@ class Pieces:
         length = self.shape[self.dim - 1]
         if whole.size(self.dim) != length:
             return whole
-        lo, hi = self.world.share(length)
+        lo, hi = self.world.share(length, self.world.rank)
         return whole.narrow(self.dim, lo, hi - lo)
 
 
@@ -88,7 +88,7 @@ class Duplicated:
 
     def __init__(self, whole, pieces):
         self.whole, self.pieces = whole, pieces
-        self.shape, self.state, self.flops, self.scale = whole.shape, whole.state, whole.flops, whole.scale
+        self.shape, self.state, self.cost, self.scale = whole.shape, whole.state, whole.cost, whole.scale
         if isinstance(self.scale, torch.Tensor):  # (m, 1), one for each row
             self.scale = pieces.mine(self.scale[None])[0]
 

@@ -13,23 +13,25 @@ with 0, or torchrun would restart them); runs/NAME/stopped is then there until t
 """
 
 import argparse
+import contextlib
 import re
 import statistics
 import time
 from collections import deque
 
 import torch
+import torch.distributed as dist
 
-from nanomuon import core_bundle, fp8, parallel, shards
+from nanomuon import core, fp8, parallel, shards
 from nanomuon.attention import use_flash_attention
 from nanomuon.corpus import check_corpus
+from nanomuon.files import folder_of, locked
 from nanomuon.moe import balance_
 from nanomuon.optim import MuonAdamW
-from nanomuon.plan import COMM_DTYPES, duration, make_plan, peak_flops, print_plan
+from nanomuon.plan import COMM_DTYPES, duration, make_plan, peak_flops, print_plan, recall
 from nanomuon.qk_clip import clip_
-from nanomuon.run import Moment, Run
-from nanomuon.run_folder import StopSignals, folder_of, held, is_complete, recall, recorded_rows
-from nanomuon.runtime import InputError, make_deterministic, print0, run_command, start
+from nanomuon.run import Moment, Run, is_complete
+from nanomuon.runtime import InputError, StopSignals, make_deterministic, print0, run_command, start
 from scripts.arguments import (
     ArgumentParser,
     add_dtype_argument,
@@ -66,18 +68,21 @@ def train(run: Run, signals: StopSignals) -> int | None:
         # for it
         evaluate_what_is_due(run)
         began = time.perf_counter()
+        torch.manual_seed(args.seed + run.step)  # what an optimizer draws is the same after a resume
 
         lr_multiplier = set_hyperparameters(run)
         loss = accumulate_gradients(run)
         if run.mesh is not None and args.shard == "none":
             parallel.average_gradients(model, run.mesh)
         if not is_ours:
-            parallel.average_whole_gradients(model)
+            parallel.average_gradients(model, None)
             loss = torch.where(parallel.gradients_finite(model), loss, float("nan"))
 
         # A signal to one rank, and a loss that is not finite on one, hold for all: (2,), the mean loss, and
         # how many ranks are to stop. Filled on the device: a copy from the host would wait for it
-        agreed = parallel.sum_over_ranks(torch.stack([loss, loss.new_full((), signals.asked)]))
+        agreed = torch.stack([loss, loss.new_full((), signals.asked)])
+        if dist.is_initialized():
+            dist.all_reduce(agreed)
         agreed[0] /= run.runtime.world_size
         finite = agreed[0].isfinite()
         update_began = Moment(device)
@@ -128,7 +133,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
             what = f"loss {train_loss}; it or a gradient is not finite: no update"
             print0(f"step {run.step}: {what} ({bad_steps} in a row)")
         if bad_steps == MAX_BAD_STEPS:
-            return run.give_up(bad_steps)
+            return run.give_up(f"{bad_steps} losses in a row are not finite, or their gradients", bad_steps)
         # Only a few checkpoints are kept: those of bad steps must not push the good ones out
         due = is_due(args.save_every, run.step) and bad_steps == 0
         is_last = bool(stops) or run.step == plan.steps
@@ -200,7 +205,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.fp8:
         fp8.check(runtime, args.tensor_parallel)
     vocab_size = args.vocab_size or shards.default_vocab_size(args.corpus)
-    plan = make_plan(args, vocab_size, runtime, recorded_rows(settings, args, runtime))
+    rows = None  # other micro-steps round differently: those of the start stay, in the same world
+    if settings and settings.world_size == runtime.world_size:
+        rows = settings.rows
+    plan = make_plan(args, vocab_size, runtime, rows)
     if args.plan:
         print_plan(args, plan, runtime)
         return 0
@@ -208,7 +216,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if flash := use_flash_attention(runtime.device):
         print0(f"attention: {flash}")
-    with held(folder, runtime.rank):
+    # The run is this launch's alone: two would write into each other's checkpoints. The first rank holds it
+    with locked(folder, wait=False) if runtime.rank == 0 else contextlib.nullcontext():
         run = Run(args, plan, runtime, settings)
         code = train(run, signals)
         return run.finish() if code is None else code
@@ -390,7 +399,7 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--core-bundle",
-        type=core_bundle.from_anywhere,
+        type=core.from_anywhere,
         help="tasks of CORE: a folder, a zip or its address, fetched once; evaluated at the end of the run "
         "(default: none, or with --core-every the public bundle)",
     )

@@ -9,7 +9,7 @@ The folder of a finished run loads as it is; this copies what others need of it,
 from pathlib import Path
 
 from nanomuon import hf_export
-from nanomuon.runtime import check_output, run_command, start
+from nanomuon.runtime import run_command, start
 from scripts.arguments import ArgumentParser, add_checkpoint_argument, add_run_argument
 
 
@@ -25,7 +25,6 @@ def main(argv: list[str] | None = None) -> None:
         help="of the weights (default: %(default)s, as they were trained)",
     )
     args = parser.parse_args(argv)
-    check_output("--to", args.to)
     hf_export.export_run(args.run, args.to, args.checkpoint, args.dtype, start("float32"))
     for file in sorted(args.to.iterdir()):
         print(f"{file.stat().st_size:13,}  {file.name}")

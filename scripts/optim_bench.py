@@ -31,7 +31,6 @@ from nanomuon.optim import Bank, DistMuonAdamW, MuonAdamW
 from nanomuon.orthogonalize import newton_schulz_form, triples
 from nanomuon.runtime import (
     InputError,
-    check_output,
     cores,
     cpu_has_bf16,
     keep_freed_memory,
@@ -52,9 +51,6 @@ def parse_arguments(argv):
     add("--profile", metavar="FILE", help="write a trace of one step here")
     add("--json", metavar="FILE", help="write the figures here")
     args = parser.parse_args(argv)
-    for flag in ("json", "profile"):
-        if getattr(args, flag) is not None:
-            check_output(f"--{flag}", getattr(args, flag))
     if args.peer is not None and args.world > 1:
         raise InputError("--peer is compared in one process: leave out --world")
     return args

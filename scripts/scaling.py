@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize
 
-from nanomuon import files, run_folder, runtime
+from nanomuon import files, runtime
 from nanomuon.corpus import check_corpus
 from nanomuon.gpt import GPTConfig
 from nanomuon.hf_export import read_config
@@ -105,7 +105,7 @@ def depths(text):
 def train(args, depth, tokens, flags):
     """Train one run to its end, unless it is there. InputError if it fails, with its last line."""
     run = f"{args.name}-d{depth}-t{tokens}"
-    run_dir = run_folder.folder_of(run)
+    run_dir = files.folder_of(run)
     if (run_dir / "summary.json").exists():
         print(f"{run} is finished, skipped")
         return
@@ -141,7 +141,7 @@ def train(args, depth, tokens, flags):
 def finished(name):
     """The finished runs of a family, the deepest last; InputError if there are none."""
     members = []
-    for run_dir in run_folder.folder_of(name).parent.glob(f"{name}-d*-t*"):
+    for run_dir in files.folder_of(name).parent.glob(f"{name}-d*-t*"):
         if (run_dir / "summary.json").exists():
             summary = json.loads((run_dir / "summary.json").read_text())
             config = read_config(run_dir)

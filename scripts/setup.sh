@@ -12,19 +12,14 @@
 extra=$1
 if [ -n "${NANOMUON_PYTHON:-}" ]; then
     PYTHON=$NANOMUON_PYTHON
-    needed="torch tiktoken rustbpe datasets numpy pyarrow safetensors matplotlib scipy yaml"
-    missing=$("$PYTHON" -c 'import importlib.util, sys
-print(*(name for name in sys.argv[1:] if not importlib.util.find_spec(name)))' $needed 2>/dev/null) || missing="Python"
+    needed="torch tiktoken rustbpe datasets numpy pyarrow safetensors filelock matplotlib scipy yaml"
+    missing=$("$PYTHON" -c 'import importlib.metadata, importlib.util, re, sys
+missing = [name for name in sys.argv[1:] if not importlib.util.find_spec(name)]
+if not missing and [int(n) for n in re.findall(r"\d+", importlib.metadata.version("torch"))[:2]] < [2, 11]:
+    missing = ["PyTorch 2.11 or newer"]
+print(*missing)' $needed 2>/dev/null) || missing="Python"
     if [ -n "$missing" ]; then
         echo "error: NANOMUON_PYTHON=$PYTHON has no $missing; install it there, or unset NANOMUON_PYTHON" >&2
-        exit 2
-    fi
-    # A torch that says nothing about its version is taken as it is
-    too_old=$("$PYTHON" -c 'import importlib.metadata, re
-found = importlib.metadata.version("torch")
-if [int(number) for number in re.findall(r"\d+", found)[:2]] < [2, 11]: print(found)' 2>/dev/null) || too_old=""
-    if [ -n "$too_old" ]; then
-        echo "error: NANOMUON_PYTHON=$PYTHON has PyTorch $too_old, and 2.11 or newer is needed" >&2
         exit 2
     fi
 else

@@ -1,8 +1,8 @@
-"""Two ranks under torchrun, of which the second fails; started by test_run_command.py.
+"""Two ranks under torchrun, of which the second fails; started by test_runtime.py.
 
     torchrun --standalone --nproc_per_node=2 -m tests.failing_rank KIND PLACE
 
-KIND of error: input, memory or bug. PLACE: alone, while the other rank waits in a collective, or together.
+KIND of error: input or bug. PLACE: alone, while the other rank waits in a collective, or together.
 """
 
 import sys
@@ -15,7 +15,6 @@ from nanomuon.runtime import InputError, run_command, start, together
 
 ERRORS = {
     "input": InputError("no such thing: bring one"),
-    "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has none"),
     "bug": AssertionError("this cannot be"),
 }
 

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanomuon import runtime
 from nanomuon.runtime import InputError, run_command
-from scripts import base_eval
 
 SCRIPTS = sorted(
     path.stem
@@ -24,10 +22,9 @@ def main(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "base"))
     monkeypatch.setenv("NANOMUON_DEVICE", "cpu")
     monkeypatch.setenv("NANOMUON_COMPILE", "0")  # base_train sets it, and so it is put back
-    (tmp_path / "file").write_text("no folder")
 
     def call(script, flags):
-        argv = shlex.split(flags.format(file=tmp_path / "file", folder=tmp_path, text=TEXT))
+        argv = shlex.split(flags.format(folder=tmp_path, text=TEXT))
         return importlib.import_module(f"scripts.{script}").main(argv)
 
     return call
@@ -56,29 +53,29 @@ def test_an_unknown_flag_is_one_line_without_the_usage(script, main, capsys):
 REFUSED = [  # script, flags, what is said
     ("base_train", "--depth x", "argument --depth: invalid int value: 'x'; see"),
     ("base_train", "--depth 1025", "argument --depth: must be from 1 to 1,024, not 1025; see"),
-    ("base_train", "--max-seq-len 99999999999", "argument --max-seq-len: must be from 1 to"),
     ("base_train", "--total-batch-size 99999999999", "argument --total-batch-size: must be from 1 to"),
-    ("base_train", "--num-iterations 99999999999999999999", "argument --num-iterations: must be from 1 to"),
     ("base_train", "--target-flops 1e300", "argument --target-flops: must be from 1e-30 to 1e+30"),
-    ("base_train", "--target-param-data-ratio 1e300", "argument --target-param-data-ratio: must be from"),
-    ("base_train", "--vocab-size 0", "argument --vocab-size: must be from 257 to"),
     ("base_train", "--vocab-size 256", "argument --vocab-size: must be from 257 to"),
     ("base_train", "--window-pattern ''", "argument --window-pattern: is a string of S and L"),
     ("base_train", "--optimizer-file ''", ": no such Python file"),
     ("base_train", "--resume newest", "argument --resume: is auto, never or the name of a checkpoint"),
     ("base_train", "--warmup-ratio 5", "argument --warmup-ratio: must be from 0 to 1, not 5"),
-    ("base_train", "--warmdown-ratio -0.1", "argument --warmdown-ratio: must be from 0 to 1"),
+    ("base_train", "--matrix-lr nan", "argument --matrix-lr: must be from 0 to 1e+30, not nan"),
+    ("base_train", "--seed -1", "argument --seed: must be from 0"),
+    (
+        "base_train",
+        "--num-iterations 3 --target-flops 1e12",
+        "argument --target-flops: not allowed with argument",
+    ),
+    ("base_train", "--run ../x", "--run '../x' is not a folder name"),
+    ("base_train", "--run {folder}", "--run '{folder}' is not a folder name"),
     ("base_train", "--plan --corpus foo", "unknown corpus 'foo'"),
     ("base_train", "--plan --corpus path:/nope", "corpus path:/nope: no such file"),
-    ("base_train", "--plan --corpus hf:", "corpus hf: names no dataset"),
+    ("base_train", "--plan --corpus hf:", "unknown corpus 'hf:'"),
     ("data_prep", "--vocab-size 0", "argument --vocab-size: must be from 257 to"),
-    ("data_prep", "--workers 0", "argument --workers: must be from 1 to"),
     ("data_prep", "--max-tokens -1", "argument --max-tokens: must be from 0 to"),
-    ("export", "--run {folder} --to /proc/foo", "--to /proc/foo: cannot write to /proc"),
-    ("export", "--run {folder} --to {file}/x", "--to {file}/x: cannot write to {file}: Not a directory"),
     ("optim_bench", "--depth 0", "argument --depth: must be from 1 to"),
     ("optim_bench", "--world 0", "argument --world: must be from 1 to"),
-    ("optim_bench", "--json /proc/x.json", "--json /proc/x.json: cannot write to /proc"),
     ("optim_bench", "--peer nope.py:build", "nope.py: no such Python file"),
     ("optim_bench", "--peer {text}:main --world 2", "--peer is compared in one process"),
     ("optim_race", "--contenders adamw --seeds 0", "argument --seeds: must be from 1 to"),
@@ -100,7 +97,6 @@ REFUSED = [  # script, flags, what is said
         "argument --warmup-ratio: must be from 0 to 1",
     ),
     ("tok_train", "--vocab-size -5", "argument --vocab-size: must be from 257 to"),
-    ("train_bench", "--json /proc/x.json", "--json /proc/x.json: cannot write to /proc"),
     ("train_bench", "--warmdown-ratio 2", "argument --warmdown-ratio: must be from 0 to 1, not 2"),
     ("train_bench", "--corpus foo", "unknown corpus 'foo'"),
 ]
@@ -110,34 +106,13 @@ REFUSED = [  # script, flags, what is said
 def test_a_flag_that_cannot_be_meant_is_named_before_any_work(script, flags, said, main, tmp_path, capsys):
     with pytest.raises(InputError) as caught:
         main(script, flags)
-    assert str(caught.value).startswith(said.format(file=tmp_path / "file", folder=tmp_path))
+    assert str(caught.value).startswith(said.format(folder=tmp_path))
     assert capsys.readouterr().out == "" and not (tmp_path / "base").exists()
 
 
 def test_a_plan_neither_reads_its_corpus_nor_asks_the_hub(main, tmp_path, capsys):
     (tmp_path / "texts").mkdir()  # empty: to read it would be an error
-    for corpus in ("hf:nobody/nothing", "fineweb-edu", f"path:{tmp_path}/texts"):
+    for corpus in ("hf:nobody/nothing", f"path:{tmp_path}/texts"):
         assert main("base_train", f"--plan --depth 1 --corpus {corpus}") == 0
         assert "training   " in capsys.readouterr().out
     assert not (tmp_path / "base").exists()
-
-
-def test_a_place_that_can_be_written_to_passes_and_is_not_touched(tmp_path):
-    file = tmp_path / "kept.json"
-    file.write_text("kept")
-    for place in (file, tmp_path / "new.json", tmp_path / "new" / "deep", "/dev/null"):
-        runtime.check_output("--json", place)
-    assert [path.name for path in tmp_path.iterdir()] == ["kept.json"] and file.read_text() == "kept"
-
-
-def test_a_bundle_that_is_not_there_is_named_before_bits_per_byte_are_counted(monkeypatch):
-    class Config:
-        seq_len = 32
-
-    class Model:
-        config = Config()
-
-    monkeypatch.setattr(base_eval, "load_run", lambda *_: (Model(), None, {"corpus": "python", "step": 1}))
-    monkeypatch.setattr(base_eval, "evaluate_bpb", lambda *_: pytest.fail("it was counted"))
-    with pytest.raises(InputError, match="^--core-bundle /nope: no such folder"):
-        base_eval.main(["--eval", "bpb,core", "--core-bundle", "/nope", "--dtype", "float32"])

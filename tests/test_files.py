@@ -1,4 +1,4 @@
-"""Who may write to a folder, what killed processes have left in it, and JSON of a known form."""
+"""Who may write to a folder, and JSON of a known form."""
 
 import os
 import signal
@@ -23,31 +23,32 @@ with files.locked(Path(sys.argv[1])):
 """
 
 
-def test_who_holds_a_folder_removes_what_killed_processes_left(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / ".settings.json.4711.tmp").write_text("{")
-    (folder / ".tokenizer.tmp").mkdir()
-    (folder / ".tokenizer.tmp" / "vocab.txt").write_text("")
-    (folder / "settings.json").write_text("{}")
-    with files.locked(folder):
-        assert os.listdir(folder) == ["settings.json"]
-        assert files.being_written(folder)
-        assert files.holder(folder) == f"process {os.getpid()} on {socket.gethostname()}"
-    assert not files.being_written(folder)
-
-
-def test_a_second_process_waits_for_the_first_and_a_kill_frees_the_folder(tmp_path, capsys):
+def test_one_process_holds_a_folder_and_a_kill_frees_it(tmp_path, capsys):
     folder = tmp_path / "run"
     process = subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     assert files.being_written(folder)
+    holder = f"process {process.pid} on {socket.gethostname()}"
+    with pytest.raises(InputError, match=f"run is in use by {holder}"):
+        files.locked(folder, wait=False).__enter__()
     killer = threading.Timer(0.5, process.send_signal, [signal.SIGKILL])
     killer.start()
     with files.locked(folder):
         assert process.wait() == -signal.SIGKILL
-    waited = f"process {process.pid} on {socket.gethostname()} is preparing run: waiting for it\n"
-    assert capsys.readouterr().out == waited
+    assert capsys.readouterr().out == f"{holder} is preparing run: waiting for it\n"
+    assert not files.being_written(folder)
+
+
+def test_a_file_is_whole_or_not_there_and_no_link_is_followed(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    for name in ("file", ".file.tmp"):
+        (tmp_path / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(KeyboardInterrupt), files.write_whole(tmp_path / "file") as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    files.write_text(tmp_path / "file", "all")
+    assert (tmp_path / "file").read_text() == "all" and (tmp_path / "precious").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["file", "precious"]
 
 
 @dataclass
@@ -65,10 +66,9 @@ class Manifest:
 
 
 def test_json_is_read_as_a_dataclass(tmp_path):
-    file = tmp_path / "manifest.json"
     parts = [{"name": "a", "tokens": 3, "seconds": 1, "later": []}]
-    files.write_json(file, {"parts": parts, "counts": {"x": 1}, "unknown": None})
-    read = files.read_json(file, Manifest)
+    files.write_json(tmp_path / "x.json", {"parts": parts, "counts": {"x": 1}, "unknown": None})
+    read = files.read_json(tmp_path / "x.json", Manifest)
     assert read == Manifest([Part("a", 3, 1.0)], {"x": 1})
     assert type(read.parts[0].seconds) is float
 
@@ -76,22 +76,23 @@ def test_json_is_read_as_a_dataclass(tmp_path):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("\xff", "not JSON"),
-        ("[]", "the content is [], not Manifest"),
-        ('{"counts": {}}', "the content has no parts"),
-        ('{"parts": {}, "counts": {}}', "parts is {}, not list"),
-        ('{"parts": [1], "counts": {}}', "parts[0] is 1, not Part"),
-        ('{"parts": [{"name": "a"}], "counts": {}}', "parts[0] has no tokens"),
-        ('{"parts": [{"name": "a", "tokens": true}], "counts": {}}', "tokens is True, not int"),
+        (None, "No such file"),
+        ("", "Expecting value"),
+        ("[" * 100_000, "recursion"),
+        ("\xff", "can't decode"),
+        ("[]", "the content is '[]', not dict"),
+        ('{"counts": {}}', "the content: missing 1 required positional argument: 'parts'"),
+        ('{"parts": {}, "counts": {}}', "parts is '{}', not list"),
+        ('{"parts": [1], "counts": {}}', "parts is '1', not dict"),
+        ('{"parts": [{"name": "a", "tokens": true}], "counts": {}}', "tokens is 'True', not int"),
         ('{"parts": [], "counts": {"x": "1"}}', "counts.x is '1', not int"),
-        ('{"parts": [], "counts": {}, "limit": 1.5}', "limit is 1.5, not int"),
+        ('{"parts": [], "counts": {}, "limit": 1.5}', "limit is '1.5', not int"),
     ],
 )
 def test_json_of_another_form_is_one_line_with_file_and_key(tmp_path, content, problem):
     file = tmp_path / "manifest.json"
-    file.write_bytes(content.encode("latin-1"))
+    if content is not None:
+        file.write_bytes(content.encode("latin-1"))
     with pytest.raises(InputError) as caught:
         files.read_json(file, Manifest, "write it again")
     message = str(caught.value)
@@ -99,6 +100,17 @@ def test_json_of_another_form_is_one_line_with_file_and_key(tmp_path, content, p
     assert "\n" not in message
 
 
-def test_a_json_file_that_is_gone_is_one_line(tmp_path):
-    with pytest.raises(InputError, match="gone.json: No such file"):
-        files.read_json(tmp_path / "gone.json", Manifest)
+def test_a_run_is_named_or_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "runs" / "mine"
+    mine.mkdir(parents=True)
+    for run in ("mine", str(mine), "runs/mine", "./runs/mine/"):
+        assert files.find_run(run) == mine
+    assert files.find_run("nobody") == tmp_path / "runs" / "nobody"  # what it lacks is for the reader to say
+    for run, message in (
+        ("/no/such", "--run /no/such: there is no such"),
+        (".hidden", "is not a folder name"),
+    ):
+        with pytest.raises(InputError, match=message):
+            files.find_run(run)

@@ -45,9 +45,6 @@ def test_a_compute_budget_decides_the_length():
     for steps in (7, 7.999):
         budget = f"{SHAPE} --total-batch-size 1024 --target-flops {steps * step}"
         assert (planned(budget).steps, planned(budget).batch) == (7, 1024)
-    with pytest.raises(InputError, match="does not pay for one step: a step of 1024 tokens takes"):
-        planned(f"{SHAPE} --total-batch-size 1024 --target-flops {0.99 * step}")
-
     # The batch follows from the tokens of the budget as from those of a ratio
     model = plan.meta_model(planned(SHAPE).config)
     counts = model.parameter_counts()
@@ -63,11 +60,11 @@ def test_batch_grows_with_the_run_and_divides_evenly():
     assert plan.total_batch_size(1_200_000_000, 3 * 2**15) % (3 * 2**15) == 0
 
 
-def test_a_batch_that_does_not_divide_is_named_with_its_neighbours():
-    with pytest.raises(InputError, match="not a multiple of 64 .2 rows on every device.*: 960 or 1024;"):
+def test_a_batch_that_does_not_divide_and_a_model_that_does_not_fit():
+    with pytest.raises(InputError, match="not a multiple of 64 .2 rows on every device"):
         planned(f"{SHAPE} --total-batch-size 1000")
-    with pytest.raises(InputError, match="nearest that are: 64;"):
-        planned(f"{SHAPE} --total-batch-size 10")
+    with pytest.raises(InputError, match="--depth 200: the run takes [0-9]{3,} GB .* and this machine has"):
+        planned("--depth 200 --num-iterations 1")
 
 
 def test_windows_are_for_gpus_unless_asked_for():
@@ -99,22 +96,10 @@ def test_rows_are_those_that_fit_into_the_gpu_and_divide_the_batch(monkeypatch):
         assert rows_by(row_bytes, 100, monkeypatch) == 1
 
 
-def test_rows_of_the_start_are_kept_unless_others_are_given():
-    assert planned("--depth 2 --max-seq-len 32 --total-batch-size 1024", rows=4).rows == 4
-    assert planned(f"{SHAPE} --total-batch-size 1024", rows=4).rows == 2
-
-
 @pytest.mark.parametrize("depth", [12, 20])
 def test_the_tokens_of_a_run_do_not_follow_from_the_rows_that_fit(monkeypatch, depth):
     eight = Runtime(torch.device("cuda"), torch.bfloat16, 0, 8)
     assert len({planned(f"--depth {depth}", eight, rows).tokens for rows in (1, 4, 16)}) == 1
-
-
-def test_processes_that_are_no_power_of_two_get_micro_steps_of_one(monkeypatch):
-    six = Runtime(torch.device("cuda"), torch.bfloat16, 0, 6)
-    monkeypatch.setattr(plan, "rows_that_fit", lambda config, most, *_: most)
-    asked = plan.make_plan(parsed("--depth 12"), 32768, six)
-    assert asked.rows == 32 and asked.batch == 6 * 32 * 2048  # 2^19 tokens asked for, 393,216 near enough
 
 
 def test_what_is_probed_is_a_micro_step_with_gradients(monkeypatch):
@@ -164,13 +149,25 @@ def test_a_run_compiles_if_that_pays(monkeypatch, device, flags, environment, se
     assert plan.choose_compilation(args, planned(SHAPE), runtime) is compiles
 
 
-def test_without_a_compiler_a_cpu_stays_eager_and_a_gpu_does_not_begin(monkeypatch, capsys):
-    monkeypatch.delenv("NANOMUON_COMPILE", raising=False)
-    monkeypatch.setattr(plan, "missing_compiler", lambda device: "C++ compiler g++ (install it)")
-    assert plan.choose_compilation(parsed(""), planned(SHAPE), CPU) is False
-    assert "no C++ compiler g++ (install it): running eagerly" in capsys.readouterr().out
-    with pytest.raises(InputError, match="^no C.. compiler .*; --no-compile trains without"):
-        plan.choose_compilation(parsed(""), planned(SHAPE), CUDA)
+def test_without_a_compiler_a_cpu_stays_eager_and_a_gpu_does_not_begin(
+    programs, tmp_path, monkeypatch, capsys
+):
+    """Triton needs a C compiler and the headers of Python."""
+    eager = plan.choose_compilation(parsed(""), planned(SHAPE), CPU)
+    assert eager is False and "no C++ compiler g++ (install it" in capsys.readouterr().out
+
+    def refused(missing):
+        with pytest.raises(InputError, match=f"^no {missing} .*; --no-compile trains without"):
+            plan.choose_compilation(parsed(""), planned(SHAPE), CUDA)
+
+    programs("g++")
+    refused("C compiler gcc or clang")
+    programs("clang")
+    refused(f"{tmp_path}/Python.h")
+    (tmp_path / "Python.h").touch()
+    assert plan.choose_compilation(parsed(""), planned(SHAPE), CUDA) is True
+    monkeypatch.setenv("CC", "icx")
+    refused("C compiler icx")
 
 
 # By name, as nvidia-smi and PyTorch give it: dense TFLOP/s in bf16. None: not known, or other than its model
@@ -184,13 +181,11 @@ PEAKS = {
     "NVIDIA H200 NVL": 835,
     "NVIDIA H20": 148,
     "NVIDIA GH200 480GB": 989,
-    "NVIDIA GH200 120GB": 989,
     "NVIDIA B200": 2250,
     "NVIDIA GB200": 2500,
     "NVIDIA B300 SXM6 AC": 2250,
     "NVIDIA GB300": 2500,
     "NVIDIA A100-SXM4-40GB": 312,
-    "NVIDIA A100-SXM4-80GB": 312,
     "NVIDIA A100-PCIE-40GB": 312,
     "NVIDIA A100 80GB PCIe": 312,
     "A100-SXM4-40GB": 312,  # by drivers of 2020
@@ -248,27 +243,10 @@ def programs(tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("compiler", ["gcc", "clang"])
-def test_triton_needs_a_c_compiler_and_the_headers_of_python(programs, tmp_path, monkeypatch, compiler):
-    programs("g++")
-    assert "C compiler clang (install it, or name another in CC)" in plan.missing_compiler("cuda")
-    programs(compiler)
-    assert f"{tmp_path}/Python.h (install" in plan.missing_compiler("cuda")
-    assert plan.missing_compiler("cpu") is None
-    (tmp_path / "Python.h").touch()
-    assert plan.missing_compiler("cuda") is None
-    monkeypatch.setenv("CC", "icx")
-    assert "C compiler icx" in plan.missing_compiler("cuda")
-
-
-def test_times_are_said_as_people_do():
-    assert [plan.duration(seconds) for seconds in (59.6, 200, 7500)] == ["1m00s", "3m20s", "2h05m"]
-
-
 def test_an_unknown_card_has_no_mfu_and_the_plan_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 CNX")
     plan.print_plan(parsed(SHAPE), planned(SHAPE), CUDA)
-    assert "not known, nor MFU" in capsys.readouterr().out
+    assert "not known, nor MFU: this GPU is not in" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("environment")
@@ -287,9 +265,10 @@ def test_rows_chosen_for_one_process_do_not_bind_two(base):
 def test_a_plan_prints_sizes_and_trains_nothing(base, capsys):
     assert base_train.main(arguments(base, "planned", 7, "--plan")) == 0
     output = capsys.readouterr().out
-    assert "7 steps x 256 tokens" in output and "depth 2, width 128" in output
+    assert "7 steps x 256 tokens" in output and "depth 2, width 128" in output and "0.5M parameters" in output
     for rows, chosen in ((64, 16), (24, 8), (5, 1)):
-        flags = f"--depth 2 --max-seq-len 32 --corpus path:{base}/texts --vocab-size 300 --plan".split()
-        assert base_train.main([*flags, "--total-batch-size", str(32 * rows)]) == 0
+        flags = f"--depth 2 --max-seq-len 32 --vocab-size 300 --plan --total-batch-size {32 * rows}".split()
+        assert base_train.main(flags) == 0
         assert f"{chosen} rows x {rows // chosen} micro-steps" in capsys.readouterr().out
     assert not (base / "runs" / "planned").exists()
+    assert [plan.duration(seconds) for seconds in (59.6, 200, 7500)] == ["1m00s", "3m20s", "2h05m"]

@@ -4,7 +4,6 @@ import functools
 import itertools
 
 import pytest
-import torch
 
 from nanomuon import recipe, report
 from nanomuon.gpt import GPT, GPTConfig
@@ -86,19 +85,11 @@ def test_learning_rate_is_a_trapezoid():
     assert all(later < earlier for earlier, later in itertools.pairwise(values[60:]))
 
 
-def test_learning_rate_without_warmup_or_cooldown_is_flat():
-    assert {recipe.lr_multiplier(step, 7, 0.0, 0.0) for step in range(7)} == {1.0}
-
-
 @pytest.mark.parametrize("steps", [1, 2, 10, 1000])
-def test_no_step_has_a_rate_of_zero(steps):
-    assert all(0 < recipe.lr_multiplier(step, steps, 0.05, 0.5) <= 1 for step in range(steps))
-
-
-def test_warmup_and_warmdown_may_overlap():
-    """They meet below the full rate, and every step has some."""
-    multipliers = [recipe.lr_multiplier(step, 100, 0.8, 1.0) for step in range(100)]
-    assert min(multipliers) > 0 and 0.5 < max(multipliers) < 0.6
+@pytest.mark.parametrize("warmup,cooldown", [(0.05, 0.5), (0.8, 1.0), (0.0, 0.0)])
+def test_no_step_has_a_rate_of_zero(steps, warmup, cooldown):
+    rates = [recipe.lr_multiplier(step, steps, warmup, cooldown) for step in range(steps)]
+    assert min(rates) > 0 and max(rates) <= 1 and (cooldown > 0 or set(rates) == {1.0})
 
 
 def test_momentum_rises_over_300_steps_or_a_third_of_a_short_run():
@@ -108,31 +99,15 @@ def test_momentum_rises_over_300_steps_or_a_third_of_a_short_run():
     assert recipe.muon_momentum(30, 90) == pytest.approx(0.95)
 
 
-def test_weight_decay_falls_to_zero():
-    assert recipe.weight_decay_multiplier(0, 10) == 1 and recipe.weight_decay_multiplier(5, 10) == 0.5
-
-
-def test_learning_rates_follow_width_and_small_batches():
-    assert recipe.adamw_lr_scale(768) == 1 and recipe.adamw_lr_scale(192) == 2
-    assert recipe.matrix_lr_scale(1024) == 0.5
-    assert recipe.matrix_lr_scale(4096) == recipe.matrix_lr_scale(2**19) == 1
-    assert recipe.matrix_lr_scale(2**21) == 2
-
-
-def test_learning_rates_rise_in_short_runs_to_those_of_the_shortest_that_was_measured():
-    scales = [recipe.horizon_lr_scale(steps) for steps in (1, 100, 300, 1_000, 2_289, 10_000)]
-    assert scales[0] == scales[1] > scales[2] > scales[3] > scales[4] == pytest.approx(1, abs=1e-3)
-    assert scales[5] == 1 and scales[2] / scales[3] == pytest.approx((10 / 3) ** 0.32)
-    assert recipe.horizon_decay_scale(10) == recipe.horizon_decay_scale(100)
-
-
-def test_the_learning_rate_falls_in_the_cooldown_and_leaves_the_group_as_it_was():
-    group = dict(kind="adamw", lr=0.5, betas=(0.9, 0.95))
-    rates = []
+def test_rate_and_decay_fall_and_leave_the_group_as_it_was():
+    group = dict(kind="muon", lr=0.5, weight_decay=0.25)
+    rates, decays = [], []
     for step in (0, 49, 75, 99):
         values = recipe.schedule(group, step, 100, warmup_ratio=0.0, warmdown_ratio=0.5)
         rates.append(values["lr"])
+        decays.append(values["weight_decay"])
     assert rates[:2] == [0.5, 0.5] and 0.5 > rates[2] > rates[3] > 0 and group["lr"] == 0.5
+    assert decays == pytest.approx([0.25, 0.25 * 0.51, 0.25 * 0.25, 0.25 * 0.01])
 
 
 PARAM_GROUPS = """
@@ -154,16 +129,12 @@ def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, environm
     assert [row["lr_multiplier"] for row in rows] == [1.0, 0.5, pytest.approx(1 / 3)]
 
 
-def test_what_a_file_imports_from_here_is_not_its_own(tmp_path):
+@pytest.mark.parametrize(
+    "imports", ["nanomuon.recipe import param_groups, schedule", "nanomuon import param_groups"]
+)
+def test_what_a_file_imports_from_here_is_not_its_own(tmp_path, imports):
     file = tmp_path / "mine.py"
-    file.write_text("""
-from nanomuon.recipe import param_groups, schedule
-def build_optimizer(model):
-    return param_groups(model)
-""")
-    build, own_schedule = recipe.load_recipe(file)
-    assert build.__name__ == "build_optimizer" and own_schedule is None
-    file.write_text("from nanomuon import param_groups\ndef build_optimizer(model): ...")
+    file.write_text(f"from {imports}\ndef build_optimizer(model): ...")
     build, own_schedule = recipe.load_recipe(file)
     assert build.__name__ == "build_optimizer" and own_schedule is None
 
@@ -172,11 +143,8 @@ def build_optimizer(model):
     "text,message",
     [
         (None, "no such Python file"),
-        ("x = 1", "has neither of param_groups"),
-        ("def param_groups(model): ...\ndef build_optimizer(model): ...", "has both param_groups"),
-        ("x = 1\ndef f(:", "file.py line 2: SyntaxError"),
-        ("\nimport no_such_module", "file.py line 2: ModuleNotFoundError"),
-        ("import sys\nsys.exit(0)", "file.py line 2: SystemExit"),
+        ("x = 1", "has to define either param_groups.model. or build_optimizer"),
+        ("def param_groups(model): ...\ndef build_optimizer(model): ...", "has to define either"),
     ],
 )
 def test_a_file_that_is_no_recipe(text, message, tmp_path):
@@ -186,17 +154,9 @@ def test_a_file_that_is_no_recipe(text, message, tmp_path):
         recipe.load_recipe(tmp_path / "file.py")
 
 
-@pytest.mark.parametrize(
-    "built,message",
-    [
-        (None, "but NoneType, was built"),
-        ([], "but list, was built"),
-        ([1], "but list, was built"),
-        ([dict(kind="adamw", params=[], lr=1)], "missing betas"),
-    ],
-)
-def test_what_is_neither_groups_nor_an_optimizer_is_named(built, message):
-    with pytest.raises(InputError, match=message):
+@pytest.mark.parametrize("built", [None, [], [1], [dict(kind="adamw", params=[], lr=1)]])
+def test_neither_groups_nor_an_optimizer(built):
+    with pytest.raises(InputError, match="no optimizer and no param groups"):
         recipe.make_optimizer(lambda model: built, model(), 4096, 3_000)
 
 
@@ -206,8 +166,3 @@ def test_a_schedule_gives_what_the_groups_have(values):
     recipe.check_schedule(recipe.schedule, groups, 10)
     with pytest.raises(InputError, match="what the group has .*lr"):
         recipe.check_schedule(lambda group, step, steps: values, groups, 10)
-
-
-def test_any_torch_optimizer_stays_what_it_is():
-    adamw = torch.optim.AdamW(model().parameters())
-    assert recipe.make_optimizer(lambda model: adamw, model(), 4096, 3_000) is adamw

@@ -1,34 +1,31 @@
-"""The device and its dtype, GPUs that are seen and cannot be used, what each kind reaches, missing compilers.
+"""The device and its dtype, GPUs that are seen and cannot be used, and how a command ends.
 
-nvidia-smi, compilers and what PyTorch says of CUDA are stand-ins.
+nvidia-smi and what PyTorch says of CUDA are stand-ins.
 """
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from nanomuon import runtime
-from nanomuon.runtime import InputError
+from nanomuon import hf_export, runtime
+from nanomuon.runtime import BUG, InputError, Runtime, run_command
+from tests.worlds import run_world
 
 ROOT = Path(__file__).parent.parent
-
 NVIDIA_SMI = """#!/bin/sh
-case "$*" in
-    --query-gpu=*) echo "NVIDIA H100 80GB HBM3, 550.54.15"; echo "NVIDIA H100 80GB HBM3, 550.54.15" ;;
-    *) echo "| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: 12.4 |" ;;
-esac
+echo "| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: 12.4 |"
 """
 FAILS = "#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the driver.'\nexit 9\n"
-HANGS = "#!/bin/sh\nexec sleep 60\n"
-
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the stand-ins are for a machine without GPU"
-)
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins for a machine without GPU")
 
 
 @pytest.fixture
@@ -46,18 +43,20 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def torch_for_cuda_13(monkeypatch):
-    """As torch of PyPI is on a machine with two GPUs and a driver for CUDA 12.4."""
+def two_gpus(monkeypatch):
+    """PyTorch for CUDA 13 on a machine with two GPUs that it cannot use, for the reason that is given."""
 
-    def too_old():
-        raise RuntimeError(
-            "The NVIDIA driver on your system is too old (found version 12040).\nPlease update"
-        )
+    def say(reason, is_available=False):
+        def fail():
+            raise RuntimeError(reason)
 
-    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "init", too_old)
+        monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+        monkeypatch.setattr(torch.cuda, "_lazy_init", fail)
+
+    return say
 
 
 def complaint():
@@ -67,142 +66,195 @@ def complaint():
     return str(caught.value)
 
 
-def test_a_driver_that_is_too_old_is_named_with_what_helps(nvidia_smi, torch_for_cuda_13):
-    nvidia_smi(NVIDIA_SMI)
-    line = complaint()
-    for part in (
-        "here is a GPU (NVIDIA H100 80GB HBM3, 550.54.15; its driver runs CUDA up to 12.4)",
-        "PyTorch 2.13.0+cu130, built for CUDA 13.0, cannot use it",
-        "too old (found version 12040)",
-        "set NANOMUON_PYTHON to a Python whose PyTorch fits card and driver",
-        "install a newer driver",
-        "NANOMUON_DEVICE=cpu",
-    ):
+@without_gpu
+@pytest.mark.parametrize(
+    "smi,reason,is_available",
+    [
+        (NVIDIA_SMI, "The NVIDIA driver is too old (found version 12040).\nPlease update", False),
+        (NVIDIA_SMI, "CUDA error: no kernel image is available for execution on the device", True),
+        (FAILS, "CUDA unknown error", False),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_named_with_what_helps(
+    nvidia_smi, two_gpus, smi, reason, is_available
+):
+    nvidia_smi(smi)
+    two_gpus(reason, is_available)
+    versions = "NVIDIA-SMI 550.54.15 Driver Version: 550.54.15 CUDA Version: 12.4"
+    card = versions if smi is NVIDIA_SMI else "unknown to nvidia-smi"
+    line, cause = complaint(), reason.split("\n")[0]
+    assert line.startswith(
+        f"here is a GPU ({card}), but PyTorch 2.13.0+cu130, built for CUDA 13.0, cannot use"
+    )
+    for part in (cause, "set NANOMUON_PYTHON to a Python whose", "newer driver", "NANOMUON_DEVICE=cpu"):
         assert part in line
 
 
-def test_without_nvidia_smi_pytorch_is_believed(nvidia_smi, torch_for_cuda_13):
-    nvidia_smi(FAILS)
-    assert "a GPU (unknown to nvidia-smi; its driver runs CUDA up to an unknown version)" in complaint()
-
-
+@without_gpu
 def test_a_pytorch_without_cuda_does_not_train_on_the_cpu_of_a_gpu_machine(nvidia_smi, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     nvidia_smi(NVIDIA_SMI)
     assert "built for CUDA None" in complaint()
+    environment = {**os.environ, "NANOMUON_PYTHON": sys.executable}
+    command = ["bash", "speedrun.sh", "--plan"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: here is a GPU (NVIDIA") and result.stderr.count("\n") == 1
 
 
-def test_a_pytorch_without_kernels_for_this_gpu(nvidia_smi, torch_for_cuda_13, monkeypatch):
-    def no_kernel():
-        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
-
-    nvidia_smi(NVIDIA_SMI.replace("12.4", "13.1"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "init", no_kernel)
-    assert "no kernel image" in complaint()
-
-
-def test_more_processes_than_gpus(nvidia_smi, torch_for_cuda_13, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+@without_gpu
+def test_more_processes_than_gpus(nvidia_smi, two_gpus, monkeypatch):
+    two_gpus("", is_available=True)
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert "process 2 of this machine has no GPU: there are 2" in complaint()
 
 
+@without_gpu
 @pytest.mark.parametrize("name,value", [("NANOMUON_DEVICE", "cpu"), ("CUDA_VISIBLE_DEVICES", "")])
-def test_who_asks_for_the_cpu_gets_it(nvidia_smi, torch_for_cuda_13, monkeypatch, name, value):
-    nvidia_smi(NVIDIA_SMI)
+def test_who_asks_for_the_cpu_gets_it(nvidia_smi, two_gpus, monkeypatch, name, value):
+    two_gpus("")
     monkeypatch.setenv(name, value)
     assert runtime.start().device.type == "cpu"
-
-
-def test_another_device_is_refused(monkeypatch):
     monkeypatch.setenv("NANOMUON_DEVICE", "gpu")
     assert "NANOMUON_DEVICE=gpu: it can be cpu" in complaint()
 
 
-@pytest.mark.parametrize("text", [FAILS, HANGS, "no program\n"])
-def test_an_nvidia_smi_that_tells_nothing(nvidia_smi, monkeypatch, text):
-    monkeypatch.setattr(runtime, "NVIDIA_SMI_SECONDS", 0.5)
+@without_gpu
+@pytest.mark.parametrize("text", [FAILS, "no program\n"])
+def test_an_nvidia_smi_that_tells_nothing(nvidia_smi, text):
     nvidia_smi(text)
-    began = time.monotonic()
     assert runtime.start().device.type == "cpu"
-    assert time.monotonic() - began < 5
-
-
-# In place of Python: says how the training would be started
-WITHOUT_TRAINING = f"""#!/bin/sh
-case "$*" in
-    *scripts.base_train*) echo "$@" ;;
-    *) exec {sys.executable} "$@" ;;
-esac
-"""
-
-
-def speedrun(folder):
-    """(exit code, output, errors) of `bash speedrun.sh --plan`, which trains nothing."""
-    python = folder / "python"
-    python.write_text(WITHOUT_TRAINING)
-    python.chmod(0o755)
-    environment = {**os.environ, "NANOMUON_PYTHON": str(python), "NANOMUON_BASE_DIR": str(folder)}
-    result = subprocess.run(
-        ["bash", "speedrun.sh", "--plan"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    return result.returncode, result.stdout, result.stderr
-
-
-def test_the_speedrun_stops_at_a_gpu_that_it_cannot_use(nvidia_smi, tmp_path):
-    nvidia_smi(NVIDIA_SMI)
-    code, output, errors = speedrun(tmp_path)
-    assert code == 2 and output == ""
-    assert errors.startswith("error: here is a GPU (NVIDIA H100") and errors.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_the_speedrun_takes_the_cpu_where_it_is_told_to(nvidia_smi, tmp_path, monkeypatch):
-    nvidia_smi(NVIDIA_SMI)
-    monkeypatch.setenv("NANOMUON_DEVICE", "cpu")
-    code, output, _ = speedrun(tmp_path)
-    assert code == 0 and "corpus python" in output
-    assert "-m scripts.base_train --max-seq-len 256" in output  # the preset for a CPU, in one process
-
-
-@pytest.mark.parametrize("version,code", [("2.10.1+cu126", 2), ("2.11.0+cu126", 0), ("3.0.0a0+git12", 0)])
-def test_an_interpreter_with_any_pytorch_from_2_11_on(tmp_path, version, code):
-    """A stand-in for its torch: what pip wrote about it."""
-    about = tmp_path / f"torch-{version}.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
-    environment = {**os.environ, "NANOMUON_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
-    command = ["bash", "-c", "set -euo pipefail; source scripts/setup.sh train"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == code
-    refusal = f"error: NANOMUON_PYTHON={sys.executable} has PyTorch {version}, and 2.11 or newer is needed\n"
-    assert result.stderr == (refusal if code else "")
 
 
 def test_bf16_is_the_dtype_of_a_device_that_has_instructions_for_it(monkeypatch):
     monkeypatch.setenv("NANOMUON_DEVICE", "cpu")
     for has, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(
-            torch.cpu, "get_capabilities", lambda has=has: {"avx512_f": True, "avx512_bf16": has}
-        )
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: {"avx512_bf16": has})
         assert runtime.start().compute_dtype == dtype
         assert runtime.start("float32").compute_dtype == torch.float32
         assert runtime.start("bfloat16").compute_dtype == torch.bfloat16
 
 
-def test_the_allocator_gets_segments_that_grow_unless_the_user_has_set_it(monkeypatch):
+@pytest.mark.parametrize("theirs", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_allocator_gets_segments_that_grow_unless_the_user_has_set_it(monkeypatch, theirs):
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(sys, "platform", "linux")
     for name in names:
         monkeypatch.setenv(name, "")  # so that it is put back
-    for theirs in (None, *names):
-        for name in names:
-            os.environ.pop(name, None)
-        if theirs:
-            monkeypatch.setenv(theirs, "max_split_size_mb:64")
-        runtime.let_segments_grow()
-        found = {name: os.environ[name] for name in names if name in os.environ}
-        expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-        assert found == ({theirs: "max_split_size_mb:64"} if theirs else expected)
+        monkeypatch.delenv(name)
+    if theirs:
+        monkeypatch.setenv(theirs, "max_split_size_mb:64")
+    runtime.let_segments_grow()
+    expected = {theirs: "max_split_size_mb:64"} if theirs else {names[0]: "expandable_segments:True"}
+    assert {name: os.environ[name] for name in names if name in os.environ} == expected
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The end
+
+
+@pytest.mark.parametrize(
+    "error,code,said",
+    [
+        (InputError("no\nsuch thing"), 2, "error: no such thing\n"),
+        (OSError(28, "No space left", "/data/x"), 2, "error: [Errno 28] No space left: '/data/x'\n"),
+        (OSError(28, "No space left", "BASE/x"), 2, "; NANOMUON_BASE_DIR=/folder/with/room helps\n"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, "error: CUDA out of memory; fewer rows"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (ValueError("ours"), BUG, "Traceback (most recent call last):\n"),
+    ],
+)
+def test_what_the_user_can_fix_is_one_line_and_a_bug_a_traceback(error, code, said, capsys, monkeypatch):
+    monkeypatch.setenv("NANOMUON_BASE_DIR", "BASE")
+
+    def main():
+        raise error
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as caught:
+        run_command(main)
+    signal.signal(signal.SIGINT, before)
+    message = capsys.readouterr().err
+    assert caught.value.code == code and said in message
+    assert (message.count("\n") == 1) == (code != BUG)
+
+
+@pytest.mark.parametrize("how", ["flushed", "left to the end"])
+def test_a_pipe_whose_reader_has_ended_is_one_line_and_no_traceback(how, monkeypatch, capfd):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(SystemExit) as caught:
+            run_command(lambda: print("a sample", flush=how == "flushed"))
+    # Closing `output` writes what is left of it, as the end of the process does: to nowhere, without an error
+    assert caught.value.code == 2 and capfd.readouterr().err == "error: [Errno 32] Broken pipe\n"
+
+
+def test_ctrl_c_while_pytorch_is_imported_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command, pipes = [sys.executable, "-m", "scripts.sample"], dict(stdout=-1, stderr=-1)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+    assert process.stdout.readline() == b"importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == (b"", b"interrupted\n") and process.returncode == 130
+
+
+FAILURES = {  # kind: (exit code of the rank that fails, what the user sees, once)
+    "input": (2, "error: no such thing: bring one\n"),
+    "bug": (BUG, "AssertionError: this cannot be\n"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind,place",
+    [
+        ("input", "alone"),
+        pytest.param("bug", "alone", marks=pytest.mark.slow),
+        pytest.param("input", "together", marks=pytest.mark.slow),
+        pytest.param("bug", "together", marks=pytest.mark.slow),
+    ],
+)
+def test_an_error_on_one_rank_ends_the_launch_with_one_message(kind, place):
+    code, message = FAILURES[kind]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "tests.failing_rank", kind, place]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = time.time()
+    said, report = result.stderr.split("tests.failing_rank FAILED")
+    assert result.returncode == 1 and said.count(message) == 1
+    assert "by peer" not in said  # the other rank loses its connection, which is nothing to tell of
+    # The traceback shows where it happened, also if the error came to all ranks
+    assert ("in work_of\n    raise ERRORS[kind]\n" in said) == (kind == "bug")
+    codes = dict(re.findall(r"rank      : (\d) .*\n  exitcode  : (-?\d+) ", report))
+    assert codes["1"] == str(code)
+    if place == "alone":  # the other one loses its connection, unless torchrun's signal comes first
+        assert codes["0"] in (str(BUG), str(-signal.SIGTERM))
+    else:
+        assert codes["0"] == str(code)
+    assert ended - float(result.stdout.split()[-1]) < 15
+
+
+def patience(group, folder):
+    """How long ranks wait for the first one: at the work of first_rank_first and of the exported model."""
+    timeouts, together = [], runtime.together
+
+    def noted(work, group=None):
+        backend = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+        timeouts.append(backend.options._timeout)
+        return together(work, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (runtime, hf_export):
+            patch.setattr(module, "together", noted)
+        here = Runtime(torch.device("cuda"), torch.bfloat16, dist.get_rank(), dist.get_world_size())
+        assert runtime.first_rank_first(lambda: "found", here) == "found"
+        hf_export.write_weights(folder, torch.nn.Linear(1, 1))
+    return timeouts
+
+
+def test_ranks_wait_for_hours_while_only_the_first_one_works(tmp_path):
+    """NCCL alone would end the run after 10 minutes."""
+    for timeouts in run_world(4, patience, tmp_path):
+        assert len(timeouts) == 2 and min(timeouts) > timedelta(hours=10)

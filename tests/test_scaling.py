@@ -49,7 +49,7 @@ class MadeUp:
         if self.code:
             self.stdout.write(b"step 1\nerror: no such luck\n")
             return self.code
-        folder = scaling.run_folder.folder_of(args.run)
+        folder = scaling.files.folder_of(args.run)
         folder.mkdir(parents=True)
 
         config = plan.model_config(args, args.vocab_size, "cpu")

@@ -1,5 +1,6 @@
-"""What speedrun.sh starts on a node of GPUs, by a stand-in for Python: nothing is trained."""
+"""speedrun.sh: what it starts on a node of GPUs, by a stand-in for Python, and small runs on this machine."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,9 @@ import pytest
 import torch
 import torch.distributed.run
 from torch.distributed.launcher.api import LaunchConfig
+
+from nanomuon.files import being_written
+from tests.training import losses, wait_until, write_corpus
 
 ROOT = Path(__file__).parents[1]
 ON_EIGHT_GPUS = f"""#!/bin/sh
@@ -73,9 +77,7 @@ def test_a_node_of_gpus(tmp_path, monkeypatch):
     assert "--depth 24 --matrix-lr 0.03" in training and "--device-batch-size" not in training
     # The GPUs are not asked how many rows fit them before the data is on its way
     assert plan == training.replace(" -- ", " -- --device-batch-size 1 ") + " --plan"
-    assert commands["data"].endswith(
-        "scripts.data_prep --corpus hf:karpathy/climbmix-400b-shuffle --max-tokens 1000"
-    )
+    assert commands["data"].endswith("--corpus hf:karpathy/climbmix-400b-shuffle --max-tokens 1000")
     assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) >= 300  # seconds to write a checkpoint
     assert "PET_SIGNALS_TO_HANDLE" not in environment
     # What the training has waited for in vain
@@ -91,15 +93,84 @@ def test_under_nohup_torchrun_does_not_end_with_the_terminal(tmp_path):
 def test_torchrun_reads_what_the_speedrun_sets(monkeypatch):
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
     monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
-    command = [
-        "--standalone",
-        "--local_addr=localhost",
-        "--nproc_per_node=2",
-        "-m",
-        "scripts.base_train",
-        "--",
-    ]
+    command = "--standalone --local_addr=localhost --nproc_per_node=2 -m scripts.base_train --".split()
     config, _, _ = torch.distributed.run.config_from_args(torch.distributed.run.parse_args(command))
     assert isinstance(config, LaunchConfig)
     assert (config.shutdown_timeout, config.local_addr) == (300, "localhost")
     assert config.signals_to_handle == "SIGTERM,SIGINT,SIGQUIT"
+
+
+@pytest.mark.parametrize("version,code", [("2.10.1+cu126", 2), ("2.11.0+cu126", 0), ("3.0.0a0+git12", 0)])
+def test_an_interpreter_with_any_pytorch_from_2_11_on(tmp_path, version, code):
+    """A stand-in for its torch: what pip wrote about it."""
+    about = tmp_path / f"torch-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    environment = {**os.environ, "NANOMUON_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    command = ["bash", "-c", "set -euo pipefail; source scripts/setup.sh train"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == code
+    assert ("has no PyTorch 2.11 or newer; install it there" in result.stderr) == (code == 2)
+
+
+def on_this_machine(folder, *flags, **variables):
+    """(command, keywords of Popen) of a small speedrun."""
+    write_corpus(folder / "texts")
+    small = "--max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --eval-tokens 512 --save-every 20"
+    variables = {
+        "RUN": "mine",
+        "DEPTH": "2",
+        "VOCAB_SIZE": "300",
+        "CORPUS": f"path:{folder}/texts",
+    } | variables
+    environment = {**os.environ, **variables, "NANOMUON_PYTHON": sys.executable}
+    environment |= {"NANOMUON_BASE_DIR": str(folder), "NANOMUON_DEVICE": "cpu"}
+    keywords = dict(cwd=ROOT, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True)
+    return ["bash", "speedrun.sh", *small.split(), *flags], keywords
+
+
+def test_every_variable_counts_and_other_flags_are_handed_on(tmp_path):
+    command, keywords = on_this_machine(tmp_path, "--num-iterations", "2", "--seed=3")
+    result = subprocess.run(command, **keywords)
+    assert result.returncode == 0 and "more text" in result.stdout.lower(), result.stdout
+    options = json.loads((tmp_path / "runs" / "mine" / "settings.json").read_text())["options"]
+    assert (options["depth"], options["vocab_size"], options["seed"]) == (2, 300, 3)
+    assert options["corpus"] == f"path:{tmp_path}/texts" and options["num_iterations"] == 2
+    planned = subprocess.run([*command, "--plan"], **keywords).stdout
+    assert f"{tmp_path}/runs/mine, trained on path:{tmp_path}/texts" in planned and "2 steps x 256" in planned
+    assert "VOCAB_SIZE=1024" in subprocess.run([*command, "--help"], **keywords).stdout
+    for flag in (["--depth", "3"], ["--run=other"]):
+        refused = subprocess.run([*command, *flag], **keywords)
+        variable = flag[0][2:].split("=")[0].upper()
+        assert refused.returncode == 2 and f"{variable}=... bash speedrun.sh" in refused.stdout
+
+
+@pytest.mark.slow
+def test_a_speedrun_that_is_killed_and_stopped_finishes_and_then_skips_everything(tmp_path):
+    command, keywords = on_this_machine(tmp_path, "--num-iterations", "300")
+    run = tmp_path / "runs" / "mine"
+
+    def trained():
+        return len(losses(tmp_path, "mine"))
+
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        process, before = subprocess.Popen(command, start_new_session=True, **keywords), trained()
+        wait_until(lambda before=before: trained() > before + 20, lambda p=process: p.poll() is None, 300)
+        if number == signal.SIGTERM:
+            process.terminate()  # bash alone: it hands that on
+        else:
+            os.killpg(process.pid, number)  # as a terminal does
+        output, _ = process.communicate(timeout=60)
+        if number != signal.SIGKILL:
+            assert process.returncode == 75 and "stopped before its end" in output, output
+            assert (run / "stopped").exists() and not being_written(run)
+    finished = subprocess.run(command, **keywords)
+    assert finished.returncode == 0 and not (run / "stopped").exists(), finished.stdout
+    assert trained() == 300
+    files = [file for file in tmp_path.glob("**/*") if file.is_file() and file.suffix != ".lock"]
+    written = {file: file.stat().st_mtime_ns for file in files}
+    again = subprocess.run(command, **keywords)
+    assert again.returncode == 0 and "is complete" in again.stdout
+    refused = subprocess.run([*command, "--seed", "1"], **keywords)
+    assert refused.returncode == 2 and "exists with --seed 0, not 1" in refused.stdout
+    assert {file: file.stat().st_mtime_ns for file in files} == written

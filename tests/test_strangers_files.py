@@ -2,24 +2,21 @@
 names the file, runs nothing of it, and changes nothing.
 """
 
-import argparse
 import json
 import os
 import pickle
+import resource
 import shutil
 
 import pytest
-import torch
 
-from nanomuon import checkpoint, plan, report, run_folder
-from nanomuon.files import write_json
-from nanomuon.gpt import GPTConfig
-from nanomuon.runtime import InputError, Runtime, explain, print0
-from nanomuon.tokenizer import Tokenizer
+from nanomuon import checkpoint, report
+from nanomuon.files import locked
+from nanomuon.plan import recall
+from nanomuon.run import is_complete
+from nanomuon.runtime import InputError, explain, print0
 from scripts import base_eval, base_train, export, sample
 from tests.training import arguments, write_corpus
-
-CPU = Runtime(torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -79,53 +76,79 @@ def go_on(made):
 
 
 def write_text(made):
-    return lambda: sample.main("--run tiny --max-tokens 2 --dtype float32".split())
+    return lambda: sample.main("--run tiny --max-tokens 2".split())
 
 
-READERS = {  # file of the run: who reads it
-    "settings.json": go_on,
-    "checkpoints/step_4/manifest.json": go_on,
-    "checkpoints/step_4/rank_0.safetensors": go_on,
-    "tokenizer/vocab.txt": write_text,
-    "tokenizer/tokenizer.json": write_text,
-    "config.json": write_text,
-    "model.safetensors": write_text,
+READERS = {  # file: who reads it
+    "runs/tiny/settings.json": go_on,
+    "runs/tiny/checkpoints/step_4/manifest.json": go_on,
+    "runs/tiny/checkpoints/step_4/rank_0.safetensors": go_on,
+    "runs/tiny/tokenizer/tokenizer.json": write_text,
+    "runs/tiny/config.json": write_text,
+    "runs/tiny/model.safetensors": write_text,
 }
 DAMAGE = {
+    "gone": None,
     "empty": lambda data: b"",
     "truncated": lambda data: data[: len(data) // 2],
     "garbage": lambda data: b"\xff\x00garbage" * 20,
     "another type": lambda data: b"[]",
     "a key less": lambda data: data.replace(b'"depth"', b'"x"').replace(b'"', b'"x', 1),
 }
+CASES = [(place, damage) for place in READERS for damage in DAMAGE]
+CASES.remove(("runs/tiny/settings.json", "gone"))  # without settings there is no run
 
 
-CASES = [
-    (name, damage) for name in READERS for damage in DAMAGE if not (name.endswith("txt") and "key" in damage)
-]
-
-
-@pytest.mark.parametrize("name,damage", CASES)
-def test_a_damaged_file_is_one_line_and_nothing_is_overwritten(made, base, name, damage):
-    file = run_of(base) / name
-    file.write_bytes(DAMAGE[damage](file.read_bytes()))
+@pytest.mark.parametrize("place,damage", CASES)
+def test_a_damaged_file_is_one_line_and_nothing_is_overwritten(made, base, place, damage):
+    file = base / place
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(DAMAGE[damage](file.read_bytes()))
     before = contents(base)
-    place = file.parent if "tokenizer" in name else file
-    refused(READERS[name](made), str(place))
+    name_of_folder = "tokenizer" in place or damage == "gone"
+    refused(READERS[place](made), str(file.parent if name_of_folder else file))
     assert contents(base) == before
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "train-00000.safetensors", "val-00000.safetensors"])
+@pytest.mark.parametrize("damage", [name for name in DAMAGE if name != "gone"])
+def test_damaged_shards_are_one_line(made, base, name, damage):
+    (file,) = base.glob(f"shards/*/{name}")
+    file.write_bytes(DAMAGE[damage](file.read_bytes()))
+    refused(go_on(made), str(file))
+
+
+def small_files():
+    """No file can grow beyond 100 kB, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def a_file_for_a_folder():
+    shutil.rmtree(os.environ["NANOMUON_BASE_DIR"] + "/runs")
+    with open(os.environ["NANOMUON_BASE_DIR"] + "/runs", "w"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "happens,advice", [(small_files, "make room"), (a_file_for_a_folder, "NANOMUON_BASE_DIR=")]
+)
+def test_a_place_that_takes_nothing_is_one_line(made, base, happens, advice):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    happens()
+    try:
+        refused(lambda: base_train.main(arguments(made, "new", 2)), str(base), advice)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 def test_a_damaged_summary_is_one_line(made, base):
     (run_of(base) / "summary.json").write_text('{"steps": "many"}')
-    refused(lambda: base_train.main(arguments(made, "tiny", 4)), "summary.json: steps is 'many', not int")
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "train-00000", "val-00000"])
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_shards_are_one_line(made, base, name, damage):
-    (file,) = base.glob(f"shards/*/{name}*")
-    file.write_bytes(DAMAGE[damage](file.read_bytes()))
-    refused(go_on(made), str(file))
+    refused(
+        lambda: base_train.main(arguments(made, "tiny", 4)),
+        "summary.json cannot be read: steps is 'many', not int",
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,13 +166,8 @@ def test_a_run_remembers_no_flag_of_a_launch(base):
     options = {"wandb": True, "run": "../elsewhere", "resume": "never", "optimizer_file": "stranger.py"}
     for key, value in options.items():
         change(run_of(base) / "settings.json", "options", key, to=value)
-    args, _ = run_folder.recall(base_train.make_parser(), ["--run", "tiny"])
+    args, _ = recall(base_train.make_parser(), ["--run", "tiny"])
     assert (args.wandb, args.run, args.resume, args.optimizer_file) == (False, "tiny", "auto", None)
-
-
-def test_an_older_run_folder_is_one_line(base):
-    write_json(run_of(base) / "settings.json", {"corpus": "python", "options": {}, "measured": {}})
-    refused(lambda: base_train.main(["--run", "tiny"]), "settings.json: the content has no compile")
 
 
 @pytest.mark.parametrize("name", ["../../../../../dev/zero", "/dev/zero", "..", "", "a/b", "a\0b"])
@@ -157,12 +175,6 @@ def test_manifests_name_files_of_their_folder(base, name):
     folder = run_of(base) / "checkpoints" / "step_4"
     change(folder / "manifest.json", "files", to={name: 0})
     refused(lambda: checkpoint.find(run_of(base), "step_4"), "by the manifest")
-
-
-def test_a_machine_that_cannot_hold_the_weights_says_so():
-    too_large = plan.meta_model(GPTConfig.from_depth(100, 300, 32, width=1 << 17, heads=1, kv_heads=1))
-    args = argparse.Namespace(run="tiny", tensor_parallel=1, shard="none")
-    refused(lambda: plan.check_room(too_large, args, CPU), "run tiny", "GB")
 
 
 class Bomb:
@@ -179,17 +191,19 @@ def test_nothing_of_a_strangers_folder_is_run(made, base, tmp_path):
     """A pickle in every file name of ours, Python files, and settings that name one."""
     ran = tmp_path / "ran"
     bomb, python = pickle.dumps(Bomb(ran)), f"import os; os.mkdir({str(ran)!r})\n"
-    for theirs in [file for file in run_of(made).rglob("*") if file.is_file()]:
+    names = [file.relative_to(run_of(made)) for file in run_of(made).rglob("*") if file.is_file()]
+    # torch's own reader of checkpoints unpickles the last two
+    for name in [*names, "checkpoints/step_4/.metadata", "checkpoints/step_4/__0_0.distcp"]:
         shutil.rmtree(run_of(base))
         shutil.copytree(run_of(made), run_of(base))
-        file = run_of(base) / theirs.relative_to(run_of(made))
+        file = run_of(base) / name
         file.write_text(python) if file.suffix == ".py" else file.write_bytes(bomb)
         stranger = run_of(base) / "stranger.py"
         stranger.write_text(python)
         for command in (
             go_on(made),
             write_text(made),
-            lambda: base_eval.main("--run tiny --dtype float32".split()),
+            lambda: base_eval.main("--run tiny".split()),
             lambda: export.main(["--run", "tiny", "--to", str(tmp_path / "exported")]),
         ):
             try:
@@ -206,18 +220,6 @@ def test_nothing_of_a_strangers_folder_is_run(made, base, tmp_path):
     assert not ran.exists()
 
 
-def test_a_tokenizer_that_would_end_the_process_is_refused(base):
-    """tiktoken panics, which is no Exception, on bytes it does not know and on some patterns."""
-    tokenizer = Tokenizer.load(run_of(base) / "tokenizer")
-    for stranger in (
-        Tokenizer(tokenizer.vocab[1:]),
-        Tokenizer([*tokenizer.vocab, tokenizer.vocab[-1]]),
-        Tokenizer(tokenizer.vocab, pattern="(?=(a+)+$)|."),
-    ):
-        stranger.save(base / "stranger")
-        refused(lambda: Tokenizer.load(base / "stranger"), "damaged tokenizer", "stranger")
-
-
 def test_nothing_is_written_through_a_link(made, base, tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("mine\n")
@@ -229,7 +231,7 @@ def test_nothing_is_written_through_a_link(made, base, tmp_path):
     assert precious.read_text() == "mine\n"
     (base / "runs" / ".tiny.lock").unlink()
     (base / "runs" / ".tiny.lock").symlink_to(precious)
-    refused(lambda: run_folder.held(run_of(base), rank=0).__enter__(), "symbolic link", ".tiny.lock")
+    refused(lambda: locked(run_of(base)).__enter__(), "symbolic link", ".tiny.lock")
     assert precious.read_text() == "mine\n"
 
 
@@ -240,7 +242,7 @@ def test_control_characters_of_strangers_are_shown(base, capsys):
     assert capsys.readouterr().out == f"{shown} line\n\tend\n"
     assert "\x1b" not in explain(InputError(said))[1]
     change(run_of(base) / "summary.json", "note\x1b[31m", to=said)
-    run_folder.is_complete(run_of(base), 4)
+    is_complete(run_of(base), 4)
     output = capsys.readouterr().out
     assert "\x1b" not in output and f"note\\x1b[31m: {shown}" in output
     report.write_report(run_of(base), {"note": said}, [said])
@@ -248,8 +250,7 @@ def test_control_characters_of_strangers_are_shown(base, capsys):
     assert b"\x1b" not in written and shown.encode() in written
 
 
-@pytest.mark.parametrize("key,value", [("step", "4"), ("loader", {"epoch": 0}), ("loader", [])])
-def test_a_checkpoint_whose_meta_is_garbage_is_one_line(made, base, key, value):
+def test_a_checkpoint_whose_meta_is_garbage_is_one_line(made, base):
     file = run_of(base) / "checkpoints" / "step_4" / "manifest.json"
-    change(file, "meta", key, to=value)
-    refused(go_on(made), str(file), f"meta.{key}")
+    change(file, "meta", "row", to="4")
+    refused(go_on(made), f"{file} cannot be read: meta.row is '4', not int")

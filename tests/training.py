@@ -23,7 +23,7 @@ def write_corpus(folder):
     """200 short documents with something to learn in them."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(50)]
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for i in range(200):
         (folder / f"{i:03}.txt").write_text(" ".join(rng.choices(words, k=80)) + ".\n")
 
@@ -32,12 +32,18 @@ def arguments(base, run, steps, *more, small=SMALL):
     return [*small, "--corpus", f"path:{base}/texts", "--run", run, "--num-iterations", str(steps), *more]
 
 
-def launch(base, run, steps, *more, processes=1, restarts=0, **keywords):
+def launch(base, run, steps, *more, processes=1, **keywords):
     """The command a user types, in a process of its own."""
     module = ["-m", "scripts.base_train"]
     if processes > 1:
-        options = [f"--nproc_per_node={processes}", f"--max-restarts={restarts}"]
-        module = ["-m", "torch.distributed.run", "--standalone", *options, *module, "--"]
+        module = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={processes}",
+            *module,
+            "--",
+        ]
     command = [sys.executable, *module, *arguments(base, run, steps, *more)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **keywords)
 
