@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nanomuon.optim import World
 from nanomuon.param_groups import split_rows
 
 
@@ -54,7 +53,7 @@ class Pieces:
     shape: (m, n) of the whole matrices. A rank's lines are those of `World.share`.
     """
 
-    world: World
+    world: object  # optim.World
     dim: int
     shape: tuple
 
