@@ -40,11 +40,11 @@ def test_attention_is_the_definition(window, Tq, kv_heads):
         torch.testing.assert_close(whole_scores(q, k, v, window), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("size, normalized", [(1, True), (20, False)])
-def test_in_bf16_only_small_scores_are_rounded(size, normalized):
+@pytest.mark.parametrize("size, how", [(1, dict(normalized=True)), (20, {})])
+def test_in_bf16_only_small_scores_are_rounded(size, how):
     q, k, v = (x.bfloat16() for x in tensors())
-    error = attention(size * q, k, v, normalized=normalized).double() - definition(size * q, k, v)
-    assert error.norm() < 1e-2 * v.double().norm()
+    error = attention(size * q, k, v, **how).double() - definition(size * q, k, v)
+    assert error.norm() < 5e-3 * v.double().norm()
 
 
 def test_windows_on_cuda_are_rows_of_a_ragged_batch(monkeypatch):

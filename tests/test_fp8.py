@@ -13,7 +13,7 @@ import torch
 from nanomuon import fp8
 from nanomuon.gpt import GPT, GPTConfig, Linear
 from nanomuon.runtime import InputError, Runtime
-from scripts import base_train, train_bench
+from scripts import base_train
 
 has_torchao = importlib.util.find_spec("torchao") is not None
 needs_torchao = pytest.mark.skipif(not has_torchao, reason="needs torchao (the extra fp8)")
@@ -93,26 +93,29 @@ def test_what_does_not_fit_stays_in_bf16():
         assert torch.equal(layer(x), plain(x)) == (tokens == 5)
 
 
-@pytest.mark.parametrize("script", [base_train, train_bench])
-def test_a_device_without_float8_is_refused(environment, script):
-    with pytest.raises(InputError, match="--fp8 needs a GPU of compute capability 8.9"):
-        script.main(["--depth", "2", "--fp8"])
-
-
-def test_what_is_missing_or_does_not_go_together_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    "capability, tensor_parallel, installed, message",
+    [
+        ((8, 6), 1, True, "--fp8 needs a GPU of compute capability 8.9"),
+        ((9, 0), 2, True, "--fp8 and --tensor-parallel do not go together"),
+        ((9, 0), 1, False, "--fp8 needs torchao .*: pip install"),
+        ((9, 0), 1, True, None),
+    ],
+)
+def test_what_is_missing_or_does_not_go_together_is_named(
+    monkeypatch, capability, tensor_parallel, installed, message
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for name in ("torchao", "torchao.float8"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name) if installed else None)
     runtime = Runtime(torch.device("cuda"), torch.bfloat16)
-    package = types.ModuleType("torchao")
-    package.float8 = types.ModuleType("torchao.float8")
-    for capability, tensor_parallel, modules, message in (
-        ((8, 6), 1, (package, package.float8), "compute capability 8.9"),
-        ((9, 0), 2, (package, package.float8), "--fp8 and --tensor-parallel do not go together"),
-        ((9, 0), 1, (None, None), "--fp8 needs torchao .*: pip install"),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        for name, module in zip(("torchao", "torchao.float8"), modules, strict=True):
-            monkeypatch.setitem(sys.modules, name, module)
+    if message is None:
+        fp8.check(runtime, tensor_parallel)
+    else:
         with pytest.raises(InputError, match=message):
             fp8.check(runtime, tensor_parallel)
-    monkeypatch.setitem(sys.modules, "torchao", package)
-    monkeypatch.setitem(sys.modules, "torchao.float8", package.float8)
-    fp8.check(runtime, tensor_parallel=1)
+
+
+def test_a_cpu_is_refused(environment):
+    with pytest.raises(InputError, match="--fp8 needs a GPU"):
+        base_train.main(["--depth", "2", "--fp8"])

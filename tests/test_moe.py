@@ -7,14 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from nanomuon import recipe
 from nanomuon.moe import BALANCE_SPEED, MoE, balance_, grouped_mm
-from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from scripts import base_train
+from tests.reference import distance
 from tests.test_gpt import build
 from tests.training import arguments, losses
 from tests.worlds import run_world
@@ -100,17 +96,16 @@ def test_compiled_experts_give_the_same_loss_gradients_and_load_in_one_graph():
         torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-5)
 
 
-def test_in_bf16_products_and_gradients_are_those_of_every_expert_by_itself():
+def test_products_in_bf16_are_those_of_every_expert_by_itself():
     torch.manual_seed(0)
     x, w = torch.randn(10, 16).bfloat16().requires_grad_(), torch.randn(4, 8, 16, requires_grad=True)
-    load, weights = torch.tensor([0, 7, 0, 3]), torch.randn(10, 8).bfloat16()
     results = []
     for dtype in (torch.bfloat16, torch.float64):
-        output = grouped_mm(x.to(dtype), w.bfloat16().to(dtype), load)
-        results.append([output, *torch.autograd.grad((output * weights).sum(), (x, w))])
+        output = grouped_mm(x.to(dtype), w.bfloat16().to(dtype), torch.tensor([0, 7, 0, 3]))
+        results.append([output, *torch.autograd.grad(output.square().sum(), (x, w))])
     for ours, exact in zip(*results, strict=True):
-        torch.testing.assert_close(ours.double(), exact.double(), rtol=2**-7, atol=1e-2)
-    assert not results[0][2][[0, 2]].any()
+        assert distance(ours, exact) < 1e-2
+    assert not results[0][2][[0, 2]].any()  # of experts without a token
 
 
 def excess(load):
@@ -154,39 +149,6 @@ def test_biases_depend_on_the_tokens_of_the_step_and_not_on_who_saw_them():
     for ranks in (1, 2, 3):
         for bias in run_world(ranks, biases_of_a_rank, list(x.chunk(ranks))):
             assert torch.equal(torch.from_numpy(bias), expected.bias)
-
-
-def train_in_pieces(group):
-    """Three steps on 8 rows with FSDP2 over the group, or in one process."""
-    model = build(depth=2, experts=3).double()
-    model.compute_dtype = torch.float64
-    groups, ranks, rank = recipe.param_groups(model), 1, 0
-    if group is not None:
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh)
-        groups = recipe.param_groups(model)
-        assert model.blocks[0].mlp.w1.placements[0].dim == 0  # whole experts
-    optimizer = MuonAdamW(groups) if group is None else DistMuonAdamW(groups, group)
-    tokens = torch.randint(97, (3, 8, 17), generator=torch.Generator().manual_seed(0))
-    for rows in tokens:
-        mine = rows.chunk(ranks)[rank]
-        model(mine[:, :-1], mine[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        balance_(model, group)
-    wholes = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return [t.detach().numpy() for t in (*wholes, *model.buffers())]
-
-
-@pytest.mark.parametrize("ranks", [2, 4])  # which hold 2 and 1 of 3 experts, and 1, 1, 1 and none
-def test_experts_in_pieces_train_as_in_one_process(ranks, monkeypatch):
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")
-    expected = train_in_pieces(None)
-    for parameters in run_world(ranks, train_in_pieces):
-        for ours, theirs in zip(parameters, expected, strict=True):
-            assert abs(ours - theirs).max() < 1e-9 * max(1, abs(theirs).max())
 
 
 @pytest.mark.usefixtures("environment")
