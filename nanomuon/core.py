@@ -27,6 +27,7 @@ The tasks are a folder, a zip of one, or the address of such a zip, laid out as 
 import csv
 import hashlib
 import http.client
+import json
 import os
 import random
 import shutil
@@ -46,7 +47,7 @@ import torch.nn.functional as F
 import yaml
 
 from nanomuon.attention import without_cudnn
-from nanomuon.files import as_kind, locked, parse_json
+from nanomuon.files import as_kind, locked
 from nanomuon.generate import read
 from nanomuon.gpt import GPT
 from nanomuon.runtime import InputError, base_dir, print0, together
@@ -429,7 +430,7 @@ def read_items(task: Task) -> list[Item]:
 
 
 def parse_item(line: bytes, kind: str) -> Item:
-    record = as_kind(parse_json(line), dict)
+    record = as_kind(json.loads(line), dict)
 
     def field(name: str, of: type):
         return as_kind(record[name], of, name)
