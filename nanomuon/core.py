@@ -58,7 +58,6 @@ PUBLIC_BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.
 ADDRESS = ("http://", "https://")  # how one begins
 PATIENCE = 10  # seconds that a server may be silent
 KINDS = ("multiple_choice", "schema", "language_modeling")
-# The mean over any other tasks has another name
 CORE_TASKS = frozenset(
     """
     hellaswag_zeroshot jeopardy bigbench_qa_wikidata arc_easy arc_challenge copa commonsense_qa piqa
