@@ -53,6 +53,13 @@ PLAIN = functools.partial(muon, coefficients="simple", beta2=None, weight_decay_
     "shapes, group, torchs, options, tolerance",
     [
         ([(40, 50), (7,), (), (3, 4, 5)], adamw, torch.optim.AdamW, dict(lr=1e-2), 1e-5),
+        (
+            [(40, 50)],
+            functools.partial(adamw, betas=(0.0, 0.9)),
+            torch.optim.AdamW,
+            dict(lr=1e-2, betas=(0.0, 0.9)),
+            1e-5,
+        ),
         # theirs iterates in bf16
         ([(64, 64), (96, 32), (32, 96)], PLAIN, torch.optim.Muon, dict(lr=0.02, momentum=0.95), 0.02),
     ],
