@@ -257,7 +257,7 @@ BAD_MUON = [  # of a group of one matrix (48, 20)
     (dict(direction="polar"), "direction='polar' is not a function"),
     (dict(direction=len, split=6), ".*they take no direction"),
 ]
-SPLITS = (True, 2.0, 0, 7, (10, 20), ("qkv", (3, 2, 2)), ("qkv", ()), (), "qk")
+SPLITS = (True, 2.0, 0, 7, (10, 20), (-8, 56), (24.0, 24.0), ("qkv", (3, 2, 2)), ("qkv", ()), (), "qk")
 BAD_MUON += [(dict(split=split), "split=") for split in SPLITS]
 BAD_ADAMW = [  # of a group of one vector
     (dict(momentum=0.9), r"\(adamw\): unknown momentum"),
