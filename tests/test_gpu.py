@@ -60,14 +60,15 @@ def kernel_results(device, dtype):
         grad, M, P = (seeded(3, *shape, seed=i).to(device, dtype) for i in range(3))
         second = torch.zeros(3, *of_second, device=device, dtype=dtype)
         ok = torch.ones(3, 1, 1, device=device, dtype=dtype)
-        U = muon_momentum(grad, M, ok, momentum=0.95 * one, grad_weight=0.05 * one, nesterov=True)
+        numbers = torch.tensor([0.1, 0.1, 0.95, 0.05, 0.05], device=device, dtype=dtype)
+        U = muon_momentum(grad, M, ok, numbers, nesterov=True)
         options = dict(coefficients="polar_express", ns_steps=5, row_equilibrate=False, renormalize=False)
         X, gain = muon_direction(U, second, 0.05 * ok, **options)
-        muon_update(P, X, gain, ok, lr=0.1 * one, weight_decay=0.1 * one, scale=1.0, cautious=True)
+        muon_update(P, X, gain, ok, numbers, scale=1.0, cautious=True)
         results += [M, second, P]
     p, grad, m, v = (seeded(1000, seed=i).abs().to(device, dtype) for i in range(4))
-    rates = dict(step_size=0.01, rescale=1.5, grad_weight=0.1, square_weight=0.05, decay=0.001, eps=1e-8)
-    adamw_update(p, grad, m, v, one, **{name: value * one for name, value in rates.items()})
+    numbers = torch.tensor([0.01, 0.001, 0.1, 0.05, 1e-8], device=device, dtype=dtype)
+    adamw_update(p, grad, m, v, 3 * one, one, numbers)
     return [*results, p, m, v]
 
 
