@@ -27,6 +27,7 @@ The tasks are a folder, a zip of one, or the address of such a zip, laid out as 
 import csv
 import hashlib
 import http.client
+import json
 import os
 import random
 import shutil
@@ -46,7 +47,7 @@ import torch.nn.functional as F
 import yaml
 
 from nanomuon.attention import without_cudnn
-from nanomuon.files import as_kind, locked, parse_json
+from nanomuon.files import as_kind, locked
 from nanomuon.generate import read
 from nanomuon.gpt import GPT
 from nanomuon.runtime import InputError, base_dir, print0, together
@@ -57,7 +58,6 @@ PUBLIC_BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.
 ADDRESS = ("http://", "https://")  # how one begins
 PATIENCE = 10  # seconds that a server may be silent
 KINDS = ("multiple_choice", "schema", "language_modeling")
-# The mean over any other tasks has another name
 CORE_TASKS = frozenset(
     """
     hellaswag_zeroshot jeopardy bigbench_qa_wikidata arc_easy arc_challenge copa commonsense_qa piqa
@@ -430,7 +430,7 @@ def read_items(task: Task) -> list[Item]:
 
 
 def parse_item(line: bytes, kind: str) -> Item:
-    record = as_kind(parse_json(line), dict)
+    record = as_kind(json.loads(line), dict)
 
     def field(name: str, of: type):
         return as_kind(record[name], of, name)

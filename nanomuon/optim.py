@@ -71,14 +71,14 @@ def adamw_update(param, grad, exp_avg, exp_avg_sq, step, ok, numbers):
 
     step, counted with this one, and ok are 0-D or have one value for each element.
     """
-    lr, decay, grad_weight, square_weight, eps = numbers.unbind()  # the weights are 1 - beta
+    lr, lr_times_decay, grad_weight, square_weight, eps = numbers.unbind()
     grad = torch.where(ok > 0, grad, 0).to(exp_avg.dtype)
     exp_avg.lerp_(grad, grad_weight * ok)
     exp_avg_sq.lerp_(grad.square(), square_weight * ok)
     bias1 = -torch.expm1(step * torch.log1p(-grad_weight))  # 1 - beta^t, without the digits powers lose
     bias2 = -torch.expm1(step * torch.log1p(-square_weight))
     update = exp_avg * (lr / bias1 * ok) / (exp_avg_sq.sqrt() * bias2.rsqrt() + eps)
-    new = param.to(exp_avg.dtype) * (1 - decay * ok) - update
+    new = param.to(exp_avg.dtype) * (1 - lr_times_decay * ok) - update
     param.copy_(torch.where(ok > 0, new.to(param.dtype), param))
 
 
@@ -187,7 +187,11 @@ def compiled(kernel, *key):
 
 
 def numbers_of(group):
-    """What the kernels need of a param group, in Python's float64: float32 loses digits of 1 - beta."""
+    """What the kernels need of a param group, in Python's float64: float32 loses digits of 1 - beta.
+
+    muon: lr, weight decay, momentum, 1 - momentum, 1 - beta2. adamw: lr, lr times weight decay, 1 - beta1,
+    1 - beta2, eps.
+    """
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     if group["kind"] == "muon":
         momentum, beta2 = group["momentum"], group["beta2"] or 0  # None: no second moment, nothing reads it
@@ -213,13 +217,13 @@ def numbers_on_device(works, device, dtype):
 class Transfer:
     """What collectives in flight bring. `sent` stays referenced until they have been waited for."""
 
-    def __init__(self, received, works=(), sent=None):
-        self.received, self.works, self.sent = received, works, sent
+    def __init__(self, received, handles=(), sent=None):
+        self.received, self.handles, self.sent = received, handles, sent
 
     def wait(self):
         """The received tensor. Once: the transfer then forgets it, so that a generator does not keep it."""
-        for work in self.works:
-            work.wait()
+        for handle in self.handles:
+            handle.wait()
         received, self.received, self.sent = self.received, None, None
         return received
 
@@ -271,8 +275,8 @@ class World:
         """Launch a collective of torch.distributed, unless this is a world of one, and give its Transfer."""
         if self.size == 1:
             return Transfer(received)
-        work = collective(*arguments, group=self.process_group, async_op=True, **options)
-        return Transfer(received, [work], sent)
+        handle = collective(*arguments, group=self.process_group, async_op=True, **options)
+        return Transfer(received, [handle], sent)
 
     def reduce_scatter(self, tensor):
         """tensor: (R, ...). Gives the mean over ranks of ceil(R/W) rows, this rank's share and padding."""
@@ -288,7 +292,7 @@ class World:
         return self.start(whole, all_gather_single, whole, mine, sent=mine)
 
     def all_reduce(self, tensor, operation=dist.ReduceOp.AVG):
-        """Gives the same tensor, with the mean over ranks in it."""
+        """Gives the same tensor, with the mean over ranks in it, or what else the operation makes."""
         return self.start(tensor, dist.all_reduce, tensor, operation)
 
     def reduce_to(self, owner, tensor):
@@ -500,9 +504,9 @@ def as_batch(matrices):
 
 
 def batches(count, shape, device):
-    """Runs of `count` matrices as (lo, hi), each within BATCH_BYTES."""
+    """Slices of `count` matrices, each within BATCH_BYTES."""
     most = max(1, BATCH_BYTES.get(device.type, BATCH_BYTES["cuda"]) // (4 * math.prod(shape)))
-    return [(lo, min(lo + most, count)) for lo in range(0, count, most)]
+    return [slice(lo, min(lo + most, count)) for lo in range(0, count, most)]
 
 
 class Bank:
@@ -559,9 +563,9 @@ class Bank:
         grads = self.collect()
         ok = yield
         self.compute(grads.wait(), ok, numbers)
-        updated = self.send()
+        results = self.send_results()
         yield
-        stack = updated.wait()
+        stack = results.wait()
         if stack is not None:
             torch._foreach_copy_(self.matrices(), [stack[slot] for slot in self.slots])
 
@@ -590,18 +594,18 @@ class Bank:
     def compute(self, grads, ok, numbers):
         """Update the owned matrices."""
         params = self.matrices()[self.owned]
-        ok_of_owned = ok.expand(len(self.owners))[self.owned].view(-1, 1, 1).to(self.dtype)
-        for lo, hi in self.batches:
-            G, M, ok = as_batch(grads[lo:hi]), self.momentum[lo:hi], ok_of_owned[lo:hi]
-            kept = {name: buffer[lo:hi] for name, buffer in self.kept.items()}
-            U = self.run(muon_momentum, G, M, ok, numbers, nesterov=self.nesterov)
-            X, gain = self.direction(U, kept, ok, numbers[-1].expand_as(ok))
-            P = as_batch(params[lo:hi])
-            self.run(muon_update, P, X, gain, ok, numbers, **self.rule)
-            if hi - lo > 1:  # P is a copy
-                torch._foreach_copy_(params[lo:hi], P.unbind())
+        ok = ok.expand(len(self.owners))[self.owned].view(-1, 1, 1).to(self.dtype)  # (k, 1, 1)
+        square_weight = numbers[-1].expand_as(ok)
+        for batch in self.batches:
+            G, M, P = as_batch(grads[batch]), self.momentum[batch], as_batch(params[batch])
+            kept = {name: buffer[batch] for name, buffer in self.kept.items()}
+            U = self.run(muon_momentum, G, M, ok[batch], numbers, nesterov=self.nesterov)
+            X, gain = self.direction(U, kept, ok[batch], square_weight[batch])
+            self.run(muon_update, P, X, gain, ok[batch], numbers, **self.rule)
+            if len(P) > 1:  # P is a copy
+                torch._foreach_copy_(params[batch], P.unbind())
 
-    def send(self):
+    def send_results(self):
         """Gives the stack of all matrices, updated; in one process nothing."""
         if self.world.size == 1:
             return Transfer(None)
@@ -712,8 +716,8 @@ class MuonAdamW(torch.optim.Optimizer):
                     raise ValueError(f"ranks have different parameters: {difference}")
         for _, param, _ in named_parameters(groups):
             if not is_cut(param):
-                mine = local(param)
-                mine.copy_(world.broadcast_from(0, mine.contiguous()).wait())
+                held = local(param)
+                held.copy_(world.broadcast_from(0, held.contiguous()).wait())
 
     # ---- the step
 
@@ -736,12 +740,12 @@ class MuonAdamW(torch.optim.Optimizer):
             for work, update in running:  # every collect is under way
                 with record_function(f"collect {work}"):
                     next(update)
-            bad, *has_gradient = answer.wait().split([1] + [len(work.params) for work in self.works])
-            finite = bad == 0  # on the device: the host does not wait for it
-            self.skipped_steps += ~finite[0]
-            for (work, update), flags in zip(running, has_gradient, strict=True):
+            bad, *flags_of_works = answer.wait().split([1] + [len(work.params) for work in self.works])
+            all_finite = bad == 0  # on the device: the host does not wait for it
+            self.skipped_steps += ~all_finite[0]
+            for (work, update), flags in zip(running, flags_of_works, strict=True):
                 with record_function(f"compute {work}"):
-                    update.send(flags * finite)
+                    update.send(flags * all_finite)
             for work, update in running:
                 with record_function(f"deliver {work}"):
                     next(update, None)
@@ -778,6 +782,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
         Before that accelerate may move the model, and FSDP2 replace its parameters in the groups. Afterwards
         this only compares: ValueError if parameters, options or state are not what the work was planned for.
+        The order of the works, in which all collectives start, follows from the groups: Muon, then AdamW.
         """
         now = [(id(group), options(group), list(map(id, group["params"]))) for group in self.param_groups]
         planned = len(self.planned)
@@ -813,9 +818,9 @@ class MuonAdamW(torch.optim.Optimizer):
         device = params[0].device
         self.skipped_steps = self.skipped_steps.to(device)
         compiles = device.type == "cuda" if self.compile == "auto" else self.compile
-        kernels = functools.partial(run, compile_enabled(compiles))
-        plan = self.plan_muon if group["kind"] == "muon" else self.plan_adamw
-        works = plan(group, params, kernels)
+        run_kernel = functools.partial(run, compile_enabled(compiles))
+        plan_kind = self.plan_muon if group["kind"] == "muon" else self.plan_adamw
+        works = plan_kind(group, params, run_kernel)
         self.works += works
         # Muon in front: the most to compute while the transfers of the others run
         self.works.sort(key=lambda work: work.group["kind"] != "muon")
@@ -890,10 +895,11 @@ class DistMuonAdamW(MuonAdamW):
     all device meshes. comm_dtype: of the reduction, and of both transfers of sharded matrices; default the
     gradient's own. Use MuonAdamW under DistributedDataParallel, which has averaged the gradients already.
 
-    Gradients and state of replicated parameters are split (ZeRO-2). They start as rank 0 has them, and the
-    update uses the mean of `p.grad` over ranks. With W ranks, parameters of R rows, banks of K matrices:
+    Work and state of replicated parameters are split (ZeRO-2); `p.grad` stays whole. Parameters start as rank
+    0 has them, and the update uses the mean of `p.grad` over ranks, which the collectives make and nothing
+    else. With W ranks, parameters of R rows, banks of K matrices:
 
-      parameters            collect                          state on a rank      deliver
+      parameters            collect                          state on a rank      compute sends
       AdamW, up to SMALL    one all_reduce for a group's     all of it            nothing
       AdamW                 reduce_scatter                   ceil(R/W) rows       all_gather
       Muon                  reduce_scatter, whole matrices   ceil(K/W) matrices   all_gather

@@ -78,7 +78,7 @@ class Place:
         return value
 
     def piece_of(self, saved):
-        """What this rank keeps of a saved tensor. Collective if that is a DTensor."""
+        """What this rank holds of a saved tensor, if cut its piece. Collective if that is a DTensor."""
         if self.mesh is None:
             return whole(saved)
         if isinstance(saved, DTensor) and saved.device_mesh == self.mesh:

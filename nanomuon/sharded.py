@@ -268,32 +268,33 @@ class Chunk(Bank):
         """
         ok = ok.view(-1, 1, 1).to(self.dtype)
         grads = [gradient(param).contiguous() for param in self.params]
-        transfer = self.collect(torch.stack(matrices(grads)), ok, numbers)
+        transfer = self.send_to_owners(torch.stack(matrices(grads)), ok, numbers)
         yield
-        transfer = self.compute(transfer.wait(), ok[self.owned], numbers)
+        transfer = self.compute_at_owner(transfer.wait(), ok[self.owned], numbers)
         yield
-        self.deliver(transfer.wait(), ok, numbers)
+        self.update_shards(transfer.wait(), ok, numbers)
 
-    def collect(self, grads, ok, numbers):
-        """grads: (K, ...) shards."""
+    def send_to_owners(self, grads, ok, numbers):
+        """Momentum of all shards. grads: (K, ...) shards."""
         U = self.run(muon_momentum, grads, self.momentum, ok, numbers, nesterov=self.nesterov)
         U = U.to(self.world.comm_dtype or grads.dtype)
         return self.all_to_all(U.transpose(1, self.dim).flatten(), self.sent, self.received)
 
-    def compute(self, shards, ok, numbers):
-        """shards: those of the owned matrices, rank after rank, flat."""
+    def compute_at_owner(self, shards, ok, numbers):
+        """shards: of the momentum of the owned matrices, rank after rank, flat. ok: theirs."""
         parts = zip(shards.split(self.received), self.lines, strict=True)
-        X = torch.cat([part.view(len(ok), lines, self.other) for part, lines in parts], dim=1)
-        X = X.transpose(1, self.dim).to(self.dtype)  # (k, m, n)
+        U = torch.cat([part.view(len(ok), lines, self.other) for part, lines in parts], dim=1)
+        U = U.transpose(1, self.dim).to(self.dtype)  # (k, m, n)
         square_weight = numbers[-1].expand_as(ok)
-        for lo, hi in self.batches:
-            kept = {name: buffer[lo:hi] for name, buffer in self.kept.items()}
-            direction, gain = self.direction(X[lo:hi], kept, ok[lo:hi], square_weight[lo:hi])
-            torch.mul(direction, gain, out=X[lo:hi])
-        parts = X.to(shards.dtype).transpose(1, self.dim).split(self.lines, dim=1)
+        for batch in self.batches:
+            kept = {name: buffer[batch] for name, buffer in self.kept.items()}
+            X, gain = self.direction(U[batch], kept, ok[batch], square_weight[batch])
+            torch.mul(X, gain, out=U[batch])  # now the direction of the update
+        parts = U.to(shards.dtype).transpose(1, self.dim).split(self.lines, dim=1)
         return self.all_to_all(torch.cat([part.flatten() for part in parts]), self.received, self.sent)
 
-    def deliver(self, X, ok, numbers):
+    def update_shards(self, X, ok, numbers):
+        """X: shards of all directions, flat."""
         lines_first = self.momentum.transpose(1, self.dim).shape
         X = X.view(lines_first).transpose(1, self.dim)
         params = self.matrices()

@@ -24,8 +24,8 @@ from nanomuon.param_groups import split_rows
 
 
 def choose_mode(group, shape, dim, world):
-    """The mode that the group asks for, else `distributed` if the cut side is the long one, over which Gram
-    matrices sum. ValueError for a `blockwise` that cannot be.
+    """The mode that the group asks for, else `distributed`, which becomes `duplicated` unless the cut side is
+    the long one, over which Gram matrices sum. ValueError for a `blockwise` that cannot be.
     """
     m, n = shape
     rows, fused_rows = [m], False

@@ -258,19 +258,19 @@ def test_only_the_mean_over_all_tasks_is_called_core(tmp_path, capsys):
 @pytest.mark.parametrize(
     "kind, line, complaint",
     [
-        ("multiple_choice", "{", "not JSON"),
+        ("multiple_choice", "{", "Expecting property name"),
         ("multiple_choice", "[]", "not dict"),
         ("multiple_choice", '{"query": "a", "choices": [], "gold": 0}', "gold is 0"),
         ("multiple_choice", '{"query": "a", "choices": ["b", "c"], "gold": 2}', "gold is 2"),
         ("multiple_choice", '{"query": "a", "choices": ["b", "c"], "gold": -1}', "gold is -1"),
-        ("multiple_choice", '{"query": "a", "choices": ["b", null], "gold": 0}', r"choices\[1\] is None"),
+        ("multiple_choice", '{"query": "a", "choices": [null], "gold": 0}', "choices is 'None', not str"),
         ("multiple_choice", '{"choices": ["b", "c"], "gold": 0}', "has no 'query'"),
         ("schema", '{"context_options": "ab", "continuation": "c", "gold": 0}', "context_options is 'ab'"),
         ("schema", '{"context_options": ["a"], "continuation": "", "gold": 0}', "continuation is empty"),
         ("schema", '{"context_options": ["a"], "continuation": "c"}', "has no 'gold'"),
         ("language_modeling", '{"context": "a", "continuation": " "}', "continuation is empty"),
         ("language_modeling", '{"context": "\\ud800", "continuation": "b"}', "surrogates not allowed"),
-        ("language_modeling", "[" * 100_000, "not JSON"),
+        ("language_modeling", "[" * 100_000, "recursion"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, kind, line, complaint):
@@ -292,7 +292,7 @@ def test_a_malformed_line_is_named(tmp_path, kind, line, complaint):
         (("core.yaml", "some/resolve.jsonl", "../../secret.jsonl"), "task resolve: dataset_uri .* leads out"),
         (("core.yaml", "some/resolve.jsonl", "/etc/passwd"), "task resolve: dataset_uri .* leads out"),
         (("core.yaml", "some/resolve.jsonl", "some/absent.jsonl"), "absent.jsonl: No such file"),
-        (("core.yaml", "- 0", "- many"), r"num_fewshot\[0\] is 'many', not int"),
+        (("core.yaml", "- 0", "- many"), r"num_fewshot is 'many', not int"),
         (("core.yaml", "- 0", "- -1"), r"num_fewshot is \[-1\]"),
         (("eval_meta_data.csv", "resolve,", "solve,"), "task resolve: .* no random baseline"),
         (("eval_meta_data.csv", "25", "100"), "no random baseline"),

@@ -58,7 +58,7 @@ def write_run(run_dir, **shape):
     run_dir.mkdir(parents=True)
     facts = {"step": 40, "val_bpb": 1.5, "corpus": "path:/home/someone/texts", "tokens": 123456}
     trained_on = {"corpus": facts["corpus"], "revision": "1", "tokenizer": TOKENIZER.hash}
-    nothing = dict(options={}, compile=False, rows=1, layout="", trained_with={})
+    nothing = dict(options={}, compile=False, rows=1, world_size=1, trained_with={})
     write_json(run_dir / "settings.json", {**nothing, "trained_on": trained_on})
     write_json(run_dir / "summary.json", {"steps": 40, "val_bpb": 1.5, "tokens": 123456})
     hf_export.export(run_dir, model, model.config, TOKENIZER, facts)
