@@ -211,6 +211,7 @@ def test_the_loss_by_chunks_is_the_capped_cross_entropy(chunks, dtype, monkeypat
 
     same = [x.detach().to(dtype).double().requires_grad_() for x in (hidden, head.weight)]
     logits = 15 * torch.tanh(same[0] @ same[1].T / 15)
+    torch.testing.assert_close(head_loss.capped(same[0] @ same[1].T), logits)
     expected = F.cross_entropy(logits, targets, ignore_index=-1)
     (expected / 3).backward()
     found = head_loss.mean_loss(hidden, head.weight, targets)
