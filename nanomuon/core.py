@@ -273,9 +273,8 @@ def score(model: GPT, rows: list[Row]) -> None:
     at, targets = torch.tensor([at, targets], dtype=torch.int64, device=device)  # (M,) each
 
     cache = None
-    most_shared = rows[-1].shared
-    if most_shared:
-        cache = read(model, [row.tokens[: row.shared] for row in rows], most_shared + T)
+    if rows[-1].shared:  # the most of all
+        cache = read(model, [row.tokens[: row.shared] for row in rows], rows[-1].shared + T)
     logits = model(inputs.to(device), cache=cache, at=at)  # (M, V)
     # float64 adds float32 losses without rounding: equal losses in another order have an equal mean
     losses = F.cross_entropy(logits, targets, reduction="none").double().cpu().split(counts)

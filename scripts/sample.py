@@ -75,9 +75,7 @@ def main(argv: list[str] | None = None) -> None:
         help="of the first sample, the next one has the next (%(default)s)",
     )
     args = parser.parse_args(argv)
-    model, tokenizer, facts = load_run(args.run, start(), args.checkpoint)
-    if args.checkpoint is not None:
-        print(f"run {args.run} after step {facts['step']}", file=sys.stderr)
+    model, tokenizer, _ = load_run(args.run, start(), args.checkpoint)
     if args.interactive:
         converse(model, tokenizer, args)
     else:

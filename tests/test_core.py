@@ -167,6 +167,7 @@ def test_what_choices_share_is_read_once_and_only_what_is_scored_reaches_the_hea
     items = core.kept_items(task, None)
     rows = {row for number in range(12) for row in core.ask(task, items, number, merging, 256)}
     assert sum(sizes) < 0.6 * sum(len(row.tokens) for row in rows)
+    assert sum(row.shared == 0 for row in rows) == 2  # those of items whose choices are all equal
     assert sum(heads) == sum(len(row.tokens) - row.start for row in rows)
     batches = list(core.make_batches(rows, 600, 30))
     assert sum(len(batch) for batch in batches) == len(rows) > 2 * len(batches)

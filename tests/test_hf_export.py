@@ -263,6 +263,8 @@ def test_what_cannot_be_exported_is_said_in_one_line(exported, tmp_path, monkeyp
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(folder.parent.parent))
     with pytest.raises(InputError, match="holds no finished model"):
         export.main(["--run", "nothing", "--to", str(tmp_path / "new")])
+    with pytest.raises(InputError, match="has no checkpoint last; it has none"):
+        export.main(["--run", "plain", "--to", str(tmp_path / "new"), "--checkpoint", "last"])
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     with pytest.raises(InputError, match="not an empty folder"):
