@@ -1,7 +1,7 @@
 """CORE, by which the field compares base models: the mean of the centred accuracies of 22 tasks (DCLM, arXiv
 2406.11794), by the rule of published figures (nanochat's, after DCLM's), which decides
 
-- which items: all, shuffled by Random(1337), cut to a number where one is given;
+- which items: all, shuffled by Random(1337), cut to a number if one is given;
 - which examples come before item i: Random(1234 + i) samples them from the other kept items;
 - which tokens are scored. Multiple choice: those after the tokens that all choices begin with. Schema: those
   at the end that all contexts are followed by. Language modelling: those of the continuation;
@@ -10,30 +10,54 @@
   with) has no mean loss: as in the published code it wins as the first choice, and never as another.
 
 Where the published code stops, this one goes on: fewer other items than examples are all shown; a
-continuation that does not fit into the context is scored from the second token on of what is left; where the
+continuation that does not fit into the context is scored from the second token on of what is left; if the
 tokens before a continuation change with it, those that changed are scored too.
 
-What the choices of an item share is computed once, which gives the same numbers: a forward pass over what
-they begin with, whose keys and values a second pass over the choices reads.
+The tasks are a folder, a zip of one, or the address of such a zip, laid out as the public bundle of DCLM:
+
+    core.yaml                 icl_tasks: for each its label, dataset_uri, num_fewshot, icl_task_type and
+                              continuation_delimiter (a space if not given)
+    eval_meta_data.csv        "Eval Task" and "Random baseline", in percent
+    eval_data/<dataset_uri>   an item a line, as JSON:
+                              multiple_choice    {"query", "choices", "gold"}
+                              schema             {"context_options", "continuation", "gold"}
+                              language_modeling  {"context", "continuation"}
 """
 
+import csv
+import hashlib
+import http.client
+import json
+import os
 import random
+import shutil
+import stat
+import tempfile
 import time
-from collections.abc import Iterator
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
-import numpy as np
 import torch
 import torch.nn.functional as F
+import yaml
 
 from nanomuon.attention import without_cudnn
-from nanomuon.core_bundle import Item, Task
+from nanomuon.files import as_kind, locked
+from nanomuon.generate import read
 from nanomuon.gpt import GPT
-from nanomuon.kv_cache import ChoiceCache, PrefixCache
-from nanomuon.runtime import print0, together
+from nanomuon.runtime import InputError, base_dir, print0, together
 from nanomuon.tokenizer import Tokenizer
 
-# The tasks of CORE; the mean over any others has another name
+# The bundle that published figures come from, as nanochat names it
+PUBLIC_BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
+ADDRESS = ("http://", "https://")  # how one begins
+PATIENCE = 10  # seconds that a server may be silent
+KINDS = ("multiple_choice", "schema", "language_modeling")
 CORE_TASKS = frozenset(
     """
     hellaswag_zeroshot jeopardy bigbench_qa_wikidata arc_easy arc_challenge copa commonsense_qa piqa
@@ -42,51 +66,51 @@ CORE_TASKS = frozenset(
     bigbench_language_identification
     """.split()
 )
-# Items go to ranks by as many at a time, and are batched among themselves: any number of ranks makes the same
-# batches, and so the same losses to the last bit
-BLOCK = 32
-# Of a batch on a CPU: four times as many take up to half as long again on some tasks (docs/evaluation.md)
-CPU_TOKENS = 4096
-MOST_LOGITS = 2**28  # that exist at a time, 1 GB in float32
+MOST_LOGITS = 2**28  # of a batch, 1 GB in float32
 
 
-@dataclass
+class Unreachable(InputError):
+    """A bundle that an address does not give: a training run goes on without it."""
+
+
+@dataclass(frozen=True)
+class Task:
+    label: str
+    kind: str  # one of KINDS
+    file: Path
+    shots: int  # examples shown before an item
+    delimiter: str  # between a context and its continuation
+    baseline: float  # accuracy of guessing, 0 to 1
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question: contexts with their continuations, of which number `gold` is right. A multiple choice has
+    one context, a schema one continuation, and language modelling one of both.
+    """
+
+    pairs: list[tuple[str, str]]
+    gold: int
+
+
+@dataclass(eq=False)
 class Row:
     """A prompt with one continuation, in tokens."""
 
-    tokens: np.ndarray  # (n,) uint32, n at most the context
+    tokens: list[int]  # at most the context
     start: int  # the first token that is scored, at least 1; the last of the row is the last that is
-    cut: int  # tokens that were left out at the beginning
+    shared: int = 0  # tokens that the rows of its item begin with, to be computed once
     mean_loss: float = float("nan")  # in nats
     all_likeliest: bool = False  # every scored token is the one that the model thinks likeliest
 
 
 @dataclass(frozen=True)
-class Group:
-    """Rows of an item that begin with the same `shared` tokens, which are computed once."""
-
-    rows: list[Row]
-    shared: int
-
-
-@dataclass(frozen=True)
-class Question:
-    """An item in tokens: its rows, and the row of each choice. Equal choices have one row, so that no
-    rounding decides between them.
-    """
-
-    rows: list[Row]
-    row_of_choice: list[int]
-    gold: int
-
-
-@dataclass(frozen=True)
 class Answer:
-    """mean_losses: of each choice. choice: the one taken, None in language modelling."""
-
-    mean_losses: list[float]
-    choice: int | None
+    mean_losses: list[float]  # of each choice
     correct: bool
+
+
+# ---- evaluation
 
 
 def evaluate(
@@ -97,33 +121,25 @@ def evaluate(
     most_tokens: int,
     rank: int = 0,
     ranks: int = 1,
-    in_pieces: bool = False,
 ) -> dict:
-    """{"core", "mean_centered", "tasks": {label: {"accuracy", "centered", "items", "seconds"}}}, of which
-    "core" is None where the tasks are not those of CORE. Printed as a table, row by row as it comes.
+    """{"core", "mean_centered", "tasks": {label: {"accuracy", "centered", "items", "seconds"}}}. "core" is
+    None unless the tasks are those of CORE. Prints a table, row by row as it comes.
 
     most_items: of each task, None: all. most_tokens: of a batch. rank: this one's number among `ranks` that
-    score different items; every rank gets all results. in_pieces: a forward pass of the model needs all
-    ranks. Collective.
+    score different items; every rank gets all results. Collective.
     """
     print0(f"{'task':36} accuracy  centered  items  seconds")
     results = {}
     for task in tasks:
         began = time.perf_counter()
-        answers = answer_task(model, tokenizer, task, most_items, most_tokens, rank, ranks, in_pieces)
+        answers = answer_task(model, tokenizer, task, most_items, most_tokens, rank, ranks)
         accuracy = sum(answer.correct for answer in answers) / len(answers)
-        result = {
-            "accuracy": accuracy,
-            "centered": (accuracy - task.baseline) / (1 - task.baseline),
-            "items": len(answers),
-            "seconds": round(time.perf_counter() - began, 2),
-        }
-        results[task.label] = result
-        print0(
-            f"{task.label:36} {accuracy:8.4f}  {result['centered']:8.4f}  {len(answers):5}  "
-            f"{result['seconds']:7.1f}"
-        )
-    mean = sum(result["centered"] for result in results.values()) / len(results)
+        centered = (accuracy - task.baseline) / (1 - task.baseline)
+        seconds = round(time.perf_counter() - began, 2)
+        figures = {"accuracy": accuracy, "centered": centered, "items": len(answers), "seconds": seconds}
+        results[task.label] = figures
+        print0(f"{task.label:36} {accuracy:8.4f}  {centered:8.4f}  {len(answers):5}  {seconds:7.1f}")
+    mean = sum(figures["centered"] for figures in results.values()) / len(results)
     found = {"core": mean if results.keys() == CORE_TASKS else None, "mean_centered": mean, "tasks": results}
     print0(as_line(found))
     return found
@@ -131,17 +147,8 @@ def evaluate(
 
 def as_line(results: dict) -> str:
     """One line: the mean, and what it may be called."""
-    return f"{title(results)}: {results['mean_centered']:.4f}"
-
-
-def title(results: dict) -> str:
-    """What the mean of these results may be called: CORE is that of all its tasks and no others."""
-    labels = results["tasks"].keys()
-    if labels == CORE_TASKS:
-        return "CORE"
-    if labels < CORE_TASKS:
-        return f"CORE over {len(labels)} of {len(CORE_TASKS)} tasks"
-    return f"mean over {len(labels)} tasks, {len(labels & CORE_TASKS)} of the {len(CORE_TASKS)} of CORE"
+    name = "CORE" if results["core"] is not None else f"mean over {len(results['tasks'])} tasks (not CORE)"
+    return f"{name}: {results['mean_centered']:.4f}"
 
 
 def answer_task(
@@ -152,28 +159,23 @@ def answer_task(
     most_tokens: int,
     rank: int = 0,
     ranks: int = 1,
-    in_pieces: bool = False,
 ) -> list[Answer]:
     """The answer to each kept item of a task, in their shuffled order. For the arguments see evaluate()."""
     items = kept_items(task, most_items)
-    if model.cos.device.type == "cpu":
-        most_tokens = min(most_tokens, CPU_TOKENS)
-    questions, batches = {}, []
-    for first in range(rank * BLOCK, len(items), ranks * BLOCK):
-        block = {}
-        for number in range(first, min(first + BLOCK, len(items))):
-            block[number] = ask(task, items, number, tokenizer, model.config.seq_len)
-        questions |= block
-        batches += make_batches(list(block.values()), most_tokens, MOST_LOGITS // model.config.vocab_size)
-    calls = sum(forward_passes(batch) for batch in batches)
-    most_calls = max(together(lambda: calls)) if in_pieces else calls
+    choices = {}  # of each item: a row each, equal ones have the same
+    for number in range(rank, len(items), ranks):
+        choices[number] = ask(task, items, number, tokenizer, model.config.seq_len)
+    rows = dict.fromkeys(row for item_rows in choices.values() for row in item_rows)
+    batches = list(make_batches(rows, most_tokens, MOST_LOGITS // model.config.vocab_size))
+    calls = sum(2 if batch[-1].shared else 1 for batch in batches)
+    most_calls = max(together(lambda: calls))
 
-    def answer_mine():
+    def answer_mine() -> dict[int, Answer]:
         for batch in batches:
-            score(model, batch, tokenizer.bos_id)
-        for _ in range(most_calls - calls):  # other ranks need this one's pieces
-            model(torch.full((1, 1), tokenizer.bos_id, device=model.cos.device))
-        return {number: decide(question, task.kind) for number, question in questions.items()}
+            score(model, batch)
+        for _ in range(most_calls - calls):  # other ranks may need this one's pieces of the model
+            model(torch.zeros(1, 1, dtype=torch.int64, device=model.cos.device))
+        return {number: decide(task, items[number], rows) for number, rows in choices.items()}
 
     # Shapes change from batch to batch: what was compiled for training would be compiled for each of them
     eager = torch.compiler.set_stance("force_eager")
@@ -186,182 +188,263 @@ def answer_task(
 
 
 def kept_items(task: Task, most_items: int | None) -> list[Item]:
-    items = task.read_items()
+    items = read_items(task)
     random.Random(1337).shuffle(items)
     return items[:most_items]
 
 
-def examples(task: Task, items: list[Item], number: int) -> list[Item]:
-    """What is shown before an item: others, with their answers."""
-    others = len(items) - 1
-    # A sample of the positions in the list of the others, without making that list
-    positions = random.Random(1234 + number).sample(range(others), min(task.shots, others))
-    shown = []
-    for position in positions:
-        if position >= number:  # in the list of all, the item itself stands before it
-            position += 1
-        shown.append(items[position])
-    return shown
-
-
-def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_len: int) -> Question:
-    """An item with its examples in tokens."""
+def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_len: int) -> list[Row]:
+    """The row of each choice of an item, with the examples before it. Equal choices have one row, so that no
+    rounding decides between them.
+    """
+    item = items[number]
+    others = items[:number] + items[number + 1 :]
     shown = ""
-    for example in examples(task, items, number):
+    for example in random.Random(1234 + number).sample(others, min(task.shots, len(others))):
         context, continuation = example.pairs[example.gold]
         shown += f"{context}{task.delimiter}{continuation}\n\n"
-    item = items[number]
-    sequences = []
+    prompts = []
     for context, continuation in item.pairs:
-        sequences.append(encode(tokenizer, f"{shown}{context}{task.delimiter}{continuation}"))
+        text = f"{shown}{context}{task.delimiter}{continuation}"
+        prompts.append([tokenizer.bos_id, *tokenizer.encode(text)])
 
+    common = len(os.path.commonprefix(prompts))
     if task.kind == "multiple_choice":
-        starts = [common_prefix(sequences)] * len(sequences)
+        starts = [common] * len(prompts)
     elif task.kind == "schema":
-        suffix = common_prefix([sequence[::-1] for sequence in sequences])
-        starts = [len(sequence) - suffix for sequence in sequences]
+        common_end = len(os.path.commonprefix([prompt[::-1] for prompt in prompts]))
+        starts = [len(prompt) - common_end for prompt in prompts]
     else:
-        context, _ = item.pairs[0]
         # The space at the end of a delimiter becomes part of the next token
-        before = encode(tokenizer, f"{shown}{context}{task.delimiter}".strip())
-        starts = [common_prefix([before, sequences[0]])]
+        before = f"{shown}{item.pairs[0][0]}{task.delimiter}".strip()
+        starts = [len(os.path.commonprefix([[tokenizer.bos_id, *tokenizer.encode(before)], prompts[0]]))]
 
-    rows, row_of_choice, known = [], [], {}
-    for sequence, start in zip(sequences, starts, strict=True):
-        key = sequence.tobytes()
-        if key not in known:
-            known[key] = len(rows)
-            cut = max(0, len(sequence) - seq_len)  # too long prompts keep their end
-            rows.append(Row(sequence[cut:], max(1, start - cut), cut))
-        row_of_choice.append(known[key])
-    return Question(rows, row_of_choice, item.gold)
-
-
-def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """(n,) uint32, beginning with the BOS token."""
-    return np.append(np.uint32(tokenizer.bos_id), tokenizer.encode_to_numpy(text))
+    rows, by_cut = {}, {}
+    for prompt, start in zip(prompts, starts, strict=True):
+        if tuple(prompt) not in rows:
+            cut = max(0, len(prompt) - seq_len)  # too long prompts keep their end
+            row = rows[tuple(prompt)] = Row(prompt[cut:], max(1, start - cut))
+            by_cut.setdefault(cut, []).append(row)
+    for alike in by_cut.values():  # rows that were cut differently begin with different tokens
+        share(alike)
+    return [rows[tuple(prompt)] for prompt in prompts]
 
 
-def common_prefix(sequences: list[np.ndarray]) -> int:
-    """How many tokens all of these begin with."""
-    length = min(len(sequence) for sequence in sequences)
-    for sequence in sequences[1:]:
-        different = np.flatnonzero(sequence[:length] != sequences[0][:length])
-        if len(different):
-            length = int(different[0])
-    return length
+def share(rows: list[Row]) -> None:
+    """Let rows read what all of them begin with only once, if it is most of them."""
+    common = len(os.path.commonprefix([row.tokens for row in rows]))
+    # The position before the first scored token predicts it, so it is not among those that are shared
+    shared = min(common, min(row.start for row in rows) - 1)
+    if len(rows) > 1 and 2 * shared >= max(len(row.tokens) for row in rows):
+        for row in rows:
+            row.shared = shared
 
 
-def decide(question: Question, kind: str) -> Answer:
-    losses = [question.rows[row].mean_loss for row in question.row_of_choice]
-    if kind == "language_modeling":
-        return Answer(losses, None, question.rows[0].all_likeliest)
-    # min() passes over a NaN that is not the first, and takes one that is: the published rule
-    choice = losses.index(min(losses))
-    return Answer(losses, choice, choice == question.gold)
+def make_batches(rows: Iterable[Row], most_tokens: int, most_scored: int) -> Iterator[list[Row]]:
+    """Rows of similar length together: at most so many tokens with their padding, and so many scored ones."""
+    batch = []
+    for row in sorted(rows, key=lambda row: (row.shared, len(row.tokens))):
+        larger = [*batch, row]
+        longest = row.shared + max(len(other.tokens) - other.shared for other in larger)
+        scored = sum(len(other.tokens) - other.start for other in larger)
+        fits = len(larger) * longest <= most_tokens and scored <= most_scored
+        if batch and not (fits and bool(batch[0].shared) == bool(row.shared)):
+            yield batch
+            larger = [row]
+        batch = larger
+    if batch:
+        yield batch
 
 
-def groups_of(question: Question) -> Iterator[Group]:
-    """The rows of a question by what they can share."""
-    by_cut = {}
-    for row in question.rows:  # rows that were cut differently begin with different tokens
-        by_cut.setdefault(row.cut, []).append(row)
-    for rows in by_cut.values():
-        # The position before the first scored token predicts it, so that it belongs to what is not shared
-        shared = min(common_prefix([row.tokens for row in rows]), min(row.start for row in rows) - 1)
-        longest = max(len(row.tokens) for row in rows)
-        if len(rows) > 1 and 2 * shared >= longest:
-            yield Group(rows, shared)
-        else:  # two passes would cost more than they save
-            for row in rows:
-                yield Group([row], 0)
-
-
-def make_batches(questions: list[Question], most_tokens: int, most_scored: int) -> list[list[Group]]:
-    """Groups of similar length together: at most so many tokens in a forward pass, their padding included,
-    and so many that are scored, but for a group that has more by itself.
-    """
-    groups = []
-    for question in questions:
-        groups += groups_of(question)
-    groups.sort(key=by_sharing_and_length)
-    batches = []
-    for group in groups:
-        if batches:
-            larger = [*batches[-1], group]
-            alike = (batches[-1][0].shared > 0) == (group.shared > 0)
-            scored = sum(len(row.tokens) - row.start for member in larger for row in member.rows)
-            if alike and padded_tokens(larger) <= most_tokens and scored <= most_scored:
-                batches[-1].append(group)
-                continue
-        batches.append([group])
-    return batches
-
-
-def by_sharing_and_length(group: Group) -> tuple[bool, int]:
-    """Groups that share nothing come first; in each half the shorter ones."""
-    return group.shared > 0, len(group.rows[0].tokens)
-
-
-def padded_tokens(batch: list[Group]) -> int:
-    """Of the larger one of a batch's two forward passes."""
-    rows = len(batch) * max(len(group.rows) for group in batch)
-    own = max(len(row.tokens) - group.shared for group in batch for row in group.rows)
-    return max(len(batch) * max(group.shared for group in batch), rows * own)
-
-
-def forward_passes(batch: list[Group]) -> int:
-    return 2 if batch[0].shared else 1
-
-
-def score(model: GPT, batch: list[Group], bos_id: int) -> None:
-    """Fill in what the model makes of the rows of a batch, in which either all groups share tokens or none
-    does.
-    """
+def score(model: GPT, rows: list[Row]) -> None:
+    """Fill in what the model makes of the rows of a batch. What rows share is read first, once."""
     device = model.cos.device
-    choices = max(len(group.rows) for group in batch)
     # The last token of a row is predicted and predicts nothing
-    T = max(1, max(len(row.tokens) - 1 - group.shared for group in batch for row in group.rows))
-    inputs = np.full((len(batch) * choices, T), bos_id, dtype=np.int64)  # padded on the right
-    rows, at, targets, row_of_target = [], [], [], []
-    for i, group in enumerate(batch):
-        for j, row in enumerate(group.rows):
-            place = i * choices + j
-            own = row.tokens[group.shared : -1]
-            inputs[place, : len(own)] = own
-            scored = row.tokens[row.start :]
-            first = place * T + row.start - 1 - group.shared
-            at.append(np.arange(first, first + len(scored)))
-            targets.append(scored.astype(np.int64))
-            row_of_target.append(np.full(len(scored), len(rows)))
-            rows.append(row)
-    # (M,) each
-    at, targets, row_of_target = (
-        torch.from_numpy(np.concatenate(parts)).to(device) for parts in (at, targets, row_of_target)
-    )
+    T = max(1, max(len(row.tokens) - 1 - row.shared for row in rows))
+    inputs = torch.zeros(len(rows), T, dtype=torch.int64)  # padded on the right, with any token
+    at, targets, counts = [], [], []
+    for i, row in enumerate(rows):
+        own, scored = row.tokens[row.shared : -1], row.tokens[row.start :]
+        inputs[i, : len(own)] = torch.tensor(own)
+        first = i * T + row.start - 1 - row.shared
+        at += range(first, first + len(scored))
+        targets += scored
+        counts.append(len(scored))
+    at, targets = torch.tensor([at, targets], dtype=torch.int64, device=device)  # (M,) each
 
     cache = None
-    if batch[0].shared:
-        cache = ChoiceCache(read_shared(model, batch, bos_id), choices, T, model.config.seq_len)
-    logits = model(torch.from_numpy(inputs).to(device), cache=cache, at=at)  # (M, V)
+    if rows[-1].shared:  # the most of all
+        cache = read(model, [row.tokens[: row.shared] for row in rows], rows[-1].shared + T)
+    logits = model(inputs.to(device), cache=cache, at=at)  # (M, V)
     # float64 adds float32 losses without rounding: equal losses in another order have an equal mean
-    losses = F.cross_entropy(logits, targets, reduction="none").double()
-    misses = (logits.argmax(-1) != targets).double()
-    sums = torch.zeros(len(rows), 3, dtype=torch.float64, device=device)  # loss, misses, tokens
-    sums.index_add_(0, row_of_target, torch.stack((losses, misses, torch.ones_like(losses)), dim=1))
-    for row, (loss, missed, count) in zip(rows, sums.tolist(), strict=True):
-        row.mean_loss = loss / count if count else float("nan")
-        row.all_likeliest = missed == 0
+    losses = F.cross_entropy(logits, targets, reduction="none").double().cpu().split(counts)
+    hits = (logits.argmax(-1) == targets).cpu().split(counts)
+    for row, row_losses, row_hits in zip(rows, losses, hits, strict=True):
+        row.mean_loss = row_losses.mean().item()
+        row.all_likeliest = row_hits.all().item()
 
 
-def read_shared(model: GPT, batch: list[Group], bos_id: int) -> PrefixCache:
-    """Compute what the rows of each group begin with."""
-    device = model.cos.device
-    lengths = [group.shared for group in batch]
-    inputs = np.full((len(batch), max(lengths)), bos_id, dtype=np.int64)
-    for i, group in enumerate(batch):
-        inputs[i, : group.shared] = group.rows[0].tokens[: group.shared]
-    cache = PrefixCache(torch.tensor(lengths, device=device))
-    nowhere = torch.zeros(0, dtype=torch.int64, device=device)
-    model(torch.from_numpy(inputs).to(device), cache=cache, at=nowhere)
-    return cache
+def decide(task: Task, item: Item, rows: list[Row]) -> Answer:
+    losses = [row.mean_loss for row in rows]
+    if task.kind == "language_modeling":
+        return Answer(losses, rows[0].all_likeliest)
+    # min() passes over a NaN that is not the first, and takes one that is: the published rule
+    return Answer(losses, losses.index(min(losses)) == item.gold)
+
+
+# ---- the bundle
+
+
+def from_anywhere(place: str) -> str:
+    """The place as every folder names it, for a run that remembers it: of a folder or zip the whole path."""
+    if place.startswith(ADDRESS):
+        return place
+    return os.path.abspath(os.path.expanduser(place))
+
+
+def open_bundle(place: str) -> list[Task]:
+    """The tasks of a bundle, in its order, once every line has been read.
+
+    place: a folder, a zip, or the http(s) address of a zip, which is fetched once and kept under the base
+    folder. InputError for what is not a bundle, Unreachable if an address gives none.
+    """
+    is_address, path = place.startswith(ADDRESS), Path(place).expanduser()
+    if not is_address and path.is_dir():
+        return read_tasks(path)
+    if not is_address and not path.is_file():
+        raise InputError(f"--core-bundle {place}: no such folder, zip or http(s) address")
+    key = place.encode() if is_address else path.read_bytes()
+    folder = base_dir() / "core" / hashlib.sha256(key).hexdigest()[:16]
+    with locked(folder):
+        if not folder.exists():
+            if is_address:
+                fetch(place, folder)
+            else:
+                unpack(path, folder)
+    return read_tasks(folder)
+
+
+def fetch(address: str, folder: Path) -> None:
+    print(f"fetching {address}", flush=True)
+    try:
+        with tempfile.TemporaryFile() as archive:
+            with urllib.request.urlopen(address, timeout=PATIENCE) as answer:
+                shutil.copyfileobj(answer, archive)
+            unpack(archive, folder)
+    except (OSError, ValueError, http.client.HTTPException, InputError) as error:
+        raise Unreachable(f"no bundle for CORE from {address}: {error}") from error
+
+
+def unpack(archive, folder: Path) -> None:
+    """Unpack a zip (a path or an open file), read all of it, and only then make it appear as `folder`."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    try:
+        with zipfile.ZipFile(archive) as zipped:
+            for member in zipped.infolist():
+                path = PurePosixPath(member.filename.replace("\\", "/"))
+                is_link = stat.S_ISLNK(member.external_attr >> 16)
+                if path.is_absolute() or ".." in path.parts or is_link:
+                    raise InputError(f"the zip holds {member.filename!a}, which leads out of its folder")
+            zipped.extractall(temporary)
+        listing = next(temporary.rglob("core.yaml"), None)
+        if listing is None:
+            raise InputError("the zip holds no core.yaml")
+        read_tasks(listing.parent)
+        os.replace(listing.parent, folder)
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # RuntimeError: encrypted
+        raise InputError(f"not a zip that can be read: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A task in core.yaml."""
+
+    label: str
+    icl_task_type: str
+    dataset_uri: str
+    num_fewshot: list[int]
+    continuation_delimiter: str = " "
+
+
+@contextmanager
+def told_of(place) -> Iterator[None]:
+    """Errors in the content of a bundle are an InputError that names the file, and the line in it."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{place}: {error.strerror}") from error
+    except KeyError as error:
+        raise InputError(f"{place} has no {error}") from error
+    except (ValueError, TypeError, csv.Error, yaml.YAMLError, RecursionError) as error:
+        raise InputError(f"{place}: {error}") from error
+
+
+def read_tasks(folder: Path) -> list[Task]:
+    """The tasks that core.yaml lists, once every line of their items has been read."""
+    listing, meta = folder / "core.yaml", folder / "eval_meta_data.csv"
+    with told_of(meta), meta.open(encoding="utf-8-sig", newline="") as file:
+        baselines = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(file)}
+    with told_of(listing):
+        content = as_kind(yaml.safe_load(listing.read_bytes()), dict)
+        entries = as_kind(content["icl_tasks"], list[Entry], "icl_tasks")
+    if not entries:
+        raise InputError(f"{listing} lists no task")
+    tasks = []
+    for entry in entries:
+        with told_of(f"{listing}, task {entry.label}"):
+            tasks.append(task_of(entry, baselines, folder))
+        read_items(tasks[-1])
+    return tasks
+
+
+def task_of(entry: Entry, baselines: dict[str, float], folder: Path) -> Task:
+    """ValueError for what cannot be meant."""
+    file = folder / "eval_data" / entry.dataset_uri
+    if entry.icl_task_type not in KINDS:
+        raise ValueError(f"icl_task_type is {entry.icl_task_type!r}, not one of {', '.join(KINDS)}")
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"dataset_uri {entry.dataset_uri!r} leads out of the bundle")
+    if not entry.num_fewshot or entry.num_fewshot[0] < 0:
+        raise ValueError(f"num_fewshot is {entry.num_fewshot}, not a list with a number of examples")
+    baseline = baselines.get(entry.label, -1)
+    if not 0 <= baseline < 1:
+        raise ValueError("eval_meta_data.csv gives no random baseline from 0 to below 100")
+    shots, delimiter = entry.num_fewshot[0], entry.continuation_delimiter
+    return Task(entry.label, entry.icl_task_type, file, shots, delimiter, baseline)
+
+
+def read_items(task: Task) -> list[Item]:
+    """In the order of the file. InputError that names the line which is not one."""
+    items = []
+    with told_of(task.file), task.file.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                with told_of(f"{task.file} line {number}"):
+                    items.append(parse_item(line, task.kind))
+    if not items:
+        raise InputError(f"{task.file} holds no item")
+    return items
+
+
+def parse_item(line: bytes, kind: str) -> Item:
+    record = as_kind(json.loads(line), dict)
+
+    def field(name: str, of: type):
+        return as_kind(record[name], of, name)
+
+    if kind == "multiple_choice":
+        pairs = [(field("query", str), choice) for choice in field("choices", list[str])]
+    elif kind == "schema":
+        pairs = [(context, field("continuation", str)) for context in field("context_options", list[str])]
+    else:
+        pairs = [(field("context", str).strip(), field("continuation", str))]  # strip(): the published rule
+    gold = 0 if kind == "language_modeling" else field("gold", int)
+    if not 0 <= gold < len(pairs):
+        raise ValueError(f"gold is {gold}, not the number of one of {len(pairs)} choices")
+    if kind != "multiple_choice" and not pairs[0][1].strip():
+        raise ValueError("continuation is empty: nothing can be predicted")
+    for context, continuation in pairs:
+        (context + continuation).encode()  # a ValueError for lone surrogates, which are no text
+    return Item(pairs, gold)

@@ -53,13 +53,13 @@ def read_json(path, kind=dict, advice: str = ""):
     and the key that is missing or of another type, followed by `advice`, what the user can do about it.
     """
     try:
-        return as_kind(json.loads(Path(path).read_bytes()), kind, "the content")
+        return as_kind(json.loads(Path(path).read_bytes()), kind)
     except (OSError, ValueError, RecursionError) as error:
         problem = f"{path} cannot be read: {error}"
         raise InputError(f"{problem}; {advice}" if advice else problem) from error
 
 
-def as_kind(value, kind, name: str):
+def as_kind(value, kind, name: str = "the content"):
     """A JSON value as `kind`: a type, list[kind], dict[str, kind], kind | None or a dataclass.
 
     name: of the value, for the ValueError about one of another kind.

@@ -1,9 +1,8 @@
-"""What a run takes on each device, from shapes alone: memory by kind, bytes communicated, Newton-Schulz
-FLOPs.
+"""What a run takes on each device, from shapes alone: memory by kind.
 
-What the optimizer takes is asked of its own plan, which is made on the meta device for one rank of many,
-without a process group; its step is run there, too. Nothing here touches a device, so a run on thousands of
-them can be planned on a laptop.
+What the optimizer takes is asked of its own plan, which is made on the meta device for the first of many
+ranks, without a process group. Nothing here touches a device, so a run on thousands of them can be planned on
+a laptop.
 """
 
 import functools
@@ -11,18 +10,15 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch.utils.flop_counter import FlopCounterMode
 
 from nanomuon import head_loss, recipe
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.optim import BATCH_BYTES, MuonAdamW, Transfer, World
+from nanomuon.optim import BATCH_BYTES, MuonAdamW, World
 from nanomuon.optim_state import named_parameters
 from nanomuon.parallel import COLUMNS, ROWS
 from nanomuon.sharded import Cut, Pipeline
 
 NUMBER = 4  # bytes of a weight and a gradient: float32
-ALL_RANKS = 8  # with so many every rank is looked at, with more the first, the last and the busiest
 
 
 @dataclass(frozen=True)
@@ -30,14 +26,12 @@ class Layout:
     """How many devices there are, and what they share.
 
     ranks: devices in all, of which `tensor_parallel` at a time see the same rows. fsdp: parameters in pieces
-    over the others (FSDP2). comm_dtype: see DistMuonAdamW. ns_dtype: see MuonAdamW, None for float32.
+    over the others (FSDP2).
     """
 
     ranks: int
     fsdp: bool = False
     tensor_parallel: int = 1
-    comm_dtype: torch.dtype | None = None
-    ns_dtype: torch.dtype | None = None
 
     @property
     def data_parallel(self) -> int:
@@ -103,55 +97,32 @@ def parameters(config: GPTConfig) -> tuple[list[Parameter], list[dict]]:
 
 
 class PlannedWorld(World):
-    """One rank of a world that is only planned: its collectives send nothing and count the bytes that they
-    would send into the list `sent`, by ring algorithms.
-    """
+    """The first rank of a world that is only planned, and has no process group."""
 
-    def __init__(self, size: int, rank: int, sent: list, comm_dtype: torch.dtype | None):
-        super().__init__(size=size, rank=rank, comm_dtype=comm_dtype)
-        self.sent = sent
-
-    def mesh(self, device):
-        """None: what is only planned has no process group, and its state stays plain tensors."""
-
-    def gather_objects(self, mine):
-        return [mine]
-
-    def start(self, received, collective, *arguments, sent=None, **options):
-        """(W-1)/W of the whole, twice for an all_reduce."""
-        whole = max(tensor.nbytes for tensor in (received, sent) if tensor is not None)
-        twice = 2 if collective is dist.all_reduce else 1
-        self.sent.append(twice * whole * (self.size - 1) / self.size)
-        return Transfer(received)
-
-    def all_to_all(self, send, send_counts, receive_counts):
-        self.sent.append((sum(send_counts) - send_counts[self.rank]) * send.itemsize)
-        return Transfer(send.new_empty(sum(receive_counts)))
+    def __init__(self, size: int):
+        super().__init__()
+        self.size, self.load = size, [0] * size
 
 
 class RankPlan:
-    """The optimizer of one rank, on the meta device."""
+    """The optimizer of the first rank, which has as much as any, on the meta device."""
 
-    def __init__(self, config: GPTConfig, layout: Layout, rank: int):
-        self.sent = []
+    def __init__(self, config: GPTConfig, layout: Layout):
         found, groups = parameters(config)
-        data_rank, tensor_rank = divmod(rank, layout.tensor_parallel)
-        self.rows = PlannedWorld(layout.data_parallel, data_rank, self.sent, layout.comm_dtype)
-        self.tensor = PlannedWorld(layout.tensor_parallel, tensor_rank, self.sent, layout.comm_dtype)
-        self.world = PlannedWorld(layout.ranks, rank, self.sent, layout.comm_dtype)
+        self.rows, self.tensor = PlannedWorld(layout.data_parallel), PlannedWorld(layout.tensor_parallel)
         groups = [dict(group, params=[], names=[]) for group in groups]
         for parameter in found:
             groups[parameter.group]["params"].append(self.parameter(parameter, layout))
             groups[parameter.group]["names"].append(parameter.name)
-        self.optimizer = MuonAdamW(groups, ns_dtype=layout.ns_dtype, world=self.world)
+        self.optimizer = MuonAdamW(groups, world=PlannedWorld(layout.ranks))
         self.optimizer.plan()
 
     def parameter(self, parameter: Parameter, layout: Layout) -> torch.nn.Parameter:
         """What this rank holds of it, and how it is cut (see sharded.cuts)."""
         shape, cuts = parameter.held(layout), []
         if layout.cuts_rows:
-            lo, hi = self.rows.share(shape[0])
-            shape = (hi - lo, *shape[1:])
+            _, rows = self.rows.share(shape[0], 0)
+            shape = (rows, *shape[1:])
             cuts.append(Cut(self.rows, 0, is_tensor_parallel=False))
         if parameter.cut_dim(layout) is not None:
             cuts.append(Cut(self.tensor, parameter.cut_dim(layout), is_tensor_parallel=True))
@@ -172,29 +143,10 @@ class RankPlan:
         """Of the optimizer: what is in flight, and temporaries of a bank, about four times a batch."""
         chunks = [work for work in self.optimizer.works if isinstance(work, Pipeline)]
         in_flight = sum(6 * max(chunk.momentum.nbytes for chunk in work.chunks) for work in chunks)
-        if self.world.size > 1 and not in_flight:
-            in_flight = self.weights() * (1 + 1 / self.world.size)  # see DistMuonAdamW
-        return round(in_flight) + 4 * min(BATCH_BYTES["meta"], self.weights())
-
-    def step(self) -> tuple[int, int]:
-        """(bytes sent, FLOPs of matrix products) of a step."""
-        self.sent.clear()
-        with FlopCounterMode(display=False) as flops:
-            self.optimizer.step()
-        return round(sum(self.sent)), flops.get_total_flops()
-
-
-def rank_plans(config: GPTConfig, layout: Layout) -> list[RankPlan]:
-    """Of every rank, or of those that have the most of something. Tensor-parallel ranks have the same."""
-    first = RankPlan(config, layout, 0)
-    data_ranks = range(layout.data_parallel if layout.fsdp else layout.ranks)
-    step = layout.tensor_parallel if layout.fsdp else 1
-    if len(data_ranks) <= ALL_RANKS:
-        others = data_ranks[1:]
-    else:
-        load = (first.rows if layout.fsdp else first.world).load
-        others = {data_ranks[-1], max(data_ranks, key=load.__getitem__)} - {0}
-    return [first, *(RankPlan(config, layout, rank * step) for rank in others)]
+        ranks = self.optimizer.world.size
+        if ranks > 1 and not in_flight:
+            in_flight = self.weights() * (1 + 1 / ranks)  # see DistMuonAdamW
+        return round(in_flight) + 4 * min(BATCH_BYTES["cuda"], self.weights())
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -202,26 +154,20 @@ def rank_plans(config: GPTConfig, layout: Layout) -> list[RankPlan]:
 
 
 @functools.cache
-def optimizer_memory(config: GPTConfig, layout: Layout, roughly: bool) -> dict[str, int]:
-    """Bytes of the device that has the most: weights, state and the optimizer's buffers."""
-    plans = [RankPlan(config, layout, 0)] if roughly else rank_plans(config, layout)
-    return {
-        "weights": max(plan.weights() for plan in plans),
-        "state": max(plan.state() for plan in plans),
-        "buffers": max(plan.buffers() for plan in plans),
-    }
+def optimizer_memory(config: GPTConfig, layout: Layout) -> dict[str, int]:
+    """Bytes: weights, state and the optimizer's buffers."""
+    plan = RankPlan(config, layout)
+    return {"weights": plan.weights(), "state": plan.state(), "buffers": plan.buffers()}
 
 
-def memory_by_kind(
-    config: GPTConfig, layout: Layout, rows: int, compute_bytes: int, roughly: bool = False
-) -> dict[str, int]:
-    """Bytes on the device that has the most; roughly: on the first one, which is as good as always that.
+def memory_by_kind(config: GPTConfig, layout: Layout, rows: int, compute_bytes: int) -> dict[str, int]:
+    """Bytes on the first device, which has as much as any.
 
     rows: sequences per device and micro-step. compute_bytes: of an activation, 2 in bf16. `weights`,
     `gradients`, `state` (of the optimizer), `activations` (saved for the backward of a micro-step) and
     `buffers` (collectives, gathered weights and other temporaries: an estimate).
     """
-    optimizer, tokens = optimizer_memory(config, layout, roughly), rows * config.seq_len
+    optimizer, tokens = optimizer_memory(config, layout), rows * config.seq_len
     buffers = optimizer["buffers"] + NUMBER * config.seq_len * config.head_dim  # and the rotary tables
     # Three numbers and a boolean for each logit of a chunk; and the gradient of the head's weight once more,
     # times that of the loss
@@ -240,38 +186,6 @@ def memory_by_kind(
         "activations": activations(config, tokens, layout.tensor_parallel, compute_bytes),
         "buffers": round(buffers),
     }
-
-
-def traffic(
-    config: GPTConfig, layout: Layout, rows: int, micro_steps: int, compute_bytes: int
-) -> dict[str, int]:
-    """What a device does in an optimizer step, the one that does the most of each.
-
-    `communicated`: bytes that it sends, by ring algorithms. `newton_schulz`: FLOPs.
-    """
-    steps = [plan.step() for plan in rank_plans(config, layout)]
-    sent = max(sent for sent, _ in steps)
-    data, tensor = layout.data_parallel, layout.tensor_parallel
-    if layout.cuts_rows:
-        gathered = gathered_numbers(config, layout)
-        around = gathered["embedding"] + gathered["root"]
-        block_bytes = compute_bytes if not config.experts else NUMBER  # a router computes in float32
-        # all_gather of a block before its forward and its backward, of what is around them once;
-        # reduce_scatter of all
-        numbers = 2 * block_bytes * gathered["block"] + NUMBER * (gathered["block"] + 2 * around)
-        sent += micro_steps * numbers * (data - 1) / data
-    if tensor > 1:
-        # An all_reduce after the attention and one after the MLP, in the backward before them; experts are
-        # not cut
-        sums = 2 if config.experts else 4
-        activation = rows * config.seq_len * config.width * compute_bytes
-        sent += micro_steps * sums * config.depth * all_reduce_bytes(activation, tensor)
-    if tensor > 1 and not layout.cuts_rows:  # the mean of the gradients of what tensor parallelism cuts
-        found, _ = parameters(config)
-        cut = [parameter for parameter in found if parameter.cut_dim(layout) is not None]
-        held = sum(math.prod(parameter.held(layout)) for parameter in cut)
-        sent += all_reduce_bytes(NUMBER * held, data)
-    return {"communicated": round(sent), "newton_schulz": max(flops for _, flops in steps)}
 
 
 def gathered_numbers(config: GPTConfig, layout: Layout) -> dict[str, int]:
@@ -310,8 +224,3 @@ def activations(config: GPTConfig, tokens: int, tensor_parallel: int, compute_by
         layout = Layout(tensor_parallel, tensor_parallel=tensor_parallel)
         copies += sum(math.prod(parameter.held(layout)) for parameter in matrices)
     return round(compute_bytes * (tokens * channels + copies) + NUMBER * config.vocab_size * config.width)
-
-
-def all_reduce_bytes(size: float, ranks: int) -> float:
-    """Bytes that each rank sends."""
-    return 2 * size * (ranks - 1) / ranks

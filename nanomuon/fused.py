@@ -14,7 +14,7 @@ from nanomuon.optim_state import state_dtype
 from nanomuon.param_groups import split_rows
 
 
-def fused_direction(U, second_momentum_buffer, square_weight, *, split, pieces=None, **options):
+def fused_direction(U, second_momentum_buffer, square_weight, split, pieces=None, **options):
     """`optim.muon_direction` of every part, put together again. U: (k, m, n). Returns X with the gain of each
     part in it, and ones.
 
@@ -51,11 +51,11 @@ class FusedDirection(Direction):
     def __init__(self, group, m, n, param, ns_dtype, run):
         super().__init__(group, m, n, param, ns_dtype, run)
         heads, groups, rows = self.options["split"] = split_rows(group["split"], m)
-        self.flops, scales, moments = 0, [], 0
+        self.cost, scales, moments = 0, [], 0
         for each in rows:
             plain = Direction(group, groups * each, n, param, ns_dtype, run)
             scales += [plain.scale] * each
-            self.flops += heads * plain.flops
+            self.cost += heads * plain.cost
             moments += heads * max(groups * each, n)  # one for each element of the long side
         rows_of_all = scales * (heads * groups)
         self.scale = torch.tensor(rows_of_all, dtype=state_dtype(param), device=param.device).view(m, 1)

@@ -1,106 +1,114 @@
-"""Sampling text from a trained model: sequences that grow together, one token each a step, with a key-value
-cache.
-
-`generate` continues one list of tokens and `Batch` several; `sample_texts` and `continue_samples` do it to
-texts.
+"""Sampling text from a trained model: samples that grow together, one token each a step, with a cache of keys
+and values.
 """
 
 import codecs
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from nanomuon.attention import without_cudnn
-from nanomuon.gpt import GPT
-from nanomuon.kv_cache import KVCache
+from nanomuon.attention import attention, masked, without_cudnn
+from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError
 from nanomuon.tokenizer import Tokenizer
 
-ROWS = 32  # sequences of a batch: each takes the memory of a whole context of keys and values
-COLDEST = 1e-9  # temperatures below would overflow
+ROWS = 32  # samples of a batch: each takes the memory of a whole context of keys and values
+COLDEST = 1e-9  # lower temperatures are as good as 0, and would overflow
 
 
-class Batch:
-    """Sequences of tokens that one model continues together, each by itself.
+class KVCache:
+    """What a model keeps of the tokens that it has read: their keys and values, and what the next tokens need
+    of the last ones (inputs of convolutions, halves of keys). It grows with every call of the model.
 
-    What becomes of a sequence depends on its prompt and its seed alone: up to the rounding of products over
-    more or fewer rows, it is what it would be in a batch of one. Equal prompts are read once.
-
-    When the context is full, the newer half of a sequence is kept and read again, so that it can grow to any
-    length.
+    lengths: the tokens that each row has read. capacity: the most that fit, None: the context.
     """
 
-    @torch.inference_mode()
-    def __init__(
-        self,
-        model: GPT,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int],
-        temperature: float = 0.8,
-        top_k: int | None = 50,
-        top_p: float = 1.0,
-    ):
-        """prompts: token ids, at least one each (ValueError; a document begins with the tokenizer's bos_id).
-        seeds: as many, of the random numbers of each sequence. How a token is chosen: see `draw`.
-        """
-        if not all(prompts):
-            raise ValueError("the prompt holds no token; start it with the tokenizer's bos_id")
-        self.model = model
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        self.device = model.lm_head.weight.device
-        self.sequences = [list(prompt) for prompt in prompts]
-        self.generators = [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
-        self.cache = KVCache(model.config, len(prompts), self.device, model.compute_dtype)
-        # Tokens of each sequence that the cache holds: all of its context but the newest, which step() reads
-        self.lengths = [0] * len(prompts)
-        first_rows = {}
-        for row, prompt in enumerate(prompts):
-            first = first_rows.get(tuple(prompt))
-            if first is None:
-                first_rows[tuple(prompt)] = row
-                self._read(row, self.sequences[row][-model.config.seq_len : -1])
-            else:
-                self.lengths[row] = self.lengths[first]
-                self.cache.copy_row(first, row, self.lengths[row])
+    def __init__(self, config: GPTConfig, rows: int, device: torch.device, capacity: int | None = None):
+        self.lengths, self.device = [0] * rows, device
+        self.context, self.capacity = config.seq_len, capacity or config.seq_len
+        self.kept = {}  # by layer and kind: (B, capacity, Hkv, D)
+        self.recent = {}  # by place in the model: (B, at least as many tokens as the place needs, ...)
 
-    @torch.inference_mode()
-    def step(self) -> list[int]:
-        """Continue every sequence by one token; return these."""
-        context = self.model.config.seq_len
-        for row, sequence in enumerate(self.sequences):
-            if self.lengths[row] == context:
-                newer_half = sequence[-max(1, context // 2) :]
-                self._read(row, newer_half[:-1])
-        self.cache.set_lengths(self.lengths)
-        newest = torch.tensor([[sequence[-1]] for sequence in self.sequences], device=self.device)  # (B, 1)
-        with without_cudnn():
-            logits = self.model(newest, cache=self.cache)[:, -1]  # (B, V)
-        tokens = draw(logits, self.temperature, self.top_k, self.top_p, self.generators)
-        for row, token in enumerate(tokens):
-            self.lengths[row] += 1
-            self.sequences[row].append(token)
-        return tokens
+    def positions(self, T: int) -> Tensor:
+        """Where in the context the next T tokens are, (B, T)."""
+        starts = torch.tensor(self.lengths, device=self.device)[:, None]  # (B, 1)
+        self.queries = starts + torch.arange(T, device=self.device)  # (B, T)
+        self.places = torch.arange(len(starts), device=self.device)[:, None], self.queries
+        self.end = max(self.lengths) + T
+        self.masks = {}  # by window
+        return self.queries.clamp(max=self.context - 1)  # padding may lie beyond it
 
-    @torch.inference_mode()
-    def keep(self, rows: list[int]) -> None:
-        """Only the sequences of these rows go on; they are the rows of the batch from now on."""
-        self.sequences = [self.sequences[row] for row in rows]
-        self.generators = [self.generators[row] for row in rows]
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, normalized: bool
+    ) -> Tensor:
+        """attention() of q to all keys and values of a layer, of which k and v are the newest."""
+        for kind, new in (("keys", k), ("values", v)):
+            if (layer, kind) not in self.kept:
+                # Not empty(): a mask does not hide a NaN that happens to be in the memory
+                self.kept[layer, kind] = new.new_zeros(new.size(0), self.capacity, *new.shape[2:])
+            self.kept[layer, kind][self.places] = new
+        if q.size(1) == self.end:  # nothing came before
+            return attention(q, k, v, window, normalized)
+        keys, values = self.kept[layer, "keys"], self.kept[layer, "values"]
+        return masked(q, keys[:, : self.end], values[:, : self.end], self.mask(window))
+
+    def mask(self, window: int | None) -> Tensor:
+        """(B, 1, T, end), True if a query sees a key."""
+        if window not in self.masks:
+            distance = self.queries[:, :, None] - torch.arange(self.end, device=self.device)
+            self.masks[window] = ((distance >= 0) & (distance < (window or self.end)))[:, None]
+        return self.masks[window]
+
+    def with_recent(self, place: str, x: Tensor, count: int) -> Tensor:
+        """x (B, T, ...) with the `count` before it at this place of the model in front, zeros at first."""
+        if place not in self.recent:
+            self.recent[place] = x.new_zeros(x.size(0), count, *x.shape[2:])
+        self.recent[place] = torch.cat((self.recent[place][:, -count:], x), dim=1)
+        return self.recent[place]
+
+    def advance(self, T: int) -> None:
+        """T tokens have gone through all layers."""
+        self.lengths = [length + T for length in self.lengths]
+
+    def crop(self, lengths: list[int]) -> None:
+        """Forget the padding at the end of rows that the model has read in one call."""
+        ends = torch.tensor(lengths, device=self.device)[:, None]  # (B, 1)
+        rows = torch.arange(len(lengths), device=self.device)[:, None]
+        for place, inputs in self.recent.items():
+            count = inputs.size(1) - self.end
+            self.recent[place] = inputs[rows, ends + torch.arange(count, device=self.device)]
+        self.lengths = lengths
+
+    def select(self, rows: list[int]) -> None:
+        """Row i becomes what row rows[i] was."""
         self.lengths = [self.lengths[row] for row in rows]
-        self.cache.keep_rows(rows)
+        index = torch.tensor(rows, device=self.device)
+        self.kept = {name: tensor[index] for name, tensor in self.kept.items()}
+        self.recent = {place: inputs[index] for place, inputs in self.recent.items()}
 
-    def _read(self, row: int, tokens: list[int]) -> None:
-        """Fill the cache of a row with these tokens in the place of what it holds."""
-        alone = self.cache.row(row)
-        self.lengths[row] = len(tokens)
-        if tokens:
-            with without_cudnn():
-                read = torch.tensor([tokens], device=self.device)
-                self.model(read, cache=alone, at=read.new_empty(0))  # no position goes through the head
+
+def read(model: GPT, rows: Sequence[Sequence[int]], capacity: int | None = None) -> KVCache:
+    """A cache whose rows have read these tokens. Equal rows are computed once."""
+    number = {}  # of each distinct row
+    for tokens in rows:
+        number.setdefault(tuple(tokens), len(number))
+    lengths = [len(tokens) for tokens in number]
+    padded = torch.zeros(len(number), max(1, *lengths), dtype=torch.int64)
+    for i, tokens in enumerate(number):
+        padded[i, : len(tokens)] = torch.tensor(tokens)
+    device = model.cos.device
+    cache = KVCache(model.config, len(number), device, capacity)
+    no_position = torch.empty(0, dtype=torch.int64, device=device)  # none goes through the head
+    with without_cudnn():
+        model(padded.to(device), cache=cache, at=no_position)
+    cache.crop(lengths)
+    cache.select([number[tuple(tokens)] for tokens in rows])
+    return cache
 
 
 def draw(
-    logits: torch.Tensor,
+    logits: Tensor,
     temperature: float,
     top_k: int | None,
     top_p: float,
@@ -113,16 +121,13 @@ def draw(
     to at least `top_p` (nucleus sampling, arXiv 1904.09751). Row b uses the random numbers of generators[b].
     InputError for logits that are not numbers.
     """
-    if temperature == 0:
-        values, tokens = logits.max(-1, keepdim=True)  # (B, 1)
-    else:
-        kept = logits.size(-1) if top_k is None else min(top_k, logits.size(-1))
-        values, tokens = logits.topk(kept)  # (B, K), the likeliest first
+    kept = logits.size(-1) if top_k is None else min(top_k, logits.size(-1))
+    values, tokens = logits.topk(kept)  # (B, K), the likeliest first
     if values[:, 0].isnan().any():
         raise InputError("the model's logits are not numbers: its weights are damaged, or training diverged")
-    if temperature == 0:
+    if temperature < COLDEST:
         return tokens[:, 0].tolist()
-    probabilities = torch.softmax(values / max(temperature, COLDEST), -1)
+    probabilities = torch.softmax(values / temperature, -1)
     if top_p < 1:
         of_likelier_tokens = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities.masked_fill(of_likelier_tokens >= top_p, 0)
@@ -135,65 +140,40 @@ def draw(
     return tokens.gather(-1, chosen)[:, 0].tolist()
 
 
-def generate(
-    model: GPT,
-    prompt: list[int],
-    max_tokens: int,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    seed: int = 0,
-    stop: int | None = None,
-    top_p: float = 1.0,
-) -> Iterator[int]:
-    """Yield up to `max_tokens` token ids that continue `prompt`, ending before the token `stop`.
-
-    The other arguments and errors are those of `Batch`.
-    """
-    batch = Batch(model, [prompt], [seed], temperature, top_k, top_p)
-    for _ in range(max_tokens):
-        [token] = batch.step()
-        if token == stop:
-            return
-        yield token
-
-
 class Sample:
-    """A prompt, as the beginning of a document, and what a model makes of it.
+    """A prompt, as the beginning of a document, and what a model makes of it: `tokens`, and as text the
+    `continuation` of the prompt.
 
-    `continuation` holds only what will not change: whole characters (those of several bytes may come in
-    several tokens), and not the end that may become a stop string. A text ends before the stop string that is
-    complete first, however its characters are spread over tokens.
+    The continuation holds only what will not change: whole characters, and not the end that may be the
+    beginning of a stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: str, seed: int, stop_strings: Sequence[str] = ()):
-        """ValueError for a prompt that is no text, see `Tokenizer.encode`, and for an empty stop string."""
-        if not all(stop_strings):
-            raise ValueError("an empty stop string would end a text before it begins")
-        self.prompt, self.seed = prompt, seed
-        self.prompt_tokens = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+        """ValueError for a prompt that is no text, see `Tokenizer.encode`."""
+        self.prompt, self.seed, self.tokenizer = prompt, seed, tokenizer
+        self.tokens = [tokenizer.bos_id, *tokenizer.encode(prompt)]
         self.continuation = ""
-        self.tokens = 0  # drawn for it
         self.ended = False
-        self._vocab, self._stop_strings = tokenizer.vocab, stop_strings
+        self._stop_strings = stop_strings
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._waiting = ""  # the beginning of a stop string, or not
-
-    @property
-    def text(self) -> str:
-        return self.prompt + self.continuation
+        self._waiting = ""  # characters that may still belong to a stop string
 
     def add(self, token: int) -> None:
-        """Take one more token that was drawn; the sample may end by it."""
-        self.tokens += 1
-        self._waiting += self._decoder.decode(self._vocab[token])
-        stop = _first_stop(self._waiting, self._stop_strings)
-        if stop is None:
-            certain = len(self._waiting) - _length_of_begun_stop(self._waiting, self._stop_strings)
-            self.continuation += self._waiting[:certain]
-            self._waiting = self._waiting[certain:]
-        else:
-            self.continuation += self._waiting[:stop]
+        """Take one more token. The sample ends if this completes a stop string or begins another document."""
+        self.tokens.append(token)
+        if token == self.tokenizer.bos_id:
+            self.end()
+            return
+        self._waiting += self._decoder.decode(self.tokenizer.vocab[token])
+        stops = [self._waiting.find(stop) for stop in self._stop_strings if stop in self._waiting]
+        if stops:
+            self.continuation += self._waiting[: min(stops)]
             self.ended = True
+            return
+        longest_beginning = max((len(stop) - 1 for stop in self._stop_strings), default=0)
+        certain = max(0, len(self._waiting) - longest_beginning)
+        self.continuation += self._waiting[:certain]
+        self._waiting = self._waiting[certain:]
 
     def end(self) -> None:
         """No token comes any more. Bytes that are no whole character become U+FFFD."""
@@ -202,29 +182,9 @@ class Sample:
             self.ended = True
 
 
-def _first_stop(text: str, stop_strings: Sequence[str]) -> int | None:
-    """Where the stop string begins that is complete first in the text; None if there is none."""
-    found = []
-    for stop_string in stop_strings:
-        start = text.find(stop_string)
-        if start >= 0:
-            found.append((start + len(stop_string), start))
-    return min(found)[1] if found else None
-
-
-def _length_of_begun_stop(text: str, stop_strings: Sequence[str]) -> int:
-    """Characters at the end of the text with which a stop string may have begun."""
-    longest = 0
-    for stop_string in stop_strings:
-        for length in range(longest + 1, len(stop_string)):
-            if text.endswith(stop_string[:length]):
-                longest = length
-    return longest
-
-
+@torch.inference_mode()
 def continue_samples(
     model: GPT,
-    tokenizer: Tokenizer,
     samples: Sequence[Sample],
     max_tokens: int,
     temperature: float = 0.8,
@@ -233,48 +193,48 @@ def continue_samples(
 ) -> Iterator[None]:
     """Let the samples grow by up to `max_tokens` tokens each, in batches of ROWS, until all have ended.
 
-    Yields after every step, so that what is there can be shown. A sample ends, too, where the model begins
-    another document. The other arguments are those of `Batch`.
+    Yields after every step, so that what is there can be shown. How a token is chosen: see `draw`. What
+    becomes of a sample depends on its prompt and its seed alone: up to rounding, it is what it would be by
+    itself. When the context is full, the newer half of a sample is read again, so it can grow to any length.
     """
+    context, device = model.config.seq_len, model.cos.device
     for start in range(0, len(samples), ROWS):
-        growing = list(samples[start : start + ROWS])
-        prompts = [sample.prompt_tokens for sample in growing]
-        seeds = [sample.seed for sample in growing]
-        batch = Batch(model, prompts, seeds, temperature, top_k, top_p)
+        growing = samples[start : start + ROWS]
+        generators = [torch.Generator(device).manual_seed(sample.seed) for sample in growing]
+        # It holds what the next token depends on but for the newest one, which the next call reads
+        cache = read(model, [sample.tokens[-context:-1] for sample in growing])
         for _ in range(max_tokens):
-            for sample, token in zip(growing, batch.step(), strict=True):
-                if token == tokenizer.bos_id:
-                    sample.end()
-                else:
-                    sample.add(token)
+            if context in cache.lengths:
+                before = []
+                for sample, length in zip(growing, cache.lengths, strict=True):
+                    kept = max(1, context // 2) - 1 if length == context else length
+                    before.append(sample.tokens[-1 - kept : -1])
+                cache = read(model, before)
+            newest = torch.tensor([sample.tokens[-1:] for sample in growing], device=device)  # (B, 1)
+            with without_cudnn():
+                logits = model(newest, cache=cache)[:, -1]  # (B, V)
+            tokens = draw(logits, temperature, top_k, top_p, generators)
+            for sample, token in zip(growing, tokens, strict=True):
+                sample.add(token)
             yield
             rows = [row for row, sample in enumerate(growing) if not sample.ended]
             if not rows:
                 break
             if len(rows) < len(growing):
-                batch.keep(rows)
-                growing = [growing[row] for row in rows]
+                growing, generators = [growing[row] for row in rows], [generators[row] for row in rows]
+                cache.select(rows)
         for sample in growing:
             sample.end()
-        yield
 
 
 def sample_texts(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    max_tokens: int,
-    seed: int = 0,
-    stop_strings: Sequence[str] = (),
-    **how,
+    model: GPT, tokenizer: Tokenizer, prompts: Sequence[str], max_tokens: int, seed: int = 0, **how
 ) -> list[str]:
-    """Each prompt, as the beginning of a document, with its continuation; `how` goes to `continue_samples`.
+    """Each prompt with its continuation. `how` goes to `continue_samples`.
 
     The i-th text is drawn with seed + i, so that equal prompts go on differently.
     """
-    samples = []
-    for i, prompt in enumerate(prompts):
-        samples.append(Sample(tokenizer, prompt, seed + i, stop_strings))
-    for _ in continue_samples(model, tokenizer, samples, max_tokens, **how):
+    samples = [Sample(tokenizer, prompt, seed + i) for i, prompt in enumerate(prompts)]
+    for _ in continue_samples(model, samples, max_tokens, **how):
         pass
-    return [sample.text for sample in samples]
+    return [sample.prompt + sample.continuation for sample in samples]

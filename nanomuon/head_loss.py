@@ -1,23 +1,21 @@
 """The loss of the head, a few rows of logits at a time: those of all tokens never exist together.
 
-With a vocabulary of 65,536 the float32 logits of 32 rows of 2,048 tokens alone would take 17 GB. What a
-micro-step needs of them is a number, the gradient of the hidden states and that of the weight, and each chunk
-of rows can give its part of all three in the forward pass. Its logits are gone before those of the next one
-come, and nothing is computed twice. (The idea is that of Liger Kernel, arXiv 2410.10989.)
+With a vocabulary of 65,536 the float32 logits of 32 rows of 2,048 tokens alone would take 17 GB. A training
+step needs three things of them: the loss, the gradient of the hidden states and that of the weight. Each
+chunk of rows gives its part of all three in the forward pass. Its logits are gone before the next ones come,
+and nothing is computed twice. (The idea is that of Liger Kernel, arXiv 2410.10989.)
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
 
 # Logits pass through cap * tanh(x / cap): Gemma 2 (arXiv 2408.00118); 15 as in modded-nanogpt
 LOGIT_CAP = 15.0
-# Below this many logits a chunk saves nothing worth having: 64 MB in float32. What a CPU trains is one chunk,
-# whose kernels are compiled once (docs/log.md)
+# Below this many logits (64 MB in float32) a chunk saves nothing worth having. What a CPU trains is one
+# chunk, whose kernels are compiled once
 SMALLEST_CHUNK = 2**24
 # A compiled model holds the kernels of every chunk, and each adds its gradient of the weight to the sum:
 # more chunks take more time, and an eighth of the logits is already less than the blocks' activations
@@ -31,9 +29,7 @@ def chunk_rows(tokens: int, vocab_size: int) -> int:
 
 
 def capped(logits: Tensor) -> Tensor:
-    """In float32 or better: cap * tanh(x / cap) by way of the sigmoid, which compiles to half the CPU time of
-    the tanh (docs/log.md).
-    """
+    """cap * tanh(x / cap) in float32 or better, by the sigmoid: compiled, it takes a CPU half the time."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return LOGIT_CAP * (2 * torch.sigmoid(logits * (2 / LOGIT_CAP)) - 1)
 
@@ -41,8 +37,8 @@ def capped(logits: Tensor) -> Tensor:
 def mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy in nats, float32 or better, of the capped logits hidden @ weight.T.
 
-    hidden (N, width) in the compute dtype, weight (V, width) in its own, targets (N,) int64, of which -1 is
-    not predicted. The gradient is ready when this returns; where none is wanted, call `token_losses`.
+    hidden (N, width) in the compute dtype, weight (V, width) in its own, targets (N,) int64; -1 is not
+    predicted. The gradient is ready when this returns.
     """
     return _MeanLoss.apply(hidden, weight, targets)
 
@@ -61,7 +57,7 @@ class _MeanLoss(torch.autograd.Function):
         for x, target, share in zip(hidden.split(rows), targets.split(rows), shares.split(rows), strict=True):
             part, grad = _loss_and_grad(F.linear(x, product_weight).to(dtype), target, share)
             grad = grad.to(x.dtype)
-            loss = loss + part  # `+=`, compiled by PyTorch 2.11, makes every gradient zero (docs/log.md)
+            loss = loss + part  # `+=`, compiled by PyTorch 2.11, makes every gradient zero
             grad_hidden.append(grad @ product_weight)
             grad_weight += grad.mT @ x
             del grad  # before the logits of the next chunk
@@ -70,10 +66,8 @@ class _MeanLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if torch.is_grad_enabled():  # under create_graph=True; what was saved here are constants
-            raise RuntimeError(
-                'the mean loss has no second derivative: take the mean of model(..., reduction="none")'
-            )
+        if torch.is_grad_enabled():  # under create_graph=True; what was saved are constants
+            raise RuntimeError("the mean loss has no second derivative")
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad * grad_hidden, grad * grad_weight, None
 
@@ -83,19 +77,15 @@ def _loss_and_grad(logits: Tensor, target: Tensor, share: Tensor) -> tuple[Tenso
 
     logits (rows, V) are overwritten; target (rows,), share (rows,).
     """
-    target, share = target.clamp(min=0)[:, None], share[:, None]
+    target, share = target[:, None], share[:, None]
     # cap * (2 * half - 1) is the capped logit. A cross-entropy does not see the constant; without it the
     # largest exponential is e^30, of which float32 can add as many as there are tokens
     half = logits.mul_(2 / LOGIT_CAP).sigmoid_()
     is_target = torch.arange(logits.size(1), device=logits.device) == target
-    if torch.compiler.is_compiling():
-        # The same number as a sum of zeros and itself, which is made in one pass with `total`. What looks it
-        # up is put off to the end by Inductor, and the logits of all chunks live until then (docs/log.md)
-        half_of_target = torch.where(is_target, half, 0).sum(dim=1, keepdim=True)
-    else:
-        half_of_target = half.gather(1, target)
-    # exp2 gives the same up to rounding. On a CPU Inductor stores the result of an exp that is read twice:
-    # 4,096 x 4,096 logits would take twice the time (docs/log.md)
+    # A sum of zeros and one number, made in one pass with `total`. Inductor would put a gather off to the
+    # end, and the logits of all chunks would live until then
+    half_of_target = torch.where(is_target, half, 0).sum(dim=1, keepdim=True)
+    # Inductor stores the result of an exp that is read twice: a CPU would take twice the time without exp2
     exponentials = (half * (2 * LOGIT_CAP / math.log(2))).exp2_()
     total = exponentials.sum(dim=1, keepdim=True)
     losses = total.log() - 2 * LOGIT_CAP * half_of_target
@@ -105,23 +95,10 @@ def _loss_and_grad(logits: Tensor, target: Tensor, share: Tensor) -> tuple[Tenso
     return (share * losses).sum(), grad.mul_(slope)
 
 
-def token_losses(
-    hidden: Tensor, head: Callable[[Tensor], Tensor], vocab_size: int, targets: Tensor
-) -> Tensor:
-    """The cross-entropy in nats of each token, (N,), zero where the target is -1: for evaluation, and for a
-    head that is more than a product with its weight.
-
-    head: from hidden states (rows, width) to logits (rows, V). Its logits are computed again in a backward.
-    """
-
-    def chunk_losses(x, target):
-        return F.cross_entropy(capped(head(x)), target, ignore_index=-1, reduction="none")
-
-    rows = chunk_rows(len(hidden), vocab_size)
-    losses = []
+def mean_loss_without_gradient(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
+    """mean_loss for evaluation. head: from hidden states (N, width) to logits (N, V) before their cap."""
+    total = 0.0
+    rows = chunk_rows(len(hidden), head.out_features)
     for x, target in zip(hidden.split(rows), targets.split(rows), strict=True):
-        if torch.is_grad_enabled():
-            losses.append(checkpoint(chunk_losses, x, target, use_reentrant=False))
-        else:
-            losses.append(chunk_losses(x, target))
-    return torch.cat(losses)
+        total = total + F.cross_entropy(capped(head(x)), target, ignore_index=-1, reduction="sum")
+    return total / (targets != -1).sum()

@@ -6,8 +6,7 @@ folder: transformers runs that file under `trust_remote_code=True`. Nothing here
 
 import os
 import shlex
-import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -16,18 +15,17 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Replicate
 
 from nanomuon import checkpoint
-from nanomuon.corpus import PRESETS
 from nanomuon.files import find_run, read_json, tensor_shapes, write_json, write_tensors, write_text
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.parallel import build_model
 from nanomuon.plan import meta_model, read_settings
 from nanomuon.report import markdown_table
 from nanomuon.runtime import InputError, Runtime, patient_group, together
-from nanomuon.tokenizer import BOS, Tokenizer
+from nanomuon.tokenizer import BOS, SPLIT_PATTERN, Tokenizer
 
 MODEL_FILE = Path(__file__).with_name("modeling_nanomuon.py")
-# Of a model in somebody's config.json: to count the layers of more takes minutes, rotary tables more memory
-MOST = {"depth": 1024, "seq_len": 1 << 24}
+# Of a model in somebody's config.json: the layers of more take minutes to count, rotary tables more memory
+MOST_LAYERS, LONGEST_CONTEXT = 1024, 1 << 24
 
 CARD = """---
 library_name: transformers
@@ -66,13 +64,10 @@ leaves it out. Text that looks like `<|bos|>` is encoded as text.
 Bits per byte are the cross-entropy of all validation text in bits, divided by its UTF-8 bytes: they do not
 depend on the vocabulary.
 
-## The model
-
-{shape}
-
 ## Data
 
-{data}
+Trained on `{data}`. (`hf:` is a data set of the Hugging Face hub, `python` the code of Python's standard
+library.)
 
 ## Licence
 
@@ -108,9 +103,11 @@ def special_ids(config: GPTConfig) -> dict:
 def read_config(folder: Path) -> GPTConfig:
     """The model's fields in config.json; InputError if they are not there, or no model can have them."""
     config = read_json(folder / "config.json", GPTConfig)
-    for field, most in MOST.items():
-        if getattr(config, field) > most:
-            raise InputError(f"{folder}/config.json: {field} is {getattr(config, field)}, more than {most}")
+    if config.depth > MOST_LAYERS or config.seq_len > LONGEST_CONTEXT:
+        raise InputError(
+            f"{folder}/config.json: a model has at most {MOST_LAYERS} layers (depth) and a context of "
+            f"{LONGEST_CONTEXT} tokens (seq_len)"
+        )
     return config
 
 
@@ -145,7 +142,7 @@ def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | Non
 
     def write():
         if is_first_rank:
-            hidden = folder / ".model.safetensors.tmp"
+            hidden = folder / ".model.safetensors.tmp"  # files.locked removes it after a kill
             write_tensors(weights, hidden, {"format": "pt"})
             os.replace(hidden, folder / "model.safetensors")
 
@@ -166,58 +163,64 @@ def whole_tensor(tensor: DTensor) -> torch.Tensor:
 
 
 def export_run(run: str, folder: Path, checkpoint_name: str | None, dtype: str, runtime: Runtime) -> None:
-    """Write the model of a run, or as a checkpoint of it has it, to a new folder, whole or not at all.
+    """Write the model of a run, or as a checkpoint of it has it, to a new folder.
 
     InputError if there is no such model, or if there is something in the folder.
     """
-    folder = folder.resolve()  # so that "." has a name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder: choose another, or delete it")
     model, tokenizer, facts = load_run(run, runtime, checkpoint_name)
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        export(temporary, model, model.config, tokenizer, facts, dtype)
-        write_text(temporary / "README.md", model_card(find_run(run).name, model.config, facts, dtype))
-        os.replace(temporary, folder)  # an empty folder gives way
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    export(folder, model, model.config, tokenizer, facts, dtype)
+
+
+def load_model(folder: Path, runtime: Runtime) -> GPT:
+    """The model of a folder, from its config.json and model.safetensors: runs nothing. InputError if one of
+    them is missing or damaged, or if they do not belong together.
+    """
+    config, file = read_config(folder), folder / "model.safetensors"
+    check_same_shapes(file, config)
+    model = build_model(config, runtime, seed=0)
+    model.load_state_dict(load_file(file))
+    return model
 
 
 def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> tuple[GPT, Tokenizer, dict]:
     """(model, tokenizer, facts) of a run, by its name or by the path of its folder (see find_run).
 
     checkpoint_name: "last" or "step_<n>" for the model as that checkpoint has it, whether the run has ended
-    or not; called by all ranks then. facts: step, corpus, revision, and of a finished run the figures of its
-    summary. InputError if there is no such model, or if model and tokenizer do not belong together.
+    or not; called by all ranks then. A run in float32 is computed in float32, others in the runtime's dtype.
+    facts: step, corpus, revision, and of a finished run the figures of its summary. InputError if there is
+    no such model, or if model and tokenizer do not belong together.
     """
     folder = find_run(run)
-    file = folder / "model.safetensors"
-    if checkpoint_name is None and not file.exists():
+    if checkpoint_name is None and not (folder / "model.safetensors").exists():
         advice = f"train it: python -m scripts.base_train --run {shlex.quote(folder.name)}"
         if checkpoint.saved_steps(folder):
             advice = "--checkpoint last takes that of its last checkpoint"
         raise InputError(f"{folder} holds no finished model (no model.safetensors): {advice}")
-    config, settings = read_config(folder), read_settings(folder)
+    settings = read_settings(folder)
     if settings is None:
         raise InputError(f"{folder} has no settings.json, so it is not the folder of a run")
+    if settings.options.get("dtype") == "float32":
+        runtime = replace(runtime, compute_dtype=torch.float32)
+    facts = {key: settings.trained_on.get(key) for key in ("corpus", "revision")}
+    if checkpoint_name is None:
+        model = load_model(folder, runtime)
+        summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
+        facts |= {**summary, "step": summary.get("steps")}
+    else:
+        found, config = find_checkpoint(folder, checkpoint_name), read_config(folder)
+        checkpoint.check_model_fits(found, meta_model(config))  # before its memory is asked for
+        model = build_model(config, runtime, seed=0)
+        facts["step"] = checkpoint.load_model(found, model)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     wanted = settings.trained_on.get("tokenizer")
-    if tokenizer.hash != wanted or tokenizer.vocab_size != config.vocab_size:
+    if tokenizer.hash != wanted or tokenizer.vocab_size != model.config.vocab_size:
         raise InputError(
             f"{folder}/tokenizer is not the one the model was trained with ({wanted}): put that one back"
         )
-    facts = {key: settings.trained_on.get(key) for key in ("corpus", "revision")}
-    if checkpoint_name is not None:
-        found = find_checkpoint(folder, checkpoint_name)
-        model = build_model(config, runtime, seed=0)
-        return model, tokenizer, {**facts, "step": checkpoint.load_model(found, model)}
-    check_same_shapes(file, config)
-    model = build_model(config, runtime, seed=0)
-    model.load_state_dict(load_file(file))
-    summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
-    return model, tokenizer, {**facts, **summary, "step": summary.get("steps")}
+    return model, tokenizer, facts
 
 
 def find_checkpoint(folder: Path, name: str) -> Path:
@@ -244,37 +247,24 @@ def check_same_shapes(file: Path, config: GPTConfig) -> None:
 
 def model_card(name: str, config: GPTConfig, facts: dict, dtype: str) -> str:
     """README.md, which model hubs show as the page of a model. facts, dtype: see export."""
-    figures = {"steps": facts["step"], "bits per byte (validation)": facts.get("val_bpb")}
-    figures |= {
+    figures = {
+        "steps": facts["step"],
+        "bits per byte (validation)": facts.get("val_bpb"),
         "training tokens": facts.get("tokens"),
         "training loss (nats per token)": facts.get("train_loss"),
+        "context (tokens)": config.seq_len,
+        "dtype of the weights": dtype,
     }
-    shape = {
-        "layers": config.depth,
-        "width": config.width,
-        "attention heads": f"{config.heads}, {config.kv_heads} for keys and values",
-        "context": f"{config.seq_len:,} tokens",
-        "vocabulary": f"{config.vocab_size:,} tokens, byte-level BPE",
-        "weights": dtype,
-    }
-    if config.experts:
-        shape["experts"] = f"{config.experts}, of which a token visits {config.experts_per_token}"
+    corpus = facts.get("corpus") or "python"
+    if corpus.startswith("path:"):
+        corpus = Path(corpus).name  # the rest is of no use to others
+    parameters = meta_model(config).parameter_counts()["total"]
     return CARD.format(
         name=name,
-        parameters=meta_model(config).parameter_counts()["total"],
+        parameters=parameters,
         figures=markdown_table(("", ""), figures),
-        shape=markdown_table(("", ""), shape),
-        data=data_sentence(facts.get("corpus") or "python"),
+        data=corpus,
     )
-
-
-def data_sentence(corpus: str) -> str:
-    kind, _, place = PRESETS.get(corpus, corpus).partition(":")
-    if kind == "hf":
-        return f"The data set `{place}` of the Hugging Face hub."
-    if kind == "path":  # the rest of the path is of no use to others
-        return f"Text of its maker's own: `{Path(place).name}`."
-    return "The source code of Python's standard library, as on the machine that trained it."
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict:
@@ -289,35 +279,23 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict:
     for token in tokenizer.vocab:
         words.append("".join(characters[byte] for byte in token))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": tokenizer.pattern},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    bos = {"SpecialToken": {"id": BOS, "type_id": 0}}
+    pattern = {"Regex": SPLIT_PATTERN}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    bos, text = {"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    second_text = {"Sequence": {"id": "B", "type_id": 0}}
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [],
-        "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": {
             "type": "TemplateProcessing",
-            "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [bos, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "single": [bos, text],
+            "pair": [bos, text, bos, second_text],
             "special_tokens": {BOS: {"id": BOS, "ids": [tokenizer.bos_id], "tokens": [BOS]}},
         },
         "decoder": byte_level,
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
             "ignore_merges": True,  # as in tiktoken, a piece of text that is a token needs no merges
             "vocab": {word: rank for rank, word in enumerate([*words, BOS])},
             "merges": [[words[left], words[right]] for left, right in merges(tokenizer.vocab)],

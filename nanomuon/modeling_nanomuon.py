@@ -4,328 +4,243 @@ This file is copied beside the weights, where `trust_remote_code=True` makes tra
 torch and transformers, nothing else, and is all there is to know about the computation.
 
 Pre-norm residual blocks with rotary positions, parameter-free RMSNorm, a ReLU^2 MLP and capped logits,
-without biases. Three things are less usual: learned scalars mix the residual and the embedding of the token
-into the input of every block; some layers add an embedding of the token to their attention values, gated; and
-the MLP sees the last few tokens, through a short causal convolution of its input.
+without biases. Four things are less usual: learned scalars mix the residual and the embedding of the token
+into the input of every block; some layers add a gated embedding of the token to their attention values; half
+of a key is that of the token before; and the MLP sees the last few tokens, through a short causal convolution
+of its input.
 
-Shapes: B rows, T tokens, width channels, H query heads, Hkv key heads, D channels a head.
+Shapes: B rows, T new tokens, K keys (those of the cache and the new ones), width channels, H query heads, Hkv
+key heads, D channels a head.
 """
+
+import functools
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 GATE_INPUTS = 32  # residual channels that the gate of a value embedding reads
 TAPS = 4  # tokens that the input of an MLP is made of, its own included
 LOGIT_CAP = 15.0
 ROPE_BASE = 10_000.0
-# How this version of transformers calls what a model hands on to the next call: until 5.23 or from 5.24 on
-CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class NanomuonConfig(PretrainedConfig):
-    """The shape of the model; the defaults build one that is small enough to try things with."""
+    """The shape of the model, all of it in config.json.
+
+    vocab_size, depth (layers), width, heads, kv_heads: sizes. seq_len: the context in training; positions
+    beyond it were never seen. window_pattern: tiled over the layers, L sees all tokens and S the last quarter
+    of a context; the last layer sees all. qk_norm: on or off. value_embed_every: layers from one value
+    embedding to the next; the last layer has one. experts: MLPs to choose experts_per_token from, 0: one MLP
+    for all tokens.
+    """
 
     model_type = "nanomuon"
-    keys_to_ignore_at_inference = ["past_key_values", "cache"]
     attribute_map = {
         "hidden_size": "width",
         "num_hidden_layers": "depth",
-        "num_attention_heads": "heads",
-        "num_key_value_heads": "kv_heads",
         "max_position_embeddings": "seq_len",
     }
 
-    def __init__(
-        self,
-        vocab_size: int = 257,
-        seq_len: int = 256,  # context in training; positions beyond it were never seen
-        depth: int = 2,
-        width: int = 64,  # residual channels
-        heads: int = 2,
-        kv_heads: int = 2,
-        window_pattern: str = "L",  # tiled over the layers: L sees all, S the last part; the last is L
-        short_window: float = 0.25,  # share of the context that S sees
-        qk_norm: bool = True,
-        key_offset: bool = True,  # half of every key's channels are those of the token before
-        value_embed_every: int = 2,  # layers from one value embedding to the next; the last layer has one
-        experts: int = 0,  # MLPs to choose from, 0: one for all tokens
-        experts_per_token: int = 2,
-        use_cache: bool = True,
-        tie_word_embeddings: bool = False,
-        **others,
-    ):
-        self.vocab_size, self.seq_len = vocab_size, seq_len
-        self.depth, self.width, self.heads, self.kv_heads = depth, width, heads, kv_heads
-        self.window_pattern, self.short_window = window_pattern, short_window
-        self.qk_norm, self.key_offset = qk_norm, key_offset
-        self.value_embed_every = value_embed_every
-        self.experts, self.experts_per_token = experts, experts_per_token
-        self.use_cache = use_cache
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **others)
-
     @property
-    def head_dim(self) -> int:
+    def head_dim(self):
         return self.width // self.heads
 
-    def window(self, layer: int) -> int | None:
-        """Keys that a query of a layer sees, its own included; None: all before it."""
-        short = self.window_pattern[layer % len(self.window_pattern)] == "S" and layer < self.depth - 1
-        return max(1, int(self.seq_len * self.short_window)) if short else None
-
-    def has_value_embed(self, layer: int) -> bool:
-        return (self.depth - 1 - layer) % self.value_embed_every == 0
+    def window(self, layer):
+        """Keys that a query of a layer sees, its own included."""
+        if layer == self.depth - 1 or self.window_pattern[layer % len(self.window_pattern)] == "L":
+            return 2**62
+        return max(1, self.seq_len // 4)
 
 
-def with_past(x: Tensor, cache: DynamicCache | None, place: int, count: int) -> Tensor:
-    """x (B, T, C) with the `count` tokens before it in front, (B, count + T, C): zeros before the first.
+Linear = functools.partial(nn.Linear, bias=False)
 
-    place: a layer of the cache beyond those of the attention, which keeps x as its keys, so that what
-    transformers does to a cache (beams, repeating, cropping) is done to it, too.
+
+def norm(x):
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def rotate(x, rope):
+    """Channel pairs (i, i + D/2) of x (B, heads, T, D), turned by rope (2, K, D/2): cos and sin of the angles
+    of all positions, of which x has the last.
     """
-    wanted = count + x.size(1)
-    if cache is not None:
-        x = x[:, None]
-        x = cache.update(x, x[..., :0], place)[0][:, 0, -wanted:]
-    return F.pad(x, (0, 0, wanted - x.size(1), 0))
-
-
-def norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.size(-1),))
-
-
-def rotary_tables(positions: Tensor, config: NanomuonConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (B, T, 1, D/2), of positions (B, T)."""
-    half = config.head_dim // 2
-    pairs = torch.arange(half, device=positions.device, dtype=torch.float32)
-    angles = positions[..., None] * ROPE_BASE ** (-pairs / half)
-    return angles.cos()[:, :, None].to(dtype), angles.sin()[:, :, None].to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Channel pairs (i, i + D/2) of x (B, T, heads, D) turned by their angles."""
+    cos, sin = rope[:, -x.size(2) :]
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
-def visible_keys(
-    queries: int, keys: int, window: int | None, is_text: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """What the last tokens see of all: bool, (1 or B, 1, queries, keys); None where that is all before them.
-
-    Padding, where is_text (B, keys) is False, is seen by itself only: a query that sees nothing would give
-    NaN.
-    """
-    hides_nothing = is_text is None and (window is None or window >= keys)
-    if hides_nothing and queries == keys:
-        return None
-    positions = torch.arange(keys, device=device)
-    distance = positions[keys - queries :, None] - positions  # (queries, keys)
-    visible = (distance >= 0) & (distance < (window or keys))
-    if is_text is None:
-        return visible[None, None]
-    return (visible & (is_text[:, None] | (distance == 0)))[:, None]
+def offset_half(k):
+    """k (B, Hkv, K, D) with the slowly turning half of its channels from the token before, 0 at the first."""
+    before = F.pad(k, (0, 0, 1, -1))
+    pair = torch.arange(k.size(-1), device=k.device) % (k.size(-1) // 2)
+    return torch.where(pair < k.size(-1) / 4, k, before)
 
 
 class Attention(nn.Module):
-    def __init__(self, config: NanomuonConfig, layer: int):
+    def __init__(self, config, layer):
         super().__init__()
-        self.layer, self.head_dim, self.qk_norm = layer, config.head_dim, config.qk_norm
-        self.key_offset = config.key_offset
-        self.place = 2 * config.depth + layer  # in the cache, of the keys that the next token takes from
-        width, kv_width = config.width, config.kv_heads * config.head_dim
-        self.q = nn.Linear(width, width, bias=False)
-        self.k = nn.Linear(width, kv_width, bias=False)
-        self.v = nn.Linear(width, kv_width, bias=False)
-        self.o = nn.Linear(width, width, bias=False)
-        if config.has_value_embed(layer):
-            self.value_gate = nn.Linear(min(GATE_INPUTS, width), config.kv_heads, bias=False)
+        self.config, self.layer = config, layer
+        kv_width = config.kv_heads * config.head_dim
+        self.q = Linear(config.width, config.width)
+        self.k = Linear(config.width, kv_width)
+        self.v = Linear(config.width, kv_width)
+        self.o = Linear(config.width, config.width)
 
-    def forward(self, x, value_embed, rope, visible, is_text, cache):
-        heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)
-        if self.key_offset:
-            k = self.offset_half(k, is_text, cache)
+    def forward(self, x, value_embed, rope, visible, cache):
+        def by_head(y):  # (B, T, heads * D) -> (B, heads, T, D)
+            return y.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+        q, k, v = by_head(self.q(x)), by_head(self.k(x)), by_head(self.v(x))
         if value_embed is not None:
-            gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, Hkv)
-            v = v + gate[..., None] * value_embed.view(heads)
-        q, k = rotate(q, *rope), rotate(k, *rope)
-        if self.qk_norm:
+            gate = 2 * torch.sigmoid(self.value_gate(x[..., :GATE_INPUTS]))  # (B, T, Hkv)
+            v = v + gate.mT[..., None] * by_head(value_embed)
+        if cache is not None:  # which keeps the keys as they come from their product
+            k, v = cache.update(k, v, self.layer)  # (B, Hkv, K, D)
+        q, k = rotate(q, rope), rotate(offset_half(k), rope)
+        if self.config.qk_norm:
             q, k = norm(q), norm(k)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or Hkv, T, D)
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=q.size(1) != k.size(1)
-        )
+        out = F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
         return self.o(out.transpose(1, 2).flatten(2))
-
-    def offset_half(self, k: Tensor, is_text: Tensor | None, cache: DynamicCache | None) -> Tensor:
-        """k (B, T, Hkv, D) with the slowly turning half of its channels from the token before, 0 at first."""
-        own, shown_to_next = k.unflatten(-1, (2, -1)).tensor_split(2, dim=-1)  # (B, T, Hkv, 2, D/4) each
-        shown = shown_to_next.flatten(2)
-        if is_text is not None:
-            shown = shown * is_text
-        before = with_past(shown, cache, self.place, 1)[:, :-1].view_as(own)
-        return torch.cat((own, before), dim=-1).flatten(-2)
 
 
 class Convolution(nn.Module):
     """x_t + sum over j of taps_j * x_(t-j), channel by channel."""
 
-    def __init__(self, config: NanomuonConfig, layer: int):
+    def __init__(self, config, layer):
         super().__init__()
-        self.place = config.depth + layer  # in the cache
+        self.place = config.depth + layer  # in the cache, behind the layers of attention
         self.taps = nn.Parameter(torch.zeros(TAPS * config.width))
 
-    def forward(self, x: Tensor, cache: DynamicCache | None) -> Tensor:
-        padded = with_past(x, cache, self.place, TAPS - 1)  # (B, TAPS - 1 + T, width)
-        for j, tap in enumerate(self.taps.view(TAPS, -1)):
-            x = x + tap * padded[:, TAPS - 1 - j : padded.size(1) - j]
-        return x
+    def forward(self, x, cache):
+        seen = x[:, None]  # (B, 1, T, width): the cache takes them for the keys of one head
+        if cache is not None:
+            seen, _ = cache.update(seen, seen[..., :0], self.place)
+        last = F.pad(seen[:, 0], (0, 0, TAPS - 1, 0)).unfold(1, TAPS, 1)  # (B, K, width, TAPS)
+        taps = self.taps.view(TAPS, -1).flip(0).T  # (width, TAPS), that of the oldest token first
+        return x + (last[:, -x.size(1) :] * taps).sum(-1)
 
 
 class MLP(nn.Module):
-    def __init__(self, config: NanomuonConfig):
+    def __init__(self, config):
         super().__init__()
-        self.up = nn.Linear(config.width, 4 * config.width, bias=False)
-        self.down = nn.Linear(4 * config.width, config.width, bias=False)
+        self.up = Linear(config.width, 4 * config.width)
+        self.down = Linear(4 * config.width, config.width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.down(F.relu(self.up(x)).square())
 
 
 class Experts(nn.Module):
     """The sum of the MLPs that have the highest scores for a token, each times 2 * sigmoid of its score."""
 
-    def __init__(self, config: NanomuonConfig):
+    def __init__(self, config):
         super().__init__()
         width, experts = config.width, config.experts
-        hidden = 4 * width // config.experts_per_token
         self.per_token = config.experts_per_token
+        hidden = 4 * width // self.per_token
         self.router = nn.Parameter(torch.zeros(experts, width))
         self.w1 = nn.Parameter(torch.zeros(experts, hidden, width))
         self.w2 = nn.Parameter(torch.zeros(experts, width, hidden))
         self.register_buffer("bias", torch.zeros(experts))  # of the choice, not of the score
 
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)  # (N, width)
-        scores = torch.sigmoid(F.linear(tokens, self.router))  # (N, experts)
-        chosen = (scores + self.bias).topk(self.per_token).indices  # (N, per_token)
-        out = torch.zeros_like(tokens)
+    def forward(self, x):
+        scores = torch.sigmoid(F.linear(x, self.router))  # (B, T, experts)
+        chosen = (scores + self.bias).topk(self.per_token).indices  # (B, T, per_token)
+        out = torch.zeros_like(x)
         for expert in range(len(self.router)):
-            rows = (chosen == expert).any(1).nonzero().squeeze(1)
-            hidden = F.relu(F.linear(tokens[rows], self.w1[expert])).square()
-            gated = 2 * scores[rows, expert, None] * F.linear(hidden, self.w2[expert])
-            out = out.index_add(0, rows, gated.to(out.dtype))
-        return out.view_as(x)
+            tokens = (chosen == expert).any(-1)  # (B, T)
+            hidden = F.relu(F.linear(x[tokens], self.w1[expert])).square()
+            out[tokens] += 2 * scores[tokens][:, expert, None] * F.linear(hidden, self.w2[expert])
+        return out
 
 
-class Block(GradientCheckpointingLayer):
-    def __init__(self, config: NanomuonConfig, layer: int):
+class Block(nn.Module):
+    def __init__(self, config, layer):
         super().__init__()
         self.attn = Attention(config, layer)
         self.conv = Convolution(config, layer)
         self.mlp = Experts(config) if config.experts else MLP(config)
 
-    def forward(self, x, value_embed, rope, visible, is_text, cache):
-        """is_text (B, T, 1) or None: what the tokens after it must not see is zero."""
-        x = x + self.attn(norm(x), value_embed, rope, visible, is_text, cache)
-        mixed = norm(x)
-        if is_text is not None:
-            mixed = mixed * is_text
-        return x + self.mlp(self.conv(mixed, cache))
+    def forward(self, x, value_embed, rope, visible, cache):
+        x = x + self.attn(norm(x), value_embed, rope, visible, cache)
+        return x + self.mlp(self.conv(norm(x), cache))
 
 
 class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanomuonConfig
     _no_split_modules = ["Block"]
-    _skip_keys_device_placement = ["cache"]
-    _supports_sdpa = True
-    supports_gradient_checkpointing = True
+    _input_embed_layer = "wte"
 
-    def __init__(self, config: NanomuonConfig):
+    def __init__(self, config):
         super().__init__(config)
-        kv_width = config.kv_heads * config.head_dim
         self.wte = nn.Embedding(config.vocab_size, config.width)
-        embeds = [str(layer) for layer in range(config.depth) if config.has_value_embed(layer)]
-        self.value_embeds = nn.ModuleDict(
-            {name: nn.Embedding(config.vocab_size, kv_width) for name in embeds}
-        )
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.depth))
+        self.value_embeds = nn.ModuleDict()  # by layer
+        for layer in range(config.depth - 1, -1, -config.value_embed_every):
+            embed = nn.Embedding(config.vocab_size, config.kv_heads * config.head_dim)
+            self.value_embeds[str(layer)] = embed
+            self.blocks[layer].attn.value_gate = Linear(min(GATE_INPUTS, config.width), config.kv_heads)
         self.resid_scalars = nn.Parameter(torch.ones(config.depth))
         self.x0_scalars = nn.Parameter(torch.zeros(config.depth))
-        self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.width, config.vocab_size)
         self.post_init()
 
-    def get_input_embeddings(self):
-        return self.wte
-
-    def set_input_embeddings(self, embeddings):
-        self.wte = embeddings
-
-    def resize_token_embeddings(self, *args, **keywords):
-        raise NotImplementedError("the value embeddings would keep their size: the vocabulary is fixed")
-
     @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
+    def _supports_default_dynamic_cache(cls):
         """generate() leaves the cache to forward(): its own has room for the layers of attention only."""
         return False
 
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: DynamicCache | None = None,
-        cache: DynamicCache | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        input_ids,
+        attention_mask=None,
+        past_key_values=None,
+        cache=None,
+        labels=None,
+        use_cache=False,
+        logits_to_keep=0,
         **others,
-    ) -> CausalLMOutputWithPast:
+    ):
         """input_ids (B, T) -> logits (B, T, V) in float32, and with labels (B, T) the mean loss in nats.
 
-        attention_mask (B, tokens in the cache + T): 0 where there is padding, at any place. labels are the
-        input_ids, -100 where a token is not scored; the loss shifts them. logits_to_keep: only the last so
-        many logits, 0: all. cache: past_key_values as transformers calls it from 5.24 on.
+        attention_mask (B, K): 0 for padding on the left or on the right. labels are the input_ids, -100 for
+        tokens that are not scored; the loss shifts them. logits_to_keep: only the last so many logits, 0:
+        all. cache: past_key_values since transformers 5.24.
         """
         if cache is None:
             cache = past_key_values
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
         if cache is None and use_cache:
             cache = DynamicCache()
-        seen = cache.get_seq_length() if cache is not None else 0
-        queries = input_ids.size(1)
-        keys = seen + queries
-        if position_ids is None:
-            position_ids = torch.arange(seen, keys, device=input_ids.device)[None]
-        is_text = None
-        if attention_mask is not None and not attention_mask.all():
-            is_text = attention_mask.bool()  # (B, keys)
-        windows = [self.config.window(layer) for layer in range(self.config.depth)]
-        visible = {}
-        for window in set(windows):
-            visible[window] = visible_keys(queries, keys, window, is_text, input_ids.device)
-        if is_text is not None:
-            is_text = is_text[:, seen:, None]  # of the tokens that are new
+        T = K = input_ids.size(1)
+        if cache is not None:
+            K += cache.get_seq_length()
+        if attention_mask is None:
+            attention_mask = input_ids.new_ones(1, K)
+        is_text = attention_mask.bool()
+        positions = torch.arange(K, device=input_ids.device)
+        distance = positions[-T:, None] - positions  # (T, K)
+        # Padding sees itself, since a query without any key would give NaN
+        readable = (is_text[:, None] & (distance >= 0)) | (distance == 0)  # (B, T, K)
+        half = self.config.head_dim // 2
+        angles = positions[:, None] * ROPE_BASE ** (-torch.arange(half, device=positions.device) / half)
 
-        x = x0 = norm(self.wte(input_ids))  # (B, T, width)
-        rope = rotary_tables(position_ids, self.config, x.dtype)
+        # With embeddings of zero all that padding passes on to the text behind it is zero
+        is_text = is_text[:, -T:, None]
+        x = x0 = norm(self.wte(input_ids)) * is_text  # (B, T, width)
+        rope = torch.stack((angles.cos(), angles.sin())).to(x.dtype)  # (2, K, D/2)
         for layer, block in enumerate(self.blocks):
             x = self.resid_scalars[layer] * x + self.x0_scalars[layer] * x0
             value_embed = None
             if str(layer) in self.value_embeds:
-                value_embed = self.value_embeds[str(layer)](input_ids)  # (B, T, Hkv * D)
-            x = block(x, value_embed, rope, visible[windows[layer]], is_text, cache)
+                value_embed = self.value_embeds[str(layer)](input_ids) * is_text  # (B, T, Hkv * D)
+            visible = readable & (distance < self.config.window(layer))
+            x = block(x, value_embed, rope, visible[:, None], cache)
         logits = self.lm_head(norm(x)[:, -logits_to_keep:]).float()
         logits = LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
 
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **others)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
+        return CausalLMOutputWithPast(loss, logits, cache)

@@ -11,8 +11,6 @@ after every optimizer step `balance_` raises it where an expert got fewer tokens
 others'.
 """
 
-import itertools
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -43,18 +41,31 @@ class MoE(nn.Module):
         scores = torch.sigmoid(logits)
         chosen = (scores.detach() + self.bias).topk(self.per_token).indices  # (N, k)
         gates = 2 * scores.gather(1, chosen).to(x.dtype)
-        # Pairs in the order of their experts; stable, so that equal runs add in equal order
-        expert, order = chosen.flatten().sort(stable=True)  # (N * k,)
-        numbers = torch.arange(len(self.bias), device=x.device)
-        ends = torch.searchsorted(expert, numbers, right=True)  # (E,) where each expert's pairs end
+        experts = torch.arange(len(self.bias), device=x.device)
+        load = (chosen[..., None] == experts).sum((0, 1))  # (E,) pairs of each expert
         if torch.is_grad_enabled():  # training
-            self.load += ends.diff(prepend=ends.new_zeros(1))
-        # Rows move by permutations only, whose gradients add nothing up and so come in one order on any
-        # device
+            self.load += load
+        # Pairs in the order of their experts; stable, so that equal runs add in equal order. Rows move by
+        # permutations only, whose gradients add nothing up and so come in one order on any device
+        order = chosen.flatten().argsort(stable=True)  # (N * k,)
         pairs = tokens[:, None].expand(-1, self.per_token, -1).flatten(0, 1)[order]  # (N * k, width)
-        hidden = F.relu(grouped_mm(pairs, self.w1.to(x.dtype), ends)).square()
-        out = grouped_mm(hidden, self.w2.to(x.dtype), ends)[order.argsort()].unflatten(0, chosen.shape)
+        hidden = F.relu(grouped_mm(pairs, self.w1, load)).square()
+        out = grouped_mm(hidden, self.w2, load)[order.argsort()].unflatten(0, chosen.shape)
         return (gates[..., None] * out).sum(1).view_as(x)
+
+
+def grouped_mm(x: Tensor, w: Tensor, load: Tensor) -> Tensor:
+    """x (M, n), whose rows belong to E matrices in turn, load (E,) rows to each; w (E, m, n) -> x_e w_e^T,
+    (M, m).
+
+    PyTorch's kernel takes bf16. What other dtypes do here cannot be compiled, see parallel.compile_model.
+    """
+    if x.dtype != torch.bfloat16:
+        parts = zip(x.split(load.tolist()), w.to(x.dtype), strict=True)
+        return torch.cat([rows @ matrix.T for rows, matrix in parts])
+    # The kernel may not write the gradient of a matrix without rows (pytorch 172439): here it goes nowhere
+    w = torch.where((load > 0)[:, None, None], w, 0).to(x.dtype)
+    return F.grouped_mm(x, w.mT, offs=load.cumsum(0).int())
 
 
 @torch.no_grad()
@@ -75,59 +86,3 @@ def balance_(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     for layer, total in zip(layers, load, strict=True):
         layer.bias += BALANCE_SPEED * (total.sum() - experts * total).sign()
         layer.load.zero_()
-
-
-@torch.library.custom_op("nanomuon::grouped_mm", mutates_args=())
-def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """x (M, n) in E groups of rows, group e ending before row ends[e]; w (E, m, n) -> (M, m), x_e w_e^T for
-    each group.
-
-    One kernel on CUDA in bf16, otherwise a product per expert. One op to the compiler: the sizes of the
-    groups are known at run time only.
-    """
-    if _fused(x, w):
-        return F.grouped_mm(x, w.mT, offs=ends.int())
-    out = x.new_empty(len(x), w.size(1))
-    for rows, weight in zip(_groups(ends), w, strict=True):
-        torch.mm(x[rows], weight.T, out=out[rows])
-    return out
-
-
-@torch.library.custom_op("nanomuon::grouped_outer", mutates_args=())
-def grouped_outer(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """y (M, m), x (M, n) in E groups of rows -> (E, m, n), y_e^T x_e: the gradient of w. Groups may be
-    empty.
-    """
-    if _fused(x, y):
-        out = F.grouped_mm(y.T, x, offs=ends.int())
-        empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-        return out.masked_fill_(empty[:, None, None], 0)  # the kernel may not write these: pytorch 172439
-    out = x.new_empty(len(ends), y.size(1), x.size(1))
-    for i, rows in enumerate(_groups(ends)):
-        torch.mm(y[rows].T, x[rows], out=out[i])
-    return out
-
-
-def _fused(*tensors):
-    aligned = all(size % 8 == 0 for tensor in tensors for size in tensor.shape[1:])  # rows of whole 16 bytes
-    return tensors[0].is_cuda and tensors[0].dtype == torch.bfloat16 and aligned
-
-
-def _groups(ends):
-    """The rows of each group, as slices."""
-    return [slice(start, end) for start, end in itertools.pairwise([0, *ends.tolist()])]
-
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, grad):
-    x, w, ends = ctx.saved_tensors
-    grad = grad.contiguous()
-    return grouped_mm(grad, w.mT, ends), grouped_outer(grad, x, ends), None
-
-
-grouped_mm.register_fake(lambda x, w, ends: x.new_empty(len(x), w.size(1)))
-grouped_outer.register_fake(lambda y, x, ends: x.new_empty(len(ends), y.size(1), x.size(1)))
-grouped_mm.register_autograd(_backward, setup_context=_save)

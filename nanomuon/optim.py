@@ -20,17 +20,17 @@ when it meets their parameters: `sharded.py` (FSDP2) with `tensor_parallel.py`, 
 matrices). docs/optimizer.md is the page to read beside this file.
 """
 
-import contextlib
 import functools
 import itertools
 import logging
 import math
 import os
 import types
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from nanomuon import optim_state
@@ -45,17 +45,14 @@ from nanomuon.optim_state import (
     state_dtype,
 )
 from nanomuon.orthogonalize import (
-    newton_schulz_flops,
-    newton_schulz_form,
     orthogonalize,
-    triples,
     update_scale,
 )
 from nanomuon.param_groups import MUON_OPTIONS, build_param_groups, check_group
 from nanomuon.runtime import compile_enabled
 
 SMALL = 16_384  # elements; AdamW parameters up to this size travel together and every rank updates them
-BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29, "meta": 2**29}  # Muon works on this much of a bank at a time
+BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29}  # Muon works on this much of a bank at a time
 COMPILE_FROM = 1024  # elements; compiling a kernel for fewer does not pay
 
 # Since torch 2.13 the collectives on one tensor are called *_single, and the old names warn.
@@ -63,37 +60,37 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # ------------------------------------------------------------------------------------------------------------
-# Kernels. Hyperparameters are 0-D tensors on the device, so changing them recompiles nothing. Options
-# (nesterov, coefficients) are Python values: each choice is compiled once. `ok` is 1, or 0 if the
-# parameter must stay as it is: it has no gradient, or some gradient is not finite. The gradient then counts
-# as 0 and every rate is multiplied by 0; torch.where keeps the parameter, since 0 times infinity is NaN. All
-# arithmetic is in the dtype of the state.
+# Kernels. `numbers` are the hyperparameters of a group on the device, in the order of `numbers_of`, so a new
+# value recompiles nothing. Options (nesterov, coefficients) are Python values: each choice is compiled once.
+# `ok` is 1, or 0 if the parameter must stay as it is: it has no gradient, or some gradient is not finite. The
+# gradient then counts as 0 and every rate is multiplied by 0; torch.where keeps the parameter, since 0 times
+# infinity is NaN. All arithmetic is in the dtype of the state.
 
 
-def adamw_update(
-    param, grad, exp_avg, exp_avg_sq, ok, *, step_size, rescale, grad_weight, square_weight, decay, eps
-):
+def adamw_update(param, grad, exp_avg, exp_avg_sq, step, ok, numbers):
     """AdamW (arXiv 1711.05101) in place on tensors of one shape.
 
-    ok, step_size lr/(1-b1^t) and rescale (1-b2^t)^-1/2 are 0-D or have one value for each element.
-    grad_weight 1-b1, square_weight 1-b2, decay lr times weight decay, and eps are 0-D.
+    step, counted with this one, and ok are 0-D or have one value for each element.
     """
+    lr, lr_times_decay, grad_weight, square_weight, eps = numbers.unbind()
     grad = torch.where(ok > 0, grad, 0).to(exp_avg.dtype)
     exp_avg.lerp_(grad, grad_weight * ok)
     exp_avg_sq.lerp_(grad.square(), square_weight * ok)
-    eps = eps + (1 - ok)  # eps may be 0, and so may exp_avg_sq if nothing is updated
-    update = exp_avg * (step_size * ok) / (exp_avg_sq.sqrt() * rescale + eps)
-    new = param.to(exp_avg.dtype) * (1 - decay * ok) - update
+    bias1 = -torch.expm1(step * torch.log1p(-grad_weight))  # 1 - beta^t, without the digits powers lose
+    bias2 = -torch.expm1(step * torch.log1p(-square_weight))
+    update = exp_avg * (lr / bias1 * ok) / (exp_avg_sq.sqrt() * bias2.rsqrt() + eps)
+    new = param.to(exp_avg.dtype) * (1 - lr_times_decay * ok) - update
     param.copy_(torch.where(ok > 0, new.to(param.dtype), param))
 
 
-def muon_momentum(grad, momentum_buffer, ok, *, momentum, grad_weight, nesterov):
+def muon_momentum(grad, momentum_buffer, ok, numbers, *, nesterov):
     """Update the momentum in place and return the matrices to orthogonalize, U. ok: (k, 1, 1), the rest
     (k, m, n).
 
     M <- lerp(M, G, 1 - mu) is 1 - mu times the M <- mu M + G of other projects: the same direction at
     constant mu.
     """
+    momentum, grad_weight = numbers[2:4]
     grad = torch.where(ok > 0, grad, 0).to(momentum_buffer.dtype)
     momentum_buffer.lerp_(grad, grad_weight * ok)
     if nesterov:
@@ -105,7 +102,6 @@ def muon_direction(
     U,
     second_momentum_buffer,
     square_weight,
-    *,
     coefficients,
     ns_steps,
     row_equilibrate,
@@ -152,11 +148,12 @@ def muon_direction(
     return X, gain if pieces is None else pieces.mine(gain)
 
 
-def muon_update(param, X, gain, ok, *, lr, weight_decay, scale, cautious):
+def muon_update(param, X, gain, ok, numbers, *, scale, cautious):
     """Weight decay and update in place. param, X: (k, m, n); gain and scale broadcast to them.
 
     The step is lr * scale, and so is the rate of a cautious decay. ok: (k, 1, 1).
     """
+    lr, weight_decay = numbers[:2]
     P = param.to(gain.dtype)
     X = X.to(gain.dtype) * gain
     rate = lr * scale * ok
@@ -168,29 +165,20 @@ def muon_update(param, X, gain, ok, *, lr, weight_decay, scale, cautious):
     param.copy_(torch.where(ok > 0, new.to(param.dtype), param))
 
 
-def run(compiles, kernel, *tensors, **arguments):
+def run(compiles, kernel, *tensors, **options):
     """Call a kernel, compiled if `compiles` and the tensors are large enough to gain from it."""
     first = tensors[0]
-    if not compiles or first.numel() < COMPILE_FROM or first.is_meta:
-        return kernel(*tensors, **arguments)
-    signature = [describe(tensor) for tensor in tensors]
-    signature += [(name, describe(argument)) for name, argument in arguments.items()]
-    return compiled(kernel, *signature)(*tensors, **arguments)
-
-
-def describe(argument):
-    """What a compilation depends on: layout and type of a tensor, the value of anything else."""
-    if isinstance(argument, torch.Tensor):
-        return argument.shape, argument.stride(), argument.dtype, argument.device
-    return argument
+    if compiles and first.numel() >= COMPILE_FROM:
+        kernel = compiled(kernel, first.shape, first.dtype, *options.items())
+    return kernel(*tensors, **options)
 
 
 @functools.cache
-def compiled(kernel, *signature):
-    """One compilation per signature. Dynamo allows a code object eight of them, so each gets its own copy."""
-    code = kernel.__code__.replace()
-    copy = types.FunctionType(code, kernel.__globals__, kernel.__name__, kernel.__defaults__)
-    copy.__kwdefaults__ = kernel.__kwdefaults__
+def compiled(kernel, *key):
+    """A copy of the kernel for every key: Dynamo compiles a code object eight times and no more."""
+    copy = types.FunctionType(
+        kernel.__code__.replace(), kernel.__globals__, kernel.__name__, kernel.__defaults__
+    )
     logging.getLogger("nanomuon").info("compiling %s: this step takes a while", kernel.__name__)
     return torch.compile(copy, dynamic=False, fullgraph=True)
 
@@ -200,142 +188,116 @@ def compiled(kernel, *signature):
 
 
 def numbers_of(group):
-    """{name: number}: what the kernels need of a param group, in Python's float64."""
+    """What the kernels need of a param group, in Python's float64: float32 loses digits of 1 - beta.
+
+    muon: lr, weight decay, momentum, 1 - momentum, 1 - beta2. adamw: lr, lr times weight decay, 1 - beta1,
+    1 - beta2, eps.
+    """
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     if group["kind"] == "muon":
-        momentum, beta2 = group["momentum"], group["beta2"]
-        return {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "grad_weight": 1 - momentum,
-            "square_weight": 1 - (beta2 or 0),  # beta2=None: no second moment, nothing reads it
-        }
+        momentum, beta2 = group["momentum"], group["beta2"] or 0  # None: no second moment, nothing reads it
+        return [lr, weight_decay, momentum, 1 - momentum, 1 - beta2]
     beta1, beta2 = group["betas"]
-    return {
-        "lr": lr,
-        "log_beta1": math.log(beta1) if beta1 else -math.inf,
-        "log_beta2": math.log(beta2) if beta2 else -math.inf,
-        "grad_weight": 1 - beta1,
-        "square_weight": 1 - beta2,
-        "decay": lr * weight_decay,
-        "eps": group["eps"],
-    }
+    return [lr, lr * weight_decay, 1 - beta1, 1 - beta2, group["eps"]]
 
 
-def adamw_rates(step, *, lr, log_beta1, log_beta2, **others):
-    """The keywords of `adamw_update` after `step` steps, with the bias corrections 1 - beta^t."""
-    t = step.clamp(min=1)  # 0 if the first step is skipped
-    bias1 = -torch.expm1(t * log_beta1)  # beta^t near 1 would cost float32 its digits
-    bias2 = -torch.expm1(t * log_beta2)
-    return {"step_size": lr / bias1, "rescale": bias2.rsqrt(), **others}
-
-
-def copy_numbers(works, device, dtype):
-    """Fill `numbers` of every work with 0-D views of one vector, which is copied to the device once."""
+def numbers_on_device(works, device, dtype):
+    """The numbers of each work's group: views of one vector, which is copied to the device once."""
     of_works = [numbers_of(work.group) for work in works]
-    values = list(itertools.chain.from_iterable(numbers.values() for numbers in of_works))
+    vector = torch.tensor([number for numbers in of_works for number in numbers], dtype=dtype)
     # The host does not wait for a copy of so few bytes, though it is from pageable memory
-    vector = torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-    start = 0
-    for work, numbers in zip(works, of_works, strict=True):
-        end = start + len(numbers)
-        work.numbers.update(zip(numbers, vector[start:end].to(work.dtype).unbind(), strict=True))
-        start = end
+    vector = vector.to(device, non_blocking=True)
+    views = vector.split([len(numbers) for numbers in of_works])
+    return [view.to(work.dtype) for view, work in zip(views, works, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------------------
 # The ranks that share the work, and the collectives between them
 
 
+@dataclass
 class Transfer:
-    """What collectives in flight bring. `sent` stays referenced until they have been waited for."""
+    """What collectives in flight bring; `wait()` gives it. Until then it keeps what they read and write."""
 
-    def __init__(self, received, works=(), sent=None):
-        self.received, self.works, self.sent = received, works, sent
+    received: object  # a tensor, or a list of tensors
+    handles: list = ()  # of torch.distributed; none in a single process
+    sent: object = None
 
     def wait(self):
-        """The received tensor. Once: the transfer then forgets it, so that a generator does not keep it."""
-        for work in self.works:
-            work.wait()
-        received, self.received, self.sent = self.received, None, None
+        """What was received. Once: the transfer then forgets everything, which a generator would keep."""
+        for handle in self.handles:
+            handle.wait()
+        received = self.received
+        self.received, self.handles, self.sent = None, (), None
         return received
 
 
 class World:
     """The ranks of a process group. Without one: a single process, which sends nothing.
 
-    comm_dtype: the dtype of gradients in transfers; None: their own.
+    Its exchanges start at once and give a Transfer. reduce_scatter, all_reduce and reduce_to average over the
+    ranks, and nothing else does. comm_dtype: the dtype of gradients in transfers; None: their own.
     """
 
-    def __init__(self, process_group=None, size=1, rank=0, comm_dtype=None):
-        self.process_group, self.size, self.rank, self.comm_dtype = process_group, size, rank, comm_dtype
-        self.load = [0] * size  # FLOPs of the matrices that each rank owns
+    def __init__(self, process_group=None, comm_dtype=None):
+        self.process_group, self.comm_dtype = process_group, comm_dtype
+        self.size, self.rank = 1, 0
+        if process_group is not None:
+            self.size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+            if self.rank < 0:
+                raise ValueError(f"rank {dist.get_rank()} is not in the process group of its optimizer")
+        self.load = [0] * self.size  # the cost of the matrices that each rank owns
 
     @classmethod
-    def of(cls, process_group=None, comm_dtype=None):
-        """Of a process group, by default all ranks, or this process if torch.distributed is not used."""
-        if not dist.is_initialized():
-            return cls(comm_dtype=comm_dtype)
-        process_group = process_group or dist.group.WORLD
-        size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-        if rank < 0:
-            raise ValueError(f"rank {dist.get_rank()} is not in the process group of its optimizer")
-        return cls(process_group, size, rank, comm_dtype)
+    def default(cls, comm_dtype=None):
+        """All ranks, or this process if torch.distributed is not used."""
+        return cls(dist.group.WORLD if dist.is_initialized() else None, comm_dtype)
 
     def __deepcopy__(self, memo):
-        return World(self.process_group, self.size, self.rank, self.comm_dtype)
+        return World(self.process_group, self.comm_dtype)
 
     def __reduce__(self):
         """Pickled, it becomes the default process group."""
-        if self.process_group is None:
-            return World, ()
-        return World.of, (None, self.comm_dtype)
+        return (World, ()) if self.process_group is None else (World.default, (self.comm_dtype,))
 
-    def mesh(self, device):
-        return DeviceMesh.from_group(self.process_group, device.type)
-
-    def share(self, rows, rank=None):
+    def share(self, rows, rank):
         """(lo, hi) of a rank's ceil(rows/W) rows, the last ones short or empty, as in DTensor's Shard."""
-        if rank is None:
-            rank = self.rank
         each = -(-rows // self.size)
         return min(rows, each * rank), min(rows, each * (rank + 1))
-
-    def padded(self, tensor):
-        """(W*c, ...) with `tensor` at the top, or itself if it is that long; nobody reads the padding."""
-        missing = -(-len(tensor) // self.size) * self.size - len(tensor)
-        if not missing:
-            return tensor.contiguous()
-        return torch.cat([tensor, tensor.new_empty(missing, *tensor.shape[1:])])
 
     def as_sent(self, tensor):
         """The tensor in the dtype in which gradients travel."""
         return tensor if self.size == 1 else tensor.to(self.comm_dtype or tensor.dtype)
 
-    def start(self, received, collective, *arguments, sent=None, **options):
-        """Launch a collective of torch.distributed and give its Transfer."""
-        work = collective(*arguments, group=self.process_group, async_op=True, **options)
-        return Transfer(received, [work], sent)
+    def padded(self, tensor):
+        """(W*c, ...) with `tensor` at the top, or itself if it is that long; nobody reads the padding."""
+        missing = -len(tensor) % self.size
+        if not missing:
+            return tensor.contiguous()
+        return torch.cat([tensor, tensor.new_empty(missing, *tensor.shape[1:])])
 
-    def reduce_scatter(self, send):
-        """send: (W*c, ...). Gives (c, ...): the mean over ranks of this rank's part."""
+    def start(self, received, collective, *arguments, sent=None, **options):
+        """Launch a collective of torch.distributed, unless this is a world of one, and give its Transfer."""
         if self.size == 1:
-            return Transfer(send)
+            return Transfer(received)
+        handle = collective(*arguments, group=self.process_group, async_op=True, **options)
+        return Transfer(received, [handle], sent)
+
+    def reduce_scatter(self, tensor):
+        """tensor: (R, ...). Gives the mean over ranks of ceil(R/W) rows, this rank's share and padding."""
+        if self.size == 1:
+            return Transfer(tensor)
+        send = self.padded(self.as_sent(tensor))
         received = send.new_empty(len(send) // self.size, *send.shape[1:])
         return self.start(received, reduce_scatter_single, received, send, dist.ReduceOp.AVG, sent=send)
 
     def all_gather(self, whole):
         """whole: (W*c, ...) with this rank's c rows in place. Fills and gives all of it."""
-        if self.size == 1:
-            return Transfer(whole)
         mine = whole.chunk(self.size)[self.rank]
         return self.start(whole, all_gather_single, whole, mine, sent=mine)
 
     def all_reduce(self, tensor, operation=dist.ReduceOp.AVG):
-        """Gives the same tensor, with the mean over ranks in it."""
-        if self.size == 1:
-            return Transfer(tensor)
+        """Gives the same tensor, with the mean over ranks in it, or what else the operation makes."""
         return self.start(tensor, dist.all_reduce, tensor, operation)
 
     def reduce_to(self, owner, tensor):
@@ -344,23 +306,7 @@ class World:
 
     def broadcast_from(self, owner, tensor):
         """Gives the same tensor, with the owner's values."""
-        if self.size == 1:
-            return Transfer(tensor)
         return self.start(tensor, dist.broadcast, tensor, group_src=owner)
-
-    def all_to_all(self, send, send_counts, receive_counts):
-        """send: flat, send_counts[r] elements for rank r. Gives receive_counts[r] from each rank r, flat."""
-        received = send.new_empty(sum(receive_counts))
-        collective = dist.all_to_all_single
-        return self.start(received, collective, received, send, receive_counts, send_counts, sent=send)
-
-    def gather_objects(self, mine):
-        """What every rank brings, in the order of the ranks."""
-        if self.size == 1:
-            return [mine]
-        of_ranks = [None] * self.size
-        dist.all_gather_object(of_ranks, mine, group=self.process_group)
-        return of_ranks
 
 
 def has_gradient(param):
@@ -391,7 +337,7 @@ class Direction:
     """From momentum to the direction of the update, for the (m, n) matrices of a Muon group.
 
     param: one of them. state: {name: shape} of what is kept for a matrix beside its momentum. scale: the
-    factor on the update, or one for each row, (m, 1). flops: of Newton-Schulz, to balance owners. shape: of
+    factor on the update, or one for each row, (m, 1). cost: of Newton-Schulz, to balance owners. shape: of
     the matrices that are computed on, for the size of a batch. Fused and tensor-parallel matrices have
     directions of their own, with the same attributes.
 
@@ -403,26 +349,15 @@ class Direction:
 
     def __init__(self, group, m, n, param, ns_dtype, run):
         self.run, self.function, self.shape = run, group["direction"], (m, n)
-        coefficients = group["coefficients"]
-        if not isinstance(coefficients, str):
-            coefficients = tuple(tuple(triple) for triple in coefficients)  # hashable, see `compiled`
-        self.options = {
-            "coefficients": coefficients,
-            "ns_steps": group["ns_steps"],
-            "row_equilibrate": group["row_equilibrate"],
-            "renormalize": group["renormalize"],
-            "ns_dtype": ns_dtype,
-        }
+        keys = "coefficients", "ns_steps", "row_equilibrate", "renormalize"
+        self.options = {"ns_dtype": ns_dtype, **{key: group[key] for key in keys}}
         self.state = {}
-        if self.function is not None:
-            if hasattr(self.function, "state"):
-                self.state = self.function.state(m, n)
-        elif group["beta2"] is not None:
+        if hasattr(self.function, "state"):
+            self.state = self.function.state(m, n)
+        elif self.function is None and group["beta2"] is not None:
             self.state = {"second_momentum_buffer": (m, 1) if m >= n else (1, n)}
         self.scale = update_scale(group["scale"], m, n)
-        steps = len(triples(coefficients, group["ns_steps"]))
-        gram, _ = newton_schulz_form(m, n, steps, param.device.type, ns_dtype)
-        self.flops = newton_schulz_flops(m, n, steps, gram)
+        self.cost = m * n * min(m, n)
 
     def __call__(self, U, kept, ok, square_weight, pieces=None):
         """(X, gain), whose product is the direction.
@@ -449,12 +384,13 @@ def direction_of(group, m, n, param, ns_dtype, run):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The pieces of work. Each has `params`, `places` {parameter: {name of its state: Place}}, and
+# The pieces of work. Each has `params`, `group`, `places` {parameter: {name of its state: Place}}, and
 #
-#   update()   a generator that yields exactly twice: after its collect, where it is sent `ok`, 1 or 0 for
-#              each of its params on the device, and after its compute. Across a yield it holds what is in
-#              flight and nothing else. (A Pipeline of sharded.py needs `ok` before it can collect: it starts
-#              its first chunk in the compute of the others and goes through the rest in its deliver.)
+#   update(numbers)   a generator that yields exactly twice: after its collect, where it is sent `ok`, 1 or 0
+#                     for each of its params on the device, and after its compute. Across a yield it holds
+#                     what is in flight and nothing else. (A Pipeline of sharded.py needs `ok` before it can
+#                     collect: it starts its first chunk in the compute of the others and goes through the
+#                     rest in its deliver.) numbers: of its group, on the device.
 #
 #                     state on a rank       collect            compute sends   buffers of a step
 #   SmallParameters   all of it, flat       all_reduce         nothing         gradients, parameters, flat
@@ -470,7 +406,7 @@ class SmallParameters:
     """
 
     def __init__(self, params, group, world, run):
-        self.params, self.group, self.numbers, self.world, self.run = params, group, {}, world, run
+        self.params, self.group, self.world, self.run = params, group, world, run
         pieces = [local(param) for param in params]
         self.sizes = [piece.numel() for piece in pieces]
         self.dtype, device = state_dtype(params[0]), pieces[0].device
@@ -478,38 +414,35 @@ class SmallParameters:
         self.steps = torch.zeros(len(pieces), device=device)
         self.exp_avg = torch.zeros(total, dtype=self.dtype, device=device)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
-        index, counts = torch.arange(len(pieces)), torch.tensor(self.sizes)
-        self.param_of_element = index.repeat_interleave(counts, output_size=total).to(device)
+        self.param_of_element = torch.repeat_interleave(torch.tensor(self.sizes)).to(device)
         self.places = {}
-        averages, squares = self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes)
-        for i, param in enumerate(params):
+        moments = self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes)
+        for param, piece, step, exp_avg, exp_avg_sq in zip(params, pieces, self.steps, *moments, strict=True):
             self.places[param] = {
-                "step": Place(self.steps[i]),
-                "exp_avg": like_param(param, averages[i].view(pieces[i].shape)),
-                "exp_avg_sq": like_param(param, squares[i].view(pieces[i].shape)),
+                "step": Place(step),
+                "exp_avg": like_param(param, exp_avg.view_as(piece)),
+                "exp_avg_sq": like_param(param, exp_avg_sq.view_as(piece)),
             }
 
     def __str__(self):
         return f"{len(self.params)} small parameters"
 
-    def update(self):
+    def update(self, numbers):
         grads = torch.cat([gradient(param).flatten() for param in self.params])  # of the widest dtype
         grads = self.world.all_reduce(self.world.as_sent(grads))
         ok = yield
-        self.compute(grads.wait(), ok)
+        self.compute(grads.wait(), ok, numbers)
         yield
 
-    def compute(self, grads, ok):
-        params = torch.cat([local(param).flatten() for param in self.params])
-        self.steps += ok
-        rates = adamw_rates(self.steps.to(self.dtype), **self.numbers)
-        of_params = torch.stack([ok.to(self.dtype), rates.pop("step_size"), rates.pop("rescale")])
-        ok, step_size, rescale = of_params[:, self.param_of_element].unbind()  # one value for each element
-        rates |= {"step_size": step_size, "rescale": rescale}
-        self.run(adamw_update, params, grads, self.exp_avg, self.exp_avg_sq, ok, **rates)
+    def compute(self, grads, ok, numbers):
         pieces = [local(param) for param in self.params]
-        new = [part.view(piece.shape) for part, piece in zip(params.split(self.sizes), pieces, strict=True)]
-        torch._foreach_copy_(pieces, new)
+        params = torch.cat([piece.flatten() for piece in pieces])
+        self.steps += ok
+        of_elements = torch.stack([self.steps, ok])[:, self.param_of_element].to(self.dtype)
+        step, ok = of_elements.unbind()
+        self.run(adamw_update, params, grads, self.exp_avg, self.exp_avg_sq, step, ok, numbers)
+        new = params.split(self.sizes)
+        torch._foreach_copy_(pieces, [part.view_as(piece) for part, piece in zip(new, pieces, strict=True)])
 
 
 class Rows:
@@ -520,16 +453,16 @@ class Rows:
     """
 
     def __init__(self, param, group, world, run):
-        self.params, self.group, self.numbers, self.world, self.run = [param], group, {}, world, run
+        self.params, self.group, self.world, self.run = [param], group, world, run
         self.dtype = state_dtype(param)
-        self.lo, self.hi = world.share(len(local(param)))
+        self.lo, self.hi = world.share(len(local(param)), world.rank)
         rows = local(param)[self.lo : self.hi]
-        self.steps = torch.zeros(1, device=rows.device)
+        self.step = torch.zeros((), device=rows.device)
         self.exp_avg = torch.zeros(rows.shape, dtype=self.dtype, device=rows.device)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self.places = {
             param: {
-                "step": Place(self.steps[0]),
+                "step": Place(self.step),
                 "exp_avg": rows_of(param, self.exp_avg, world),
                 "exp_avg_sq": rows_of(param, self.exp_avg_sq, world),
             }
@@ -538,29 +471,24 @@ class Rows:
     def __str__(self):
         return f"rows of {tuple(self.params[0].shape)}"
 
-    def update(self):
+    def update(self, numbers):
         param = local(self.params[0])
-        grad = self.world.padded(self.world.as_sent(gradient(self.params[0])))
-        grad = self.world.reduce_scatter(grad)
+        grad = self.world.reduce_scatter(gradient(self.params[0]))
         ok = yield
-        self.compute(param[self.lo : self.hi], grad.wait()[: self.hi - self.lo], ok)
+        self.step += ok[0]
+        rows, step = param[self.lo : self.hi], self.step.to(self.dtype)
+        moments = self.exp_avg, self.exp_avg_sq
+        self.run(adamw_update, rows, grad.wait()[: len(rows)], *moments, step, ok[0], numbers)
         new = self.world.all_gather(self.world.padded(param))
         yield
         new = new.wait()
         if new is not param:  # it was padded
             param.copy_(new[: len(param)])
 
-    def compute(self, rows, grad, ok):
-        self.steps += ok
-        rates = adamw_rates(self.steps[0].to(self.dtype), **self.numbers)
-        self.run(adamw_update, rows, grad, self.exp_avg, self.exp_avg_sq, ok[0], **rates)
-
 
 def matrix_shape(param):
     """(m, n) of each matrix of a Muon parameter: 3-D is a batch of matrices, 4-D is (out, rest)."""
-    if param.ndim == 3:
-        return tuple(param.shape[1:])
-    return len(param), param.shape[1:].numel()
+    return tuple(param.shape[1:]) if param.ndim == 3 else (len(param), param.shape[1:].numel())
 
 
 def matrices(tensors):
@@ -569,28 +497,21 @@ def matrices(tensors):
     """
     views = []
     for tensor in tensors:
-        if tensor.ndim == 3:
-            views += tensor.unbind()
-        else:
-            views.append(tensor.view(len(tensor), tensor.shape[1:].numel()))
+        views += tensor.unbind() if tensor.ndim == 3 else [tensor.view(matrix_shape(tensor))]
     return views
 
 
-def as_batch(group_of_matrices):
-    """(k, m, n): a copy of k matrices, a view of one, or the tensor itself."""
-    if isinstance(group_of_matrices, torch.Tensor):
-        return group_of_matrices
-    if len(group_of_matrices) == 1:
-        return group_of_matrices[0].unsqueeze(0)
-    return torch.stack(group_of_matrices)
+def as_batch(matrices):
+    """(k, m, n): a view of one matrix, a copy of several, or the tensor itself."""
+    if isinstance(matrices, torch.Tensor):
+        return matrices
+    return matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(matrices)
 
 
 def batches(count, shape, device):
-    """Runs of `count` matrices as (lo, hi), each within BATCH_BYTES, of equal length but for the last."""
+    """Slices of `count` matrices, each within BATCH_BYTES."""
     most = max(1, BATCH_BYTES.get(device.type, BATCH_BYTES["cuda"]) // (4 * math.prod(shape)))
-    runs = max(1, -(-count // most))
-    size = max(1, -(-count // runs))
-    return [(lo, min(lo + size, count)) for lo in range(0, count, size)]
+    return [slice(lo, min(lo + most, count)) for lo in range(0, count, most)]
 
 
 class Bank:
@@ -602,25 +523,26 @@ class Bank:
     broadcast from it instead.
     """
 
+    momentum_at_owner = True  # sharded.Chunk keeps it with the shards
+
     def __init__(self, params, group, direction, owners, world, run):
-        self.params, self.group, self.numbers, self.run = params, group, {}, run
-        self.direction, self.scale, self.owners, self.world = direction, direction.scale, owners, world
+        self.params, self.group, self.world, self.run = params, group, world, run
+        self.direction, self.owners = direction, owners
         self.nesterov = group["nesterov"]
-        self.cautious = group["weight_decay_form"] == "cautious"
+        self.rule = {"scale": direction.scale, "cautious": group["weight_decay_form"] == "cautious"}
         self.shape = matrix_shape(local(params[0]))  # (m, n)
 
         first, k = sum(owner < world.rank for owner in owners), owners.count(world.rank)
         self.owned = slice(first, first + k)
         self.one_by_one = 2 * len(owners) < world.size
-        each = -(-len(owners) // world.size)
         self.slots, self.slot_count = list(range(len(owners))), len(owners)
         if not self.one_by_one:
+            each = -(-len(owners) // world.size)
             self.slots = [owner * each + i - owners.index(owner) for i, owner in enumerate(owners)]
             self.slot_count = each * world.size
-
         self.dtype = state_dtype(params[0])
         zeros = functools.partial(torch.zeros, dtype=self.dtype, device=params[0].device)
-        self.momentum = zeros(k, *self.shape)
+        self.momentum = zeros(k if self.momentum_at_owner else len(owners), *self.shape)
         self.kept = {name: zeros(k, *shape) for name, shape in direction.state.items()}
         self.batches = batches(k, direction.shape, params[0].device)
         self.places = {}
@@ -642,16 +564,17 @@ class Bank:
             mine = buffer[i - self.owned.start].view(shape)
         return Place(mine, shape, world=world, owner=self.owners[i], like=buffer)
 
-    def update(self):
-        grads = self.collect(matrices([gradient(param).contiguous() for param in self.params]))
+    def update(self, numbers):
+        grads = self.collect()
         ok = yield
-        result = self.send(self.compute(grads.wait(), ok))
+        self.compute(grads.wait(), ok, numbers)
+        results = self.send_results()
         yield
-        result = result.wait()
-        if self.world.size > 1:
-            torch._foreach_copy_(self.own_matrices(), [result[slot] for slot in self.slots])
+        stack = results.wait()
+        if stack is not None:
+            torch._foreach_copy_(self.matrices(), [stack[slot] for slot in self.slots])
 
-    def own_matrices(self):
+    def matrices(self):
         """Views of all matrices of the parameters, or of what this rank holds of them."""
         return matrices([local(param) for param in self.params])
 
@@ -662,61 +585,41 @@ class Bank:
             torch._foreach_copy_([stack[slot] for slot in slots], tensors)
         return stack
 
-    def mine(self, stack):
-        """(k, m, n): the slots of the owned matrices."""
-        slots = self.slots[self.owned]
-        return stack[slots[0] : slots[-1] + 1] if slots else stack[:0]
-
-    def collect(self, grads):
+    def collect(self):
         """Gives the mean gradients of the owned matrices: (k, m, n), or in one process all as they are."""
+        grads = matrices([gradient(param).contiguous() for param in self.params])
         if self.world.size == 1:
             return Transfer(grads)
         stack = self.stack(grads, self.slots, self.world.comm_dtype or grads[0].dtype)
         if not self.one_by_one:
             return self.world.reduce_scatter(stack)
         transfers = [self.world.reduce_to(owner, stack[i]) for i, owner in enumerate(self.owners)]
-        return Transfer(self.mine(stack), transfers, stack)
+        return Transfer(stack[self.owned], transfers, stack)
 
-    def compute(self, grads, ok):
-        """Update the owned matrices: in one process where they are, on many in the stack that is returned."""
-        params = result = self.own_matrices()
-        if self.world.size > 1:
-            result = self.stack(params[self.owned], self.slots[self.owned], params[0].dtype)
-            params = self.mine(result)
-        if len(ok) < len(self.owners):  # one 3-D parameter
-            ok = ok.expand(len(self.owners))
-        ok = ok[self.owned].view(-1, 1, 1).to(self.dtype)
-        square_weight = self.numbers["square_weight"].expand_as(ok)
-        for lo, hi in self.batches:
-            kept = {name: buffer[lo:hi] for name, buffer in self.kept.items()}
-            U = update_momentum(self, as_batch(grads[lo:hi]), self.momentum[lo:hi], ok[lo:hi])
-            X, gain = self.direction(U, kept, ok[lo:hi], square_weight[lo:hi])
-            P = as_batch(params[lo:hi])
-            update_matrices(self, P, X, gain, ok[lo:hi])
-            if self.world.size == 1 and hi - lo > 1:  # P is a copy
-                torch._foreach_copy_(params[lo:hi], P.unbind())
-        return result
+    def compute(self, grads, ok, numbers):
+        """Update the owned matrices."""
+        params = self.matrices()[self.owned]
+        ok = ok.expand(len(self.owners))[self.owned].view(-1, 1, 1).to(self.dtype)  # (k, 1, 1)
+        square_weight = numbers[-1].expand_as(ok)
+        for batch in self.batches:
+            G, M, P = as_batch(grads[batch]), self.momentum[batch], as_batch(params[batch])
+            kept = {name: buffer[batch] for name, buffer in self.kept.items()}
+            U = self.run(muon_momentum, G, M, ok[batch], numbers, nesterov=self.nesterov)
+            X, gain = self.direction(U, kept, ok[batch], square_weight[batch])
+            self.run(muon_update, P, X, gain, ok[batch], numbers, **self.rule)
+            if len(P) > 1:  # P is a copy
+                torch._foreach_copy_(params[batch], P.unbind())
 
-    def send(self, result):
+    def send_results(self):
+        """Gives the stack of all matrices, updated; in one process nothing."""
         if self.world.size == 1:
-            return Transfer(result)
+            return Transfer(None)
+        params = self.matrices()
+        stack = self.stack(params[self.owned], self.slots[self.owned], params[0].dtype)
         if not self.one_by_one:
-            return self.world.all_gather(result)
-        transfers = [self.world.broadcast_from(owner, result[i]) for i, owner in enumerate(self.owners)]
-        return Transfer(result, transfers)
-
-
-def update_momentum(work, grads, momentum_buffer, ok):
-    """`muon_momentum` with the numbers and options of a Bank or sharded.Chunk."""
-    rates = {key: work.numbers[key] for key in ("momentum", "grad_weight")}
-    return work.run(muon_momentum, grads, momentum_buffer, ok, **rates, nesterov=work.nesterov)
-
-
-def update_matrices(work, P, X, gain, ok):
-    """`muon_update`, likewise."""
-    rates = {key: work.numbers[key] for key in ("lr", "weight_decay")}
-    options = {"scale": work.scale, "cautious": work.cautious}
-    work.run(muon_update, P, X, gain, ok, **rates, **options)
+            return self.world.all_gather(stack)
+        transfers = [self.world.broadcast_from(owner, stack[i]) for i, owner in enumerate(self.owners)]
+        return Transfer(stack, transfers)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -730,13 +633,11 @@ def assign_owners(count, cost, load):
     what is left over. A function of these alone, so all ranks find the same owners.
     """
     even, left_over = divmod(count, len(load))
-    ranks = range(len(load))
+    ranks = list(range(len(load)))
     idlest = sorted(ranks, key=load.__getitem__)[:left_over]
-    owners = []
-    for rank in ranks:
-        mine = even + (rank in idlest)
-        owners += [rank] * mine
-        load[rank] += cost * mine
+    owners = sorted(ranks * even + idlest)
+    for owner in owners:
+        load[owner] += cost
     return owners
 
 
@@ -769,13 +670,6 @@ class MuonAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, param_groups, *, compile="auto", ns_dtype=None, world=None):
-        param_groups = list(param_groups)
-        if not all(isinstance(group, dict) for group in param_groups):
-            name = type(self).__name__
-            raise ValueError(
-                f"{name} takes param groups, which say what trains what: {name}.for_model(model, lr=...), or "
-                "groups of nanomuon.param_groups.build_param_groups(model, ...)"
-            )
         if ns_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"ns_dtype is None, torch.float32 or torch.bfloat16, not {ns_dtype!r}")
         self.compile, self.ns_dtype, self.world = compile, ns_dtype, world or World()
@@ -813,10 +707,12 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def make_equal(self, groups):
         """Every rank starts from rank 0's parameters. ValueError if ranks bring different ones."""
-        if self.world.size == 1:
+        world = self.world
+        if world.process_group is None:
             return
         mine = [f"{name} {tuple(p.shape)} {p.dtype}, {options(g)}" for name, p, g in named_parameters(groups)]
-        of_ranks = self.world.gather_objects(mine)
+        of_ranks = [None] * world.size
+        dist.all_gather_object(of_ranks, mine, group=world.process_group)
         for rank, theirs in enumerate(of_ranks):
             pairs = itertools.zip_longest(of_ranks[0], theirs, fillvalue="nothing")
             for i, (first, here) in enumerate(pairs):
@@ -825,8 +721,8 @@ class MuonAdamW(torch.optim.Optimizer):
                     raise ValueError(f"ranks have different parameters: {difference}")
         for _, param, _ in named_parameters(groups):
             if not is_cut(param):
-                mine = local(param)
-                mine.copy_(self.world.broadcast_from(0, mine.contiguous()).wait())
+                held = local(param)
+                held.copy_(world.broadcast_from(0, held.contiguous()).wait())
 
     # ---- the step
 
@@ -840,17 +736,21 @@ class MuonAdamW(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure() if closure else None
         self.plan()
-        with without_autocast(self.skipped_steps.device):
-            copy_numbers(self.works, self.skipped_steps.device, self.widest_dtype())
+        device = self.skipped_steps.device
+        # Autocast would make the products of Newton-Schulz in its own dtype; "meta" has none
+        with torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False):
             answer = self.ask(finite)
-            running = [(work, work.update()) for work in self.works]
+            numbers = numbers_on_device(self.works, device, self.dtype)
+            running = [(work, work.update(now)) for work, now in zip(self.works, numbers, strict=True)]
             for work, update in running:  # every collect is under way
                 with record_function(f"collect {work}"):
                     next(update)
-            ok = self.read(answer.wait()).split([len(work.params) for work in self.works])
-            for (work, update), ok_of_work in zip(running, ok, strict=True):
+            bad, *flags_of_works = answer.wait().split([1] + [len(work.params) for work in self.works])
+            all_finite = bad == 0  # on the device: the host does not wait for it
+            self.skipped_steps += ~all_finite[0]
+            for (work, update), flags in zip(running, flags_of_works, strict=True):
                 with record_function(f"compute {work}"):
-                    update.send(ok_of_work)
+                    update.send(flags * all_finite)
             for work, update in running:
                 with record_function(f"deliver {work}"):
                     next(update, None)
@@ -867,30 +767,16 @@ class MuonAdamW(torch.optim.Optimizer):
         flags = torch.tensor([float(has_gradient(param)) for param in params])
         flags = flags.to(device, non_blocking=True)
         grads = [local(param.grad) for param in params if has_gradient(param)]
-        bad = torch.zeros(1, device=device)
+        bad = torch.zeros(1, device=device) + (finite == 0)
         if grads:
-            norms = torch.stack(torch._foreach_norm(grads, dtype=self.widest_dtype()))
-            bad += ~norms.isfinite().all()
-        if finite is not True:
-            bad += finite == 0
+            bad += ~torch.stack(torch._foreach_norm(grads, dtype=self.dtype)).isfinite().all()
         return self.world.all_reduce(torch.cat([bad, flags]), dist.ReduceOp.MAX)
-
-    def widest_dtype(self):
-        return functools.reduce(torch.promote_types, {work.dtype for work in self.works}, torch.float32)
-
-    def read(self, answer):
-        """ok (parameters,): 1 for each parameter that is to be updated. The host does not wait for it.
-
-        0 for all of them if something is not finite on any rank; 0 for one that has a gradient on none.
-        """
-        bad = answer[0] > 0
-        self.skipped_steps += bad
-        return answer[1:] * ~bad
 
     # ---- the plan: pieces of work, and where state lives
 
     def plan_nothing(self):
         self.planned = []  # what was read of each planned group
+        self.dtype = torch.float32  # the widest of the works
         self.works = []  # in the order of their collectives, which all ranks share
         self.places = {}  # parameter -> {name of its state: Place}
         self.worlds = {}  # process group of a device mesh -> World, see sharded.plan_group
@@ -901,21 +787,19 @@ class MuonAdamW(torch.optim.Optimizer):
 
         Before that accelerate may move the model, and FSDP2 replace its parameters in the groups. Afterwards
         this only compares: ValueError if parameters, options or state are not what the work was planned for.
+        The order of the works, in which all collectives start, follows from the groups: Muon, then AdamW.
         """
-        if len(self.planned) > len(self.param_groups):
-            raise ValueError("a param group was removed: build a new optimizer")
-        for i, group in enumerate(self.param_groups):
-            params = [(id(param), param.device, param.dtype) for param in group["params"]]
-            now = id(group), options(group), params
-            if i == len(self.planned):
-                self.plan_group(group)
-                self.planned.append(now)
-            elif now != self.planned[i]:
-                raise ValueError(
-                    f"param group {i} has other parameters or options than at the first step; only lr, "
-                    "momentum, betas, beta2, eps and weight_decay may change: build a new optimizer and load "
-                    'this one\'s state with hyperparameters="keep"'
-                )
+        now = [(id(group), options(group), list(map(id, group["params"]))) for group in self.param_groups]
+        planned = len(self.planned)
+        if now[:planned] != self.planned:
+            raise ValueError(
+                "param groups have other parameters or options than at the first step; only lr, momentum, "
+                "betas, beta2, eps and weight_decay may change: build a new optimizer and load this one's "
+                'state with hyperparameters="keep"'
+            )
+        for group in self.param_groups[planned:]:
+            self.plan_group(group)
+        self.planned = now
         for name, param, _ in named_parameters(self.param_groups):
             held = self.state.get(param, {})
             for key, place in self.places.get(param, {}).items():
@@ -930,8 +814,8 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         params = []
         for name, param in zip(group["names"], group["params"], strict=True):
-            if self.world.size == 1 and isinstance(param, DTensor) and is_cut(param):
-                raise ValueError(f"{name} is sharded over {param.device_mesh}: DistMuonAdamW trains it")
+            if self.world.size == 1 and is_cut(param):
+                raise ValueError(f"{name} is a sharded DTensor: DistMuonAdamW trains it")
             if elements(param):  # without elements there is nothing to train
                 params.append(param)
         if not params:
@@ -939,29 +823,29 @@ class MuonAdamW(torch.optim.Optimizer):
         device = params[0].device
         self.skipped_steps = self.skipped_steps.to(device)
         compiles = device.type == "cuda" if self.compile == "auto" else self.compile
-        kernels = functools.partial(run, compile_enabled(compiles))
-        if group["kind"] == "muon":  # in front: the most to compute while the transfers of the others run
-            works = self.plan_muon(group, params, kernels)
-            self.works = works + self.works
-        else:
-            works = self.plan_adamw(group, params, kernels)
-            self.works += works
+        run_kernel = functools.partial(run, compile_enabled(compiles))
+        plan_kind = self.plan_muon if group["kind"] == "muon" else self.plan_adamw
+        works = plan_kind(group, params, run_kernel)
+        self.works += works
+        # Muon in front: the most to compute while the transfers of the others run
+        self.works.sort(key=lambda work: work.group["kind"] != "muon")
         for work in works:
+            self.dtype = torch.promote_types(self.dtype, work.dtype)
             for param, places in work.places.items():
                 self.places[param] = places
                 optim_state.take_over(self.state, param, places)
 
     def plan_adamw(self, group, params, run):
         works, small = [], {}
+        alone = World()  # each rank updates its piece of a cut parameter by itself
         for param in params:
-            # Each rank updates its piece of a cut parameter by itself
-            world = World() if is_cut(param) else self.world
+            world = alone if is_cut(param) else self.world
             if elements(param) > SMALL:
                 works.append(Rows(param, group, world, run))
             else:
-                small.setdefault((is_cut(param), state_dtype(param)), []).append(param)
-        for (cut, _), together in small.items():
-            works.append(SmallParameters(together, group, World() if cut else self.world, run))
+                small.setdefault((world, state_dtype(param)), []).append(param)
+        for (world, _), together in small.items():
+            works.append(SmallParameters(together, group, world, run))
         return works
 
     def plan_muon(self, group, params, run):
@@ -978,47 +862,26 @@ class MuonAdamW(torch.optim.Optimizer):
             from nanomuon import sharded  # an extension: imported when it is needed
 
             works += sharded.plan_group(self, group, cut, run)
-        planned = [
-            (direction_of(group, *alike[0], banks[alike][0], self.ns_dtype, run), banks[alike])
-            for alike in banks
-        ]
-        planned.sort(key=lambda bank: -bank[0].flops)  # the most expensive choose their owners first
-        for direction, together in planned:
-            owners = self.owners_of(together, direction.flops)
+        # The largest matrices choose their owners first
+        for alike in sorted(banks, key=lambda alike: -math.prod(alike[0])):
+            together = banks[alike]
+            direction = direction_of(group, *alike[0], together[0], self.ns_dtype, run)
+            count = len(matrices(map(local, together)))
+            if together[0].ndim == 3:  # like rows, so that its state is cut as DTensor's Shard(0) is
+                each = -(-count // self.world.size)
+                owners = [i // each for i in range(count)]
+            else:
+                owners = assign_owners(count, direction.cost, self.world.load)
             works.append(Bank(together, group, direction, owners, self.world, run))
         return works
-
-    def owners_of(self, params, flops):
-        total = len(matrices(params))
-        if params[0].ndim == 3:  # like rows, so that its state is cut as DTensor's Shard(0) is
-            each = -(-total // self.world.size)
-            return [i // each for i in range(total)]
-        return assign_owners(total, flops, self.world.load)
 
     # ---- state. torch's own state_dict() serves: {"state": {number: {key: tensor}}, "param_groups": [...]},
     # what this rank holds, without communication; tensors share memory with the optimizer's, pieces are
     # DTensors, and what another rank owns is not in it.
 
-    def named_state_dict(self):
-        """state_dict() by name: {"state": {name: {key: tensor}}, "param_groups": groups without params}."""
-        self.plan()
-        return optim_state.named_state_dict(self)
-
-    def full_state_dict(self):
-        """named_state_dict() with the whole of every tensor on every rank, as copies. Collective."""
-        self.plan()
-        return optim_state.full_state_dict(self)
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict, hyperparameters="restore"):
-        """Restore full_state_dict(), of any world size or grouping, or state_dict() where it was saved.
-
-        hyperparameters: "restore" takes lr and all other numbers, with what schedulers have written into the
-        groups, from the groups in which the parameters were saved, as torch's optimizers do; "keep" leaves
-        those of our groups. State keeps its dtype. ValueError, before anything is changed, names the first
-        difference: a missing name or key, another shape, a piece that another rank has saved, other options.
-        """
-        optim_state.load_state_dict(self, state_dict, hyperparameters)
+    named_state_dict = optim_state.named_state_dict
+    full_state_dict = optim_state.full_state_dict
+    load_state_dict = optim_state.load_state_dict
 
     def __getstate__(self):
         """For copy.deepcopy and pickle: without the plan, which the copy makes when it needs it."""
@@ -1037,10 +900,11 @@ class DistMuonAdamW(MuonAdamW):
     all device meshes. comm_dtype: of the reduction, and of both transfers of sharded matrices; default the
     gradient's own. Use MuonAdamW under DistributedDataParallel, which has averaged the gradients already.
 
-    Gradients and state of replicated parameters are split (ZeRO-2). They start as rank 0 has them, and the
-    update uses the mean of `p.grad` over ranks. With W ranks, parameters of R rows, banks of K matrices:
+    Work and state of replicated parameters are split (ZeRO-2); `p.grad` stays whole. Parameters start as rank
+    0 has them, and the update uses the mean of `p.grad` over ranks, which the collectives make and nothing
+    else. With W ranks, parameters of R rows, banks of K matrices:
 
-      parameters            collect                          state on a rank      deliver
+      parameters            collect                          state on a rank      compute sends
       AdamW, up to SMALL    one all_reduce for a group's     all of it            nothing
       AdamW                 reduce_scatter                   ceil(R/W) rows       all_gather
       Muon                  reduce_scatter, whole matrices   ceil(K/W) matrices   all_gather
@@ -1061,9 +925,7 @@ class DistMuonAdamW(MuonAdamW):
             raise ValueError(
                 "torchrun started several processes: call torch.distributed.init_process_group first"
             )
-        if comm_dtype == torch.float16:
-            raise ValueError("comm_dtype=torch.float16 has no number above 65,504: use torch.bfloat16")
-        world = World.of(process_group, comm_dtype)
+        world = World.default(comm_dtype) if process_group is None else World(process_group, comm_dtype)
         super().__init__(param_groups, compile=compile, ns_dtype=ns_dtype, world=world)
 
 
@@ -1072,17 +934,8 @@ class DistMuonAdamW(MuonAdamW):
 
 def options(group):
     """What decides how a group is trained and must not differ between ranks, or change after planning."""
-    chosen = {"kind": group["kind"]}
-    if group["kind"] == "muon":
-        chosen |= {"ns_steps": group["ns_steps"], "second moment": group["beta2"] is not None}
-        for key, default in MUON_OPTIONS.items():
-            if group[key] != default:
-                chosen[key] = getattr(group[key], "__qualname__", group[key])  # functions by name
+    chosen = {"kind": group["kind"], "second moment": group.get("beta2") is not None}
+    for key, default in {"ns_steps": 5, **MUON_OPTIONS}.items():
+        if group.get(key, default) != default:
+            chosen[key] = getattr(group[key], "__qualname__", group[key])  # functions by name
     return chosen
-
-
-def without_autocast(device):
-    """torch.autocast would make the products of Newton-Schulz in its own dtype."""
-    if device.type == "meta":  # which has no autocast
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)

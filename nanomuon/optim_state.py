@@ -9,7 +9,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
 
 from nanomuon.param_groups import MUON_OPTIONS, clean_name, default_names
 
@@ -78,7 +78,7 @@ class Place:
         return value
 
     def piece_of(self, saved):
-        """What this rank keeps of a saved tensor. Collective if that is a DTensor."""
+        """What this rank holds of a saved tensor, if cut its piece. Collective if that is a DTensor."""
         if self.mesh is None:
             return whole(saved)
         if isinstance(saved, DTensor) and saved.device_mesh == self.mesh:
@@ -113,8 +113,10 @@ def rows_of(param, tensor, world):
     """The place of a tensor of which every rank of a world keeps the rows that `World.share` gives it."""
     if world.size == 1:
         return like_param(param, tensor)
-    shape = (len(param), *tensor.shape[1:])
-    return Place(tensor, shape, world.mesh(tensor.device), [Shard(0)])
+    mesh = None  # of what footprint.py plans
+    if world.process_group is not None:
+        mesh = DeviceMesh.from_group(world.process_group, tensor.device.type)
+    return Place(tensor, (len(param), *tensor.shape[1:]), mesh, [Shard(0)])
 
 
 def take_over(state, param, places):
@@ -149,7 +151,8 @@ def copy_of(value):
 
 
 def named_state_dict(optimizer):
-    """See MuonAdamW.named_state_dict."""
+    """state_dict() by name: {"state": {name: {key: tensor}}, "param_groups": groups without params}."""
+    optimizer.plan()
     state = {}
     for name, param, _ in named_parameters(optimizer.param_groups):
         if param in optimizer.state:
@@ -158,7 +161,8 @@ def named_state_dict(optimizer):
 
 
 def full_state_dict(optimizer):
-    """See MuonAdamW.full_state_dict."""
+    """named_state_dict() with the whole of every tensor on every rank, as copies. Collective."""
+    optimizer.plan()
     state = {}
     for name, param, _ in named_parameters(optimizer.param_groups):
         if param in optimizer.places:
@@ -170,8 +174,15 @@ def full_state_dict(optimizer):
 # Loading
 
 
-def load_state_dict(optimizer, state_dict, hyperparameters):
-    """See MuonAdamW.load_state_dict."""
+@torch.no_grad()
+def load_state_dict(optimizer, state_dict, hyperparameters="restore"):
+    """Restore full_state_dict(), of any world size or grouping, or state_dict() where it was saved.
+
+    hyperparameters: "restore" takes lr and all other numbers, with what schedulers have written into the
+    groups, from the groups in which the parameters were saved, as torch's optimizers do; "keep" leaves those
+    of our groups. State keeps its dtype. ValueError, before anything is changed, names the first difference:
+    a missing name or key, another shape, a piece that another rank has saved, other options.
+    """
     if hyperparameters not in ("restore", "keep"):
         raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
     groups = state_dict["param_groups"]

@@ -95,15 +95,6 @@ def newton_schulz_form(m, n, steps, device_type="cpu", ns_dtype=None):
     return False, torch.bfloat16
 
 
-def newton_schulz_flops(m, n, steps, gram):
-    """FLOPs of `steps` steps on one (m, n) matrix, in the Gram form or the plain one."""
-    s, r = min(m, n), max(m, n) / min(m, n)
-    if not gram:
-        return s**3 * steps * (4 * r + 2)
-    halves = [k for k in (min(steps, 2), steps - 2) if k > 0]  # steps before and after the restart
-    return s**3 * sum(4 * r + 2 * k + 6 * (k - 1) for k in halves)
-
-
 def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dtype=None, pieces=None):
     """Approximate polar factor of each matrix.
 
@@ -166,8 +157,7 @@ def gram_matrix(X, of_columns, pieces=None):
 def products_of_rows(rows):
     """XX^T of one matrix X (s, l). It is symmetric: on a CPU what is right of the diagonal is copied from
     what is left of it, strip by strip. That saves a quarter of the time at 512 x 2048, with the same bits,
-    and nothing below 512 rows; two, three, five or six strips save less. `newton_schulz_flops` counts whole
-    products all the same.
+    and nothing below 512 rows; two, three, five or six strips save less.
     """
     if rows.device.type != "cpu" or len(rows) < 512:
         return torch.mm(rows, rows.mT)

@@ -148,10 +148,17 @@ def gradients_finite(gpt: GPT) -> torch.Tensor:
 
 
 def compile_model(gpt: GPT, mesh: DeviceMesh | None, backend: str | Callable = "inductor") -> Callable:
-    """What computes the model's loss from now on. mesh: of the parameters, if they are in pieces."""
+    """What computes the model's loss from now on. mesh: of the parameters, if they are in pieces.
+
+    Embeddings are looked up by PyTorch's own kernel, whose gradient is the same in every run: compiled, it
+    would be added up atomically, in the order in which threads come. Experts are compiled in bf16 only.
+    """
+    if gpt.config.experts and gpt.compute_dtype != torch.bfloat16:
+        return gpt
     if mesh is not None:
         for block in gpt.blocks:  # what FSDP2 does between blocks stays outside
             block.compile(dynamic=False, backend=backend)
         gpt.mean_loss = torch.compile(head_loss.mean_loss, dynamic=False, backend=backend)
         return gpt
+    gpt.look_up = torch.compiler.disable(gpt.look_up)
     return torch.compile(gpt, dynamic=False, backend=backend)

@@ -1,12 +1,10 @@
 """Param groups: what each kind needs, and which parameter is trained by which kind.
 
-Muon takes the matrices between hidden layers; AdamW takes the rest. What a parameter is, the module that
-holds it says best, then its name, then its shape: see `route`. docs/routing.md shows the decisions for
-models of other libraries.
+Muon takes the matrices between hidden layers; AdamW takes the rest. `route` decides by the module that
+holds a parameter, its name and its shape; `routing_table` prints the decisions for a model.
 """
 
 import math
-import numbers
 
 import torch
 from torch import nn
@@ -27,6 +25,10 @@ MUON_OPTIONS = {
     "split": None,  # the parts of a fused matrix, see split_rows
     "direction": None,  # a function of your own in place of the polar factor, see optim.Direction
     "tensor_parallel": None,  # duplicated | distributed | blockwise; None: by shape, see tensor_parallel.py
+}
+CHOICES = {
+    "weight_decay_form": ("cautious", "decoupled"),
+    "tensor_parallel": (None, "duplicated", "distributed", "blockwise"),
 }
 # torch.compile, activation checkpointing, FullyShardedDataParallel
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -72,52 +74,28 @@ def matches(name, key):
     return f".{key}." in f".{clean_name(name)}."
 
 
-def input_widths(model):
-    """The numbers of channels that linear layers and norms take, and those of embeddings.
+def find_heads(model):
+    """The nn.Linear modules whose output is the vocabulary or the classes.
 
-    Convolutions do not count: the 3 colours of an image are not what a head of 3 classes is made for.
+    A linear layer is a head if no module takes its m outputs (m is nobody's in_features, embedding_dim or
+    normalized_shape) and m is the number of rows of an nn.Embedding, or the layer has the last matrix of the
+    model. Convolutions do not count: the 3 colours of an image are not what a head of 3 classes is made for.
     """
-    widths = set()
+    widths, vocabularies = set(), set()
     for module in model.modules():
         if isinstance(module, nn.Linear):
             widths.add(module.in_features)
-        elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        elif isinstance(module, nn.Embedding):
             widths.add(module.embedding_dim)
+            vocabularies.add(module.num_embeddings)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             widths.add(module.normalized_shape[-1])
-    return widths
-
-
-def find_heads(model):
-    """The nn.Linear modules whose output is the vocabulary or the classes, the last one first.
-
-    A linear layer with m outputs is a head if
-    - no module takes m channels: m is nobody's in_features, embedding_dim or normalized_shape, its own
-      in_features included;
-    - it is not inside a layer of an nn.ModuleList, where the blocks of a model are (it may be a member); and
-    - m is the number of rows of an nn.Embedding, the vocabulary, or it is one of the last matrices of the
-      model: no parameter with 2 or more dimensions comes after it but those of heads and embeddings.
-    """
-    widths = input_widths(model)
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    vocabularies = {embedding.num_embeddings for embedding in embeddings}
-    embedded = {embedding.weight for embedding in embeddings}
-    linears = {module.weight: module for module in model.modules() if isinstance(module, nn.Linear)}
-    inside_layers = set()
-    for blocks in model.modules():
-        if isinstance(blocks, nn.ModuleList):
-            for layer in blocks:
-                inside_layers.update(child for child in layer.modules() if child is not layer)
-    heads, only_heads_so_far = [], True
-    matrices = [param for param in model.parameters() if param.ndim >= 2 and param not in embedded]
-    for param in reversed(matrices):
-        linear = linears.get(param)
-        if linear is None or linear.out_features in widths or linear in inside_layers:
-            only_heads_so_far = False
-        elif only_heads_so_far or linear.out_features in vocabularies:
-            heads.append(linear)
-        else:
-            only_heads_so_far = False
+    matrices = [param for param in model.parameters() if param.ndim >= 2]
+    heads = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.out_features not in widths:
+            if module.out_features in vocabularies or module.weight is matrices[-1]:
+                heads.append(module)
     return heads
 
 
@@ -282,7 +260,10 @@ def check_group(group, others):
     """
     group, where, kind = dict(group), f"param group {len(others)}", group.get("kind")
     if kind not in REQUIRED:
-        raise ValueError(f"{where}: unknown kind {kind!r}; known: {', '.join(REQUIRED)}")
+        raise ValueError(
+            f"{where}: unknown kind {kind!r}; known: {', '.join(REQUIRED)}; "
+            "MuonAdamW.for_model(model, lr=...) and build_param_groups(model, ...) make groups"
+        )
     required = {"params", *REQUIRED[kind]}
     options = MUON_OPTIONS if kind == "muon" else {}
     if missing := required - group.keys():
@@ -303,7 +284,7 @@ def check_group(group, others):
         check_values(group)
         if kind == "muon":
             check_muon_group(group)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
     return group
 
@@ -311,29 +292,17 @@ def check_group(group, others):
 def check_values(group):
     """ValueError for hyperparameters that no step can be taken with."""
     for key in ("lr", "weight_decay", "eps"):
-        if key in group and not 0 <= number(key, group[key]) < math.inf:
+        if key in group and not 0 <= group[key] < math.inf:
             raise ValueError(f"{key} must be finite and not negative, but is {group[key]}")
-    averages = {key: group[key] for key in ("momentum", "beta2") if group.get(key) is not None}
-    if "betas" in group:
-        if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
-            raise ValueError(f"betas are two numbers, not {group['betas']!r}")
-        averages |= {"betas[0]": group["betas"][0], "betas[1]": group["betas"][1]}
+    averages = {"momentum": group.get("momentum"), "beta2": group.get("beta2")}
+    averages["betas[0]"], averages["betas[1]"] = group.get("betas", (None, None))
     for key, value in averages.items():
-        if not 0 <= number(key, value) < 1:
+        if value is not None and not 0 <= value < 1:
             raise ValueError(f"{key} must be at least 0 and below 1, but is {value}")
 
 
-def number(key, value):
-    """The value, or that of a tensor, as torch allows for rates; ValueError for what is no number."""
-    if isinstance(value, torch.Tensor):
-        return value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{key} must be a number, but is {value!r}")
-    return value
-
-
 def check_params(group, where, others):
-    """ValueError for what is no parameter, complex, or there already, and for a name that is."""
+    """ValueError for what is no parameter, or there already, and for a name that is."""
     params, names = group["params"], group["names"]
     if len(names) != len(params):
         raise ValueError(f"{where}: {len(names)} names for {len(params)} params")
@@ -342,8 +311,6 @@ def check_params(group, where, others):
     for name, param in zip(names, params, strict=True):
         if not isinstance(param, torch.Tensor):
             raise ValueError(f"{where}: {name} is no parameter, but a {type(param).__name__}")
-        if param.is_complex():
-            raise ValueError(f"{where}: {name} is complex, which no kind here trains")
         if param in seen:
             raise ValueError(f"{where}: {name} is already in group {seen[param]}")
         if name in seen_names:
@@ -355,11 +322,14 @@ def check_params(group, where, others):
 def check_muon_group(group):
     """ValueError for what cannot be trained as matrices, and for options that do not exist."""
     for name, param in zip(group["names"], group["params"], strict=True):
-        check_matrix(name, param)
+        if not 2 <= param.ndim <= 4:
+            raise ValueError(f"{name} has shape {tuple(param.shape)}; Muon takes matrices, 2-D to 4-D")
     steps = group["ns_steps"]
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
         raise ValueError(f"ns_steps must be a whole number or None, but is {steps!r}")
     triples(group["coefficients"], steps)
+    if not isinstance(group["coefficients"], str):
+        group["coefficients"] = tuple(tuple(triple) for triple in group["coefficients"])  # hashable
     if not callable(group["scale"]):
         update_scale(group["scale"], 1, 1)
     if group["split"] is not None:
@@ -369,18 +339,6 @@ def check_muon_group(group):
             raise ValueError("the parts of a fused matrix (split) are orthogonalized; they take no direction")
     if group["direction"] is not None and not callable(group["direction"]):
         raise ValueError(f"direction={group['direction']!r} is not a function")
-    if group["tensor_parallel"] not in (None, "duplicated", "distributed", "blockwise"):
-        raise ValueError(f"unknown tensor_parallel {group['tensor_parallel']!r}")
-    if group["weight_decay_form"] not in ("cautious", "decoupled"):
-        raise ValueError(f"unknown weight_decay_form {group['weight_decay_form']!r}; cautious, decoupled")
-
-
-def check_matrix(name, param):
-    """ValueError for a parameter that Muon cannot view as matrices."""
-    if not 2 <= param.ndim <= 4:
-        raise ValueError(f"{name} has shape {tuple(param.shape)}; Muon takes matrices, 2-D to 4-D")
-    if param.ndim == 4 and not param.is_contiguous():
-        raise ValueError(
-            f"{name} is 4-D and not contiguous (memory_format=torch.channels_last is not), so it cannot be "
-            "viewed as a matrix"
-        )
+    for key, known in CHOICES.items():
+        if group[key] not in known:
+            raise ValueError(f"unknown {key} {group[key]!r}; known: {known}")

@@ -294,9 +294,7 @@ def rows_that_fit(config: GPTConfig, most: int, args: argparse.Namespace, runtim
 
 def layout_of(args: argparse.Namespace, runtime: Runtime) -> footprint.Layout:
     """How the devices of a run share its parameters and the work of its optimizer."""
-    ns_dtype = runtime.compute_dtype if runtime.device.type == "cuda" else None
-    in_pieces = args.shard == "fsdp", args.tensor_parallel
-    return footprint.Layout(runtime.world_size, *in_pieces, COMM_DTYPES[args.comm_dtype], ns_dtype)
+    return footprint.Layout(runtime.world_size, args.shard == "fsdp", args.tensor_parallel)
 
 
 def probe_memory(config: GPTConfig, rows: int, runtime: Runtime) -> float:

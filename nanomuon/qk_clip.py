@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**26}  # numbers of a block that is measured
+from nanomuon.attention import visible_keys
+
+QUERIES = 256  # whose logits exist at a time
 
 
 @torch.no_grad()
@@ -23,16 +25,13 @@ def clip_qk_(wq: Tensor, wk: Tensor, S: Tensor, tau: float = 100.0, alpha: float
 
     wq (H*D, width), wk (Hkv*D, width): whole, or DTensors of any placement, of which each rank scales what it
     holds. S (H,): largest scaled logit of each query head, equal on all ranks; one that is not finite scales
-    nothing. With grouped queries (Hkv < H) a key head takes the largest S of its group. ValueError for sizes
-    that do not divide.
+    nothing. With grouped queries (Hkv < H) a key head takes the largest S of its group.
     """
-    head_dim, rest = divmod(len(wq), len(S))
-    if rest or len(wk) % head_dim or len(wq) % len(wk):
-        raise ValueError(f"W_q has {len(wq)} rows and W_k {len(wk)}, which {len(S)} heads do not divide")
+    head_dim = len(wq) // len(S)
     eta = torch.where(S.isfinite(), tau / S.clamp(min=tau), 1)  # (H,)
     groups = eta.view(len(wk) // head_dim, -1).amin(1)  # (Hkv,)
     for weight, scale in ((wq, eta**alpha), (wk, groups ** (1 - alpha))):
-        scale = scale.repeat_interleave(head_dim)[:, None].to(weight.dtype)  # (rows, 1)
+        scale = scale.repeat_interleave(head_dim)[:, None]  # (rows, 1)
         if isinstance(weight, DTensor):  # which takes of a replicated factor what its shard needs
             mesh = weight.device_mesh
             scale = DTensor.from_local(scale, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -80,38 +79,18 @@ def _layers(model):
     return [module for module in model.modules() if "largest_logits" in module._buffers]
 
 
-@torch.library.custom_op("nanomuon::record_largest_", mutates_args=("largest",))
 def record_largest_(largest: Tensor, q: Tensor, k: Tensor, window: int | None) -> None:
-    """largest (H,) <- max(largest, the largest q_i k_j / sqrt(D) over all i, j that `attention` lets meet),
-    exactly.
+    """largest (H,) <- max(largest, the largest q_i k_j / sqrt(D) over all i, j that `attention` lets meet).
 
-    q (B, T, H, D); k (B, T, Hkv, D). Logits are computed in blocks that are not kept. No logit is larger than
-    max |q_i| max |k_j| / sqrt(D): on a CPU only heads where this bound exceeds `largest`, which starts at
-    tau, are looked at. On a GPU that question would wait for the device in every layer and micro-step: there
-    all heads are, which at depth 24 is about a tenth of a step (estimated from the bytes that move on an
-    H100, not run on one). One op to the compiler, because which heads these are is known at run time only.
+    q (B, T, H, D); k (B, T, Hkv, D), neither with a gradient. The logits are computed once more for this,
+    since PyTorch's kernels for attention do not return them.
     """
-    heads = torch.arange(q.size(2), device=q.device)
-    key_heads = heads * k.size(2) // q.size(2)
-    scale = q.size(3) ** -0.5
-    if q.device.type == "cpu":
-        longest_q = torch.linalg.vector_norm(q, dim=-1).amax((0, 1)).float()  # (H,)
-        longest_k = torch.linalg.vector_norm(k, dim=-1).amax((0, 1)).float()  # (Hkv,)
-        heads = heads[longest_q * longest_k[key_heads] * scale > largest]
-        if not len(heads):
-            return
-    q = q[:, :, heads].transpose(1, 2)  # (B, h, T, D)
-    k = k[:, :, key_heads[heads]].permute(0, 2, 3, 1)  # (B, h, D, T)
-    positions = torch.arange(q.size(2), device=q.device)
-    block = max(16, LOGITS_AT_ONCE[q.device.type] // (q.size(0) * len(heads) * len(positions)))
-    for start in range(0, len(positions), block):
-        rows = positions[start : start + block]
-        first = 0 if window is None else max(0, start + 1 - window)
-        columns = positions[first : start + len(rows)]
-        distance = rows[:, None] - columns
-        hidden = distance < 0
-        if window is not None:
-            hidden |= distance >= window
-        logits = q[:, :, rows] @ k[..., columns]  # (B, h, rows, columns)
-        found = logits.masked_fill_(hidden, -torch.inf).amax((0, 2, 3)).float() * scale
-        largest[heads] = largest[heads].maximum(found)
+    T, scale = q.size(1), q.size(3) ** -0.5
+    q = q.transpose(1, 2)  # (B, H, T, D)
+    k = k.repeat_interleave(q.size(1) // k.size(2), dim=2).permute(0, 2, 3, 1)  # (B, H, D, T)
+    hidden = ~visible_keys(T, T, window, q.device)
+    for start in range(0, T, QUERIES):
+        end = min(T, start + QUERIES)
+        logits = q[:, :, start:end] @ k[..., :end]
+        found = logits.masked_fill(hidden[start:end, :end], -torch.inf).amax((0, 2, 3))  # (H,)
+        largest.copy_(largest.maximum(found.float() * scale))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from nanomuon import checkpoint, core, core_bundle, hf_export, parallel, recipe, report, shards
+from nanomuon import checkpoint, core, hf_export, parallel, recipe, report, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
@@ -38,6 +38,7 @@ from nanomuon.plan import (
 )
 from nanomuon.qk_clip import watch_
 from nanomuon.runtime import InputError, Runtime, first_rank_first, print0
+from nanomuon.tokenizer import Tokenizer
 
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
 NO_PROMPTS = [""] * 3  # for other corpora
@@ -110,7 +111,7 @@ class Run:
 
         refuse_other_data()  # before it is worked on
         self.data = shards.prepare_for_training(corpus, self.args.vocab_size, self.plan.tokens)
-        self.tokenizer = shards.open_tokenizer(self.data)
+        self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
         refuse_other_data()
         return trained_on | {"optimizer_file": file, "optimizer_file_sha256": sha256_of(file)}
@@ -200,7 +201,9 @@ class Run:
         )
         as_in_training = self.forward is not self.model  # compiled whole: then with the graph that is there
         value = bits_per_byte(self.forward, batches, self.token_bytes, as_in_training)
-        whole_set = max_tokens is None or max_tokens >= shards.validation_tokens(self.data)
+        whole_set = max_tokens is None or max_tokens >= shards.count_tokens(
+            shards.read_manifest(self.data).val
+        )
         self._log({"val_bpb": value, "whole_set": whole_set})
         extent = " (whole set)" if whole_set else ""
         print0(f"step {self.step:5d}/{self.plan.steps} | validation {value:.4f} bits per byte{extent}")
@@ -218,7 +221,6 @@ class Run:
             self.plan.rows * self.plan.config.seq_len,
             self.data_rank,
             self.plan.data_parallel,
-            in_pieces=self.mesh is not None,
         )
         if self.log:
             write_json(self.folder / "core.json", {**results, "step": self.step, "most_items": most_items})
@@ -305,14 +307,14 @@ def is_complete(folder: Path, steps: int) -> bool:
     return True
 
 
-def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core_bundle.Task]:
+def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core.Task]:
     """The tasks of CORE; none if it is not asked for, or if its bundle cannot be had."""
-    bundle = args.core_bundle or (core_bundle.PUBLIC_BUNDLE if args.core_every > 0 else None)
+    bundle = args.core_bundle or (core.PUBLIC_BUNDLE if args.core_every > 0 else None)
     if bundle is None:
         return []
     try:
-        return first_rank_first(lambda: core_bundle.open_bundle(bundle), runtime)
-    except core_bundle.Unreachable as error:
+        return first_rank_first(lambda: core.open_bundle(bundle), runtime)
+    except core.Unreachable as error:
         print0(f"warning: {error}; the run goes on without CORE", file=sys.stderr)
         return []
 

@@ -16,11 +16,11 @@ experts. A rank sends 2(W-1)/W times the bytes of its shards. At most three chun
 what it sends and what it receives.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nanomuon import tensor_parallel
@@ -28,15 +28,13 @@ from nanomuon.optim import (
     Bank,
     World,
     assign_owners,
-    batches,
     direction_of,
     gradient,
     matrices,
-    matrix_shape,
-    update_matrices,
-    update_momentum,
+    muon_momentum,
+    muon_update,
 )
-from nanomuon.optim_state import Place, like_param, local, state_dtype
+from nanomuon.optim_state import Place, like_param, local
 
 # Of whole matrices that come to an owner at a time
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26, "meta": 2**26}
@@ -122,7 +120,7 @@ def layout_of(param, group, cuts, ns_dtype, run):
     if tp is None:
         return Layout(shape, direction_of(group, m, n, param, ns_dtype, run), data_parallel, dim)
     mode = tensor_parallel.choose_mode(group, shape, tp_dim, tp)
-    lo, hi = tp.share(shape[tp_dim - 1])
+    lo, hi = tp.share(shape[tp_dim - 1], tp.rank)
     held = (hi - lo, n) if tp_dim == 1 else (m, hi - lo)
     if mode == "blockwise":  # each block is a matrix by itself
         direction = direction_of(group, *held, param, ns_dtype, run)
@@ -144,7 +142,7 @@ def plan_group(optimizer, group, params, run):
     def world_of(process_group):
         """One for all groups of the optimizer: it knows the work that its ranks have already."""
         if process_group not in optimizer.worlds:
-            optimizer.worlds[process_group] = World.of(process_group, optimizer.world.comm_dtype)
+            optimizer.worlds[process_group] = World(process_group, optimizer.world.comm_dtype)
         return optimizer.worlds[process_group]
 
     alike = {}  # what has to be equal -> (layout, parameters)
@@ -165,12 +163,12 @@ def plan_group(optimizer, group, params, run):
         size = chunk_size(layout, together[0].device)
         chunks += [(together[lo : lo + size], layout) for lo in range(0, len(together), size)]
     # The most expensive matrices choose their owners first, and are the first in the pipeline
-    chunks.sort(key=lambda chunk: -chunk[1].direction.flops)
+    chunks.sort(key=lambda chunk: -chunk[1].direction.cost)
     pipelines = {}  # one for each dtype of the state, in which numbers are on the device
     for together, layout in chunks:
-        owners = assign_owners(len(together), layout.direction.flops, layout.data_parallel.load)
+        owners = assign_owners(len(together), layout.direction.cost, layout.data_parallel.load)
         chunk = Chunk(together, group, layout, owners, run)
-        pipelines.setdefault(chunk.momentum.dtype, []).append(chunk)
+        pipelines.setdefault(chunk.dtype, []).append(chunk)
     return [Pipeline(chunks, group) for chunks in pipelines.values()] + works
 
 
@@ -225,113 +223,89 @@ class BankOfPieces(Bank):
         return Place(mine, whole_state_shape(param, buffer, self.layout), param.device_mesh, placements)
 
 
-class Chunk:
+class Chunk(Bank):
     """Same-shaped matrices that go through the pipeline together: K in all, k of them whole at this rank,
     their owner.
 
     Momentum, weight decay and update are elementwise and happen on the shards; the direction, with what it
-    keeps, at the owner. The owners are ascending, so a rank's matrices are consecutive.
+    keeps, at the owner. The owners are ascending, so a rank's matrices are consecutive. A shard is some
+    lines of its matrix: rows, or columns if `dim` is 2.
     """
 
+    momentum_at_owner = False
+
     def __init__(self, params, group, layout, owners, run):
-        self.params, self.layout, self.direction, self.owners = params, layout, layout.direction, owners
-        self.run = run
-        self.nesterov = group["nesterov"]
-        self.cautious = group["weight_decay_form"] == "cautious"
-        self.shape, self.dim, self.world = layout.shape, layout.dim, layout.data_parallel
-        self.first = sum(owner < self.world.rank for owner in owners)  # of the owned ones
-        self.count = owners.count(self.world.rank)  # k
-        zeros = functools.partial(torch.zeros, dtype=state_dtype(params[0]), device=params[0].device)
-        self.momentum = zeros(len(params), *matrix_shape(local(params[0])))
-        self.kept = {name: zeros(self.count, *shape) for name, shape in self.direction.state.items()}
-        self.batches = batches(self.count, self.direction.shape, params[0].device)
-        self.scale = self.scale_of_shards()
-        self.places = {}
-        for i, param in enumerate(params):
-            self.places[param] = {
-                "momentum_buffer": like_param(param, self.momentum[i].view(local(param).shape))
-            }
-            self.places[param] |= {name: self.place(i, kept) for name, kept in self.kept.items()}
+        self.layout, self.dim = layout, layout.dim
+        super().__init__(params, group, layout.direction, owners, layout.data_parallel, run)
+        length, self.other = layout.shape[self.dim - 1], layout.shape[2 - self.dim]
+        ranks = range(self.world.size)
+        shares = [self.world.share(length, rank) for rank in ranks]
+        self.lines = [hi - lo for lo, hi in shares]  # of a matrix, on each rank
+        # Elements that go to each rank: shards of the matrices it owns; and those of ours that come from it
+        self.sent = [owners.count(rank) * math.prod(self.shape) for rank in ranks]
+        self.received = [owners.count(self.world.rank) * lines * self.other for lines in self.lines]
+        if self.dim == 1 and isinstance(self.rule["scale"], torch.Tensor):  # one for each row
+            lo, hi = shares[self.world.rank]
+            self.rule["scale"] = self.rule["scale"][lo:hi]
 
-    def scale_of_shards(self):
-        """The direction's scale; of one for each row, those of the rows that are here."""
-        scale = self.direction.scale
-        if self.dim == 1 and isinstance(scale, torch.Tensor):
-            lo, hi = self.world.share(len(scale))
-            return scale[lo:hi]
-        return scale
-
-    def place(self, i, kept):
-        """At the owner, in pieces over the ranks of tensor parallelism if they work on blocks."""
-        param, mesh, placements = self.params[i], None, []
+    def place(self, i, name, buffer):
+        """Momentum with its shard, the rest at the owner: in pieces over the ranks of tensor parallelism if
+        they work on blocks.
+        """
+        param, owner = self.params[i], self.owners[i]
+        if name == "momentum_buffer":
+            return like_param(param, buffer[i].view(local(param).shape))
+        mesh, placements = None, []
         if self.layout.blocks > 1 and isinstance(param, DTensor):
             mesh, placements = param.device_mesh["tp"], [Shard(0)]
-        owner = self.owners[i]
-        mine = kept[i - self.first] if owner == self.world.rank else None
-        shape = whole_state_shape(param, kept, self.layout)
-        return Place(mine, shape, mesh, placements, self.world, owner, like=kept)
+        mine = buffer[i - self.owned.start] if owner == self.world.rank else None
+        shape = whole_state_shape(param, buffer, self.layout)
+        return Place(mine, shape, mesh, placements, self.world, owner, like=buffer)
 
-    def update(self, ok):
+    def update(self, ok, numbers):
         """A generator of three stages: momentum and the way to the owners; the direction and the way back;
         weight decay and update. ok: (K,).
         """
-        ok = ok.view(-1, 1, 1).to(self.momentum.dtype)
-        transfer = self.collect(ok)
+        ok = ok.view(-1, 1, 1).to(self.dtype)
+        grads = [gradient(param).contiguous() for param in self.params]
+        transfer = self.send_to_owners(torch.stack(matrices(grads)), ok, numbers)
         yield
-        transfer = self.compute(transfer.wait(), ok)
+        transfer = self.compute_at_owner(transfer.wait(), ok[self.owned], numbers)
         yield
-        self.deliver(transfer.wait(), ok)
+        self.update_shards(transfer.wait(), ok, numbers)
 
-    def collect(self, ok):
-        grads = torch.stack(
-            matrices([gradient(param).contiguous() for param in self.params])
-        )  # (K, rows, columns)
-        U = update_momentum(self, grads, self.momentum, ok)
+    def send_to_owners(self, grads, ok, numbers):
+        """Momentum of all shards. grads: (K, ...) shards."""
+        U = self.run(muon_momentum, grads, self.momentum, ok, numbers, nesterov=self.nesterov)
         U = U.to(self.world.comm_dtype or grads.dtype)
-        mine = math.prod(self.momentum.shape[1:])
-        sent = [self.owners.count(rank) * mine for rank in range(self.world.size)]
-        return self.world.all_to_all(U.flatten(), sent, self.shard_sizes())
+        return self.all_to_all(U.transpose(1, self.dim).flatten(), self.sent, self.received)
 
-    def compute(self, shards, ok):
-        X = self.join_shards(shards)
-        comm_dtype, X = X.dtype, X.to(self.momentum.dtype)  # (k, m, n)
-        ok = ok[self.first : self.first + self.count]
-        square_weight = self.numbers["square_weight"].expand_as(ok)
-        for lo, hi in self.batches:
-            kept = {name: buffer[lo:hi] for name, buffer in self.kept.items()}
-            direction, gain = self.direction(X[lo:hi], kept, ok[lo:hi], square_weight[lo:hi])
-            torch.mul(direction, gain, out=X[lo:hi])
-        mine = math.prod(self.momentum.shape[1:])
-        received = [self.owners.count(rank) * mine for rank in range(self.world.size)]
-        shards = self.cut_into_shards(X.to(comm_dtype))
-        return self.world.all_to_all(shards, self.shard_sizes(), received)
+    def compute_at_owner(self, shards, ok, numbers):
+        """shards: of the momentum of the owned matrices, rank after rank, flat. ok: theirs."""
+        parts = zip(shards.split(self.received), self.lines, strict=True)
+        U = torch.cat([part.view(len(ok), lines, self.other) for part, lines in parts], dim=1)
+        U = U.transpose(1, self.dim).to(self.dtype)  # (k, m, n)
+        square_weight = numbers[-1].expand_as(ok)
+        for batch in self.batches:
+            kept = {name: buffer[batch] for name, buffer in self.kept.items()}
+            X, gain = self.direction(U[batch], kept, ok[batch], square_weight[batch])
+            torch.mul(X, gain, out=U[batch])  # now the direction of the update
+        parts = U.to(shards.dtype).transpose(1, self.dim).split(self.lines, dim=1)
+        return self.all_to_all(torch.cat([part.flatten() for part in parts]), self.received, self.sent)
 
-    def deliver(self, X, ok):
-        params = matrices([local(param) for param in self.params])
+    def update_shards(self, X, ok, numbers):
+        """X: shards of all directions, flat."""
+        lines_first = self.momentum.transpose(1, self.dim).shape
+        X = X.view(lines_first).transpose(1, self.dim)
+        params = self.matrices()
         P, one = torch.stack(params), self.momentum.new_ones(1, 1, 1)
-        update_matrices(self, P, X.view(self.momentum.shape), one, ok)
+        self.run(muon_update, P, X, one, ok, numbers, **self.rule)
         torch._foreach_copy_(params, P.unbind())
 
-    def lines(self):
-        """How many lines (rows or columns) of a matrix each rank holds."""
-        shares = [self.world.share(self.shape[self.dim - 1], rank) for rank in range(self.world.size)]
-        return [hi - lo for lo, hi in shares]
-
-    def shard_sizes(self):
-        """Elements that each rank holds of the owned matrices."""
-        return [self.count * lines * self.shape[2 - self.dim] for lines in self.lines()]
-
-    def cut_into_shards(self, X):
-        """(k, m, n) owned matrices. Gives their shards, rank after rank, flat."""
-        return torch.cat([shard.flatten() for shard in X.split(self.lines(), self.dim)])
-
-    def join_shards(self, shards):
-        """The inverse of cut_into_shards."""
-        m, n = self.shape
-        joined = []
-        for shard, lines in zip(shards.split(self.shard_sizes()), self.lines(), strict=True):
-            joined.append(shard.view((self.count, lines, n) if self.dim == 1 else (self.count, m, lines)))
-        return torch.cat(joined, self.dim)
+    def all_to_all(self, send, sent, received):
+        """send: flat, sent[r] elements for rank r. Gives received[r] from each rank r, flat."""
+        result, collective = send.new_empty(sum(received)), dist.all_to_all_single
+        return self.world.start(result, collective, result, send, received, sent, sent=send)
 
 
 class Pipeline:
@@ -342,22 +316,20 @@ class Pipeline:
     """
 
     def __init__(self, chunks, group):
-        self.chunks, self.group, self.numbers = chunks, group, {}
-        self.dtype = chunks[0].momentum.dtype
+        self.chunks, self.group, self.dtype = chunks, group, chunks[0].dtype
         self.params, self.places = [], {}
         for chunk in chunks:
-            chunk.numbers = self.numbers
             self.params += chunk.params
             self.places |= chunk.places
 
     def __str__(self):
         return f"pipeline of {len(self.chunks)} chunks"
 
-    def update(self):
+    def update(self, numbers):
         ok = yield  # nothing is collected before: momentum comes first, and needs to know what is finite
         sizes = [len(chunk.params) for chunk in self.chunks]
         parts = zip(self.chunks, ok.split(sizes), strict=True)
-        chunks = [chunk.update(part) for chunk, part in parts]
+        chunks = [chunk.update(part, numbers) for chunk, part in parts]
         next(chunks[0])  # its transfer runs during the other works
         yield
         for admitted in range(1, len(chunks) + 2):

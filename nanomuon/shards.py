@@ -1,41 +1,38 @@
-"""Token shards on disk: write in parallel, read by memory map.
+"""Token shards on disk: tokenized in parallel, read by memory map.
 
     shards/<corpus>-<vocab>/
         tokenizer/                     the tokenizer they were written with
-        manifest.json                  corpus, how it is read, tokenizer, list of shards in their order
+        manifest.json                  corpus, tokenizer, documents and tokens of each shard
         val-00000.safetensors          the validation set: the first SHARD_BYTES of validation documents
         train-00000.safetensors ...    documents of the corpus in their order, SHARD_BYTES of UTF-8 text each
 
-Which documents a shard holds depends on the corpus alone, never on the number of workers. A shard has the
-tensors `tokens` (uint16, or uint32 for a vocabulary over 65,536) and `offsets` (documents + 1, int64), where
-each document begins; no <|bos|> is stored: the loader puts one in front of every document and every piece of
-one. A shard is written whole, then the manifest names it: a shard that it does not name does not exist.
+Which documents a shard holds depends on the corpus alone. A shard has two tensors: `tokens` (uint16, or
+uint32 for a vocabulary over 65,536) and `starts` (int64), where each document begins; no <|bos|> is stored. A
+shard is written whole, then the manifest counts it: one that it does not count does not exist. Validation
+documents beyond the first shard are left out, not trained on.
 """
 
-import itertools
-import json
+import math
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from nanomuon.corpus import PIECE_BYTES, Corpus, is_validation, open_corpus, with_both_parts
+from nanomuon.corpus import Corpus, is_validation, with_both_parts
 from nanomuon.files import being_written, locked, read_json, write_json, write_whole
 from nanomuon.runtime import InputError, base_dir, cores, print0
 from nanomuon.tokenizer import Tokenizer
 
 SHARD_BYTES = 16 << 20  # of text; about 4 million tokens
-BATCH_BYTES = 1 << 20  # of text, handed to one worker at a time
 TRAINING_BYTES = 512 << 20  # of text, from which the tokenizer is trained
+BATCH = 8  # documents, handed to one worker at a time
 WINDOW = 8  # consecutive training shards whose documents are shuffled together; about 32 million tokens
 PATIENCE = 30  # seconds to wait for somebody to start on shards that are missing
-# The loss of a token varies by about 2.5 nats: the mean of so many is known to 0.025, one percent of it
-SMALL_VALIDATION = 10_000  # tokens
 WRITE_AGAIN = "delete its folder and run scripts.data_prep"
 
 
@@ -43,11 +40,10 @@ WRITE_AGAIN = "delete its folder and run scripts.data_prep"
 class Entry:
     """A shard in the manifest."""
 
-    name: str
     documents: int
     tokens: int
-    file: int  # of the corpus, at which reading goes on after this shard,
-    done: int  # and how many documents of that file are done
+    file: int  # of the corpus, in which reading goes on after this shard,
+    done: int  # and how many documents of its kind in that file are in shards
 
 
 @dataclass
@@ -55,104 +51,67 @@ class Manifest:
     """manifest.json."""
 
     corpus: str
-    revision: str
-    piece_bytes: int | None  # into which documents were cut, see corpus.with_both_parts
     tokenizer: str  # its hash
     vocab_size: int
-    bos_id: int
     val: list[Entry]
     train: list[Entry]
     complete: bool  # everything that was asked for is there
     max_tokens: int | None  # of training that were asked for; None: the whole corpus
 
 
-@dataclass
-class Shard:
-    """One shard, memory-mapped. offsets: (documents + 1,) int64; tokens: (offsets[-1],) uint16 or uint32."""
-
-    path: Path
-    offsets: np.ndarray
-    tokens: np.ndarray
-
-
-def open_shard(folder, entry: Entry, tokenizer_hash: str) -> Shard:
-    """Map the shard of an entry of a manifest; InputError names the file that is not what the entry says."""
-    path = Path(folder) / entry.name
-    try:
-        with safe_open(path, "numpy") as file:  # compares header and size
-            written_with = (file.metadata() or {}).get("tokenizer")
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        data = np.memmap(path, mode="r", offset=8 + length)
-        arrays = []
-        for name, dtypes in (
-            ("offsets", {"I64": np.int64}),
-            ("tokens", {"U16": np.uint16, "U32": np.uint32}),
-        ):
-            begin, end = header[name]["data_offsets"]
-            arrays.append(data[begin:end].view(dtypes[header[name]["dtype"]]))
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise InputError(f"shard {path} cannot be read ({error}): {WRITE_AGAIN}") from error
-    offsets, tokens = arrays
-    if written_with != tokenizer_hash:
-        raise InputError(f"shard {path} was written with another tokenizer, {written_with}: {WRITE_AGAIN}")
-    if (len(offsets) - 1, len(tokens)) != (entry.documents, entry.tokens):
-        raise InputError(f"shard {path} has not the documents and tokens of the manifest: {WRITE_AGAIN}")
-    if offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(np.diff(offsets) < 0):
-        raise InputError(f"shard {path}: its offsets are damaged: {WRITE_AGAIN}")
-    return Shard(path, offsets, tokens)
-
-
-def write_shard(path: Path, documents: list[np.ndarray], tokenizer_hash: str) -> None:
-    """Write documents (arrays of ids) as one shard, whole or not at all."""
-    offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
-    data = save({"offsets": offsets, "tokens": np.concatenate(documents)}, {"tokenizer": tokenizer_hash})
-    with write_whole(path) as file:
-        file.write(data)
-
-
-def open_tokenizer(folder) -> Tokenizer:
-    """The tokenizer of a folder of shards; InputError if it is not the one that wrote them."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise InputError(f"no shards in {folder}: run scripts.data_prep first")
-    tokenizer = Tokenizer.load(Path(folder) / "tokenizer")
-    if tokenizer.hash != manifest.tokenizer:
-        raise InputError(f"{folder}/tokenizer is not the one of the shards: {WRITE_AGAIN}")
-    return tokenizer
-
-
 def read_manifest(folder) -> Manifest | None:
-    """manifest.json of a shard folder; None if there is none."""
+    """manifest.json of a folder of shards; None if there is none."""
     file = Path(folder) / "manifest.json"
-    if not file.exists():
-        return None
-    manifest = read_json(file, Manifest, WRITE_AGAIN)
-    for entry in manifest.val + manifest.train:
-        if entry.name.startswith(".") or Path(entry.name).name != entry.name:
-            raise InputError(f"{file} names {entry.name!r}, which is not in its folder: {WRITE_AGAIN}")
-    return manifest
+    return read_json(file, Manifest, WRITE_AGAIN) if file.exists() else None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_json(folder / "manifest.json", asdict(manifest))
 
 
+def shard_name(kind: str, number: int) -> str:
+    """kind: "train" or "val"."""
+    return f"{kind}-{number:05d}.safetensors"
+
+
+def write_shard(path: Path, documents: list[np.ndarray]) -> None:
+    """Write documents (arrays of ids) as one shard, whole or not at all."""
+    ends = np.cumsum([len(document) for document in documents])
+    starts = np.append(0, ends[:-1])
+    with write_whole(path) as file:
+        file.write(save({"starts": starts, "tokens": np.concatenate(documents)}))
+
+
+def read_shards(folder, manifest: Manifest, kind: str, window: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The documents of a window of shards, one after another.
+
+    Returns (tokens (n,), uint16 or uint32, starts (documents,), int64). InputError names the file that is not
+    what the manifest says.
+    """
+    entries = getattr(manifest, kind)[window * WINDOW : (window + 1) * WINDOW]
+    all_tokens, all_starts, base = [], [], 0
+    for number, entry in enumerate(entries, window * WINDOW):
+        path = Path(folder) / shard_name(kind, number)
+        try:
+            with safe_open(path, "pt") as file:  # which maps it, where "numpy" would copy it
+                tokens, starts = (file.get_tensor(name).numpy() for name in ("tokens", "starts"))
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"shard {path} cannot be read ({error}): {WRITE_AGAIN}") from error
+        if (len(starts), len(tokens)) != (entry.documents, entry.tokens):
+            raise InputError(f"shard {path} is not the one of the manifest: {WRITE_AGAIN}")
+        all_tokens.append(tokens)
+        all_starts.append(starts + base)
+        base += len(tokens)
+    return np.concatenate(all_tokens), np.concatenate(all_starts)
+
+
 def count_tokens(entries: list[Entry]) -> int:
     return sum(entry.tokens for entry in entries)
 
 
-def validation_tokens(folder: Path) -> int:
-    """Tokens of the validation set of a shard folder."""
-    return count_tokens(read_manifest(folder).val)
-
-
 def default_vocab_size(corpus_name: str) -> int:
     """4,096 suits megabytes of text and small models; corpora worth a download train larger ones."""
-    if corpus_name == "python" or corpus_name.startswith("path:"):
-        return 4096
-    return 32768
+    return 32768 if corpus_name.startswith("hf:") else 4096
 
 
 def tokenizer_folder(corpus: Corpus, vocab_size: int) -> Path:
@@ -172,21 +131,17 @@ def shard_folder(corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None = 
 
 
 def prepare_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a corpus, trained on the first TRAINING_BYTES of its training documents if need be."""
+    """The tokenizer of a corpus, trained on the first TRAINING_BYTES of its documents if need be."""
     folder = tokenizer_folder(corpus, vocab_size)
-    if not folder.exists():
-        with locked(folder):
-            if not folder.exists():  # another process may have trained it while we waited
-                print0(f"training a tokenizer of {vocab_size} tokens on {corpus.name}")
-                started = time.monotonic()
-                Tokenizer.train(_training_text(corpus), vocab_size).save(folder)
-                print0(f"tokenizer trained in {time.monotonic() - started:.1f} s: {folder}")
+    if not (folder / "tokenizer.json").exists():
+        print0(f"training a tokenizer of {vocab_size} tokens on {corpus.name}")
+        Tokenizer.train(_training_text(corpus), vocab_size).save(folder)
     return Tokenizer.load(folder)
 
 
 def _training_text(corpus):
     size = 0
-    for text in corpus.documents():
+    for _, text in corpus.documents():
         if not is_validation(text):
             yield text
         size += len(text.encode())
@@ -195,73 +150,128 @@ def _training_text(corpus):
 
 
 def prepare(
-    corpus: Corpus | str,
+    corpus: Corpus,
     vocab_size: int | None = None,
-    workers: int | None = None,
     tokenizer: Tokenizer | None = None,
     max_tokens: int | None = None,
 ) -> Path:
     """Make whatever is missing of tokenizer and shards of a corpus, and return the folder of the shards.
 
-    Quick where nothing is missing. Carries on where an earlier call was stopped, at whatever moment. A second
-    call at the same time waits for the first. A shard that was deleted is written again, and those after it.
+    Quick if nothing is missing. Carries on where an earlier call was stopped, at whatever moment. A second
+    call at the same time waits for the first.
 
-    workers: threads that tokenize (default: one per core). tiktoken works outside the GIL, so they scale like
-    processes and need no copies of the text. tokenizer: use this one instead of the corpus's own. max_tokens:
-    stop after the shard that brings this many training tokens, 0 for the validation set only (default: the
-    whole corpus); a later call may ask for more.
+    tokenizer: use this one instead of the corpus's own. max_tokens: stop after the shard that brings this
+    many training tokens, 0 for the validation set only (default: the whole corpus); a later call may ask for
+    more.
 
-    Before anything is computed, InputError where there would be no training or no validation document.
+    Before anything is computed, InputError if there would be no training or no validation document.
     """
-    if isinstance(corpus, str):
-        corpus = open_corpus(corpus)
     if tokenizer:
         vocab_size = tokenizer.vocab_size
     elif not vocab_size:
         vocab_size = default_vocab_size(corpus.name)
     folder = shard_folder(corpus, vocab_size, tokenizer)
-    if not _has_enough(folder, max_tokens):
+    if not _is_there(folder, max_tokens):
         with locked(folder):
-            if not _has_enough(folder, max_tokens):  # another process may have written it while we waited
-                corpus = as_it_is_read(corpus, read_manifest(folder))
+            if not _is_there(folder, max_tokens):  # another process may have written it while we waited
+                corpus = with_both_parts(corpus)
                 tokenizer = tokenizer or prepare_tokenizer(corpus, vocab_size)
-                write_missing(folder, corpus, tokenizer, workers or cores(), max_tokens)
+                _write_missing(folder, corpus, tokenizer, max_tokens)
     return folder
 
 
-def as_it_is_read(corpus: Corpus, manifest: Manifest | None) -> Corpus:
-    """The corpus as its shards were begun, or where they were not, in pieces as need be.
+def _is_there(folder, max_tokens):
+    manifest = read_manifest(folder)
+    if not manifest or not manifest.complete:
+        return False
+    if manifest.max_tokens is None:  # the whole corpus
+        return True
+    return max_tokens is not None and max_tokens <= manifest.max_tokens
 
-    manifest: of its folder, None where there is none yet.
+
+def _write_missing(folder: Path, corpus: Corpus, tokenizer: Tokenizer, max_tokens: int | None) -> None:
+    """Write the shards that are missing of a folder, which this process holds. See prepare()."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        tokenizer.save(folder / "tokenizer")
+        manifest = Manifest(corpus.name, tokenizer.hash, tokenizer.vocab_size, [], [], False, max_tokens)
+    elif manifest.tokenizer != tokenizer.hash:
+        raise InputError(f"{folder} was written with another tokenizer: {WRITE_AGAIN}")
+    manifest.complete, manifest.max_tokens = False, max_tokens
+    write_manifest(folder, manifest)
+
+    most = math.inf if max_tokens is None else max_tokens
+    pool = ThreadPoolExecutor(cores())  # tiktoken works outside the GIL
+    try:
+        # The validation set is one shard, and first: training waits for it
+        for kind, entries, wanted in (("val", manifest.val, 1), ("train", manifest.train, most)):
+            shards = _encoded_shards(corpus, kind, entries, tokenizer, pool)
+            while count_tokens(entries) < wanted and (shard := next(shards, None)):
+                encoded, file, done = shard
+                documents = [document for batch in encoded for document in batch.result()]
+                name = shard_name(kind, len(entries))
+                write_shard(folder / name, documents)
+                entries.append(Entry(len(documents), sum(map(len, documents)), file, done))
+                write_manifest(folder, manifest)
+                print(f"{name}: {entries[-1].tokens:,} tokens", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if count_tokens(manifest.train) < most:
+        manifest.max_tokens = None  # it is the whole corpus
+    manifest.complete = True
+    write_manifest(folder, manifest)
+
+
+def _encoded_shards(corpus: Corpus, kind: str, entries: list[Entry], tokenizer: Tokenizer, pool):
+    """Yield (futures of lists of encoded documents, file, done) of every shard of a kind that has no entry.
+
+    file, done: as in Entry. The workers of the pool encode while more is read.
     """
-    if manifest and manifest.val and manifest.train:  # it has both parts, read as is written there
-        return replace(corpus, piece_bytes=PIECE_BYTES if manifest.piece_bytes else None)
-    return with_both_parts(corpus)
+    file, skipped = 0, sum(entry.documents for entry in entries)
+    if corpus.repo and entries:
+        file, skipped = entries[-1].file, entries[-1].done  # earlier files are not needed to tell duplicates
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+
+    def encode(texts):
+        return [tokenizer.encode_to_numpy(text).astype(dtype) for text in texts]
+
+    texts, encoded, size = [], [], 0
+    done = Counter()  # by file
+    for file, text in corpus.documents(file):  # noqa: B020
+        if is_validation(text) != (kind == "val"):
+            continue
+        done[file] += 1
+        if skipped > 0:
+            skipped -= 1
+            continue
+        texts.append(text)
+        size += len(text.encode())
+        is_full = size >= SHARD_BYTES
+        if is_full or len(texts) == BATCH:
+            encoded.append(pool.submit(encode, texts))
+            texts = []
+        if is_full:
+            yield encoded, file, done[file]
+            encoded, size = [], 0
+    if size:
+        yield [*encoded, pool.submit(encode, texts)], len(corpus.files), 0
 
 
 def prepare_for_training(
-    corpus: Corpus | str, vocab_size: int | None = None, tokens: int | None = None
+    corpus: Corpus, vocab_size: int | None = None, max_tokens: int | None = None
 ) -> Path:
     """The folder of the shards as soon as training can start: prepare() for a corpus on this machine.
 
     A corpus on the hub is left to scripts.data_prep, which may stay at work during the training: this waits
     for the validation set and the first WINDOW training shards. InputError if no process works on what is
-    missing; it tells how to make `tokens` training tokens.
+    missing; it tells how to make `max_tokens` training tokens.
     """
-    if isinstance(corpus, str):
-        corpus = open_corpus(corpus)
-    if not corpus.needs_download:
+    if corpus.repo is None:
         return prepare(corpus, vocab_size)
     vocab_size = vocab_size or default_vocab_size(corpus.name)
     folder = shard_folder(corpus, vocab_size)
-    wait_for_window(folder, 0, command(corpus.name, vocab_size, tokens))
+    wait_for_window(folder, 0, corpus.name, vocab_size, max_tokens)
     return folder
-
-
-def command(corpus: str, vocab_size: int, max_tokens: int | None) -> str:
-    """What to type for the shards of a corpus; without max_tokens they are all of it."""
-    most = f" --max-tokens {max_tokens}" if max_tokens else ""
-    return f"python -m scripts.data_prep --corpus {corpus} --vocab-size {vocab_size}{most}"
 
 
 def window_is_there(manifest: Manifest | None, window: int) -> bool:
@@ -277,8 +287,10 @@ class NobodyWrites(InputError):
     """Shards are missing and no process is at work on them. All ranks miss them in the same micro-batch."""
 
 
-def wait_for_window(folder: Path, window: int, command: str) -> Manifest:
-    """The manifest once window_is_there(); NobodyWrites, with `command`, where nobody works on the folder."""
+def wait_for_window(
+    folder: Path, window: int, corpus: str, vocab_size: int, max_tokens: int | None
+) -> Manifest:
+    """The manifest once window_is_there(); NobodyWrites, with what to do, if nobody works on the folder."""
     manifest = read_manifest(folder)
     if not window_is_there(manifest, window):
         first, last = window * WINDOW, (window + 1) * WINDOW - 1
@@ -287,156 +299,11 @@ def wait_for_window(folder: Path, window: int, command: str) -> Manifest:
     while not window_is_there(manifest, window):
         idle = 0 if being_written(folder) else idle + 1
         if idle > PATIENCE:
-            raise NobodyWrites(f"{folder} is incomplete and no process is writing it: run {command}")
+            most = f" --max-tokens {max_tokens}" if max_tokens else ""
+            raise NobodyWrites(
+                f"{folder} is incomplete and no process is writing it: run python -m scripts.data_prep "
+                f"--corpus {corpus} --vocab-size {vocab_size}{most}"
+            )
         time.sleep(1)
         manifest = read_manifest(folder)
     return manifest
-
-
-def _has_enough(folder, max_tokens):
-    """Whether a folder holds the shards that max_tokens asks for."""
-    manifest = read_manifest(folder)
-    if not manifest or not manifest.complete:
-        return False
-    if not all(_exists(folder, entry) for entry in manifest.val + manifest.train):
-        return False
-    if manifest.max_tokens is None:  # the whole corpus
-        return True
-    return max_tokens is not None and max_tokens <= manifest.max_tokens
-
-
-def _exists(folder, entry):
-    return (folder / entry.name).exists()
-
-
-def write_missing(
-    folder: Path, corpus: Corpus, tokenizer: Tokenizer, workers: int, max_tokens: int | None
-) -> None:
-    """Write the shards that are missing of a folder, which this process holds. See prepare()."""
-    manifest = begin_manifest(folder, corpus, tokenizer, max_tokens)
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-
-    def encode(texts):
-        return [tokenizer.encode_to_numpy(text).astype(dtype) for text in texts]
-
-    started, reported, encoded_bytes = time.monotonic(), time.monotonic(), 0
-    encoded = {"train": [], "val": []}  # what is being encoded for the shard of each kind
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for kind, texts, end in batches(corpus, manifest, with_training=max_tokens != 0):
-                if is_enough(manifest):
-                    break
-                encoded[kind].append(pool.submit(encode, texts))
-                encoded_bytes += sum(len(text.encode()) for text in texts)
-                if time.monotonic() - reported > 2:
-                    reported = time.monotonic()
-                    print(
-                        f"tokenized {encoded_bytes / 1e6:.0f} MB at "
-                        f"{encoded_bytes / 1e6 / (reported - started):.1f} MB/s: "
-                        f"{len(manifest.train)} training shards of {len(corpus.files)} files",
-                        flush=True,
-                    )
-                if end is None:
-                    continue
-                documents = [document for future in encoded[kind] for document in future.result()]
-                encoded[kind] = []
-                entries = getattr(manifest, kind)
-                name = f"{kind}-{len(entries):05d}.safetensors"
-                write_shard(folder / name, documents, tokenizer.hash)
-                entries.append(Entry(name, len(documents), sum(map(len, documents)), *end))
-                write_manifest(folder, manifest)
-        finally:
-            pool.shutdown(cancel_futures=True)
-    if not is_enough(manifest):
-        manifest.max_tokens = None  # it is the whole corpus
-    manifest.complete = True
-    write_manifest(folder, manifest)
-    if count_tokens(manifest.val) < SMALL_VALIDATION:
-        documents = sum(entry.documents for entry in manifest.val)
-        print0(
-            f"the validation set is small, {documents} document{'s' * (documents != 1)} of "
-            f"{count_tokens(manifest.val):,} tokens: val_bpb on it says little; from {SMALL_VALIDATION:,} "
-            "tokens on it is known to a percent"
-        )
-
-
-def begin_manifest(folder: Path, corpus: Corpus, tokenizer: Tokenizer, max_tokens: int | None) -> Manifest:
-    """The manifest to go on with: it names shards that are there, in order and without a gap."""
-    folder.mkdir(exist_ok=True)
-    before = read_manifest(folder)
-    if before is None:
-        tokenizer.save(folder / "tokenizer")
-    elif before.tokenizer != tokenizer.hash:
-        raise InputError(f"{folder} was written with another tokenizer: {WRITE_AGAIN}")
-    manifest = Manifest(
-        corpus=corpus.name,
-        revision=corpus.revision,
-        piece_bytes=corpus.piece_bytes,
-        tokenizer=tokenizer.hash,
-        vocab_size=tokenizer.vocab_size,
-        bos_id=tokenizer.bos_id,
-        val=[],
-        train=[],
-        complete=False,
-        max_tokens=max_tokens,
-    )
-    if before is not None:
-        for kind in ("val", "train"):
-            there = itertools.takewhile(lambda entry: _exists(folder, entry), getattr(before, kind))
-            getattr(manifest, kind).extend(there)
-    for entry in manifest.val + manifest.train:
-        open_shard(folder, entry, manifest.tokenizer)
-    write_manifest(folder, manifest)
-    return manifest
-
-
-def batches(corpus: Corpus, manifest: Manifest, with_training: bool):
-    """Yield (kind, texts, end) of the documents that are in no shard yet, in their order.
-
-    kind: "train" or "val". end: None, or after the last texts of a shard where in the corpus reading goes on,
-    (file, documents of it that are done). Validation documents beyond the first shard are left out, not
-    trained on.
-    """
-    # How many documents to read past: those of the shards that are there
-    past = {kind: sum(entry.documents for entry in getattr(manifest, kind)) for kind in ("train", "val")}
-    first_file = first_document = 0
-    if corpus.needs_download and manifest.val and manifest.train:
-        # Straight on: no earlier document is needed, neither for validation nor to tell duplicates
-        past = {"train": 0, "val": 0}
-        first_file, first_document = manifest.train[-1].file, manifest.train[-1].done
-    is_wanted = {"train": with_training, "val": not manifest.val}
-    texts = {"train": [], "val": []}
-    batch_bytes, shard_bytes = Counter(), Counter()  # of text, by kind
-    seen = set()
-    for number in range(first_file, len(corpus.files)):
-        for document, text in enumerate(corpus.read(number, seen), start=1):
-            if number == first_file and document <= first_document:
-                continue
-            kind = "val" if is_validation(text) else "train"
-            if past[kind] > 0:
-                past[kind] -= 1
-                continue
-            if not is_wanted[kind]:
-                continue
-            size = len(text.encode())
-            texts[kind].append(text)
-            batch_bytes[kind] += size
-            shard_bytes[kind] += size
-            is_full = shard_bytes[kind] >= SHARD_BYTES
-            if is_full or batch_bytes[kind] >= BATCH_BYTES:
-                yield kind, texts[kind], (number, document) if is_full else None
-                texts[kind] = []
-                batch_bytes[kind] = 0
-            if is_full:
-                shard_bytes[kind] = 0
-                is_wanted["val"] &= kind == "train"
-    for kind in ("train", "val"):
-        if shard_bytes[kind]:
-            yield kind, texts[kind], (len(corpus.files), 0)
-
-
-def is_enough(manifest: Manifest) -> bool:
-    """Whether there are as many training tokens as were asked for; never if the whole corpus is."""
-    if manifest.max_tokens is None or not manifest.val:
-        return False
-    return count_tokens(manifest.train) >= manifest.max_tokens

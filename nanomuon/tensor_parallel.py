@@ -20,13 +20,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nanomuon.optim import World
 from nanomuon.param_groups import split_rows
 
 
 def choose_mode(group, shape, dim, world):
-    """The mode that the group asks for, else `distributed` if the cut side is the long one, over which Gram
-    matrices sum. ValueError for a `blockwise` that cannot be.
+    """The mode that the group asks for, else `distributed`, which becomes `duplicated` unless the cut side is
+    the long one, over which Gram matrices sum. ValueError for a `blockwise` that cannot be.
     """
     m, n = shape
     rows, fused_rows = [m], False
@@ -54,7 +53,7 @@ class Pieces:
     shape: (m, n) of the whole matrices. A rank's lines are those of `World.share`.
     """
 
-    world: World
+    world: object  # optim.World
     dim: int
     shape: tuple
 
@@ -77,7 +76,7 @@ class Pieces:
         length = self.shape[self.dim - 1]
         if whole.size(self.dim) != length:
             return whole
-        lo, hi = self.world.share(length)
+        lo, hi = self.world.share(length, self.world.rank)
         return whole.narrow(self.dim, lo, hi - lo)
 
 
@@ -88,7 +87,7 @@ class Duplicated:
 
     def __init__(self, whole, pieces):
         self.whole, self.pieces = whole, pieces
-        self.shape, self.state, self.flops, self.scale = whole.shape, whole.state, whole.flops, whole.scale
+        self.shape, self.state, self.cost, self.scale = whole.shape, whole.state, whole.cost, whole.scale
         if isinstance(self.scale, torch.Tensor):  # (m, 1), one for each row
             self.scale = pieces.mine(self.scale[None])[0]
 

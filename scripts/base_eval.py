@@ -7,12 +7,11 @@ python -m scripts.base_eval --run base --eval core,bpb,sample --core-bundle FOLD
 torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run base --eval core
 """
 
-import argparse
 from pathlib import Path
 
 import torch
 
-from nanomuon import core, core_bundle, shards
+from nanomuon import core, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import validation_batches
 from nanomuon.evaluate import bits_per_byte
@@ -23,58 +22,19 @@ from nanomuon.hf_export import load_run
 from nanomuon.run import NO_PROMPTS, PROMPTS
 from nanomuon.runtime import InputError, Runtime, first_rank_first, print0, run_command, start
 from nanomuon.tokenizer import Tokenizer
-from scripts.arguments import (
-    ArgumentParser,
-    add_checkpoint_argument,
-    add_dtype_argument,
-    add_run_argument,
-    count,
-)
+from scripts.arguments import ArgumentParser, add_checkpoint_argument, add_run_argument, count
 
 EVALUATIONS = ("bpb", "core", "sample")
+ROWS = 16  # of a batch
 
 
-def evaluate_bpb(
-    args: argparse.Namespace,
-    runtime: Runtime,
-    model: GPT,
-    tokenizer: Tokenizer,
-    corpus: str,
-    facts: dict,
-) -> None:
+def evaluate_bpb(runtime: Runtime, model: GPT, tokenizer: Tokenizer, corpus: str, facts: dict) -> None:
     folder = first_rank_first(lambda: validation_folder(corpus, tokenizer, facts), runtime)
     batches = validation_batches(
-        folder, model.config.seq_len, args.device_batch_size, runtime.rank, runtime.world_size, runtime.device
+        folder, model.config.seq_len, ROWS, runtime.rank, runtime.world_size, runtime.device
     )
     value = bits_per_byte(model, batches, torch.from_numpy(tokenizer.token_bytes).to(runtime.device))
     print0(f"val_bpb: {value:.4f}")
-
-
-def evaluate_core(
-    args: argparse.Namespace,
-    runtime: Runtime,
-    model: GPT,
-    tokenizer: Tokenizer,
-    tasks: list[core_bundle.Task],
-    facts: dict,
-) -> None:
-    results = core.evaluate(
-        model,
-        tokenizer,
-        tasks,
-        args.core_items,
-        args.device_batch_size * model.config.seq_len,
-        runtime.rank,
-        runtime.world_size,
-    )
-    if runtime.rank == 0:
-        file = find_run(args.run) / "core.json"
-        try:
-            write_json(file, {**results, "step": facts["step"], "most_items": args.core_items})
-        except OSError as error:  # a run of somebody else's
-            print0(f"results are not kept, {file} cannot be written: {error.strerror}")
-        else:
-            print0(f"results: {file}")
 
 
 def validation_folder(corpus_name: str, tokenizer: Tokenizer, facts: dict) -> Path:
@@ -106,32 +66,35 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--core-bundle",
-        default=core_bundle.PUBLIC_BUNDLE,
+        default=core.PUBLIC_BUNDLE,
         help="tasks of CORE: a folder, a zip or its address, fetched once (default: the public bundle, "
         "%(default)s)",
     )
     parser.add_argument("--core-items", type=count, help="items of each task of CORE (default: all)")
-    parser.add_argument(
-        "--device-batch-size", type=count, default=16, help="rows at a time (default: %(default)s)"
-    )
-    add_dtype_argument(parser)
     args = parser.parse_args(argv)
-    wanted = [name.strip() for name in args.eval.split(",")]
-    for name in wanted:
-        if name not in EVALUATIONS:
-            raise InputError(f"--eval {args.eval}: {name!r} is not one of {', '.join(EVALUATIONS)}")
+    wanted = args.eval.split(",")
+    if not set(wanted) <= set(EVALUATIONS):
+        raise InputError(f"--eval {args.eval}: choose of {', '.join(EVALUATIONS)}, with commas between")
 
-    runtime = start(args.dtype)
+    runtime = start()
     model, tokenizer, facts = load_run(args.run, runtime, args.checkpoint)
-    corpus = facts["corpus"] if args.corpus is None else args.corpus
-    print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {facts['step']}\ndtype: {runtime.dtype_name}")
+    corpus = args.corpus or facts["corpus"]
+    print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {facts['step']}")
     tasks = []
     if "core" in wanted:  # before the rest is computed: there may be no such bundle
-        tasks = first_rank_first(lambda: core_bundle.open_bundle(args.core_bundle), runtime)
+        tasks = first_rank_first(lambda: core.open_bundle(args.core_bundle), runtime)
     if "bpb" in wanted:
-        evaluate_bpb(args, runtime, model, tokenizer, corpus, facts)
+        evaluate_bpb(runtime, model, tokenizer, corpus, facts)
     if "core" in wanted:
-        evaluate_core(args, runtime, model, tokenizer, tasks, facts)
+        most_tokens = ROWS * model.config.seq_len
+        results = core.evaluate(
+            model, tokenizer, tasks, args.core_items, most_tokens, runtime.rank, runtime.world_size
+        )
+        if runtime.rank == 0:
+            results |= {"step": facts["step"], "most_items": args.core_items}
+            file = find_run(args.run) / "core.json"
+            write_json(file, results)
+            print0(f"results: {file}")
     if "sample" in wanted and runtime.rank == 0:
         for text in sample_texts(model, tokenizer, PROMPTS.get(corpus, NO_PROMPTS), max_tokens=128):
             print0(f"--- sample\n{text}")

@@ -22,7 +22,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from nanomuon import core_bundle, fp8, parallel, shards
+from nanomuon import core, fp8, parallel, shards
 from nanomuon.attention import use_flash_attention
 from nanomuon.corpus import check_corpus
 from nanomuon.files import folder_of, locked
@@ -399,7 +399,7 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--core-bundle",
-        type=core_bundle.from_anywhere,
+        type=core.from_anywhere,
         help="tasks of CORE: a folder, a zip or its address, fetched once; evaluated at the end of the run "
         "(default: none, or with --core-every the public bundle)",
     )

@@ -10,8 +10,8 @@ starts with the first shards and waits for the next ones (nice -n 10 in front le
 
 from nanomuon import shards
 from nanomuon.corpus import open_corpus
-from nanomuon.runtime import cores, print0, run_command
-from scripts.arguments import ArgumentParser, count, number, vocabulary
+from nanomuon.runtime import print0, run_command
+from scripts.arguments import ArgumentParser, number, vocabulary
 
 
 def main(argv=None):
@@ -29,18 +29,17 @@ def main(argv=None):
     )
     add(
         "--text-field",
-        help="field of the records that holds the text, a.b for b inside of a (default: text); remembered",
+        help="field of the records that holds the text (default: text); it is remembered",
     )
     add(
         "--max-tokens",
         type=number(int, 0, 1 << 60),
         help="stop after so many training tokens (default: the whole corpus)",
     )
-    add("--workers", type=count, default=cores(), help="threads that tokenize (default: %(default)s)")
     args = parser.parse_args(argv)
 
     corpus = open_corpus(args.corpus, args.text_field)
-    folder = shards.prepare(corpus, args.vocab_size, args.workers, max_tokens=args.max_tokens)
+    folder = shards.prepare(corpus, args.vocab_size, max_tokens=args.max_tokens)
     manifest = shards.read_manifest(folder)
     for kind, entries in (("train", manifest.train), ("val", manifest.val)):
         documents = sum(entry.documents for entry in entries)

@@ -102,7 +102,7 @@ def products(optimizer, device):
         optimizer.plan()
         banks = [work for work in optimizer.works if isinstance(work, Bank)]
     for bank in banks:
-        k, (short, long) = bank.batches[0][1], sorted(bank.shape)
+        k, (short, long) = bank.batches[0].stop, sorted(bank.shape)
         steps = len(triples(bank.group["coefficients"], bank.group["ns_steps"]))
         gram, dtype = newton_schulz_form(short, long, steps, device, optimizer.ns_dtype)
         X, Y = (torch.randn(k, short, long, device=device, dtype=dtype) / long for _ in range(2))

@@ -1,29 +1,25 @@
-"""What a run would take on many GPUs: memory by kind, communication, Newton-Schulz work, and what fits.
+"""What a run would take on many GPUs: memory by kind, and what fits.
 
     python -m scripts.plan --depth 24 --gpus 8
     python -m scripts.plan --depth 64 --gpus 512 --shard fsdp --tensor-parallel 8 --gpu-memory 141
 
 Everything is computed from shapes (nanomuon/footprint.py), here and now: no GPU, no data, no weights. Rows of
-a micro-step are the largest power of two that fits; length and batch of the run follow from the depth, as in
-base_train. `communicated` is what a GPU sends in an optimizer step, `Newton-Schulz` what it multiplies for
-Muon; the GPU that has most of it counts. `deepest` is the deepest model that fits on as many GPUs, with one
-row on each.
+a micro-step are the largest power of two that fits. `deepest` is the deepest model that fits on as many GPUs,
+with one row on each.
 """
 
 import bisect
 
-import torch
-
 from nanomuon import footprint, parallel
 from nanomuon.gpt import GPTConfig
-from nanomuon.plan import meta_model, total_batch_size
+from nanomuon.plan import meta_model
 from nanomuon.runtime import run_command
 from scripts.arguments import ArgumentParser, layers, number, processes
 from scripts.laboratory.report import columns
 
 MEMORY = ("weights", "gradients", "state", "activations", "buffers")
 HEADROOM = 0.9  # of the memory; the rest is for the allocator, the libraries and what is not foreseen
-CONTEXT, VOCABULARY, DATA_RATIO = 2048, 32768, 10.5  # base_train's on GPUs
+CONTEXT, VOCABULARY = 2048, 32768  # base_train's on GPUs
 DEPTHS = range(2, 257, 2)
 MOST_ROWS = 64
 
@@ -44,18 +40,16 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     config = model(args.depth)
     parallel.data_parallel_size(args.gpus, args.tensor_parallel, config)
-    counts = meta_model(config).parameter_counts()
-    tokens = int(DATA_RATIO * (counts["matrices"] + counts["lm_head"]))
+    total = meta_model(config).parameter_counts()["total"]
     print(
         f"depth {args.depth}, width {config.width}, {config.heads} heads, context {CONTEXT}, vocabulary "
-        f"{VOCABULARY}: {counts['total'] / 1e6:,.1f}M parameters, {tokens:.3g} tokens\n"
+        f"{VOCABULARY}: {total / 1e6:,.1f}M parameters\n"
         f"{args.gpus} GPUs of {args.gpu_memory:g} GiB, bf16, {args.tensor_parallel} to a matrix\n"
     )
-    table = [["GiB on a GPU", "rows", *MEMORY, "together", "fits", "communicated GB", "Newton-Schulz TFLOP"]]
-    table[0].append("deepest")
+    table = [["GiB on a GPU", "rows", *MEMORY, "together", "fits", "deepest"]]
     for shard in [args.shard] if args.shard else ["none", "fsdp"]:
-        layout = footprint.Layout(args.gpus, shard == "fsdp", args.tensor_parallel, ns_dtype=torch.bfloat16)
-        table.append(describe(config, layout, tokens, args.gpu_memory * 2**30 * HEADROOM))
+        layout = footprint.Layout(args.gpus, shard == "fsdp", args.tensor_parallel)
+        table.append(describe(config, layout, args.gpu_memory * 2**30 * HEADROOM))
     print(columns(table))
 
 
@@ -63,16 +57,13 @@ def model(depth: int) -> GPTConfig:
     return GPTConfig.from_depth(depth, VOCABULARY, CONTEXT)
 
 
-def describe(config: GPTConfig, layout: footprint.Layout, tokens: int, available: float) -> list[str]:
+def describe(config: GPTConfig, layout: footprint.Layout, available: float) -> list[str]:
     """A row of the table. available: bytes."""
     rows = MOST_ROWS
     memory = footprint.memory_by_kind(config, layout, rows, 2)
     while sum(memory.values()) > available and rows > 1:
         rows //= 2
         memory = footprint.memory_by_kind(config, layout, rows, 2)
-    micro_batch = rows * CONTEXT * layout.data_parallel
-    micro_steps = total_batch_size(tokens, micro_batch) // micro_batch
-    traffic = footprint.traffic(config, layout, rows, micro_steps, 2)
     together = sum(memory.values())
     return [
         "FSDP2" if layout.fsdp else "replicated (ZeRO-2)",
@@ -80,8 +71,6 @@ def describe(config: GPTConfig, layout: footprint.Layout, tokens: int, available
         *(f"{memory[kind] / 2**30:.2f}" for kind in MEMORY),
         f"{together / 2**30:.1f}",
         "yes" if together <= available else "no",
-        f"{traffic['communicated'] / 1e9:.2f}",
-        f"{traffic['newton_schulz'] / 1e12:.2f}",
         deepest(layout, available),
     ]
 
@@ -90,7 +79,7 @@ def deepest(layout: footprint.Layout, available: float) -> int:
     """The deepest of DEPTHS that fits with one row, 0 if none does."""
 
     def is_too_large(depth):
-        memory = footprint.memory_by_kind(model(depth), layout, 1, 2, roughly=True)
+        memory = footprint.memory_by_kind(model(depth), layout, 1, 2)
         return sum(memory.values()) > available
 
     depths = [depth for depth in DEPTHS if model(depth).kv_heads % layout.tensor_parallel == 0]

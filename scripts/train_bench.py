@@ -18,7 +18,7 @@ import torch
 
 from nanomuon import fp8, parallel, recipe, report, shards
 from nanomuon.attention import use_flash_attention
-from nanomuon.corpus import check_corpus
+from nanomuon.corpus import check_corpus, open_corpus
 from nanomuon.dataloader import TrainLoader
 from nanomuon.files import write_json
 from nanomuon.plan import make_plan, peak_flops
@@ -85,7 +85,8 @@ def step_table(args, runtime):
     build = recipe.param_groups
     if args.optimizer_file:
         build, _ = recipe.load_recipe(args.optimizer_file)
-    data = shards.prepare_for_training(args.corpus, args.vocab_size, tokens=10**8)  # more than it reads
+    corpus = open_corpus(args.corpus)
+    data = shards.prepare_for_training(corpus, args.vocab_size, 10**8)  # more than it reads
     plan = make_plan(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime)
     config = plan.config
     use_flash_attention(device)

@@ -1,7 +1,11 @@
-"""The update rules in float64, written from the formulas and sharing nothing with the code under test."""
+"""The update rules in float64, written from the formulas and sharing nothing with the code under test; and
+models and gradients for the optimizers and the rules to train on.
+"""
 
 import torch
 
+MUON = dict(kind="muon", lr=0.02, momentum=0.95, ns_steps=5, beta2=0.9, weight_decay=0.1)
+ADAMW = dict(kind="adamw", lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
 POLAR_EXPRESS = [
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -9,56 +13,190 @@ POLAR_EXPRESS = [
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 ]
+LIMIT = (1.875, -1.25, 0.375)  # of polar_express
+SIMPLE = (3.4445, -4.7750, 2.0315)
+SCALES = {
+    "shape": lambda m, n: max(1, m / n) ** 0.5,
+    "match_rms_adamw": lambda m, n: 0.2 * max(m, n) ** 0.5,
+    "spectral": lambda m, n: max(m, n) ** 0.5,
+    "unit_rms_norm": lambda m, n: (m / n) ** 0.5,
+}
+
+
+OPTIONS = dict(nesterov=True, weight_decay_form="cautious", scale="shape", coefficients="polar_express")
+OPTIONS |= dict(row_equilibrate=False, renormalize=False, direction=None)
 
 
 class ReferenceMuon:
-    """Muon on one 2-D matrix in float64, the default form or the options given."""
+    """Muon on one (m, n) matrix in float64. group: a param group."""
 
-    def __init__(
-        self,
-        param,
-        lr,
-        momentum=0.95,
-        beta2=0.95,
-        weight_decay=0.0,
-        nesterov=True,
-        decay="cautious",
-        scale=lambda m, n: max(1, m / n) ** 0.5,
-        row_equilibrate=False,
-        renormalize=False,
-        triples=None,
-    ):
-        self.P = param.detach().double().clone()
-        self.M, self.V = torch.zeros_like(self.P), None
-        self.lr, self.momentum, self.beta2, self.weight_decay = lr, momentum, beta2, weight_decay
-        self.nesterov, self.decay, self.scale, self.triples = nesterov, decay, scale, triples
-        self.row_equilibrate, self.renormalize = row_equilibrate, renormalize
+    def __init__(self, param, group):
+        self.P, self.group = param.detach().double().clone(), {**OPTIONS, **group}
+        m, n = self.P.shape
+        self.M, self.V, self.kept = torch.zeros_like(self.P), None, {}
+        direction, coefficients, scale = (self.group[key] for key in ("direction", "coefficients", "scale"))
+        if self.group["beta2"] is not None and direction is None:
+            self.V = torch.zeros((m, 1) if m >= n else (1, n), dtype=torch.float64)
+        if hasattr(direction, "state"):
+            for name, shape in direction.state(m, n).items():
+                self.kept[name] = torch.zeros(1, *shape, dtype=torch.float64)
+        named = {"polar_express": [*POLAR_EXPRESS, *[LIMIT] * 9], "simple": [SIMPLE] * 5}
+        self.triples = named.get(coefficients, coefficients)[: self.group["ns_steps"]]
+        self.scale = SCALES.get(scale, scale)(m, n)
 
     def step(self, grad):
-        G, mu = grad.double(), self.momentum
-        m, n = G.shape
+        G, mu, wd = grad.double(), self.group["momentum"], self.group["weight_decay"]
         self.M = mu * self.M + (1 - mu) * G
-        U = (1 - mu) * G + mu * self.M if self.nesterov else self.M
-        if self.row_equilibrate:
+        U = (1 - mu) * G + mu * self.M if self.group["nesterov"] else self.M
+        if self.group["direction"] is None:
+            X = self.variance_reduced(self.polar_factor(U))
+        else:
+            one = torch.ones(1, 1, 1, dtype=torch.float64)
+            X, gain = self.group["direction"](U[None], self.kept, one, one * (1 - self.group["beta2"]))
+            X = (X * gain)[0]
+        lr = self.group["lr"] * self.scale
+        if self.group["weight_decay_form"] == "cautious":
+            self.P = self.P - lr * X - lr * wd * self.P * (X * self.P >= 0)
+        else:
+            self.P = self.P * (1 - self.group["lr"] * wd) - lr * X
+
+    def polar_factor(self, U):
+        if self.group["row_equilibrate"]:
             norms = torch.stack([row.norm() for row in U])
             U = torch.stack([row * norms.mean() / norm for row, norm in zip(U, norms, strict=True)])
         norm = (U**2).sum().sqrt()
-        X = U / max(norm, 1e-7) if self.triples else U / (1.02 * norm + 1e-6)
-        for a, b, c in self.triples or POLAR_EXPRESS:
+        is_polar_express = self.group["coefficients"] == "polar_express"
+        X = U / (1.02 * norm + 1e-6) if is_polar_express else U / max(norm, 1e-7)
+        for a, b, c in self.triples:
             A = X @ X.T
             X = a * X + b * A @ X + c * A @ A @ X
-        if self.renormalize:
-            X = X * min(m, n) ** 0.5 / (X**2).sum().sqrt()
-        if self.beta2 is not None:
-            v = (X**2).mean(dim=1, keepdim=True) if m >= n else (X**2).mean(dim=0, keepdim=True)
-            self.V = (1 - self.beta2) * v + self.beta2 * (0 if self.V is None else self.V)
-            scaled = X / self.V.clamp(min=1e-10).sqrt()
-            X = scaled * (X**2).sum().sqrt() / (scaled**2).sum().sqrt().clamp(min=1e-10)
-        lr = self.lr * self.scale(m, n)
-        if self.decay == "cautious":
-            self.P = self.P - lr * X - lr * self.weight_decay * self.P * (X * self.P >= 0)
+        if self.group["renormalize"]:
+            X = X * min(X.shape) ** 0.5 / (X**2).sum().sqrt()
+        return X
+
+    def variance_reduced(self, X):
+        if self.V is None:
+            return X
+        m, n = X.shape
+        v = (X**2).mean(dim=1, keepdim=True) if m >= n else (X**2).mean(dim=0, keepdim=True)
+        self.V = (1 - self.group["beta2"]) * v + self.group["beta2"] * self.V
+        scaled = X / self.V.clamp(min=1e-10).sqrt()
+        return scaled * (X**2).sum().sqrt() / (scaled**2).sum().sqrt().clamp(min=1e-10)
+
+
+class Reference:
+    """One parameter of any kind and shape: PyTorch's AdamW in float64, or ReferenceMuon on each matrix.
+
+    parts: of every matrix, what is a matrix by itself; by default all of it.
+    """
+
+    def __init__(self, param, group, parts):
+        self.param, self.parts = param.detach().double().clone(), parts
+        self.adamw, self.matrices = None, []
+        if group["kind"] == "adamw":
+            numbers = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+            self.adamw = torch.optim.AdamW([self.param], **numbers)
         else:
-            self.P = self.P * (1 - self.lr * self.weight_decay) - lr * X
+            self.matrices = [ReferenceMuon(part, group) for part in self.parts_of(self.param)]
+
+    def parts_of(self, tensor):
+        matrices = tensor.unbind() if tensor.ndim == 3 else [tensor.flatten(1)]
+        return [matrix[part] for matrix in matrices for part in self.parts]
+
+    def step(self, grad):
+        if self.adamw:
+            self.param.grad = grad
+            self.adamw.step()
+        for matrix, part in zip(self.matrices, self.parts_of(grad) if self.matrices else [], strict=True):
+            matrix.step(part)
+
+    def joined(self, parts):
+        """A tensor of the parameter's shape from one of each part."""
+        whole, parts = torch.empty_like(self.param), iter(parts)
+        for matrix in whole.unbind() if whole.ndim == 3 else [whole.flatten(1)]:
+            for part in self.parts:
+                matrix[part] = next(parts)
+        return whole
+
+    def result(self):
+        """(parameter, {name of its state: tensor}); of parts only the momentum."""
+        if self.adamw:
+            state = {"step": torch.zeros(()), "exp_avg": self.param * 0, "exp_avg_sq": self.param * 0}
+            return self.param, {**state, **self.adamw.state[self.param]}
+        state = {"momentum_buffer": self.joined([matrix.M for matrix in self.matrices])}
+        if self.parts == WHOLE:
+            kept = [{**matrix.kept} for matrix in self.matrices]
+            for each, matrix in zip(kept, self.matrices, strict=True):
+                if matrix.V is not None:
+                    each["second_momentum_buffer"] = matrix.V[None]
+            for name in kept[0]:
+                stacked = torch.cat([each[name] for each in kept])
+                state[name] = stacked if self.param.ndim == 3 else stacked[0]
+        return self.joined([matrix.P for matrix in self.matrices]), state
+
+
+WHOLE = (...,)
+
+
+def build(model, dtype=torch.float64, seed=0, **options):
+    """Parameters and groups of a model given as (kind, shape) pairs; every third one in a second group of its
+    kind, and of each kind an empty group. dtype: of all, or one for each in turn.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    params, groups = [], {}
+    for i, (kind, shape) in enumerate(model):
+        values = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.1
+        param = torch.nn.Parameter(values.to(dtypes[i % len(dtypes)]))
+        params.append(param)
+        base = {**MUON, "lr": 0.02 + 0.01 * (i % 3 == 0), **options} if kind == "muon" else ADAMW
+        group = groups.setdefault((kind, i % 3 == 0), dict(base, params=[], names=[]))
+        group["params"].append(param)
+        group["names"].append(f"p{i}")
+    empty = [dict(MUON, params=[], names=[]), dict(ADAMW, params=[], names=[])]
+    return params, [*groups.values(), *empty]
+
+
+def mean_gradient(i, shape, step):
+    """Of parameter i over all ranks, in float64; in one step of five it has none."""
+    if (i + step) % 5 == 4:
+        return None
+    generator = torch.Generator().manual_seed(1000 * i + step)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def local_gradient(i, shape, step, rank, size):
+    """What a rank has, so that the mean is `mean_gradient`; in one step of five the last rank has none."""
+    mean = mean_gradient(i, shape, step)
+    if mean is None or size == 1:
+        return mean
+    if (i + step) % 5 == 3:
+        if rank == size - 1:
+            return None
+        mean, size = mean * size / (size - 1), size - 1
+    generator = torch.Generator().manual_seed(-1000 * i - step - 1)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return mean + noise * (rank - (size - 1) / 2)
+
+
+def expected(model, steps, parts=WHOLE, dtype=torch.float64, **options):
+    """([parameter], {name: {key: tensor}}) after these steps by the formulas. dtype: of the parameters that
+    training starts from.
+    """
+    params, groups = build(model, dtype, **options)
+    numbers = {param: i for i, param in enumerate(params)}
+    trained, state = {}, {}
+    for group in groups:
+        for name, param in zip(group["names"], group["params"], strict=True):
+            reference, i = Reference(param, group, parts), numbers[param]
+            for step in range(steps):
+                grad = mean_gradient(i, param.shape, step)
+                if grad is not None and param.numel():
+                    reference.step(grad)
+            trained[i], of_param = reference.result()
+            if param.numel():  # without elements there is nothing to train
+                state[name] = of_param
+    return [trained[i] for i in range(len(params))], state
 
 
 def distance(actual, expected):

@@ -71,7 +71,7 @@ REFUSED = [  # script, flags, what is said
     ("base_train", "--run {folder}", "--run '{folder}' is not a folder name"),
     ("base_train", "--plan --corpus foo", "unknown corpus 'foo'"),
     ("base_train", "--plan --corpus path:/nope", "corpus path:/nope: no such file"),
-    ("base_train", "--plan --corpus hf:", "corpus hf: names no dataset"),
+    ("base_train", "--plan --corpus hf:", "unknown corpus 'hf:'"),
     ("data_prep", "--vocab-size 0", "argument --vocab-size: must be from 257 to"),
     ("data_prep", "--max-tokens -1", "argument --max-tokens: must be from 0 to"),
     ("optim_bench", "--depth 0", "argument --depth: must be from 1 to"),
@@ -112,7 +112,7 @@ def test_a_flag_that_cannot_be_meant_is_named_before_any_work(script, flags, sai
 
 def test_a_plan_neither_reads_its_corpus_nor_asks_the_hub(main, tmp_path, capsys):
     (tmp_path / "texts").mkdir()  # empty: to read it would be an error
-    for corpus in ("hf:nobody/nothing", "fineweb-edu", f"path:{tmp_path}/texts"):
+    for corpus in ("hf:nobody/nothing", f"path:{tmp_path}/texts"):
         assert main("base_train", f"--plan --depth 1 --corpus {corpus}") == 0
         assert "training   " in capsys.readouterr().out
     assert not (tmp_path / "base").exists()

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from nanomuon import attention, fp8
 from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.moe import grouped_mm
 from nanomuon.optim import DistMuonAdamW, MuonAdamW, adamw_update, muon_direction, muon_momentum, muon_update
 from nanomuon.param_groups import build_param_groups
 from nanomuon.runtime import explain
@@ -60,14 +61,15 @@ def kernel_results(device, dtype):
         grad, M, P = (seeded(3, *shape, seed=i).to(device, dtype) for i in range(3))
         second = torch.zeros(3, *of_second, device=device, dtype=dtype)
         ok = torch.ones(3, 1, 1, device=device, dtype=dtype)
-        U = muon_momentum(grad, M, ok, momentum=0.95 * one, grad_weight=0.05 * one, nesterov=True)
+        numbers = torch.tensor([0.1, 0.1, 0.95, 0.05, 0.05], device=device, dtype=dtype)
+        U = muon_momentum(grad, M, ok, numbers, nesterov=True)
         options = dict(coefficients="polar_express", ns_steps=5, row_equilibrate=False, renormalize=False)
         X, gain = muon_direction(U, second, 0.05 * ok, **options)
-        muon_update(P, X, gain, ok, lr=0.1 * one, weight_decay=0.1 * one, scale=1.0, cautious=True)
+        muon_update(P, X, gain, ok, numbers, scale=1.0, cautious=True)
         results += [M, second, P]
     p, grad, m, v = (seeded(1000, seed=i).abs().to(device, dtype) for i in range(4))
-    rates = dict(step_size=0.01, rescale=1.5, grad_weight=0.1, square_weight=0.05, decay=0.001, eps=1e-8)
-    adamw_update(p, grad, m, v, one, **{name: value * one for name, value in rates.items()})
+    numbers = torch.tensor([0.01, 0.001, 0.1, 0.05, 1e-8], device=device, dtype=dtype)
+    adamw_update(p, grad, m, v, 3 * one, one, numbers)
     return [*results, p, m, v]
 
 
@@ -137,13 +139,29 @@ def test_loss_and_gradients_of_a_model_are_those_of_the_cpu(device):
             assert distance(param.grad.cpu(), other.grad) < 5e-2
 
 
+@pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("window", [None, 16])
-def test_attention_is_the_definition(device, window):
+def test_attention_is_the_definition(device, window, flash):
+    if flash and attention.use_flash_attention(device) is None:
+        pytest.skip("needs a GPU with FlashAttention 3 or 4")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (seeded(2, 64, heads, 64, seed=heads).to(device, dtype) for heads in (4, 2, 2))
-    expected = attention.sdpa(*(x.double().cpu() for x in (q, k, v)), window)
+    expected = attention.attention(*(x.double().cpu() for x in (q, k, v)), window)
     ours = attention.attention(q, k, v, window)
     assert distance(ours.cpu(), expected) < HALF[device.type]
+
+
+def test_the_products_of_experts_are_the_definition(device):
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    load, results = torch.tensor([0, 7, 0, 3]), []
+    for where, used in ((device, dtype), (torch.device("cpu"), torch.float64)):
+        x, w = (seeded(*shape).to(where, used).requires_grad_() for shape in ((10, 16), (4, 8, 16)))
+        output = grouped_mm(x, w, load.to(where))
+        gradients = torch.autograd.grad((output * seeded(10, 8).to(where, used)).sum(), (x, w))
+        results.append([output.detach().cpu(), *(gradient.cpu() for gradient in gradients)])
+    for ours, expected in zip(*results, strict=True):
+        assert distance(ours, expected) < HALF[device.type]
+    assert not results[0][2][[0, 2]].any()  # of experts without a token
 
 
 def test_fp8_is_bf16_but_for_its_rounding(gpu):

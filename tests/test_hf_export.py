@@ -14,7 +14,7 @@ import torch
 
 from nanomuon import hf_export
 from nanomuon.files import write_json
-from nanomuon.generate import generate
+from nanomuon.generate import sample_texts
 from nanomuon.runtime import InputError, Runtime
 from nanomuon.tokenizer import BOS, Tokenizer
 from scripts import export
@@ -24,6 +24,7 @@ from tests.texts import random_texts
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
+CPU = Runtime(torch.device("cpu"), torch.float32)
 ROOT = Path(__file__).parent.parent
 TOKENIZER = Tokenizer.train([*random_texts(200), "".join(f"{' ' * i}x\n" for i in range(40))], 320)
 SHAPES = {
@@ -57,7 +58,7 @@ def write_run(run_dir, **shape):
     run_dir.mkdir(parents=True)
     facts = {"step": 40, "val_bpb": 1.5, "corpus": "path:/home/someone/texts", "tokens": 123456}
     trained_on = {"corpus": facts["corpus"], "revision": "1", "tokenizer": TOKENIZER.hash}
-    nothing = dict(options={}, compile=False, rows=1, layout="", trained_with={})
+    nothing = dict(options={}, compile=False, rows=1, world_size=1, trained_with={})
     write_json(run_dir / "settings.json", {**nothing, "trained_on": trained_on})
     write_json(run_dir / "summary.json", {"steps": 40, "val_bpb": 1.5, "tokens": 123456})
     hf_export.export(run_dir, model, model.config, TOKENIZER, facts)
@@ -89,35 +90,20 @@ def test_logits_are_ours_whole_and_in_parts(exported, shape):
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=1e-5)
 
 
+TEXTS = ["def return import self", "x", "for in the value of"]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_greedy_generation_is_ours_with_and_without_cache(exported, shape):
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_greedy_text_is_ours_with_and_without_a_cache_and_behind_padding(exported, shape, use_cache):
+    """The short windows and the convolution would see the padding on the left, if they were not told."""
     ours, folder = exported[shape]
-    theirs = load(folder)
-    prompt = [TOKENIZER.bos_id, *TOKENIZER.encode("def x")]
-    expected = prompt + list(generate(ours, prompt, 20, temperature=0, stop=TOKENIZER.bos_id))
-    for use_cache in (True, False):
-        out = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, use_cache=use_cache)
-        assert out[0].tolist()[: len(expected)] == expected
-        assert out[0].tolist()[len(expected) :] in ([], [TOKENIZER.bos_id])
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@torch.no_grad()
-def test_padding_on_the_left_changes_nothing(exported, shape):
-    """The short windows and the convolution would see it, if they were not told."""
-    _, folder = exported[shape]
     model, tokenizer = load(folder), load_tokenizer(folder)
-    texts = ["def return import self", "x", "for in the value of"]
-    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
     assert not batch["attention_mask"][1, 0] and batch["attention_mask"][:, -1].all()
-    whole = model(**batch).logits
-    together = model.generate(**batch, max_new_tokens=12, do_sample=False)
-    for row, text in enumerate(texts):
-        alone = tokenizer(text, return_tensors="pt")
-        length = alone["input_ids"].size(1)
-        torch.testing.assert_close(whole[row, -length:], model(**alone).logits[0], rtol=0, atol=1e-5)
-        expected = model.generate(**alone, max_new_tokens=12, do_sample=False)[0, length:].tolist()
-        assert together[row, batch["input_ids"].size(1) :].tolist()[: len(expected)] == expected
+    found = model.generate(**batch, max_new_tokens=20, do_sample=False, use_cache=use_cache)
+    expected = sample_texts(ours, TOKENIZER, TEXTS, 20, temperature=0)
+    assert tokenizer.batch_decode(found, skip_special_tokens=True) == expected
 
 
 def test_beams_keep_their_cache(exported):
@@ -133,9 +119,8 @@ def test_beams_keep_their_cache(exported):
 
 
 def strings():
-    """2,000 of them: code, many scripts, emoji, what looks like special tokens, long runs."""
+    """500 of them: many scripts, emoji, control characters, what looks like special tokens, long runs."""
     rng = random.Random(0)
-    code = Path(hf_export.__file__).read_text().splitlines(keepends=True)
     alphabets = [
         "aeiou ÄÖÜßéñøĳǅſK'",
         "абвгдеё ",
@@ -151,25 +136,19 @@ def strings():
         "½²③Ⅷ 12345",
         "\u00a0\u2028\u2029\u200b\u3000\x85\ufeff\t x",
         "'s't'LL'Ve'ſ' a",
+        "".join(map(chr, range(32))) + "\x7f\x9b ",
         '<|bos|>[]{}()=_#"',
     ]
     found = [BOS, f"a{BOS}{BOS} b", "<|endoftext|>", "<s>[INST]", f" {BOS}\n", "", "\0"]
     for unit in (" ", "\n", "\r\n", "\t", "1", "9 ", "a", "^", "é", "😀", "  x", " \n"):
         found += [unit * count for count in (1, 2, 3, 7, 100, 3000)]
-    while len(found) < 2000:
-        kind = rng.randrange(3)
-        if kind == 0:
-            start = rng.randrange(len(code))
-            text = "".join(code[start : start + rng.randint(1, 8)])
-        elif kind == 1:
-            text = "".join(rng.choices(rng.choice(alphabets), k=rng.randint(1, 60)))
-        else:
-            text = "".join(rng.choice(rng.choice(alphabets)) for _ in range(rng.randint(1, 60)))
-        found.append(text)
+    while len(found) < 500:
+        alphabet = rng.choice([*alphabets, "".join(alphabets)])
+        found.append("".join(rng.choices(alphabet, k=rng.randint(1, 60))))
     return found
 
 
-def test_token_ids_of_2000_strings_are_ours(exported, tmp_path):
+def test_token_ids_of_500_strings_are_ours(exported, tmp_path):
     _, folder = exported["plain"]
     bare = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     loaded = load_tokenizer(folder)
@@ -182,25 +161,19 @@ def test_token_ids_of_2000_strings_are_ours(exported, tmp_path):
     assert [encoding.ids for encoding in found] == expected
     assert loaded(texts, add_special_tokens=False)["input_ids"] == expected
     assert again(texts)["input_ids"] == [[TOKENIZER.bos_id, *ids] for ids in expected]
+    pair = again("a", "b")["input_ids"]
+    assert pair == [TOKENIZER.bos_id, *TOKENIZER.encode("a"), TOKENIZER.bos_id, *TOKENIZER.encode("b")]
     assert loaded.batch_decode(expected) == texts
     assert loaded.decode([TOKENIZER.bos_id, *TOKENIZER.encode("x")], skip_special_tokens=True) == "x"
-
-
-def test_bytes_that_are_no_text_decode_as_here(exported):
-    loaded = load_tokenizer(exported["plain"][1])
     rng = random.Random(1)
-    for _ in range(50):
+    for _ in range(50):  # bytes that are no text, too
         ids = rng.choices(range(TOKENIZER.vocab_size), k=20)
         assert loaded.decode(ids) == TOKENIZER.decode(ids)
 
 
-@pytest.mark.filterwarnings("ignore:.*activation_checkpointing.*:FutureWarning")  # the new name of late 5.x
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_trainer_takes_a_step_that_is_saved_and_loaded(exported, tmp_path, checkpointing):
+def test_the_trainer_takes_a_step_that_is_saved_and_loaded(exported, tmp_path):
     ours, folder = exported["windows and groups"]
     model = load(folder)
-    if checkpointing:
-        model.gradient_checkpointing_enable()
     rows = torch.randint(TOKENIZER.vocab_size - 1, (4, 16))
     labels = rows.clone()
     labels[:, :3] = -100
@@ -218,26 +191,15 @@ def test_the_trainer_takes_a_step_that_is_saved_and_loaded(exported, tmp_path, c
         disable_tqdm=True,
     )
     data = [dict(input_ids=row, labels=label) for row, label in zip(rows, labels, strict=True)]
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     trainer = transformers.Trainer(model=model, args=settings, train_dataset=data)
     result = trainer.train()
     assert result.training_loss == pytest.approx(expected.item(), abs=1e-4)
-    for name, parameter in model.named_parameters():
-        assert not torch.equal(parameter, before[name]), f"{name} was not trained"
-
+    for name, weight in model.state_dict().items():
+        assert not torch.equal(weight, ours.state_dict()[name]), f"{name} was not trained"
     trainer.save_model(tmp_path / "tuned")
     tuned = load(tmp_path / "tuned").eval()
     with torch.no_grad():
         assert torch.equal(tuned(rows).logits, model.eval()(rows).logits)
-
-
-def test_a_pipeline_continues_text(exported):
-    ours, folder = exported["plain"]
-    pipeline = transformers.pipeline("text-generation", str(folder), trust_remote_code=True, device="cpu")
-    [answer] = pipeline("def x", max_new_tokens=6, do_sample=False)
-    prompt = [TOKENIZER.bos_id, *TOKENIZER.encode("def x")]
-    expected = generate(ours, prompt, 6, temperature=0, stop=TOKENIZER.bos_id)
-    assert answer["generated_text"] == "def x" + TOKENIZER.decode(list(expected))
 
 
 def test_an_export_in_bfloat16_is_the_same_model_rounded(exported, tmp_path, monkeypatch):
@@ -252,12 +214,16 @@ def test_an_export_in_bfloat16_is_the_same_model_rounded(exported, tmp_path, mon
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_loaded_here_is_what_was_trained(exported, shape):
+def test_what_is_loaded_here_is_what_was_trained(exported, shape, tmp_path):
     ours, folder = exported[shape]
-    model, tokenizer, facts = hf_export.load_run(str(folder), Runtime(torch.device("cpu"), torch.float32))
-    assert model.config == ours.config and tokenizer.hash == TOKENIZER.hash and facts["step"] == 40
-    for (name, a), (_, b) in zip(ours.state_dict().items(), model.state_dict().items(), strict=True):
-        assert torch.equal(a, b), name
+    model, tokenizer, facts = hf_export.load_run(str(folder), CPU)
+    assert model.config == ours.config and tokenizer.hash == TOKENIZER.hash
+    assert facts["step"] == 40 and facts["val_bpb"] == 1.5 and facts["revision"] == "1"
+    for name in ("config.json", "model.safetensors"):  # a model needs no more
+        shutil.copy(folder / name, tmp_path / name)
+    alone = hf_export.load_model(tmp_path, CPU).state_dict()
+    for name, weight in ours.state_dict().items():
+        assert torch.equal(weight, alone[name]) and torch.equal(weight, model.state_dict()[name]), name
 
 
 WITHOUT_EITHER = """
@@ -277,18 +243,19 @@ def test_the_command_needs_neither_library(exported, tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert result.returncode == 0, result.stderr
     assert f"export: {tmp_path}/new (float32)" in result.stdout
-    for file in (tmp_path / "new").iterdir():
-        assert file.read_bytes() == (folder / file.name).read_bytes()
-    assert not list(tmp_path.glob(".*"))
+    for file in (tmp_path / "new").iterdir():  # the card has the name of its folder
+        assert file.read_bytes().replace(b"# new", b"# plain") == (folder / file.name).read_bytes()
 
 
 def test_the_card_says_what_is_known_and_nothing_of_the_machine(exported):
-    _, folder = exported["experts"]
+    ours, folder = exported["experts"]
     card = (folder / "README.md").read_text()
-    for words in ("# experts", "1.5", "123456", "`texts`", "4, of which a token visits 2", "MIT"):
+    for words in ("# experts", "| 1.5 |", "123456", "`texts`", "| steps | 40 |", "float32", "MIT"):
         assert words in card
     assert "/home" not in card and "trust_remote_code=True" in card
     assert card.startswith("---\nlibrary_name: transformers\n")
+    parameters = sum(parameter.numel() for parameter in ours.parameters())
+    assert f"of {parameters:,} parameters" in card
 
 
 def test_what_cannot_be_exported_is_said_in_one_line(exported, tmp_path, monkeypatch):
@@ -296,6 +263,8 @@ def test_what_cannot_be_exported_is_said_in_one_line(exported, tmp_path, monkeyp
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(folder.parent.parent))
     with pytest.raises(InputError, match="holds no finished model"):
         export.main(["--run", "nothing", "--to", str(tmp_path / "new")])
+    with pytest.raises(InputError, match="has no checkpoint last; it has none"):
+        export.main(["--run", "plain", "--to", str(tmp_path / "new"), "--checkpoint", "last"])
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     with pytest.raises(InputError, match="not an empty folder"):
@@ -317,9 +286,7 @@ GARBAGE = [
     ("heads", 0),
     ("kv_heads", None),
     ("window_pattern", "SX"),
-    ("short_window", float("nan")),
     ("qk_norm", 1),
-    ("key_offset", "yes"),
     ("value_embed_every", 0),
     ("experts", -1),
     ("experts_per_token", []),
@@ -329,12 +296,14 @@ GARBAGE = [
 @pytest.mark.parametrize("key,value", GARBAGE)
 def test_garbage_in_a_field_of_the_config_is_one_line(exported, tmp_path, key, value):
     _, folder = exported["experts"]
-    shutil.copytree(folder, tmp_path / "run")
+    shutil.copy(folder / "model.safetensors", tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    write_json(tmp_path / "run" / "config.json", {**config, key: value})
+    write_json(tmp_path / "config.json", {**config, key: value})
     with pytest.raises(InputError) as caught:
-        hf_export.load_run(str(tmp_path / "run"), Runtime(torch.device("cpu"), torch.float32))
-    assert str(tmp_path / "run") in str(caught.value) and "\n" not in str(caught.value)
+        hf_export.load_model(tmp_path, CPU)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+    if isinstance(value, int) and value > 1:  # what could cost memory is refused before it is built
+        assert key in str(caught.value) or "does not fit" in str(caught.value)
 
 
 TASK = """

@@ -1,4 +1,6 @@
-"""Routing by name and shape, on our own model's naming, a Llama-style one, wrappers and experts."""
+"""Which parameters Muon trains, and why: our own model, those of other libraries, names, modules, shapes."""
+
+import re
 
 import pytest
 import torch
@@ -11,6 +13,15 @@ from nanomuon.param_groups import build_param_groups, clean_name, matches, routi
 
 MUON = dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.0)
 ADAMW = dict(lr=1e-3, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
+
+
+class Named(nn.Module):
+    """A module with these children, in this order."""
+
+    def __init__(self, **children):
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
 
 
 def tree(shapes):
@@ -27,10 +38,115 @@ def tree(shapes):
     return root
 
 
+def stack():
+    return nn.ModuleList([nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)) for _ in range(2)])
+
+
+BLOCKS = ["blocks.0.0.weight", "blocks.0.2.weight", "blocks.1.0.weight", "blocks.1.2.weight"]
+
+
 def kinds(model, **options):
     groups = build_param_groups(model, muon=MUON, adamw=ADAMW, **options)
     MuonAdamW(groups)  # what is built is what the optimizer takes
     return {name: group["kind"] for group in groups for name in group["names"]}
+
+
+def muon_names(model, **options):
+    return [name for name, kind in kinds(model, **options).items() if kind == "muon"]
+
+
+def rows_of(model, **options):
+    """{name: (shape, kind, why)} of the routing table."""
+    rows = [re.split(r"\s{2,}", line) for line in routing_table(model, **options).splitlines()[1:]]
+    return {name: tuple(row) for name, *row in rows}
+
+
+# ---- whole models
+
+
+def torch_transformer():
+    """torch's own Transformer with an embedding and a head under names that no list knows."""
+    transformer = nn.Transformer(16, 2, 2, 2, 24, batch_first=True)
+    return Named(emb=nn.Embedding(64, 16), transformer=transformer, head=nn.Linear(16, 64))
+
+
+def resnet():
+    """The layers of torchvision's, with the depthwise convolution of a ConvNeXt."""
+    block = Named(
+        conv1=nn.Conv2d(8, 8, 3, bias=False),
+        bn1=nn.BatchNorm2d(8),
+        depthwise=nn.Conv2d(8, 8, 3, groups=8, bias=False),
+    )
+    return Named(conv1=nn.Conv2d(1, 8, 7, bias=False), layer1=nn.Sequential(block), fc=nn.Linear(8, 3))
+
+
+TEXT = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+SPECIAL_TOKENS = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+LLAMA = dict(TEXT, num_key_value_heads=1, head_dim=8, **SPECIAL_TOKENS)
+QWEN_MOE = dict(LLAMA, num_experts=4, moe_intermediate_size=12, shared_expert_intermediate_size=12)
+GPT2 = dict(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2, **SPECIAL_TOKENS)
+T5 = dict(vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
+MAMBA = dict(vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=2, **SPECIAL_TOKENS)
+VIT = {key: value for key, value in TEXT.items() if key != "vocab_size"}
+VIT |= dict(image_size=8, patch_size=4, num_labels=3)
+# A function, or a model's class in `transformers`, that of its configuration, and its arguments; and what
+# AdamW trains of the parameters with 2 or more dimensions
+WHOLE_MODELS = {
+    "GPT-2": (("GPT2LMHeadModel", "GPT2Config", GPT2), "transformer.wte transformer.wpe"),
+    "Llama": (("LlamaForCausalLM", "LlamaConfig", LLAMA), "model.embed_tokens lm_head"),
+    "Gemma 3": (("Gemma3ForCausalLM", "Gemma3TextConfig", LLAMA), "model.embed_tokens"),
+    "Qwen 2 MoE": (("Qwen2MoeForCausalLM", "Qwen2MoeConfig", QWEN_MOE), "model.embed_tokens lm_head"),
+    "BERT": (
+        ("BertForSequenceClassification", "BertConfig", dict(TEXT, num_labels=3)),
+        "bert.embeddings.word_embeddings bert.embeddings.position_embeddings "
+        "bert.embeddings.token_type_embeddings classifier",
+    ),
+    "T5": (
+        ("T5ForConditionalGeneration", "T5Config", T5),
+        "shared encoder.block.0.layer.0.SelfAttention.relative_attention_bias "
+        "decoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+    ),
+    "ViT": (
+        ("ViTForImageClassification", "ViTConfig", VIT),
+        "vit.embeddings.cls_token vit.embeddings.position_embeddings classifier",
+    ),
+    "Mamba": (
+        ("MambaForCausalLM", "MambaConfig", MAMBA),
+        "backbone.embeddings backbone.layers.0.mixer.A_log backbone.layers.0.mixer.conv1d "
+        "backbone.layers.1.mixer.A_log backbone.layers.1.mixer.conv1d",
+    ),
+    "torch.nn.Transformer": (torch_transformer, "emb head"),
+    "ResNet": (resnet, "layer1.0.depthwise fc"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_MODELS)
+def test_models_of_other_libraries(name, monkeypatch):
+    """AdamW trains embeddings, heads and what is no matrix, Muon the rest; one step trains all of it."""
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+    torch.manual_seed(0)
+    how, of_adamw = WHOLE_MODELS[name]
+    if callable(how):
+        model = how()
+    else:
+        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+        model = getattr(transformers, how[0])(getattr(transformers, how[1])(**how[2]))
+    groups = build_param_groups(model, muon=MUON, adamw=ADAMW)
+    optimizer = MuonAdamW(groups)
+    found = set()
+    for group in groups:
+        for param_name, param in zip(group["names"], group["params"], strict=True):
+            if group["kind"] == "adamw" and param.ndim >= 2:
+                found.add(param_name.removesuffix(".weight"))
+            assert group["kind"] == "adamw" or param.ndim >= 2
+    assert found == set(of_adamw.split())
+    before = {param: param.detach().clone() for group in groups for param in group["params"]}
+    assert before.keys() == set(model.parameters())
+    for param in before:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    assert not any(torch.equal(param, old) for param, old in before.items())
+    assert all(param.isfinite().all() for param in before)
 
 
 def test_our_own_model():
@@ -42,78 +158,54 @@ def test_our_own_model():
         assert kind == ("muon" if matrix else "adamw"), name
 
 
-LLAMA = {
-    "model.embed_tokens.weight": ((50, 8), "adamw"),
-    "model.layers.0.self_attn.q_proj.weight": ((8, 8), "muon"),
-    "model.layers.0.self_attn.o_proj.bias": ((8,), "adamw"),
-    "model.layers.0.attention.output_proj.weight": ((8, 8), "muon"),
-    "model.layers.0.mlp.gate_proj.weight": ((16, 8), "muon"),
-    "model.layers.0.mhc_attn.weight": ((8, 8), "adamw"),
-    "model.layers.0.input_layernorm.weight": ((8,), "adamw"),
-    "model.layers.0.conv.weight": ((8, 1, 4), "muon"),
-    "output.weight": ((50, 8), "adamw"),
-    "lm_head.weight": ((50, 8), "adamw"),
-}
+# ---- names
 
 
-def test_llama_style_names():
-    model = tree({name: shape for name, (shape, _) in LLAMA.items()})
-    assert kinds(model) == {name: kind for name, (_, kind) in LLAMA.items()}
-    rows = [line.split(maxsplit=3) for line in routing_table(model).splitlines()[1:]]
-    shown = {name: (tuple(map(int, shape.split("x"))), kind) for name, shape, kind, _ in rows}
-    assert shown == LLAMA
+def test_names_that_are_never_muons():
+    """Those of embeddings and heads that are no modules of torch's own, and of what is no matrix."""
+    shapes = {
+        "model.embed_tokens.weight": (50, 8),
+        "tok_embeddings.weight": (50, 8),
+        "wte": (50, 8),
+        "value_embeds.0": (50, 8),
+        "lm_head.weight": (50, 8),
+        "output.weight": (50, 8),
+        "layers.0.mhc_attn.weight": (8, 8),
+        "layers.0.mhc_ffn.weight": (8, 8),
+        "layers.0.lambda_proj.weight": (8, 8),
+        "layers.0.o_proj.bias": (8,),
+    }
+    assert set(kinds(tree(shapes)).values()) == {"adamw"}
+    assert muon_names(tree({"a.output_proj.weight": (8, 8), "a.conv.weight": (8, 1, 4)})) == [
+        "a.output_proj.weight",
+        "a.conv.weight",
+    ]
 
 
-def test_names_are_compared_by_whole_components():
+def test_names_are_compared_by_whole_components_without_those_of_wrappers():
     assert matches("a.output.weight", "output") and not matches("a.output_proj.weight", "output")
     assert matches("layers.0.experts.w1", "experts.w1") and not matches("experts.0.w1", "experts.w1")
     assert not matches("my_experts.w1", "experts.w1") and not matches("experts.w12", "experts.w1")
-
-
-def test_wrapped_names_are_the_same_names():
-    assert clean_name("a._orig_mod.b._checkpoint_wrapped_module.c") == "a.b.c"
-    plain = nn.ModuleDict({"output": nn.Linear(4, 4), "mlp": nn.Sequential(nn.Linear(4, 4))})
-    wrapped = torch.compile(
-        nn.ModuleDict({"output": torch.compile(plain["output"]), "mlp": checkpoint_wrapper(plain["mlp"])})
-    )
-    assert any("_orig_mod" in name for name, _ in wrapped.named_parameters())
-    assert any("_checkpoint_wrapped_module" in name for name, _ in wrapped.named_parameters())
-    assert kinds(wrapped) == kinds(plain)
     assert matches("mlp._orig_mod.w1", "mlp.w1")
-    assert routing_table(wrapped) == routing_table(plain)
+    assert clean_name("module._orig_mod.module.a._checkpoint_wrapped_module.module") == "a.module"
+    assert clean_name("module") == "module"
+
+    def model():
+        return Named(emb=nn.Embedding(64, 16), blocks=stack(), output=nn.Linear(16, 64))
+
+    wrapped = model()
+    wrapped.blocks[0] = checkpoint_wrapper(torch.compile(wrapped.blocks[0]))
+    wrapped = torch.compile(nn.DataParallel(wrapped))
+    assert kinds(wrapped) == kinds(model()) and routing_table(wrapped) == routing_table(model())
+    assert muon_names(wrapped, is_muon=lambda name, param: name in BLOCKS) == BLOCKS
 
 
-def test_experts():
-    shapes = {
-        "moe.experts.w1": (4, 8, 16),
-        "moe.experts.bias": (4, 8),
-        "moe.router": (4, 8),
-        "experts_like.w1": (8, 8),
-    }
-    routed = kinds(tree(shapes), expert_keys=("experts.w1", "experts.bias"))
-    assert routed == {
-        "moe.experts.w1": "muon",
-        "moe.experts.bias": "adamw",  # a vector per expert
-        "moe.router": "muon",
-        "experts_like.w1": "muon",
-    }
-
-
-def test_roles_give_groups_of_their_own_and_the_rest_the_base():
-    shapes = {
-        "wte.weight": (9, 4),
-        "lm_head.weight": (9, 4),
-        "up.weight": (4, 4),
-        "gate.weight": (4, 4),
-        "n.s": (3,),
-    }
-    model = tree(shapes)
-    groups = build_param_groups(
-        model,
-        muon=MUON,
-        adamw=ADAMW,
-        roles={"wte": dict(lr=0.3, betas=(0.9, 0.9)), "gate": dict(weight_decay=0.5)},
-    )
+def test_the_caller_decides():
+    """Roles, skip keys, a predicate; frozen parameters are left out."""
+    shapes = {"wte.weight": (9, 4), "lm_head.weight": (9, 4), "up.weight": (4, 4), "gate.weight": (4, 4)}
+    model = tree({**shapes, "n.s": (3,)})
+    roles = {"wte": dict(lr=0.3, betas=(0.9, 0.9)), "gate": dict(weight_decay=0.5)}
+    groups = build_param_groups(model, muon=MUON, adamw=ADAMW, roles=roles)
     found = {tuple(group["names"]): (group["kind"], group["lr"], group["weight_decay"]) for group in groups}
     assert found == {
         ("wte.weight",): ("adamw", 0.3, 0.0),
@@ -123,28 +215,77 @@ def test_roles_give_groups_of_their_own_and_the_rest_the_base():
     }
     assert groups[0]["betas"] == (0.9, 0.9) and ADAMW["betas"] == (0.8, 0.95)
     assert all(len(group["params"]) == len(group["names"]) for group in groups)
+    assert muon_names(model, skip_keys=["up"]) == ["gate.weight"]
+    assert rows_of(model, skip_keys=["up"])["up.weight"] == ("4x4", "adamw", "name has up")
+    assert muon_names(model, is_muon=lambda name, param: name.startswith("wte")) == ["wte.weight"]
+    with pytest.raises(ValueError, match=r"n.s has shape \(3,\)"):
+        kinds(model, is_muon=lambda name, param: True)
+    model.up.weight.requires_grad_(False)
+    assert "up.weight" not in kinds(model) and muon_names(model) == ["gate.weight"]
 
 
-def test_frozen_parameters_are_left_out_and_a_predicate_decides_instead():
-    model = tree({"wte.weight": (9, 4), "up.weight": (4, 4), "down.weight": (4, 4)})
-    model.down.weight.requires_grad_(False)
-    assert kinds(model) == {"wte.weight": "adamw", "up.weight": "muon"}
-    assert kinds(model, is_muon=lambda name, p: name.startswith("wte")) == {
-        "wte.weight": "muon",
-        "up.weight": "adamw",
-    }
-    with pytest.raises(ValueError, match=r"s has shape \(3,\)"):
-        kinds(tree({"s": (3,)}), is_muon=lambda name, p: True)
+# ---- modules
 
 
-def test_the_table_says_why():
-    model = tree({"wte.weight": (9, 4), "up.weight": (4, 4), "experts.w1": (2, 4, 4), "s": ()})
-    assert routing_table(model, expert_keys=("experts",)) == "\n".join(
-        [
-            "parameter   shape   kind   why",
-            "s           scalar  adamw  fewer than 2 dimensions",
-            "wte.weight  9x4     adamw  name has wte",
-            "up.weight   4x4     muon   matrix",
-            "experts.w1  2x4x4   muon   matrices of experts",
-        ]
+@pytest.mark.parametrize(
+    "children",
+    [
+        lambda: dict(emb=nn.Embedding(64, 16), blocks=stack(), head=nn.Linear(16, 64)),
+        lambda: dict(unembed=nn.Linear(16, 64), emb=nn.Embedding(64, 16), blocks=stack()),
+        lambda: dict(blocks=stack(), classify=nn.Linear(16, 5)),
+        lambda: dict(blocks=stack(), bag=nn.EmbeddingBag(64, 16)),
+    ],
+    ids=["last", "first, of the vocabulary", "of the classes", "none"],
+)
+def test_heads_are_found_wherever_they_are(children):
+    model = Named(**children())
+    assert muon_names(model) == BLOCKS
+    for module in model.children():
+        if isinstance(module, nn.Linear):
+            module.requires_grad_(False)  # it counts for the rule
+    assert muon_names(model) == BLOCKS
+
+
+def test_a_layer_is_hidden_if_its_width_is_taken():
+    pooler = Named(emb=nn.Embedding(64, 16), pooler=nn.Linear(16, 16))
+    assert muon_names(pooler) == ["pooler.weight"]
+    projected = Named(proj=nn.Linear(16, 8), norm=nn.LayerNorm(8))
+    assert muon_names(projected) == ["proj.weight"]
+    sequential = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    assert muon_names(sequential) == ["0.weight"]
+
+
+def test_tied_parameters_appear_once_as_embeddings():
+    model = Named(head=nn.Linear(16, 64, bias=False), blocks=stack(), emb=nn.Embedding(64, 16))
+    model.emb.weight = model.head.weight
+    assert muon_names(model) == BLOCKS
+    rows = rows_of(model)
+    assert rows["head.weight"][2] == "weight of an nn.Embedding" and "emb.weight" not in rows
+
+
+def test_shapes_and_the_table_that_says_why():
+    model = Named(
+        audio=nn.Conv1d(16, 16, 3),
+        video=nn.Conv3d(3, 16, 2),
+        gray=nn.Conv2d(1, 16, 3),
+        depthwise=nn.Conv2d(16, 16, 3, groups=16),
+        grouped=nn.Conv2d(16, 16, 3, groups=4),
     )
+    model.positions = nn.Parameter(torch.zeros(1, 9, 16))
+    model.experts = nn.Parameter(torch.zeros(4, 8, 16))
+    model.experts_bias = nn.Parameter(torch.zeros(4, 8))
+    model.scale_of_heads = nn.Parameter(torch.ones(4, 1, 1))
+    model.temperature = nn.Parameter(torch.ones(()))
+    model.magnitudes = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+    directions = "magnitudes.parametrizations.weight.original1"
+    assert muon_names(model) == ["experts", "gray.weight", "grouped.weight", directions]
+    # The leading dimension of what an expert key names counts matrices, or vectors
+    of_experts = muon_names(model, expert_keys=["positions", "experts_bias"])
+    assert of_experts[:2] == ["positions", "experts"] and "experts_bias" not in of_experts
+    rows = rows_of(model)
+    assert rows["experts"] == ("4x8x16", "muon", "batch of matrices")
+    assert rows["experts_bias"] == ("4x8", "adamw", "a bias")
+    assert rows["grouped.weight"] == ("16x4x3x3", "muon", "matrix of 16x36")
+    assert rows["temperature"] == ("scalar", "adamw", "fewer than 2 dimensions")
+    assert rows["depthwise.weight"][2] == "depthwise convolution: each channel by itself"
+    assert routing_table(model).splitlines()[0].split() == ["parameter", "shape", "kind", "why"]

@@ -126,10 +126,10 @@ def test_a_signal_saves_and_leaves_a_note(base, number):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_signal_during_the_start_ends_it_with_a_line(base, processes):
-    """While it waits for a tokenizer, which another process is training."""
+    """While it waits for its data, which another process is preparing."""
     run = f"starting-{processes}"
     size = 256 + 10 * processes
-    with files.locked(shards.tokenizer_folder(open_corpus(f"path:{base}/texts"), size)):
+    with files.locked(shards.shard_folder(open_corpus(f"path:{base}/texts"), size)):
         ranks = Ranks(base, run, 5, "--vocab-size", str(size), *QUIET, processes=processes)
         wait_until(lambda: "waiting for it" in ranks.output(), ranks.alive)
         ranks.kill(signal.SIGTERM)

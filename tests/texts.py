@@ -3,6 +3,7 @@
 import json
 import random
 
+from nanomuon.shards import read_manifest, read_shards
 from nanomuon.tokenizer import Tokenizer
 
 WORDS = "def return import self value for in the of and 12 345 été 数据 \n\n    == () [x] 'text' # note"
@@ -26,3 +27,22 @@ def write_corpus(folder, texts, files=3):
 
 
 TOKENIZER = Tokenizer.train(random_texts(200), 300)
+
+
+def by_shard(folder, kind):
+    """The texts of the shards of a kind that TOKENIZER wrote, one list a shard."""
+    manifest = read_manifest(folder)
+    tokens, starts = read_shards(folder, manifest, kind)
+    ends = [*starts[1:], len(tokens)]
+    pairs = zip(starts, ends, strict=True)
+    texts = [TOKENIZER.decode(tokens[start:end].tolist()) for start, end in pairs]
+    found = []
+    for entry in getattr(manifest, kind):
+        found.append(texts[: entry.documents])
+        del texts[: entry.documents]
+    assert not texts
+    return found
+
+
+def documents(folder, kind):
+    return [text for texts in by_shard(folder, kind) for text in texts]

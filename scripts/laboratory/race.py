@@ -15,6 +15,7 @@ import torch
 
 from nanomuon import report as run_report
 from nanomuon.evaluate import bits_per_byte
+from nanomuon.parallel import compile_model
 from nanomuon.runtime import InputError, compile_enabled, start
 from scripts.laboratory import statistics
 from scripts.laboratory.contenders import Contender
@@ -67,7 +68,7 @@ class Run:
         model.init_weights(seed)
         self.optimizer, self.built, self.schedule = contender.prepare(model, setup)
         self.initial = digest(*(param.detach().cpu().numpy().tobytes() for param in model.parameters()))
-        self.forward = torch.compile(model, dynamic=False) if compile_enabled() else model
+        self.forward = compile_model(model, None) if compile_enabled() else model
         self.training, self.validation, self.token_bytes = open_data(setup, place, seed, self.device)
         self.part = self.validation[:: max(1, len(self.validation) // setup["eval_batches"])]
         self.accumulation = setup["rows"] // setup["micro_rows"]

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 
 from nanomuon import shards
+from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError, usable_gpus
+from nanomuon.tokenizer import Tokenizer
 
 EVAL_ROWS = 64  # windows of a validation batch of the shakespeare task
 
@@ -131,9 +133,11 @@ def speedrun_setup(vocab_size, steps):
 
 def setup_on_shards(corpus, vocab_size, shape, seq_len, **rest):
     """Place and setup of a task on a corpus. shape: keywords of GPTConfig.from_depth, rest: what it adds."""
-    folder = shards.prepare_for_training(corpus, vocab_size, rest["steps"] * rest["rows"] * seq_len)
+    folder = shards.prepare_for_training(
+        open_corpus(corpus), vocab_size, rest["steps"] * rest["rows"] * seq_len
+    )
     manifest = shards.read_manifest(folder)
-    tokenizer = shards.open_tokenizer(folder)
+    tokenizer = Tokenizer.load(folder / "tokenizer")
     config = GPTConfig.from_depth(vocab_size=tokenizer.vocab_size, seq_len=seq_len, **shape)
     # Of a corpus on the hub more may still be written
     first = [asdict(entry) for entry in manifest.val[:1] + manifest.train[:1]]
@@ -146,7 +150,7 @@ def corpus_data(setup, folder, seed, device):
     rows, micro_rows = setup["rows"], setup["micro_rows"]
     training = TrainLoader(folder, length, rows, micro_rows, seed=seed, device=device)
     validation = list(validation_batches(folder, length, micro_rows, device=device))
-    token_bytes = torch.from_numpy(shards.open_tokenizer(folder).token_bytes).to(device)
+    token_bytes = torch.from_numpy(Tokenizer.load(Path(folder) / "tokenizer").token_bytes).to(device)
     if setup["unit"] == "nats per token":
         token_bytes = (token_bytes > 0).float()  # every token but <|bos|> counts as one
     return training, validation, token_bytes
