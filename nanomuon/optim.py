@@ -15,9 +15,10 @@ another. In one process every transfer hands through what it is given; the mathe
 
 In order: the kernels; a group's numbers on the device; the ranks and their collectives; the direction of a
 Muon update; the pieces of work (SmallParameters, Rows, Bank); who owns which matrix; the optimizers.
-`optim_state.py` saves and loads state. Three extensions import this file, and only the planner imports them,
-when it meets their parameters: `sharded.py` (FSDP2) with `tensor_parallel.py`, and `fused.py` (split
-matrices). docs/optimizer.md is the page to read beside this file.
+`optim_state.py` saves and loads state. Two extensions import this file, and only the planner imports them,
+when it meets their parameters: `sharded.py` (FSDP2, with `tensor_parallel.py`) and `fused.py` (split
+matrices). A rule of your own for matrices is the group's option `direction`; docs/optimizer.md, the page to
+read beside this file, adds Lion.
 """
 
 import functools
@@ -151,7 +152,7 @@ def muon_direction(
 def muon_update(param, X, gain, ok, numbers, *, scale, cautious):
     """Weight decay and update in place. param, X: (k, m, n); gain and scale broadcast to them.
 
-    The step is lr * scale, and so is the rate of a cautious decay. ok: (k, 1, 1).
+    The step is lr * scale, and so is the rate of a cautious decay, the default. ok: (k, 1, 1).
     """
     lr, weight_decay = numbers[:2]
     P = param.to(gain.dtype)
@@ -515,7 +516,8 @@ def batches(count, shape, device):
 
 
 class Bank:
-    """Same-shaped matrices of one Muon group. Every rank works on those it owns, a batch at a time.
+    """Matrices of one Muon group with one shape, dtype and dtype of gradients. Every rank works on those it
+    owns, a batch at a time. A 3-D parameter is a bank by itself, whose matrices the ranks share like rows.
 
     owners: the rank of each matrix, ascending. On many ranks gradients and results travel as one stack, in
     which each rank has as many slots as the others and fills its first ones: 4 matrices on 8 ranks take 8
@@ -662,8 +664,8 @@ class MuonAdamW(torch.optim.Optimizer):
     NANOMUON_COMPILE decides if it is set. world: the ranks that share the work (DistMuonAdamW).
 
     Parameters without a gradient, or that do not require one any more, are skipped: parameter, state and step
-    count stay. `p.grad` is not changed. If any gradient is not finite, the step changes nothing, and
-    `skipped_steps`, a 0-D tensor, counts it.
+    count stay. `p.grad` is not changed. If the norm of a gradient is not finite on any rank, the step changes
+    nothing, and `skipped_steps`, a 0-D tensor, counts it.
 
     Memory of a step beyond parameters, gradients and state: one batch of a bank (BATCH_BYTES) and its
     temporaries, and the small parameters as one vector.
@@ -894,7 +896,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 class DistMuonAdamW(MuonAdamW):
-    """The same over the ranks of a process group, to which every rank brings the same groups.
+    """The same over the ranks of a process group, to which every rank brings the same groups; that is checked
+    at construction.
 
     process_group: default the whole world; without torch.distributed a world of one. It holds the ranks of
     all device meshes. comm_dtype: of the reduction, and of both transfers of sharded matrices; default the
@@ -911,9 +914,10 @@ class DistMuonAdamW(MuonAdamW):
       Muon, 2K < W          reduce of each to its owner      of K ranks one each  broadcast from the owner
 
     A rank sends 2(W-1)/W times the parameter bytes a step, plus padding. Memory of a step beyond parameters,
-    gradients and state: (1 + 1/W) times the padded bytes of what is in flight, which is everything (AdamW
-    rows that divide by W are sent from `p.grad` and received in the parameter, so they count 1/W), one batch
-    of a bank, its temporaries. After every step all ranks hold bitwise the same parameters; a world of one
+    gradients and state: all gradients are in flight at once, which takes (1 + 1/W) times their padded bytes;
+    a stack of gradients is freed before that of the results is made. AdamW rows that divide by W take 1/W
+    only, since they are sent from `p.grad` and received in the parameter. Then one batch of a bank, with its
+    temporaries. After every step all ranks hold bitwise the same parameters; a world of one
     does what MuonAdamW does.
 
     Parameters that are DTensors cut over a device mesh (FSDP2, tensor parallelism) are updated where they

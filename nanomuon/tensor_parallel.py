@@ -3,14 +3,15 @@
 An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short and its long side.
 `tensor_parallel` of a Muon group says how they work:
 
-  mode         default where             sent by a rank               computed by a rank      result
+  mode         default if                sent by a rank               computed by a rank      result
   distributed  the long side is cut,     2(T-1)/T s^2 a step, twice   products with X: 1/T,   the whole
                or a square               in all in Gram form          of s x s: all           matrix's
   duplicated   the short side is cut,    (T-1)/T l s                  all of it               the whole
-               or rows of fused parts                                                         matrix's
+               rows of fused parts, or                                                        matrix's
+               a `direction` of one's own
   blockwise    never                     nothing                      its block               each block's
 
-`distributed` falls back to `duplicated` where that is the default: Gram matrices are sums over the long side.
+`distributed` falls back to `duplicated` if that is the default: Gram matrices are sums over the long side.
 `blockwise` is no direction of its own, each block being a matrix; the other two are the classes below.
 `distributed` is the mathematics of `optim.muon_direction` with sums over ranks where it sums over a cut side.
 """
