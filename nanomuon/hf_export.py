@@ -211,7 +211,6 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
         facts |= {**summary, "step": summary.get("steps")}
     else:
         found, config = find_checkpoint(folder, checkpoint_name), read_config(folder)
-        checkpoint.check_model_fits(found, meta_model(config))  # before its memory is asked for
         model = build_model(config, runtime, seed=0)
         facts["step"] = checkpoint.load_model(found, model)
     tokenizer = Tokenizer.load(folder / "tokenizer")
