@@ -272,19 +272,20 @@ def _readable(name) -> str:
 
 def read_texts(path: Path, field: str):
     """Yield the texts of a file, None for records whose text is null. OSError or ValueError if it is bad."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     name = path.name.lower()
     if name.endswith(TEXT_SUFFIXES):
         yield path.read_bytes().decode("utf-8-sig")  # without a byte order mark
     elif name.endswith(".parquet"):
+        import pyarrow.parquet as pq
+
         with pq.ParquetFile(path) as file:
             columns = [field] if field in file.schema_arrow.names else None  # all, for the message
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for record in batch.to_pylist():
                     yield _text_of(record, field)
     else:
+        import pyarrow as pa
+
         # Decompresses by suffix, and tells of a stream that ends too early
         with io.BufferedReader(pa.input_stream(str(path), compression="detect"), 1 << 20) as file:
             for line in file:

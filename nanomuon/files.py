@@ -55,7 +55,8 @@ def read_json(path, kind=dict, advice: str = ""):
     try:
         return as_kind(json.loads(Path(path).read_bytes()), kind)
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read: {error}{advice and '; '}{advice}") from error
+        problem = f"{path} cannot be read: {error}"
+        raise InputError(f"{problem}; {advice}" if advice else problem) from error
 
 
 def as_kind(value, kind, name: str = "the content"):

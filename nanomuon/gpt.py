@@ -54,16 +54,8 @@ class GPTConfig:
         width = 64 * depth
         head_dim = 128 if width >= 512 and width % 128 == 0 else 64
         heads = max(1, width // head_dim)
-        defaults = dict(
-            vocab_size=vocab_size,
-            seq_len=seq_len,
-            depth=depth,
-            width=width,
-            heads=heads,
-            kv_heads=heads,
-            value_embed_every=1 if depth < 8 else 2,
-        )
-        return cls(**{**defaults, **overrides})
+        shape = dict(width=width, heads=heads, kv_heads=heads, value_embed_every=1 if depth < 8 else 2)
+        return cls(vocab_size, seq_len, depth, **(shape | overrides))
 
     def __post_init__(self):
         for field in ("vocab_size", "seq_len", "depth", "width", "heads", "kv_heads", "value_embed_every"):
@@ -105,7 +97,7 @@ def norm(x: Tensor) -> Tensor:
 class Linear(nn.Linear):
     """No bias; the float32 master weight is cast to the dtype of the activations.
 
-    training_product: what multiplies in its place where gradients are wanted, as (x, weight); see fp8.py.
+    training_product: (x, weight) -> output, which takes its place while gradients are enabled; see fp8.py.
     """
 
     training_product = None
@@ -121,7 +113,7 @@ class Linear(nn.Linear):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE (arXiv 2104.09864): channel pairs (i, i + D/2) of x (B, T, H, D) turned by the tables of (T, 1,
-    D/2), or of (B, T, 1, D/2) where each row has its own positions.
+    D/2), or of (B, T, 1, D/2) if each row has its own positions.
     """
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
@@ -276,16 +268,15 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         targets: Tensor | None = None,
-        reduction: str = "mean",
         cache=None,
         at: Tensor | None = None,
     ) -> Tensor:
-        """tokens (B, T) int64 -> logits (B, T, V), float32 or better; with targets (B, T) the cross-entropy
-        in nats.
+        """tokens (B, T) int64 -> logits (B, T, V), float32 or better; with targets (B, T) the mean
+        cross-entropy in nats.
 
-        Targets of -1 are not predicted. reduction="none" gives one loss per token, (B * T,). cache: remembers
-        earlier tokens, see generate.KVCache. at (M,) int64: only these of the B * T positions go through the
-        head, for logits (M, V). ValueError for more tokens than the context has.
+        Targets of -1 are not predicted. cache: remembers earlier tokens, see generate.KVCache. at (M,) int64:
+        only these of the B * T positions go through the head, for logits (M, V). ValueError for more tokens
+        than the context has.
         """
         T = tokens.size(1)
         if cache is None and T > self.config.seq_len:
@@ -305,12 +296,9 @@ class GPT(nn.Module):
         if targets is None:
             return head_loss.capped(self.lm_head(hidden))
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
-        if reduction == "mean" and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             return self.mean_loss(hidden, self.lm_head.weight, targets)
-        losses = head_loss.token_losses(hidden, self.lm_head, targets)
-        if reduction == "none":
-            return losses
-        return losses.sum() / (targets != -1).sum()
+        return head_loss.mean_loss_without_gradient(hidden, self.lm_head, targets)
 
     def look_up(self, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """(B, T) -> the embeddings (B, T, width), and by layer those for its values (B, T, Hkv * D)."""
@@ -319,8 +307,8 @@ class GPT(nn.Module):
         return self.wte(tokens).to(dtype), value_embeds
 
     def parameter_counts(self) -> dict[str, int]:
-        """Number of parameters by role, and their total. matrices holds the experts that one token visits,
-        idle_experts as many numbers as it passes by.
+        """Number of parameters by role, and their total. The experts that one token visits count as matrices,
+        the others as idle_experts.
         """
         counts = dict.fromkeys(("wte", "value_embeds", "lm_head", "matrices", "idle_experts", "scalars"), 0)
         for name, p in self.named_parameters():

@@ -38,7 +38,7 @@ def mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy in nats, float32 or better, of the capped logits hidden @ weight.T.
 
     hidden (N, width) in the compute dtype, weight (V, width) in its own, targets (N,) int64; -1 is not
-    predicted. The gradient is ready when this returns: without one, call `token_losses`.
+    predicted. The gradient is ready when this returns.
     """
     return _MeanLoss.apply(hidden, weight, targets)
 
@@ -67,7 +67,7 @@ class _MeanLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         if torch.is_grad_enabled():  # under create_graph=True; what was saved are constants
-            raise RuntimeError('no second derivative: take the mean of model(..., reduction="none")')
+            raise RuntimeError("the mean loss has no second derivative")
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad * grad_hidden, grad * grad_weight, None
 
@@ -95,13 +95,10 @@ def _loss_and_grad(logits: Tensor, target: Tensor, share: Tensor) -> tuple[Tenso
     return (share * losses).sum(), grad.mul_(slope)
 
 
-def token_losses(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
-    """The cross-entropy in nats of each token, (N,), zero where the target is -1: for evaluation.
-
-    head: from hidden states (N, width) to logits (N, V) before their cap.
-    """
-    losses = []
+def mean_loss_without_gradient(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
+    """mean_loss for evaluation. head: from hidden states (N, width) to logits (N, V) before their cap."""
+    total = 0.0
     rows = chunk_rows(len(hidden), head.out_features)
     for x, target in zip(hidden.split(rows), targets.split(rows), strict=True):
-        losses.append(F.cross_entropy(capped(head(x)), target, ignore_index=-1, reduction="none"))
-    return torch.cat(losses)
+        total = total + F.cross_entropy(capped(head(x)), target, ignore_index=-1, reduction="sum")
+    return total / (targets != -1).sum()

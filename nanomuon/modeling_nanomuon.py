@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 GATE_INPUTS = 32  # residual channels that the gate of a value embedding reads
@@ -157,7 +156,7 @@ class Experts(nn.Module):
         return out
 
 
-class Block(GradientCheckpointingLayer):
+class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.attn = Attention(config, layer)
@@ -173,7 +172,6 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanomuonConfig
     _no_split_modules = ["Block"]
     _input_embed_layer = "wte"
-    supports_gradient_checkpointing = True
 
     def __init__(self, config):
         super().__init__(config)

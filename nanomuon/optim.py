@@ -26,6 +26,7 @@ import logging
 import math
 import os
 import types
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -214,24 +215,28 @@ def numbers_on_device(works, device, dtype):
 # The ranks that share the work, and the collectives between them
 
 
+@dataclass
 class Transfer:
-    """What collectives in flight bring. `sent` stays referenced until they have been waited for."""
+    """What collectives in flight bring; `wait()` gives it. Until then it keeps what they read and write."""
 
-    def __init__(self, received, handles=(), sent=None):
-        self.received, self.handles, self.sent = received, handles, sent
+    received: object  # a tensor, or a list of tensors
+    handles: list = ()  # of torch.distributed; none in a single process
+    sent: object = None
 
     def wait(self):
-        """The received tensor. Once: the transfer then forgets it, so that a generator does not keep it."""
+        """What was received. Once: the transfer then forgets everything, which a generator would keep."""
         for handle in self.handles:
             handle.wait()
-        received, self.received, self.sent = self.received, None, None
+        received = self.received
+        self.received, self.handles, self.sent = None, (), None
         return received
 
 
 class World:
     """The ranks of a process group. Without one: a single process, which sends nothing.
 
-    comm_dtype: the dtype of gradients in transfers; None: their own.
+    Its exchanges start at once and give a Transfer. reduce_scatter, all_reduce and reduce_to average over the
+    ranks, and nothing else does. comm_dtype: the dtype of gradients in transfers; None: their own.
     """
 
     def __init__(self, process_group=None, comm_dtype=None):

@@ -151,13 +151,14 @@ def load_recipe(file, source: bytes | None = None):
     InputError if there is no such file or function.
     """
     module = run_file(file, read_source(file) if source is None else source)
-    names = ("param_groups", "build_optimizer", "schedule")
-    own = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    own = {name: value for name, value in own.items() if callable(value) and value is not globals().get(name)}
-    build = [own[name] for name in names[:2] if name in own]
-    if len(build) != 1:
+    own = {}
+    for name in ("param_groups", "build_optimizer", "schedule"):
+        function = getattr(module, name, None)
+        own[name] = function if callable(function) and function is not globals().get(name) else None
+    groups, optimizer = own["param_groups"], own["build_optimizer"]
+    if bool(groups) == bool(optimizer):
         raise InputError(f"{file} has to define either param_groups(model) or build_optimizer(model)")
-    return build[0], own.get("schedule")
+    return groups or optimizer, own["schedule"]
 
 
 def read_source(file) -> bytes:
@@ -190,7 +191,7 @@ def make_optimizer(build, model, batch, steps, world_size=1, **settings):
     try:
         return (DistMuonAdamW if world_size > 1 else MuonAdamW)(built, **settings)
     except (ValueError, TypeError) as error:
-        raise InputError(f"no optimizer and no param groups of one were built: {error}") from error
+        raise InputError(f"no optimizer was built: {error}") from error
 
 
 def check_schedule(schedule, groups, steps):

@@ -40,8 +40,10 @@ class MetricsLog:
 
     def log(self, row: dict) -> None:
         """row: a dict with `step`, values numbers; not finite ones are written as null, as JSON has none."""
-        finite = {key: value for key, value in row.items() if value is None or math.isfinite(value)}
-        self.file.write(json.dumps(dict.fromkeys(row) | finite).encode() + b"\n")
+        finite = {}
+        for key, value in row.items():
+            finite[key] = value if value is None or math.isfinite(value) else None
+        self.file.write(json.dumps(finite).encode() + b"\n")
         if self.wandb is not None:
             self.wandb.log(row, step=row["step"])
 

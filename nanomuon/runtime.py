@@ -11,7 +11,6 @@ import sys
 import time
 import traceback
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -90,18 +89,6 @@ def let_segments_grow() -> None:
     set_by_user = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if torch.version.cuda is not None and sys.platform == "linux" and not set_by_user:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-
-def worker_thread(name: str) -> ThreadPoolExecutor:
-    """One thread for work beside the caller's, on the GPU that the caller uses, if it does.
-
-    CUDA has a current device for each thread, which is GPU 0 at first. There the first call that reaches
-    CUDA, be it a wait for an event, makes a context of 0.5 GB: all ranks of a node would, on the first GPU.
-    """
-    if not torch.cuda.is_initialized():
-        return ThreadPoolExecutor(1, name)
-    device = torch.cuda.current_device()
-    return ThreadPoolExecutor(1, name, initializer=torch.cuda.set_device, initargs=(device,))
 
 
 def compile_enabled(otherwise: bool = True) -> bool:

@@ -133,7 +133,7 @@ def shard_folder(corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None = 
 def prepare_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
     """The tokenizer of a corpus, trained on the first TRAINING_BYTES of its documents if need be."""
     folder = tokenizer_folder(corpus, vocab_size)
-    if not folder.exists():
+    if not (folder / "tokenizer.json").exists():
         print0(f"training a tokenizer of {vocab_size} tokens on {corpus.name}")
         Tokenizer.train(_training_text(corpus), vocab_size).save(folder)
     return Tokenizer.load(folder)

@@ -77,6 +77,7 @@ OPTIONS = {
     "more steps": dict(ns_steps=7, weight_decay=0.5, scale=half_the_width),
     "simple": dict(coefficients="simple", ns_steps=3, beta2=0.5),
     "own triples": dict(coefficients=((2, -1.5, 0.5),) * 4, ns_steps=None, weight_decay_form="decoupled"),
+    "no averages": dict(momentum=0.0, beta2=0.0, weight_decay=0.0),
     "direction": dict(direction=whitened),
     "direction without state": dict(direction=polar, weight_decay_form="decoupled"),
 }

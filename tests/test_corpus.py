@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from nanomuon import shards
-from nanomuon.corpus import is_validation, open_corpus, with_both_parts
+from nanomuon.corpus import is_validation, open_corpus
 from nanomuon.runtime import InputError
 from tests.texts import TOKENIZER, documents, random_texts, write_corpus
 
@@ -180,13 +180,6 @@ def test_a_few_long_documents_are_cut_into_pieces(tmp_path, capsys, count, valid
     assert documents(folder, "train") == [piece for piece in pieces if not is_validation(piece)]
     assert documents(folder, "val") == [piece for piece in pieces if is_validation(piece)]
     assert "they are cut into pieces of 4,096 characters" in capsys.readouterr().out
-
-
-def test_long_documents_stay_whole_if_there_are_enough(tmp_path):
-    texts = [book(number, 60) for number in range(60)]
-    corpus = open_corpus(write_corpus(tmp_path / "texts", texts))
-    assert with_both_parts(corpus) == corpus
-    assert [text for _, text in corpus.documents()] == texts
 
 
 @pytest.mark.parametrize("texts", [["one short text", "another"], [None, ""]])

@@ -53,6 +53,13 @@ PLAIN = functools.partial(muon, coefficients="simple", beta2=None, weight_decay_
     "shapes, group, torchs, options, tolerance",
     [
         ([(40, 50), (7,), (), (3, 4, 5)], adamw, torch.optim.AdamW, dict(lr=1e-2), 1e-5),
+        (
+            [(40, 50)],
+            functools.partial(adamw, betas=(0.0, 0.9)),
+            torch.optim.AdamW,
+            dict(lr=1e-2, betas=(0.0, 0.9)),
+            1e-5,
+        ),
         # theirs iterates in bf16
         ([(64, 64), (96, 32), (32, 96)], PLAIN, torch.optim.Muon, dict(lr=0.02, momentum=0.95), 0.02),
     ],
@@ -250,7 +257,7 @@ BAD_MUON = [  # of a group of one matrix (48, 20)
     (dict(direction="polar"), "direction='polar' is not a function"),
     (dict(direction=len, split=6), ".*they take no direction"),
 ]
-SPLITS = (True, 2.0, 0, 7, (10, 20), ("qkv", (3, 2, 2)), ("qkv", ()), (), "qk")
+SPLITS = (True, 2.0, 0, 7, (10, 20), (-8, 56), (24.0, 24.0), ("qkv", (3, 2, 2)), ("qkv", ()), (), "qk")
 BAD_MUON += [(dict(split=split), "split=") for split in SPLITS]
 BAD_ADAMW = [  # of a group of one vector
     (dict(momentum=0.9), r"\(adamw\): unknown momentum"),
@@ -273,6 +280,7 @@ def test_impossible_groups_are_refused_at_construction():
         ([adamw(q), muon(p), adamw(p)], "group 2: group2.0 is already in group 1"),
         ([adamw(q, names=["w"]), muon(p, names=["w"])], "group 1: the name w is used twice"),
         ([muon(p, q, names=["w", "bias"])], r"group 0: bias has shape \(8,\)"),
+        ([muon(parameter(2, 2, 2, 2, 2))], r"group 0: group0.0 has shape \(2, 2, 2, 2, 2\)"),
         ([muon(torch.nn.Linear(3, 3))], "group 0: group0.0 is no parameter, but a Linear"),
         ([dict(ADAMW, params={p, q})], "group 0: params are a set, whose order is another in every process"),
     ]

@@ -65,6 +65,7 @@ def test_every_document_is_in_its_place_whatever_the_workers(tmp_path, monkeypat
 
 def test_own_tokenizer_and_quick_second_call(tmp_path, monkeypatch):
     corpus = corpus_of(tmp_path)
+    shards.tokenizer_folder(corpus, 300).mkdir(parents=True)  # by a process that was killed
     folder = prepare(corpus, 300)
     own = shards.Tokenizer.load(folder / "tokenizer")
     assert own.hash == shards.Tokenizer.load(shards.tokenizer_folder(corpus, 300)).hash
