@@ -210,9 +210,8 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
         summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
         facts |= {**summary, "step": summary.get("steps")}
     else:
-        found, config = find_checkpoint(folder, checkpoint_name), read_config(folder)
-        model = build_model(config, runtime, seed=0)
-        facts["step"] = checkpoint.load_model(found, model)
+        model = build_model(read_config(folder), runtime, seed=0)
+        facts["step"] = checkpoint.load_model(find_checkpoint(folder, checkpoint_name), model)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     wanted = settings.trained_on.get("tokenizer")
     if tokenizer.hash != wanted or tokenizer.vocab_size != model.config.vocab_size:
