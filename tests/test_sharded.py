@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import nanomuon.sharded as sharded
+from nanomuon import tensor_parallel
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.param_groups import build_param_groups
 from tests.layouts import (
@@ -236,3 +237,34 @@ def test_what_has_no_transport_is_refused_by_name():
     for errors in run_world(4, refused):
         for error, part in zip(errors, [*[case[-1] for case in REFUSED], "DistMuonAdamW"], strict=True):
             assert error.startswith("w") and part in error
+
+
+@pytest.mark.parametrize(
+    "shape, dim, options, mode",
+    [  # dim: 1 rows are cut, 2 columns
+        ((24, 12), 1, dict(), "distributed"),
+        ((12, 24), 2, dict(), "distributed"),
+        ((24, 24), 1, dict(), "distributed"),
+        ((24, 24), 2, dict(tensor_parallel="distributed"), "distributed"),
+        ((12, 24), 1, dict(tensor_parallel="distributed"), "duplicated"),
+        ((24, 12), 2, dict(), "duplicated"),
+        ((24, 12), 1, dict(tensor_parallel="duplicated"), "duplicated"),
+        ((24, 12), 1, dict(direction=len), "duplicated"),
+        ((24, 12), 1, dict(split=2), "duplicated"),  # a rank's rows are not the parts'
+        ((24, 12), 2, dict(split=2), "distributed"),  # two wide matrices
+        ((24, 9), 2, dict(split=("qkv", (4, 2, 2))), "duplicated"),  # the queries have 12 rows
+        ((24, 13), 2, dict(split=("qkv", (4, 2, 2))), "distributed"),
+        ((24, 12), 1, dict(tensor_parallel="blockwise"), "blockwise"),
+    ],
+)
+def test_ranks_orthogonalize_together_if_the_long_side_is_cut(shape, dim, options, mode):
+    group = dict(split=None, direction=None, tensor_parallel=None) | options
+    world = mock.Mock(size=2)
+    assert tensor_parallel.choose_mode(group, shape, dim, world) == mode
+
+
+@pytest.mark.parametrize("shape, options", [((25, 12), dict()), ((24, 12), dict(split=2))])
+def test_blocks_that_are_uneven_or_cross_parts_are_refused(shape, options):
+    group = dict(split=None, direction=None, tensor_parallel="blockwise") | options
+    with pytest.raises(ValueError, match="use duplicated"):
+        tensor_parallel.choose_mode(group, shape, 1, mock.Mock(size=2))
