@@ -58,7 +58,7 @@ def test_training_compresses_and_repeats():
 
 
 def test_a_prompt_that_is_not_utf8():
-    with pytest.raises(InputError, match="the prompt is not UTF-8"):
+    with pytest.raises(InputError, match="argument --prompt: invalid text value"):
         sample.main(["--prompt", "d\udce9j\udce0"])
 
 
