@@ -32,6 +32,8 @@ def run_world(size, function, *args, timeout=120):
     RuntimeError with the rank's traceback if one raises; TimeoutError, and fresh processes next time, if one
     hangs.
     """
+    if not all(process.is_alive() for process, _ in _workers):
+        _stop()  # a test of signals has ended those that were idle
     if not _workers:
         _start()
     for _, connection in _workers[:size]:
