@@ -33,7 +33,7 @@ def run_world(size, function, *args, timeout=120):
     hangs.
     """
     if not all(process.is_alive() for process, _ in _workers):
-        _stop()  # a test of signals has ended those that were idle
+        _stop()  # a test of races ends every child of this process
     if not _workers:
         _start()
     for _, connection in _workers[:size]:
