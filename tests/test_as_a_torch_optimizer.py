@@ -394,3 +394,22 @@ def test_an_optimizer_goes_with_its_last_reference():
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_state_that_is_not_for_these_groups_is_refused():
+    """Of another optimizer; and without names of other groups, where group0.1 is another parameter."""
+
+    def optimizer(*sizes):
+        groups = []
+        for size in sizes:
+            params = [nn.Parameter(torch.ones(3)) for _ in range(size)]
+            groups.append(
+                dict(kind="adamw", params=params, lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0)
+            )
+        return MuonAdamW(groups)
+
+    ours = optimizer(1, 1)
+    with pytest.raises(ValueError, match="no kind or names"):
+        ours.load_state_dict(torch.optim.AdamW([torch.ones(3)]).state_dict())
+    with pytest.raises(ValueError, match="without names load only into the same groups"):
+        ours.load_state_dict(optimizer(2).full_state_dict())
