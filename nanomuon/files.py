@@ -80,7 +80,7 @@ def as_kind(value, kind, name: str = "the content"):
         except TypeError as error:  # "missing 1 required positional argument: 'seed'"
             raise ValueError(f"{name}: {str(error).partition(' ')[2]}") from error
     if inner and outer is list:
-        return [as_kind(item, inner[0], name) for item in value]
+        return [as_kind(item, inner[0], f"{name}[{index}]") for index, item in enumerate(value)]
     if inner and outer is dict:
         return {key: as_kind(item, inner[1], f"{name}.{key}") for key, item in value.items()}
     return value

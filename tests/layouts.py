@@ -86,6 +86,7 @@ FUSED = [("muon", (48, 20)), ("muon", (48, 64)), ("muon", (48, 20)), ("adamw", (
 SPLITS = {  # of 48 rows: those of each part
     ("qkv", (4, 2, 2)): [[r for r in range(48) if r % 8 in part] for part in (range(4), (4, 5), (6, 7))],
     (30, 18): [slice(30), slice(30, 48)],
+    (30, 10, 8): [slice(30), slice(30, 40), slice(40, 48)],
     6: [slice(8 * head, 8 * head + 8) for head in range(6)],
 }
 

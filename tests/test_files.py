@@ -83,7 +83,7 @@ def test_json_is_read_as_a_dataclass(tmp_path):
         ("[]", "the content is '[]', not dict"),
         ('{"counts": {}}', "the content: missing 1 required positional argument: 'parts'"),
         ('{"parts": {}, "counts": {}}', "parts is '{}', not list"),
-        ('{"parts": [1], "counts": {}}', "parts is '1', not dict"),
+        ('{"parts": [1], "counts": {}}', "parts[0] is '1', not dict"),
         ('{"parts": [{"name": "a", "tokens": true}], "counts": {}}', "tokens is 'True', not int"),
         ('{"parts": [], "counts": {"x": "1"}}', "counts.x is '1', not int"),
         ('{"parts": [], "counts": {}, "limit": 1.5}', "limit is '1.5', not int"),
