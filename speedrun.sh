@@ -30,7 +30,7 @@ done
 source scripts/setup.sh train
 
 # Presets by hardware: that on which training will compute; a GPU that cannot be used ends it here
-HARDWARE=$("$PYTHON" -c 'from nanomuon.runtime import print_hardware, run_command; run_command(print_hardware)')
+HARDWARE=$("$PYTHON" -c 'from nanomuon import command, runtime; command.run_command(runtime.print_hardware)')
 read -r GPUS DTYPE <<<"$HARDWARE"
 FLAGS=(--eval-every 250 --save-every 500 --core-bundle https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip)
 WEB=hf:karpathy/climbmix-400b-shuffle # or hf:HuggingFaceFW/fineweb-edu:sample-10BT

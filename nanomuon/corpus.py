@@ -19,8 +19,7 @@ import threading
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from nanomuon.files import read_json, write_json
-from nanomuon.runtime import InputError, base_dir, print0
+from nanomuon.runtime import InputError, base_dir, print0, read_json, write_json
 from nanomuon.tokenizer import in_pieces
 
 HUB_NAME = re.compile(r"hf:([^:@]+)(?::([^:@]+))?(?:@(.+))?")  # dataset, configuration, revision

@@ -4,23 +4,31 @@ Written without either library. How the model computes is in `modeling_nanomuon.
 folder: transformers runs that file under `trust_remote_code=True`. Nothing here runs it.
 """
 
-import os
 import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch.distributed.tensor import DTensor, Replicate
 
 from nanomuon import checkpoint
-from nanomuon.files import find_run, read_json, tensor_shapes, write_json, write_tensors, write_text
+from nanomuon.checkpoint import tensor_shapes
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.parallel import build_model
 from nanomuon.plan import meta_model, read_settings
 from nanomuon.report import markdown_table
-from nanomuon.runtime import InputError, Runtime, patient_group, together
+from nanomuon.runtime import (
+    InputError,
+    Runtime,
+    find_run,
+    on_first_rank,
+    read_json,
+    write_json,
+    write_text,
+    write_whole,
+)
 from nanomuon.tokenizer import BOS, SPLIT_PATTERN, Tokenizer
 
 MODEL_FILE = Path(__file__).with_name("modeling_nanomuon.py")
@@ -138,16 +146,15 @@ def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | Non
         if isinstance(tensor, DTensor):
             tensor = whole_tensor(tensor)
         if is_first_rank:
-            weights[name] = tensor.to("cpu", dtype or tensor.dtype)
+            # A copy: the format has neither transposes nor two names for one tensor
+            tensor = tensor.to("cpu", dtype or tensor.dtype)
+            weights[name] = tensor.clone(memory_format=torch.contiguous_format)
 
     def write():
-        if is_first_rank:
-            hidden = folder / ".model.safetensors.tmp"  # files.locked removes it after a kill
-            write_tensors(weights, hidden, {"format": "pt"})
-            os.replace(hidden, folder / "model.safetensors")
+        with write_whole(folder / "model.safetensors") as file:
+            file.write(save(weights, {"format": "pt"}))
 
-    with patient_group() as group:  # of a large model on a slow disk it takes many minutes
-        together(write, group)
+    on_first_rank(write)
 
 
 def whole_tensor(tensor: DTensor) -> torch.Tensor:

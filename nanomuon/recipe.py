@@ -192,12 +192,3 @@ def make_optimizer(build, model, batch, steps, world_size=1, **settings):
         return (DistMuonAdamW if world_size > 1 else MuonAdamW)(built, **settings)
     except (ValueError, TypeError) as error:
         raise InputError(f"no optimizer was built: {error}") from error
-
-
-def check_schedule(schedule, groups, steps):
-    """InputError if a schedule gives a group what it does not have: a misspelt key would go unnoticed."""
-    for group in groups:
-        values = schedule(group, 0, steps)
-        if not isinstance(values, dict) or values.keys() - group.keys():
-            has = ", ".join(key for key in group if key not in ("params", "names"))
-            raise InputError(f"schedule() has to return a dict of what the group has ({has}), not {values!r}")

@@ -9,11 +9,20 @@ import re
 import shlex
 import statistics
 from pathlib import Path
+from textwrap import indent
 
 import torch
 
-from nanomuon.files import read_json, write_text, write_whole
-from nanomuon.runtime import Runtime, cores, peak_memory_mb, print0, printable
+from nanomuon.runtime import (
+    Runtime,
+    cores,
+    peak_memory_mb,
+    print0,
+    printable,
+    read_json,
+    write_text,
+    write_whole,
+)
 
 
 class MetricsLog:
@@ -95,8 +104,7 @@ def plot_run(metrics, image) -> None:
     loss, bpb = figure.subplots(1, 2)
 
     def curve(axis, rows, key, **style):
-        values = [math.nan if row[key] is None else row[key] for row in rows]
-        axis.plot([row["tokens"] for row in rows], values, **style)
+        axis.plot([row["tokens"] for row in rows], [row[key] for row in rows], **style)
 
     curve(loss, training, "train_loss", color="tab:blue", linewidth=0.8)
     finite = sorted(row["train_loss"] for row in training if row["train_loss"] is not None)
@@ -120,20 +128,14 @@ def plot_run(metrics, image) -> None:
         figure.savefig(file, format="png")
 
 
-def write_report(
-    folder: Path, summary: dict, samples: list[str], core: tuple[str, dict] | None = None
-) -> None:
+def write_report(folder: Path, summary: dict, samples: list[str], core: dict | None = None) -> None:
     """Draw loss.png and write report.md, which shows it, from what lies in a run's folder.
 
-    summary: its figures. samples: generated texts. core: None, or its line and its tasks, see core.evaluate.
+    summary: its figures. samples: generated texts. core: what core.evaluate gives, or None.
     """
     plot_run(folder / "metrics.jsonl", folder / "loss.png")
     name = folder.resolve().name
     settings = read_json(folder / "settings.json")
-    usage = (
-        f"python -m scripts.sample --run {shlex.quote(name)}      # more text\n"
-        f"python -m scripts.base_eval --run {shlex.quote(name)}   # evaluate again"
-    )
     parts = [
         f"# {name}",
         f"Trained on {machine_description()}.",
@@ -141,12 +143,13 @@ def write_report(
         "![Training loss and validation bits per byte over tokens](loss.png)",
     ]
     if core is not None:
-        line, tasks = core
-        accuracies = {label: f"{task['accuracy']:.4f}" for label, task in tasks.items()}
-        parts.append(f"## CORE\n\n{line}\n\n" + markdown_table(("task", "accuracy"), accuracies))
+        accuracies = {label: f"{task['accuracy']:.4f}" for label, task in core["tasks"].items()}
+        parts.append("## CORE\n\n" + markdown_table(("task", "accuracy"), accuracies))
     parts += [
-        "## Samples\n\n" + "\n\n".join(fenced(sample) for sample in samples),
-        "## Use it\n\n" + fenced(usage),
+        "## Samples",
+        *(f"Sample {number}:\n\n" + indent(sample, "    ") for number, sample in enumerate(samples, 1)),
+        "## Use it",
+        f"    python -m scripts.sample --run {shlex.quote(name)}",
         "`model.safetensors` and `config.json` are the model; opening them runs no code.",
         "## Settings\n\n" + markdown_table(("setting", "value"), settings["options"]),
         "## Trained on, and with\n\n"
@@ -179,13 +182,6 @@ def markdown_table(header: tuple[str, str], values: dict) -> str:
             text = str(value).replace("|", "\\|")
             lines.append(f"| {name} | {text} |")
     return "\n".join(lines)
-
-
-def fenced(text):
-    """A fenced block that no backticks inside can end: the fence is longer than any run of them."""
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}\n{text}\n{fence}"
 
 
 def print_summary(summary: dict) -> None:

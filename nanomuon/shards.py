@@ -24,8 +24,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from nanomuon.corpus import Corpus, is_validation, with_both_parts
-from nanomuon.files import being_written, locked, read_json, write_json, write_whole
-from nanomuon.runtime import InputError, base_dir, cores, print0
+from nanomuon.runtime import (
+    InputError,
+    base_dir,
+    being_written,
+    cores,
+    locked,
+    print0,
+    read_json,
+    write_json,
+    write_whole,
+)
 from nanomuon.tokenizer import Tokenizer
 
 SHARD_BYTES = 16 << 20  # of text; about 4 million tokens

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from nanomuon.files import read_json, write_json
-from nanomuon.runtime import InputError
+from nanomuon.runtime import InputError, read_json, write_json
 
 BOS = "<|bos|>"
 # GPT-4's split pattern with digits in groups of at most 2, not 3: small vocabularies waste less on numbers

@@ -24,29 +24,28 @@ import torch.distributed as dist
 
 from nanomuon import core, fp8, parallel, shards
 from nanomuon.attention import use_flash_attention
-from nanomuon.corpus import check_corpus
-from nanomuon.files import folder_of, locked
-from nanomuon.moe import balance_
-from nanomuon.optim import MuonAdamW
-from nanomuon.plan import COMM_DTYPES, duration, make_plan, peak_flops, print_plan, recall
-from nanomuon.qk_clip import clip_
-from nanomuon.run import Moment, Run, is_complete
-from nanomuon.runtime import InputError, StopSignals, make_deterministic, print0, run_command, start
-from scripts.arguments import (
+from nanomuon.command import (
     ArgumentParser,
+    StopSignals,
     add_dtype_argument,
     count,
     layers,
     number,
     processes,
-    python_file,
     rate,
+    run_command,
     seed,
     share,
     size,
     vocabulary,
-    windows,
 )
+from nanomuon.corpus import check_corpus
+from nanomuon.moe import balance_
+from nanomuon.optim import MuonAdamW
+from nanomuon.plan import COMM_DTYPES, duration, make_plan, peak_flops, print_plan, recall
+from nanomuon.qk_clip import clip_
+from nanomuon.run import Moment, Run, is_complete
+from nanomuon.runtime import InputError, folder_of, locked, make_deterministic, print0, start
 
 CORE_ITEMS = 500  # of each task of CORE, in an evaluation on the way
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
@@ -261,7 +260,6 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--window-pattern",
-        type=windows,
         help="attention window by layer: L full, S the last quarter of the context (default: SSSL on a GPU, "
         "L on a CPU, where windows save no time)",
     )
@@ -305,7 +303,6 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--optimizer-file",
-        type=python_file,
         help="Python file with build_optimizer(model) or param_groups(model), used instead of the recipe "
         "(see nanomuon/recipe.py); it runs only when it is given, so a run goes on with it given again",
     )

@@ -9,9 +9,9 @@ starts with the first shards and waits for the next ones (nice -n 10 in front le
 """
 
 from nanomuon import shards
+from nanomuon.command import ArgumentParser, number, run_command, vocabulary
 from nanomuon.corpus import open_corpus
-from nanomuon.runtime import print0, run_command
-from scripts.arguments import ArgumentParser, number, vocabulary
+from nanomuon.runtime import print0
 
 
 def main(argv=None):

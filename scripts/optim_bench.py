@@ -25,19 +25,11 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from nanomuon import recipe
-from nanomuon.files import write_json
+from nanomuon.command import ArgumentParser, add_dtype_argument, count, layers, run_command
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import Bank, DistMuonAdamW, MuonAdamW
 from nanomuon.orthogonalize import newton_schulz_form, triples
-from nanomuon.runtime import (
-    InputError,
-    cores,
-    cpu_has_bf16,
-    keep_freed_memory,
-    run_command,
-    start,
-)
-from scripts.arguments import ArgumentParser, add_dtype_argument, count, layers
+from nanomuon.runtime import InputError, cores, cpu_has_bf16, keep_freed_memory, start, write_json
 
 
 def parse_arguments(argv):

@@ -38,19 +38,17 @@ Tasks: shakespeare (characters of any --text, 0.8M parameters, 2,000 steps: minu
 import ast
 from pathlib import Path
 
-from nanomuon.corpus import check_corpus
-from nanomuon.files import locked
-from nanomuon.runtime import (
-    InputError,
-    base_dir,
-    check_name,
-    cores,
+from nanomuon.command import (
+    ArgumentParser,
+    add_dtype_argument,
+    count,
     exit_when_asked,
+    number,
     run_command,
-    start,
-    usable_gpus,
+    vocabulary,
 )
-from scripts.arguments import ArgumentParser, add_dtype_argument, count, number, vocabulary
+from nanomuon.corpus import check_corpus
+from nanomuon.runtime import InputError, base_dir, check_name, cores, locked, start, usable_gpus
 from scripts.laboratory import leaderboard, race, report
 from scripts.laboratory.contenders import Contender
 from scripts.laboratory.tasks import TASKS, empty_model, open_task

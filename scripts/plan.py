@@ -11,10 +11,9 @@ with one row on each.
 import bisect
 
 from nanomuon import footprint, parallel
+from nanomuon.command import ArgumentParser, layers, number, processes, run_command
 from nanomuon.gpt import GPTConfig
 from nanomuon.plan import meta_model
-from nanomuon.runtime import run_command
-from scripts.arguments import ArgumentParser, layers, number, processes
 from scripts.laboratory.report import columns
 
 MEMORY = ("weights", "gradients", "state", "activations", "buffers")

@@ -26,14 +26,14 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize
 
-from nanomuon import files, runtime
+from nanomuon import runtime
+from nanomuon.command import STOPPED, ArgumentParser, layers, run_command, size
 from nanomuon.corpus import check_corpus
 from nanomuon.gpt import GPTConfig
 from nanomuon.hf_export import read_config
 from nanomuon.plan import default_context, meta_model, total_batch_size
-from nanomuon.runtime import STOPPED, InputError
+from nanomuon.runtime import InputError
 from scripts import base_train
-from scripts.arguments import ArgumentParser, layers, size
 from scripts.laboratory.report import columns
 
 
@@ -53,7 +53,7 @@ def main(argv=None):
     folder = runtime.base_dir() / "scaling" / args.name
     folder.mkdir(parents=True, exist_ok=True)
     runtime.exit_when_asked()  # the run in training saves first
-    with files.locked(folder):
+    with runtime.locked(folder):
         for depth, tokens in sorted((d, t) for d in args.depths for t in args.tokens):
             train(args, depth, tokens, flags)
         members = finished(args.name)
@@ -64,7 +64,7 @@ def main(argv=None):
             text += "\nloss = {:.3f} + {:.4g} / N^{:.3f} + {:.4g} / D^{:.3f}".format(*law)
         if args.target_flops is not None:
             text += "\n" + advice(law, members[-1].config, args.target_flops)
-        files.write_text(folder / "scaling.md", f"{text}\n\n![Loss over compute](scaling.png)\n")
+        runtime.write_text(folder / "scaling.md", f"{text}\n\n![Loss over compute](scaling.png)\n")
         plot(members, folder / "scaling.png")
     print(f"\n{text}\n\n{folder}/scaling.md, {folder}/scaling.png")
 
@@ -105,7 +105,7 @@ def depths(text):
 def train(args, depth, tokens, flags):
     """Train one run to its end, unless it is there. InputError if it fails, with its last line."""
     run = f"{args.name}-d{depth}-t{tokens}"
-    run_dir = files.folder_of(run)
+    run_dir = runtime.folder_of(run)
     if (run_dir / "summary.json").exists():
         print(f"{run} is finished, skipped")
         return
@@ -141,7 +141,7 @@ def train(args, depth, tokens, flags):
 def finished(name):
     """The finished runs of a family, the deepest last; InputError if there are none."""
     members = []
-    for run_dir in files.folder_of(name).parent.glob(f"{name}-d*-t*"):
+    for run_dir in runtime.folder_of(name).parent.glob(f"{name}-d*-t*"):
         if (run_dir / "summary.json").exists():
             summary = json.loads((run_dir / "summary.json").read_text())
             config = read_config(run_dir)
@@ -218,4 +218,4 @@ def plot(members, image):
 
 
 if __name__ == "__main__":
-    runtime.run_command(main)
+    run_command(main)

@@ -3,10 +3,10 @@
 python -m scripts.tok_train --corpus python --vocab-size 4096
 """
 
+from nanomuon.command import ArgumentParser, run_command, vocabulary
 from nanomuon.corpus import is_validation, open_corpus, with_both_parts
-from nanomuon.runtime import print0, run_command
+from nanomuon.runtime import print0
 from nanomuon.shards import default_vocab_size, prepare_tokenizer, tokenizer_folder
-from scripts.arguments import ArgumentParser, vocabulary
 
 SAMPLE_BYTES = 4 << 20  # of validation text
 

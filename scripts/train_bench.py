@@ -18,21 +18,20 @@ import torch
 
 from nanomuon import fp8, parallel, recipe, report, shards
 from nanomuon.attention import use_flash_attention
+from nanomuon.command import count, run_command
 from nanomuon.corpus import check_corpus, open_corpus
 from nanomuon.dataloader import TrainLoader
-from nanomuon.files import write_json
 from nanomuon.plan import make_plan, peak_flops
 from nanomuon.runtime import (
     InputError,
     compile_enabled,
     make_deterministic,
     peak_memory_mb,
-    run_command,
     start,
+    write_json,
 )
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_train, optim_bench
-from scripts.arguments import count
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nanomuon.runtime import InputError, run_command
+from nanomuon.command import run_command
+from nanomuon.runtime import InputError
 
 SCRIPTS = sorted(
     path.stem

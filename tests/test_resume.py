@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanomuon import checkpoint, dataloader, files, shards
+from nanomuon import checkpoint, dataloader, runtime, shards
+from nanomuon.command import STOPPED, StopSignals
 from nanomuon.corpus import open_corpus
 from nanomuon.gpt import GPT
 from nanomuon.optim import MuonAdamW
 from nanomuon.run import Run
-from nanomuon.runtime import STOPPED, InputError, StopSignals
+from nanomuon.runtime import InputError
 from scripts import base_train
 from tests.training import Ranks, arguments, children, launch, losses, rows, wait_until, write_corpus
 
@@ -39,7 +40,7 @@ def whole(base):
 
 def final_state(run_dir):
     """Model and optimizer state after the last step."""
-    return load_file(checkpoint.find(run_dir) / "rank_0.safetensors")
+    return load_file(checkpoint.find(run_dir) / "shard-00001-model-00001-of-00001.safetensors")
 
 
 def assert_same_run(ours, theirs):
@@ -65,7 +66,7 @@ def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(base, wh
         assert max(checkpoint.saved_steps(run_dir)) > saved
     # There are three if the last kill came before the oldest was removed
     *_, previous, newest = checkpoint.saved_steps(run_dir)
-    file = run_dir / "checkpoints" / f"step_{newest}" / "rank_0.safetensors"
+    file = run_dir / "checkpoints" / f"step_{newest}" / "shard-00001-model-00001-of-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     ranks = Ranks(base, "killed", 100, *OPTIONS)
     assert ranks.join() == [0]
@@ -129,7 +130,7 @@ def test_a_signal_during_the_start_ends_it_with_a_line(base, processes):
     """While it waits for its data, which another process is preparing."""
     run = f"starting-{processes}"
     size = 256 + 10 * processes
-    with files.locked(shards.shard_folder(open_corpus(f"path:{base}/texts"), size)):
+    with runtime.locked(shards.shard_folder(open_corpus(f"path:{base}/texts"), size)):
         ranks = Ranks(base, run, 5, "--vocab-size", str(size), *QUIET, processes=processes)
         wait_until(lambda: "waiting for it" in ranks.output(), ranks.alive)
         ranks.kill(signal.SIGTERM)

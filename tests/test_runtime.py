@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from nanomuon import hf_export, runtime
-from nanomuon.runtime import BUG, InputError, Runtime, run_command
+from nanomuon.command import BUG, run_command
+from nanomuon.runtime import InputError, Runtime
 from tests.worlds import run_world
 
 ROOT = Path(__file__).parent.parent

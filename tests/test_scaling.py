@@ -3,10 +3,10 @@
 import pytest
 
 from nanomuon import plan
-from nanomuon.files import write_json
+from nanomuon.command import STOPPED
 from nanomuon.gpt import GPTConfig
 from nanomuon.hf_export import write_config
-from nanomuon.runtime import STOPPED, InputError
+from nanomuon.runtime import InputError, write_json
 from scripts import base_train, scaling
 
 LAW = 0.8, 200.0, 0.5, 3000.0, 0.6
@@ -49,7 +49,7 @@ class MadeUp:
         if self.code:
             self.stdout.write(b"step 1\nerror: no such luck\n")
             return self.code
-        folder = scaling.files.folder_of(args.run)
+        folder = scaling.runtime.folder_of(args.run)
         folder.mkdir(parents=True)
 
         config = plan.model_config(args, args.vocab_size, "cpu")

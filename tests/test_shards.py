@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanomuon import files, shards
+from nanomuon import runtime, shards
 from nanomuon.corpus import Corpus, is_validation, open_corpus
 from nanomuon.runtime import InputError
 from nanomuon.shards import Entry, Manifest, prepare, read_manifest, read_shards
@@ -129,10 +129,10 @@ def test_stopped_at_any_moment(tmp_path, monkeypatch, stop):
     for _ in range(3):
         assert process.stdout.readline().endswith(" tokens\n")
     (folder,) = (tmp_path / "other/shards").glob("*[0-9a-f]")
-    assert files.being_written(folder)
+    assert runtime.being_written(folder)
     process.send_signal(stop)
     process.communicate()
-    assert process.returncode != 0 and not files.being_written(folder)
+    assert process.returncode != 0 and not runtime.being_written(folder)
     manifest = read_manifest(folder)
     assert not manifest.complete and manifest.train
     assert contents(prepared(corpus)) == whole
@@ -142,7 +142,7 @@ def test_two_at_once(tmp_path, capsys):
     corpus = corpus_of(tmp_path)
     folder = shards.shard_folder(corpus, 300, TOKENIZER)
     done = []
-    with files.locked(folder):
+    with runtime.locked(folder):
         second = threading.Thread(target=lambda: done.append(prepared(corpus)))
         second.start()
         second.join(0.5)

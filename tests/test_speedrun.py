@@ -12,7 +12,7 @@ import torch
 import torch.distributed.run
 from torch.distributed.launcher.api import LaunchConfig
 
-from nanomuon.files import being_written
+from nanomuon.runtime import being_written
 from tests.training import losses, wait_until, write_corpus
 
 ROOT = Path(__file__).parents[1]

@@ -11,10 +11,10 @@ import shutil
 import pytest
 
 from nanomuon import checkpoint, report
-from nanomuon.files import locked
+from nanomuon.command import explain
 from nanomuon.plan import recall
 from nanomuon.run import is_complete
-from nanomuon.runtime import InputError, explain, print0
+from nanomuon.runtime import InputError, locked, print0
 from scripts import base_eval, base_train, export, sample
 from tests.training import arguments, write_corpus
 
@@ -82,7 +82,7 @@ def write_text(made):
 READERS = {  # file: who reads it
     "runs/tiny/settings.json": go_on,
     "runs/tiny/checkpoints/step_4/manifest.json": go_on,
-    "runs/tiny/checkpoints/step_4/rank_0.safetensors": go_on,
+    "runs/tiny/checkpoints/step_4/shard-00001-model-00001-of-00001.safetensors": go_on,
     "runs/tiny/tokenizer/tokenizer.json": write_text,
     "runs/tiny/config.json": write_text,
     "runs/tiny/model.safetensors": write_text,

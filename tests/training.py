@@ -100,7 +100,7 @@ def _train(environment, argv, output):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which runs respect
     import torch
 
-    from nanomuon.runtime import run_command
+    from nanomuon.command import run_command
     from scripts import base_train
 
     torch.set_num_threads(1)

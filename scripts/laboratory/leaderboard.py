@@ -1,6 +1,6 @@
 """The page docs/leaderboard.md, made of the finished runs of races in docs/races/*.jsonl."""
 
-from nanomuon.files import write_text
+from nanomuon.runtime import write_text
 from scripts.laboratory import report, statistics
 from scripts.laboratory.race import read_results
 

@@ -9,8 +9,7 @@ import statistics as means
 
 import numpy as np
 
-from nanomuon.files import write_text
-from nanomuon.runtime import InputError
+from nanomuon.runtime import InputError, write_text
 from scripts.laboratory import statistics
 
 NOTE = """Differences are taken seed by seed. Each interval is its own; what is called better or worse is
