@@ -28,24 +28,27 @@ from nanomuon.runtime import (
 class MetricsLog:
     """Appends rows to metrics.jsonl, one JSON object a line, each whole even if the process dies after it.
 
-    path: the file. resume_step: None starts it empty; otherwise it keeps the steps up to this one, and the
-    evaluations before it: those of this step are made again. wandb: None, or keywords of wandb.init (project,
-    name, config, id); WANDB_MODE=offline needs no network. Only the first rank makes one.
+    folder: of the run. resume_step: None starts the file empty; otherwise it keeps the steps up to this one,
+    and the evaluations before it: those of this step are made again. wandb_config: what a run of Weights &
+    Biases records as its configuration, None: no such run; WANDB_MODE=offline needs no network.
     """
 
-    def __init__(self, path: Path, resume_step: int | None = None, wandb: dict | None = None):
-        kept = []
+    def __init__(self, folder: Path, resume_step: int | None = None, wandb_config: dict | None = None):
+        path, kept = folder / "metrics.jsonl", []
         for row in read_rows(path) if resume_step is not None else []:
             if row["step"] < resume_step or (row["step"] == resume_step and "train_loss" in row):
                 kept.append(json.dumps(row) + "\n")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         write_text(path, "".join(kept))
         self.file = path.open("ab", buffering=0)
         self.wandb = None
-        if wandb is not None:
-            import wandb as library
+        if wandb_config is not None:
+            import wandb
 
-            self.wandb = library.init(dir=path.parent, resume="allow", **wandb)
+            name = folder.name
+            self.wandb = wandb.init(
+                project="nanomuon", name=name, id=name, config=wandb_config, dir=folder, resume="allow"
+            )
 
     def log(self, row: dict) -> None:
         """row: a dict with `step`, values numbers; not finite ones are written as null, as JSON has none."""

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import functools
-import gc
 import math
 import os
 import platform
@@ -78,12 +77,8 @@ class Run:
         self.log = None
         if runtime.rank == 0:
             self._write_folder()
-            wandb = None
-            if args.wandb:
-                wandb = dict(project="nanomuon", name=args.run, id=args.run, config=vars(args))
-            self.log = report.MetricsLog(
-                self.folder / "metrics.jsonl", self.step if found else None, wandb=wandb
-            )
+            resume_step = self.step if found else None
+            self.log = report.MetricsLog(self.folder, resume_step, vars(args) if args.wandb else None)
         checkpoint.remove(self.folder, self.step if found else -1, args.keep_last)
         print_plan(args, self.plan, runtime)
         self.forward = self.model
@@ -249,6 +244,9 @@ class Run:
             "corpus": args.corpus,
         }
         hf_export.export(self.folder, self.model, plan.config, self.tokenizer, facts)
+        with torch.compiler.set_stance("force_eager"):  # the shapes of samples were not compiled
+            prompts = PROMPTS.get(args.corpus, NO_PROMPTS)
+            samples = sample_texts(self.model, self.tokenizer, prompts, max_tokens=128, seed=args.seed)
         if self.log is None:
             return 0
         self.log.close()
@@ -258,10 +256,6 @@ class Run:
         if core_results:
             summary["core"] = core_results["core"]
             summary["core_mean_centered"] = core_results["mean_centered"]
-        # The exported model makes the samples, and pieces of a larger one make room for it
-        self.model = self.forward = self.optimizer = self.initial_groups = None
-        gc.collect()
-        samples = sample_run(args, self.runtime)
         report.write_report(self.folder, summary, samples, core_results)
         write_json(self.folder / "summary.json", summary)  # last: it marks the run as complete
         report.print_summary(summary)
@@ -289,13 +283,6 @@ def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core.Tas
     except core.Unreachable as error:
         print0(f"warning: {error}; the run goes on without CORE", file=sys.stderr)
         return []
-
-
-def sample_run(args: argparse.Namespace, runtime: Runtime) -> list[str]:
-    """Texts of the exported model."""
-    model, tokenizer, _ = hf_export.load_run(args.run, runtime)
-    prompts = PROMPTS.get(args.corpus, NO_PROMPTS)
-    return sample_texts(model, tokenizer, prompts, max_tokens=128, seed=args.seed)
 
 
 def trained_with() -> dict:
