@@ -275,7 +275,7 @@ def is_complete(folder: Path, steps: int) -> bool:
 
 def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core.Task]:
     """The tasks of CORE; none if it is not asked for, or if its bundle cannot be had."""
-    bundle = args.core_bundle or (core.PUBLIC_BUNDLE if args.core_every > 0 else None)
+    bundle = args.core_bundle
     if bundle is None:
         return []
     try:

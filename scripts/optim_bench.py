@@ -115,7 +115,7 @@ def products(optimizer, device):
 def load_peer(peer):
     """The function of FILE:FUNCTION; InputError if there is none."""
     file, _, name = peer.rpartition(":")
-    function = getattr(recipe.run_file(file, recipe.read_source(file)), name, None)
+    function = recipe.run_file(file).get(name)
     if not callable(function):
         raise InputError(f"--peer {peer}: it is FILE:FUNCTION, and {file} has no function {name}")
     return function

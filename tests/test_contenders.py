@@ -17,7 +17,7 @@ from nanomuon import checkpoint, recipe
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
 from nanomuon.orthogonalize import orthogonalize
-from nanomuon.recipe import load_recipe, make_optimizer, read_source, run_file
+from nanomuon.recipe import load_recipe, make_optimizer, run_file
 from scripts.laboratory.contenders import Contender
 from tests.test_optim_dist import assert_close, assert_same_everywhere
 from tests.worlds import run_world
@@ -186,8 +186,7 @@ def test_a_gradient_that_is_not_finite_leaves_state_and_weights_of_directions_as
 
 
 def module(file):
-    path = FOLDER / f"{file}.py"
-    return run_file(path, read_source(path))
+    return SimpleNamespace(**run_file(FOLDER / f"{file}.py"))
 
 
 def direction_of(file, **options):

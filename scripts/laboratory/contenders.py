@@ -12,7 +12,7 @@ from scipy.stats import qmc
 
 from nanomuon import recipe
 from nanomuon.param_groups import build_param_groups
-from nanomuon.recipe import check_schedule, load_recipe, lr_multiplier, make_optimizer, read_source, run_file
+from nanomuon.recipe import load_recipe, lr_multiplier, make_optimizer, run_file
 from nanomuon.runtime import InputError
 from scripts.laboratory.tasks import digest, empty_model
 
@@ -160,7 +160,6 @@ class Contender:
         for group in optimizer.param_groups:
             group["lr"] *= self.lr_scale
         built = [dict(group) for group in optimizer.param_groups]
-        check_schedule(schedule, built, setup["steps"])
         return optimizer, built, schedule
 
     def sha256(self):
@@ -251,7 +250,7 @@ def parse_options(text, options):
 
 def load_dial(file):
     """(keyword, low, high): the DIAL of a user's file, which a race searches from low to high; or None."""
-    dial = getattr(run_file(file, read_source(file)), "DIAL", None)
+    dial = run_file(file).get("DIAL")
     match dial:
         case None:
             return None
