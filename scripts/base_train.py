@@ -424,7 +424,7 @@ def make_parser() -> ArgumentParser:
         help="auto: the newest checkpoint of the run; step_N: that one; never: start over",
     )
     add("--wandb", action="store_true", help="log to Weights & Biases as well (WANDB_MODE=offline works)")
-    add("--plan", action="store_true", help="print the size of the run, its memory and its time, and stop")
+    add("--plan", action="store_true", help="print the size of the run and its memory, and stop")
     return parser
 
 
