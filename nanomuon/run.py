@@ -110,7 +110,7 @@ class Run:
             refuse_differences(self.args.run, differences)
 
         refuse_other_data()  # before it is worked on
-        self.data = shards.prepare_for_training(corpus, self.args.vocab_size, self.plan.tokens)
+        self.data = shards.prepare_for_training(corpus, self.args.vocab_size)
         self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
         refuse_other_data()
