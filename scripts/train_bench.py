@@ -85,7 +85,7 @@ def step_table(args, runtime):
     if args.optimizer_file:
         build, _ = recipe.load_recipe(args.optimizer_file)
     corpus = open_corpus(args.corpus)
-    data = shards.prepare_for_training(corpus, args.vocab_size, 10**8)  # more than it reads
+    data = shards.prepare_for_training(corpus, args.vocab_size)
     plan = make_plan(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime)
     config = plan.config
     use_flash_attention(device)

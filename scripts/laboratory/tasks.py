@@ -133,9 +133,7 @@ def speedrun_setup(vocab_size, steps):
 
 def setup_on_shards(corpus, vocab_size, shape, seq_len, **rest):
     """Place and setup of a task on a corpus. shape: keywords of GPTConfig.from_depth, rest: what it adds."""
-    folder = shards.prepare_for_training(
-        open_corpus(corpus), vocab_size, rest["steps"] * rest["rows"] * seq_len
-    )
+    folder = shards.prepare_for_training(open_corpus(corpus), vocab_size)
     manifest = shards.read_manifest(folder)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     config = GPTConfig.from_depth(vocab_size=tokenizer.vocab_size, seq_len=seq_len, **shape)
