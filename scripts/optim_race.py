@@ -86,20 +86,18 @@ def run_race(args):
         f"token embedding's {counts['wte']:,}, {setup['dtype']}; results in {file}",
         flush=True,
     )
-    text, slope = "", None
+    text = ""
     with locked(folder):
         racing = race.Race(race.Results(file, setup), setup, place, args.jobs)
         if args.sweep:
-            tuned, trials = racing.sweep(contenders, args.sweep)
-            source = contenders[0].source
-            slope = report.slope_of_length([run for run in trials if run["contender"].startswith(source)])
+            tuned = racing.sweep(contenders, args.sweep)
             lines = [["contender", "best trial"]]
             lines += [[old.name, new.name] for old, new in zip(contenders, tuned, strict=True)]
             text, contenders = report.columns(lines) + "\n\n", tuned
         results = racing.run(contenders, range(args.seeds))
     baseline = contenders[0].name
-    text += f"{report.table(results, baseline, setup['unit'], slope)}\n\n{report.NOTE}"
-    report.write_report(folder, results, text, setup["unit"], baseline)
+    text += f"{report.table(results, baseline, setup['unit'])}\n\n{report.NOTE}"
+    report.write_report(folder, results, text, setup["unit"])
     print(f"\n{text}\n\n{folder}/race.md, {folder}/race.png")
 
 

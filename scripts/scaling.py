@@ -10,12 +10,11 @@ et al. (arXiv 2203.15556) is fitted, which takes seven runs of three depths and 
 
     loss = E + A / N^alpha + B / D^beta       N parameters of matrices and head, D tokens
 
-FLOPs are counted as PaLM does: 6 per weight and token, and attention. Table and picture are scaling/NAME/
+FLOPs are counted as PaLM does: 6 per weight and token, and attention. The table is scaling/NAME/scaling.md
 under NANOMUON_BASE_DIR, the runs runs/NAME-d2-t500000. The same command goes on after an interruption and
 skips finished runs. Several GPUs share each run, by torchrun.
 """
 
-import itertools
 import json
 import math
 import signal
@@ -64,9 +63,8 @@ def main(argv=None):
             text += "\nloss = {:.3f} + {:.4g} / N^{:.3f} + {:.4g} / D^{:.3f}".format(*law)
         if args.target_flops is not None:
             text += "\n" + advice(law, members[-1].config, args.target_flops)
-        files.write_text(folder / "scaling.md", f"{text}\n\n![Loss over compute](scaling.png)\n")
-        plot(members, folder / "scaling.png")
-    print(f"\n{text}\n\n{folder}/scaling.md, {folder}/scaling.png")
+        files.write_text(folder / "scaling.md", f"{text}\n")
+    print(f"\n{text}\n\n{folder}/scaling.md")
 
 
 def parse_arguments(argv):
@@ -199,22 +197,6 @@ def advice(law, config, flops):
         rows.append((law_loss(law, parameters, flops / per_token), depth, flops / per_token))
     loss, depth, tokens = min(rows)
     return f"{flops:.3g} FLOPs: depth {depth} on {tokens:.3g} tokens, {loss:.4f} bits per byte by the law."
-
-
-def plot(members, image):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for config, of_depth in itertools.groupby(members, lambda member: member.config):
-        points = [(member.tokens * member.token_flops, member.loss) for member in of_depth]
-        axes.plot(*zip(*points, strict=True), "o-", label=f"depth {config.depth}")
-    axes.set(xscale="log", xlabel="training FLOPs", ylabel="validation bits per byte")
-    axes.legend()
-    figure.savefig(image, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -30,13 +30,13 @@ def write_leaderboard(kept, page):
 
 def section(name, header, runs, image):
     """The Markdown of one race; its picture goes to `image`."""
-    setup, results, tuning = header["setup"], {}, []
+    setup, results, tuning = header["setup"], {}, 0
     latest = {}  # of a run that was repeated the later one counts
     for run in runs:
         latest[run.get("stage"), run["contender"], run["steps"], run["seed"]] = run
     for run in latest.values():
         if run.get("stage") == "sweep":
-            tuning.append(run)
+            tuning += 1
         else:
             results.setdefault(run["contender"], []).append(run)
     baseline = find_baseline(header, results)
@@ -44,14 +44,13 @@ def section(name, header, runs, image):
     about = (
         f"Task `{setup['name']}`: {setup['steps']:,} steps of {setup['rows'] * setup['model']['seq_len']:,} "
         f"tokens, depth {setup['model']['depth']}, width {setup['model']['width']}, {setup['dtype']}; "
-        f"{len(latest) - len(tuning)} runs and {len(tuning)} of tuning."
+        f"{len(latest) - tuning} runs and {tuning} of tuning."
     )
     if baseline is None:
         return f"{title}\n\n{about}\n\nThe baseline diverged, or has no run."
-    slope = report.slope_of_length([run for run in tuning if source(run["contender"]) == source(baseline)])
-    report.plot_race(results, baseline, setup["unit"], image)
-    picture = f"![Curves, and differences to the baseline with 95% intervals]({image.name})"
-    return "\n\n".join([title, about, report.table(results, baseline, setup["unit"], slope), picture])
+    report.plot_race(results, setup["unit"], image)
+    table = report.table(results, baseline, setup["unit"])
+    return "\n\n".join([title, about, table, f"![Validation curves]({image.name})"])
 
 
 def source(contender):
