@@ -18,9 +18,9 @@ from scripts.laboratory.tasks import digest, empty_model
 
 
 def preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr):
-    """Groups of a model whose matrices are trained as the group `matrices` says.
+    """Groups that train a model's matrices as the group `matrices` says, in which alone the presets differ.
 
-    The presets differ in that alone; the rest gets AdamW with a rate per role from all of them.
+    AdamW trains the rest, with a rate for each role.
     """
     adamw = dict(betas=(0.8, 0.95), eps=1e-8, weight_decay=0.0)
     groups = build_param_groups(
@@ -96,7 +96,7 @@ PRESETS = {
 class Contender:
     """SOURCE[:key=value,...]: a preset or a Python file, with keywords for its two functions and lr_scale.
 
-    InputError for what is neither, and for keywords that neither function has.
+    Raises InputError if SOURCE is neither, and for keywords that neither function has.
     """
 
     def __init__(self, text):
@@ -120,7 +120,7 @@ class Contender:
         return f"{self.source}:{options}"
 
     def with_options(self, options):
-        """The same with these options beside, or in place of, its own."""
+        """The same contender with these options added to its own, or replacing them."""
         text = ",".join(f"{key}={value}" for key, value in {**self.options, **options}.items())
         return Contender(f"{self.source}:{text}")
 
@@ -170,7 +170,7 @@ class Contender:
         return hashlib.sha256(Path(self.source).read_bytes()).hexdigest()
 
     def key(self, setup):
-        """Changes with its file and its hyperparameters at every step, not with what the file imports."""
+        """A digest of its file and of its hyperparameters at every step, but not of what the file imports."""
         steps = setup["steps"]
         _, groups, schedule = self.prepare(empty_model(setup, "cpu"), setup)
         described = []
@@ -185,7 +185,7 @@ class Contender:
         """{keyword: (low, high)} that a sweep searches: all rates together, the weight decay, and one more.
 
         That is the dial that the contender's file names, as in DIAL = ("c", 0.1, 0.8), or else the rate of
-        the matrices beside the others. A keyword that is zero, or that there is not, is not searched.
+        the matrices. A keyword whose value is zero is not searched.
         """
         known = self.keywords()
         own = None if self.is_preset else load_dial(self.source)
@@ -205,10 +205,10 @@ class Contender:
         return found
 
     def trials(self, count):
-        """The contender as it is, and count - 1 with dials at points of a Sobol sequence, alike for all."""
+        """The contender as it is, and count - 1 with its dials at the points of a Sobol sequence."""
         searched = self.dials()
         sequence = qmc.Sobol(len(searched), scramble=False)
-        sequence.fast_forward(2)  # the corner of the lowest values, and the middle, near the first trial
+        sequence.fast_forward(2)  # skips the lowest corner, and the middle, which is near the first trial
         chosen = [self]
         for point in sequence.random(count - 1):
             options = {}
@@ -219,7 +219,7 @@ class Contender:
 
 
 def dial_value(low, high, position):
-    """At a position from 0 to 1, evenly, in the logarithm if that can be; to three digits."""
+    """At a position from 0 to 1: evenly in the logarithm if low is positive; to three digits."""
     if low > 0:
         value = math.exp(math.log(low) + position * math.log(high / low))
     else:
@@ -228,13 +228,13 @@ def dial_value(low, high, position):
 
 
 def defaults(function, given):
-    """{keyword: default} of a function, without the arguments that it is `given` by position."""
+    """{keyword: default} of a function, without the first `given` arguments, which are positional."""
     parameters = list(inspect.signature(function).parameters.values())[given:]
     return {parameter.name: parameter.default for parameter in parameters}
 
 
 def parse_options(text, options):
-    """{key: value} of key=value,key=value; text: all of the contender, for the error message."""
+    """{key: value} of key=value,key=value; text: the whole contender, for the error message."""
     if not options:
         return {}
     parsed = {}
@@ -250,7 +250,7 @@ def parse_options(text, options):
 
 
 def load_dial(file):
-    """(keyword, low, high): the DIAL of a user's file, which a race searches from low to high; or None."""
+    """The DIAL of a user's file, (keyword, low, high), or None."""
     dial = getattr(run_file(file, read_source(file)), "DIAL", None)
     match dial:
         case None:

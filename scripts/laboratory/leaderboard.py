@@ -1,4 +1,4 @@
-"""The page docs/leaderboard.md, made of the finished runs of races in docs/races/*.jsonl."""
+"""The page docs/leaderboard.md, made from the finished runs in docs/races/*.jsonl."""
 
 from nanomuon.files import write_text
 from scripts.laboratory import report, statistics
@@ -58,7 +58,7 @@ def source(contender):
 
 
 def find_baseline(header, results):
-    """The contender that the first line names, or what tuning has made of it; None if it diverged."""
+    """The contender that the first line of the file names, or its tuned form; None if it diverged."""
     wanted = header.get("baseline") or next(iter(results), None)
     finite = statistics.finite_only(report.scores_by_seed(results))
     candidates = [name for name in finite if name == wanted]

@@ -19,7 +19,7 @@ lowest of many means was lucky as well, so its lead is overstated a little."""
 
 
 def score(run):
-    """Of a run; a diverged one counts as infinite."""
+    """The score of a run, infinite if it diverged."""
     value = run["score"]
     return value if value is not None and math.isfinite(value) else math.inf
 
@@ -33,9 +33,9 @@ def scores_by_seed(results):
 
 
 def curve(run):
-    """[(step, loss)] of a run: the loss over a part of the validation set, corrected to that over all of it.
+    """[(step, loss)] of a run: the loss on a part of the validation set, corrected to that on all of it.
 
-    What the whole differs from the part is known now and then, and interpolated between.
+    The difference between the two is known at some steps and interpolated between them.
     """
     steps, part, whole = np.array(run["curve"], dtype=float).T
     known = ~np.isnan(whole)
