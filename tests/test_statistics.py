@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from scripts.laboratory.statistics import (
     benjamini_hochberg,
@@ -137,11 +138,18 @@ def test_many_equal_contenders_give_no_more_false_alarms_than_one(deviations, se
     assert np.mean([bool(called_different(race)) for race in races]) < 0.05 + 0.033
 
 
-def test_a_race_finds_what_is_there():
-    """Two seeds, 11 contenders that are 1.5 to 17 deviations behind: eight of ten are found, on average."""
+@pytest.mark.parametrize(
+    "means, seeds, share",
+    [
+        (SPREAD, 2, 0.85),  # 1.5 to 17 deviations behind the first
+        (np.array([0, 0.01]), 5, 0.93),
+    ],
+)
+def test_a_race_finds_what_is_there(means, seeds, share):
     rng = np.random.default_rng(12)
-    found = [called_different(simulate_race(rng, SPREAD, ALIKE, 2)) for _ in range(200)]
-    assert np.mean([len(of_race) for of_race in found]) > 0.8 * 11
+    deviations = np.full(len(means), OWN)
+    found = [len(called_different(simulate_race(rng, means, deviations, seeds))) for _ in range(400)]
+    assert np.mean(found) > share * (len(means) - 1)
 
 
 def race_with_stops(table):
@@ -192,7 +200,22 @@ def test_early_stop_of_the_diverged():
     assert sorted(hopeless(scores, 5)) == ["wild", "worse"]
     assert hopeless({"a": [1.5], "b": [math.nan]}, 5) == ["b"], "after the first seed only these stop"
     assert hopeless({"a": [math.inf], "b": [math.nan]}, 5) == [], "there is nobody to go on"
+    assert hopeless({"a": [1.5, 1.6]}, 5) == []
+    assert hopeless({"a": [1.5, 1.501, 1.502], "b": [1.9, 1.9, 1.9]}, 5) == ["b"]
     assert hopeless(scores, 2) == [] and hopeless({}, 5) == []
+
+
+@pytest.mark.parametrize("distance", [0.99, 1.01])
+def test_early_stop_is_a_one_sided_test_at_one_percent_over_all_comparisons(distance):
+    """Three contenders of two seeds; c is compared with a, whose differences from it vary least."""
+    noise = {"a": [0.01, -0.01], "b": [0.0, 0.0], "c": [0.02, -0.02]}
+    table = np.array(list(noise.values()))
+    pooled = ((table - table.mean(0)) ** 2).sum() / 2  # rows have mean 0; 2 degrees of freedom
+    prior, own = 2 / 3, np.var(table[2] - table[0], ddof=1)
+    error = math.sqrt((prior * 2 * pooled + own) / (prior + 1) / 2)
+    behind = distance * stats.t.isf(0.01 / 2, prior + 1) * error
+    noise["c"] = [behind + noise for noise in noise["c"]]
+    assert hopeless(noise, 5) == (["c"] if distance > 1 else [])
 
 
 def test_verdicts():
