@@ -12,7 +12,7 @@ import torch
 from nanomuon.runtime import InputError
 from scripts import optim_race
 from scripts.laboratory import leaderboard, race, report, tasks
-from scripts.laboratory.contenders import Contender
+from scripts.laboratory.contenders import Contender, dial_value, plain_schedule
 
 SMALL = "--model depth=1 width=32 heads=2 kv_heads=2 seq_len=16 --steps 50 --jobs 1 --dtype float32".split()
 
@@ -169,8 +169,20 @@ def test_dials_are_rates_decay_and_what_the_file_names(tmp_path):
     file.write_text(OWN + 'DIAL = ("lr", 0.1, 0.9)\n')
     assert Contender(str(file)).dials() == {"lr_scale": (1 / 3, 3), "lr": (0.1, 0.9)}
     assert Contender("adamw:weight_decay=0.2").dials()["weight_decay"] == (0.05, 0.8)
+    assert dial_value(0.01, 1, 0.5) == 0.1 and dial_value(0, 1, 0.5) == 0.5
     first, second, *_ = Contender("muon").trials(4)
     assert first.name == "muon" and second.options.keys() == {"lr_scale", "matrix_lr"}
+
+
+def test_presets_stay_as_they_are():
+    """Old races are compared with new ones."""
+    rest = dict(embedding_lr=0.1, unembedding_lr=0.01, scalar_lr=0.02, warmup_ratio=0.0, warmdown_ratio=1.0)
+    muon = dict(rest, matrix_lr=0.02, beta2=None, weight_decay=0.0)
+    assert Contender("adamw").keywords() == dict(rest, matrix_lr=0.004, weight_decay=0.1)
+    assert Contender("muon").keywords() == muon
+    assert Contender("normuon").keywords() == dict(muon, beta2=0.95)
+    course = [plain_schedule({"lr": 2.0}, step, 4)["lr"] for step in range(4)]
+    assert course == pytest.approx([2.0, 1.5, 1.0, 0.5])
 
 
 @pytest.mark.parametrize(
