@@ -12,7 +12,7 @@ import torch
 from nanomuon.runtime import InputError
 from scripts import optim_race
 from scripts.laboratory import leaderboard, race, report, tasks
-from scripts.laboratory.contenders import Contender, dial_value, plain_schedule
+from scripts.laboratory.contenders import Contender, dial_value
 
 SMALL = "--model depth=1 width=32 heads=2 kv_heads=2 seq_len=16 --steps 50 --jobs 1 --dtype float32".split()
 
@@ -178,11 +178,12 @@ def test_presets_stay_as_they_are():
     """Old races are compared with new ones."""
     rest = dict(embedding_lr=0.1, unembedding_lr=0.01, scalar_lr=0.02, warmup_ratio=0.0, warmdown_ratio=1.0)
     muon = dict(rest, matrix_lr=0.02, beta2=None, weight_decay=0.0)
-    assert Contender("adamw").keywords() == dict(rest, matrix_lr=0.004, weight_decay=0.1)
-    assert Contender("muon").keywords() == muon
-    assert Contender("normuon").keywords() == dict(muon, beta2=0.95)
-    course = [plain_schedule({"lr": 2.0}, step, 4)["lr"] for step in range(4)]
+    assert Contender("adamw").keywords == dict(rest, matrix_lr=0.004, weight_decay=0.1)
+    assert Contender("muon").keywords == muon
+    assert Contender("normuon").keywords == dict(muon, beta2=0.95)
+    course = [Contender("adamw").schedule({"lr": 2.0}, step, 4)["lr"] for step in range(4)]
     assert course == pytest.approx([2.0, 1.5, 1.0, 0.5])
+    assert Contender("muon:warmup_ratio=0.5").schedule({"lr": 2.0}, 0, 4)["lr"] < 2
 
 
 @pytest.mark.parametrize(

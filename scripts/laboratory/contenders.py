@@ -110,7 +110,22 @@ class Contender:
             raise InputError(
                 f"contender {text}: lr_scale must be a number, not negative, but is {self.lr_scale}"
             )
-        self.functions()  # raises for unknown keywords
+        build, schedule = PRESETS[self.source] if self.is_preset else load_recipe(self.source)
+        schedule = schedule or recipe.schedule
+        of_build, of_schedule = defaults(build, 1), defaults(schedule, 3)
+        self.keywords = of_build | of_schedule  # {keyword: default}
+        known = ["lr_scale", *self.keywords]
+        unknown = self.options.keys() - set(known)
+        if unknown:
+            raise InputError(
+                f"contender {self.source} has no {', '.join(unknown)}; it has {', '.join(known)}"
+            )
+        self.build = self.bound(build, of_build)  # (model)
+        self.schedule = self.bound(schedule, of_schedule)  # (group, step, steps)
+
+    def bound(self, function, keywords):
+        options = {key: value for key, value in self.options.items() if key in keywords}
+        return functools.partial(function, **options)
 
     @property
     def name(self):
@@ -124,44 +139,15 @@ class Contender:
         text = ",".join(f"{key}={value}" for key, value in {**self.options, **options}.items())
         return Contender(f"{self.source}:{text}")
 
-    def keywords(self):
-        """{keyword: default} of its two functions."""
-        build, schedule = self.unbound()
-        return defaults(build, 1) | defaults(schedule, 3)
-
-    def functions(self):
-        """build(model) and schedule(group, step, steps), each with the options that it knows."""
-        build, schedule = self.unbound()
-        of_build, of_schedule = defaults(build, 1), defaults(schedule, 3)
-        known = ["lr_scale", *of_build, *of_schedule]
-        unknown = self.options.keys() - set(known)
-        if unknown:
-            raise InputError(
-                f"contender {self.source} has no {', '.join(unknown)}; it has {', '.join(known)}"
-            )
-        return self.bound(build, of_build), self.bound(schedule, of_schedule)
-
-    def unbound(self):
-        """Its two functions, as they are defined."""
-        if self.is_preset:
-            return PRESETS[self.source]
-        build, own_schedule = load_recipe(self.source)
-        return build, own_schedule or recipe.schedule
-
-    def bound(self, function, keywords):
-        options = {key: value for key, value in self.options.items() if key in keywords}
-        return functools.partial(function, **options)
-
     def prepare(self, model, setup):
         """(optimizer, its groups as built, schedule) for a model."""
-        build, schedule = self.functions()
         batch = setup["rows"] * model.config.seq_len
-        optimizer = make_optimizer(build, model, batch, setup["steps"], ns_dtype=model.compute_dtype)
+        optimizer = make_optimizer(self.build, model, batch, setup["steps"], ns_dtype=model.compute_dtype)
         for group in optimizer.param_groups:
             group["lr"] *= self.lr_scale
         built = [dict(group) for group in optimizer.param_groups]
-        check_schedule(schedule, built, setup["steps"])
-        return optimizer, built, schedule
+        check_schedule(self.schedule, built, setup["steps"])
+        return optimizer, built, self.schedule
 
     def sha256(self):
         """Of its file; None for a preset."""
@@ -187,14 +173,15 @@ class Contender:
         That is the dial that the contender's file names, as in DIAL = ("c", 0.1, 0.8), or else the rate of
         the matrices. A keyword whose value is zero is not searched.
         """
-        known = self.keywords()
         own = None if self.is_preset else load_dial(self.source)
         widths = {"lr_scale": 3, "weight_decay": 4}
         if own is None:
             widths["matrix_lr"] = 2
-        elif own[0] not in known:
-            raise InputError(f"contender {self.source}: its DIAL {own[0]} is not one of {', '.join(known)}")
-        values = {"lr_scale": 1} | known | self.options
+        elif own[0] not in self.keywords:
+            raise InputError(
+                f"contender {self.source}: its DIAL {own[0]} is not one of {', '.join(self.keywords)}"
+            )
+        values = {"lr_scale": 1} | self.keywords | self.options
         found = {}
         for key, width in widths.items():
             value = values.get(key)

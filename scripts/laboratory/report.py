@@ -122,14 +122,14 @@ def plot_race(results, unit, image):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    height = max(4.5, 1 + 0.2 * len(results))
+    height = max(4.5, 0.2 * len(results))
     with matplotlib.rc_context({"text.parse_math": False}):  # a name may have any characters, dollars too
-        figure, axes = pyplot.subplots(figsize=(9, height), layout="constrained")
+        figure, axes = pyplot.subplots(figsize=(13, height), layout="constrained")
         for name, runs in results.items():
             points = np.array([curve(run) for run in runs])  # (runs, points, 2)
             steps, losses = points.mean(axis=0)[points.shape[1] // 4 :].T  # without the steep beginning
             axes.plot(steps, losses, label=f"{name}  {losses[-1]:.4f}")
         axes.set(title="validation loss, mean over seeds", xlabel="step", ylabel=unit)
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
         figure.savefig(image, dpi=120)
         pyplot.close(figure)
