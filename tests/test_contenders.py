@@ -305,6 +305,16 @@ def test_lion_follows_its_two_lines():
         m = 0.99 * m + 0.01 * G
 
 
+def test_normuon_rows_evens_the_rows_of_a_wide_matrix():
+    matrix, v = Matrix(direction_of("normuon_rows"), 4, 6), 0
+    for step in range(3):
+        G = random_matrices(1, 4, 6, seed=step)
+        X = orthogonalize(G)
+        v = 0.95 * v + 0.05 * X.square().mean(dim=2, keepdim=True)
+        scaled = X / v.sqrt()
+        torch.testing.assert_close(matrix.ask(G), scaled * X.norm() / scaled.norm())
+
+
 def matrices_of(training):
     found = []
     for group in training.optimizer.param_groups:

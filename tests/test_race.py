@@ -15,6 +15,7 @@ from scripts.laboratory import leaderboard, race, report, tasks
 from scripts.laboratory.contenders import Contender, dial_value
 
 SMALL = "--model depth=1 width=32 heads=2 kv_heads=2 seq_len=16 --steps 50 --jobs 1 --dtype float32".split()
+KEPT = Path(__file__).parent.parent / "docs/races"
 
 
 class Inline:
@@ -212,6 +213,18 @@ def test_rows_are_a_function_of_the_seed_and_windows_cover_the_rest(text):
     assert held_out - 64 - 1 <= scored <= held_out - 1
 
 
+def test_tasks_stay_as_they_are(text, base, environment):
+    """New races are compared with those that are kept."""
+    of_text = tasks.shakespeare_setup(str(text), None)[1]
+    of_corpus = tasks.corpus_setup(f"path:{base}/texts", 300, None)[1]
+    for name, setup in (("finals", of_text), ("finals-python", of_corpus)):
+        header, _ = race.read_results(KEPT / f"{name}.jsonl")
+        model, kept = setup.pop("model"), header["setup"].pop("model")
+        different = {key for key in model.keys() & kept.keys() if model[key] != kept[key]}
+        assert different == {"vocab_size"}
+        assert setup | {"data": header["setup"]["data"]} == {key: header["setup"][key] for key in setup}
+
+
 def test_a_race_takes_any_corpus(base, environment, lab, tmp_path, monkeypatch):
     corpus = f"path:{base}/texts"
     flags = ["--task", "corpus", "--corpus", corpus, "--vocab-size", "300", "--steps", "4", "--seeds", "1"]
@@ -235,13 +248,12 @@ def test_the_hopeless_stop_and_the_leaderboard_says_what_was_found(lab, tmp_path
 
 
 def test_the_kept_races_are_readable(tmp_path):
-    kept = Path(__file__).parent.parent / "docs/races"
-    leaderboard.write_leaderboard(kept, tmp_path / "page.md")
+    leaderboard.write_leaderboard(KEPT, tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
-    files = list(kept.glob("*.jsonl"))
+    files = list(KEPT.glob("*.jsonl"))
     assert all((tmp_path / f"leaderboard_{file.stem}.png").exists() for file in files)
     assert page.count("\n## ") == page.count("| against default") == len(files) > 0
-    assert page == (kept.parent / "leaderboard.md").read_text()
+    assert page == (KEPT.parent / "leaderboard.md").read_text()
 
 
 def made_up(name, seed, score):
