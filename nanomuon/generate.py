@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
-from nanomuon.attention import attention, masked, without_cudnn
+from nanomuon.attention import WITHOUT_CUDNN, attention, masked
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError
 from nanomuon.tokenizer import Tokenizer
 
 ROWS = 32  # samples of a batch: each takes the memory of a whole context of keys and values
-COLDEST = 1e-9  # lower temperatures are as good as 0, and would overflow
 
 
 class KVCache:
@@ -100,7 +100,7 @@ def read(model: GPT, rows: Sequence[Sequence[int]], capacity: int | None = None)
     device = model.cos.device
     cache = KVCache(model.config, len(number), device, capacity)
     no_position = torch.empty(0, dtype=torch.int64, device=device)  # none goes through the head
-    with without_cudnn():
+    with sdpa_kernel(WITHOUT_CUDNN):
         model(padded.to(device), cache=cache, at=no_position)
     cache.crop(lengths)
     cache.select([number[tuple(tokens)] for tokens in rows])
@@ -125,7 +125,7 @@ def draw(
     values, tokens = logits.topk(kept)  # (B, K), the likeliest first
     if values[:, 0].isnan().any():
         raise InputError("the model's logits are not numbers: its weights are damaged, or training diverged")
-    if temperature < COLDEST:
+    if temperature == 0:
         return tokens[:, 0].tolist()
     probabilities = torch.softmax(values / temperature, -1)
     if top_p < 1:
@@ -211,7 +211,7 @@ def continue_samples(
                     before.append(sample.tokens[-1 - kept : -1])
                 cache = read(model, before)
             newest = torch.tensor([sample.tokens[-1:] for sample in growing], device=device)  # (B, 1)
-            with without_cudnn():
+            with sdpa_kernel(WITHOUT_CUDNN):
                 logits = model(newest, cache=cache)[:, -1]  # (B, V)
             tokens = draw(logits, temperature, top_k, top_p, generators)
             for sample, token in zip(growing, tokens, strict=True):

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor, Replicate
 
 from nanomuon import checkpoint
 from nanomuon.files import find_run, read_json, tensor_shapes, write_json, write_tensors, write_text
 from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.optim_state import whole
 from nanomuon.parallel import build_model
 from nanomuon.plan import meta_model, read_settings
 from nanomuon.report import markdown_table
@@ -111,9 +111,7 @@ def read_config(folder: Path) -> GPTConfig:
     return config
 
 
-def export(
-    folder: Path, model: GPT, config: GPTConfig, tokenizer: Tokenizer, facts: dict, dtype: str = "float32"
-) -> None:
+def export(folder: Path, model: GPT, tokenizer: Tokenizer, facts: dict, dtype: str = "float32") -> None:
     """Write model.safetensors and what transformers needs beside it. Called by all ranks.
 
     facts: for the model card: step, and if they are known val_bpb, corpus, tokens, train_loss. dtype: of the
@@ -122,12 +120,12 @@ def export(
     write_weights(folder, model, getattr(torch, dtype))
     if dist.is_initialized() and dist.get_rank() > 0:
         return
-    write_config(folder, config, dtype)
-    write_json(folder / "generation_config.json", special_ids(config))
+    write_config(folder, model.config, dtype)
+    write_json(folder / "generation_config.json", special_ids(model.config))
     write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
-    write_json(folder / "tokenizer_config.json", tokenizer_config(config))
+    write_json(folder / "tokenizer_config.json", tokenizer_config(model.config))
     write_text(folder / MODEL_FILE.name, MODEL_FILE.read_text())
-    write_text(folder / "README.md", model_card(folder.resolve().name, config, facts, dtype))
+    write_text(folder / "README.md", model_card(folder.resolve().name, model, facts, dtype))
 
 
 def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -135,8 +133,7 @@ def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | Non
     is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
     weights = {}
     for name, tensor in model.state_dict().items():
-        if isinstance(tensor, DTensor):
-            tensor = whole_tensor(tensor)
+        tensor = whole(tensor)
         if is_first_rank:
             weights[name] = tensor.to("cpu", dtype or tensor.dtype)
 
@@ -150,18 +147,6 @@ def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | Non
         together(write, group)
 
 
-def whole_tensor(tensor: DTensor) -> torch.Tensor:
-    """All of a DTensor on every rank of its mesh. Collective.
-
-    One mesh dimension after the other: those that cut the same dimension of the tensor need that order.
-    """
-    placements = list(tensor.placements)
-    for i in range(len(placements)):
-        placements[i] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
-
-
 def export_run(run: str, folder: Path, checkpoint_name: str | None, dtype: str, runtime: Runtime) -> None:
     """Write the model of a run, or as a checkpoint of it has it, to a new folder.
 
@@ -171,7 +156,7 @@ def export_run(run: str, folder: Path, checkpoint_name: str | None, dtype: str, 
         raise InputError(f"{folder} exists and is not an empty folder: choose another, or delete it")
     model, tokenizer, facts = load_run(run, runtime, checkpoint_name)
     folder.mkdir(parents=True, exist_ok=True)
-    export(folder, model, model.config, tokenizer, facts, dtype)
+    export(folder, model, tokenizer, facts, dtype)
 
 
 def load_model(folder: Path, runtime: Runtime) -> GPT:
@@ -243,23 +228,22 @@ def check_same_shapes(file: Path, config: GPTConfig) -> None:
             )
 
 
-def model_card(name: str, config: GPTConfig, facts: dict, dtype: str) -> str:
+def model_card(name: str, model: GPT, facts: dict, dtype: str) -> str:
     """README.md, which model hubs show as the page of a model. facts, dtype: see export."""
     figures = {
         "steps": facts["step"],
         "bits per byte (validation)": facts.get("val_bpb"),
         "training tokens": facts.get("tokens"),
         "training loss (nats per token)": facts.get("train_loss"),
-        "context (tokens)": config.seq_len,
+        "context (tokens)": model.config.seq_len,
         "dtype of the weights": dtype,
     }
     corpus = facts.get("corpus") or "python"
     if corpus.startswith("path:"):
         corpus = Path(corpus).name  # the rest is of no use to others
-    parameters = meta_model(config).parameter_counts()["total"]
     return CARD.format(
         name=name,
-        parameters=parameters,
+        parameters=sum(p.numel() for p in model.parameters()),
         figures=markdown_table(("", ""), figures),
         data=corpus,
     )

@@ -31,7 +31,6 @@ from nanomuon.plan import (
     Plan,
     Settings,
     choose_compilation,
-    meta_model,
     print_plan,
     refuse_differences,
     sha256_of,
@@ -271,13 +270,13 @@ class Run:
             "tokens": plan.tokens,
             "corpus": args.corpus,
         }
-        hf_export.export(self.folder, self.model, plan.config, self.tokenizer, facts)
+        hf_export.export(self.folder, self.model, self.tokenizer, facts)
         if self.log is None:
             return 0
         self.log.close()
         rows, _ = report.read_metrics(self.folder / "metrics.jsonl")
         summary = report.summarize(rows, val_bpb, plan.steps, plan.tokens, self.runtime)
-        summary["parameters"] = meta_model(plan.config).parameter_counts()["total"]
+        summary["parameters"] = sum(p.numel() for p in self.model.parameters())
         core_report = None
         if core_results is not None:
             core_report = core.as_line(core_results), core_results["tasks"]

@@ -61,7 +61,7 @@ def write_run(run_dir, **shape):
     nothing = dict(options={}, compile=False, rows=1, world_size=1, trained_with={})
     write_json(run_dir / "settings.json", {**nothing, "trained_on": trained_on})
     write_json(run_dir / "summary.json", {"steps": 40, "val_bpb": 1.5, "tokens": 123456})
-    hf_export.export(run_dir, model, model.config, TOKENIZER, facts)
+    hf_export.export(run_dir, model, TOKENIZER, facts)
     TOKENIZER.save(run_dir / "tokenizer")
     return model.eval()
 
