@@ -48,7 +48,7 @@ from torch.nn.attention import sdpa_kernel
 
 from nanomuon.attention import WITHOUT_CUDNN
 from nanomuon.files import as_kind, locked, write_whole
-from nanomuon.generate import read
+from nanomuon.generate import padded, read
 from nanomuon.gpt import GPT
 from nanomuon.runtime import InputError, base_dir, print0, together
 from nanomuon.tokenizer import Tokenizer
@@ -57,7 +57,8 @@ from nanomuon.tokenizer import Tokenizer
 PUBLIC_BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 ADDRESS = ("http://", "https://")  # how one begins
 PATIENCE = 10  # seconds that a server may be silent
-DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error, EOFError)  # RuntimeError: an encrypted one
+# What zipfile raises for a damaged zip; RuntimeError for an encrypted one, and for JSON that is too deep
+DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 KINDS = ("multiple_choice", "schema", "language_modeling")
 CORE_TASKS = frozenset(
     """
@@ -85,12 +86,19 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Task:
+class Entry:
+    """A task in core.yaml."""
+
     label: str
-    kind: str  # one of KINDS
+    icl_task_type: str  # one of KINDS
+    dataset_uri: str  # under eval_data
+    num_fewshot: list[int]  # examples shown before an item: the first is the number
+    continuation_delimiter: str = " "  # between a context and its continuation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Entry):
     items: list[Item]  # in the order of their file
-    shots: int  # examples shown before an item
-    delimiter: str  # between a context and its continuation
     baseline: float  # accuracy of guessing, 0 to 1
 
 
@@ -162,7 +170,9 @@ def answer_task(
     ranks: int = 1,
 ) -> list[Answer]:
     """The answer to each kept item of a task, in their shuffled order. For the arguments see evaluate()."""
-    items = kept_items(task, most_items)
+    items = list(task.items)
+    random.Random(1337).shuffle(items)
+    items = items[:most_items]
     choices = {}  # of each item: a row each, equal ones have the same
     for number in range(rank, len(items), ranks):
         choices[number] = ask(task, items, number, tokenizer, model.config.seq_len)
@@ -188,12 +198,6 @@ def answer_task(
     return [answers[number] for number in range(len(items))]
 
 
-def kept_items(task: Task, most_items: int | None) -> list[Item]:
-    items = list(task.items)
-    random.Random(1337).shuffle(items)
-    return items[:most_items]
-
-
 def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_len: int) -> list[Row]:
     """The row of each choice of an item, with the examples before it. Equal choices have one row, so that no
     rounding decides between them.
@@ -201,23 +205,23 @@ def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_le
     item = items[number]
     others = items[:number] + items[number + 1 :]
     shown = ""
-    for example in random.Random(1234 + number).sample(others, min(task.shots, len(others))):
+    for example in random.Random(1234 + number).sample(others, min(task.num_fewshot[0], len(others))):
         context, continuation = example.pairs[example.gold]
-        shown += f"{context}{task.delimiter}{continuation}\n\n"
+        shown += f"{context}{task.continuation_delimiter}{continuation}\n\n"
     prompts = []
     for context, continuation in item.pairs:
-        text = f"{shown}{context}{task.delimiter}{continuation}"
+        text = f"{shown}{context}{task.continuation_delimiter}{continuation}"
         prompts.append([tokenizer.bos_id, *tokenizer.encode(text)])
 
     common = len(os.path.commonprefix(prompts))
-    if task.kind == "multiple_choice":
+    if task.icl_task_type == "multiple_choice":
         starts = [common] * len(prompts)
-    elif task.kind == "schema":
+    elif task.icl_task_type == "schema":
         common_end = len(os.path.commonprefix([prompt[::-1] for prompt in prompts]))
         starts = [len(prompt) - common_end for prompt in prompts]
     else:
         # The space at the end of a delimiter becomes part of the next token
-        before = f"{shown}{item.pairs[0][0]}{task.delimiter}".strip()
+        before = f"{shown}{item.pairs[0][0]}{task.continuation_delimiter}".strip()
         starts = [len(os.path.commonprefix([[tokenizer.bos_id, *tokenizer.encode(before)], prompts[0]]))]
 
     rows, by_cut = {}, {}
@@ -261,13 +265,11 @@ def score(model: GPT, rows: list[Row]) -> None:
     """Fill in what the model makes of the rows of a batch. What rows share is read first, once."""
     device = model.cos.device
     # The last token of a row is predicted and predicts nothing
-    T = max(1, max(len(row.tokens) - 1 - row.shared for row in rows))
-    inputs = torch.zeros(len(rows), T, dtype=torch.int64)  # padded on the right, with any token
+    inputs = padded([row.tokens[row.shared : -1] for row in rows]).to(device)  # (B, T)
     at, targets, counts = [], [], []
     for i, row in enumerate(rows):
-        own, scored = row.tokens[row.shared : -1], row.tokens[row.start :]
-        inputs[i, : len(own)] = torch.tensor(own)
-        first = i * T + row.start - 1 - row.shared
+        scored = row.tokens[row.start :]
+        first = i * inputs.size(1) + row.start - 1 - row.shared
         at += range(first, first + len(scored))
         targets += scored
         counts.append(len(scored))
@@ -275,8 +277,8 @@ def score(model: GPT, rows: list[Row]) -> None:
 
     cache = None
     if rows[-1].shared:  # the most of all
-        cache = read(model, [row.tokens[: row.shared] for row in rows], rows[-1].shared + T)
-    logits = model(inputs.to(device), cache=cache, at=at)  # (M, V)
+        cache = read(model, [row.tokens[: row.shared] for row in rows], rows[-1].shared + inputs.size(1))
+    logits = model(inputs, cache=cache, at=at)  # (M, V)
     # float64 adds float32 losses without rounding: equal losses in another order have an equal mean
     losses = F.cross_entropy(logits, targets, reduction="none").double().cpu().split(counts)
     hits = (logits.argmax(-1) == targets).cpu().split(counts)
@@ -287,7 +289,7 @@ def score(model: GPT, rows: list[Row]) -> None:
 
 def decide(task: Task, item: Item, rows: list[Row]) -> Answer:
     losses = [row.mean_loss for row in rows]
-    if task.kind == "language_modeling":
+    if task.icl_task_type == "language_modeling":
         return Answer(losses, rows[0].all_likeliest)
     # min() passes over a NaN that is not the first, and takes one that is: the published rule
     return Answer(losses, losses.index(min(losses)) == item.gold)
@@ -316,11 +318,7 @@ def open_bundle(place: str) -> list[Task]:
                 fetch(place, archive)
         return read_zip(archive)
     path = Path(place).expanduser()
-    if path.is_dir():
-        return read_tasks(path)
-    if not path.is_file():
-        raise InputError(f"--core-bundle {place}: no such folder, zip or http(s) address")
-    return read_zip(path)
+    return read_tasks(path) if path.is_dir() else read_zip(path)
 
 
 def fetch(address: str, archive: Path) -> None:
@@ -340,7 +338,7 @@ def read_zip(archive: Path) -> list[Task]:
     listing = None
     with told_of(archive), zipfile.ZipFile(archive) as zipped:
         for member in zipped.infolist():
-            path = PurePosixPath(member.filename)
+            path = PurePosixPath(member.filename.replace("\\", "/"))
             if path.is_absolute() or ".." in path.parts or stat.S_ISLNK(member.external_attr >> 16):
                 raise ValueError(f"the zip holds {member.filename!a}, which leads out of it")
             if path.name == "core.yaml":
@@ -348,17 +346,6 @@ def read_zip(archive: Path) -> list[Task]:
         if listing is None:
             raise ValueError("the zip holds no core.yaml")
         return read_tasks(listing.parent)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A task in core.yaml."""
-
-    label: str
-    icl_task_type: str
-    dataset_uri: str
-    num_fewshot: list[int]
-    continuation_delimiter: str = " "
 
 
 @contextmanager
@@ -370,7 +357,7 @@ def told_of(place) -> Iterator[None]:
         raise InputError(f"{place}: {error.strerror or 'no such file'}") from error
     except KeyError as error:
         raise InputError(f"{place} has no {error}") from error
-    except (ValueError, TypeError, csv.Error, yaml.YAMLError, RuntimeError, *DAMAGED_ZIP) as error:
+    except (ValueError, TypeError, csv.Error, yaml.YAMLError, *DAMAGE) as error:
         raise InputError(f"{place}: {error}") from error
 
 
@@ -407,8 +394,7 @@ def read_task(folder, entry: Entry, baselines: dict[str, float]) -> Task:
                     items.append(parse_item(line, entry.icl_task_type))
         if not items:
             raise ValueError("it holds no item")
-    shots, delimiter = entry.num_fewshot[0], entry.continuation_delimiter
-    return Task(entry.label, entry.icl_task_type, items, shots, delimiter, baseline)
+    return Task(**vars(entry), items=items, baseline=baseline)
 
 
 def parse_item(line: bytes, kind: str) -> Item:

@@ -288,8 +288,6 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             x = self.resid_scalars[i] * x + self.x0_scalars[i] * x0
             x = block(x, value_embeds.get(str(i)), rope, cache)
-        if cache is not None:
-            cache.advance(T)
         if at is not None:
             x = x.flatten(0, 1)[at]
         hidden = norm(x)
