@@ -288,8 +288,6 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             x = self.resid_scalars[i] * x + self.x0_scalars[i] * x0
             x = block(x, value_embeds.get(str(i)), rope, cache)
-        if cache is not None:
-            cache.advance(T)
         if at is not None:
             x = x.flatten(0, 1)[at]
         hidden = norm(x)
@@ -306,28 +304,22 @@ class GPT(nn.Module):
         value_embeds = {layer: embed(tokens).to(dtype) for layer, embed in self.value_embeds.items()}
         return self.wte(tokens).to(dtype), value_embeds
 
-    def parameter_counts(self) -> dict[str, int]:
-        """Number of parameters by role, and their total. The experts that one token visits count as matrices,
-        the others as idle_experts.
-        """
-        counts = dict.fromkeys(("wte", "value_embeds", "lm_head", "matrices", "idle_experts", "scalars"), 0)
-        for name, p in self.named_parameters():
-            role = name.split(".")[0]
-            if role not in counts:
-                role = "matrices" if p.ndim > 1 else "scalars"
-            idle = 0
-            if p.ndim == 3:  # (E, m, n), which may be a DTensor: p[0] would communicate
-                idle = (self.config.experts - self.config.experts_per_token) * p.shape[1:].numel()
-            counts[role] += p.numel() - idle
-            counts["idle_experts"] += idle
-        return {**counts, "total": sum(counts.values())}
+    def multiplied_weights(self) -> int:
+        """Weights that a token is multiplied by: those of all matrices, but of its own experts only."""
+        count = self.lm_head.weight.numel()
+        for p in self.blocks.parameters():
+            if p.ndim == 3:  # (E, m, n)
+                count += self.config.experts_per_token * p.shape[1:].numel()
+            elif p.ndim == 2:
+                count += p.numel()
+        return count
 
     def estimate_flops(self) -> int:
-        """Training FLOPs per token: 6 per weight of a matrix product, 12 per head channel and visible key.
+        """Training FLOPs of a token: 6 for each multiplied weight, 12 for each head channel and visible key.
 
         The convention of PaLM (arXiv 2204.02311, appendix B), with a causal mask counted as if every key were
         visible.
         """
-        counts, config = self.parameter_counts(), self.config
+        config = self.config
         keys = sum(config.window(i) or config.seq_len for i in range(config.depth))
-        return 6 * (counts["matrices"] + counts["lm_head"]) + 12 * config.heads * config.head_dim * keys
+        return 6 * self.multiplied_weights() + 12 * config.heads * config.head_dim * keys

@@ -224,8 +224,7 @@ def asked_tokens(args: argparse.Namespace, config: GPTConfig) -> int:
     model = meta_model(config)
     if args.target_flops is not None:
         return round(args.target_flops / model.estimate_flops())
-    counts = model.parameter_counts()
-    return int((args.target_param_data_ratio or 10.5) * (counts["matrices"] + counts["lm_head"]))
+    return int((args.target_param_data_ratio or 10.5) * model.multiplied_weights())
 
 
 def total_batch_size(tokens: int, micro_batch: int) -> int:
@@ -295,7 +294,7 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
     """Say how large the run is, and about how much memory it takes."""
     config, model = plan.config, meta_model(plan.config)
     flops = model.estimate_flops()  # per token
-    parameters = model.parameter_counts()["total"]
+    parameters = sum(p.numel() for p in model.parameters())
     memory = memory_of(config, plan.rows, args, runtime)
     print0(
         f"model      depth {config.depth}, width {config.width}, {config.heads} heads, "

@@ -28,7 +28,6 @@ from nanomuon.plan import (
     Plan,
     Settings,
     choose_compilation,
-    meta_model,
     print_plan,
     refuse_changes,
     sha256_of,
@@ -243,7 +242,7 @@ class Run:
             "tokens": plan.tokens,
             "corpus": args.corpus,
         }
-        hf_export.export(self.folder, self.model, plan.config, self.tokenizer, facts)
+        hf_export.export(self.folder, self.model, self.tokenizer, facts)
         with torch.compiler.set_stance("force_eager"):  # the shapes of samples were not compiled
             prompts = PROMPTS.get(args.corpus, NO_PROMPTS)
             samples = sample_texts(self.model, self.tokenizer, prompts, max_tokens=128, seed=args.seed)
@@ -252,7 +251,7 @@ class Run:
         self.log.close()
         rows, _ = report.read_metrics(self.folder / "metrics.jsonl")
         summary = report.summarize(rows, val_bpb, plan.steps, plan.tokens, self.runtime)
-        summary["parameters"] = meta_model(plan.config).parameter_counts()["total"]
+        summary["parameters"] = sum(p.numel() for p in self.model.parameters())
         if core_results:
             summary["core"] = core_results["core"]
             summary["core_mean_centered"] = core_results["mean_centered"]

@@ -151,8 +151,7 @@ def finished(name):
 def size_of(config):
     """(parameters of the matrices and the head, training FLOPs per token)."""
     model = meta_model(config)
-    counts = model.parameter_counts()
-    return counts["matrices"] + counts["lm_head"], model.estimate_flops()
+    return model.multiplied_weights(), model.estimate_flops()
 
 
 def table(members):

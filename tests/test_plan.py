@@ -35,8 +35,7 @@ def test_micro_steps_and_tokens_follow_from_the_batch():
 def test_what_is_not_given_follows_from_the_depth():
     given = planned("--depth 2")
     assert given.config.seq_len == 256 and given.config.depth == 2
-    counts = plan.meta_model(given.config).parameter_counts()
-    asked = 10.5 * (counts["matrices"] + counts["lm_head"])
+    asked = 10.5 * plan.meta_model(given.config).multiplied_weights()
     assert given.batch % (given.rows * 256) == 0 and asked - given.batch < given.tokens <= asked
 
 
@@ -47,8 +46,7 @@ def test_a_compute_budget_decides_the_length():
         assert (planned(budget).steps, planned(budget).batch) == (7, 1024)
     # The batch follows from the tokens of the budget as from those of a ratio
     model = plan.meta_model(planned(SHAPE).config)
-    counts = model.parameter_counts()
-    tokens = 10.5 * (counts["matrices"] + counts["lm_head"])
+    tokens = 10.5 * model.multiplied_weights()
     paid = planned(f"{SHAPE} --target-flops {tokens * model.estimate_flops()}")
     assert (paid.batch, paid.steps) == (planned(SHAPE).batch, planned(SHAPE).steps)
 
