@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from nanomuon.runtime import InputError
 from nanomuon.tokenizer import BOS, PIECE, Tokenizer, in_pieces
-from scripts import sample
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i} * 2024 if x else 'nichts für {i}'\n" for i in range(300)]
 TOKENIZER = Tokenizer.train(TEXTS, 350)
@@ -48,11 +47,6 @@ def test_training_compresses_and_repeats():
     assert Tokenizer.train(TEXTS, 300).hash != TOKENIZER.hash
     with pytest.raises(InputError, match="too small for a vocabulary of 100000: use --vocab-size [0-9]+ or"):
         Tokenizer.train(TEXTS, 100_000)
-
-
-def test_a_prompt_that_is_not_utf8():
-    with pytest.raises(InputError, match="argument --prompt: invalid text value"):
-        sample.main(["--prompt", "d\udce9j\udce0"])
 
 
 def test_file(tmp_path):
