@@ -440,6 +440,4 @@ def parse_item(line: bytes, kind: str) -> Item:
         raise ValueError(f"gold is {gold}, not the number of one of {len(pairs)} choices")
     if kind != "multiple_choice" and not pairs[0][1].strip():
         raise ValueError("continuation is empty: nothing can be predicted")
-    for context, continuation in pairs:
-        (context + continuation).encode()  # a ValueError for lone surrogates, which are no text
     return Item(pairs, gold)

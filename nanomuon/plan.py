@@ -34,12 +34,9 @@ BF16_TFLOPS = {
     "H100": 989,  # SXM
     "H100 NVL": 835,
     "H100 PCIE": 756,
-    "H20": 148,
     "A100": 312,
     "L40S": 362,
-    "L4": 121,
     "A10": 125,
-    "RTX PRO 6000": 500,
     "RTX 5090": 209.5,
     "RTX 4090": 165.2,
     "RTX 3090": 71,
@@ -306,10 +303,3 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
         f"dtype      {runtime.dtype_name} (weights float32)\n"
         f"memory     about {memory / 2**30:.1f} GB per device"
     )
-
-
-def duration(seconds: float) -> str:
-    """As people say it: 2h05m, or 3m20s."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"

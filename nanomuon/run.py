@@ -9,7 +9,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -310,21 +309,3 @@ def build_optimizer(args, model, plan, runtime) -> tuple[torch.optim.Optimizer, 
         settings["comm_dtype"] = COMM_DTYPES[args.comm_dtype]
     optimizer = recipe.make_optimizer(build, model, plan.batch, plan.steps, runtime.world_size, **settings)
     return optimizer, schedule
-
-
-class Moment:
-    """A point in the device's work, for timing: the clock on a CPU; on a GPU, which runs behind the host, an
-    event.
-    """
-
-    def __init__(self, device: torch.device):
-        self.seconds, self.event = time.perf_counter(), None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record()
-
-    def milliseconds_since(self, earlier: "Moment") -> float:
-        """Of the device. The host must have waited for something later than this moment."""
-        if self.event is None:
-            return 1000 * (self.seconds - earlier.seconds)
-        return earlier.event.elapsed_time(self.event)

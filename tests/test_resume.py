@@ -136,7 +136,7 @@ def test_a_signal_during_the_start_ends_it_with_a_line(base, processes):
         ranks.kill(signal.SIGTERM)
         codes = ranks.join(20)
     assert codes == ([STOPPED] if processes == 1 else [0, 0]), ranks.output()
-    line = "stopped before its first step; the same command carries on\n"
+    line = "stopped with nothing to save; the same command carries on\n"
     assert ranks.output().count(line) == 1 and ranks.output().endswith(line)
     assert (base / "runs" / run / "stopped").read_text() == line
 
