@@ -286,11 +286,9 @@ def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core.Tas
 def trained_with() -> dict:
     """Versions, and the commit if this is a checkout."""
     known = {"python": platform.python_version(), "torch": torch.__version__}
-    checkout = Path(__file__).parents[1]
-    if (checkout / ".git").exists():  # git would look in the folders above, which may be another project
-        command = ["git", "-C", checkout, "describe", "--always", "--dirty"]
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            known["commit"] = subprocess.check_output(command, text=True).strip()
+    command = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        known["commit"] = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
     return known
 
 

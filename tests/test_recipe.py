@@ -77,11 +77,11 @@ def test_the_flags_of_base_train_have_the_defaults_of_the_recipe():
 
 
 def test_learning_rate_is_a_trapezoid():
-    values = [recipe.lr_multiplier(step, 100, warmup=0.1, cooldown=0.4, final=0.2) for step in range(100)]
+    values = [recipe.lr_multiplier(step, 100, warmup=0.1, cooldown=0.4) for step in range(100)]
     assert values[0] == pytest.approx(0.1) and values[4] == pytest.approx(0.5)  # (step + 1) / 10
     assert values[9:60] == [1.0] * 51
-    assert values[80] == pytest.approx(0.2 + 0.8 * 0.5)
-    assert values[99] == pytest.approx(0.2 + 0.8 * 1 / 40)
+    assert values[80] == pytest.approx(0.5)
+    assert values[99] == pytest.approx(1 / 40)
     assert all(later < earlier for earlier, later in itertools.pairwise(values[60:]))
 
 
