@@ -118,8 +118,8 @@ def refuse_changes(run: str, before: dict, now: dict) -> None:
     changes = [f"{name} {before[name]}, not {now[name]}" for name in now if now[name] != before[name]]
     if changes:
         raise InputError(
-            f"run {run} exists with {'; '.join(changes)}: give the same again, choose another --run, or start "
-            "over: --resume never"
+            f"run {run} exists with {'; '.join(changes)}: give the same again, choose another --run, or "
+            "start over: --resume never"
         )
 
 

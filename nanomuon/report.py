@@ -120,7 +120,6 @@ def plot_run(metrics, image) -> None:
     for axis in (loss, bpb):
         axis.set_xlabel("tokens trained on")
         axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
     # a name may have dollar signs
     figure.suptitle(Path(metrics).resolve().parent.name, fontweight="bold", parse_math=False)
     with write_whole(image) as file:

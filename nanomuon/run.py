@@ -36,7 +36,6 @@ from nanomuon.runtime import InputError, Runtime, first_rank_first, folder_of, p
 from nanomuon.tokenizer import Tokenizer
 
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
-NO_PROMPTS = [""] * 3  # for other corpora
 
 
 @dataclass
@@ -243,7 +242,7 @@ class Run:
         }
         hf_export.export(self.folder, self.model, self.tokenizer, facts)
         with torch.compiler.set_stance("force_eager"):  # the shapes of samples were not compiled
-            prompts = PROMPTS.get(args.corpus, NO_PROMPTS)
+            prompts = PROMPTS.get(args.corpus, [""] * 3)
             samples = sample_texts(self.model, self.tokenizer, prompts, max_tokens=128, seed=args.seed)
         if self.log is None:
             return 0
