@@ -60,7 +60,10 @@ def judged(results, baseline):
         )
     compared = statistics.differences(scores_by_seed(results), baseline)
     ps = statistics.benjamini_hochberg([difference.p for difference in compared.values()])
-    return dict(zip(compared, zip(compared.values(), ps, strict=True), strict=True))
+    judgements = {}
+    for (name, difference), p in zip(compared.items(), ps, strict=True):
+        judgements[name] = difference, p
+    return judgements
 
 
 def table(results, baseline, unit):
