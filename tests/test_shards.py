@@ -42,16 +42,13 @@ def contents(folder):
 
 
 def test_every_document_is_in_its_place(corpus, monkeypatch):
-    training = [text for text in ["twin", *TEXTS] if not is_validation(text)]
-    size = len("".join(training[:40]).encode())  # the first shard is full to the byte
-    monkeypatch.setattr(shards, "SHARD_BYTES", size)
     folder = prepared(corpus)
     manifest = read_manifest(folder)
     expected = {True: [[]], False: [[]]}  # shards by the stated rule: full with the document that fills them
     for text in ["twin", *TEXTS]:
         found = expected[is_validation(text)]
         found[-1].append(text)
-        if len("".join(found[-1]).encode()) >= size:
+        if len("".join(found[-1]).encode()) >= 40_000:
             found.append([])
     assert by_shard(folder, "val") == expected[True][:1]
     monkeypatch.setattr(shards, "WINDOW", len(manifest.train))
