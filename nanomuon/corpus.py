@@ -254,11 +254,10 @@ def _open_lines(path):
 
 def _text_of(record, field):
     text = record.get(field, 0) if isinstance(record, dict) else 0
-    if text is None:
-        return None
-    if not isinstance(text, str):
+    if isinstance(text, str):
+        return text.encode(errors="replace").decode()  # lone surrogates of JSON become question marks
+    if text is not None:  # a text that is null is none
         raise ValueError(
             f"no text in field {field!r} of {reprlib.repr(record)}, "
             "python -m scripts.data_prep --text-field names another"
         )
-    return text.encode(errors="replace").decode()  # lone surrogates of JSON become question marks

@@ -84,8 +84,8 @@ def shard_name(kind: str, number: int) -> str:
 
 def write_shard(path: Path, documents: list[np.ndarray]) -> None:
     """Write documents (arrays of ids) as one shard, whole or not at all."""
-    ends = np.cumsum([len(document) for document in documents])
-    starts = np.append(0, ends[:-1])
+    lengths = [len(document) for document in documents]
+    starts = np.cumsum([0, *lengths[:-1]])
     with write_whole(path) as file:
         file.write(save({"starts": starts, "tokens": np.concatenate(documents)}))
 
@@ -207,7 +207,7 @@ def _write_missing(folder, corpus, vocab_size, tokenizer, max_tokens):
                 write_shard(folder / name, documents)
                 entries.append(Entry(len(documents), sum(map(len, documents))))
                 write_manifest(folder, manifest)
-                print(f"{name}: {entries[-1].tokens:,} tokens", flush=True)
+                print0(f"{name}: {entries[-1].tokens:,} tokens")
     manifest.complete_to = max_tokens if count_tokens(manifest.train) >= max_tokens else math.inf
     write_manifest(folder, manifest)
 
@@ -235,11 +235,12 @@ def prepare_for_training(corpus: Corpus, vocab_size: int | None = None) -> Path:
     A corpus on the hub is left to scripts.data_prep, which may stay at work during the training: this waits
     for the validation set and the first WINDOW training shards, see wait_for_window().
     """
-    if corpus.repo is None:
-        return prepare(corpus, vocab_size)
     vocab_size = vocab_size or default_vocab_size(corpus.name)
     folder = shard_folder(corpus, vocab_size)
-    wait_for_window(folder, 0, corpus.name, vocab_size)
+    if corpus.repo is None:
+        prepare(corpus, vocab_size)
+    manifest = wait_for_window(folder, 0, corpus.name, vocab_size)
+    read_shards(folder, manifest, "val")  # a damaged one is told of before a run is touched
     return folder
 
 
