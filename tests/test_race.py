@@ -272,3 +272,19 @@ def test_the_table_says_what_the_runs_say():
     assert "1.4101" in rows["b"] and "better by 0.0999 (95% CI" in rows["b"]
     assert "| 90 (1 s) " in rows["b"], "1.91 at step 50, 1.41 at step 100: 1.51 at step 90"
     assert "| 100 (1 s) " in rows["a"] and "diverged with seed 0" in rows["c"]
+
+
+def test_the_picture_has_a_labelled_curve_for_each_contender(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    close, figures = pyplot.close, []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    results = {"a": [made_up("a", 0, 1.5), made_up("a", 1, 1.7)], "b": [made_up("b", 0, 1.4)]}
+    report.plot_race(results, "bits per byte", tmp_path / "race.png")
+    axes = figures[0].axes[0]
+    drawn = {line.get_label(): line.get_xydata().round(6).tolist() for line in axes.lines}
+    assert drawn == {
+        "a  1.6000": [[0, 3.0], [50, 2.1], [100, 1.6]],
+        "b  1.4000": [[0, 3.0], [50, 1.9], [100, 1.4]],
+    }
+    assert axes.get_ylabel() == "bits per byte" and axes.get_xlabel() == "step" and axes.get_legend()
+    close(figures[0])

@@ -1,5 +1,7 @@
 """A family of runs: its law, and training, interrupting and enlarging it with a made-up base_train."""
 
+import signal
+
 import pytest
 
 from nanomuon import plan
@@ -97,3 +99,21 @@ def test_a_run_that_fails_is_named_with_its_last_words(family, monkeypatch):
         family("--depths", "1", "--tokens", "250e3")
     with pytest.raises(InputError, match="has no finished run yet"):
         scaling.main([])
+
+
+def test_the_run_in_training_saves_before_an_interrupted_family_ends(family, monkeypatch):
+    class Interrupted(MadeUp):
+        signals = []
+
+        def wait(self):
+            if not self.signals:
+                raise KeyboardInterrupt
+            self.signals.append("waited")
+
+        def send_signal(self, number):
+            self.signals.append(number)
+
+    monkeypatch.setattr(scaling.subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        family("--depths", "1", "--tokens", "250e3")
+    assert Interrupted.signals == [signal.SIGTERM, "waited"]

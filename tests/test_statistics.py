@@ -62,13 +62,6 @@ def test_the_interval_holds_the_true_difference_in_95_races_of_100(difference):
         assert abs(np.mean(alarms) - 0.05) < 0.015
 
 
-def test_benjamini_hochberg():
-    """The adjusted values of R's p.adjust(c(.01, .04, .03, .005, .5), "BH")."""
-    adjusted = benjamini_hochberg([0.01, 0.04, 0.03, 0.005, 0.5])
-    assert adjusted == pytest.approx([0.025, 0.05, 0.05, 0.025, 0.5])
-    assert benjamini_hochberg([]) == [] and benjamini_hochberg([0.7, 0.9]) == [0.9, 0.9]
-
-
 def test_contenders_that_lack_seeds_or_diverged():
     """Exact where there is no noise: a contender that ran the easy seed alone is not the best for it."""
     effects = {"a": 1.0, "b": 2.0, "c": 4.0}
@@ -86,13 +79,6 @@ def test_contenders_that_lack_seeds_or_diverged():
     assert compared.keys() == {"a", "b"} and compared["b"].seeds == 1 and compared["a"].seeds == 2
     assert compared["a"].mean == pytest.approx(-3) and compared["b"].mean == pytest.approx(-2)
     assert expected_means({"diverged": {0: math.inf}}) == {}
-
-
-def test_the_variance_of_a_whole_table_is_that_of_the_analysis_of_variance():
-    table = np.random.default_rng(3).normal(size=(4, 3))
-    residual = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
-    layout = two_way(by_seed(table))
-    assert layout.df == 6 and layout.variance == pytest.approx((residual**2).sum() / 6)
 
 
 def test_two_contenders_are_compared_as_student_does():
