@@ -2,7 +2,7 @@
 # From nothing to a trained GPT, on the hardware at hand:
 #
 #   bash speedrun.sh           environment -> corpus, tokenizer, shards -> train, evaluate, sample, report
-#   bash speedrun.sh --plan    print what would be done, with sizes, memory and time, and stop
+#   bash speedrun.sh --plan    print what would be done, with its size and memory, and stop
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
 # Without a GPU it takes five to twelve minutes. The same command carries on after an interruption: SIGTERM, SIGHUP and
@@ -69,8 +69,8 @@ fi
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 case $CORPUS in
     python | path:*) "$PYTHON" -m scripts.data_prep "${DATA[@]}" ;;
-    *) # of the hub: prepared beside the training, which waits if it must. One row: finding how many fit takes GPUs minutes
-        tokens=$("${TRAIN[@]}" --device-batch-size 1 "${FLAGS[@]}" --plan |
+    *) # of the hub: prepared beside the training, which waits if it must
+        tokens=$("${TRAIN[@]}" "${FLAGS[@]}" --plan |
             sed -n 's/^training .* = \([0-9,]*\) tokens.*/\1/p' | tr -d ,)
         mkdir -p "${run_dir%/*}"
         echo "data: ${tokens:?} tokens of $CORPUS, progress in $run_dir.data_prep.log"

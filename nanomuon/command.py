@@ -61,7 +61,6 @@ vocabulary = number(int, SMALLEST_VOCABULARY, 1 << 24)
 rate = number(float, 0, 1e30)
 share = number(float, 0, 1)
 seed = number(int, 0, 1 << 62)
-processes = number(int, 1, 1 << 16)
 size = number(float, 1e-30, 1e30)
 
 
@@ -129,7 +128,7 @@ def explain(error: BaseException) -> tuple[int, str]:
     message = str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, f"{message or 'interrupted'}\n"
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in message:
         less = "fewer rows (--device-batch-size), a smaller model or --shard fsdp need less"
         message = f"{message.split('. ')[0]}; {less}"
     elif isinstance(error, OSError):  # what the system refuses: no room, no permission, no reader of a pipe

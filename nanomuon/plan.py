@@ -16,7 +16,7 @@ import torch
 
 from nanomuon import footprint, parallel
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.recipe import WEB_BATCH, WEB_TOKENS, read_source
+from nanomuon.recipe import WEB_BATCH, WEB_TOKENS
 from nanomuon.runtime import InputError, Runtime, check_name, compile_enabled, folder_of, print0, read_json
 
 # What --comm-dtype means to the optimizer
@@ -141,7 +141,7 @@ def as_flags(options: dict) -> list[str]:
 
 
 def sha256_of(optimizer_file: str | None) -> str | None:
-    return optimizer_file and hashlib.sha256(read_source(optimizer_file)).hexdigest()
+    return optimizer_file and hashlib.sha256(Path(optimizer_file).read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import platform
 import re
 import shlex
@@ -109,10 +108,8 @@ def plot_run(metrics, image) -> None:
     def curve(axis, rows, key, **style):
         axis.plot([row["tokens"] for row in rows], [row[key] for row in rows], **style)
 
-    curve(loss, training, "train_loss", color="tab:blue", linewidth=0.8)
-    finite = sorted(row["train_loss"] for row in training if row["train_loss"] is not None)
-    if finite:  # the first steps fall steeply: give the rest of the curve the room
-        loss.set_ylim(top=1.02 * finite[int(0.97 * (len(finite) - 1))] + 1e-3)
+    # The first steps fall steeply: the rest of the curve gets the room
+    curve(loss, training[len(training) // 30 :], "train_loss", color="tab:blue", linewidth=0.8)
     loss.set(title="Training loss", ylabel="nats per token")
     # A line joins figures of the same text only: the beginning of the set may be easier than all of it
     on_part = [row for row in evaluation if not row.get("whole_set")]
@@ -162,18 +159,14 @@ def write_report(folder: Path, summary: dict, samples: list[str], core: dict | N
 
 
 def machine_description() -> str:
-    """One line: processor, memory, GPUs, versions: "2 x AMD EPYC, 24 GB, no GPU, torch 2.13.0, Python
-    3.11.7".
-    """
+    """One line: processor, GPUs, versions: "2 x AMD EPYC, no GPU, torch 2.13.0, Python 3.11.7"."""
     cpu_info = Path("/proc/cpuinfo")
     named = re.search("model name.*: (.*)", cpu_info.read_text()) if cpu_info.exists() else None
     processor = named[1] if named else platform.machine()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     count = torch.cuda.device_count()
     graphics = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU"
     return (
-        f"{cores()} x {processor}, {memory:.0f} GB, {graphics}, "
-        f"torch {torch.__version__}, Python {platform.python_version()}"
+        f"{cores()} x {processor}, {graphics}, torch {torch.__version__}, Python {platform.python_version()}"
     )
 
 

@@ -92,7 +92,7 @@ class Run:
         trained_on = {"corpus": self.args.corpus, "revision": corpus.revision, "shards": corpus.slug}
         before = settings.trained_on if settings else trained_on
         refuse_changes(self.args.run, before, trained_on)  # before the data is worked on
-        self.data = shards.prepare_for_training(corpus, self.args.vocab_size, self.plan.tokens)
+        self.data = shards.prepare_for_training(corpus, self.args.vocab_size)
         self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
         if settings:
@@ -275,7 +275,7 @@ def is_complete(folder: Path, steps: int) -> bool:
 
 def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core.Task]:
     """The tasks of CORE; none if it is not asked for, or if its bundle cannot be had."""
-    bundle = args.core_bundle or (core.PUBLIC_BUNDLE if args.core_every > 0 else None)
+    bundle = args.core_bundle
     if bundle is None:
         return []
     try:

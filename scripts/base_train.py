@@ -31,7 +31,6 @@ from nanomuon.command import (
     count,
     layers,
     number,
-    processes,
     rate,
     run_command,
     seed,
@@ -315,7 +314,7 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--tensor-parallel",
-        type=processes,
+        type=count,
         default=1,
         help="processes that share every matrix and see the same rows; divides the key-value heads "
         "(default: %(default)s)",
@@ -398,7 +397,7 @@ def make_parser() -> ArgumentParser:
         "--core-bundle",
         type=core.from_anywhere,
         help="tasks of CORE: a folder, a zip or its address, fetched once; evaluated at the end of the run "
-        "(default: none, or with --core-every the public bundle)",
+        "(default: none)",
     )
     add(
         "--core-every",
@@ -425,7 +424,7 @@ def make_parser() -> ArgumentParser:
         help="auto: the newest checkpoint of the run; step_N: that one; never: start over",
     )
     add("--wandb", action="store_true", help="log to Weights & Biases as well (WANDB_MODE=offline works)")
-    add("--plan", action="store_true", help="print the size of the run, its memory and its time, and stop")
+    add("--plan", action="store_true", help="print the size of the run and its memory, and stop")
     return parser
 
 

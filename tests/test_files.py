@@ -106,7 +106,9 @@ def test_a_run_is_named_or_is_a_path(tmp_path, monkeypatch):
     mine.mkdir(parents=True)
     for run in ("mine", str(mine), "runs/mine", "./runs/mine/"):
         assert runtime.find_run(run) == mine
-    assert runtime.find_run("nobody") == tmp_path / "runs" / "nobody"  # what it lacks is for the reader to say
+    assert (
+        runtime.find_run("nobody") == tmp_path / "runs" / "nobody"
+    )  # what it lacks is for the reader to say
     for run, message in (
         ("/no/such", "--run /no/such: there is no such"),
         (".hidden", "is not a folder name"),

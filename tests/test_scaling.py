@@ -90,9 +90,7 @@ def test_a_family_is_interrupted_enlarged_and_asked(family, tmp_path, capsys, mo
     out = capsys.readouterr().out
     assert len(MadeUp.started) == 10 and "family-d1-t250000 is finished, skipped" in out
     assert "loss = " in out and "1e+13 FLOPs: depth " in out
-    folder = tmp_path / "scaling/family"
-    assert (folder / "scaling.png").stat().st_size > 5_000
-    assert "| 3     |" in (folder / "scaling.md").read_text()
+    assert "| 3     |" in (tmp_path / "scaling/family/scaling.md").read_text()
 
 
 def test_a_run_that_fails_is_named_with_its_last_words(family, monkeypatch):

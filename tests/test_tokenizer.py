@@ -1,9 +1,7 @@
 """The tokenizer: any text survives it, and its file can be trusted."""
 
-import json
-
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanomuon.runtime import InputError
@@ -15,16 +13,13 @@ TOKENIZER = Tokenizer.train(TEXTS, 350)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
+@example(f"a{BOS}{BOS}b<|endoftext|>")
+@example("\0 👩‍👩‍👧‍👦 é̂ \r\n\t \u2028")
 def test_round_trip(text):
     ids = TOKENIZER.encode(text)
     assert TOKENIZER.decode(ids) == text
     assert TOKENIZER.token_bytes[ids].sum() == len(text.encode())
     assert max(ids, default=0) < TOKENIZER.bos_id == TOKENIZER.vocab_size - 1 == 349
-
-
-@pytest.mark.parametrize("text", [BOS, f"a{BOS}{BOS}b", "<|endoftext|>", "\0", "👩‍👩‍👧‍👦 é̂", "\r\n\t \u2028"])
-def test_no_text_makes_special_tokens(text):
-    assert TOKENIZER.bos_id not in TOKENIZER.encode(text) and TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
 def test_bos():
@@ -51,9 +46,7 @@ def test_training_compresses_and_repeats():
     assert len(TOKENIZER.encode(text)) < len(text.encode()) / 2
     assert not any(token.isdigit() and len(token) > 2 for token in TOKENIZER.vocab)
     assert Tokenizer.train(TEXTS, 300).hash != TOKENIZER.hash
-    with pytest.raises(
-        InputError, match="too small for a vocabulary of 100000: use --vocab-size [0-9]+ or less"
-    ):
+    with pytest.raises(InputError, match="too small for a vocabulary of 100000: use --vocab-size [0-9]+ or"):
         Tokenizer.train(TEXTS, 100_000)
 
 
@@ -64,19 +57,11 @@ def test_a_prompt_that_is_not_utf8():
 
 def test_file(tmp_path):
     TOKENIZER.save(tmp_path / "t")
-    TOKENIZER.save(tmp_path / "t")  # over itself
     loaded = Tokenizer.load(tmp_path / "t")
     assert loaded.hash == TOKENIZER.hash and loaded.vocab == TOKENIZER.vocab
     (file,) = (tmp_path / "t").iterdir()
     good = file.read_text()
-    vocab = json.loads(good)["vocab"]
-    damaged = [
-        {"vocab": other, "hash": TOKENIZER.hash} for other in (vocab[:-1], vocab[::-1], ["\u1234"], "a")
-    ]
-    for bad in ["{", good[:-9], "[]", '{"vocab": []}', *map(json.dumps, damaged), None]:
-        file.unlink()
-        if bad is not None:
-            file.write_text(bad)
-        with pytest.raises(InputError, match=str(file)):
+    for bad in ("", "{", good[:-9], "[]", "{}", '{"vocab": "a"}', '{"vocab": [1]}', "\xff"):
+        file.write_text(bad, "latin-1")
+        with pytest.raises(InputError, match=f"{file} cannot be read.*delete the folder and make it again"):
             Tokenizer.load(tmp_path / "t")
-        file.touch()
