@@ -82,6 +82,7 @@ def recall(
     argv = sys.argv[1:] if argv is None else argv
     given = parser.parse_args(argv)
     check_name("--run", given.run)
+    now = sha256_of(given.optimizer_file)  # a file that is not there shows here
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         given.resume = "auto"  # torchrun has replaced a rank that died on the way
     folder = folder_of(given.run)
@@ -94,10 +95,11 @@ def recall(
         before = parser.parse_args(flags)
     except InputError as error:
         raise InputError(f"{folder}/settings.json: options: {error}") from error
-    recorded = vars(before) | {"resume": given.resume}
+    recorded = vars(before)
     if any(getattr(given, name) is not None for name in LENGTHS):
         recorded |= dict.fromkeys(LENGTHS)
     args = parser.parse_args(argv, argparse.Namespace(**recorded))
+    args.resume = given.resume
 
     file, sha256 = (settings.trained_on.get(key) for key in ("optimizer_file", "optimizer_file_sha256"))
     if sha256 and not args.optimizer_file:
@@ -105,7 +107,6 @@ def recall(
             f"run {args.run} trains with the optimizer file {file} of SHA-256 {sha256}, and code runs only "
             "when it is named: give --optimizer-file again"
         )
-    now = sha256_of(args.optimizer_file)
     refuse_changes(args.run, defining(before, sha256), defining(args, now))
     return args, settings
 
