@@ -4,18 +4,19 @@ On CUDA a window is PyTorch's varlen_attn, which skips what the window hides. Ev
 scaled_dot_product_attention, except short rows in bf16 on a CPU (`whole_scores`).
 """
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 # Tokens up to which a CPU in bf16 makes all scores of a row, the hidden ones too: at 256 a training step of
 # depth 4 takes 0.88 of the time that it takes with PyTorch's fused kernel
 WHOLE_SCORES = 512
 # FlashAttention by the major version of the GPU that it is for (Hopper, Blackwell), as PyTorch calls it
 FLASH = {9: "FA3", 10: "FA4"}
+# What decoding leaves to PyTorch. On Hopper it prefers cuDNN, which plans a kernel for every length
+# (about 0.4 s each), and every token makes a new length
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, normalized: bool = False) -> Tensor:
@@ -84,19 +85,6 @@ def use_flash_attention(device: torch.device) -> str | None:
     except ImportError:
         return None
     return name
-
-
-@contextlib.contextmanager
-def without_cudnn() -> Iterator[None]:
-    """PyTorch leaves out cuDNN's attention, for decoding. It prefers it on Hopper, where cuDNN plans a kernel
-    for every length (about 0.4 s each), and every token makes a new length.
-    """
-    enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

@@ -180,39 +180,29 @@ def exit_when_asked() -> None:
 class StopSignals:
     """SIGTERM, SIGHUP and Ctrl-C ask to save and stop after this step; a second Ctrl-C ends at once.
 
-    Before the first step and after the last there is nothing to save: then they end this process at once. The
-    first rank notes a stop in the file `stopped` of the run's folder, None for a launch that trains nothing.
+    in_steps: whether there is something to save first. Before the first step and after the last there is not:
+    a signal then ends this process at once. The first rank notes a stop in the file `stopped` of the run's
+    folder, None for a launch that trains nothing.
     """
 
     def __init__(self, folder: Path | None):
         self.folder = folder
-        self.asked = False
-        self.at_once = "before its first step"  # None while there is something to save
+        self.asked = self.in_steps = False
         on_signals(self._receive, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
     def _receive(self, number, frame):
         self.asked = True
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if self.at_once:
+        if not self.in_steps:
             # Not by an exception, which could be lost in what it interrupts, or come to nothing while this
             # rank leaves a group whose others are waiting
-            os._exit(self.stopped(self.at_once))
+            os._exit(self.stopped("with nothing to save"))
 
-    def steps_begin(self) -> None:
-        """Call before the first step: from now on there is something to save before a stop."""
-        self.at_once = None
-
-    def steps_end(self) -> None:
-        """Call when everything is on disk: a signal then has nothing to wait for."""
-        self.at_once = "before its last evaluation"
-        if self.asked:
-            os._exit(self.stopped(self.at_once))
-
-    def stopped(self, when: str) -> int:
+    def stopped(self, how: str) -> int:
         """Say and note that the run stops here. Returns its exit code: 75 in one process; 0 under torchrun,
         which takes anything else for a failure.
         """
-        message = f"stopped {when}; the same command carries on\n"
+        message = f"stopped {how}; the same command carries on\n"
         if os.environ.get("RANK", "0") == "0":
             os.write(1, message.encode())  # print() fails in a signal handler that has interrupted another
             with contextlib.suppress(OSError):  # if the disk is full the exit code has to do

@@ -32,7 +32,6 @@ import os
 import random
 import shutil
 import stat
-import tempfile
 import time
 import urllib.request
 import zipfile
@@ -45,17 +44,20 @@ from pathlib import Path, PurePosixPath
 import torch
 import torch.nn.functional as F
 import yaml
+from torch.nn.attention import sdpa_kernel
 
-from nanomuon.attention import without_cudnn
-from nanomuon.generate import read
+from nanomuon.attention import WITHOUT_CUDNN
+from nanomuon.generate import padded, read
 from nanomuon.gpt import GPT
-from nanomuon.runtime import InputError, base_dir, locked, parse_json, print0, together
+from nanomuon.runtime import InputError, base_dir, locked, parse_json, print0, together, write_whole
 from nanomuon.tokenizer import Tokenizer
 
 # The bundle that published figures come from, as nanochat names it
 PUBLIC_BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 ADDRESS = ("http://", "https://")  # how one begins
 PATIENCE = 10  # seconds that a server may be silent
+# What zipfile raises for a damaged zip; RuntimeError for an encrypted one, and for JSON that is too deep
+DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 KINDS = ("multiple_choice", "schema", "language_modeling")
 CORE_TASKS = frozenset(
     """
@@ -73,16 +75,6 @@ class Unreachable(InputError):
 
 
 @dataclass(frozen=True)
-class Task:
-    label: str
-    kind: str  # one of KINDS
-    file: Path
-    shots: int  # examples shown before an item
-    delimiter: str  # between a context and its continuation
-    baseline: float  # accuracy of guessing, 0 to 1
-
-
-@dataclass(frozen=True)
 class Item:
     """A question: contexts with their continuations, of which number `gold` is right. A multiple choice has
     one context, a schema one continuation, and language modelling one of both.
@@ -90,6 +82,23 @@ class Item:
 
     pairs: list[tuple[str, str]]
     gold: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A task in core.yaml."""
+
+    label: str
+    icl_task_type: str  # one of KINDS
+    dataset_uri: str  # under eval_data
+    num_fewshot: list[int]  # examples shown before an item: the first is the number
+    continuation_delimiter: str = " "  # between a context and its continuation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Entry):
+    items: list[Item]  # in the order of their file
+    baseline: float  # accuracy of guessing, 0 to 1
 
 
 @dataclass(eq=False)
@@ -160,7 +169,9 @@ def answer_task(
     ranks: int = 1,
 ) -> list[Answer]:
     """The answer to each kept item of a task, in their shuffled order. For the arguments see evaluate()."""
-    items = kept_items(task, most_items)
+    items = list(task.items)
+    random.Random(1337).shuffle(items)
+    items = items[:most_items]
     choices = {}  # of each item: a row each, equal ones have the same
     for number in range(rank, len(items), ranks):
         choices[number] = ask(task, items, number, tokenizer, model.config.seq_len)
@@ -179,17 +190,11 @@ def answer_task(
     # Shapes change from batch to batch: what was compiled for training would be compiled for each of them
     eager = torch.compiler.set_stance("force_eager")
     # No gradients, but never inference_mode: what FSDP2 gathers here, training uses too
-    with torch.no_grad(), without_cudnn(), eager:
+    with torch.no_grad(), sdpa_kernel(WITHOUT_CUDNN), eager:
         answers = {}
         for part in together(answer_mine):
             answers |= part
     return [answers[number] for number in range(len(items))]
-
-
-def kept_items(task: Task, most_items: int | None) -> list[Item]:
-    items = read_items(task)
-    random.Random(1337).shuffle(items)
-    return items[:most_items]
 
 
 def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_len: int) -> list[Row]:
@@ -199,23 +204,23 @@ def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_le
     item = items[number]
     others = items[:number] + items[number + 1 :]
     shown = ""
-    for example in random.Random(1234 + number).sample(others, min(task.shots, len(others))):
+    for example in random.Random(1234 + number).sample(others, min(task.num_fewshot[0], len(others))):
         context, continuation = example.pairs[example.gold]
-        shown += f"{context}{task.delimiter}{continuation}\n\n"
+        shown += f"{context}{task.continuation_delimiter}{continuation}\n\n"
     prompts = []
     for context, continuation in item.pairs:
-        text = f"{shown}{context}{task.delimiter}{continuation}"
+        text = f"{shown}{context}{task.continuation_delimiter}{continuation}"
         prompts.append([tokenizer.bos_id, *tokenizer.encode(text)])
 
     common = len(os.path.commonprefix(prompts))
-    if task.kind == "multiple_choice":
+    if task.icl_task_type == "multiple_choice":
         starts = [common] * len(prompts)
-    elif task.kind == "schema":
+    elif task.icl_task_type == "schema":
         common_end = len(os.path.commonprefix([prompt[::-1] for prompt in prompts]))
         starts = [len(prompt) - common_end for prompt in prompts]
     else:
         # The space at the end of a delimiter becomes part of the next token
-        before = f"{shown}{item.pairs[0][0]}{task.delimiter}".strip()
+        before = f"{shown}{item.pairs[0][0]}{task.continuation_delimiter}".strip()
         starts = [len(os.path.commonprefix([[tokenizer.bos_id, *tokenizer.encode(before)], prompts[0]]))]
 
     rows, by_cut = {}, {}
@@ -259,13 +264,11 @@ def score(model: GPT, rows: list[Row]) -> None:
     """Fill in what the model makes of the rows of a batch. What rows share is read first, once."""
     device = model.cos.device
     # The last token of a row is predicted and predicts nothing
-    T = max(1, max(len(row.tokens) - 1 - row.shared for row in rows))
-    inputs = torch.zeros(len(rows), T, dtype=torch.int64)  # padded on the right, with any token
+    inputs = padded([row.tokens[row.shared : -1] for row in rows]).to(device)  # (B, T)
     at, targets, counts = [], [], []
     for i, row in enumerate(rows):
-        own, scored = row.tokens[row.shared : -1], row.tokens[row.start :]
-        inputs[i, : len(own)] = torch.tensor(own)
-        first = i * T + row.start - 1 - row.shared
+        scored = row.tokens[row.start :]
+        first = i * inputs.size(1) + row.start - 1 - row.shared
         at += range(first, first + len(scored))
         targets += scored
         counts.append(len(scored))
@@ -273,8 +276,8 @@ def score(model: GPT, rows: list[Row]) -> None:
 
     cache = None
     if rows[-1].shared:  # the most of all
-        cache = read(model, [row.tokens[: row.shared] for row in rows], rows[-1].shared + T)
-    logits = model(inputs.to(device), cache=cache, at=at)  # (M, V)
+        cache = read(model, [row.tokens[: row.shared] for row in rows], rows[-1].shared + inputs.size(1))
+    logits = model(inputs, cache=cache, at=at)  # (M, V)
     # float64 adds float32 losses without rounding: equal losses in another order have an equal mean
     losses = F.cross_entropy(logits, targets, reduction="none").double().cpu().split(counts)
     hits = (logits.argmax(-1) == targets).cpu().split(counts)
@@ -285,7 +288,7 @@ def score(model: GPT, rows: list[Row]) -> None:
 
 def decide(task: Task, item: Item, rows: list[Row]) -> Answer:
     losses = [row.mean_loss for row in rows]
-    if task.kind == "language_modeling":
+    if task.icl_task_type == "language_modeling":
         return Answer(losses, rows[0].all_likeliest)
     # min() passes over a NaN that is not the first, and takes one that is: the published rule
     return Answer(losses, losses.index(min(losses)) == item.gold)
@@ -302,69 +305,46 @@ def from_anywhere(place: str) -> str:
 
 
 def open_bundle(place: str) -> list[Task]:
-    """The tasks of a bundle, in its order, once every line has been read.
+    """The tasks of a bundle, in its order.
 
     place: a folder, a zip, or the http(s) address of a zip, which is fetched once and kept under the base
     folder. InputError for what is not a bundle, Unreachable if an address gives none.
     """
-    is_address, path = place.startswith(ADDRESS), Path(place).expanduser()
-    if not is_address and path.is_dir():
-        return read_tasks(path)
-    if not is_address and not path.is_file():
-        raise InputError(f"--core-bundle {place}: no such folder, zip or http(s) address")
-    key = place.encode() if is_address else path.read_bytes()
-    folder = base_dir() / "core" / hashlib.sha256(key).hexdigest()[:16]
-    with locked(folder):
-        if not folder.exists():
-            if is_address:
-                fetch(place, folder)
-            else:
-                unpack(path, folder)
-    return read_tasks(folder)
+    if place.startswith(ADDRESS):
+        archive = base_dir() / "core" / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.zip"
+        with locked(archive):
+            if not archive.exists():
+                fetch(place, archive)
+        return read_zip(archive)
+    path = Path(place).expanduser()
+    return read_tasks(path) if path.is_dir() else read_zip(path)
 
 
-def fetch(address: str, folder: Path) -> None:
+def fetch(address: str, archive: Path) -> None:
+    """Let the zip of an address appear, once every line of it has been read."""
     print(f"fetching {address}", flush=True)
     try:
-        with tempfile.TemporaryFile() as archive:
-            with urllib.request.urlopen(address, timeout=PATIENCE) as answer:
-                shutil.copyfileobj(answer, archive)
-            unpack(archive, folder)
+        with urllib.request.urlopen(address, timeout=PATIENCE) as answer, write_whole(archive) as copy:
+            shutil.copyfileobj(answer, copy)
+            copy.flush()
+            read_zip(Path(copy.name))
     except (OSError, ValueError, http.client.HTTPException, InputError) as error:
         raise Unreachable(f"no bundle for CORE from {address}: {error}") from error
 
 
-def unpack(archive, folder: Path) -> None:
-    """Unpack a zip (a path or an open file), read all of it, and only then make it appear as `folder`."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    try:
-        with zipfile.ZipFile(archive) as zipped:
-            for member in zipped.infolist():
-                path = PurePosixPath(member.filename.replace("\\", "/"))
-                is_link = stat.S_ISLNK(member.external_attr >> 16)
-                if path.is_absolute() or ".." in path.parts or is_link:
-                    raise InputError(f"the zip holds {member.filename!a}, which leads out of its folder")
-            zipped.extractall(temporary)
-        listing = next(temporary.rglob("core.yaml"), None)
+def read_zip(archive: Path) -> list[Task]:
+    """The tasks of a zip, which is never unpacked."""
+    listing = None
+    with told_of(archive), zipfile.ZipFile(archive) as zipped:
+        for member in zipped.infolist():
+            path = PurePosixPath(member.filename.replace("\\", "/"))
+            if path.is_absolute() or ".." in path.parts or stat.S_ISLNK(member.external_attr >> 16):
+                raise ValueError(f"the zip holds {member.filename!a}, which leads out of it")
+            if path.name == "core.yaml":
+                listing = zipfile.Path(zipped, member.filename)
         if listing is None:
-            raise InputError("the zip holds no core.yaml")
-        read_tasks(listing.parent)
-        os.replace(listing.parent, folder)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # RuntimeError: encrypted
-        raise InputError(f"not a zip that can be read: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A task in core.yaml."""
-
-    label: str
-    icl_task_type: str
-    dataset_uri: str
-    num_fewshot: list[int]
-    continuation_delimiter: str = " "
+            raise ValueError("the zip holds no core.yaml")
+        return read_tasks(listing.parent)
 
 
 @dataclass(frozen=True)
@@ -401,58 +381,46 @@ def told_of(place) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"{place}: {error.strerror}") from error
+        raise InputError(f"{place}: {error.strerror or 'no such file'}") from error
     except KeyError as error:
         raise InputError(f"{place} has no {error}") from error
-    except (ValueError, TypeError, csv.Error, yaml.YAMLError, RecursionError) as error:
+    except (ValueError, TypeError, csv.Error, yaml.YAMLError, *DAMAGE) as error:
         raise InputError(f"{place}: {error}") from error
 
 
-def read_tasks(folder: Path) -> list[Task]:
-    """The tasks that core.yaml lists, once every line of their items has been read."""
-    listing, meta = folder / "core.yaml", folder / "eval_meta_data.csv"
+def read_tasks(folder) -> list[Task]:
+    """The tasks that core.yaml lists, with their items. folder: a Path, or a zipfile.Path."""
+    meta, listing = folder / "eval_meta_data.csv", folder / "core.yaml"
     with told_of(meta), meta.open(encoding="utf-8-sig", newline="") as file:
         baselines = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(file)}
     with told_of(listing):
-        content = json.dumps(yaml.safe_load(listing.read_bytes()))
-        entries = parse_json(content, Listing).icl_tasks
-    if not entries:
-        raise InputError(f"{listing} lists no task")
-    tasks = []
-    for entry in entries:
-        with told_of(f"{listing}, task {entry.label}"):
-            tasks.append(task_of(entry, baselines, folder))
-        read_items(tasks[-1])
-    return tasks
+        entries = parse_json(json.dumps(yaml.safe_load(listing.read_bytes())), Listing).icl_tasks
+        if not entries:
+            raise ValueError("it lists no task")
+    return [read_task(folder, entry, baselines) for entry in entries]
 
 
-def task_of(entry: Entry, baselines: dict[str, float], folder: Path) -> Task:
-    """ValueError for what cannot be meant."""
-    file = folder / "eval_data" / entry.dataset_uri
-    if entry.icl_task_type not in KINDS:
-        raise ValueError(f"icl_task_type is {entry.icl_task_type!r}, not one of {', '.join(KINDS)}")
-    if not file.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"dataset_uri {entry.dataset_uri!r} leads out of the bundle")
-    if not entry.num_fewshot or entry.num_fewshot[0] < 0:
-        raise ValueError(f"num_fewshot is {entry.num_fewshot}, not a list with a number of examples")
+def read_task(folder, entry: Entry, baselines: dict[str, float]) -> Task:
     baseline = baselines.get(entry.label, -1)
-    if not 0 <= baseline < 1:
-        raise ValueError("eval_meta_data.csv gives no random baseline from 0 to below 100")
-    shots, delimiter = entry.num_fewshot[0], entry.continuation_delimiter
-    return Task(entry.label, entry.icl_task_type, file, shots, delimiter, baseline)
-
-
-def read_items(task: Task) -> list[Item]:
-    """In the order of the file. InputError that names the line which is not one."""
-    items = []
-    with told_of(task.file), task.file.open("rb") as file:
-        for number, line in enumerate(file, 1):
+    with told_of(f"{folder / 'core.yaml'}, task {entry.label}"):
+        path = PurePosixPath(entry.dataset_uri)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"dataset_uri {entry.dataset_uri!r} leads out of the bundle")
+        if entry.icl_task_type not in KINDS:
+            raise ValueError(f"icl_task_type is {entry.icl_task_type!r}, not one of {', '.join(KINDS)}")
+        if not entry.num_fewshot or entry.num_fewshot[0] < 0:
+            raise ValueError(f"num_fewshot is {entry.num_fewshot}, not a list with a number of examples")
+        if not 0 <= baseline < 1:
+            raise ValueError("eval_meta_data.csv gives no random baseline from 0 to below 100")
+    file, items = folder / "eval_data" / entry.dataset_uri, []
+    with told_of(file), file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
             if line.strip():
-                with told_of(f"{task.file} line {number}"):
-                    items.append(parse_item(line, task.kind))
-    if not items:
-        raise InputError(f"{task.file} holds no item")
-    return items
+                with told_of(f"{file} line {number}"):
+                    items.append(parse_item(line, entry.icl_task_type))
+        if not items:
+            raise ValueError("it holds no item")
+    return Task(**vars(entry), items=items, baseline=baseline)
 
 
 def parse_item(line: bytes, kind: str) -> Item:
@@ -472,6 +440,4 @@ def parse_item(line: bytes, kind: str) -> Item:
         raise ValueError(f"gold is {gold}, not the number of one of {len(pairs)} choices")
     if kind != "multiple_choice" and not pairs[0][1].strip():
         raise ValueError("continuation is empty: nothing can be predicted")
-    for context, continuation in pairs:
-        (context + continuation).encode()  # a ValueError for lone surrogates, which are no text
     return Item(pairs, gold)

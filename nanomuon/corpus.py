@@ -43,7 +43,7 @@ class Corpus:
     files: tuple  # of Path; of names inside the repository `repo` for a corpus on the hub
     text_field: str = "text"
     repo: str | None = None
-    longest: float = math.inf  # longer documents are cut into pieces of so many characters
+    max_characters: float = math.inf  # longer documents are cut, see with_both_parts()
 
     @property
     def slug(self) -> str:
@@ -59,7 +59,7 @@ class Corpus:
         seen = set()
         for file in self.files:
             for record in self._records(file):
-                for text in in_pieces(record, self.longest):
+                for text in in_pieces(record, self.max_characters):
                     digest = hashlib.sha256(text.encode()).digest()
                     if digest in seen:
                         continue
@@ -79,8 +79,9 @@ class Corpus:
             if self.name == "python" and isinstance(error, UnicodeDecodeError):
                 return  # some files of the library test that others can be read, too
             advice = "delete it, and it is fetched again" if self.repo else "repair it, or move it away"
-            where = f"{path}, document {count + 1}"
-            raise InputError(f"bad file in corpus {self.name}: {where}: {error}; {advice}") from error
+            raise InputError(
+                f"bad file in corpus {self.name}: {path}, document {count + 1}: {error}; {advice}"
+            ) from error
 
     def _download(self, file) -> Path:
         from huggingface_hub import hf_hub_download
@@ -96,7 +97,7 @@ def with_both_parts(corpus: Corpus) -> Corpus:
     A few books would all be for training: their pieces of PIECE characters, cut at line ends, are documents
     then. Reads until it has seen both parts, some twenty documents. InputError if not even pieces make both.
     """
-    for candidate in (corpus, replace(corpus, longest=PIECE)):
+    for candidate in (corpus, replace(corpus, max_characters=PIECE)):
         found = set()
         for _, is_validation in candidate.documents():
             found.add(is_validation)
@@ -144,8 +145,10 @@ def open_corpus(name: str, text_field: str | None = None) -> Corpus:
     the same corpus.
     """
     check_corpus(name)
+    root, suffixes = Path(sysconfig.get_path("stdlib")), ".py"
     if name.startswith("path:"):
-        name = f"path:{Path(_place(name)).resolve()}"
+        root, suffixes = Path(_place(name)).resolve(), TEXT_SUFFIXES + RECORD_SUFFIXES
+        name = f"path:{root}"
     memory = base_dir() / "corpus" / f"{_file_name(name)}.json"
     known = read_json(memory, Remembered, "delete it") if memory.exists() else Remembered()
     now = replace(known, text_field=text_field or known.text_field)
@@ -157,10 +160,6 @@ def open_corpus(name: str, text_field: str | None = None) -> Corpus:
     if name.startswith("hf:"):
         return Corpus(name, now.revision, tuple(now.files), now.text_field, repo=HUB_NAME.fullmatch(name)[1])
 
-    if name == "python":
-        root, suffixes = Path(sysconfig.get_path("stdlib")), ".py"
-    else:
-        root, suffixes = Path(_place(name)), TEXT_SUFFIXES + RECORD_SUFFIXES
     files = _local_files(root, suffixes)
     if not files:
         raise InputError(
@@ -208,9 +207,9 @@ def _of_the_hub(what: str):
     try:
         yield
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise InputError(
-            f"{what} failed: {reason}. Check name and network; offline, CORPUS=python bash speedrun.sh works"
+            f"{what} failed: {type(error).__name__}: {error}. Check name and network; offline, "
+            "CORPUS=python bash speedrun.sh works"
         ) from error
 
 
@@ -258,6 +257,8 @@ def _text_of(record, field):
     if text is None:
         return None
     if not isinstance(text, str):
-        where = f"field {field!r} of {reprlib.repr(record)}"
-        raise ValueError(f"no text in {where}, python -m scripts.data_prep --text-field names another")
-    return text.encode(errors="replace").decode()  # JSON may have lone surrogates: question marks
+        raise ValueError(
+            f"no text in field {field!r} of {reprlib.repr(record)}, "
+            "python -m scripts.data_prep --text-field names another"
+        )
+    return text.encode(errors="replace").decode()  # lone surrogates of JSON become question marks

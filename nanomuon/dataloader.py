@@ -39,8 +39,8 @@ def pack_rows(pieces, capacity, cut):
     second part goes back, to begin with a <|bos|> of its own. Only the last pieces, fewer than a row, stay
     out. Without `cut` every piece is in some row, whole, and rows have room at the end.
 
-    The lengths there are, are the bits of one integer, so finding the longest piece that fits is a mask and a
-    bit_length.
+    The lengths of the pieces that are left are the bits of one integer: to find the longest piece that fits
+    takes a mask and a bit_length.
     """
     buckets = [[] for _ in range(capacity)]  # buckets[n]: starts of the pieces of n tokens
     lengths = 0
@@ -152,6 +152,7 @@ class TrainLoader:
                 self.row += 1
                 yield rows[self.row - 1]
             self.window, self.row = self.window + 1, 0
+            del rows  # before the next window takes its memory
 
     def _pack(self):
         # NumPy keeps the streams of RandomState for good, those of Generator may change with a release

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
-from nanomuon.attention import attention, masked, without_cudnn
+from nanomuon.attention import WITHOUT_CUDNN, attention, masked
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.runtime import InputError
 from nanomuon.tokenizer import Tokenizer
 
 ROWS = 32  # samples of a batch: each takes the memory of a whole context of keys and values
-COLDEST = 1e-9  # lower temperatures are as good as 0, and would overflow
 
 
 class KVCache:
@@ -31,11 +30,12 @@ class KVCache:
         self.recent = {}  # by place in the model: (B, at least as many tokens as the place needs, ...)
 
     def positions(self, T: int) -> Tensor:
-        """Where in the context the next T tokens are, (B, T)."""
+        """Where in the context the next T tokens are, (B, T), which are going through all layers now."""
         starts = torch.tensor(self.lengths, device=self.device)[:, None]  # (B, 1)
         self.queries = starts + torch.arange(T, device=self.device)  # (B, T)
         self.places = torch.arange(len(starts), device=self.device)[:, None], self.queries
-        self.end = max(self.lengths) + T
+        self.lengths = [length + T for length in self.lengths]
+        self.end = max(self.lengths)
         self.masks = {}  # by window
         return self.queries.clamp(max=self.context - 1)  # padding may lie beyond it
 
@@ -67,10 +67,6 @@ class KVCache:
         self.recent[place] = torch.cat((self.recent[place][:, -count:], x), dim=1)
         return self.recent[place]
 
-    def advance(self, T: int) -> None:
-        """T tokens have gone through all layers."""
-        self.lengths = [length + T for length in self.lengths]
-
     def crop(self, lengths: list[int]) -> None:
         """Forget the padding at the end of rows that the model has read in one call."""
         ends = torch.tensor(lengths, device=self.device)[:, None]  # (B, 1)
@@ -88,44 +84,37 @@ class KVCache:
         self.recent = {place: inputs[index] for place, inputs in self.recent.items()}
 
 
+def padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Rows of tokens as one tensor (B, T), T at least 1, with any token behind the shorter ones."""
+    tensor = torch.zeros(len(rows), max(1, *map(len, rows)), dtype=torch.int64)
+    for i, tokens in enumerate(rows):
+        tensor[i, : len(tokens)] = torch.tensor(tokens)
+    return tensor
+
+
 def read(model: GPT, rows: Sequence[Sequence[int]], capacity: int | None = None) -> KVCache:
     """A cache whose rows have read these tokens. Equal rows are computed once."""
-    number = {}  # of each distinct row
-    for tokens in rows:
-        number.setdefault(tuple(tokens), len(number))
-    lengths = [len(tokens) for tokens in number]
-    padded = torch.zeros(len(number), max(1, *lengths), dtype=torch.int64)
-    for i, tokens in enumerate(number):
-        padded[i, : len(tokens)] = torch.tensor(tokens)
-    device = model.cos.device
-    cache = KVCache(model.config, len(number), device, capacity)
-    no_position = torch.empty(0, dtype=torch.int64, device=device)  # none goes through the head
-    with without_cudnn():
-        model(padded.to(device), cache=cache, at=no_position)
-    cache.crop(lengths)
-    cache.select([number[tuple(tokens)] for tokens in rows])
+    rows = [tuple(tokens) for tokens in rows]
+    distinct = list(dict.fromkeys(rows))
+    cache = KVCache(model.config, len(distinct), model.cos.device, capacity)
+    no_position = torch.empty(0, dtype=torch.int64, device=cache.device)  # none goes through the head
+    model(padded(distinct).to(cache.device), cache=cache, at=no_position)
+    cache.crop([len(tokens) for tokens in distinct])
+    cache.select([distinct.index(tokens) for tokens in rows])
     return cache
 
 
 def draw(
-    logits: Tensor,
-    temperature: float,
-    top_k: int | None,
-    top_p: float,
-    generators: Sequence[torch.Generator],
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generators: Sequence[torch.Generator]
 ) -> list[int]:
     """One token for each row of logits (B, V).
 
     Temperature 0 takes the likeliest. Otherwise one is drawn from the softmax of logits / temperature over
-    the `top_k` likeliest tokens (all of them if None), and of these from the fewest whose probabilities sum
-    to at least `top_p` (nucleus sampling, arXiv 1904.09751). Row b uses the random numbers of generators[b].
-    InputError for logits that are not numbers.
+    the `top_k` likeliest tokens, and of these from the fewest whose probabilities sum to at least `top_p`
+    (nucleus sampling, arXiv 1904.09751). Row b uses the random numbers of generators[b].
     """
-    kept = logits.size(-1) if top_k is None else min(top_k, logits.size(-1))
-    values, tokens = logits.topk(kept)  # (B, K), the likeliest first
-    if values[:, 0].isnan().any():
-        raise InputError("the model's logits are not numbers: its weights are damaged, or training diverged")
-    if temperature < COLDEST:
+    values, tokens = logits.topk(min(top_k, logits.size(-1)))  # (B, K), the likeliest first
+    if temperature == 0:
         return tokens[:, 0].tolist()
     probabilities = torch.softmax(values / temperature, -1)
     if top_p < 1:
@@ -156,7 +145,7 @@ class Sample:
         self.ended = False
         self._stop_strings = stop_strings
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._waiting = ""  # characters that may still belong to a stop string
+        self._decoded = ""
 
     def add(self, token: int) -> None:
         """Take one more token. The sample ends if this completes a stop string or begins another document."""
@@ -164,22 +153,29 @@ class Sample:
         if token == self.tokenizer.bos_id:
             self.end()
             return
-        self._waiting += self._decoder.decode(self.tokenizer.vocab[token])
-        stops = [self._waiting.find(stop) for stop in self._stop_strings if stop in self._waiting]
-        if stops:
-            self.continuation += self._waiting[: min(stops)]
-            self.ended = True
-            return
-        longest_beginning = max((len(stop) - 1 for stop in self._stop_strings), default=0)
-        certain = max(0, len(self._waiting) - longest_beginning)
-        self.continuation += self._waiting[:certain]
-        self._waiting = self._waiting[certain:]
+        self._decoded += self._decoder.decode(self.tokenizer.vocab[token])
+        certain, waits = len(self._decoded), 0
+        for stop in self._stop_strings:
+            if stop in self._decoded:
+                certain, self.ended = min(certain, self._decoded.index(stop)), True
+            waits = max(waits, len(stop) - 1)  # characters that it may have begun with
+        self.continuation = self._decoded[: certain if self.ended else max(0, certain - waits)]
 
     def end(self) -> None:
         """No token comes any more. Bytes that are no whole character become U+FFFD."""
         if not self.ended:
-            self.continuation += self._waiting + self._decoder.decode(b"", final=True)
+            self.continuation = self._decoded + self._decoder.decode(b"", final=True)
             self.ended = True
+
+
+def tokens_before(count: int, context: int) -> int:
+    """How many tokens the newest one of `count` sees before it: all that there are until the context is full,
+    then those of its newer half, until it is full again.
+    """
+    half = max(1, context // 2)
+    if count <= context:
+        return count - 1
+    return half - 1 + (count - context - 1) % (context - half + 1)
 
 
 @torch.inference_mode()
@@ -188,30 +184,26 @@ def continue_samples(
     samples: Sequence[Sample],
     max_tokens: int,
     temperature: float = 0.8,
-    top_k: int | None = 50,
+    top_k: int = 50,
     top_p: float = 1.0,
 ) -> Iterator[None]:
     """Let the samples grow by up to `max_tokens` tokens each, in batches of ROWS, until all have ended.
 
     Yields after every step, so that what is there can be shown. How a token is chosen: see `draw`. What
     becomes of a sample depends on its prompt and its seed alone: up to rounding, it is what it would be by
-    itself. When the context is full, the newer half of a sample is read again, so it can grow to any length.
+    itself. It can grow to any length, see `tokens_before`.
     """
-    context, device = model.config.seq_len, model.cos.device
+    device = model.cos.device
     for start in range(0, len(samples), ROWS):
-        growing = samples[start : start + ROWS]
+        growing, cache = samples[start : start + ROWS], None
         generators = [torch.Generator(device).manual_seed(sample.seed) for sample in growing]
-        # It holds what the next token depends on but for the newest one, which the next call reads
-        cache = read(model, [sample.tokens[-context:-1] for sample in growing])
         for _ in range(max_tokens):
-            if context in cache.lengths:
-                before = []
-                for sample, length in zip(growing, cache.lengths, strict=True):
-                    kept = max(1, context // 2) - 1 if length == context else length
-                    before.append(sample.tokens[-1 - kept : -1])
-                cache = read(model, before)
+            lengths = [tokens_before(len(sample.tokens), model.config.seq_len) for sample in growing]
             newest = torch.tensor([sample.tokens[-1:] for sample in growing], device=device)  # (B, 1)
-            with without_cudnn():
+            with sdpa_kernel(WITHOUT_CUDNN):
+                if cache is None or cache.lengths != lengths:
+                    rows = zip(growing, lengths, strict=True)
+                    cache = read(model, [sample.tokens[-1 - length : -1] for sample, length in rows])
                 logits = model(newest, cache=cache)[:, -1]  # (B, V)
             tokens = draw(logits, temperature, top_k, top_p, generators)
             for sample, token in zip(growing, tokens, strict=True):

@@ -10,6 +10,7 @@ earlier in the text, and the input of every MLP goes through a short causal conv
 was tried (docs/recipe.md).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -237,24 +238,37 @@ class GPT(nn.Module):
         self._fill_rope()  # a model that loads a state dict needs no init_weights
 
     @torch.no_grad()
-    def init_weights(self, seed: int = 0) -> None:
-        """Projections into the residual stream start at zero, so every block starts as the identity."""
+    def init_weights(self, seed: int = 0, fill: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+        """Projections into the residual stream start at zero, so every block starts as the identity.
+
+        fill(parameter, values) writes what was drawn, all of it, into a parameter.
+        """
         for tensor in (*self.parameters(), *self.buffers()):
             tensor.zero_()
         generator = torch.Generator(device=self.cos.device).manual_seed(seed)
         bound = (3 / self.config.width) ** 0.5  # of a uniform with deviation 1/sqrt(width): no outliers
-        self.wte.weight.normal_(0, 1, generator=generator)
+
+        def empty(param):
+            return torch.empty(param.shape, dtype=param.dtype, device=param.device)
+
+        def uniform(param):
+            fill(param, empty(param).uniform_(-bound, bound, generator=generator))
+
+        def normal(param, deviation):
+            fill(param, empty(param).normal_(0, deviation, generator=generator))
+
+        normal(self.wte.weight, 1)
         for embed in self.value_embeds.values():
-            embed.weight.uniform_(-bound, bound, generator=generator)
+            uniform(embed.weight)
         for block in self.blocks:
             attn, mlp = block.attn, block.mlp
             inward = [attn.q.weight, attn.k.weight, attn.v.weight]
             inward += [mlp.router, mlp.w1] if self.config.experts else [mlp.up.weight]
             for weight in inward:
-                weight.uniform_(-bound, bound, generator=generator)
+                uniform(weight)
         self.resid_scalars.fill_(1.0)
         self.x0_scalars.fill_(0.1)
-        self.lm_head.weight.normal_(0, 0.001, generator=generator)
+        normal(self.lm_head.weight, 0.001)
         self._fill_rope()
 
     def _fill_rope(self) -> None:
@@ -288,8 +302,6 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             x = self.resid_scalars[i] * x + self.x0_scalars[i] * x0
             x = block(x, value_embeds.get(str(i)), rope, cache)
-        if cache is not None:
-            cache.advance(T)
         if at is not None:
             x = x.flatten(0, 1)[at]
         hidden = norm(x)
@@ -306,28 +318,22 @@ class GPT(nn.Module):
         value_embeds = {layer: embed(tokens).to(dtype) for layer, embed in self.value_embeds.items()}
         return self.wte(tokens).to(dtype), value_embeds
 
-    def parameter_counts(self) -> dict[str, int]:
-        """Number of parameters by role, and their total. The experts that one token visits count as matrices,
-        the others as idle_experts.
-        """
-        counts = dict.fromkeys(("wte", "value_embeds", "lm_head", "matrices", "idle_experts", "scalars"), 0)
-        for name, p in self.named_parameters():
-            role = name.split(".")[0]
-            if role not in counts:
-                role = "matrices" if p.ndim > 1 else "scalars"
-            idle = 0
-            if p.ndim == 3:  # (E, m, n), which may be a DTensor: p[0] would communicate
-                idle = (self.config.experts - self.config.experts_per_token) * p.shape[1:].numel()
-            counts[role] += p.numel() - idle
-            counts["idle_experts"] += idle
-        return {**counts, "total": sum(counts.values())}
+    def multiplied_weights(self) -> int:
+        """Weights that a token is multiplied by: those of all matrices, but of its own experts only."""
+        count = self.lm_head.weight.numel()
+        for p in self.blocks.parameters():
+            if p.ndim == 3:  # (E, m, n)
+                count += self.config.experts_per_token * p.shape[1:].numel()
+            elif p.ndim == 2:
+                count += p.numel()
+        return count
 
     def estimate_flops(self) -> int:
-        """Training FLOPs per token: 6 per weight of a matrix product, 12 per head channel and visible key.
+        """Training FLOPs of a token: 6 for each multiplied weight, 12 for each head channel and visible key.
 
         The convention of PaLM (arXiv 2204.02311, appendix B), with a causal mask counted as if every key were
         visible.
         """
-        counts, config = self.parameter_counts(), self.config
+        config = self.config
         keys = sum(config.window(i) or config.seq_len for i in range(config.depth))
-        return 6 * (counts["matrices"] + counts["lm_head"]) + 12 * config.heads * config.head_dim * keys
+        return 6 * self.multiplied_weights() + 12 * config.heads * config.head_dim * keys

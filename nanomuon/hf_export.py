@@ -4,26 +4,25 @@ Written without either library. How the model computes is in `modeling_nanomuon.
 folder: transformers runs that file under `trust_remote_code=True`. Nothing here runs it.
 """
 
-import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save
-from torch.distributed.tensor import DTensor, Replicate
 
 from nanomuon import checkpoint
 from nanomuon.checkpoint import tensor_shapes
 from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.optim_state import whole
 from nanomuon.parallel import build_model
-from nanomuon.plan import meta_model, read_settings
+from nanomuon.plan import Settings, meta_model
 from nanomuon.report import markdown_table
 from nanomuon.runtime import (
     InputError,
     Runtime,
     find_run,
     on_first_rank,
+    rank,
     read_json,
     write_json,
     write_text,
@@ -119,33 +118,29 @@ def read_config(folder: Path) -> GPTConfig:
     return config
 
 
-def export(
-    folder: Path, model: GPT, config: GPTConfig, tokenizer: Tokenizer, facts: dict, dtype: str = "float32"
-) -> None:
+def export(folder: Path, model: GPT, tokenizer: Tokenizer, facts: dict, dtype: str = "float32") -> None:
     """Write model.safetensors and what transformers needs beside it. Called by all ranks.
 
-    facts: for the model card: step, and if they are known val_bpb, corpus, tokens, train_loss. dtype: of the
-    weights, which are float32 in training.
+    facts: for the model card: step, and if they are known val_bpb, corpus, tokens. dtype: of the weights,
+    which are float32 in training.
     """
     write_weights(folder, model, getattr(torch, dtype))
-    if dist.is_initialized() and dist.get_rank() > 0:
+    if rank() > 0:
         return
-    write_config(folder, config, dtype)
-    write_json(folder / "generation_config.json", special_ids(config))
+    write_config(folder, model.config, dtype)
+    write_json(folder / "generation_config.json", special_ids(model.config))
     write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
-    write_json(folder / "tokenizer_config.json", tokenizer_config(config))
+    write_json(folder / "tokenizer_config.json", tokenizer_config(model.config))
     write_text(folder / MODEL_FILE.name, MODEL_FILE.read_text())
-    write_text(folder / "README.md", model_card(folder.resolve().name, config, facts, dtype))
+    write_text(folder / "README.md", model_card(folder.resolve().name, model, facts))
 
 
 def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
     """Write model.safetensors, whole or not at all, in a dtype or in the model's. Called by all ranks."""
-    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
     weights = {}
     for name, tensor in model.state_dict().items():
-        if isinstance(tensor, DTensor):
-            tensor = whole_tensor(tensor)
-        if is_first_rank:
+        tensor = whole(tensor)
+        if rank() == 0:
             # A copy: the format has neither transposes nor two names for one tensor
             tensor = tensor.to("cpu", dtype or tensor.dtype)
             weights[name] = tensor.clone(memory_format=torch.contiguous_format)
@@ -157,18 +152,6 @@ def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | Non
     on_first_rank(write)
 
 
-def whole_tensor(tensor: DTensor) -> torch.Tensor:
-    """All of a DTensor on every rank of its mesh. Collective.
-
-    One mesh dimension after the other: those that cut the same dimension of the tensor need that order.
-    """
-    placements = list(tensor.placements)
-    for i in range(len(placements)):
-        placements[i] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
-
-
 def export_run(run: str, folder: Path, checkpoint_name: str | None, dtype: str, runtime: Runtime) -> None:
     """Write the model of a run, or as a checkpoint of it has it, to a new folder.
 
@@ -178,7 +161,7 @@ def export_run(run: str, folder: Path, checkpoint_name: str | None, dtype: str, 
         raise InputError(f"{folder} exists and is not an empty folder: choose another, or delete it")
     model, tokenizer, facts = load_run(run, runtime, checkpoint_name)
     folder.mkdir(parents=True, exist_ok=True)
-    export(folder, model, model.config, tokenizer, facts, dtype)
+    export(folder, model, tokenizer, facts, dtype)
 
 
 def load_model(folder: Path, runtime: Runtime) -> GPT:
@@ -202,13 +185,11 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
     """
     folder = find_run(run)
     if checkpoint_name is None and not (folder / "model.safetensors").exists():
-        advice = f"train it: python -m scripts.base_train --run {shlex.quote(folder.name)}"
-        if checkpoint.saved_steps(folder):
-            advice = "--checkpoint last takes that of its last checkpoint"
-        raise InputError(f"{folder} holds no finished model (no model.safetensors): {advice}")
-    settings = read_settings(folder)
-    if settings is None:
-        raise InputError(f"{folder} has no settings.json, so it is not the folder of a run")
+        raise InputError(
+            f"{folder} holds no finished model (no model.safetensors); if its run has saved a checkpoint, "
+            "--checkpoint last takes that"
+        )
+    settings = read_json(folder / "settings.json", Settings, "only the folder of a run has it")
     if settings.options.get("dtype") == "float32":
         runtime = replace(runtime, compute_dtype=torch.float32)
     facts = {key: settings.trained_on.get(key) for key in ("corpus", "revision")}
@@ -217,8 +198,11 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
         summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
         facts |= {**summary, "step": summary.get("steps")}
     else:
+        found = checkpoint.find(folder, "auto" if checkpoint_name == "last" else checkpoint_name)
+        if found is None:
+            raise InputError(f"{folder} has no checkpoint {checkpoint_name}")
         model = build_model(read_config(folder), runtime, seed=0)
-        facts["step"] = checkpoint.load_model(find_checkpoint(folder, checkpoint_name), model)
+        facts["step"] = checkpoint.load_model(found, model)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     wanted = settings.trained_on.get("tokenizer")
     if tokenizer.hash != wanted or tokenizer.vocab_size != model.config.vocab_size:
@@ -226,14 +210,6 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
             f"{folder}/tokenizer is not the one the model was trained with ({wanted}): put that one back"
         )
     return model, tokenizer, facts
-
-
-def find_checkpoint(folder: Path, name: str) -> Path:
-    """A checkpoint of a run, "last" or "step_<n>"; InputError if it has none such."""
-    there = [f"step_{step}" for step in checkpoint.saved_steps(folder)]
-    if not there or name not in ("last", *there):
-        raise InputError(f"{folder} has no checkpoint {name}; it has {', '.join(there) or 'none'}")
-    return checkpoint.find(folder, "auto" if name == "last" else name)
 
 
 def check_same_shapes(file: Path, config: GPTConfig) -> None:
@@ -250,23 +226,19 @@ def check_same_shapes(file: Path, config: GPTConfig) -> None:
             )
 
 
-def model_card(name: str, config: GPTConfig, facts: dict, dtype: str) -> str:
-    """README.md, which model hubs show as the page of a model. facts, dtype: see export."""
+def model_card(name: str, model: GPT, facts: dict) -> str:
+    """README.md, which model hubs show as the page of a model. facts: see export."""
     figures = {
         "steps": facts["step"],
         "bits per byte (validation)": facts.get("val_bpb"),
         "training tokens": facts.get("tokens"),
-        "training loss (nats per token)": facts.get("train_loss"),
-        "context (tokens)": config.seq_len,
-        "dtype of the weights": dtype,
     }
     corpus = facts.get("corpus") or "python"
     if corpus.startswith("path:"):
         corpus = Path(corpus).name  # the rest is of no use to others
-    parameters = meta_model(config).parameter_counts()["total"]
     return CARD.format(
         name=name,
-        parameters=parameters,
+        parameters=sum(p.numel() for p in model.parameters()),
         figures=markdown_table(("", ""), figures),
         data=corpus,
     )
@@ -280,9 +252,15 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict:
     every document.
     """
     characters = byte_characters()
-    words = []
-    for token in tokenizer.vocab:
-        words.append("".join(characters[byte] for byte in token))
+    words = {token: "".join(characters[byte] for byte in token) for token in tokenizer.vocab}
+    # tiktoken merges any two neighbours that together are a token, that of the lowest rank first: so each way
+    # to cut a token into two others is a merge
+    merges = []
+    for token in words:
+        for cut in range(1, len(token)):
+            left, right = words.get(token[:cut]), words.get(token[cut:])
+            if left and right:
+                merges.append([left, right])
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     pattern = {"Regex": SPLIT_PATTERN}
     split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
@@ -302,8 +280,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict:
         "model": {
             "type": "BPE",
             "ignore_merges": True,  # as in tiktoken, a piece of text that is a token needs no merges
-            "vocab": {word: rank for rank, word in enumerate([*words, BOS])},
-            "merges": [[words[left], words[right]] for left, right in merges(tokenizer.vocab)],
+            "vocab": {word: rank for rank, word in enumerate([*words.values(), BOS])},
+            "merges": merges,
         },
     }
 
@@ -323,22 +301,6 @@ def byte_characters() -> list[str]:
     return characters
 
 
-def merges(vocab: list[bytes]) -> list[tuple[int, int]]:
-    """Pairs of ranks in the order in which BPE merges them.
-
-    tiktoken merges any two neighbours that together are a token, that of the lowest rank first: so every way
-    to cut a token into two others is a merge.
-    """
-    rank_of = {token: rank for rank, token in enumerate(vocab)}
-    pairs = []
-    for token in vocab:
-        for cut in range(1, len(token)):
-            left, right = rank_of.get(token[:cut]), rank_of.get(token[cut:])
-            if left is not None and right is not None:
-                pairs.append((left, right))
-    return pairs
-
-
 def tokenizer_config(config: GPTConfig) -> dict:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -349,5 +311,4 @@ def tokenizer_config(config: GPTConfig) -> dict:
         "padding_side": "left",  # for generation
         "model_max_length": config.seq_len,
         "model_input_names": ["input_ids", "attention_mask"],
-        "clean_up_tokenization_spaces": False,
     }

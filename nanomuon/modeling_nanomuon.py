@@ -14,11 +14,13 @@ key heads, D channels a head.
 """
 
 import functools
+from collections import OrderedDict
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 GATE_INPUTS = 32  # residual channels that the gate of a value embedding reads
@@ -38,21 +40,11 @@ class NanomuonConfig(PretrainedConfig):
     """
 
     model_type = "nanomuon"
-    attribute_map = {
-        "hidden_size": "width",
-        "num_hidden_layers": "depth",
-        "max_position_embeddings": "seq_len",
-    }
+    attribute_map = {"num_hidden_layers": "depth", "max_position_embeddings": "seq_len"}
 
     @property
     def head_dim(self):
         return self.width // self.heads
-
-    def window(self, layer):
-        """Keys that a query of a layer sees, its own included."""
-        if layer == self.depth - 1 or self.window_pattern[layer % len(self.window_pattern)] == "L":
-            return 2**62
-        return max(1, self.seq_len // 4)
 
 
 Linear = functools.partial(nn.Linear, bias=False)
@@ -73,9 +65,8 @@ def rotate(x, rope):
 
 def offset_half(k):
     """k (B, Hkv, K, D) with the slowly turning half of its channels from the token before, 0 at the first."""
-    before = F.pad(k, (0, 0, 1, -1))
-    pair = torch.arange(k.size(-1), device=k.device) % (k.size(-1) // 2)
-    return torch.where(pair < k.size(-1) / 4, k, before)
+    own, offset = k.unflatten(-1, (2, -1)).tensor_split(2, -1)  # each (B, Hkv, K, 2, D/4), about
+    return torch.cat((own, F.pad(offset, (0, 0, 0, 0, 1, -1))), -1).flatten(-2)
 
 
 class Attention(nn.Module):
@@ -96,8 +87,7 @@ class Attention(nn.Module):
         if value_embed is not None:
             gate = 2 * torch.sigmoid(self.value_gate(x[..., :GATE_INPUTS]))  # (B, T, Hkv)
             v = v + gate.mT[..., None] * by_head(value_embed)
-        if cache is not None:  # which keeps the keys as they come from their product
-            k, v = cache.update(k, v, self.layer)  # (B, Hkv, K, D)
+        k, v = cache.update(k, v, self.layer)  # (B, Hkv, K, D), keys as they come from their product
         q, k = rotate(q, rope), rotate(offset_half(k), rope)
         if self.config.qk_norm:
             q, k = norm(q), norm(k)
@@ -114,26 +104,22 @@ class Convolution(nn.Module):
         self.taps = nn.Parameter(torch.zeros(TAPS * config.width))
 
     def forward(self, x, cache):
-        seen = x[:, None]  # (B, 1, T, width): the cache takes them for the keys of one head
-        if cache is not None:
-            seen, _ = cache.update(seen, seen[..., :0], self.place)
-        last = F.pad(seen[:, 0], (0, 0, TAPS - 1, 0)).unfold(1, TAPS, 1)  # (B, K, width, TAPS)
-        taps = self.taps.view(TAPS, -1).flip(0).T  # (width, TAPS), that of the oldest token first
-        return x + (last[:, -x.size(1) :] * taps).sum(-1)
+        seen, _ = cache.update(x, x[..., :0], self.place)  # (B, K, width); it takes them for keys
+        padded = F.pad(seen.mT, (TAPS - 1, 0))  # (B, width, TAPS - 1 + K)
+        taps = self.taps.view(TAPS, -1).flip(0).T[:, None]  # (width, 1, TAPS), that of the oldest token first
+        return x + F.conv1d(padded, taps, groups=len(taps)).mT[:, -x.size(1) :]
 
 
-class MLP(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.up = Linear(config.width, 4 * config.width)
-        self.down = Linear(4 * config.width, config.width)
-
-    def forward(self, x):
-        return self.down(F.relu(self.up(x)).square())
+def mlp(width):
+    layers = OrderedDict(up=Linear(width, 4 * width), relu2=ACT2FN["relu2"], down=Linear(4 * width, width))
+    return nn.Sequential(layers)
 
 
 class Experts(nn.Module):
-    """The sum of the MLPs that have the highest scores for a token, each times 2 * sigmoid of its score."""
+    """The sum of the MLPs that have the highest scores for a token, each times 2 * sigmoid of its score.
+
+    Written for the reader: the others are computed, too, and count nothing.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -148,12 +134,9 @@ class Experts(nn.Module):
     def forward(self, x):
         scores = torch.sigmoid(F.linear(x, self.router))  # (B, T, experts)
         chosen = (scores + self.bias).topk(self.per_token).indices  # (B, T, per_token)
-        out = torch.zeros_like(x)
-        for expert in range(len(self.router)):
-            tokens = (chosen == expert).any(-1)  # (B, T)
-            hidden = F.relu(F.linear(x[tokens], self.w1[expert])).square()
-            out[tokens] += 2 * scores[tokens][:, expert, None] * F.linear(hidden, self.w2[expert])
-        return out
+        gates = scores * torch.zeros_like(scores).scatter(-1, chosen, 2.0)
+        hidden = F.relu(torch.einsum("btw,ehw->bteh", x, self.w1)).square()
+        return torch.einsum("bteh,ewh->btw", gates[..., None] * hidden, self.w2)
 
 
 class Block(nn.Module):
@@ -161,7 +144,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn = Attention(config, layer)
         self.conv = Convolution(config, layer)
-        self.mlp = Experts(config) if config.experts else MLP(config)
+        self.mlp = Experts(config) if config.experts else mlp(config.width)
 
     def forward(self, x, value_embed, rope, visible, cache):
         x = x + self.attn(norm(x), value_embed, rope, visible, cache)
@@ -179,8 +162,7 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.depth))
         self.value_embeds = nn.ModuleDict()  # by layer
         for layer in range(config.depth - 1, -1, -config.value_embed_every):
-            embed = nn.Embedding(config.vocab_size, config.kv_heads * config.head_dim)
-            self.value_embeds[str(layer)] = embed
+            self.value_embeds[str(layer)] = nn.Embedding(config.vocab_size, config.kv_heads * config.head_dim)
             self.blocks[layer].attn.value_gate = Linear(min(GATE_INPUTS, config.width), config.kv_heads)
         self.resid_scalars = nn.Parameter(torch.ones(config.depth))
         self.x0_scalars = nn.Parameter(torch.zeros(config.depth))
@@ -209,38 +191,35 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         tokens that are not scored; the loss shifts them. logits_to_keep: only the last so many logits, 0:
         all. cache: past_key_values since transformers 5.24.
         """
+        config = self.config
         if cache is None:
             cache = past_key_values
-        if cache is None and use_cache:
+        if cache is None:
             cache = DynamicCache()
-        T = K = input_ids.size(1)
-        if cache is not None:
-            K += cache.get_seq_length()
+        T = input_ids.size(1)
+        K = T + cache.get_seq_length()
         if attention_mask is None:
             attention_mask = input_ids.new_ones(1, K)
         is_text = attention_mask.bool()
         positions = torch.arange(K, device=input_ids.device)
         distance = positions[-T:, None] - positions  # (T, K)
         # Padding sees itself, since a query without any key would give NaN
-        readable = (is_text[:, None] & (distance >= 0)) | (distance == 0)  # (B, T, K)
-        half = self.config.head_dim // 2
+        readable = (is_text[:, None, None] & (distance >= 0)) | (distance == 0)  # (B, 1, T, K)
+        half = config.head_dim // 2
         angles = positions[:, None] * ROPE_BASE ** (-torch.arange(half, device=positions.device) / half)
 
         # With embeddings of zero all that padding passes on to the text behind it is zero
         is_text = is_text[:, -T:, None]
         x = x0 = norm(self.wte(input_ids)) * is_text  # (B, T, width)
+        value_embeds = {layer: embed(input_ids) * is_text for layer, embed in self.value_embeds.items()}
         rope = torch.stack((angles.cos(), angles.sin())).to(x.dtype)  # (2, K, D/2)
-        for layer, block in enumerate(self.blocks):
+        visible = {"L": readable, "S": readable & (distance < max(1, config.seq_len // 4))}
+        windows = (config.window_pattern * config.depth)[: config.depth - 1] + "L"
+        for layer, (block, window) in enumerate(zip(self.blocks, windows, strict=True)):
             x = self.resid_scalars[layer] * x + self.x0_scalars[layer] * x0
-            value_embed = None
-            if str(layer) in self.value_embeds:
-                value_embed = self.value_embeds[str(layer)](input_ids) * is_text  # (B, T, Hkv * D)
-            visible = readable & (distance < self.config.window(layer))
-            x = block(x, value_embed, rope, visible[:, None], cache)
-        logits = self.lm_head(norm(x)[:, -logits_to_keep:]).float()
+            x = block(x, value_embeds.get(str(layer)), rope, visible[window], cache)
+        logits = self.lm_head(norm(x[:, -logits_to_keep:])).float()
         logits = LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
 
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, **others)
-        return CausalLMOutputWithPast(loss, logits, cache)
+        loss = None if labels is None else self.loss_function(logits, labels, config.vocab_size, **others)
+        return CausalLMOutputWithPast(loss, logits, cache if use_cache else None)

@@ -34,12 +34,9 @@ BF16_TFLOPS = {
     "H100": 989,  # SXM
     "H100 NVL": 835,
     "H100 PCIE": 756,
-    "H20": 148,
     "A100": 312,
     "L40S": 362,
-    "L4": 121,
     "A10": 125,
-    "RTX PRO 6000": 500,
     "RTX 5090": 209.5,
     "RTX 4090": 165.2,
     "RTX 3090": 71,
@@ -225,8 +222,7 @@ def asked_tokens(args: argparse.Namespace, config: GPTConfig) -> int:
     model = meta_model(config)
     if args.target_flops is not None:
         return round(args.target_flops / model.estimate_flops())
-    counts = model.parameter_counts()
-    return int((args.target_param_data_ratio or 10.5) * (counts["matrices"] + counts["lm_head"]))
+    return int((args.target_param_data_ratio or 10.5) * model.multiplied_weights())
 
 
 def total_batch_size(tokens: int, micro_batch: int) -> int:
@@ -296,7 +292,7 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
     """Say how large the run is, and about how much memory it takes."""
     config, model = plan.config, meta_model(plan.config)
     flops = model.estimate_flops()  # per token
-    parameters = model.parameter_counts()["total"]
+    parameters = sum(p.numel() for p in model.parameters())
     memory = memory_of(config, plan.rows, args, runtime)
     print0(
         f"model      depth {config.depth}, width {config.width}, {config.heads} heads, "
@@ -308,10 +304,3 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
         f"dtype      {runtime.dtype_name} (weights float32)\n"
         f"memory     about {memory / 2**30:.1f} GB per device"
     )
-
-
-def duration(seconds: float) -> str:
-    """As people say it: 2h05m, or 3m20s."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"

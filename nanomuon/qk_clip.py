@@ -49,7 +49,7 @@ def watch_(model: nn.Module, tau: float) -> None:
 
 
 @torch.no_grad()
-def clip_(model: nn.Module, tau: float, alpha: float = 0.5, group: dist.ProcessGroup | None = None) -> None:
+def clip_(model: nn.Module, tau: float, group: dist.ProcessGroup | None = None) -> None:
     """After an optimizer step: clip_qk_ on every layer, by the largest logits since the last call, over all
     ranks and micro-batches. Collective: one MAX all_reduce of one number per head.
     """
@@ -61,7 +61,7 @@ def clip_(model: nn.Module, tau: float, alpha: float = 0.5, group: dist.ProcessG
     if dist.is_initialized():
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     for layer, S in zip(layers, largest, strict=True):
-        clip_qk_(layer.q.weight, layer.k.weight, S, tau, alpha)
+        clip_qk_(layer.q.weight, layer.k.weight, S, tau)
         layer.largest_logits.fill_(tau)
 
 

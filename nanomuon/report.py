@@ -12,6 +12,7 @@ from textwrap import indent
 
 import torch
 
+from nanomuon.core import as_line
 from nanomuon.runtime import (
     Runtime,
     cores,
@@ -144,7 +145,7 @@ def write_report(folder: Path, summary: dict, samples: list[str], core: dict | N
     ]
     if core is not None:
         accuracies = {label: f"{task['accuracy']:.4f}" for label, task in core["tasks"].items()}
-        parts.append("## CORE\n\n" + markdown_table(("task", "accuracy"), accuracies))
+        parts.append(f"## CORE\n\n{as_line(core)}\n\n" + markdown_table(("task", "accuracy"), accuracies))
     parts += [
         "## Samples",
         *(f"Sample {number}:\n\n" + indent(sample, "    ") for number, sample in enumerate(samples, 1)),

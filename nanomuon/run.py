@@ -9,7 +9,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from nanomuon.plan import (
     Plan,
     Settings,
     choose_compilation,
-    meta_model,
     print_plan,
     refuse_changes,
     sha256_of,
@@ -243,7 +241,7 @@ class Run:
             "tokens": plan.tokens,
             "corpus": args.corpus,
         }
-        hf_export.export(self.folder, self.model, plan.config, self.tokenizer, facts)
+        hf_export.export(self.folder, self.model, self.tokenizer, facts)
         with torch.compiler.set_stance("force_eager"):  # the shapes of samples were not compiled
             prompts = PROMPTS.get(args.corpus, NO_PROMPTS)
             samples = sample_texts(self.model, self.tokenizer, prompts, max_tokens=128, seed=args.seed)
@@ -252,7 +250,7 @@ class Run:
         self.log.close()
         rows, _ = report.read_metrics(self.folder / "metrics.jsonl")
         summary = report.summarize(rows, val_bpb, plan.steps, plan.tokens, self.runtime)
-        summary["parameters"] = meta_model(plan.config).parameter_counts()["total"]
+        summary["parameters"] = sum(p.numel() for p in self.model.parameters())
         if core_results:
             summary["core"] = core_results["core"]
             summary["core_mean_centered"] = core_results["mean_centered"]
@@ -311,21 +309,3 @@ def build_optimizer(args, model, plan, runtime) -> tuple[torch.optim.Optimizer, 
         settings["comm_dtype"] = COMM_DTYPES[args.comm_dtype]
     optimizer = recipe.make_optimizer(build, model, plan.batch, plan.steps, runtime.world_size, **settings)
     return optimizer, schedule
-
-
-class Moment:
-    """A point in the device's work, for timing: the clock on a CPU; on a GPU, which runs behind the host, an
-    event.
-    """
-
-    def __init__(self, device: torch.device):
-        self.seconds, self.event = time.perf_counter(), None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record()
-
-    def milliseconds_since(self, earlier: "Moment") -> float:
-        """Of the device. The host must have waited for something later than this moment."""
-        if self.event is None:
-            return 1000 * (self.seconds - earlier.seconds)
-        return earlier.event.elapsed_time(self.event)

@@ -60,10 +60,10 @@ class Manifest:
     vocab_size: int
     val: list[Entry]
     train: list[Entry]
-    complete_to: float | None  # training tokens that were asked for and are there, inf for all; None: not yet
+    complete_to: float | None  # training tokens asked for, inf for all; None while some of them are missing
 
     def has_window(self, window: int) -> bool:
-        """Whether the validation set and training window 0, 1, ... are all that they will be."""
+        """Whether the validation set and training window 0, 1, ... are as long as they will be."""
         return self.complete_to is not None or len(self.train) >= (window + 1) * WINDOW
 
 
@@ -213,9 +213,9 @@ def _write_missing(folder, corpus, vocab_size, tokenizer, max_tokens):
 
 
 def _encoded_shards(corpus, kind, skipped, tokenizer, pool):
-    """Yield the documents of each shard of a kind, after as many of that kind as are skipped.
+    """Yield the documents of each shard of a kind but for the first `skipped` documents.
 
-    Each is a future of its tokens: the workers of the pool encode while more is read.
+    A document is a future of its tokens: the workers of the pool encode while more is read.
     """
     texts = (text for text, is_validation in corpus.documents() if is_validation == (kind == "val"))
     encoded, size = [], 0
@@ -249,7 +249,7 @@ class NobodyWrites(InputError):
 
 def wait_for_window(folder: Path, window: int, corpus: str, vocab_size: int) -> Manifest:
     """The manifest once it has the window; NobodyWrites, with what to do, if nobody works on the folder."""
-    busy = 0  # when somebody did: a process that was started together with us needs a moment to take the lock
+    busy = 0  # when a process last did: one that is started together with us takes the lock a little later
     for second in itertools.count():
         manifest = read_manifest(folder)
         if manifest and manifest.has_window(window):
@@ -261,6 +261,6 @@ def wait_for_window(folder: Path, window: int, corpus: str, vocab_size: int) -> 
         elif second - busy > PATIENCE:
             raise NobodyWrites(
                 f"{folder} is incomplete and no process is writing it: run python -m scripts.data_prep "
-                f"--corpus {corpus} --vocab-size {vocab_size} --max-tokens AS_MANY_AS_THE_RUN_TAKES"
+                f"--corpus {corpus} --vocab-size {vocab_size} --max-tokens AS_MANY_AS_YOU_TRAIN_ON"
             )
         time.sleep(1)

@@ -41,9 +41,9 @@ from nanomuon.command import (
 from nanomuon.corpus import check_corpus
 from nanomuon.moe import balance_
 from nanomuon.optim import MuonAdamW
-from nanomuon.plan import COMM_DTYPES, duration, make_plan, peak_flops, print_plan, recall
+from nanomuon.plan import COMM_DTYPES, make_plan, peak_flops, print_plan, recall
 from nanomuon.qk_clip import clip_
-from nanomuon.run import Moment, Run, is_complete
+from nanomuon.run import Run, is_complete
 from nanomuon.runtime import InputError, folder_of, locked, make_deterministic, print0, start
 
 CORE_ITEMS = 500  # of each task of CORE, in an evaluation on the way
@@ -60,7 +60,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
     bad_steps = 0  # in a row, up to the last one
     shown_at, times = 0.0, deque(maxlen=20)  # milliseconds of the last steps
 
-    signals.steps_begin()
+    signals.in_steps = True
     while run.step < plan.steps:
         # Before the next step, not after the last: a signal need not wait for it, and a resumed run makes up
         # for it
@@ -139,8 +139,8 @@ def train(run: Run, signals: StopSignals) -> int | None:
             run.save(is_last=is_last)
         if stops:
             return signals.stopped(f"at step {run.step} and saved")
-    signals.steps_end()
-    return None
+    signals.in_steps = False
+    return signals.stopped("before its last evaluation") if signals.asked else None
 
 
 def evaluate_what_is_due(run: Run) -> None:
@@ -221,6 +221,24 @@ def main(argv: list[str] | None = None) -> int:
         return run.finish() if code is None else code
 
 
+class Moment:
+    """A point in the device's work, for timing: the clock on a CPU; on a GPU, which runs behind the host, an
+    event.
+    """
+
+    def __init__(self, device: torch.device):
+        self.seconds, self.event = time.perf_counter(), None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def milliseconds_since(self, earlier: "Moment") -> float:
+        """Of the device. The host must have waited for something later than this moment."""
+        if self.event is None:
+            return 1000 * (self.seconds - earlier.seconds)
+        return earlier.event.elapsed_time(self.event)
+
+
 def print_progress(row: dict, steps: int, median_ms: float) -> None:
     step = row["step"]
     left = (steps - step) * median_ms / 1000
@@ -230,6 +248,13 @@ def print_progress(row: dict, steps: int, median_ms: float) -> None:
         f"{row['step_ms']:.0f} ms | {row['tokens_per_second']:,.0f} tokens/s | "
         f"{100 * step / steps:.0f}% | {duration(left)} left"
     )
+
+
+def duration(seconds: float) -> str:
+    """As people say it: 2h05m, or 3m20s."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
 
 
 def checkpoint_name(text: str) -> str:

@@ -79,10 +79,12 @@ def run_race(args):
     folder = base_dir() / "races" / args.name
     file = DOCS / "races" / f"{args.name}.jsonl" if args.leaderboard else folder / "results.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    counts = empty_model(setup, "meta").parameter_counts()
+    model = empty_model(setup, "meta")
+    embedding = model.wte.weight.numel()
+    others = sum(p.numel() for p in model.parameters()) - embedding
     print(
-        f"{args.task}: {setup['steps']} steps, {counts['total'] - counts['wte']:,} parameters beside the "
-        f"token embedding's {counts['wte']:,}, {setup['dtype']}; results in {file}",
+        f"{args.task}: {setup['steps']} steps, {others:,} parameters beside the "
+        f"token embedding's {embedding:,}, {setup['dtype']}; results in {file}",
         flush=True,
     )
     text = ""

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     config = model(args.depth)
     parallel.data_parallel_size(args.gpus, args.tensor_parallel, config)
-    total = meta_model(config).parameter_counts()["total"]
+    total = sum(p.numel() for p in meta_model(config).parameters())
     print(
         f"depth {args.depth}, width {config.width}, {config.heads} heads, context {CONTEXT}, vocabulary "
         f"{VOCABULARY}: {total / 1e6:,.1f}M parameters\n"

@@ -25,13 +25,12 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize
 
-from nanomuon import runtime
-from nanomuon.command import STOPPED, ArgumentParser, layers, run_command, size
+from nanomuon.command import STOPPED, ArgumentParser, exit_when_asked, layers, run_command, size
 from nanomuon.corpus import check_corpus
 from nanomuon.gpt import GPTConfig
 from nanomuon.hf_export import read_config
 from nanomuon.plan import default_context, meta_model, total_batch_size
-from nanomuon.runtime import InputError
+from nanomuon.runtime import InputError, base_dir, check_name, folder_of, locked, usable_gpus, write_text
 from scripts import base_train
 from scripts.laboratory.report import columns
 
@@ -49,10 +48,10 @@ class Member:
 
 def main(argv=None):
     args, flags = parse_arguments(sys.argv[1:] if argv is None else argv)
-    folder = runtime.base_dir() / "scaling" / args.name
+    folder = base_dir() / "scaling" / args.name
     folder.mkdir(parents=True, exist_ok=True)
-    runtime.exit_when_asked()  # the run in training saves first
-    with runtime.locked(folder):
+    exit_when_asked()  # the run in training saves first
+    with locked(folder):
         for depth, tokens in sorted((d, t) for d in args.depths for t in args.tokens):
             train(args, depth, tokens, flags)
         members = finished(args.name)
@@ -63,7 +62,7 @@ def main(argv=None):
             text += "\nloss = {:.3f} + {:.4g} / N^{:.3f} + {:.4g} / D^{:.3f}".format(*law)
         if args.target_flops is not None:
             text += "\n" + advice(law, members[-1].config, args.target_flops)
-        runtime.write_text(folder / "scaling.md", f"{text}\n")
+        write_text(folder / "scaling.md", f"{text}\n")
     print(f"\n{text}\n\n{folder}/scaling.md")
 
 
@@ -81,7 +80,7 @@ def parse_arguments(argv):
     add("--target-flops", type=size, help="print the best depth and number of tokens for so much compute")
     add("--name", default="family", help="a folder under scaling/ (default: %(default)s)")
     args = parser.parse_args(argv)
-    runtime.check_name("--name", args.name)
+    check_name("--name", args.name)
     if bool(args.depths) != bool(args.tokens):
         raise InputError("--depths and --tokens go together: each depth is trained on each number of tokens")
     if args.depths:
@@ -103,11 +102,11 @@ def depths(text):
 def train(args, depth, tokens, flags):
     """Train one run to its end, unless it is finished. Raises InputError with its last line if it fails."""
     run = f"{args.name}-d{depth}-t{tokens}"
-    run_dir = runtime.folder_of(run)
+    run_dir = folder_of(run)
     if (run_dir / "summary.json").exists():
         print(f"{run} is finished, skipped")
         return
-    gpus = runtime.usable_gpus()
+    gpus = usable_gpus()
     given = base_train.make_parser().parse_args(flags)
     row = (given.max_seq_len or default_context(gpus > 0)) * max(1, gpus)
     batch = given.total_batch_size or total_batch_size(tokens, row)
@@ -139,7 +138,7 @@ def train(args, depth, tokens, flags):
 def finished(name):
     """The finished runs of a family, the deepest last."""
     members = []
-    for run_dir in runtime.folder_of(name).parent.glob(f"{name}-d*-t*"):
+    for run_dir in folder_of(name).parent.glob(f"{name}-d*-t*"):
         if (run_dir / "summary.json").exists():
             summary = json.loads((run_dir / "summary.json").read_text())
             config = read_config(run_dir)
@@ -152,8 +151,7 @@ def finished(name):
 def size_of(config):
     """(parameters of the matrices and the head, training FLOPs per token)."""
     model = meta_model(config)
-    counts = model.parameter_counts()
-    return counts["matrices"] + counts["lm_head"], model.estimate_flops()
+    return model.multiplied_weights(), model.estimate_flops()
 
 
 def table(members):

@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import os
 import random
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +16,7 @@ import zstandard
 from nanomuon import shards
 from nanomuon.corpus import open_corpus
 from nanomuon.runtime import InputError
-from tests.texts import TOKENIZER, documents, is_validation, random_texts, write_corpus
+from tests.texts import TOKENIZER, documents, is_validation, write_corpus
 
 
 @pytest.fixture(autouse=True)
@@ -38,15 +40,13 @@ def test_one_document_in_twenty_is_for_validation(tmp_path):
 
 
 def test_python_corpus_is_the_standard_library():
-    root = Path(sysconfig.get_path("stdlib"))
-    expected = []
+    root, expected = Path(sysconfig.get_path("stdlib")), {}
     for path in sorted(root.rglob("*.py")):
-        if not {"site-packages", "dist-packages", "__pycache__"} & set(path.relative_to(root).parts):
-            text = path.read_bytes().decode("utf-8", errors="ignore").removeprefix("\ufeff")
-            if text.encode() in path.read_bytes():  # it is UTF-8
-                expected.append(text)
-    assert read("python") == [text for text in dict.fromkeys(expected) if text]
-    assert len(expected) > 500
+        text = path.read_bytes().decode("utf-8", errors="ignore").removeprefix("\ufeff")
+        is_utf8 = text.encode() in path.read_bytes()
+        if text and is_utf8 and not {"site-packages", "dist-packages", "__pycache__"} & {*path.parts}:
+            expected[text] = True  # once
+    assert read("python") == [*expected]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
@@ -75,14 +75,18 @@ def test_which_files_of_a_folder_are_read_and_in_which_order(tmp_path):
 
 
 def test_text_field_is_remembered_and_content_or_field_change_the_corpus(tmp_path):
-    name = f"path:{tmp_path}"
-    (tmp_path / "a.jsonl").write_bytes(lines([{"body": "b", "text": "t"}]))
-    slugs = {open_corpus(name).slug, open_corpus(name).slug}
-    assert read(name) == ["t"] and len(slugs) == 1
-    assert read(name, text_field="body") == ["b"] == read(name)
-    slugs.add(open_corpus(name).slug)
-    (tmp_path / "a.jsonl").write_bytes(lines([{"body": "another", "text": "t"}]))
-    assert read(name) == ["another"] and len({*slugs, open_corpus(name).slug}) == 3
+    name, slugs = f"path:{tmp_path}", set()
+    for content, field, expected in (
+        ("b", None, "t"),
+        ("b", "body", "b"),
+        ("b", None, "b"),
+        ("c", None, "c"),
+    ):
+        (tmp_path / "a.jsonl").write_bytes(lines([{"body": content, "text": "t"}]))
+        os.utime(tmp_path / "a.jsonl", (0, ord(content)))
+        assert read(name, text_field=field) == [expected]
+        slugs.add(open_corpus(name).slug)
+    assert len(slugs) == 3
 
 
 def parquet(**columns):
@@ -101,7 +105,6 @@ BROKEN = {  # file: (content, what the message names besides)
         "document 2.*'text' of {'body': 'a'}.*--text-field",
     ),
     "no_record.jsonl": (b"[1]\n", r"'text' of \[1\]"),
-    "number.jsonl": (b'{"text": 1}\n', "'text' of {'text': 1}"),
     "torn.jsonl.gz": (gzip.compress(GOOD)[:-50], ""),
     "torn.jsonl.zst": (zstandard.compress(GOOD)[:-50], ""),
     "no_text.parquet": (parquet(body=["a"]), "'text' of {'body': 'a'}.*--text-field"),
@@ -110,17 +113,12 @@ BROKEN = {  # file: (content, what the message names besides)
 }
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_bad_file_is_named_and_nothing_of_it_is_kept(tmp_path, kind):
-    content, named = BROKEN[kind]
-    texts = random_texts(500)
-    name = write_corpus(tmp_path / "texts", texts)
-    (tmp_path / "texts" / kind).write_bytes(content)
-    with pytest.raises(InputError, match=f"bad file in corpus .*{kind}.*{named}.*repair it, or move it away"):
-        shards.prepare(open_corpus(name), tokenizer=TOKENIZER)
-    (tmp_path / "texts" / kind).unlink()
-    folder = shards.prepare(open_corpus(name), tokenizer=TOKENIZER)
-    assert documents(folder, "train") == [text for text in texts if not is_validation(text)]
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_bad_file_is_named(tmp_path, name):
+    content, named = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=f"bad file in corpus .*{name}.*{named}.*repair it, or move it away"):
+        read(f"path:{tmp_path}")
 
 
 def book(number):
@@ -147,54 +145,48 @@ def test_a_few_long_documents_are_cut_into_pieces(tmp_path, count, validation):
         (tmp_path / f"{number}.txt").write_text(text)
     folder = shards.prepare(open_corpus(f"path:{tmp_path}"), tokenizer=TOKENIZER)
     pieces = [piece for text in books for piece in pieces_by_line(text)]
-    assert documents(folder, "train") == [piece for piece in pieces if not is_validation(piece)]
-    assert documents(folder, "val") == [piece for piece in pieces if is_validation(piece)]
+    for kind in ("train", "val"):
+        assert documents(folder, kind) == [text for text in pieces if is_validation(text) == (kind == "val")]
 
 
 @pytest.mark.parametrize("texts", [["one short text", "another"], [None, ""]])
 def test_what_cannot_be_split_is_refused_before_anything_is_computed(tmp_path, monkeypatch, texts):
-    monkeypatch.setattr(shards.Tokenizer, "train", lambda *_: pytest.fail("a tokenizer is trained"))
-    name = write_corpus(tmp_path / "small", texts)
+    monkeypatch.setattr(shards.Tokenizer, "train", None)
     with pytest.raises(InputError, match="is too small: not even cut into pieces .*add text"):
-        shards.prepare(open_corpus(name), 300)
+        shards.prepare(open_corpus(write_corpus(tmp_path / "small", texts)))
 
 
 def test_unknown_and_empty_corpora(tmp_path):
     (tmp_path / "a.png").write_bytes(b"no text")
     places = ["", "/dev/zero", f"/{'long' * 1000}", f"{tmp_path}/nothing", tmp_path, f"{tmp_path}/a.png"]
-    names = [f"path:{place}" for place in places]
-    for name in [*names, "pyhton", "", "hf:", "hf::config", "hf:@main"]:
+    for name in [*(f"path:{place}" for place in places), "pyhton", "", "hf:", "hf::config", "hf:@main"]:
         with pytest.raises(InputError, match="corpus"):
             open_corpus(name)
 
 
 FILES = [f"train-{i:05d}.parquet" for i in range(3)]
-TEXTS = [f"text {i} {j}" for i in range(3) for j in range(5)]
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A stand-in for the network, with a dataset of FILES that hold TEXTS: what it was asked for."""
+    """A stand-in for the network, with a dataset of FILES: what it was asked for."""
     import datasets
     import huggingface_hub
 
-    asked = []
-    for i, file in enumerate(FILES):
-        (tmp_path / file).write_bytes(parquet(text=TEXTS[5 * i : 5 * i + 5]))
-
     def info(api, path, revision, timeout):
         asked.append((path, revision))
-        return type("Info", (), {"sha": "abc123"})
+        return SimpleNamespace(sha="abc123")
 
     def builder(path, config, revision):
-        splits = {"train": [f"hf://datasets/{path}@{revision}/{file}" for file in FILES]}
-        data_files = {"config": splits, None: {"test": []}}[config]
-        return type("Builder", (), {"config": type("Config", (), {"data_files": data_files})})
+        split = {"config": "train", None: "test"}[config]
+        files = [f"hf://datasets/{path}@{revision}/{file}" for file in FILES]
+        return SimpleNamespace(config=SimpleNamespace(data_files={split: files}))
 
     def download(repo, file, repo_type, revision):
         asked.append((repo, file, revision))
         return str(tmp_path / file)
 
+    asked = []
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
     monkeypatch.setattr(datasets, "load_dataset_builder", builder)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
@@ -203,11 +195,13 @@ def hub(tmp_path, monkeypatch):
 
 def test_hub(hub, tmp_path):
     """The revision is pinned and the hub asked once; files are fetched when they are read."""
+    for file in FILES:
+        (tmp_path / file).write_bytes(parquet(text=[file, "everywhere"]))
     corpus = open_corpus("hf:org/set:config@v1")
     found = corpus.documents()
-    assert next(found)[0] == TEXTS[0]
+    assert next(found)[0] == FILES[0]
     assert hub == [("org/set", "v1"), ("org/set", FILES[0], "abc123")]
-    assert [text for text, _ in found] == TEXTS[1:]
+    assert [text for text, _ in found] == ["everywhere", FILES[1], "everywhere", FILES[2], "everywhere"]
     assert open_corpus("hf:org/set:config@v1") == corpus and len(hub) == 1 + 3
     (tmp_path / FILES[1]).write_bytes(b"damaged")
     with pytest.raises(InputError, match=f"{FILES[1]}.*delete it, and it is fetched again"):
@@ -218,11 +212,10 @@ def test_hub_out_of_reach(hub, monkeypatch):
     import huggingface_hub
 
     def fail(*_, **__):
-        raise OSError("Name or service not known\nand more")
+        raise OSError("Name or service not known")
 
     with pytest.raises(InputError, match="opening the train split of hf:org/set failed: KeyError: 'train'"):
         open_corpus("hf:org/set")
-    open_corpus("hf:org/set:config")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     with pytest.raises(InputError, match=f"fetching {FILES[0]} of org/set failed: OSError: Name or service"):
         read("hf:org/set:config")

@@ -96,8 +96,7 @@ def test_epochs_hold_all_text_but_a_crop_in_new_orders(folder):
         tokens = Counter(token for token in itertools.chain(*rows) if token != TOKENIZER.bos_id)
         assert tokens <= all_tokens and all_tokens.total() - tokens.total() < 3 * (T + 1)  # three windows
         assert all(row[0] == TOKENIZER.bos_id for row in rows)
-    # rows come in another order, and documents meet in other rows
-    assert sum(row == other for row, other in zip(first, second, strict=False)) < 0.05 * len(first)
+    # documents meet in other rows
     mixed = [row for row in first if row.count(TOKENIZER.bos_id) > 1]
     assert sum(row in second for row in mixed) < 0.3 * len(mixed)
     # rows are not sorted by how full they are of one document
@@ -118,10 +117,12 @@ def test_packing_neither_loses_nor_repeats(lengths, capacity, cut):
     tokens = np.arange(sum(lengths), dtype=np.uint16)
     bos_id = len(tokens)
     starts = np.cumsum(lengths) - lengths
+    expected = []
+    for start, length in zip(starts.tolist(), lengths, strict=True):
+        for done in range(0, length, capacity - 1):
+            expected.append((start + done, min(length - done, capacity - 1)))
     pieces = cut_documents(starts, len(tokens), capacity - 1)
-    assert [token for start, length in pieces for token in range(start, start + length)] == tokens.tolist()
-    assert {*starts} <= {start for start, _ in pieces} and max(length for _, length in pieces) < capacity
-    assert len(pieces) == sum(-(-length // (capacity - 1)) for length in lengths)
+    assert pieces == expected
     packed = pack_rows(pieces, capacity, cut)
     rows = fill(packed, tokens, capacity, bos_id)
     assert rows.shape == (len(packed), capacity) and rows.dtype == np.uint16
@@ -171,11 +172,3 @@ def test_rows_do_not_wait_for_the_rest_of_the_corpus(folder, expected, tmp_path,
     monkeypatch.setattr(shards, "time", SimpleNamespace(sleep=lambda seconds: show(*next(moments))))
     show(2)
     assert torch.equal(steps(copy, len(expected)), expected) and not list(moments)
-
-    monkeypatch.setattr(shards, "time", SimpleNamespace(sleep=lambda seconds: None))
-    show(4)
-    loader, found = TrainLoader(copy, T, ROWS, ROWS), []
-    with pytest.raises(InputError, match="no process is writing it: run python -m scripts.data_prep"):
-        while True:
-            found.append(rows_of(next(loader)))
-    assert found and torch.equal(torch.stack(found), expected[: len(found)])

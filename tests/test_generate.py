@@ -9,7 +9,7 @@ import torch
 
 from nanomuon import generate
 from nanomuon.evaluate import bits_per_byte
-from nanomuon.generate import Sample, continue_samples, draw, read, sample_texts
+from nanomuon.generate import Sample, continue_samples, draw, sample_texts
 from nanomuon.runtime import InputError, printable
 from nanomuon.tokenizer import Tokenizer
 from scripts import sample
@@ -21,31 +21,23 @@ LETTERS = Tokenizer([bytes([letter]) for letter in b"abcdefghi"])  # 9 begins a 
 PROMPTS = ["", "abc", "", "d", "abcdefghiabcdefghi", "abc", "ii", "abcdefghi"]
 
 
-def by_itself(model, prompt, steps, seed=0, temperature=0.8, top_k=50, top_p=1.0):
+def by_itself(model, prompt, steps, seed=0, temperature=0.8, top_k=50):
     """The rule of sampling, written plainly: no cache, no batch, and PyTorch's own way to draw a number."""
     generator = torch.Generator().manual_seed(seed)
-    context, sequence = model.config.seq_len, [9, *LETTERS.encode(prompt)]
-    before = len(sequence)
-    visible = min(before, context)
-    for _ in range(steps):
-        if visible > context:
-            visible = context // 2
-        logits = model(torch.tensor([sequence[-visible:]]))[0, -1]
-        if temperature == 0:
-            token = logits.argmax()
-        else:
+    sequence, visible = [], 0
+    for token in [9, *LETTERS.encode(prompt)] + [None] * steps:
+        if token is None:
+            logits = model(torch.tensor([sequence[-visible:]]))[0, -1]
             values, tokens = logits.topk(min(top_k, logits.numel()))
-            probabilities = torch.softmax(values / temperature, -1)
-            for rank in range(len(values)):
-                if top_p < 1 and probabilities[:rank].sum() >= top_p:
-                    probabilities[rank:] = 0
-                    break
-            token = tokens[torch.multinomial(probabilities, 1, generator=generator)]
+            token = tokens[0]
+            if temperature > 0:
+                probabilities = torch.softmax(values / temperature, -1)
+                token = tokens[torch.multinomial(probabilities, 1, generator=generator)]
+            if token == 9:
+                break
         sequence.append(int(token))
-        visible += 1
-        if token == 9:
-            break
-    return prompt + LETTERS.decode([token for token in sequence[before:] if token != 9])
+        visible = visible + 1 if visible < 16 else 8  # the newer half of a full context
+    return LETTERS.decode(sequence[1:])
 
 
 @pytest.mark.parametrize(
@@ -54,8 +46,7 @@ def by_itself(model, prompt, steps, seed=0, temperature=0.8, top_k=50, top_p=1.0
         ({}, {"temperature": 0}),
         ({"window_pattern": "SSL", "experts": 4}, {"temperature": 0}),
         ({"window_pattern": "SSL"}, {"temperature": 1.0, "top_k": 97}),
-        ({"window_pattern": "SSL"}, {"top_k": 4}),
-        ({}, {"top_p": 0.7}),
+        ({}, {"top_k": 4}),
     ],
 )
 def test_a_batch_gives_what_each_prompt_gives_by_itself(fields, how, monkeypatch):
@@ -64,27 +55,12 @@ def test_a_batch_gives_what_each_prompt_gives_by_itself(fields, how, monkeypatch
     expected = [by_itself(model, prompt, 27, 3 + i, **how) for i, prompt in enumerate(PROMPTS)]
     assert len({len(text) for text in expected}) > 3
     assert expected[1] != expected[5] or how["temperature"] == 0  # equal prompts, other seeds
-    assert sample_texts(model, LETTERS, PROMPTS, 27, seed=3, **how) == expected
-    monkeypatch.setattr(generate, "ROWS", 3)
-    assert sample_texts(model, LETTERS, PROMPTS, 27, seed=3, **how) == expected
+    for rows in (32, 3):
+        monkeypatch.setattr(generate, "ROWS", rows)
+        assert sample_texts(model, LETTERS, PROMPTS, 27, seed=3, **how) == expected
 
 
-@pytest.mark.parametrize("fields", [{}, {"window_pattern": "SSL"}, {"window_pattern": "SSL", "experts": 4}])
-@pytest.mark.parametrize("T", [1, 3])
-def test_logits_of_rows_of_different_lengths_are_those_without_a_cache(fields, T):
-    model, rows = build(**fields), torch.randint(97, (4, 16)).tolist()
-    lengths, order = [5, 0, 7, 1], [2, 2, 0, 1, 3, 0]
-    cache = read(model, [rows[row][: lengths[row]] for row in order])
-    cache.select([1, 2, 3, 4, 0])
-    for start in (0, T, 2 * T):
-        parts = [rows[row][lengths[row] + start :][:T] for row in (2, 0, 1, 3, 2)]
-        logits = model(torch.tensor(parts), cache=cache)
-        for found, row in zip(logits, (2, 0, 1, 3, 2), strict=True):
-            expected = model(torch.tensor([rows[row][: lengths[row] + start + T]]))[0, -T:]
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_prompts_are_read_once_and_what_ended_is_not_continued(monkeypatch):
+def test_equal_prompts_are_read_once_and_what_ended_is_not_continued():
     model, calls = build(vocab_size=257, depth=1), []
     model.register_forward_pre_hook(lambda module, inputs: calls.append(tuple(inputs[0].shape)))
     samples = [Sample(BYTES, prompt, seed=0) for prompt in ("abcd", "abcd", "e", "abcd")]
@@ -92,23 +68,22 @@ def test_prompts_are_read_once_and_what_ended_is_not_continued(monkeypatch):
         samples[2].ended = True
     assert calls == [(2, 4), (4, 1), (3, 1), (3, 1)]  # the last token of a prompt is read with the others
     assert [len(sample.tokens) for sample in samples] == [8, 8, 3, 8]
-    assert samples[0].tokens == samples[1].tokens == samples[3].tokens  # of the same seed
 
 
 def test_a_token_is_drawn_from_the_likeliest_that_top_k_and_top_p_leave():
     logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().repeat(400, 1)
     generators = [torch.Generator().manual_seed(seed) for seed in range(400)]
-    for top_p, kept in ((1e-6, {1}), (0.49, {1}), (0.6, {1, 3}), (0.79, {1, 3}), (0.9, {0, 1, 3})):
-        assert set(draw(logits, 1.0, None, top_p, generators)) == kept
-    assert set(draw(logits, 1.0, 2, 0.99, generators)) == {1, 3}  # of what top_k leaves
-    assert draw(logits[:2], 1e-300, None, 1.0, generators[:2]) == [1, 1]  # as good as 0
+    for top_k, top_p, kept in (
+        (9, 1e-6, {1}),
+        (9, 0.49, {1}),
+        (9, 0.6, {1, 3}),
+        (9, 0.9, {0, 1, 3}),
+        (2, 0.99, {1, 3}),
+    ):
+        assert set(draw(logits, 1.0, top_k, top_p, generators)) == kept
     draws = torch.tensor([draw(logits, 0.5, 9, 1.0, generators) for _ in range(10)])
     frequency = torch.bincount(draws.flatten(), minlength=4) / 4000
     assert (frequency - torch.softmax(logits[0] / 0.5, -1)).abs().max() < 0.03
-    logits[1, 2] = math.nan
-    for temperature in (0, 0.8):
-        with pytest.raises(InputError, match="not numbers"):
-            draw(logits, temperature, 50, 1.0, generators)
 
 
 def test_no_token_waits_for_a_plan_of_cudnn(monkeypatch):
@@ -124,7 +99,7 @@ def test_no_token_waits_for_a_plan_of_cudnn(monkeypatch):
     for _ in continue_samples(build(vocab_size=257, depth=1), [Sample(BYTES, "a", 0)], 3):
         assert torch.backends.cuda.cudnn_sdp_enabled() == before
         assert not torch.is_inference_mode_enabled()
-    assert enabled == [False] * 4  # to read the prompt and for each token
+    assert set(enabled) == {False}
 
 
 WHOLE = Tokenizer([*BYTES.vocab, b"abc", b"abcd"])
@@ -135,12 +110,10 @@ WHOLE = Tokenizer([*BYTES.vocab, b"abc", b"abcd"])
     [
         ("aé🙂b".encode(), [], ["a", "a", "aé", "aé", "aé", "aé", "aé🙂", "aé🙂b", "aé🙂b"]),
         (b"a\xc3", [], ["a", "a", "a\ufffd"]),
-        (b"\xe2\x82a", [], ["", "", "\ufffda", "\ufffda"]),
         (b"ab\n\ncd", ["\n\n"], ["", "a", "ab", "ab"]),
         (b"a\nb", ["\n\n"], ["", "a", "a\n", "a\nb"]),  # a character waits for what follows
         (b"xaaab", ["aab"], ["", "", "x", "xa", "xa"]),
         ("x–y".encode(), ["–", "yy"], ["", "", "", "x"]),
-        ([ord("-"), 256, ord("d")], ["abcd", "bc"], ["", "-a"]),
         ([ord("-"), 257], ["cd", "bc"], ["", "-a"]),  # two at once: before the first of them
         ([ord("-"), 258, ord("b")], ["cd"], ["", "-"]),  # the next document
     ],
@@ -191,31 +164,23 @@ def test_samples_appear_while_they_grow(command, monkeypatch, capsys):
     assert seen[0] == "--- sample, seed 0\nabc" and sum(text != "" for text in seen[2:]) > 3
 
 
-def test_prompts_are_read_until_the_input_ends(command):
-    printed = command("--interactive", "--seed", "7", stdin="abc\n\né\n".encode() + b"\xff\n")
-    for seed, prompt in enumerate(("abc", "", "é", "\ufffd"), start=7):
+def test_prompts_are_read_until_the_input_ends_or_ctrl_c(command):
+    printed = command("--interactive", "--seed", "7", stdin="abc\né\n".encode() + b"\xff\n")
+    for seed, prompt in enumerate(("abc", "é", "\ufffd"), start=7):
         [text] = sample_texts(command.model, BYTES, [prompt], 30, seed=seed)
         assert f"> --- sample, seed {seed}\n{printable(text)}\n" in printed.out
-    assert printed.out.endswith("> \n") and printed.err.count("tokens per second") == 4
-
-
-def test_ctrl_c_ends_the_loop_as_the_end_of_the_input_does(command, monkeypatch):
-    calls = []
+    assert printed.out.endswith("> \n") and printed.err.count("tokens per second") == 3
 
     def interrupt(*_):
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     command.model.register_forward_pre_hook(interrupt)
-    printed = command("--interactive", stdin=b"abc\nabc\n")
-    assert printed.out.endswith("\n") and printed.out.count("--- sample") == 1
+    assert command("--interactive", stdin=b"abc\nabc\n").out.count("--- sample") == 1
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--top-p", "0"], "--top-p"),
         (["--top-p", "nan"], "--top-p"),
         (["--temperature", "-1"], "--temperature"),
         (["--top-k", "0"], "--top-k: must be from 1"),
@@ -246,12 +211,10 @@ def test_bits_per_byte_is_total_bits_over_total_bytes():
     batches[0][1][0, :4] = 0
     nats = count = 0
     for inputs, targets in batches:
-        logprobs = model(inputs).log_softmax(-1).detach()
-        for row, position in torch.cartesian_prod(torch.arange(2), torch.arange(16)).tolist():
-            target = int(targets[row, position])
-            if target > 0:
-                nats -= float(logprobs[row, position, target])
-                count += int(token_bytes[target])
+        scored = targets > 0
+        likelihoods = model(inputs)[scored].log_softmax(-1).gather(1, targets[scored][:, None])
+        nats -= likelihoods.sum().item()
+        count += token_bytes[targets[scored]].sum().item()
     assert bits_per_byte(model, batches, token_bytes) == pytest.approx(nats / math.log(2) / count, rel=1e-5)
     with pytest.raises(ValueError, match="no validation text"):
         bits_per_byte(model, [], token_bytes)

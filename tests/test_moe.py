@@ -60,27 +60,6 @@ def test_output_and_gradients_are_those_of_a_loop_over_tokens(experts, per_token
     assert layer.load.sum() == 30 * per_token
 
 
-def test_experts_that_count_equally_are_one_dense_mlp():
-    layer, x = mixture(experts=2, per_token=2), torch.randn(5, 12, dtype=torch.float64)
-    layer.router.data.zero_()
-    layer.bias[0] = 3  # it decides who is chosen, nothing else
-    dense = F.relu(x @ layer.w1.flatten(0, 1).T).square() @ torch.cat(list(layer.w2), 1).T
-    torch.testing.assert_close(layer(x), dense)
-    assert layer.w1.numel() + layer.w2.numel() == 8 * 12**2  # of the usual size
-
-
-def test_counts_are_those_of_the_dense_model_and_the_router():
-    shape = dict(depth=4, width=64, heads=2, kv_heads=2)
-    dense = build(**shape)
-    for per_token in (1, 4):
-        model = build(**shape, experts=8, experts_per_token=per_token)
-        ours, theirs, router = model.parameter_counts(), dense.parameter_counts(), 4 * 8 * 64
-        assert ours["matrices"] == theirs["matrices"] + router
-        assert ours["idle_experts"] == 4 * (8 - per_token) * (8 * 64**2 // per_token)
-        assert ours["total"] == sum(p.numel() for p in model.parameters())
-        assert model.estimate_flops() == dense.estimate_flops() + 6 * router
-
-
 def test_compiled_experts_give_the_same_loss_gradients_and_load_in_one_graph():
     model, tokens = build(depth=1, experts=4, vocab_size=96), torch.randint(96, (2, 16))
     model.compute_dtype = torch.bfloat16
@@ -106,26 +85,6 @@ def test_products_in_bf16_are_those_of_every_expert_by_itself():
     for ours, exact in zip(*results, strict=True):
         assert distance(ours, exact) < 1e-2
     assert not results[0][2][[0, 2]].any()  # of experts without a token
-
-
-def excess(load):
-    """How far the fullest expert is above the mean, relative to it: MaxVio of arXiv 2408.15664."""
-    return float(load.max() / load.double().mean() - 1)
-
-
-def test_load_gets_even_over_training():
-    torch.manual_seed(0)
-    layer, offset = mixture(experts=8, dtype=torch.float32), torch.randn(12)
-    optimizer, seen = torch.optim.SGD(layer.parameters(), lr=1e-3), []
-    for _ in range(600):
-        x = torch.randn(64, 12) + 0.5 * offset  # what the tokens share makes some experts dear to all of them
-        (layer(x) - x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(excess(layer.load))
-        balance_(layer)
-    assert sum(seen[:20]) / 20 > 1 and sum(seen[-20:]) / 20 < 0.4
-    assert not layer.load.any()
 
 
 def biases_of_a_rank(group, rank_inputs):

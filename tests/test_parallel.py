@@ -76,7 +76,7 @@ class Trained:
 
     def weights(self):
         state = self.model.state_dict().items()
-        return {name: hf_export.whole_tensor(t) if local(t) is not t else t.clone() for name, t in state}
+        return {name: t.full_tensor() if local(t) is not t else t.clone() for name, t in state}
 
 
 def trained(group, config, layout, options):

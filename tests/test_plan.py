@@ -34,8 +34,7 @@ def test_micro_steps_and_tokens_follow_from_the_batch():
 def test_the_length_follows_from_the_depth_or_from_a_compute_budget():
     given = planned("--depth 2")
     model = plan.meta_model(given.config)
-    counts = model.parameter_counts()
-    asked = 10.5 * (counts["matrices"] + counts["lm_head"])
+    asked = 10.5 * model.multiplied_weights()
     assert given.config.seq_len == 256 and given.batch % (given.rows * 256) == 0
     assert asked - given.batch < given.tokens <= asked
     # The batch follows from the tokens of the budget as from those of a ratio

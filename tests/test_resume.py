@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanomuon import checkpoint, dataloader, runtime, shards
+from nanomuon import checkpoint, runtime, shards
 from nanomuon.command import STOPPED, StopSignals
 from nanomuon.corpus import open_corpus
 from nanomuon.gpt import GPT
@@ -136,7 +136,7 @@ def test_a_signal_during_the_start_ends_it_with_a_line(base, processes):
         ranks.kill(signal.SIGTERM)
         codes = ranks.join(20)
     assert codes == ([STOPPED] if processes == 1 else [0, 0]), ranks.output()
-    line = "stopped before its first step; the same command carries on\n"
+    line = "stopped with nothing to save; the same command carries on\n"
     assert ranks.output().count(line) == 1 and ranks.output().endswith(line)
     assert (base / "runs" / run / "stopped").read_text() == line
 
@@ -327,8 +327,7 @@ def test_where_the_shards_end_what_was_trained_is_saved(base, monkeypatch, capsy
     few_steps = ["--total-batch-size", "8192", "--device-batch-size", "64", *QUIET]
     assert base_train.main(arguments(base, "all-shards", 8, *few_steps)) == 0
     with monkeypatch.context() as patched:
-        for module in (shards, dataloader):
-            patched.setattr(module, "window_is_there", lambda manifest, window: window == 0)
+        patched.setattr(shards.Manifest, "has_window", lambda manifest, window: window == 0)
         patched.setattr(shards, "PATIENCE", -1)
         with pytest.raises(InputError, match="no process is writing it: run python -m scripts.data_prep"):
             base_train.main(arguments(base, "few-shards", 8, *few_steps))

@@ -49,7 +49,7 @@ class MadeUp:
         if self.code:
             self.stdout.write(b"step 1\nerror: no such luck\n")
             return self.code
-        folder = scaling.runtime.folder_of(args.run)
+        folder = scaling.folder_of(args.run)
         folder.mkdir(parents=True)
 
         config = plan.model_config(args, args.vocab_size, "cpu")
@@ -68,7 +68,7 @@ def family(base, tmp_path, monkeypatch):
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
     monkeypatch.setenv("NANOMUON_DEVICE", "cpu")
     monkeypatch.setattr(scaling.subprocess, "Popen", MadeUp)
-    monkeypatch.setattr(scaling.runtime, "exit_when_asked", lambda: None)
+    monkeypatch.setattr(scaling, "exit_when_asked", lambda: None)
     monkeypatch.setattr(MadeUp, "started", [])
     monkeypatch.setattr(MadeUp, "code", 0)
 
