@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import (
 )
 
 from nanomuon.optim import MuonAdamW
-from nanomuon.runtime import InputError, on_first_rank, print0, read_json, sync, together, write_json
+from nanomuon.runtime import InputError, on_first_rank, print0, read_json, together, write_json
 
 PLAIN = (bool, int, float, str, type(None))  # values that a manifest holds beside the tensors
 
@@ -67,16 +67,14 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
     tensors, values = _flat_state(model, state)
 
     def publish():
-        """Record the files, then make the checkpoint visible; each on disk before the next."""
+        """Record the files, then make the checkpoint visible. Each file is on disk already."""
         groups = []
         for group in state["param_groups"]:
             groups.append({key: value for key, value in group.items() if isinstance(value, PLAIN)})
         files = sorted(file.name for file in hidden.glob("*.safetensors"))
         manifest = Manifest(step, meta, values, groups, files)
         write_json(hidden / "manifest.json", asdict(manifest))
-        sync(hidden)
         os.replace(hidden, final)
-        sync(final.parent)
 
     try:
         _without_warning()

@@ -58,10 +58,9 @@ def number(kind: type, low: float, high: float):
 count = number(int, 1, 1 << 40)
 layers = number(int, 1, 1024)
 vocabulary = number(int, SMALLEST_VOCABULARY, 1 << 24)
-rate = number(float, 0, 1e30)
+amount = number(float, 0, 1e30)
 share = number(float, 0, 1)
 seed = number(int, 0, 1 << 62)
-size = number(float, 1e-30, 1e30)
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:

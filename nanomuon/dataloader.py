@@ -96,7 +96,7 @@ class TrainLoader:
     folder: of the shards. Each `next()` gives (inputs, targets), both (device_batch_size, seq_len) int64 on
     `device`. Step s trains on rows s * rows_per_step ... of one endless sequence of rows that depends on
     (shards, seed, seq_len) alone; rows_per_step counts rows over all ranks and micro-batches. InputError
-    if the corpus is smaller than one step.
+    if the corpus is smaller than one step, or if a shard of the first window cannot be read.
 
     `state_dict()` is the position after the last micro-batch returned. Passed as `state` it resumes there at
     once, on any number of ranks. To pack a window takes 0.06 s at a length of 2048, 0.2 s at 256.
@@ -130,31 +130,32 @@ class TrainLoader:
             )
         state = state or {"epoch": 0, "window": 0, "row": 0}  # of the next row
         self.epoch, self.window, self.row = state["epoch"], state["window"], state["row"]
-        self._rows = self._rows_from_here()
+        self._rows = self._pack()  # at once: a damaged shard is told of before a run is touched
 
     def state_dict(self) -> dict:
         """{epoch, window, row}: three ints, the same on every rank."""
         return {"epoch": self.epoch, "window": self.window, "row": self.row}
 
     def __next__(self):
-        rows = list(itertools.islice(self._rows, self.rows_of_all))
+        rows = [self._next_row() for _ in range(self.rows_of_all)]
         batch = to_device(np.stack(rows[self.own_rows]), self.device)
         return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
-    def _rows_from_here(self):
-        while True:
-            wanted = self.window, self.manifest.corpus, self.manifest.vocab_size
-            self.manifest = wait_for_window(self.folder, *wanted)
-            if self.window * WINDOW >= len(self.manifest.train):
-                self.epoch, self.window = self.epoch + 1, 0
-            rows = self._pack()
-            while self.row < len(rows):
-                self.row += 1
-                yield rows[self.row - 1]
+    def _next_row(self):
+        while self.row >= len(self._rows):
+            self._rows = None  # its memory is for the next window
             self.window, self.row = self.window + 1, 0
-            del rows  # before the next window takes its memory
+            self._rows = self._pack()
+        self.row += 1
+        return self._rows[self.row - 1]
 
     def _pack(self):
+        """All rows of the window, waiting for it if need be; after the last one an epoch begins."""
+        self.manifest = wait_for_window(
+            self.folder, self.window, self.manifest.corpus, self.manifest.vocab_size
+        )
+        if self.window * WINDOW >= len(self.manifest.train):
+            self.epoch, self.window = self.epoch + 1, 0
         # NumPy keeps the streams of RandomState for good, those of Generator may change with a release
         seeds = np.random.SeedSequence([self.seed, self.epoch, self.window])
         rng = np.random.RandomState(np.random.MT19937(seeds))

@@ -79,9 +79,7 @@ def recall(
     argv = sys.argv[1:] if argv is None else argv
     given = parser.parse_args(argv)
     check_name("--run", given.run)
-    now = sha256_of(given.optimizer_file)  # a file that is not there shows here
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        given.resume = "auto"  # torchrun has replaced a rank that died on the way
+    hash_now = sha256_of(given.optimizer_file)  # a file that is not there shows here, before any work
     folder = folder_of(given.run)
     settings = None if given.resume == "never" else read_settings(folder)
     if settings is None:
@@ -92,25 +90,20 @@ def recall(
         before = parser.parse_args(flags)
     except InputError as error:
         raise InputError(f"{folder}/settings.json: options: {error}") from error
-    recorded = vars(before)
+    recorded = vars(before) | {"resume": given.resume}
     if any(getattr(given, name) is not None for name in LENGTHS):
         recorded |= dict.fromkeys(LENGTHS)
     args = parser.parse_args(argv, argparse.Namespace(**recorded))
-    args.resume = given.resume
 
     file, sha256 = (settings.trained_on.get(key) for key in ("optimizer_file", "optimizer_file_sha256"))
-    if sha256 and not args.optimizer_file:
-        raise InputError(
-            f"run {args.run} trains with the optimizer file {file} of SHA-256 {sha256}, and code runs only "
-            "when it is named: give --optimizer-file again"
-        )
-    refuse_changes(args.run, defining(before, sha256), defining(args, now))
+    its_hash = f"--optimizer-file {file} of SHA-256"  # a path is not opened because a run has recorded it
+    refuse_changes(args.run, defining(before) | {its_hash: sha256}, defining(args) | {its_hash: hash_now})
     return args, settings
 
 
-def defining(args: argparse.Namespace, optimizer_sha256: str | None) -> dict:
+def defining(args: argparse.Namespace) -> dict:
     """The flags that define a run, as they are written, with their values."""
-    values = {"--optimizer-file of SHA-256": optimizer_sha256}
+    values = {}
     for name, value in vars(args).items():
         if name not in OF_THE_LAUNCH | MAY_CHANGE:
             values[f"--{name.replace('_', '-')}"] = value
@@ -122,7 +115,8 @@ def refuse_changes(run: str, before: dict, now: dict) -> None:
     changes = [f"{name} {before[name]}, not {now[name]}" for name in now if now[name] != before[name]]
     if changes:
         raise InputError(
-            f"run {run} exists with {'; '.join(changes)}: choose another --run, or start over: --resume never"
+            f"run {run} exists with {'; '.join(changes)}: give the same again, choose another --run, or "
+            "start over: --resume never"
         )
 
 

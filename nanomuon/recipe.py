@@ -116,18 +116,15 @@ def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
     return values
 
 
-def lr_multiplier(
-    step: int, steps: int, warmup: float = 0.0, cooldown: float = 0.5, final: float = 0.0
-) -> float:
-    """Trapezoid: linear rise over the first `warmup` share of `steps`, flat, linear fall over the last.
-
-    It falls to `final` over the `cooldown` share. Step counts from 0; the first step is never 0.
+def lr_multiplier(step: int, steps: int, warmup: float = 0.0, cooldown: float = 0.5) -> float:
+    """Trapezoid: linear rise over the first `warmup` share of `steps`, flat, linear fall to 0 over the last
+    `cooldown` share. Step counts from 0; the first step is never 0.
     """
     rise = fall = 1.0
     if warmup:
         rise = (step + 1) / (warmup * steps)
     if cooldown:
-        fall = final + (1 - final) * (steps - step) / (cooldown * steps)
+        fall = (steps - step) / (cooldown * steps)
     return min(1.0, rise, fall)
 
 

@@ -19,7 +19,6 @@ from nanomuon.runtime import (
     peak_memory_mb,
     print0,
     printable,
-    read_json,
     write_text,
     write_whole,
 )
@@ -92,7 +91,6 @@ def summarize(rows: list[dict], val_bpb: float, steps: int, tokens: int, runtime
         "tokens_per_second": round(statistics.median(row["tokens_per_second"] for row in rows)),
         "optimizer_ms": round(statistics.median(row["optimizer_ms"] for row in rows), 1),
         "peak_memory_mb": peak_memory_mb(runtime.device),
-        "dtype": runtime.dtype_name,
     }
 
 
@@ -122,7 +120,6 @@ def plot_run(metrics, image) -> None:
     for axis in (loss, bpb):
         axis.set_xlabel("tokens trained on")
         axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
     # a name may have dollar signs
     figure.suptitle(Path(metrics).resolve().parent.name, fontweight="bold", parse_math=False)
     with write_whole(image) as file:
@@ -136,7 +133,6 @@ def write_report(folder: Path, summary: dict, samples: list[str], core: dict | N
     """
     plot_run(folder / "metrics.jsonl", folder / "loss.png")
     name = folder.resolve().name
-    settings = read_json(folder / "settings.json")
     parts = [
         f"# {name}",
         f"Trained on {machine_description()}.",
@@ -152,9 +148,7 @@ def write_report(folder: Path, summary: dict, samples: list[str], core: dict | N
         "## Use it",
         f"    python -m scripts.sample --run {shlex.quote(name)}",
         "`model.safetensors` and `config.json` are the model; opening them runs no code.",
-        "## Settings\n\n" + markdown_table(("setting", "value"), settings["options"]),
-        "## Trained on, and with\n\n"
-        + markdown_table(("", ""), settings["trained_on"] | settings["trained_with"]),
+        "`settings.json` has its settings, and what it was trained on and with.",
     ]
     write_text(folder / "report.md", printable("\n\n".join(parts)) + "\n")
 

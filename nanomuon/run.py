@@ -36,7 +36,6 @@ from nanomuon.runtime import InputError, Runtime, first_rank_first, folder_of, p
 from nanomuon.tokenizer import Tokenizer
 
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
-NO_PROMPTS = [""] * 3  # for other corpora
 
 
 @dataclass
@@ -243,7 +242,7 @@ class Run:
         }
         hf_export.export(self.folder, self.model, self.tokenizer, facts)
         with torch.compiler.set_stance("force_eager"):  # the shapes of samples were not compiled
-            prompts = PROMPTS.get(args.corpus, NO_PROMPTS)
+            prompts = PROMPTS.get(args.corpus, [""] * 3)
             samples = sample_texts(self.model, self.tokenizer, prompts, max_tokens=128, seed=args.seed)
         if self.log is None:
             return 0
@@ -286,11 +285,9 @@ def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core.Tas
 def trained_with() -> dict:
     """Versions, and the commit if this is a checkout."""
     known = {"python": platform.python_version(), "torch": torch.__version__}
-    checkout = Path(__file__).parents[1]
-    if (checkout / ".git").exists():  # git would look in the folders above, which may be another project
-        command = ["git", "-C", checkout, "describe", "--always", "--dirty"]
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            known["commit"] = subprocess.check_output(command, text=True).strip()
+    command = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        known["commit"] = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
     return known
 
 

@@ -69,7 +69,7 @@ def cpu_has_bf16() -> bool:
     """Whether this CPU has instructions for products in bf16: without, they take 4 to 100 times as long as in
     float32 (measured with AVX512 and with AVX2).
     """
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # {name: whether}; older PyTorch has none
+    capabilities = torch.cpu.get_capabilities()  # {name: whether}
     return any(has for name, has in capabilities.items() if "bf16" in name)
 
 
@@ -163,18 +163,9 @@ def start(dtype: str = "auto") -> Runtime:
     if dtype == "auto":
         dtype = "bfloat16" if has_bf16 else "float32"
     if world_size > 1:
-        store = None
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if restarts != "0":
-            # torchrun's ranks meet in one store, where torch 2.13 finds the addresses of those of before
-            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-            store = dist.PrefixStore(f"restart_{restarts}", store)
         # device_id binds NCCL to our GPU at once: a wrong mapping fails here, not in the first collective
         dist.init_process_group(
             "nccl" if gpus else "gloo",
-            store=store,
-            rank=int(os.environ["RANK"]),
-            world_size=world_size,
             device_id=device if gpus else None,
             timeout=timedelta(minutes=10),
         )
@@ -301,13 +292,6 @@ def parse_json(text: bytes | str, kind=dict):
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"{key or 'the content'}: {first['msg']}") from error
-
-
-def sync(path) -> None:
-    """Return when a file or folder is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 @contextlib.contextmanager

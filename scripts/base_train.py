@@ -28,14 +28,13 @@ from nanomuon.command import (
     ArgumentParser,
     StopSignals,
     add_dtype_argument,
+    amount,
     count,
     layers,
     number,
-    rate,
     run_command,
     seed,
     share,
-    size,
     vocabulary,
 )
 from nanomuon.corpus import check_corpus
@@ -193,13 +192,13 @@ def main(argv: list[str] | None = None) -> int:
     args, settings = recall(make_parser(), argv)
     folder = folder_of(args.run)
     signals = StopSignals(None if args.plan else folder)
-    if args.deterministic:
-        make_deterministic()
-    runtime = start(args.dtype)
-    # What is wrong with the arguments shows here, before the data is worked on
+    # What is wrong with the arguments shows before ranks meet and data is worked on
     check_corpus(args.corpus)
     if args.qk_clip and not args.no_qk_norm:
         raise InputError("--qk-clip is for models with --no-qk-norm: the norm bounds attention logits itself")
+    if args.deterministic:
+        make_deterministic()
+    runtime = start(args.dtype)
     if args.fp8:
         fp8.check(runtime, args.tensor_parallel)
     vocab_size = args.vocab_size or shards.default_vocab_size(args.corpus)
@@ -315,7 +314,7 @@ def make_parser() -> ArgumentParser:
     length.add_argument("--num-iterations", type=count, help="length of the run in optimizer steps")
     length.add_argument(
         "--target-flops",
-        type=size,
+        type=amount,
         metavar="FLOPS",
         help="as many steps as this compute pays for, 1e18 say: forward and backward of the model, 6 per "
         "weight and token and attention besides (PaLM's count)",
@@ -377,29 +376,29 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--qk-clip",
-        type=size,
+        type=amount,
         metavar="TAU",
         help="with --no-qk-norm: scale heads whose largest attention logit is above TAU back to it, say 100 "
         "(default: off)",
     )
     add(
         "--matrix-lr",
-        type=rate,
+        type=amount,
         default=0.02,
         help="Muon learning rate, at 4,096 tokens a step and 2,289 steps; it follows batch and length of the "
         "run, the other rates its length (docs/recipe.md) (default: %(default)s)",
     )
     add(
         "--embedding-lr",
-        type=rate,
+        type=amount,
         default=0.3,
         help="AdamW, token and value embeddings (default: %(default)s)",
     )
-    add("--unembedding-lr", type=rate, default=0.004, help="AdamW, head (default: %(default)s)")
-    add("--scalar-lr", type=rate, default=0.01, help="AdamW, residual scalars (default: %(default)s)")
+    add("--unembedding-lr", type=amount, default=0.004, help="AdamW, head (default: %(default)s)")
+    add("--scalar-lr", type=amount, default=0.01, help="AdamW, residual scalars (default: %(default)s)")
     add(
         "--weight-decay",
-        type=rate,
+        type=amount,
         default=0.2,
         help="of Muon's matrices, falling to 0 (default: %(default)s)",
     )

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize
 
-from nanomuon.command import STOPPED, ArgumentParser, exit_when_asked, layers, run_command, size
+from nanomuon.command import STOPPED, ArgumentParser, amount, exit_when_asked, layers, run_command
 from nanomuon.corpus import check_corpus
 from nanomuon.gpt import GPTConfig
 from nanomuon.hf_export import read_config
@@ -77,7 +77,7 @@ def parse_arguments(argv):
     add("--depths", type=depths, default=[], help="of the models to train, e.g. 1,2,3")
     add("--tokens", type=numbers, default=[], help="to train each on, e.g. 250e3,500e3,1e6")
     add("--corpus", default="python", help="as in base_train (default: %(default)s)")
-    add("--target-flops", type=size, help="print the best depth and number of tokens for so much compute")
+    add("--target-flops", type=amount, help="print the best depth and number of tokens for so much compute")
     add("--name", default="family", help="a folder under scaling/ (default: %(default)s)")
     args = parser.parse_args(argv)
     check_name("--name", args.name)

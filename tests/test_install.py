@@ -27,13 +27,6 @@ def names(requirements):
     return {re.match(r"[\w-]+", requirement).group() for requirement in requirements}
 
 
-def test_the_extras_bring_what_the_scripts_and_the_tests_import():
-    extras = settings()["project"]["optional-dependencies"]
-    assert extras.keys() == {"train", "dev", "peers", "fp8", "flash"}
-    assert "nanomuon[train]" in extras["dev"]
-    assert {"pytest", "transformers", "tokenizers", "accelerate"} < names(extras["dev"])
-
-
 def test_what_setup_installs_is_pinned_by_name_and_version_alone():
     """No address, hash, path or build; torch brings the packages for its CUDA itself."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
@@ -121,6 +114,7 @@ def test_the_environment_is_made_once_and_mended_when_it_is_half_made(checkout):
     assert set_up(checkout, "dev") == (0, ["venv", ".[dev]"])
 
 
+@pytest.mark.slow
 def test_the_wheel_is_the_library_and_pulls_torch_and_numpy(tmp_path):
     for needed in ("pip", "setuptools"):
         if not importlib.util.find_spec(needed):

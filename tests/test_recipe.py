@@ -75,10 +75,10 @@ def test_short_runs_raise_the_rates_of_all_groups_alike(steps, factor):
 
 
 def test_learning_rate_is_a_trapezoid():
-    values = [recipe.lr_multiplier(step, 100, warmup=0.1, cooldown=0.4, final=0.2) for step in range(100)]
+    values = [recipe.lr_multiplier(step, 100, warmup=0.1, cooldown=0.4) for step in range(100)]
     assert values[0] == pytest.approx(0.1) and values[4] == pytest.approx(0.5)  # (step + 1) / 10
     assert values[9:60] == [1.0] * 51
-    assert values[80] == pytest.approx(0.2 + 0.8 * 0.5) and values[99] == pytest.approx(0.2 + 0.8 * 1 / 40)
+    assert values[80] == pytest.approx(0.5) and values[99] == pytest.approx(1 / 40)
     assert all(later < earlier for earlier, later in itertools.pairwise(values[60:]))
     for steps, warmup, cooldown in itertools.product([1, 2, 10, 1000], [0, 0.8], [0, 1.0]):
         rates = [recipe.lr_multiplier(step, steps, warmup, cooldown) for step in range(steps)]

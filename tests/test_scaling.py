@@ -55,8 +55,6 @@ class MadeUp:
         config = plan.model_config(args, args.vocab_size, "cpu")
         parameters, _ = scaling.size_of(config)
         tokens = args.num_iterations * args.total_batch_size
-        nothing = dict(options={}, compile=False, rows=1, layout="", trained_on={}, trained_with={})
-        write_json(folder / "settings.json", nothing)
         write_config(folder, config)
         loss = scaling.law_loss(LAW, parameters, tokens)
         write_json(folder / "summary.json", {"val_bpb": loss, "steps": args.num_iterations, "tokens": tokens})

@@ -23,17 +23,17 @@ def test_round_trip(text):
     assert max(ids, default=0) < TOKENIZER.bos_id == TOKENIZER.vocab_size - 1 == 349
 
 
-def test_bos():
-    assert TOKENIZER.decode([TOKENIZER.bos_id, *TOKENIZER.encode("x")]) == BOS + "x"
-    assert TOKENIZER.token_bytes.dtype == "int32" and TOKENIZER.token_bytes[TOKENIZER.bos_id] == 0
-
-
 @pytest.mark.parametrize("unit", [" ", "\n", "a", "^", "\0", "ab 12\n", "😀"])
 def test_long_runs(unit):
     text = unit * 1_000_000
     ids = TOKENIZER.encode_to_numpy(text)
     assert TOKENIZER.token_bytes[ids].sum() == len(text.encode()) and TOKENIZER.decode(ids) == text
     assert TOKENIZER.encode(text[:PIECE]) == TOKENIZER._bpe.encode_ordinary(text[:PIECE])
+
+
+def test_bos():
+    assert TOKENIZER.decode([TOKENIZER.bos_id, *TOKENIZER.encode("x")]) == BOS + "x"
+    assert TOKENIZER.token_bytes.dtype == "int32" and TOKENIZER.token_bytes[TOKENIZER.bos_id] == 0
 
 
 def test_pieces_end_after_lines():

@@ -55,7 +55,6 @@ def recorded():
         lambda x: bool(x > 0),
         lambda x: x.tolist(),
         lambda x: x.expand(3)[x.expand(3) > 0],
-        lambda x: x.view(1).nonzero(),
     ],
 )
 def test_every_way_of_asking_counts_once(ask):
@@ -64,26 +63,9 @@ def test_every_way_of_asking_counts_once(ask):
     assert events == ["wait"]
 
 
-SGD_FILE = """
-import torch
-def build_optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=1e-3)
-"""
-
-
 @pytest.mark.usefixtures("environment")
-@pytest.mark.parametrize(
-    "name,options,expected",
-    [
-        ("ours", "", 1),
-        ("experts_and_clip", "--experts 4 --no-qk-norm --qk-clip 100 --dtype bfloat16", 1),
-        ("sgd", "--optimizer-file {file}", 2),  # it must not be called if the loss is not finite
-    ],
-)
-def test_a_step_and_an_evaluation_wait_once(base, monkeypatch, name, options, expected):
-    file = base / "sgd_that_waits.py"
-    file.write_text(SGD_FILE)
-    options = options.format(file=file).split()
+@pytest.mark.parametrize("options", ["", "--experts 4 --no-qk-norm --qk-clip 100 --dtype bfloat16"])
+def test_a_step_and_an_evaluation_wait_once(base, monkeypatch, options):
     read = dataloader.read_shards
 
     def read_file(*arguments):  # safetensors makes a tensor of it and reads its size from that, on the host
@@ -99,14 +81,14 @@ def test_a_step_and_an_evaluation_wait_once(base, monkeypatch, name, options, ex
     note(base_train, "set_hyperparameters")  # a step begins
     note(Run, "evaluate")
     note(MetricsLog, "log")
-    command = arguments(base, f"waits_{name}", 3, "--eval-every", "2", "--save-every", "-1", *options)
+    name = f"waits{len(options)}"
+    command = arguments(base, name, 3, "--eval-every", "2", "--save-every", "-1", *options.split())
     with recorded() as events:
         assert base_train.main(command) == 0
-    step = ["set_hyperparameters", *["wait"] * expected, "log"]
+    step = ["set_hyperparameters", "wait", "log"]
     evaluation = ["evaluate", "wait", "log"]
     begin = events.index("set_hyperparameters")
-    seen = events[begin : begin + 3 * len(step) + len(evaluation)]
-    assert seen == [*step, *step, *evaluation, *step]
+    assert events[begin:][:12] == [*step, *step, *evaluation, *step]
 
 
 def test_an_evaluation_by_the_training_forward_leaves_no_trace():

@@ -48,8 +48,8 @@ def train(setup, place, text, seed):
         "steps": steps,
         "score": final,
         "curve": run.curve,
-        "step_ms": round(means.median(run.step_ms or [0]), 2),
-        "optimizer_ms": round(means.median(run.optimizer_ms or [0]), 2),
+        "step_ms": round(means.median(run.step_ms), 2),
+        "optimizer_ms": round(means.median(run.optimizer_ms), 2),
         "initial": run.initial,
         "rows": run.rows.hexdigest()[:12],
         "sha256": Contender(text).sha256(),
@@ -198,13 +198,10 @@ class Race:
         Many trials of a quarter of the race's length, the best of them again at half the length, and the best
         of those at full length. Each has a schedule of its own length.
         """
-        alive = {}
-        for contender in contenders:
-            count = max(1, int(budget / len(LENGTHS) / LENGTHS[0]))
-            alive[contender.name] = contender.trials(count)
-        for rung, length in enumerate(LENGTHS):
-            steps = max(1, round(length * self.setup["steps"]))
-            count = max(1, int(budget / len(LENGTHS) / length))
+        counts = [int(budget / len(LENGTHS) / length) for length in LENGTHS]
+        alive = {contender.name: contender.trials(counts[0]) for contender in contenders}
+        for rung, (length, count) in enumerate(zip(LENGTHS, counts, strict=True)):
+            steps = math.ceil(length * self.setup["steps"])
             wanted = []
             for name in alive:
                 alive[name] = alive[name][:count]

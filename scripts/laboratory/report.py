@@ -32,7 +32,7 @@ def scores_by_seed(results):
 
 
 def curve(run):
-    """[(step, loss)] of a run: the loss on a part of the validation set, corrected to that on all of it.
+    """(points, 2) of a run: step, and loss on a part of the validation set, corrected to that on all of it.
 
     The difference between the two is known at some steps and interpolated between them.
     """
@@ -41,7 +41,12 @@ def curve(run):
     loss = part
     if known.any():
         loss = part + np.interp(steps, steps[known], (whole - part)[known])
-    return list(zip(steps.tolist(), loss.tolist(), strict=True))
+    return np.stack([steps, loss], axis=1)
+
+
+def mean_curve(runs):
+    """(points, 2): (step, mean loss) of runs of one length."""
+    return np.mean([curve(run) for run in runs], axis=0)
 
 
 def judged(results, baseline):
@@ -54,13 +59,16 @@ def judged(results, baseline):
         )
     compared = statistics.differences(scores_by_seed(results), baseline)
     ps = statistics.benjamini_hochberg([difference.p for difference in compared.values()])
-    return dict(zip(compared, zip(compared.values(), ps, strict=True), strict=True))
+    judgements = {}
+    for (name, difference), p in zip(compared.items(), ps, strict=True):
+        judgements[name] = difference, p
+    return judgements
 
 
 def table(results, baseline, unit):
     """A row for each contender as text, the lowest mean first, those that diverged last."""
     compared = judged(results, baseline)
-    target = means.fmean(run["score"] for run in results[baseline])
+    target = mean_curve(results[baseline])[-1, 1]
     header = ["contender", "seeds", unit, f"against {baseline}", f"steps to {target:.4f}"]
     lines = [[*header, "step ms", "optimizer ms"]]
     expected = statistics.expected_means(scores_by_seed(results))
@@ -83,11 +91,10 @@ def mean_text(mean, runs):
 
 
 def steps_to(runs, target):
-    """Mean steps, and seconds, to a loss; "-" if a run does not reach it."""
-    reached = [statistics.crossing(curve(run), target) for run in runs]
-    if None in reached:
+    """Steps and seconds until the mean curve reaches a loss; "-" if it does not."""
+    steps = statistics.crossing(mean_curve(runs).tolist(), target)
+    if steps is None:
         return "-"
-    steps = means.fmean(reached)
     return f"{steps:.0f} ({steps * means.median(run['step_ms'] for run in runs) / 1000:.0f} s)"
 
 
@@ -125,8 +132,8 @@ def plot_race(results, unit, image):
     with matplotlib.rc_context({"text.parse_math": False}):  # a name may have any characters, dollars too
         figure, axes = pyplot.subplots(figsize=(13, height), layout="constrained")
         for name, runs in results.items():
-            points = np.array([curve(run) for run in runs])  # (runs, points, 2)
-            steps, losses = points.mean(axis=0)[points.shape[1] // 4 :].T  # without the steep beginning
+            points = mean_curve(runs)
+            steps, losses = points[len(points) // 4 :].T  # without the steep beginning
             axes.plot(steps, losses, label=f"{name}  {losses[-1]:.4f}")
         axes.set(title="validation loss, mean over seeds", xlabel="step", ylabel=unit)
         axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
