@@ -45,7 +45,7 @@ REFUSED = [  # script, flags, what is said
     ("base_train", "--depth x", "argument --depth: invalid int value: 'x'; see"),
     ("base_train", "--depth 1025", "argument --depth: must be from 1 to 1,024, not 1025; see"),
     ("base_train", "--total-batch-size 99999999999", "argument --total-batch-size: must be from 1 to"),
-    ("base_train", "--target-flops 1e300", "argument --target-flops: must be from 1e-30 to 1e+30"),
+    ("base_train", "--target-flops 1e300", "argument --target-flops: must be from 0 to 1e+30"),
     ("base_train", "--vocab-size 256", "argument --vocab-size: must be from 257 to"),
     ("base_train", "--resume newest", "argument --resume: is auto, never or the name of a checkpoint"),
     ("base_train", "--warmup-ratio 5", "argument --warmup-ratio: must be from 0 to 1, not 5"),

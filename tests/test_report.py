@@ -79,12 +79,12 @@ def test_a_line_joins_evaluations_of_the_same_text_only(tmp_path, monkeypatch):
 def test_the_report_says_what_happened(tmp_path):
     run_dir = tmp_path / "my-run"
     write_run(run_dir, 100)
-    core = {"tasks": {"easy": {"accuracy": 0.75}}}
+    core = {"core": 0.5, "mean_centered": 0.5, "tasks": {"easy": {"accuracy": 0.75}}}
     report.write_report(run_dir, {"val_bpb": 1.234}, ["def f():\n    return 1", "```\nfenced"], core)
     text = (run_dir / "report.md").read_text()
     machine = report.machine_description()
     assert "torch 2." in machine and "GB" in machine and "\n" not in machine
-    parts = f"# my-run;{machine};| val_bpb | 1.234 |;](loss.png);CORE 0.5;| easy | 0.7500 |"
+    parts = f"# my-run;{machine};| val_bpb | 1.234 |;](loss.png);CORE: 0.5000;| easy | 0.7500 |"
     parts += ";--run my-run;\n\n    def f():\n        return 1\n\n"
     parts += ";\n\n    ```\n    fenced\n"
     assert [part for part in parts.split(";") if part not in text] == []
