@@ -29,14 +29,14 @@ COLUMNS = ("attn.q", "attn.k", "attn.v", "attn.value_gate", "mlp.up")
 ROWS = ("attn.o", "mlp.down")
 
 
-def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig | None = None) -> int:
+def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig) -> int:
     """How many ranks see different rows. InputError where the ranks, or the model's heads, do not divide."""
     if world_size % tensor_parallel:
         raise InputError(
             f"--tensor-parallel {tensor_parallel} does not divide {world_size} processes: "
             "start a multiple of it"
         )
-    if config and config.kv_heads % tensor_parallel:
+    if config.kv_heads % tensor_parallel:
         raise InputError(
             f"--tensor-parallel {tensor_parallel} does not divide {config.kv_heads} key-value heads: choose "
             "one that does, or another --depth"

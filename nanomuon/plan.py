@@ -8,7 +8,6 @@ import hashlib
 import math
 import os
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +75,6 @@ def recall(
 
     InputError lists what is given and differs from what defines the run.
     """
-    argv = sys.argv[1:] if argv is None else argv
     given = parser.parse_args(argv)
     check_name("--run", given.run)
     hash_now = sha256_of(given.optimizer_file)  # a file that is not there shows here, before any work
@@ -112,7 +110,7 @@ def defining(args: argparse.Namespace) -> dict:
 
 def refuse_changes(run: str, before: dict, now: dict) -> None:
     """InputError that lists the values of a run that are not what they were."""
-    changes = [f"{name} {before[name]}, not {now[name]}" for name in now if now[name] != before[name]]
+    changes = [f"{key} {before.get(key)}, not {now[key]}" for key in now if before.get(key) != now[key]]
     if changes:
         raise InputError(
             f"run {run} exists with {'; '.join(changes)}: give the same again, choose another --run, or "

@@ -13,15 +13,7 @@ from textwrap import indent
 import torch
 
 from nanomuon.core import as_line
-from nanomuon.runtime import (
-    Runtime,
-    cores,
-    peak_memory_mb,
-    print0,
-    printable,
-    write_text,
-    write_whole,
-)
+from nanomuon.runtime import Runtime, cores, peak_memory_mb, print0, printable, write_text, write_whole
 
 
 class MetricsLog:
