@@ -16,6 +16,7 @@ SMALL = (
     "--depth 2 --max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --vocab-size 300 "
     "--eval-tokens 512 --dtype float32"
 ).split()
+QUIET = ("--eval-every", "-1", "--save-every", "-1")
 TIMES = ("step_ms", "tokens_per_second", "optimizer_ms")  # what differs between two runs of the same
 
 
@@ -30,6 +31,13 @@ def write_corpus(folder):
 
 def arguments(base, run, steps, *more, small=SMALL):
     return [*small, "--corpus", f"path:{base}/texts", "--run", run, "--num-iterations", str(steps), *more]
+
+
+def optimizer_file(folder, name, body):
+    """The flags that have an optimizer built by this body of build_optimizer(model)."""
+    file = folder / f"{name}.py"
+    file.write_text(f"import torch\ndef build_optimizer(model):\n    {body.strip()}\n")
+    return "--optimizer-file", str(file)
 
 
 def launch(base, run, steps, *more, processes=1, restarts=0, **keywords):
