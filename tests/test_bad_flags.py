@@ -56,6 +56,8 @@ REFUSED = [  # script, flags, what is said
         "--num-iterations 3 --target-flops 1e12",
         "argument --target-flops: not allowed with argument",
     ),
+    ("base_train", "--tensor-parallel 2", "--tensor-parallel 2 does not divide 1 processes"),
+    ("base_train", "--tensor-parallel 0", "argument --tensor-parallel: must be from 1"),
     ("base_train", "--run ../x", "--run '../x' is not a folder name"),
     ("base_train", "--run {folder}", "--run '{folder}' is not a folder name"),
     ("base_train", "--plan --corpus foo", "unknown corpus 'foo'"),
