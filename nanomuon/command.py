@@ -17,7 +17,6 @@ from nanomuon.runtime import InputError, base_dir, printable
 BUG = 1  # exit code of an error that is no one's input
 STOPPED = 75  # of a run that was asked to stop before its end: EX_TEMPFAIL of sysexits.h, try again
 PATIENCE = 2  # seconds that a rank waits before it tells of an error which others probably tell of
-SMALLEST_VOCABULARY = 257  # of a tokenizer: 256 bytes and <|bos|>
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -57,7 +56,7 @@ def number(kind: type, low: float, high: float):
 
 count = number(int, 1, 1 << 40)
 layers = number(int, 1, 1024)
-vocabulary = number(int, SMALLEST_VOCABULARY, 1 << 24)
+vocabulary = number(int, 257, 1 << 24)  # 256 bytes and <|bos|>
 amount = number(float, 0, 1e30)
 share = number(float, 0, 1)
 seed = number(int, 0, 1 << 62)

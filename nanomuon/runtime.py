@@ -5,6 +5,7 @@
 
 import contextlib
 import ctypes
+import functools
 import glob
 import json
 import os
@@ -282,12 +283,19 @@ def read_json(path, kind=dict, advice: str = ""):
         raise InputError(f"{problem}; {advice}" if advice else problem) from error
 
 
-def parse_json(text: bytes | str, kind=dict):
+@functools.cache  # to make one takes 300 times as long as to use it
+def reader_of(kind):
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def parse_json(text: bytes | str, kind):
     """A JSON text as `kind`, see read_json(). ValueError names the first key that is wrong."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
-        return TypeAdapter(kind).validate_json(text, strict=True)
+        return reader_of(kind).validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])

@@ -12,7 +12,7 @@
 extra=$1
 if [ -n "${NANOMUON_PYTHON:-}" ]; then
     PYTHON=$NANOMUON_PYTHON
-    needed="torch tiktoken rustbpe datasets numpy pyarrow safetensors filelock matplotlib scipy yaml"
+    needed="torch tiktoken rustbpe datasets numpy pyarrow safetensors filelock pydantic matplotlib scipy yaml"
     missing=$("$PYTHON" -c 'import importlib.metadata, importlib.util, re, sys
 missing = [name for name in sys.argv[1:] if not importlib.util.find_spec(name)]
 if not missing and [int(n) for n in re.findall(r"\d+", importlib.metadata.version("torch"))[:2]] < [2, 11]:
