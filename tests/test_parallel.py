@@ -149,7 +149,7 @@ def train(base, run, *options, layout=None):
 
 @pytest.mark.usefixtures("environment")
 def test_base_train_in_every_layout_is_the_run_of_one_process(base):
-    """With evaluation, export and samples. Gradients that travel in bf16 are rounded, the first loss is not."""
+    """With evaluation, export and samples. Rounded gradients change all losses but the first."""
     for run in LAYOUTS:
         if run == "moved":
             shutil.copytree(base / "runs" / "both", base / "runs" / run)

@@ -1,10 +1,8 @@
 """Runs that survive: killed, stopped, moved to other world sizes, out of disk, out of finite numbers."""
 
 import json
-import math
 import os
 import random
-import resource
 import signal
 import time
 from hashlib import sha256
@@ -16,8 +14,6 @@ from safetensors.torch import load_file
 from nanomuon import checkpoint, dataloader, runtime, shards
 from nanomuon.command import STOPPED
 from nanomuon.corpus import open_corpus
-from nanomuon.gpt import GPT
-from nanomuon.optim import MuonAdamW
 from nanomuon.run import Run
 from nanomuon.runtime import InputError
 from scripts import base_train
@@ -166,12 +162,15 @@ POISON = """
     import torch.distributed as dist
     from nanomuon.optim import DistMuonAdamW
     from nanomuon.param_groups import build_param_groups
-    calls = 0
+    forward, losses, backwards = model.forward, [], []
+    def poisoned(*inputs, **options):
+        loss = forward(*inputs, **options)
+        losses.append(loss + float("nan") if len(losses) == 4 and dist.get_rank() == 1 else loss)
+        return losses[-1]
     def poison(gradient):
-        nonlocal calls
-        calls += 1
-        bad = dist.get_rank() == 1 and calls in (5, 7)  # a micro-step each
-        return gradient * float("nan") if bad else gradient
+        backwards.append(gradient)
+        return gradient * float("nan") if len(backwards) == 7 and dist.get_rank() == 1 else gradient
+    model.forward = poisoned
     model.lm_head.weight.register_hook(poison)
     return """
 MUON = """DistMuonAdamW(build_param_groups(
@@ -181,37 +180,17 @@ MUON = """DistMuonAdamW(build_param_groups(
 
 @pytest.mark.parametrize("name,build", [("muon", MUON), ("adamw", "torch.optim.AdamW(model.parameters())")])
 def test_nan_on_one_rank_skips_the_step_on_all(base, name, build):
+    """First a loss whose gradients are finite, then a gradient; a step has one micro-step."""
     run, file = f"poison-{name}", optimizer_file(base, f"poison-{name}", POISON + build)
     ranks = Ranks(base, run, 8, *file, "--eval-every=-1", "--save-every=1", "--keep-last=20", processes=2)
     assert ranks.join() == [0, 0], ranks.output()
     assert [row["skipped_steps"] for row in rows(base, run)[:-1]] == [0] * 4 + [1] * 2 + [2] * 2
+    assert [step for step, loss in enumerate(losses(base, run)) if loss is None][0] == 4
     assert ranks.output().count("not finite: no update (1 in a row)") == 2
-    # No checkpoint is made of steps without an update
+    # No checkpoint is made of steps without an update, which change nothing
     assert checkpoint.saved_steps(base / "runs" / run) == [1, 2, 3, 4, 6, 8]
     for part in (base / "runs" / run / "checkpoints" / "step_8").glob("*.safetensors"):
         assert all(value.isfinite().all() for value in load_file(part).values())
-
-
-def test_the_optimizer_is_told_of_a_loss_that_is_not_finite_and_skips(base, monkeypatch):
-    """The gradients of that step are finite: by itself the optimizer sees nothing wrong."""
-    forward, step, moved = GPT.forward, MuonAdamW.step, []
-
-    def nan_in_the_third_step(model, *inputs, **options):
-        loss = forward(model, *inputs, **options)
-        return loss + math.nan if len(moved) == 2 else loss
-
-    def listen(optimizer, closure=None, *, finite=True):
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        assert all(param.grad.isfinite().all() for param in params)
-        before = [param.detach().clone() for param in params]
-        step(optimizer, closure, finite=finite)
-        moved.append(not all(map(torch.equal, before, params)))
-
-    monkeypatch.setattr(GPT, "forward", nan_in_the_third_step)
-    monkeypatch.setattr(MuonAdamW, "step", listen)
-    assert base_train.main(arguments(base, "told", 5, *QUIET)) == 0
-    assert moved == [True, True, False, True, True]
-    assert rows(base, "told")[2]["train_loss"] is None and rows(base, "told")[4]["skipped_steps"] == 1
 
 
 NOISY = """
@@ -237,23 +216,18 @@ def test_an_optimizer_that_draws_numbers_and_counts_in_its_group_resumes_to_the_
 
 
 def test_training_goes_on_if_a_save_finds_no_room(base, monkeypatch, capsys):
-    write, full = checkpoint.dcp.save, {16, 20}
+    write, full = checkpoint.save, {16, 20}
 
-    def save_or_not(tensors, storage_writer):
-        """No file can grow beyond 100 kB: a checkpoint fails half way, as on a full disk."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        step = int(storage_writer.path.name.removeprefix(".step_"))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if step in full else soft, hard))
-        try:
-            write(tensors, storage_writer=storage_writer)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    def save_or_not(run_dir, step, *rest):
+        if step in full:
+            raise InputError(f"step_{step} was not written")
+        write(run_dir, step, *rest)
 
-    monkeypatch.setattr(checkpoint.dcp, "save", save_or_not)
+    monkeypatch.setattr(checkpoint, "save", save_or_not)
     run_dir, command = base / "runs" / "full", arguments(base, "full", 20, *OPTIONS)
-    with pytest.raises(InputError, match="step_20 was not written: .*File too large.*are intact"):
+    with pytest.raises(InputError, match="step_20 was not written"):
         base_train.main(command)
-    assert "step_16 was not written" in capsys.readouterr().out
+    assert "warning: step_16 was not written" in capsys.readouterr().out
     assert len(losses(base, "full")) == 20 and not (run_dir / "summary.json").exists()
     assert checkpoint.saved_steps(run_dir) == [8, 12]
     full = {16}  # a periodic one fails, a later one has room
@@ -308,11 +282,9 @@ def test_what_defines_a_run_cannot_change(base, monkeypatch, tmp_path):
     changes = "--seed 1 --embedding-lr 0.2 --dtype bfloat16 --total-batch-size 512 --experts 2".split()
     with pytest.raises(InputError) as caught:
         base_train.main(["--run", "defined", *changes])
-    for part in (
-        "--experts 0, not 2; --total-batch-size 256, not 512; --dtype float32, not bfloat16; --seed 0, not 1; "
-        "--embedding-lr 0.3, not 0.2; --resume never"
-    ).split("; "):
-        assert part in str(caught.value)
+    differences = "--experts 0, not 2; --total-batch-size 256, not 512; --dtype float32, not bfloat16; "
+    differences += "--seed 0, not 1; --embedding-lr 0.3, not 0.2; --resume never"
+    assert [part for part in differences.split("; ") if part not in str(caught.value)] == []
     (tmp_path / "texts" / "more.txt").write_text("lorem ipsum " * 200)
     with pytest.raises(InputError, match="exists with revision .*, not .*: --resume never"):
         base_train.main(["--run", "defined", "--num-iterations", "4"])

@@ -40,14 +40,14 @@ def optimizer_file(folder, name, body):
     return "--optimizer-file", str(file)
 
 
-def launch(base, run, steps, *more, processes=1, restarts=0, **keywords):
+def launch(base, run, steps, *more, processes=1):
     """The command a user types, in a process of its own."""
     module = ["-m", "scripts.base_train"]
     if processes > 1:
-        options = ["--standalone", f"--nproc_per_node={processes}", f"--max-restarts={restarts}"]
-        module = ["-m", "torch.distributed.run", *options, *module, "--"]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        module = [*torchrun, *module, "--"]
     command = [sys.executable, *module, *arguments(base, run, steps, *more)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **keywords)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 class Ranks:
@@ -83,9 +83,8 @@ class Ranks:
     def alive(self):
         return all(process.is_alive() for process in self.processes)
 
-    def kill(self, number, rank=None):
-        processes = self.processes if rank is None else [self.processes[rank]]
-        for process in processes:
+    def kill(self, number):
+        for process in self.processes:
             os.kill(process.pid, number)
 
     def join(self, timeout=300):
