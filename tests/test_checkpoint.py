@@ -18,7 +18,6 @@ from nanomuon.optim import DistMuonAdamW
 from nanomuon.runtime import InputError
 
 FILE = "shard-00001-model-00001-of-00001.safetensors"
-DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["torch.distributed.checkpoint", "nanomuon.optim"])
 
@@ -54,7 +53,7 @@ def train(model, optimizer, steps):
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
         optimizer.step()
 
 
@@ -112,48 +111,34 @@ def run_dir(saved, tmp_path):
     return shutil.copytree(saved[0], tmp_path / "run")
 
 
-class Counting(torch.optim.AdamW):
-    """Counts in its group as Schedule-Free and Prodigy do, and per parameter by a plain number."""
-
-    def step(self):
-        group = self.param_groups[0]
-        group["k"] = group.get("k", 0) + 1
-        group["lr"] = 0.1 / group["k"]
-        super().step()
-        for parameter in group["params"]:
-            self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
-
-
-@pytest.mark.parametrize("kind", [muon, torch.optim.AdamW, Counting])
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path, kind, device):
-    model = Tiny().to(device)
-    make = muon if kind is muon else lambda model: kind(model.parameters())
+@pytest.mark.parametrize("kind", [None, torch.optim.AdamW])
+def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path, kind):
+    model = Tiny()
+    make = muon if kind is None else lambda model: kind(model.parameters())
     optimizer = make(model)
     train(model, optimizer, range(3))
     meta = {"step": 3, "row": 96}
     checkpoint.save(tmp_path, 3, model, optimizer, meta)
     train(model, optimizer, range(3, 6))
 
-    resumed = Tiny(seed=1).to(device)
+    resumed = Tiny(seed=1)
     resumed_optimizer = make(resumed)
     assert checkpoint.load(checkpoint.find(tmp_path), resumed, resumed_optimizer) == meta
     train(resumed, resumed_optimizer, range(3, 6))
     assert_same(everything(model, optimizer), everything(resumed, resumed_optimizer))
-    alone = Tiny(seed=1).to(device)
+    alone = Tiny(seed=1)
     assert checkpoint.load_model(checkpoint.find(tmp_path), alone) == 3
 
 
-def test_tensors_that_are_tied_transposed_or_expanded(tmp_path):
+def test_tensors_that_are_tied_or_transposed(tmp_path):
     model = torch.nn.Module()
     model.columns = torch.nn.Parameter(torch.arange(24.0).reshape(4, 6).T)
-    model.tied, model.wide = model.columns, torch.nn.Parameter(torch.arange(6.0).expand(3, 6))
+    model.tied = model.columns
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     checkpoint.save(tmp_path, 1, model, torch.optim.SGD(model.parameters()), {})
     stored = load_file(checkpoint.find(tmp_path) / FILE)
-    assert stored.keys() == {"model.columns", "model.wide"}  # what is tied is there once
+    assert stored.keys() == {"model.columns"}
     model.columns.data.zero_()
-    model.wide = torch.nn.Parameter(torch.zeros(3, 6))
     checkpoint.load_model(checkpoint.find(tmp_path), model)
     assert_same(dict(model.state_dict()), expected)
 

@@ -100,21 +100,6 @@ def test_ranks_wait_for_hours_while_only_the_first_one_works():
         assert found == 1 and wait > timedelta(hours=10)
 
 
-def fail_on_the_last(group):
-    def work():
-        if dist.get_rank() == 3:
-            raise InputError("no such thing")
-
-    with pytest.raises(InputError, match="no such thing") as caught:
-        runtime.together(work)
-    assert "in work\n" in caught.value.origin
-    return runtime.on_first_rank(dist.get_rank)
-
-
-def test_an_error_on_one_rank_is_raised_on_all():
-    assert run_world(4, fail_on_the_last) == [0] * 4
-
-
 # ------------------------------------------------------------------------------------------------------------
 # Files
 
@@ -192,21 +177,3 @@ def test_json_is_read_as_a_dataclass_or_one_line_names_file_and_key(tmp_path, co
     message = str(caught.value)
     assert str(file) in message and problem in message and message.endswith("; write it again")
     assert "\n" not in message
-
-
-def test_a_run_is_named_or_is_a_path(tmp_path, monkeypatch):
-    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    mine = tmp_path / "runs" / "mine"
-    mine.mkdir(parents=True)
-    for run in ("mine", str(mine), "runs/mine", "./runs/mine/"):
-        assert runtime.find_run(run) == mine
-    assert (
-        runtime.find_run("nobody") == tmp_path / "runs" / "nobody"
-    )  # what it lacks is for the reader to say
-    for run, message in (
-        ("/no/such", "--run /no/such: there is no such"),
-        (".hidden", "is not a folder name"),
-    ):
-        with pytest.raises(InputError, match=message):
-            runtime.find_run(run)

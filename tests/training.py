@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 SMALL = (
     "--depth 2 --max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --vocab-size 300 "
@@ -112,17 +111,6 @@ def _train(environment, argv, output):
 
     torch.set_num_threads(1)
     run_command(lambda: base_train.main(argv))
-
-
-def children(pid):
-    """Process ids of those that a process has started."""
-    stats = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            stats.append((int(file.parent.name), int(file.read_text().rsplit(")", 1)[1].split()[1])))
-        except OSError:  # it ended meanwhile
-            pass
-    return [child for child, parent in stats if parent == pid]
 
 
 def rows(base, run):
