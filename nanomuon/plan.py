@@ -77,6 +77,7 @@ def recall(
     """
     given = parser.parse_args(argv)
     check_name("--run", given.run)
+    hash_now = sha256_of(given.optimizer_file)  # a file that is not there shows here, before any work
     folder = folder_of(given.run)
     settings = None if given.resume == "never" else read_settings(folder)
     if settings is None:
@@ -94,11 +95,7 @@ def recall(
 
     file, sha256 = (settings.trained_on.get(key) for key in ("optimizer_file", "optimizer_file_sha256"))
     its_hash = f"--optimizer-file {file} of SHA-256"  # a path is not opened because a run has recorded it
-    refuse_changes(
-        args.run,
-        defining(before) | {its_hash: sha256},
-        defining(args) | {its_hash: sha256_of(args.optimizer_file)},
-    )
+    refuse_changes(args.run, defining(before) | {its_hash: sha256}, defining(args) | {its_hash: hash_now})
     return args, settings
 
 

@@ -19,7 +19,7 @@ from nanomuon.evaluate import bits_per_byte
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT
 from nanomuon.hf_export import load_run
-from nanomuon.run import NO_PROMPTS, PROMPTS
+from nanomuon.run import PROMPTS
 from nanomuon.runtime import InputError, Runtime, find_run, first_rank_first, print0, start, write_json
 from nanomuon.tokenizer import Tokenizer
 
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
             write_json(file, results)
             print0(f"results: {file}")
     if "sample" in wanted and runtime.rank == 0:
-        for text in sample_texts(model, tokenizer, PROMPTS.get(corpus, NO_PROMPTS), max_tokens=128):
+        for text in sample_texts(model, tokenizer, PROMPTS.get(corpus, [""] * 3), max_tokens=128):
             print0(f"--- sample\n{text}")
 
 
