@@ -112,6 +112,28 @@ def test_a_damaged_file_is_one_line_and_nothing_is_overwritten(made, base, place
     assert contents(base) == before
 
 
+GARBAGE = [
+    ("vocab_size", 300.0),
+    ("seq_len", 10**10),
+    ("depth", 100_000),
+    ("depth", True),
+    ("width", 10**6),
+    ("heads", 0),
+    ("kv_heads", None),
+    ("window_pattern", "SX"),
+    ("qk_norm", 1),
+    ("value_embed_every", 0),
+    ("experts", -1),
+    ("experts_per_token", []),
+]
+
+
+@pytest.mark.parametrize("key,value", GARBAGE)
+def test_garbage_in_a_field_of_the_config_is_one_line(made, base, key, value):
+    change(run_of(base) / "config.json", key, to=value)
+    refused(write_text(made), str(run_of(base)))
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "train-00000.safetensors", "val-00000.safetensors"])
 @pytest.mark.parametrize("damage", [name for name in DAMAGE if name != "gone"])
 def test_damaged_shards_are_one_line(made, base, name, damage):
