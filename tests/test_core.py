@@ -196,7 +196,6 @@ def test_what_choices_share_is_read_once_and_only_what_is_scored_reaches_the_hea
         ("multiple_choice", "{", "Expecting property name"),
         ("multiple_choice", "[]", "not dict"),
         ("multiple_choice", '{"query": "a", "choices": ["b", "c"], "gold": 2}', "gold is 2"),
-        ("multiple_choice", '{"query": "a", "choices": ["b", "c"], "gold": -1}', "gold is -1"),
         ("multiple_choice", '{"query": "a", "choices": ["b", 7], "gold": 0}', r"choices\[1\] is '7'"),
         ("multiple_choice", '{"choices": ["b", "c"], "gold": 0}', "has no 'query'"),
         ("schema", '{"context_options": ["a"], "continuation": "", "gold": 0}', "continuation is empty"),
@@ -293,11 +292,10 @@ def test_a_zip_that_leads_elsewhere_or_is_damaged_leaves_nothing(tmp_path, serve
     (tmp_path / "b.zip").write_bytes(content)
     with pytest.raises(InputError, match=complaint):
         core.open_bundle(f"{tmp_path}/b.zip")
-    before = set(tmp_path.rglob("*"))
     for address in (f"{server}/b.zip", f"{server}/nothing", "http://[", "http://127.0.0.1:9/b.zip"):
         with pytest.raises(core.Unreachable, match=re.escape(address)):
             core.open_bundle(address)
-    assert {path.suffix for path in set(tmp_path.rglob("*")) - before} <= {"", ".lock"}
+    assert not [*tmp_path.rglob("out.*"), *(tmp_path / "base").rglob("*.zip")]
 
 
 # Ranks

@@ -34,13 +34,12 @@ def batch(rows=2):
 
 
 def test_the_initial_model_knows_nothing_and_is_reproducible():
-    first, again, other = build(1, randomize=False), build(1, randomize=False), build(2, randomize=False)
+    first, again = build(1, randomize=False), build(1, randomize=False)
     tokens, targets = batch(4)
     assert abs(first(tokens, targets) - torch.log(torch.tensor(97.0))) < 0.02
     with pytest.raises(ValueError, match="17 tokens are more than the context of 16"):
         first(torch.zeros(1, 17, dtype=torch.int64))
     assert torch.equal(first(tokens), again(tokens))
-    assert not torch.equal(first(tokens), other(tokens))
     for block in first.blocks:  # the identity
         assert not any(p.any() for p in (block.attn.o.weight, block.mlp.down.weight, block.conv.taps))
 
@@ -93,15 +92,6 @@ IMPOSSIBLE = [
 def test_impossible_shapes_are_refused_by_name(fields, name):
     with pytest.raises(ValueError, match=name):
         build(**fields)
-
-
-def test_compute_dtype_leaves_float32_weights_and_gradients():
-    model = GPT(GPTConfig(97, 16, 2, 32, 2, 2), torch.bfloat16)
-    model.init_weights(0)
-    tokens, targets = batch()
-    assert model(tokens).dtype == torch.float32
-    model(tokens, targets).backward()
-    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 1e-2)])

