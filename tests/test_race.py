@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError
 from scripts import optim_race
 from scripts.laboratory import leaderboard, race, report, tasks
@@ -171,7 +172,8 @@ def test_dials_are_rates_decay_and_what_the_file_names(tmp_path):
     assert Contender(str(file)).dials() == {"lr_scale": (1 / 3, 3), "lr": (0.1, 0.9)}
     assert Contender("adamw:weight_decay=0.2").dials()["weight_decay"] == (0.05, 0.8)
     assert dial_value(0.01, 1, 0.5) == 0.1 and dial_value(0, 1, 0.5) == 0.5
-    first, second, *_ = Contender("muon").trials(4)
+    first, second, *_ = trials = Contender("muon").trials(4)
+    assert [trial.name for trial in trials] == [trial.name for trial in Contender("muon").trials(4)]
     assert first.name == "muon" and second.options.keys() == {"lr_scale", "matrix_lr"}
 
 
@@ -182,6 +184,13 @@ def test_presets_stay_as_they_are():
     assert Contender("adamw").keywords == dict(rest, matrix_lr=0.004, weight_decay=0.1)
     assert Contender("muon").keywords == muon
     assert Contender("normuon").keywords == dict(muon, beta2=0.95)
+    groups = Contender("muon").build(GPT(GPTConfig.from_depth(1, vocab_size=300, seq_len=32)))
+    fixed = {
+        "adamw": dict(betas=(0.8, 0.95), eps=1e-8, weight_decay=0.0),
+        "muon": dict(momentum=0.95, ns_steps=5, coefficients="simple", weight_decay_form="decoupled"),
+    }
+    assert {group["kind"] for group in groups} == fixed.keys()
+    assert all(fixed[group["kind"]].items() <= group.items() for group in groups)
     course = [Contender("adamw").schedule({"lr": 2.0}, step, 4)["lr"] for step in range(4)]
     assert course == pytest.approx([2.0, 1.5, 1.0, 0.5])
     assert Contender("muon:warmup_ratio=0.5").schedule({"lr": 2.0}, 0, 4)["lr"] < 2
@@ -213,10 +222,18 @@ def test_rows_are_a_function_of_the_seed_and_windows_cover_the_rest(text):
     assert held_out - 64 - 1 <= scored <= held_out - 1
 
 
-def test_tasks_stay_as_they_are(text, base, environment):
+def test_tasks_stay_as_they_are(text, base, environment, monkeypatch):
     """New races are compared with those that are kept."""
+    prepare, asked = tasks.shards.prepare_for_training, []
+
+    def prepare_for_training(corpus, vocab_size, tokens):
+        asked.append(tokens)
+        return prepare(corpus, vocab_size, tokens)
+
+    monkeypatch.setattr(tasks.shards, "prepare_for_training", prepare_for_training)
     of_text = tasks.shakespeare_setup(str(text), None)[1]
     of_corpus = tasks.corpus_setup(f"path:{base}/texts", 300, None)[1]
+    assert asked == [300 * 16 * 256]
     for name, setup in (("finals", of_text), ("finals-python", of_corpus)):
         header, _ = race.read_results(KEPT / f"{name}.jsonl")
         model, kept = setup.pop("model"), header["setup"].pop("model")
