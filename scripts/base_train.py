@@ -14,6 +14,7 @@ with 0, or torchrun would restart them); runs/NAME/stopped is then there until t
 
 import argparse
 import contextlib
+import os
 import re
 import statistics
 import time
@@ -326,6 +327,7 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--optimizer-file",
+        type=os.path.abspath,
         help="Python file with build_optimizer(model) or param_groups(model), used instead of the recipe "
         "(see nanomuon/recipe.py); it runs only when it is given, so a run goes on with it given again",
     )
