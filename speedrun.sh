@@ -2,7 +2,7 @@
 # From nothing to a trained GPT, on the hardware at hand:
 #
 #   bash speedrun.sh           environment -> corpus, tokenizer, shards -> train, evaluate, sample, report
-#   bash speedrun.sh --plan    print what would be done, with sizes, memory and time, and stop
+#   bash speedrun.sh --plan    print what would be done, with its size and memory, and stop
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
 # Without a GPU it takes five to twelve minutes. The same command carries on after an interruption: SIGTERM, SIGHUP and
@@ -12,7 +12,7 @@
 #   VOCAB_SIZE=1024         a smaller vocabulary, for a small corpus
 #   DEPTH=8                 a deeper (and wider) or smaller model
 #   RUN=name                name of the run under $NANOMUON_BASE_DIR/runs
-#   NANOMUON_BASE_DIR=...   where everything is written (~/.cache/nanomuon)
+#   NANOMUON_BASE_DIR=...   where everything is written (~/.cache/nanomuon), but downloads of the hub: see HF_HOME
 #   NANOMUON_PYTHON=...     an interpreter that has every package already, PyTorch 2.11 or newer; nothing is installed then
 #   NANOMUON_DEVICE=cpu     train on the CPU of a machine that has a GPU
 set -euo pipefail
@@ -30,7 +30,7 @@ done
 source scripts/setup.sh train
 
 # Presets by hardware: that on which training will compute; a GPU that cannot be used ends it here
-HARDWARE=$("$PYTHON" -c 'from nanomuon.runtime import print_hardware, run_command; run_command(print_hardware)')
+HARDWARE=$("$PYTHON" -c 'from nanomuon import command, runtime; command.run_command(runtime.print_hardware)')
 read -r GPUS DTYPE <<<"$HARDWARE"
 FLAGS=(--eval-every 250 --save-every 500 --core-bundle https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip)
 WEB=hf:karpathy/climbmix-400b-shuffle # or hf:HuggingFaceFW/fineweb-edu:sample-10BT
@@ -69,8 +69,8 @@ fi
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 case $CORPUS in
     python | path:*) "$PYTHON" -m scripts.data_prep "${DATA[@]}" ;;
-    *) # of the hub: prepared beside the training, which waits if it must. One row: finding how many fit takes GPUs minutes
-        tokens=$("${TRAIN[@]}" --device-batch-size 1 "${FLAGS[@]}" --plan |
+    *) # of the hub: prepared beside the training, which waits if it must
+        tokens=$("${TRAIN[@]}" "${FLAGS[@]}" --plan |
             sed -n 's/^training .* = \([0-9,]*\) tokens.*/\1/p' | tr -d ,)
         mkdir -p "${run_dir%/*}"
         echo "data: ${tokens:?} tokens of $CORPUS, progress in $run_dir.data_prep.log"

@@ -1,8 +1,8 @@
 """Checkpoints that survive kills, full disks and another world size, and hold nothing that runs when opened.
 
     runs/<name>/checkpoints/step_500/
-        rank_0.safetensors    what the first rank wrote, one such file a rank
-        manifest.json         step, meta, the size of every file
+        shard-00001-model-00001-of-00001.safetensors   what the first rank wrote, one such file a rank
+        manifest.json                                  step, meta, the names of the other files
 
 Tensors go through torch.distributed.checkpoint with its safetensors storage: each rank writes its share of
 what it holds and reads what it needs, so W ranks load what V ranks saved, row slices (DTensor) included.
@@ -10,7 +10,6 @@ Ranks share one file system. A checkpoint is written to a hidden folder and appe
 rank has finished; whatever a kill leaves behind is never taken for one.
 """
 
-import json
 import os
 import re
 import shutil
@@ -20,15 +19,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import (
     CheckpointException,
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
 
-from nanomuon.files import read_json, sync, tensor_shapes, write_json, write_tensors
 from nanomuon.optim import MuonAdamW
-from nanomuon.runtime import InputError, on_first_rank, print0, rank, together
+from nanomuon.runtime import InputError, on_first_rank, print0, read_json, together, write_json
 
 PLAIN = (bool, int, float, str, type(None))  # values that a manifest holds beside the tensors
 
@@ -39,9 +38,9 @@ class Manifest:
 
     step: int
     meta: dict[str, int]  # what else resuming needs
-    optimizer_values: dict[str, dict]  # by parameter: the numbers and texts of its state
+    optimizer_values: dict[str, dict]  # by parameter that has state: the numbers and texts in it
     group_values: list[dict]  # by param group: its numbers and texts
-    files: dict[str, int]  # bytes of each
+    files: list[str]
 
 
 def saved_steps(run_dir) -> list[int]:
@@ -68,19 +67,19 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
     tensors, values = _flat_state(model, state)
 
     def publish():
-        """Record the sizes, then make the checkpoint visible; each on disk before the next."""
+        """Record the files, then make the checkpoint visible. Each file is on disk already."""
         groups = []
         for group in state["param_groups"]:
             groups.append({key: value for key, value in group.items() if isinstance(value, PLAIN)})
-        manifest = Manifest(step, meta, values, groups, _sizes(hidden))
+        files = sorted(file.name for file in hidden.glob("*.safetensors"))
+        manifest = Manifest(step, meta, values, groups, files)
         write_json(hidden / "manifest.json", asdict(manifest))
-        sync(hidden)
         os.replace(hidden, final)
-        sync(final.parent)
 
     try:
         _without_warning()
-        dcp.save(tensors, storage_writer=_Writer(hidden))
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}  # as the format wants them
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(hidden, save_distributed=True))
         on_first_rank(publish)
         remove(run_dir, step, keep_last)
     except (CheckpointException, OSError) as error:
@@ -92,25 +91,6 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
         raise InputError(
             f"checkpoint {final} was not written: {error}; earlier checkpoints are intact, make room"
         ) from error
-
-
-class _Writer(HuggingFaceStorageWriter):
-    """torch's writer, but each rank writes one file, by safetensors itself, and waits for the disk."""
-
-    def __init__(self, folder: Path):
-        super().__init__(folder, save_distributed=True)
-        self.file = folder / f"rank_{rank()}.safetensors"
-
-    def write_data(self, plan, planner):
-        tensors, offsets = {}, {}
-        for item in plan.items:  # a DTensor has one piece a rank, and the file one tensor a name
-            tensors[item.index.fqn] = planner.resolve_data(item).detach().cpu()
-            offsets[item.index.fqn] = {"saved_offsets": item.tensor_data.chunk.offsets}
-        if tensors:
-            write_tensors(tensors, self.file, {"DCP_SHARDING_INFO": json.dumps(offsets)})
-        done = torch.futures.Future()
-        done.set_result([])
-        return done
 
 
 def remove(run_dir, last_step: int, keep_last: int) -> None:
@@ -165,19 +145,19 @@ def _find(run_dir: Path, resume: str) -> Path | None:
 
 
 def _whole(path: Path) -> Path:
-    """The path; InputError if a file of this checkpoint is missing, has another size, or cannot be read."""
-    manifest, there = read_manifest(path), _sizes(path)
-    for name in sorted(manifest.files.keys() | there.keys()):
-        wanted, size = manifest.files.get(name), there.get(name)
-        if size != wanted:
-            raise InputError(f"{path / name} has {size} bytes, and by the manifest {wanted}")
+    """The path; InputError if a file of this checkpoint is missing, cut short, or not safetensors."""
+    for name in read_manifest(path).files:
         tensor_shapes(path / name)
     return path
 
 
-def _sizes(path: Path) -> dict[str, int]:
-    """{name: bytes} of the files of tensors in a checkpoint."""
-    return {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
+def tensor_shapes(file) -> dict[str, tuple]:
+    """{name: shape} of a safetensors file, from its header alone; InputError if it is not such a file."""
+    try:
+        with safe_open(file, "pt") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{file} is not a safetensors file that can be read: {error}") from error
 
 
 def read_manifest(path) -> Manifest:
@@ -193,19 +173,16 @@ def load(path, model, optimizer) -> dict[str, int]:
     """Load a checkpoint that find() returned into model and optimizer, at any world size; return its meta.
 
     Called by all ranks. Dtypes stay those of model and optimizer, and so do the hyperparameters of a
-    MuonAdamW. An optimizer that creates its state lazily (torch.optim's) gets it whole on every rank, for a
-    DTensor in the same pieces. Raises InputError if the tensors are not those of this model and optimizer.
+    MuonAdamW. Raises InputError if the tensors are not those of this model and optimizer.
     """
-    manifest, saved, state = read_manifest(path), _saved_tensors(path), _local_state(optimizer)
-    # Names of parameters are texts; torch.optim's optimizers call them 0, 1, ...
-    keys = {str(key): key for group in state["param_groups"] for key in group.get("params", ())}
-    if not any(together(lambda: bool(state["state"]))):
-        _create_optimizer_state(state, keys, optimizer, saved)
-    for name, values in manifest.optimizer_values.items():
-        if name in keys:
-            state["state"].setdefault(keys[name], {}).update(values)
+    manifest = read_manifest(path)
+    if manifest.optimizer_values and not isinstance(optimizer, MuonAdamW):
+        _make_state(optimizer, manifest.optimizer_values)
+    state = _local_state(optimizer)
     tensors, _ = _flat_state(model, state)
     _read(path, tensors)
+    for name, slots in state["state"].items():
+        slots.update(manifest.optimizer_values.get(str(name), {}))
     if isinstance(optimizer, MuonAdamW):
         optimizer.load_state_dict(state, hyperparameters="keep")  # flags that are given anew win
     else:
@@ -238,32 +215,25 @@ def _local_state(optimizer):
     return optimizer.state_dict()
 
 
-def _saved_tensors(path):
-    """{name: shape and dtype} of the tensors in a checkpoint; InputError if its files cannot hold them."""
-    try:
-        return HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
-    except Exception as error:  # torch's reader raises many kinds, all for headers that are not ours
-        raise InputError(f"{path} does not hold safetensors files of a checkpoint: {error}") from error
-
-
-def _create_optimizer_state(state, keys, optimizer, saved):
-    """Put an empty tensor into the state dict of an optimizer without state for every one that was saved."""
+def _make_state(optimizer, names):
+    """Have an optimizer of torch's make the state of these parameters, as it does in its first step: what it
+    then holds, and what it did to the parameters, is about to be overwritten.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    params = dict(zip(keys, params, strict=True))
-    for entry, about in saved.items():
-        name, _, slot = entry.removeprefix("optimizer.").rpartition(".")
-        if entry.startswith("optimizer.") and name in params:
-            like = params[name]  # a DTensor, maybe
-            if like.shape != about.size:
-                like = torch.empty(about.size)
-            state["state"].setdefault(keys[name], {})[slot] = torch.empty_like(
-                like, dtype=about.properties.dtype
-            )
+    for number, param in enumerate(params):
+        param.grad = torch.zeros_like(param) if str(number) in names else None
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _model_tensors(model):
-    """Those of a model by their names in a checkpoint."""
-    return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    """Those of a model by their names in a checkpoint; one that has two names has the first."""
+    tensors, seen = {}, set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            tensors[f"model.{name}"] = tensor
+            seen.add(id(tensor))
+    return tensors
 
 
 def _flat_state(model, optimizer_state):
@@ -274,12 +244,13 @@ def _flat_state(model, optimizer_state):
     """
     tensors, values = _model_tensors(model), {}
     for name, slots in optimizer_state["state"].items():
+        values[str(name)] = {}
         for slot, value in slots.items():
             entry = f"optimizer.{name}.{slot}"
             if isinstance(value, torch.Tensor):
                 tensors[entry] = value
             elif isinstance(value, PLAIN):
-                values.setdefault(str(name), {})[slot] = value
+                values[str(name)][slot] = value
             else:
                 raise InputError(f"{entry} is a {type(value).__name__}, which no checkpoint can hold")
     return tensors, values

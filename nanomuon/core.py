@@ -47,10 +47,9 @@ import yaml
 from torch.nn.attention import sdpa_kernel
 
 from nanomuon.attention import WITHOUT_CUDNN
-from nanomuon.files import as_kind, locked, write_whole
 from nanomuon.generate import padded, read
 from nanomuon.gpt import GPT
-from nanomuon.runtime import InputError, base_dir, print0, together
+from nanomuon.runtime import InputError, base_dir, locked, parse_json, print0, together, write_whole
 from nanomuon.tokenizer import Tokenizer
 
 # The bundle that published figures come from, as nanochat names it
@@ -348,6 +347,34 @@ def read_zip(archive: Path) -> list[Task]:
         return read_tasks(listing.parent)
 
 
+@dataclass(frozen=True)
+class Listing:
+    """core.yaml."""
+
+    icl_tasks: list[Entry]
+
+
+@dataclass(frozen=True)
+class MultipleChoice:
+    query: str
+    choices: list[str]
+    gold: int
+
+
+@dataclass(frozen=True)
+class Schema:
+    context_options: list[str]
+    continuation: str
+    gold: int
+
+
+@dataclass(frozen=True)
+class LanguageModeling:
+    context: str
+    continuation: str
+    gold: int = 0
+
+
 @contextmanager
 def told_of(place) -> Iterator[None]:
     """Errors in the content of a bundle are an InputError that names the file, and the line in it."""
@@ -367,8 +394,7 @@ def read_tasks(folder) -> list[Task]:
     with told_of(meta), meta.open(encoding="utf-8-sig", newline="") as file:
         baselines = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(file)}
     with told_of(listing):
-        content = as_kind(yaml.safe_load(listing.read_bytes()), dict)
-        entries = as_kind(content["icl_tasks"], list[Entry], "icl_tasks")
+        entries = parse_json(json.dumps(yaml.safe_load(listing.read_bytes())), Listing).icl_tasks
         if not entries:
             raise ValueError("it lists no task")
     return [read_task(folder, entry, baselines) for entry in entries]
@@ -398,22 +424,20 @@ def read_task(folder, entry: Entry, baselines: dict[str, float]) -> Task:
 
 
 def parse_item(line: bytes, kind: str) -> Item:
-    record = as_kind(json.loads(line), dict)
-
-    def field(name: str, of: type):
-        return as_kind(record[name], of, name)
-
     if kind == "multiple_choice":
-        pairs = [(field("query", str), choice) for choice in field("choices", list[str])]
+        item, pairs = parse_json(line, MultipleChoice), []
+        for choice in item.choices:
+            pairs.append((item.query, choice))
     elif kind == "schema":
-        pairs = [(context, field("continuation", str)) for context in field("context_options", list[str])]
+        item, pairs = parse_json(line, Schema), []
+        for context in item.context_options:
+            pairs.append((context, item.continuation))
     else:
-        pairs = [(field("context", str).strip(), field("continuation", str))]  # strip(): the published rule
-    gold = 0 if kind == "language_modeling" else field("gold", int)
+        item = parse_json(line, LanguageModeling)
+        pairs = [(item.context.strip(), item.continuation)]  # strip(): the published rule
+    gold = item.gold
     if not 0 <= gold < len(pairs):
         raise ValueError(f"gold is {gold}, not the number of one of {len(pairs)} choices")
     if kind != "multiple_choice" and not pairs[0][1].strip():
         raise ValueError("continuation is empty: nothing can be predicted")
-    for context, continuation in pairs:
-        (context + continuation).encode()  # a ValueError for lone surrogates, which are no text
     return Item(pairs, gold)

@@ -7,41 +7,31 @@ skipped (hub corpora come deduplicated). A file that cannot be read to its end i
 """
 
 import contextlib
-import errno
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import reprlib
 import sysconfig
-import threading
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from nanomuon.files import read_json, write_json
-from nanomuon.runtime import InputError, base_dir, print0
+from nanomuon.runtime import InputError, base_dir, read_json, write_json
 from nanomuon.tokenizer import in_pieces
 
 HUB_NAME = re.compile(r"hf:([^:@]+)(?::([^:@]+))?(?:@(.+))?")  # dataset, configuration, revision
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-PROSE = ".txt .text .md .markdown .rst .tex .org .adoc"
-SOURCE_CODE = (
+TEXT_SUFFIXES = tuple(
+    ".txt .text .md .markdown .rst .tex .org .adoc "
     ".py .pyi .pyx .c .h .cc .hh .cpp .hpp .cxx .hxx .cu .cuh .m .mm .rs .go .zig .nim .java .kt .scala "
     ".groovy .cs .fs .swift .dart .js .mjs .cjs .jsx .ts .tsx .vue .html .css .scss .sh .bash .zsh .pl .pm "
     ".rb .php .lua .r .jl .f .f90 .f95 .for .pas .hs .ml .mli .erl .ex .exs .clj .el .lisp .scm .rkt .sql "
-    ".proto .cmake .s .asm"
+    ".proto .cmake .s .asm".split()
 )
-TEXT_SUFFIXES = tuple(PROSE.split() + SOURCE_CODE.split())
 PACKAGES = {"site-packages", "dist-packages", "__pycache__"}  # folders that are not read: installed, compiled
-LEAVE_OUT = "repair it, or move it away"
 PIECE = 4096  # characters, see with_both_parts()
-NAME_FIELD = "python -m scripts.data_prep --text-field names another"
-
-
-def is_validation(text: str) -> bool:
-    """The split of every corpus: one document in 20, by its own hash, so that it never moves."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 20 == 0
 
 
 @dataclass(frozen=True)
@@ -53,32 +43,32 @@ class Corpus:
     files: tuple  # of Path; of names inside the repository `repo` for a corpus on the hub
     text_field: str = "text"
     repo: str | None = None
-    in_pieces: bool = False  # documents are cut, see with_both_parts()
+    max_characters: float = math.inf  # longer documents are cut, see with_both_parts()
 
     @property
     def slug(self) -> str:
         """What its folders are called: another one if the content or the way to read it changes."""
-        return f"{_readable(self.name)}-{_digest([self.name, self.revision, self.text_field])[:8]}"
+        return _file_name(self.name, self.revision, self.text_field)
 
-    def documents(self, first_file: int = 0):
-        """Yield (number of its file, text) of every document, in their fixed order.
+    def documents(self):
+        """Yield (text, whether it is for validation) of every document, in their fixed order.
 
-        InputError for a file that cannot be read. Lone surrogates become question marks.
+        One document in 20 is for validation, chosen by its own hash, so that it never moves. InputError for a
+        file that cannot be read.
         """
         seen = set()
-        for number in range(first_file, len(self.files)):
-            for record in self._records(number):
-                record = record.encode(errors="replace").decode()
-                for text in in_pieces(record, PIECE) if self.in_pieces else [record]:
+        for file in self.files:
+            for record in self._records(file):
+                for text in in_pieces(record, self.max_characters):
+                    digest = hashlib.sha256(text.encode()).digest()
+                    if digest in seen:
+                        continue
                     if not self.repo:
-                        digest = hashlib.sha256(text.encode()).digest()
-                        if digest in seen:
-                            continue
                         seen.add(digest)
-                    yield number, text
+                    yield text, int.from_bytes(digest[:8], "big") % 20 == 0
 
-    def _records(self, number):
-        path = self._fetch(number) if self.repo else self.files[number]
+    def _records(self, file):
+        path = self._download(file) if self.repo else file
         count = 0
         try:
             for text in read_texts(path, self.text_field):
@@ -88,30 +78,17 @@ class Corpus:
         except (OSError, ValueError) as error:
             if self.name == "python" and isinstance(error, UnicodeDecodeError):
                 return  # some files of the library test that others can be read, too
-            advice = "delete it, and it is fetched again" if self.repo else LEAVE_OUT
-            where = f"{path}, document {count + 1}"
-            raise InputError(f"bad file in corpus {self.name}: {where}: {error}; {advice}") from error
+            advice = "delete it, and it is fetched again" if self.repo else "repair it, or move it away"
+            raise InputError(
+                f"bad file in corpus {self.name}: {path}, document {count + 1}: {error}; {advice}"
+            ) from error
 
-    def _fetch(self, number) -> Path:
-        """A file of the hub, on this machine. The next one is fetched meanwhile."""
-        path = self._download(number)
-        if number + 1 < len(self.files):
-            threading.Thread(target=self._download_ahead, args=(number + 1,), daemon=True).start()
-        return path
-
-    def _download_ahead(self, number):
-        with contextlib.suppress(Exception):  # whoever asks for the file itself hears of it
-            self._download(number)
-
-    def _download(self, number):
+    def _download(self, file) -> Path:
         from huggingface_hub import hf_hub_download
 
-        file, revision, cache = self.files[number], self.revision, _hub_cache()
         with _of_the_hub(f"fetching {file} of {self.repo}"):
             # Tries again by itself, resumes a partial file, checks size and, if the hub knows it, hash
-            return Path(
-                hf_hub_download(self.repo, file, repo_type="dataset", revision=revision, cache_dir=cache)
-            )
+            return Path(hf_hub_download(self.repo, file, repo_type="dataset", revision=self.revision))
 
 
 def with_both_parts(corpus: Corpus) -> Corpus:
@@ -120,26 +97,16 @@ def with_both_parts(corpus: Corpus) -> Corpus:
     A few books would all be for training: their pieces of PIECE characters, cut at line ends, are documents
     then. Reads until it has seen both parts, some twenty documents. InputError if not even pieces make both.
     """
-    if _has_both_parts(corpus):
-        return corpus
-    pieces = f"pieces of {PIECE:,} characters"
-    corpus = replace(corpus, in_pieces=True)
-    if not _has_both_parts(corpus):
-        raise InputError(
-            f"corpus {corpus.name} is too small: not even cut into {pieces} it has documents for training "
-            "and for validation (one in 20, by its hash); add text"
-        )
-    print0(f"corpus {corpus.name} has few documents, all for one part: they are cut into {pieces}")
-    return corpus
-
-
-def _has_both_parts(corpus):
-    found = set()
-    for _, text in corpus.documents():
-        found.add(is_validation(text))
-        if len(found) == 2:
-            return True
-    return False
+    for candidate in (corpus, replace(corpus, max_characters=PIECE)):
+        found = set()
+        for _, is_validation in candidate.documents():
+            found.add(is_validation)
+            if len(found) == 2:
+                return candidate
+    raise InputError(
+        f"corpus {corpus.name} is too small: not even cut into pieces of {PIECE:,} characters it has "
+        "documents for training and for validation (one in 20, by its hash); add text"
+    )
 
 
 def check_corpus(name: str) -> None:
@@ -178,9 +145,11 @@ def open_corpus(name: str, text_field: str | None = None) -> Corpus:
     the same corpus.
     """
     check_corpus(name)
+    root, suffixes = Path(sysconfig.get_path("stdlib")), ".py"
     if name.startswith("path:"):
-        name = f"path:{Path(_place(name)).resolve()}"
-    memory = base_dir() / "corpus" / f"{_readable(name)}-{_digest(name)[:8]}.json"
+        root, suffixes = Path(_place(name)).resolve(), TEXT_SUFFIXES + RECORD_SUFFIXES
+        name = f"path:{root}"
+    memory = base_dir() / "corpus" / f"{_file_name(name)}.json"
     known = read_json(memory, Remembered, "delete it") if memory.exists() else Remembered()
     now = replace(known, text_field=text_field or known.text_field)
     if name.startswith("hf:") and not now.files:
@@ -191,10 +160,6 @@ def open_corpus(name: str, text_field: str | None = None) -> Corpus:
     if name.startswith("hf:"):
         return Corpus(name, now.revision, tuple(now.files), now.text_field, repo=HUB_NAME.fullmatch(name)[1])
 
-    if name == "python":
-        root, suffixes = Path(sysconfig.get_path("stdlib")), ".py"
-    else:
-        root, suffixes = Path(_place(name)), TEXT_SUFFIXES + RECORD_SUFFIXES
     files = _local_files(root, suffixes)
     if not files:
         raise InputError(
@@ -203,21 +168,16 @@ def open_corpus(name: str, text_field: str | None = None) -> Corpus:
     # Names, sizes and times: hashing 100 GB at every start would not be worth the certainty
     listing = []
     for path in files:
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror}; {LEAVE_OUT}") from error
+        status = path.stat()
         listing.append((path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns))
     return Corpus(name, _digest(listing)[:16], tuple(files), now.text_field)
 
 
 def _local_files(root, suffixes) -> list[Path]:
     """The files of a place that are read, sorted: not hidden ones, nor what we write ourselves."""
-    if root.is_file():
-        return [root] if root.name.lower().endswith(suffixes) else []
     ours = base_dir().resolve()  # changes with every run
     files = []
-    for folder, subfolders, names in os.walk(root):
+    for folder, subfolders, names in [(root.parent, [], [root.name])] if root.is_file() else os.walk(root):
         for name in list(subfolders):
             if name.startswith(".") or name in PACKAGES or Path(folder, name) == ours:
                 subfolders.remove(name)  # os.walk goes into those that stay
@@ -233,19 +193,12 @@ def _resolve(name, text_field) -> Remembered:
     from huggingface_hub import HfApi
 
     repo, config, revision = HUB_NAME.fullmatch(name).groups()
-    with _of_the_hub(f"opening {name}"):
+    with _of_the_hub(f"opening the train split of {name}"):
         # Fails at once if there is no network; the builder alone would try for half a minute
         revision = HfApi().dataset_info(repo, revision=revision, timeout=10).sha
-        builder = load_dataset_builder(repo, config, revision=revision, cache_dir=_hub_cache())
-    files = builder.config.data_files or {}
-    if "train" not in files:
-        raise InputError(f"corpus {name} has no train split (it has: {', '.join(files) or 'no data files'})")
-    files = [file.split(f"@{revision}/", 1)[-1] for file in files["train"]]
+        builder = load_dataset_builder(repo, config, revision=revision)
+        files = [file.split(f"@{revision}/", 1)[-1] for file in builder.config.data_files["train"]]
     return Remembered(text_field, revision, files)
-
-
-def _hub_cache() -> str:
-    return str(base_dir() / "corpus" / "hub")
 
 
 @contextlib.contextmanager
@@ -254,11 +207,9 @@ def _of_the_hub(what: str):
     try:
         yield
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"{what} failed: {reason}. Check name and network; offline, CORPUS=python bash speedrun.sh works"
+            f"{what} failed: {type(error).__name__}: {error}. Check name and network; offline, "
+            "CORPUS=python bash speedrun.sh works"
         ) from error
 
 
@@ -266,8 +217,10 @@ def _digest(value) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def _readable(name) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)[-60:]
+def _file_name(*identity: str) -> str:
+    """A name for what these strings stand for, the first of them readable in it."""
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", identity[0])[-60:]
+    return f"{readable}-{_digest(identity)[:8]}"
 
 
 def read_texts(path: Path, field: str):
@@ -284,17 +237,27 @@ def read_texts(path: Path, field: str):
                 for record in batch.to_pylist():
                     yield _text_of(record, field)
     else:
-        import pyarrow as pa
-
-        # Decompresses by suffix, and tells of a stream that ends too early
-        with io.BufferedReader(pa.input_stream(str(path), compression="detect"), 1 << 20) as file:
-            for line in file:
+        with _open_lines(path) as lines:
+            for line in lines:
                 if line.strip():
                     yield _text_of(json.loads(line), field)
 
 
+def _open_lines(path):
+    if path.suffix.lower() == ".jsonl":
+        return path.open("rb")
+    import pyarrow as pa
+
+    # Decompresses by suffix, and tells of a stream that ends too early
+    return io.BufferedReader(pa.input_stream(str(path), compression="detect"), 1 << 20)
+
+
 def _text_of(record, field):
     text = record.get(field, 0) if isinstance(record, dict) else 0
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f"no text in field {field!r} of {reprlib.repr(record)}, {NAME_FIELD}")
-    return text
+    if isinstance(text, str):
+        return text.encode(errors="replace").decode()  # lone surrogates of JSON become question marks
+    if text is not None:  # a text that is null is none
+        raise ValueError(
+            f"no text in field {field!r} of {reprlib.repr(record)}, "
+            "python -m scripts.data_prep --text-field names another"
+        )

@@ -7,20 +7,14 @@ merely deal the rows out: the position in the data is (epoch, window, row) of th
 rank.
 """
 
+import itertools
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from nanomuon.runtime import InputError
-from nanomuon.shards import (
-    WINDOW,
-    count_tokens,
-    read_manifest,
-    read_shards,
-    wait_for_window,
-    window_is_there,
-)
+from nanomuon.shards import WINDOW, count_tokens, read_manifest, read_shards, wait_for_window
 
 
 def cut_documents(starts, end, seq_len):
@@ -29,8 +23,7 @@ def cut_documents(starts, end, seq_len):
     starts: where each document begins, the last of which ends at `end`.
     """
     pieces = []
-    starts = starts.tolist()
-    for start, following in zip(starts, [*starts[1:], end], strict=True):
+    for start, following in itertools.pairwise([*starts.tolist(), end]):
         for place in range(start, following, seq_len):
             pieces.append((place, min(seq_len, following - place)))
     return pieces
@@ -46,39 +39,34 @@ def pack_rows(pieces, capacity, cut):
     second part goes back, to begin with a <|bos|> of its own. Only the last pieces, fewer than a row, stay
     out. Without `cut` every piece is in some row, whole, and rows have room at the end.
 
-    The free lengths are the bits of one integer, so finding the longest piece that fits is a mask and a
-    bit_length.
+    The lengths of the pieces that are left are the bits of one integer: to find the longest piece that fits
+    takes a mask and a bit_length.
     """
     buckets = [[] for _ in range(capacity)]  # buckets[n]: starts of the pieces of n tokens
-    left = 0  # places that the pieces not yet in rows take
+    lengths = 0
     for start, length in pieces:
         buckets[length].append(start)
-        left += length + 1
-    free = sum(1 << length for length, bucket in enumerate(buckets) if bucket)
-    enough_for_a_row = capacity if cut else 1
+        lengths |= 1 << length
     rows = []
-    while left >= enough_for_a_row:
+    while lengths:
         row, room = [], capacity
-        while room:
-            fits = free & ((1 << room) - 1)
-            if fits:
-                length = taken = fits.bit_length() - 1
-            elif cut:
-                length, taken = free.bit_length() - 1, room - 1
-            else:
+        while lengths and room:
+            fits = lengths & ((1 << room) - 1)
+            if not fits and not cut:
                 break
+            length = (fits or lengths).bit_length() - 1
+            taken = min(length, room - 1)
             bucket = buckets[length]
             start = bucket.pop()
             if not bucket:
-                free ^= 1 << length
+                lengths ^= 1 << length
             if taken < length:
                 buckets[length - taken].append(start + taken)
-                free |= 1 << (length - taken)
-                left += 1
+                lengths |= 1 << (length - taken)
             row.append((start, taken))
-            left -= taken + 1
             room -= taken + 1
-        rows.append(row)
+        if room == 0 or not cut:
+            rows.append(row)
     return rows
 
 
@@ -108,7 +96,7 @@ class TrainLoader:
     folder: of the shards. Each `next()` gives (inputs, targets), both (device_batch_size, seq_len) int64 on
     `device`. Step s trains on rows s * rows_per_step ... of one endless sequence of rows that depends on
     (shards, seed, seq_len) alone; rows_per_step counts rows over all ranks and micro-batches. InputError
-    if the corpus is smaller than one step.
+    if the corpus is smaller than one step, or if a shard of the first window cannot be read.
 
     `state_dict()` is the position after the last micro-batch returned. Passed as `state` it resumes there at
     once, on any number of ranks. To pack a window takes 0.06 s at a length of 2048, 0.2 s at 256.
@@ -134,7 +122,7 @@ class TrainLoader:
         self.own_rows = slice(rank * device_batch_size, (rank + 1) * device_batch_size)
         self.manifest = read_manifest(folder)
         text = count_tokens(self.manifest.train)
-        if self.manifest.complete and text < rows_per_step * seq_len:
+        if text < rows_per_step * seq_len:
             raise InputError(
                 f"corpus {self.manifest.corpus} has {text} training tokens, "
                 f"fewer than one step of {rows_per_step} rows of {seq_len}: "
@@ -142,7 +130,7 @@ class TrainLoader:
             )
         state = state or {"epoch": 0, "window": 0, "row": 0}  # of the next row
         self.epoch, self.window, self.row = state["epoch"], state["window"], state["row"]
-        self._rows = None  # of this window, once they are packed
+        self._rows = self._pack()  # at once: a damaged shard is told of before a run is touched
 
     def state_dict(self) -> dict:
         """{epoch, window, row}: three ints, the same on every rank."""
@@ -154,27 +142,28 @@ class TrainLoader:
         return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
     def _next_row(self):
-        while self._rows is None or self.row >= len(self._rows):
-            if self._rows is not None:
-                self._rows, self.window, self.row = None, self.window + 1, 0
-            if not window_is_there(self.manifest, self.window):
-                asked_for = self.manifest.corpus, self.manifest.vocab_size, self.manifest.max_tokens
-                self.manifest = wait_for_window(self.folder, self.window, *asked_for)
-            if self.window * WINDOW >= len(self.manifest.train):
-                self.epoch, self.window = self.epoch + 1, 0
+        while self.row >= len(self._rows):
+            self._rows = None  # its memory is for the next window
+            self.window, self.row = self.window + 1, 0
             self._rows = self._pack()
         self.row += 1
         return self._rows[self.row - 1]
 
     def _pack(self):
+        """All rows of the window, waiting for it if need be; after the last one an epoch begins."""
+        self.manifest = wait_for_window(
+            self.folder, self.window, self.manifest.corpus, self.manifest.vocab_size
+        )
+        if self.window * WINDOW >= len(self.manifest.train):
+            self.epoch, self.window = self.epoch + 1, 0
         # NumPy keeps the streams of RandomState for good, those of Generator may change with a release
         seeds = np.random.SeedSequence([self.seed, self.epoch, self.window])
         rng = np.random.RandomState(np.random.MT19937(seeds))
         tokens, starts = read_shards(self.folder, self.manifest, "train", self.window)
         pieces = cut_documents(starts, len(tokens), self.seq_len)
-        pieces = [pieces[index] for index in rng.permutation(len(pieces))]
+        rng.shuffle(pieces)
         rows = pack_rows(pieces, self.seq_len + 1, cut=True)
-        rows = [rows[index] for index in rng.permutation(len(rows))]
+        rng.shuffle(rows)
         return fill(rows, tokens, self.seq_len + 1, self.manifest.vocab_size - 1)
 
 

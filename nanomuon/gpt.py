@@ -10,6 +10,7 @@ earlier in the text, and the input of every MLP goes through a short causal conv
 was tried (docs/recipe.md).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -237,24 +238,37 @@ class GPT(nn.Module):
         self._fill_rope()  # a model that loads a state dict needs no init_weights
 
     @torch.no_grad()
-    def init_weights(self, seed: int = 0) -> None:
-        """Projections into the residual stream start at zero, so every block starts as the identity."""
+    def init_weights(self, seed: int = 0, fill: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+        """Projections into the residual stream start at zero, so every block starts as the identity.
+
+        fill(parameter, values) writes what was drawn, all of it, into a parameter.
+        """
         for tensor in (*self.parameters(), *self.buffers()):
             tensor.zero_()
         generator = torch.Generator(device=self.cos.device).manual_seed(seed)
         bound = (3 / self.config.width) ** 0.5  # of a uniform with deviation 1/sqrt(width): no outliers
-        self.wte.weight.normal_(0, 1, generator=generator)
+
+        def empty(param):
+            return torch.empty(param.shape, dtype=param.dtype, device=param.device)
+
+        def uniform(param):
+            fill(param, empty(param).uniform_(-bound, bound, generator=generator))
+
+        def normal(param, deviation):
+            fill(param, empty(param).normal_(0, deviation, generator=generator))
+
+        normal(self.wte.weight, 1)
         for embed in self.value_embeds.values():
-            embed.weight.uniform_(-bound, bound, generator=generator)
+            uniform(embed.weight)
         for block in self.blocks:
             attn, mlp = block.attn, block.mlp
             inward = [attn.q.weight, attn.k.weight, attn.v.weight]
             inward += [mlp.router, mlp.w1] if self.config.experts else [mlp.up.weight]
             for weight in inward:
-                weight.uniform_(-bound, bound, generator=generator)
+                uniform(weight)
         self.resid_scalars.fill_(1.0)
         self.x0_scalars.fill_(0.1)
-        self.lm_head.weight.normal_(0, 0.001, generator=generator)
+        normal(self.lm_head.weight, 0.001)
         self._fill_rope()
 
     def _fill_rope(self) -> None:

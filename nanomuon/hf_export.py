@@ -4,21 +4,30 @@ Written without either library. How the model computes is in `modeling_nanomuon.
 folder: transformers runs that file under `trust_remote_code=True`. Nothing here runs it.
 """
 
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from nanomuon import checkpoint
-from nanomuon.files import find_run, read_json, tensor_shapes, write_json, write_tensors, write_text
+from nanomuon.checkpoint import tensor_shapes
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim_state import whole
 from nanomuon.parallel import build_model
 from nanomuon.plan import Settings, meta_model
 from nanomuon.report import markdown_table
-from nanomuon.runtime import InputError, Runtime, patient_group, rank, together
+from nanomuon.runtime import (
+    InputError,
+    Runtime,
+    find_run,
+    on_first_rank,
+    rank,
+    read_json,
+    write_json,
+    write_text,
+    write_whole,
+)
 from nanomuon.tokenizer import BOS, SPLIT_PATTERN, Tokenizer
 
 MODEL_FILE = Path(__file__).with_name("modeling_nanomuon.py")
@@ -132,16 +141,15 @@ def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | Non
     for name, tensor in model.state_dict().items():
         tensor = whole(tensor)
         if rank() == 0:
-            weights[name] = tensor.to("cpu", dtype or tensor.dtype)
+            # A copy: the format has neither transposes nor two names for one tensor
+            tensor = tensor.to("cpu", dtype or tensor.dtype)
+            weights[name] = tensor.clone(memory_format=torch.contiguous_format)
 
     def write():
-        if rank() == 0:
-            hidden = folder / ".model.safetensors.tmp"  # files.locked removes it after a kill
-            write_tensors(weights, hidden, {"format": "pt"})
-            os.replace(hidden, folder / "model.safetensors")
+        with write_whole(folder / "model.safetensors") as file:
+            file.write(save(weights, {"format": "pt"}))
 
-    with patient_group() as group:  # of a large model on a slow disk it takes many minutes
-        together(write, group)
+    on_first_rank(write)
 
 
 def export_run(run: str, folder: Path, checkpoint_name: str | None, dtype: str, runtime: Runtime) -> None:
@@ -245,8 +253,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict:
     """
     characters = byte_characters()
     words = {token: "".join(characters[byte] for byte in token) for token in tokenizer.vocab}
-    # tiktoken merges any two neighbours that together are a token, that of the lowest rank first: so each way to
-    # cut a token into two others is a merge
+    # tiktoken merges any two neighbours that together are a token, that of the lowest rank first: so each way
+    # to cut a token into two others is a merge
     merges = []
     for token in words:
         for cut in range(1, len(token)):

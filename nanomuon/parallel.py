@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.overrides import TorchFunctionMode
 
 from nanomuon import head_loss
 from nanomuon.gpt import GPT, GPTConfig
@@ -30,14 +29,14 @@ COLUMNS = ("attn.q", "attn.k", "attn.v", "attn.value_gate", "mlp.up")
 ROWS = ("attn.o", "mlp.down")
 
 
-def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig | None = None) -> int:
+def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig) -> int:
     """How many ranks see different rows. InputError where the ranks, or the model's heads, do not divide."""
     if world_size % tensor_parallel:
         raise InputError(
             f"--tensor-parallel {tensor_parallel} does not divide {world_size} processes: "
             "start a multiple of it"
         )
-    if config and config.kv_heads % tensor_parallel:
+    if config.kv_heads % tensor_parallel:
         raise InputError(
             f"--tensor-parallel {tensor_parallel} does not divide {config.kv_heads} key-value heads: choose "
             "one that does, or another --depth"
@@ -59,14 +58,12 @@ def build_model(
     if mesh:
         parallelize(model, mesh, fsdp)
     model.to_empty(device=runtime.device)
-    init_weights(model, seed)
+    model.init_weights(seed, fill)  # one whole parameter at a time
     return model
 
 
 def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
-    """Cut the parameters of a GPT on the meta device, in place; `to_empty` and `init_weights` below then fill
-    them.
-    """
+    """Cut the parameters of a GPT on the meta device, in place."""
     if mesh["tp"].size() > 1:
         styles = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(ROWS, RowwiseParallel())
         for block in gpt.blocks:  # a block may lack the gate, or have experts in place of the MLP
@@ -97,26 +94,11 @@ def _as_replicated(mesh, module, inputs):
     return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False), *inputs[1:]
 
 
-def init_weights(gpt: GPT, seed: int) -> None:
-    """gpt.init_weights with the same numbers however the parameters are cut; holds one whole parameter at a
-    time.
-    """
-    with _DrawnWhole():
-        gpt.init_weights(seed)
-
-
-class _DrawnWhole(TorchFunctionMode):
-    """Random numbers for a DTensor are drawn for all of it on every rank, which keeps its piece."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        draws = function in (torch.Tensor.normal_, torch.Tensor.uniform_)
-        if not draws or not isinstance(args[0], DTensor):
-            return function(*args, **(kwargs or {}))
-        param = args[0]
-        whole = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-        function(whole, *args[1:], **(kwargs or {}))
-        param.to_local().copy_(cut(whole, param).to_local())
-        return param
+def fill(param: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy a tensor that every rank holds into a parameter, or its piece into one in pieces."""
+    if isinstance(param, DTensor):
+        param, whole = param.to_local(), cut(whole, param).to_local()
+    param.copy_(whole)
 
 
 def cut(whole: torch.Tensor, like: DTensor) -> DTensor:

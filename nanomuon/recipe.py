@@ -5,7 +5,7 @@ compares them with others.
 """
 
 import inspect
-import types
+import runpy
 from pathlib import Path
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
@@ -116,18 +116,15 @@ def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
     return values
 
 
-def lr_multiplier(
-    step: int, steps: int, warmup: float = 0.0, cooldown: float = 0.5, final: float = 0.0
-) -> float:
-    """Trapezoid: linear rise over the first `warmup` share of `steps`, flat, linear fall over the last.
-
-    It falls to `final` over the `cooldown` share. Step counts from 0; the first step is never 0.
+def lr_multiplier(step: int, steps: int, warmup: float = 0.0, cooldown: float = 0.5) -> float:
+    """Trapezoid: linear rise over the first `warmup` share of `steps`, flat, linear fall to 0 over the last
+    `cooldown` share. Step counts from 0; the first step is never 0.
     """
     rise = fall = 1.0
     if warmup:
         rise = (step + 1) / (warmup * steps)
     if cooldown:
-        fall = final + (1 - final) * (steps - step) / (cooldown * steps)
+        fall = (steps - step) / (cooldown * steps)
     return min(1.0, rise, fall)
 
 
@@ -141,19 +138,17 @@ def muon_momentum(step: int, steps: int, start: float = 0.85, peak: float = 0.95
 # A user's file in place of the recipe
 
 
-def load_recipe(file, source: bytes | None = None):
-    """(build, schedule) of a user's Python file.
+def load_recipe(file):
+    """(build, schedule) of a user's Python file, which this runs.
 
     The file defines `param_groups(model)`, a list of groups for MuonAdamW, or `build_optimizer(model)`, any
     torch.optim.Optimizer, either with the parameters `batch` and `steps` if it likes (see make_optimizer);
     and if it likes `schedule(group, step, steps)`, else it is None. What the file imports of this one to
-    build on is not its own. source: what was read of the file before; this runs, whatever it holds by now.
-    InputError if there is no such file or function.
+    build on is not its own. InputError if there is no such function.
     """
-    module = run_file(file, read_source(file) if source is None else source)
-    own = {}
+    names, own = run_file(file), {}
     for name in ("param_groups", "build_optimizer", "schedule"):
-        function = getattr(module, name, None)
+        function = names.get(name)
         own[name] = function if callable(function) and function is not globals().get(name) else None
     groups, optimizer = own["param_groups"], own["build_optimizer"]
     if bool(groups) == bool(optimizer):
@@ -161,20 +156,10 @@ def load_recipe(file, source: bytes | None = None):
     return groups or optimizer, own["schedule"]
 
 
-def read_source(file) -> bytes:
-    """The text of a Python file; InputError if there is none."""
-    if not str(file).endswith(".py") or not Path(file).is_file():
-        raise InputError(f"{file}: no such Python file")
-    return Path(file).read_bytes()
-
-
-def run_file(file, source: bytes):
-    """The module that the text of a Python file makes; what it raises is the user's to see whole."""
+def run_file(file) -> dict:
+    """What a Python file defines, by name; what it raises is the user's to see whole."""
     # Not by an import, which takes what an earlier one has left in __pycache__
-    module = types.ModuleType(Path(file).stem)
-    module.__file__ = str(file)
-    exec(compile(source, str(file), "exec", dont_inherit=True), module.__dict__)
-    return module
+    return runpy.run_path(str(file), run_name=Path(file).stem)
 
 
 def make_optimizer(build, model, batch, steps, world_size=1, **settings):
@@ -192,12 +177,3 @@ def make_optimizer(build, model, batch, steps, world_size=1, **settings):
         return (DistMuonAdamW if world_size > 1 else MuonAdamW)(built, **settings)
     except (ValueError, TypeError) as error:
         raise InputError(f"no optimizer was built: {error}") from error
-
-
-def check_schedule(schedule, groups, steps):
-    """InputError if a schedule gives a group what it does not have: a misspelt key would go unnoticed."""
-    for group in groups:
-        values = schedule(group, 0, steps)
-        if not isinstance(values, dict) or values.keys() - group.keys():
-            has = ", ".join(key for key in group if key not in ("params", "names"))
-            raise InputError(f"schedule() has to return a dict of what the group has ({has}), not {values!r}")

@@ -3,40 +3,43 @@
 import contextlib
 import json
 import math
-import os
 import platform
 import re
 import shlex
 import statistics
 from pathlib import Path
+from textwrap import indent
 
 import torch
 
-from nanomuon.files import read_json, write_text, write_whole
-from nanomuon.runtime import Runtime, cores, peak_memory_mb, print0, printable
+from nanomuon.core import as_line
+from nanomuon.runtime import Runtime, cores, peak_memory_mb, print0, printable, write_text, write_whole
 
 
 class MetricsLog:
     """Appends rows to metrics.jsonl, one JSON object a line, each whole even if the process dies after it.
 
-    path: the file. resume_step: None starts it empty; otherwise it keeps the steps up to this one, and the
-    evaluations before it: those of this step are made again. wandb: None, or keywords of wandb.init (project,
-    name, config, id); WANDB_MODE=offline needs no network. Only the first rank makes one.
+    folder: of the run. resume_step: None starts the file empty; otherwise it keeps the steps up to this one,
+    and the evaluations before it: those of this step are made again. wandb_config: what a run of Weights &
+    Biases records as its configuration, None: no such run; WANDB_MODE=offline needs no network.
     """
 
-    def __init__(self, path: Path, resume_step: int | None = None, wandb: dict | None = None):
-        kept = []
+    def __init__(self, folder: Path, resume_step: int | None = None, wandb_config: dict | None = None):
+        path, kept = folder / "metrics.jsonl", []
         for row in read_rows(path) if resume_step is not None else []:
             if row["step"] < resume_step or (row["step"] == resume_step and "train_loss" in row):
                 kept.append(json.dumps(row) + "\n")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         write_text(path, "".join(kept))
         self.file = path.open("ab", buffering=0)
         self.wandb = None
-        if wandb is not None:
-            import wandb as library
+        if wandb_config is not None:
+            import wandb
 
-            self.wandb = library.init(dir=path.parent, resume="allow", **wandb)
+            name = folder.name
+            self.wandb = wandb.init(
+                project="nanomuon", name=name, id=name, config=wandb_config, dir=folder, resume="allow"
+            )
 
     def log(self, row: dict) -> None:
         """row: a dict with `step`, values numbers; not finite ones are written as null, as JSON has none."""
@@ -80,7 +83,6 @@ def summarize(rows: list[dict], val_bpb: float, steps: int, tokens: int, runtime
         "tokens_per_second": round(statistics.median(row["tokens_per_second"] for row in rows)),
         "optimizer_ms": round(statistics.median(row["optimizer_ms"] for row in rows), 1),
         "peak_memory_mb": peak_memory_mb(runtime.device),
-        "dtype": runtime.dtype_name,
     }
 
 
@@ -95,13 +97,10 @@ def plot_run(metrics, image) -> None:
     loss, bpb = figure.subplots(1, 2)
 
     def curve(axis, rows, key, **style):
-        values = [math.nan if row[key] is None else row[key] for row in rows]
-        axis.plot([row["tokens"] for row in rows], values, **style)
+        axis.plot([row["tokens"] for row in rows], [row[key] for row in rows], **style)
 
-    curve(loss, training, "train_loss", color="tab:blue", linewidth=0.8)
-    finite = sorted(row["train_loss"] for row in training if row["train_loss"] is not None)
-    if finite:  # the first steps fall steeply: give the rest of the curve the room
-        loss.set_ylim(top=1.02 * finite[int(0.97 * (len(finite) - 1))] + 1e-3)
+    # The first steps fall steeply: the rest of the curve gets the room
+    curve(loss, training[len(training) // 30 :], "train_loss", color="tab:blue", linewidth=0.8)
     loss.set(title="Training loss", ylabel="nats per token")
     # A line joins figures of the same text only: the beginning of the set may be easier than all of it
     on_part = [row for row in evaluation if not row.get("whole_set")]
@@ -113,27 +112,19 @@ def plot_run(metrics, image) -> None:
     for axis in (loss, bpb):
         axis.set_xlabel("tokens trained on")
         axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
     # a name may have dollar signs
     figure.suptitle(Path(metrics).resolve().parent.name, fontweight="bold", parse_math=False)
     with write_whole(image) as file:
         figure.savefig(file, format="png")
 
 
-def write_report(
-    folder: Path, summary: dict, samples: list[str], core: tuple[str, dict] | None = None
-) -> None:
+def write_report(folder: Path, summary: dict, samples: list[str], core: dict | None = None) -> None:
     """Draw loss.png and write report.md, which shows it, from what lies in a run's folder.
 
-    summary: its figures. samples: generated texts. core: None, or its line and its tasks, see core.evaluate.
+    summary: its figures. samples: generated texts. core: what core.evaluate gives, or None.
     """
     plot_run(folder / "metrics.jsonl", folder / "loss.png")
     name = folder.resolve().name
-    settings = read_json(folder / "settings.json")
-    usage = (
-        f"python -m scripts.sample --run {shlex.quote(name)}      # more text\n"
-        f"python -m scripts.base_eval --run {shlex.quote(name)}   # evaluate again"
-    )
     parts = [
         f"# {name}",
         f"Trained on {machine_description()}.",
@@ -141,33 +132,28 @@ def write_report(
         "![Training loss and validation bits per byte over tokens](loss.png)",
     ]
     if core is not None:
-        line, tasks = core
-        accuracies = {label: f"{task['accuracy']:.4f}" for label, task in tasks.items()}
-        parts.append(f"## CORE\n\n{line}\n\n" + markdown_table(("task", "accuracy"), accuracies))
+        accuracies = {label: f"{task['accuracy']:.4f}" for label, task in core["tasks"].items()}
+        parts.append(f"## CORE\n\n{as_line(core)}\n\n" + markdown_table(("task", "accuracy"), accuracies))
     parts += [
-        "## Samples\n\n" + "\n\n".join(fenced(sample) for sample in samples),
-        "## Use it\n\n" + fenced(usage),
+        "## Samples",
+        *(f"Sample {number}:\n\n" + indent(sample, "    ") for number, sample in enumerate(samples, 1)),
+        "## Use it",
+        f"    python -m scripts.sample --run {shlex.quote(name)}",
         "`model.safetensors` and `config.json` are the model; opening them runs no code.",
-        "## Settings\n\n" + markdown_table(("setting", "value"), settings["options"]),
-        "## Trained on, and with\n\n"
-        + markdown_table(("", ""), settings["trained_on"] | settings["trained_with"]),
+        "`settings.json` has its settings, and what it was trained on and with.",
     ]
     write_text(folder / "report.md", printable("\n\n".join(parts)) + "\n")
 
 
 def machine_description() -> str:
-    """One line: processor, memory, GPUs, versions: "2 x AMD EPYC, 24 GB, no GPU, torch 2.13.0, Python
-    3.11.7".
-    """
+    """One line: processor, GPUs, versions: "2 x AMD EPYC, no GPU, torch 2.13.0, Python 3.11.7"."""
     cpu_info = Path("/proc/cpuinfo")
     named = re.search("model name.*: (.*)", cpu_info.read_text()) if cpu_info.exists() else None
     processor = named[1] if named else platform.machine()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     count = torch.cuda.device_count()
     graphics = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU"
     return (
-        f"{cores()} x {processor}, {memory:.0f} GB, {graphics}, "
-        f"torch {torch.__version__}, Python {platform.python_version()}"
+        f"{cores()} x {processor}, {graphics}, torch {torch.__version__}, Python {platform.python_version()}"
     )
 
 
@@ -179,13 +165,6 @@ def markdown_table(header: tuple[str, str], values: dict) -> str:
             text = str(value).replace("|", "\\|")
             lines.append(f"| {name} | {text} |")
     return "\n".join(lines)
-
-
-def fenced(text):
-    """A fenced block that no backticks inside can end: the fence is longer than any run of them."""
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}\n{text}\n{fence}"
 
 
 def print_summary(summary: dict) -> None:

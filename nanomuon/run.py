@@ -3,15 +3,12 @@
 import argparse
 import contextlib
 import functools
-import gc
-import importlib.metadata
 import math
 import os
 import platform
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -21,7 +18,6 @@ from nanomuon import checkpoint, core, hf_export, parallel, recipe, report, shar
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.evaluate import bits_per_byte
-from nanomuon.files import folder_of, read_json, write_json
 from nanomuon.fp8 import train_in_fp8
 from nanomuon.generate import sample_texts
 from nanomuon.optim import MuonAdamW
@@ -32,15 +28,14 @@ from nanomuon.plan import (
     Settings,
     choose_compilation,
     print_plan,
-    refuse_differences,
+    refuse_changes,
     sha256_of,
 )
 from nanomuon.qk_clip import watch_
-from nanomuon.runtime import InputError, Runtime, first_rank_first, print0
+from nanomuon.runtime import InputError, Runtime, first_rank_first, folder_of, print0, read_json, write_json
 from nanomuon.tokenizer import Tokenizer
 
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
-NO_PROMPTS = [""] * 3  # for other corpora
 
 
 @dataclass
@@ -66,9 +61,7 @@ class Run:
         self.core_tasks = open_core_tasks(args, runtime)
         self.trained_on = first_rank_first(lambda: self._open_data(settings), runtime)
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes).to(runtime.device)
-        compiles = settings.compile if settings and not args.no_compile else None
-        if compiles is None or "NANOMUON_COMPILE" in os.environ:
-            compiles = choose_compilation(args, plan, runtime)
+        compiles = choose_compilation(args, plan, runtime)
         os.environ["NANOMUON_COMPILE"] = str(int(compiles))
 
         found = checkpoint.find(self.folder, args.resume)
@@ -80,13 +73,9 @@ class Run:
         self._resume(found)
         self.log = None
         if runtime.rank == 0:
-            self._write_folder(compiles)
-            wandb = None
-            if args.wandb:
-                wandb = dict(project="nanomuon", name=args.run, id=args.run, config=vars(args))
-            self.log = report.MetricsLog(
-                self.folder / "metrics.jsonl", self.step if found else None, wandb=wandb
-            )
+            self._write_folder()
+            resume_step = self.step if found else None
+            self.log = report.MetricsLog(self.folder, resume_step, vars(args) if args.wandb else None)
         checkpoint.remove(self.folder, self.step if found else -1, args.keep_last)
         print_plan(args, self.plan, runtime)
         self.forward = self.model
@@ -98,28 +87,18 @@ class Run:
         """Open shards and tokenizer. Returns what the run is trained on; InputError if that has changed."""
         corpus, file = open_corpus(self.args.corpus), self.args.optimizer_file
         trained_on = {"corpus": self.args.corpus, "revision": corpus.revision, "shards": corpus.slug}
-
-        def refuse_other_data():
-            before = settings.trained_on if settings else trained_on
-            differences = [
-                f"{key} {before.get(key)}, not {now}"
-                for key, now in trained_on.items()
-                if before.get(key) != now
-            ]
-            refuse_differences(self.args.run, differences)
-
-        refuse_other_data()  # before it is worked on
-        self.data = shards.prepare_for_training(corpus, self.args.vocab_size, self.plan.tokens)
+        before = settings.trained_on if settings else trained_on
+        refuse_changes(self.args.run, before, trained_on)  # before the data is worked on
+        self.data = shards.prepare_for_training(corpus, self.args.vocab_size)
         self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
-        refuse_other_data()
+        if settings:
+            refuse_changes(self.args.run, before, trained_on)
         return trained_on | {"optimizer_file": file, "optimizer_file_sha256": sha256_of(file)}
 
     def _build(self):
         """Model, optimizer, schedule."""
         args, plan, runtime = self.args, self.plan, self.runtime
-        if runtime.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(runtime.device)  # what the probe took does not count
         self.mesh = None
         if runtime.world_size > 1 and (args.shard == "fsdp" or args.tensor_parallel > 1):
             self.mesh = parallel.device_mesh(runtime.device.type, plan.data_parallel, args.tensor_parallel)
@@ -130,11 +109,6 @@ class Run:
             watch_(self.model, args.qk_clip)
         self.optimizer, self.schedule = build_optimizer(args, self.model, plan, runtime)
         self.initial_groups = [dict(group) for group in self.optimizer.param_groups]
-        recipe.check_schedule(self.schedule, self.initial_groups, plan.steps)
-        trained = {id(param) for group in self.initial_groups for param in group["params"]}
-        not_trained = [name for name, param in self.model.named_parameters() if id(param) not in trained]
-        if not_trained:
-            print0(f"in no param group, so not trained: {', '.join(not_trained)}")
 
     def _resume(self, found: Path | None):
         """Take up what a checkpoint holds, if there is one."""
@@ -159,7 +133,7 @@ class Run:
             position,
         )
 
-    def _write_folder(self, compiles: bool):
+    def _write_folder(self):
         if self.args.resume == "never":
             shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -173,7 +147,6 @@ class Run:
         options = {name: value for name, value in vars(self.args).items() if name not in OF_THE_LAUNCH}
         settings = Settings(
             options=options | chosen,
-            compile=compiles,
             rows=self.plan.rows,
             world_size=self.runtime.world_size,
             trained_on=self.trained_on,
@@ -200,9 +173,7 @@ class Run:
         )
         as_in_training = self.forward is not self.model  # compiled whole: then with the graph that is there
         value = bits_per_byte(self.forward, batches, self.token_bytes, as_in_training)
-        whole_set = max_tokens is None or max_tokens >= shards.count_tokens(
-            shards.read_manifest(self.data).val
-        )
+        whole_set = max_tokens is None
         self._log({"val_bpb": value, "whole_set": whole_set})
         extent = " (whole set)" if whole_set else ""
         print0(f"step {self.step:5d}/{self.plan.steps} | validation {value:.4f} bits per byte{extent}")
@@ -246,13 +217,12 @@ class Run:
             print0(f"warning: {error}")
 
     def give_up(self, why: str, bad_steps: int = 0) -> int:
-        """Say why the run has diverged and where to go on from. Returns the exit code."""
-        # A checkpoint is good if the step after it was
-        good = [saved for saved in checkpoint.saved_steps(self.folder) if saved < self.step - bad_steps]
-        last_good = "no checkpoint is good"
-        if good:
-            last_good = f"--resume step_{good[-1]} goes on from the last good checkpoint"
-        print0(f"error: {why}; {last_good}; --resume never starts over, at lower rates", file=sys.stderr)
+        """Say why the run has diverged, and from which checkpoint to go on: one before the bad steps. Returns
+        the exit code.
+        """
+        earlier = [step for step in checkpoint.saved_steps(self.folder) if step < self.step - bad_steps]
+        advice = f"--resume step_{earlier[-1]} goes on from there, " if earlier else ""
+        print0(f"error: {why}; {advice}--resume never starts over; try lower rates", file=sys.stderr)
         return 1
 
     def finish(self) -> int:
@@ -271,25 +241,19 @@ class Run:
             "corpus": args.corpus,
         }
         hf_export.export(self.folder, self.model, self.tokenizer, facts)
+        with torch.compiler.set_stance("force_eager"):  # the shapes of samples were not compiled
+            prompts = PROMPTS.get(args.corpus, [""] * 3)
+            samples = sample_texts(self.model, self.tokenizer, prompts, max_tokens=128, seed=args.seed)
         if self.log is None:
             return 0
         self.log.close()
         rows, _ = report.read_metrics(self.folder / "metrics.jsonl")
         summary = report.summarize(rows, val_bpb, plan.steps, plan.tokens, self.runtime)
         summary["parameters"] = sum(p.numel() for p in self.model.parameters())
-        core_report = None
-        if core_results is not None:
-            core_report = core.as_line(core_results), core_results["tasks"]
-            whole = core_results["core"]
-            summary["core"] = None if whole is None else round(whole, 4)
-            summary["core_mean_centered"] = round(core_results["mean_centered"], 4)
-        elif args.core_bundle or args.core_every > 0:
-            summary["core"] = None  # its bundle could not be had
-        # The exported model makes the samples, and pieces of a larger one make room for it
-        self.model = self.forward = self.optimizer = self.initial_groups = None
-        gc.collect()
-        samples = sample_run(args, self.runtime)
-        report.write_report(self.folder, summary, samples, core_report)
+        if core_results:
+            summary["core"] = core_results["core"]
+            summary["core_mean_centered"] = core_results["mean_centered"]
+        report.write_report(self.folder, summary, samples, core_results)
         write_json(self.folder / "summary.json", summary)  # last: it marks the run as complete
         report.print_summary(summary)
         print0(f"report: {self.folder}/report.md, {self.folder}/loss.png")
@@ -308,7 +272,7 @@ def is_complete(folder: Path, steps: int) -> bool:
 
 def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core.Task]:
     """The tasks of CORE; none if it is not asked for, or if its bundle cannot be had."""
-    bundle = args.core_bundle or (core.PUBLIC_BUNDLE if args.core_every > 0 else None)
+    bundle = args.core_bundle
     if bundle is None:
         return []
     try:
@@ -318,27 +282,12 @@ def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core.Tas
         return []
 
 
-def sample_run(args: argparse.Namespace, runtime: Runtime) -> list[str]:
-    """Texts of the exported model; none if this device cannot hold it whole."""
-    try:
-        model, tokenizer, _ = hf_export.load_run(args.run, runtime)
-        prompts = PROMPTS.get(args.corpus, NO_PROMPTS)
-        return sample_texts(model, tokenizer, prompts, max_tokens=128, seed=args.seed)
-    except torch.OutOfMemoryError:
-        print0("no samples: the whole model does not fit into this device")
-        return []
-
-
 def trained_with() -> dict:
-    """Commit, versions and threads that compute a run, as far as they are known."""
-    known = {"python": platform.python_version(), "threads": torch.get_num_threads()}
-    for package in ("torch", "numpy", "safetensors", "tiktoken"):
-        known[package] = importlib.metadata.version(package)
-    checkout = Path(__file__).parents[1]
-    if (checkout / ".git").exists():  # git would look in the folders above, which may be another project
-        commit = "describe --always --abbrev=40 --exclude=* --dirty".split()
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            known["commit"] = subprocess.check_output(["git", "-C", checkout, *commit], text=True).strip()
+    """Versions, and the commit if this is a checkout."""
+    known = {"python": platform.python_version(), "torch": torch.__version__}
+    command = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        known["commit"] = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
     return known
 
 
@@ -357,21 +306,3 @@ def build_optimizer(args, model, plan, runtime) -> tuple[torch.optim.Optimizer, 
         settings["comm_dtype"] = COMM_DTYPES[args.comm_dtype]
     optimizer = recipe.make_optimizer(build, model, plan.batch, plan.steps, runtime.world_size, **settings)
     return optimizer, schedule
-
-
-class Moment:
-    """A point in the device's work, for timing: the clock on a CPU; on a GPU, which runs behind the host, an
-    event.
-    """
-
-    def __init__(self, device: torch.device):
-        self.seconds, self.event = time.perf_counter(), None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record()
-
-    def milliseconds_since(self, earlier: "Moment") -> float:
-        """Of the device. The host must have waited for something later than this moment."""
-        if self.event is None:
-            return 1000 * (self.seconds - earlier.seconds)
-        return earlier.event.elapsed_time(self.event)

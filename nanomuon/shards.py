@@ -2,7 +2,7 @@
 
     shards/<corpus>-<vocab>/
         tokenizer/                     the tokenizer they were written with
-        manifest.json                  corpus, tokenizer, documents and tokens of each shard
+        manifest.json                  the corpus, and documents and tokens of each shard
         val-00000.safetensors          the validation set: the first SHARD_BYTES of validation documents
         train-00000.safetensors ...    documents of the corpus in their order, SHARD_BYTES of UTF-8 text each
 
@@ -12,9 +12,9 @@ shard is written whole, then the manifest counts it: one that it does not count 
 documents beyond the first shard are left out, not trained on.
 """
 
+import itertools
 import math
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,14 +23,22 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from nanomuon.corpus import Corpus, is_validation, with_both_parts
-from nanomuon.files import being_written, locked, read_json, write_json, write_whole
-from nanomuon.runtime import InputError, base_dir, cores, print0
+from nanomuon.corpus import Corpus, with_both_parts
+from nanomuon.runtime import (
+    InputError,
+    base_dir,
+    being_written,
+    cores,
+    locked,
+    print0,
+    read_json,
+    write_json,
+    write_whole,
+)
 from nanomuon.tokenizer import Tokenizer
 
 SHARD_BYTES = 16 << 20  # of text; about 4 million tokens
 TRAINING_BYTES = 512 << 20  # of text, from which the tokenizer is trained
-BATCH = 8  # documents, handed to one worker at a time
 WINDOW = 8  # consecutive training shards whose documents are shuffled together; about 32 million tokens
 PATIENCE = 30  # seconds to wait for somebody to start on shards that are missing
 WRITE_AGAIN = "delete its folder and run scripts.data_prep"
@@ -42,8 +50,6 @@ class Entry:
 
     documents: int
     tokens: int
-    file: int  # of the corpus, in which reading goes on after this shard,
-    done: int  # and how many documents of its kind in that file are in shards
 
 
 @dataclass
@@ -51,12 +57,14 @@ class Manifest:
     """manifest.json."""
 
     corpus: str
-    tokenizer: str  # its hash
     vocab_size: int
     val: list[Entry]
     train: list[Entry]
-    complete: bool  # everything that was asked for is there
-    max_tokens: int | None  # of training that were asked for; None: the whole corpus
+    complete_to: float | None  # training tokens asked for, inf for all; None while some of them are missing
+
+    def has_window(self, window: int) -> bool:
+        """Whether the validation set and training window 0, 1, ... are as long as they will be."""
+        return self.complete_to is not None or len(self.train) >= (window + 1) * WINDOW
 
 
 def read_manifest(folder) -> Manifest | None:
@@ -76,8 +84,8 @@ def shard_name(kind: str, number: int) -> str:
 
 def write_shard(path: Path, documents: list[np.ndarray]) -> None:
     """Write documents (arrays of ids) as one shard, whole or not at all."""
-    ends = np.cumsum([len(document) for document in documents])
-    starts = np.append(0, ends[:-1])
+    lengths = [len(document) for document in documents]
+    starts = np.cumsum([0, *lengths[:-1]])
     with write_whole(path) as file:
         file.write(save({"starts": starts, "tokens": np.concatenate(documents)}))
 
@@ -85,20 +93,18 @@ def write_shard(path: Path, documents: list[np.ndarray]) -> None:
 def read_shards(folder, manifest: Manifest, kind: str, window: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """The documents of a window of shards, one after another.
 
-    Returns (tokens (n,), uint16 or uint32, starts (documents,), int64). InputError names the file that is not
-    what the manifest says.
+    Returns (tokens (n,), uint16 or uint32, starts (documents,), int64). InputError names a file that cannot
+    be read.
     """
-    entries = getattr(manifest, kind)[window * WINDOW : (window + 1) * WINDOW]
+    numbers = range(len(getattr(manifest, kind)))[window * WINDOW : (window + 1) * WINDOW]
     all_tokens, all_starts, base = [], [], 0
-    for number, entry in enumerate(entries, window * WINDOW):
+    for number in numbers:
         path = Path(folder) / shard_name(kind, number)
         try:
             with safe_open(path, "pt") as file:  # which maps it, where "numpy" would copy it
                 tokens, starts = (file.get_tensor(name).numpy() for name in ("tokens", "starts"))
         except (SafetensorError, OSError) as error:
             raise InputError(f"shard {path} cannot be read ({error}): {WRITE_AGAIN}") from error
-        if (len(starts), len(tokens)) != (entry.documents, entry.tokens):
-            raise InputError(f"shard {path} is not the one of the manifest: {WRITE_AGAIN}")
         all_tokens.append(tokens)
         all_starts.append(starts + base)
         base += len(tokens)
@@ -119,15 +125,9 @@ def tokenizer_folder(corpus: Corpus, vocab_size: int) -> Path:
     return base_dir() / "tokenizer" / f"{corpus.slug}-{vocab_size}"
 
 
-def shard_folder(corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None = None) -> Path:
-    """Where the shards of a corpus lie; a tokenizer that is not the corpus's own has a folder of its own."""
-    folder = base_dir() / "shards" / f"{corpus.slug}-{vocab_size}"
-    if tokenizer is None:
-        return folder
-    manifest = read_manifest(folder)
-    if manifest and manifest.tokenizer == tokenizer.hash:
-        return folder
-    return folder.with_name(f"{folder.name}-{tokenizer.hash[:8]}")
+def shard_folder(corpus: Corpus, vocab_size: int) -> Path:
+    """Where the shards of a corpus lie that its own tokenizer wrote."""
+    return base_dir() / "shards" / f"{corpus.slug}-{vocab_size}"
 
 
 def prepare_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
@@ -141,8 +141,8 @@ def prepare_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
 
 def _training_text(corpus):
     size = 0
-    for _, text in corpus.documents():
-        if not is_validation(text):
+    for text, is_validation in corpus.documents():
+        if not is_validation:
             yield text
         size += len(text.encode())
         if size >= TRAINING_BYTES:
@@ -153,157 +153,115 @@ def prepare(
     corpus: Corpus,
     vocab_size: int | None = None,
     tokenizer: Tokenizer | None = None,
-    max_tokens: int | None = None,
+    max_tokens: float = math.inf,
 ) -> Path:
     """Make whatever is missing of tokenizer and shards of a corpus, and return the folder of the shards.
 
     Quick if nothing is missing. Carries on where an earlier call was stopped, at whatever moment. A second
     call at the same time waits for the first.
 
-    tokenizer: use this one instead of the corpus's own. max_tokens: stop after the shard that brings this
-    many training tokens, 0 for the validation set only (default: the whole corpus); a later call may ask for
-    more.
+    tokenizer: use this one instead of the corpus's own, in a folder of its own. max_tokens: stop after the
+    window of shards that brings this many training tokens, 0 for the validation set only; a later call may
+    ask for more.
 
     Before anything is computed, InputError if there would be no training or no validation document.
     """
+    vocab_size = vocab_size or default_vocab_size(corpus.name)
+    folder = shard_folder(corpus, vocab_size)
     if tokenizer:
-        vocab_size = tokenizer.vocab_size
-    elif not vocab_size:
-        vocab_size = default_vocab_size(corpus.name)
-    folder = shard_folder(corpus, vocab_size, tokenizer)
+        folder = folder.with_name(f"{corpus.slug}-{tokenizer.hash[:8]}")
     if not _is_there(folder, max_tokens):
         with locked(folder):
             if not _is_there(folder, max_tokens):  # another process may have written it while we waited
-                corpus = with_both_parts(corpus)
-                tokenizer = tokenizer or prepare_tokenizer(corpus, vocab_size)
-                _write_missing(folder, corpus, tokenizer, max_tokens)
+                _write_missing(folder, with_both_parts(corpus), vocab_size, tokenizer, max_tokens)
     return folder
 
 
 def _is_there(folder, max_tokens):
     manifest = read_manifest(folder)
-    if not manifest or not manifest.complete:
-        return False
-    if manifest.max_tokens is None:  # the whole corpus
-        return True
-    return max_tokens is not None and max_tokens <= manifest.max_tokens
+    return manifest and manifest.complete_to is not None and manifest.complete_to >= max_tokens
 
 
-def _write_missing(folder: Path, corpus: Corpus, tokenizer: Tokenizer, max_tokens: int | None) -> None:
-    """Write the shards that are missing of a folder, which this process holds. See prepare()."""
+def _write_missing(folder, corpus, vocab_size, tokenizer, max_tokens):
+    """Write what is missing of a folder, which this process holds. See prepare()."""
     manifest = read_manifest(folder)
     if manifest is None:
+        tokenizer = tokenizer or prepare_tokenizer(corpus, vocab_size)
         tokenizer.save(folder / "tokenizer")
-        manifest = Manifest(corpus.name, tokenizer.hash, tokenizer.vocab_size, [], [], False, max_tokens)
-    elif manifest.tokenizer != tokenizer.hash:
-        raise InputError(f"{folder} was written with another tokenizer: {WRITE_AGAIN}")
-    manifest.complete, manifest.max_tokens = False, max_tokens
+        manifest = Manifest(corpus.name, tokenizer.vocab_size, [], [], None)
+    manifest.complete_to = None
     write_manifest(folder, manifest)
-
-    most = math.inf if max_tokens is None else max_tokens
-    pool = ThreadPoolExecutor(cores())  # tiktoken works outside the GIL
-    try:
-        # The validation set is one shard, and first: training waits for it
-        for kind, entries, wanted in (("val", manifest.val, 1), ("train", manifest.train, most)):
-            shards = _encoded_shards(corpus, kind, entries, tokenizer, pool)
-            while count_tokens(entries) < wanted and (shard := next(shards, None)):
-                encoded, file, done = shard
-                documents = [document for batch in encoded for document in batch.result()]
+    tokenizer = Tokenizer.load(folder / "tokenizer")
+    with ThreadPoolExecutor(cores()) as pool:  # tiktoken works outside the GIL
+        # The validation set is one shard, and first: training waits for it. Training shards come in whole
+        # windows, so that the rows of a window do not depend on max_tokens
+        for kind, wanted, multiple in (("val", 1, 1), ("train", max_tokens, WINDOW)):
+            entries = getattr(manifest, kind)
+            shards = _encoded_shards(corpus, kind, sum(entry.documents for entry in entries), tokenizer, pool)
+            while count_tokens(entries) < wanted or len(entries) % multiple:
+                encoded = next(shards, None)
+                if encoded is None:  # the corpus ends
+                    break
+                documents = [document.result() for document in encoded]
                 name = shard_name(kind, len(entries))
                 write_shard(folder / name, documents)
-                entries.append(Entry(len(documents), sum(map(len, documents)), file, done))
+                entries.append(Entry(len(documents), sum(map(len, documents))))
                 write_manifest(folder, manifest)
-                print(f"{name}: {entries[-1].tokens:,} tokens", flush=True)
-    finally:
-        pool.shutdown(cancel_futures=True)
-    if count_tokens(manifest.train) < most:
-        manifest.max_tokens = None  # it is the whole corpus
-    manifest.complete = True
+                print0(f"{name}: {entries[-1].tokens:,} tokens")
+    manifest.complete_to = max_tokens if count_tokens(manifest.train) >= max_tokens else math.inf
     write_manifest(folder, manifest)
 
 
-def _encoded_shards(corpus: Corpus, kind: str, entries: list[Entry], tokenizer: Tokenizer, pool):
-    """Yield (futures of lists of encoded documents, file, done) of every shard of a kind that has no entry.
+def _encoded_shards(corpus, kind, skipped, tokenizer, pool):
+    """Yield the documents of each shard of a kind but for the first `skipped` documents.
 
-    file, done: as in Entry. The workers of the pool encode while more is read.
+    A document is a future of its tokens: the workers of the pool encode while more is read.
     """
-    file, skipped = 0, sum(entry.documents for entry in entries)
-    if corpus.repo and entries:
-        file, skipped = entries[-1].file, entries[-1].done  # earlier files are not needed to tell duplicates
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-
-    def encode(texts):
-        return [tokenizer.encode_to_numpy(text).astype(dtype) for text in texts]
-
-    texts, encoded, size = [], [], 0
-    done = Counter()  # by file
-    for file, text in corpus.documents(file):  # noqa: B020
-        if is_validation(text) != (kind == "val"):
-            continue
-        done[file] += 1
-        if skipped > 0:
-            skipped -= 1
-            continue
-        texts.append(text)
+    texts = (text for text, is_validation in corpus.documents() if is_validation == (kind == "val"))
+    encoded, size = [], 0
+    for text in itertools.islice(texts, skipped, None):
+        encoded.append(pool.submit(tokenizer.encode_to_numpy, text))
         size += len(text.encode())
-        is_full = size >= SHARD_BYTES
-        if is_full or len(texts) == BATCH:
-            encoded.append(pool.submit(encode, texts))
-            texts = []
-        if is_full:
-            yield encoded, file, done[file]
+        if size >= SHARD_BYTES:
+            yield encoded
             encoded, size = [], 0
-    if size:
-        yield [*encoded, pool.submit(encode, texts)], len(corpus.files), 0
+    if encoded:
+        yield encoded
 
 
-def prepare_for_training(
-    corpus: Corpus, vocab_size: int | None = None, max_tokens: int | None = None
-) -> Path:
+def prepare_for_training(corpus: Corpus, vocab_size: int | None = None) -> Path:
     """The folder of the shards as soon as training can start: prepare() for a corpus on this machine.
 
     A corpus on the hub is left to scripts.data_prep, which may stay at work during the training: this waits
-    for the validation set and the first WINDOW training shards. InputError if no process works on what is
-    missing; it tells how to make `max_tokens` training tokens.
+    for the validation set and the first WINDOW training shards, see wait_for_window().
     """
-    if corpus.repo is None:
-        return prepare(corpus, vocab_size)
     vocab_size = vocab_size or default_vocab_size(corpus.name)
     folder = shard_folder(corpus, vocab_size)
-    wait_for_window(folder, 0, corpus.name, vocab_size, max_tokens)
+    if corpus.repo is None:
+        prepare(corpus, vocab_size)
+    manifest = wait_for_window(folder, 0, corpus.name, vocab_size)
+    read_shards(folder, manifest, "val")  # a damaged one is told of before a run is touched
     return folder
-
-
-def window_is_there(manifest: Manifest | None, window: int) -> bool:
-    """Whether the validation set and the shards of training window 0, 1, ... are complete."""
-    if not manifest:
-        return False
-    if manifest.complete:
-        return True
-    return len(manifest.val) > 0 and len(manifest.train) >= (window + 1) * WINDOW
 
 
 class NobodyWrites(InputError):
     """Shards are missing and no process is at work on them. All ranks miss them in the same micro-batch."""
 
 
-def wait_for_window(
-    folder: Path, window: int, corpus: str, vocab_size: int, max_tokens: int | None
-) -> Manifest:
-    """The manifest once window_is_there(); NobodyWrites, with what to do, if nobody works on the folder."""
-    manifest = read_manifest(folder)
-    if not window_is_there(manifest, window):
-        first, last = window * WINDOW, (window + 1) * WINDOW - 1
-        print0(f"waiting for training shards {first} to {last} of {folder}")
-    idle = 0  # seconds: a process that was started together with us may need a moment to take the lock
-    while not window_is_there(manifest, window):
-        idle = 0 if being_written(folder) else idle + 1
-        if idle > PATIENCE:
-            most = f" --max-tokens {max_tokens}" if max_tokens else ""
+def wait_for_window(folder: Path, window: int, corpus: str, vocab_size: int) -> Manifest:
+    """The manifest once it has the window; NobodyWrites, with what to do, if nobody works on the folder."""
+    busy = 0  # when a process last did: one that is started together with us takes the lock a little later
+    for second in itertools.count():
+        manifest = read_manifest(folder)
+        if manifest and manifest.has_window(window):
+            return manifest
+        if second == 0:
+            print0(f"waiting for training window {window} of {folder}")
+        if being_written(folder):
+            busy = second
+        elif second - busy > PATIENCE:
             raise NobodyWrites(
                 f"{folder} is incomplete and no process is writing it: run python -m scripts.data_prep "
-                f"--corpus {corpus} --vocab-size {vocab_size}{most}"
+                f"--corpus {corpus} --vocab-size {vocab_size} --max-tokens AS_MANY_AS_YOU_TRAIN_ON"
             )
         time.sleep(1)
-        manifest = read_manifest(folder)
-    return manifest

@@ -12,6 +12,6 @@ def _end(number, frame):
 
 # PyTorch takes seconds to import, and Ctrl-C in the middle would print where in it Python was. sys.argv[0] is
 # "-m" while `python -m scripts.NAME` looks for its script, and never when somebody else imports one.
-# runtime.run_command takes over from here
+# nanomuon.command.run_command takes over from here
 if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _end)

@@ -12,17 +12,16 @@ from pathlib import Path
 import torch
 
 from nanomuon import core, shards
+from nanomuon.command import ArgumentParser, add_checkpoint_argument, add_run_argument, count, run_command
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import validation_batches
 from nanomuon.evaluate import bits_per_byte
-from nanomuon.files import find_run, write_json
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT
 from nanomuon.hf_export import load_run
-from nanomuon.run import NO_PROMPTS, PROMPTS
-from nanomuon.runtime import InputError, Runtime, first_rank_first, print0, run_command, start
+from nanomuon.run import PROMPTS
+from nanomuon.runtime import InputError, Runtime, find_run, first_rank_first, print0, start, write_json
 from nanomuon.tokenizer import Tokenizer
-from scripts.arguments import ArgumentParser, add_checkpoint_argument, add_run_argument, count
 
 EVALUATIONS = ("bpb", "core", "sample")
 ROWS = 16  # of a batch
@@ -96,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
             write_json(file, results)
             print0(f"results: {file}")
     if "sample" in wanted and runtime.rank == 0:
-        for text in sample_texts(model, tokenizer, PROMPTS.get(corpus, NO_PROMPTS), max_tokens=128):
+        for text in sample_texts(model, tokenizer, PROMPTS.get(corpus, [""] * 3), max_tokens=128):
             print0(f"--- sample\n{text}")
 
 

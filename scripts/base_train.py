@@ -24,29 +24,26 @@ import torch.distributed as dist
 
 from nanomuon import core, fp8, parallel, shards
 from nanomuon.attention import use_flash_attention
-from nanomuon.corpus import check_corpus
-from nanomuon.files import folder_of, locked
-from nanomuon.moe import balance_
-from nanomuon.optim import MuonAdamW
-from nanomuon.plan import COMM_DTYPES, duration, make_plan, peak_flops, print_plan, recall
-from nanomuon.qk_clip import clip_
-from nanomuon.run import Moment, Run, is_complete
-from nanomuon.runtime import InputError, StopSignals, make_deterministic, print0, run_command, start
-from scripts.arguments import (
+from nanomuon.command import (
     ArgumentParser,
+    StopSignals,
     add_dtype_argument,
+    amount,
     count,
     layers,
     number,
-    processes,
-    python_file,
-    rate,
+    run_command,
     seed,
     share,
-    size,
     vocabulary,
-    windows,
 )
+from nanomuon.corpus import check_corpus
+from nanomuon.moe import balance_
+from nanomuon.optim import MuonAdamW
+from nanomuon.plan import COMM_DTYPES, make_plan, peak_flops, print_plan, recall
+from nanomuon.qk_clip import clip_
+from nanomuon.run import Run, is_complete
+from nanomuon.runtime import InputError, folder_of, locked, make_deterministic, print0, start
 
 CORE_ITEMS = 500  # of each task of CORE, in an evaluation on the way
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
@@ -62,7 +59,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
     bad_steps = 0  # in a row, up to the last one
     shown_at, times = 0.0, deque(maxlen=20)  # milliseconds of the last steps
 
-    signals.steps_begin()
+    signals.in_steps = True
     while run.step < plan.steps:
         # Before the next step, not after the last: a signal need not wait for it, and a resumed run makes up
         # for it
@@ -141,8 +138,8 @@ def train(run: Run, signals: StopSignals) -> int | None:
             run.save(is_last=is_last)
         if stops:
             return signals.stopped(f"at step {run.step} and saved")
-    signals.steps_end()
-    return None
+    signals.in_steps = False
+    return signals.stopped("before its last evaluation") if signals.asked else None
 
 
 def evaluate_what_is_due(run: Run) -> None:
@@ -195,13 +192,13 @@ def main(argv: list[str] | None = None) -> int:
     args, settings = recall(make_parser(), argv)
     folder = folder_of(args.run)
     signals = StopSignals(None if args.plan else folder)
-    if args.deterministic:
-        make_deterministic()
-    runtime = start(args.dtype)
-    # What is wrong with the arguments shows here, before the data is worked on
+    # What is wrong with the arguments shows before ranks meet and data is worked on
     check_corpus(args.corpus)
     if args.qk_clip and not args.no_qk_norm:
         raise InputError("--qk-clip is for models with --no-qk-norm: the norm bounds attention logits itself")
+    if args.deterministic:
+        make_deterministic()
+    runtime = start(args.dtype)
     if args.fp8:
         fp8.check(runtime, args.tensor_parallel)
     vocab_size = args.vocab_size or shards.default_vocab_size(args.corpus)
@@ -223,6 +220,24 @@ def main(argv: list[str] | None = None) -> int:
         return run.finish() if code is None else code
 
 
+class Moment:
+    """A point in the device's work, for timing: the clock on a CPU; on a GPU, which runs behind the host, an
+    event.
+    """
+
+    def __init__(self, device: torch.device):
+        self.seconds, self.event = time.perf_counter(), None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def milliseconds_since(self, earlier: "Moment") -> float:
+        """Of the device. The host must have waited for something later than this moment."""
+        if self.event is None:
+            return 1000 * (self.seconds - earlier.seconds)
+        return earlier.event.elapsed_time(self.event)
+
+
 def print_progress(row: dict, steps: int, median_ms: float) -> None:
     step = row["step"]
     left = (steps - step) * median_ms / 1000
@@ -232,6 +247,13 @@ def print_progress(row: dict, steps: int, median_ms: float) -> None:
         f"{row['step_ms']:.0f} ms | {row['tokens_per_second']:,.0f} tokens/s | "
         f"{100 * step / steps:.0f}% | {duration(left)} left"
     )
+
+
+def duration(seconds: float) -> str:
+    """As people say it: 2h05m, or 3m20s."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
 
 
 def checkpoint_name(text: str) -> str:
@@ -261,7 +283,6 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--window-pattern",
-        type=windows,
         help="attention window by layer: L full, S the last quarter of the context (default: SSSL on a GPU, "
         "L on a CPU, where windows save no time)",
     )
@@ -293,7 +314,7 @@ def make_parser() -> ArgumentParser:
     length.add_argument("--num-iterations", type=count, help="length of the run in optimizer steps")
     length.add_argument(
         "--target-flops",
-        type=size,
+        type=amount,
         metavar="FLOPS",
         help="as many steps as this compute pays for, 1e18 say: forward and backward of the model, 6 per "
         "weight and token and attention besides (PaLM's count)",
@@ -305,7 +326,6 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--optimizer-file",
-        type=python_file,
         help="Python file with build_optimizer(model) or param_groups(model), used instead of the recipe "
         "(see nanomuon/recipe.py); it runs only when it is given, so a run goes on with it given again",
     )
@@ -318,7 +338,7 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--tensor-parallel",
-        type=processes,
+        type=count,
         default=1,
         help="processes that share every matrix and see the same rows; divides the key-value heads "
         "(default: %(default)s)",
@@ -356,29 +376,29 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--qk-clip",
-        type=size,
+        type=amount,
         metavar="TAU",
         help="with --no-qk-norm: scale heads whose largest attention logit is above TAU back to it, say 100 "
         "(default: off)",
     )
     add(
         "--matrix-lr",
-        type=rate,
+        type=amount,
         default=0.02,
         help="Muon learning rate, at 4,096 tokens a step and 2,289 steps; it follows batch and length of the "
         "run, the other rates its length (docs/recipe.md) (default: %(default)s)",
     )
     add(
         "--embedding-lr",
-        type=rate,
+        type=amount,
         default=0.3,
         help="AdamW, token and value embeddings (default: %(default)s)",
     )
-    add("--unembedding-lr", type=rate, default=0.004, help="AdamW, head (default: %(default)s)")
-    add("--scalar-lr", type=rate, default=0.01, help="AdamW, residual scalars (default: %(default)s)")
+    add("--unembedding-lr", type=amount, default=0.004, help="AdamW, head (default: %(default)s)")
+    add("--scalar-lr", type=amount, default=0.01, help="AdamW, residual scalars (default: %(default)s)")
     add(
         "--weight-decay",
-        type=rate,
+        type=amount,
         default=0.2,
         help="of Muon's matrices, falling to 0 (default: %(default)s)",
     )
@@ -401,7 +421,7 @@ def make_parser() -> ArgumentParser:
         "--core-bundle",
         type=core.from_anywhere,
         help="tasks of CORE: a folder, a zip or its address, fetched once; evaluated at the end of the run "
-        "(default: none, or with --core-every the public bundle)",
+        "(default: none)",
     )
     add(
         "--core-every",
@@ -428,7 +448,7 @@ def make_parser() -> ArgumentParser:
         help="auto: the newest checkpoint of the run; step_N: that one; never: start over",
     )
     add("--wandb", action="store_true", help="log to Weights & Biases as well (WANDB_MODE=offline works)")
-    add("--plan", action="store_true", help="print the size of the run, its memory and its time, and stop")
+    add("--plan", action="store_true", help="print the size of the run and its memory, and stop")
     return parser
 
 

@@ -8,10 +8,12 @@ The Python standard library needs no download. For a corpus on the hub it may ru
 starts with the first shards and waits for the next ones (nice -n 10 in front leaves it the cores).
 """
 
+import math
+
 from nanomuon import shards
+from nanomuon.command import ArgumentParser, number, run_command, vocabulary
 from nanomuon.corpus import open_corpus
-from nanomuon.runtime import print0, run_command
-from scripts.arguments import ArgumentParser, number, vocabulary
+from nanomuon.runtime import print0
 
 
 def main(argv=None):
@@ -34,7 +36,8 @@ def main(argv=None):
     add(
         "--max-tokens",
         type=number(int, 0, 1 << 60),
-        help="stop after so many training tokens (default: the whole corpus)",
+        default=math.inf,
+        help="stop once there are so many training tokens (default: the whole corpus)",
     )
     args = parser.parse_args(argv)
 

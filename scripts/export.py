@@ -9,8 +9,8 @@ The folder of a finished run loads as it is; this copies what others need of it,
 from pathlib import Path
 
 from nanomuon import hf_export
-from nanomuon.runtime import run_command, start
-from scripts.arguments import ArgumentParser, add_checkpoint_argument, add_run_argument
+from nanomuon.command import ArgumentParser, add_checkpoint_argument, add_run_argument, run_command
+from nanomuon.runtime import start
 
 
 def main(argv: list[str] | None = None) -> None:

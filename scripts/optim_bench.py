@@ -6,12 +6,12 @@
     python -m scripts.optim_bench --peer mine.py:build_optimizer   # a function: model -> optimizer
     python -m scripts.optim_bench --profile step.json              # a trace of one step, for chrome://tracing
 
-The contestants run in turn, round after round, so a busy machine slows all of them. Printed are medians, the
+The contestants run in turn, round after round, so a busy machine slows all of them. It prints medians, the
 spread (half of the rounds lie within it) and the median of the ratio to the floor in the same round.
 Floor: the products of Newton-Schulz in the form and dtype that the optimizer takes (see orthogonalize), into
-buffers that exist, plus 20 bytes per float32 Muon parameter (gradient read; momentum and parameter read and
+existing buffers, plus 20 bytes per float32 Muon parameter (gradient read; momentum and parameter read and
 written) and 28 per AdamW parameter at the bandwidth of a large copy. torch.optim as shipped iterates in bf16
-on every device; on a CPU without bf16 instructions, where a step takes minutes, that row is left out.
+on every device; a CPU without bf16 instructions takes minutes for a step and leaves that row out.
 """
 
 import json
@@ -25,19 +25,11 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from nanomuon import recipe
-from nanomuon.files import write_json
+from nanomuon.command import ArgumentParser, add_dtype_argument, count, layers, run_command
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import Bank, DistMuonAdamW, MuonAdamW
 from nanomuon.orthogonalize import newton_schulz_form, triples
-from nanomuon.runtime import (
-    InputError,
-    cores,
-    cpu_has_bf16,
-    keep_freed_memory,
-    run_command,
-    start,
-)
-from scripts.arguments import ArgumentParser, add_dtype_argument, count, layers
+from nanomuon.runtime import InputError, cores, cpu_has_bf16, keep_freed_memory, start, write_json
 
 
 def parse_arguments(argv):
@@ -96,7 +88,7 @@ def copy_bandwidth(device):
 
 
 def products(optimizer, device):
-    """A function that makes the products of every Muon bank of ours and nothing else."""
+    """A function that makes the products of every Muon bank of our optimizer and nothing else."""
     calls, banks = [], []
     if isinstance(optimizer, MuonAdamW):
         optimizer.plan()
@@ -107,8 +99,7 @@ def products(optimizer, device):
         gram, dtype = newton_schulz_form(short, long, steps, device, optimizer.ns_dtype)
         X, Y = (torch.randn(k, short, long, device=device, dtype=dtype) / long for _ in range(2))
         A, B = (torch.randn(k, short, short, device=device, dtype=dtype) / short for _ in range(2))
-        # The long side is touched 4 times in Gram form (2 products to R, 2 from Q), twice a step in the plain
-        # one
+        # The long side takes part 4 times in Gram form (2 products to R, 2 from Q), else twice a step
         sides, shorts = (4, 14) if gram else (2 * steps, steps)
         for _ in bank.batches:
             calls += [(X, X.mT, A), (A, X, Y)] * (sides // 2) + [(A, A, B)] * shorts
@@ -123,7 +114,7 @@ def products(optimizer, device):
 def load_peer(peer):
     """The function of FILE:FUNCTION; InputError if there is none."""
     file, _, name = peer.rpartition(":")
-    function = getattr(recipe.run_file(file, recipe.read_source(file)), name, None)
+    function = recipe.run_file(file).get(name)
     if not callable(function):
         raise InputError(f"--peer {peer}: it is FILE:FUNCTION, and {file} has no function {name}")
     return function

@@ -13,44 +13,43 @@ A contender is a preset (adamw, muon, normuon, or default: the recipe of base_tr
     def schedule(group, step, steps): ...        # if you like: {"lr": ..., ...} at a step from 0
 
 schedule gets a group as it was built. NAME:key=value,key=value hands keywords to these functions; lr_scale=X
-multiplies all learning rates. An optimizer that is judged by other weights than it trains (an average, say)
-puts them in place in its eval() and back in its train().
+multiplies all learning rates. An optimizer that wants to be judged by other weights than it trains (an
+average, say) puts them in place in its eval() and takes them back in its train().
 
-All contenders get the same initial weights and the same rows for a seed, and are compared seed by seed with
-the first of them. Every finished run is a line of races/NAME/results.jsonl under NANOMUON_BASE_DIR: an
+For a seed all contenders start from the same weights and see the same rows; each is compared with the first
+of them, seed by seed. Every finished run is a line of races/NAME/results.jsonl under NANOMUON_BASE_DIR: an
 interrupted race goes on, and one with more seeds or contenders trains only what is new. A contender whose
-file or hyperparameters have changed is another contender; runs of another task, model or data are refused.
-After two seeds or more a contender that is hopelessly behind stops, by a rule that wrongs one of the best in
-a hundred races at most.
+file or hyperparameters have changed runs again; a race on another task, model or data needs another --name.
+From two seeds on, a contender that is hopelessly behind stops, by a rule that stops one of the best in at
+most one of a hundred races.
 
---sweep 8 gives each contender the time of eight runs to find its rates first, with other seeds: trials of a
-quarter of the length, the best of them at half, the best of those at all of it. Searched are all rates
-together, the decay and the dial that its file names (DIAL = ("c", 0.1, 0.8)), or else the matrices' rate.
+--sweep 8 first gives each contender the time of eight runs to find its rates, with seeds of their own: trials
+of a quarter of the length, the best of them at half, the best of those at full length. It searches all rates
+together, the weight decay, and the dial that the file names (DIAL = ("c", 0.1, 0.8)) or else the rate of the
+matrices.
 
 --leaderboard keeps the runs in docs/races/NAME.jsonl instead, to be committed, and writes docs/leaderboard.md
-of all such files; without --contenders the page alone.
+from all such files; without --contenders it only writes the page.
 
 Tasks: shakespeare (characters of any --text, 0.8M parameters, 2,000 steps: minutes on a core), corpus (any
---corpus, depth 4, 300 steps), python (the same on the embedded corpus), speedrun (FineWeb, 12 layers of width
-768, GPUs only).
+--corpus, depth 4, 300 steps), python (the same on Python's standard library), speedrun (FineWeb, 12 layers of
+width 768, GPUs only).
 """
 
 import ast
 from pathlib import Path
 
-from nanomuon.corpus import check_corpus
-from nanomuon.files import locked
-from nanomuon.runtime import (
-    InputError,
-    base_dir,
-    check_name,
-    cores,
+from nanomuon.command import (
+    ArgumentParser,
+    add_dtype_argument,
+    count,
     exit_when_asked,
+    number,
     run_command,
-    start,
-    usable_gpus,
+    vocabulary,
 )
-from scripts.arguments import ArgumentParser, add_dtype_argument, count, number, vocabulary
+from nanomuon.corpus import check_corpus
+from nanomuon.runtime import InputError, base_dir, check_name, cores, locked, start, usable_gpus
 from scripts.laboratory import leaderboard, race, report
 from scripts.laboratory.contenders import Contender
 from scripts.laboratory.tasks import TASKS, empty_model, open_task
@@ -88,20 +87,18 @@ def run_race(args):
         f"token embedding's {embedding:,}, {setup['dtype']}; results in {file}",
         flush=True,
     )
-    text, slope = "", None
+    text = ""
     with locked(folder):
         racing = race.Race(race.Results(file, setup), setup, place, args.jobs)
         if args.sweep:
-            tuned, trials = racing.sweep(contenders, args.sweep)
-            source = contenders[0].source
-            slope = report.slope_of_length([run for run in trials if run["contender"].startswith(source)])
+            tuned = racing.sweep(contenders, args.sweep)
             lines = [["contender", "best trial"]]
             lines += [[old.name, new.name] for old, new in zip(contenders, tuned, strict=True)]
             text, contenders = report.columns(lines) + "\n\n", tuned
         results = racing.run(contenders, range(args.seeds))
     baseline = contenders[0].name
-    text += f"{report.table(results, baseline, setup['unit'], slope)}\n\n{report.NOTE}"
-    report.write_report(folder, results, text, setup["unit"], baseline)
+    text += f"{report.table(results, baseline, setup['unit'])}\n\n{report.NOTE}"
+    report.write_report(folder, results, text, setup["unit"])
     print(f"\n{text}\n\n{folder}/race.md, {folder}/race.png")
 
 

@@ -11,10 +11,9 @@ with one row on each.
 import bisect
 
 from nanomuon import footprint, parallel
+from nanomuon.command import ArgumentParser, count, layers, number, run_command
 from nanomuon.gpt import GPTConfig
 from nanomuon.plan import meta_model
-from nanomuon.runtime import run_command
-from scripts.arguments import ArgumentParser, layers, number, processes
 from scripts.laboratory.report import columns
 
 MEMORY = ("weights", "gradients", "state", "activations", "buffers")
@@ -28,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser("python -m scripts.plan", __doc__)
     add = parser.add_argument
     add("--depth", type=layers, default=24, help="layers; width and heads follow (default: %(default)s)")
-    add("--gpus", type=processes, default=8, help="how many (default: %(default)s)")
+    add("--gpus", type=count, default=8, help="how many (default: %(default)s)")
     add("--shard", choices=["none", "fsdp"], help="only this layout (default: compare them)")
     add(
         "--tensor-parallel",

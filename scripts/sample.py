@@ -11,12 +11,19 @@ import contextlib
 import sys
 import time
 
+from nanomuon.command import (
+    ArgumentParser,
+    add_checkpoint_argument,
+    add_run_argument,
+    count,
+    number,
+    run_command,
+)
 from nanomuon.generate import Sample, continue_samples
 from nanomuon.gpt import GPT
 from nanomuon.hf_export import load_run
-from nanomuon.runtime import printable, run_command, start
+from nanomuon.runtime import printable, start
 from nanomuon.tokenizer import Tokenizer
-from scripts.arguments import ArgumentParser, add_checkpoint_argument, add_run_argument, count, number
 
 
 def text(argument: str) -> str:

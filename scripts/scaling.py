@@ -4,18 +4,17 @@
     python -m scripts.scaling --depths 4,6,8,10 --tokens 1e8,2e8,4e8,8e8 --corpus hf:ORG/NAME
     python -m scripts.scaling --target-flops 1e18     # the best depth for so much compute
 
-Every depth is trained by base_train with every number of tokens, to the end of its learning-rate schedule: a
-run cut short is no shorter run. What follows -- goes to base_train. To the final losses the law of Hoffmann
-et al. (arXiv 2203.15556) is fitted, which takes seven runs of three depths and three numbers of tokens:
+Trains every depth with base_train on every number of tokens, each to the end of its own learning-rate
+schedule; flags after -- go to base_train. Then it fits the law of Hoffmann et al. (arXiv 2203.15556) to the
+final losses, which takes seven runs of three depths and three numbers of tokens:
 
     loss = E + A / N^alpha + B / D^beta       N parameters of matrices and head, D tokens
 
-FLOPs are counted as PaLM does: 6 per weight and token, and attention. Table and picture are scaling/NAME/
+FLOPs are counted as PaLM does: 6 per weight and token, and attention. The table is scaling/NAME/scaling.md
 under NANOMUON_BASE_DIR, the runs runs/NAME-d2-t500000. The same command goes on after an interruption and
 skips finished runs. Several GPUs share each run, by torchrun.
 """
 
-import itertools
 import json
 import math
 import signal
@@ -26,14 +25,13 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize
 
-from nanomuon import files, runtime
+from nanomuon.command import STOPPED, ArgumentParser, amount, exit_when_asked, layers, run_command
 from nanomuon.corpus import check_corpus
 from nanomuon.gpt import GPTConfig
 from nanomuon.hf_export import read_config
 from nanomuon.plan import default_context, meta_model, total_batch_size
-from nanomuon.runtime import STOPPED, InputError
+from nanomuon.runtime import InputError, base_dir, check_name, folder_of, locked, usable_gpus, write_text
 from scripts import base_train
-from scripts.arguments import ArgumentParser, layers, size
 from scripts.laboratory.report import columns
 
 
@@ -50,10 +48,10 @@ class Member:
 
 def main(argv=None):
     args, flags = parse_arguments(sys.argv[1:] if argv is None else argv)
-    folder = runtime.base_dir() / "scaling" / args.name
+    folder = base_dir() / "scaling" / args.name
     folder.mkdir(parents=True, exist_ok=True)
-    runtime.exit_when_asked()  # the run in training saves first
-    with files.locked(folder):
+    exit_when_asked()  # the run in training saves first
+    with locked(folder):
         for depth, tokens in sorted((d, t) for d in args.depths for t in args.tokens):
             train(args, depth, tokens, flags)
         members = finished(args.name)
@@ -64,13 +62,12 @@ def main(argv=None):
             text += "\nloss = {:.3f} + {:.4g} / N^{:.3f} + {:.4g} / D^{:.3f}".format(*law)
         if args.target_flops is not None:
             text += "\n" + advice(law, members[-1].config, args.target_flops)
-        files.write_text(folder / "scaling.md", f"{text}\n\n![Loss over compute](scaling.png)\n")
-        plot(members, folder / "scaling.png")
-    print(f"\n{text}\n\n{folder}/scaling.md, {folder}/scaling.png")
+        write_text(folder / "scaling.md", f"{text}\n")
+    print(f"\n{text}\n\n{folder}/scaling.md")
 
 
 def parse_arguments(argv):
-    """The arguments, and what follows --, for base_train."""
+    """The arguments, and the flags after --, for base_train."""
     flags = []
     if "--" in argv:
         here = argv.index("--")
@@ -80,10 +77,10 @@ def parse_arguments(argv):
     add("--depths", type=depths, default=[], help="of the models to train, e.g. 1,2,3")
     add("--tokens", type=numbers, default=[], help="to train each on, e.g. 250e3,500e3,1e6")
     add("--corpus", default="python", help="as in base_train (default: %(default)s)")
-    add("--target-flops", type=size, help="which depth and how many tokens make the best of them?")
+    add("--target-flops", type=amount, help="print the best depth and number of tokens for so much compute")
     add("--name", default="family", help="a folder under scaling/ (default: %(default)s)")
     args = parser.parse_args(argv)
-    runtime.check_name("--name", args.name)
+    check_name("--name", args.name)
     if bool(args.depths) != bool(args.tokens):
         raise InputError("--depths and --tokens go together: each depth is trained on each number of tokens")
     if args.depths:
@@ -103,13 +100,13 @@ def depths(text):
 
 
 def train(args, depth, tokens, flags):
-    """Train one run to its end, unless it is there. InputError if it fails, with its last line."""
+    """Train one run to its end, unless it is finished. Raises InputError with its last line if it fails."""
     run = f"{args.name}-d{depth}-t{tokens}"
-    run_dir = files.folder_of(run)
+    run_dir = folder_of(run)
     if (run_dir / "summary.json").exists():
         print(f"{run} is finished, skipped")
         return
-    gpus = runtime.usable_gpus()
+    gpus = usable_gpus()
     given = base_train.make_parser().parse_args(flags)
     row = (given.max_seq_len or default_context(gpus > 0)) * max(1, gpus)
     batch = given.total_batch_size or total_batch_size(tokens, row)
@@ -120,9 +117,9 @@ def train(args, depth, tokens, flags):
     command += ["scripts.base_train", "--run", run, "--corpus", args.corpus, "--depth", str(depth)]
     command += ["--total-batch-size", str(batch), "--num-iterations", str(max(1, round(tokens / batch)))]
     command += ["--eval-every", "-1", "--keep-last", "1", *flags]
-    print(f"training {run}: what it prints is in {run_dir.parent}/{run}.log", flush=True)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     log = run_dir.parent / f"{run}.log"
+    print(f"training {run}, its output is {log}", flush=True)
     with open(log, "ab") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
@@ -135,13 +132,13 @@ def train(args, depth, tokens, flags):
         raise SystemExit(STOPPED)
     if code != 0:
         said = [line for line in log.read_text(errors="replace").split("\n") if line.startswith("error: ")]
-        raise InputError(f"run {run}: {''.join(said[-1:]).removeprefix('error: ')} (all it said: {log})")
+        raise InputError(f"run {run}: {''.join(said[-1:]).removeprefix('error: ')} (its output is {log})")
 
 
 def finished(name):
-    """The finished runs of a family, the deepest last; InputError if there are none."""
+    """The finished runs of a family, the deepest last."""
     members = []
-    for run_dir in files.folder_of(name).parent.glob(f"{name}-d*-t*"):
+    for run_dir in folder_of(name).parent.glob(f"{name}-d*-t*"):
         if (run_dir / "summary.json").exists():
             summary = json.loads((run_dir / "summary.json").read_text())
             config = read_config(run_dir)
@@ -189,7 +186,7 @@ def fit(members):
 
 
 def advice(law, config, flops):
-    """Which depth has the least loss after so many FLOPs, up to twice the deepest that was trained."""
+    """The depth with the lowest loss after so many FLOPs, up to twice the deepest that was trained."""
     if law is None:
         raise InputError("--target-flops needs a law: train more runs")
     rows = []
@@ -200,21 +197,5 @@ def advice(law, config, flops):
     return f"{flops:.3g} FLOPs: depth {depth} on {tokens:.3g} tokens, {loss:.4f} bits per byte by the law."
 
 
-def plot(members, image):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for config, of_depth in itertools.groupby(members, lambda member: member.config):
-        points = [(member.tokens * member.token_flops, member.loss) for member in of_depth]
-        axes.plot(*zip(*points, strict=True), "o-", label=f"depth {config.depth}")
-    axes.set(xscale="log", xlabel="training FLOPs", ylabel="validation bits per byte")
-    axes.legend()
-    figure.savefig(image, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
-
-
 if __name__ == "__main__":
-    runtime.run_command(main)
+    run_command(main)

@@ -3,8 +3,8 @@
 #   source scripts/setup.sh train     what a run needs: the extra of that name in pyproject.toml
 #   source scripts/setup.sh dev       that and what the tests need
 #
-# Afterwards $PYTHON is an interpreter that has everything. Nothing is installed again while pyproject.toml stays the same:
-# .venv/installed has its checksum and the extra.
+# Afterwards $PYTHON is an interpreter that has everything, in the versions of constraints.txt. Nothing is installed again while
+# that file and pyproject.toml stay the same: .venv/installed has their checksum and the extra.
 #
 #   NANOMUON_PYTHON=/path/to/python   use this interpreter, which has all of it, and install nothing. Its PyTorch may be any
 #                                     from 2.11 on, such as one that is built for the CUDA of an older driver
@@ -12,7 +12,7 @@
 extra=$1
 if [ -n "${NANOMUON_PYTHON:-}" ]; then
     PYTHON=$NANOMUON_PYTHON
-    needed="torch tiktoken rustbpe datasets numpy pyarrow safetensors filelock matplotlib scipy yaml"
+    needed="torch tiktoken rustbpe datasets numpy pyarrow safetensors filelock pydantic matplotlib scipy yaml"
     missing=$("$PYTHON" -c 'import importlib.metadata, importlib.util, re, sys
 missing = [name for name in sys.argv[1:] if not importlib.util.find_spec(name)]
 if not missing and [int(n) for n in re.findall(r"\d+", importlib.metadata.version("torch"))[:2]] < [2, 11]:
@@ -24,7 +24,7 @@ print(*missing)' $needed 2>/dev/null) || missing="Python"
     fi
 else
     PYTHON=.venv/bin/python
-    checksum=$(cksum pyproject.toml)
+    checksum=$(cat pyproject.toml constraints.txt | cksum)
     installed=$(cat .venv/installed 2>/dev/null || true)
     if [ "$installed" != "$checksum $extra" ] && [ "$installed" != "$checksum dev" ]; then # dev has all of train
         echo "environment: installing into .venv (a minute or two)"
@@ -33,10 +33,8 @@ else
             exit 2
         fi
         rm -f .venv/installed # until all of it is there
-        # torch first and pinned: a plain "torch" would take the newest build, which may not be the one tested
-        install=("$PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile)
         { "$PYTHON" -m pip --version >/dev/null 2>&1 || python3 -m venv .venv; } &&
-            "${install[@]}" torch==2.13.0 && "${install[@]}" -e ".[$extra]" || {
+            "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[$extra]" || {
             echo "error: the installation failed (see above); run the command again to continue it" >&2
             exit 2
         }

@@ -3,10 +3,10 @@
 python -m scripts.tok_train --corpus python --vocab-size 4096
 """
 
-from nanomuon.corpus import is_validation, open_corpus, with_both_parts
-from nanomuon.runtime import print0, run_command
+from nanomuon.command import ArgumentParser, run_command, vocabulary
+from nanomuon.corpus import open_corpus, with_both_parts
+from nanomuon.runtime import print0
 from nanomuon.shards import default_vocab_size, prepare_tokenizer, tokenizer_folder
-from scripts.arguments import ArgumentParser, vocabulary
 
 SAMPLE_BYTES = 4 << 20  # of validation text
 
@@ -30,8 +30,8 @@ def main(argv=None):
     vocab_size = args.vocab_size or default_vocab_size(corpus.name)
     tokenizer = prepare_tokenizer(corpus, vocab_size)
     size = tokens = 0
-    for _, text in corpus.documents():
-        if is_validation(text):
+    for text, is_validation in corpus.documents():
+        if is_validation:
             size += len(text.encode())
             tokens += len(tokenizer.encode_to_numpy(text))
         if size >= SAMPLE_BYTES:

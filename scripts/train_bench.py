@@ -3,12 +3,11 @@
     python -m scripts.train_bench --depth 4 --total-batch-size 4096   # the flags of base_train, and a few
     python -m scripts.train_bench --depth 12 --window-pattern SSSL --json step.json
 
-Step and floor run in turn, round after round, so that a busy machine slows both; medians, the spread (half of
-the rounds lie within it) and the median of the ratio to the floor in the same round are printed. Floor: the
+Step and floor run in turn, round after round, so a busy machine slows both. It prints medians, the spread
+(half of the rounds lie within it) and the median of the ratio to the floor in the same round. Floor: the
 training FLOPs of the batch at the rate of the MLP's first product, measured in every round, and the products
 of Newton-Schulz. With --fp8 the floor, and the peak that MFU is a share of, stay those of a step without it.
-The time to compile is that of the first step; TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) starts from an empty
-cache.
+The first step compiles; TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) makes it start from an empty cache.
 """
 
 import argparse
@@ -18,25 +17,24 @@ import torch
 
 from nanomuon import fp8, parallel, recipe, report, shards
 from nanomuon.attention import use_flash_attention
+from nanomuon.command import count, run_command
 from nanomuon.corpus import check_corpus, open_corpus
 from nanomuon.dataloader import TrainLoader
-from nanomuon.files import write_json
 from nanomuon.plan import make_plan, peak_flops
 from nanomuon.runtime import (
     InputError,
     compile_enabled,
     make_deterministic,
     peak_memory_mb,
-    run_command,
     start,
+    write_json,
 )
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_train, optim_bench
-from scripts.arguments import count
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of base_train, of which those of a step count, and our own."""
+    """The flags of base_train, of which those of a step matter, and our own."""
     parser = base_train.make_parser()
     parser.prog, parser.description = "python -m scripts.train_bench", __doc__
     parser.add_argument("--rounds", type=count, default=7, help="rounds after one to warm up (%(default)s)")
@@ -63,8 +61,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def floor_of(model, batch, rows):
-    """A function that takes the milliseconds of the products of a batch of so many tokens: 10 of the MLP's
-    first ones for a micro-step are measured, the rest follows by FLOPs.
+    """A function that gives the milliseconds of a batch's products: it times 10 of the MLP's first ones and
+    scales them by FLOPs. batch: tokens; rows: of a micro-step.
     """
     config, dtype, device = model.config, model.compute_dtype, model.cos.device
     tokens = torch.randn(rows * config.seq_len, config.width, dtype=dtype, device=device)
@@ -86,7 +84,7 @@ def step_table(args, runtime):
     if args.optimizer_file:
         build, _ = recipe.load_recipe(args.optimizer_file)
     corpus = open_corpus(args.corpus)
-    data = shards.prepare_for_training(corpus, args.vocab_size, 10**8)  # more than it reads
+    data = shards.prepare_for_training(corpus, args.vocab_size)
     plan = make_plan(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime)
     config = plan.config
     use_flash_attention(device)

@@ -11,7 +11,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from nanomuon.runtime import InputError, run_command, start, together
+from nanomuon.command import run_command
+from nanomuon.runtime import InputError, start, together
 
 ERRORS = {
     "input": InputError("no such thing: bring one"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanomuon.runtime import InputError, run_command
+from nanomuon.runtime import InputError
 
 SCRIPTS = sorted(
     path.stem
@@ -31,44 +31,31 @@ def main(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_shows_the_command_and_its_examples_as_they_are_written(script, main, capsys):
+def test_help_is_shown_as_it_is_written_and_an_unknown_flag_is_one_line(script, main, capsys):
     with pytest.raises(SystemExit) as ended:
         main(script, "--help")
-    module = importlib.import_module(f"scripts.{script}")
     text = capsys.readouterr().out
-    assert ended.value.code == 0
-    assert f"usage: python -m scripts.{script}" in text and module.__doc__.strip() in text
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_an_unknown_flag_is_one_line_without_the_usage(script, main, capsys):
-    with pytest.raises(SystemExit) as ended:
-        run_command(lambda: main(script, "--no-such-flag"))
-    said = capsys.readouterr()
-    assert ended.value.code == 2 and said.out == ""
-    assert said.err.startswith("error: ") and said.err.count("\n") == 1
-    assert said.err.endswith(f"; see python -m scripts.{script} --help\n")
+    assert ended.value.code == 0 and f"usage: python -m scripts.{script}" in text
+    assert importlib.import_module(f"scripts.{script}").__doc__.strip() in text
+    with pytest.raises(InputError, match=f"; see python -m scripts.{script} --help$"):
+        main(script, "--no-such-flag")
 
 
 REFUSED = [  # script, flags, what is said
     ("base_train", "--depth x", "argument --depth: invalid int value: 'x'; see"),
     ("base_train", "--depth 1025", "argument --depth: must be from 1 to 1,024, not 1025; see"),
-    ("base_train", "--total-batch-size 99999999999", "argument --total-batch-size: must be from 1 to"),
-    ("base_train", "--target-flops 1e300", "argument --target-flops: must be from 1e-30 to 1e+30"),
+    ("base_train", "--target-flops 1e300", "argument --target-flops: must be from 0 to 1e+30"),
     ("base_train", "--vocab-size 256", "argument --vocab-size: must be from 257 to"),
-    ("base_train", "--window-pattern ''", "argument --window-pattern: is a string of S and L"),
-    ("base_train", "--optimizer-file ''", ": no such Python file"),
     ("base_train", "--resume newest", "argument --resume: is auto, never or the name of a checkpoint"),
-    ("base_train", "--warmup-ratio 5", "argument --warmup-ratio: must be from 0 to 1, not 5"),
     ("base_train", "--matrix-lr nan", "argument --matrix-lr: must be from 0 to 1e+30, not nan"),
-    ("base_train", "--seed -1", "argument --seed: must be from 0"),
     (
         "base_train",
         "--num-iterations 3 --target-flops 1e12",
         "argument --target-flops: not allowed with argument",
     ),
+    ("base_train", "--tensor-parallel 2", "--tensor-parallel 2 does not divide 1 processes"),
+    ("base_train", "--tensor-parallel 0", "argument --tensor-parallel: must be from 1"),
     ("base_train", "--qk-clip 100", "--qk-clip is for models with --no-qk-norm"),
-    ("base_train", "--no-qk-norm --qk-clip 0", "argument --qk-clip: must be from 1e-30"),
     ("base_train", "--depth 2 --fp8", "--fp8 needs a GPU"),
     ("base_eval", "--run x --eval bpb,arc", "--eval bpb,arc: choose of bpb, core, sample"),
     ("sample", "--run x --top-p nan", "argument --top-p: must be from 1e-30 to 1"),
@@ -81,27 +68,16 @@ REFUSED = [  # script, flags, what is said
         "argument --prompt: not allowed with argument --interactive",
     ),
     ("base_train", "--run ../x", "--run '../x' is not a folder name"),
-    ("base_train", "--run {folder}", "--run '{folder}' is not a folder name"),
     ("base_train", "--plan --corpus foo", "unknown corpus 'foo'"),
     ("base_train", "--plan --corpus path:/nope", "corpus path:/nope: no such file"),
-    ("base_train", "--plan --corpus hf:", "unknown corpus 'hf:'"),
-    ("data_prep", "--vocab-size 0", "argument --vocab-size: must be from 257 to"),
     ("data_prep", "--max-tokens -1", "argument --max-tokens: must be from 0 to"),
-    ("optim_bench", "--depth 0", "argument --depth: must be from 1 to"),
-    ("optim_bench", "--world 0", "argument --world: must be from 1 to"),
-    ("optim_bench", "--peer nope.py:build", "nope.py: no such Python file"),
     ("optim_bench", "--peer {text}:main --world 2", "--peer is compared in one process"),
     ("optim_race", "--contenders adamw --seeds 0", "argument --seeds: must be from 1 to"),
-    ("optim_race", "--contenders adamw --vocab-size 0", "argument --vocab-size: must be from 257 to"),
-    ("optim_race", "--contenders adamw --sweep 2", "argument --sweep: must be from 3 to"),
     ("optim_race", "--contenders adamw --corpus path:x", "--corpus path:x is for --task corpus"),
     ("optim_race", "--contenders adamw --text {text} --model depth=x", "--model: "),
     ("optim_race", "--contenders adamw --text {text} --model vocab_size=5", "--model vocab_size=5: the data"),
     ("plan", "--gpu-memory nan", "argument --gpu-memory: must be from 1 to 1e+06, not nan"),
-    ("plan", "--gpus 99999999999", "argument --gpus: must be from 1 to"),
-    ("plan", "--depth 99999", "argument --depth: must be from 1 to"),
     ("scaling", "--depths 1 --tokens 1e3 --corpus foo", "unknown corpus 'foo'"),
-    ("scaling", "--depths 1,1025 --tokens 1e3", "argument --depths: must be from 1 to 1,024, not 1025"),
     ("scaling", "--depths 1 --tokens 1x", "argument --tokens: invalid numbers value: '1x'"),
     ("scaling", "--depths 1", "--depths and --tokens go together"),
     (
@@ -109,9 +85,7 @@ REFUSED = [  # script, flags, what is said
         "--depths 1 --tokens 1e3 -- --warmup-ratio 5",
         "argument --warmup-ratio: must be from 0 to 1",
     ),
-    ("tok_train", "--vocab-size -5", "argument --vocab-size: must be from 257 to"),
     ("train_bench", "--warmdown-ratio 2", "argument --warmdown-ratio: must be from 0 to 1, not 2"),
-    ("train_bench", "--corpus foo", "unknown corpus 'foo'"),
 ]
 
 

@@ -1,12 +1,11 @@
 """Corpora: which documents, in which order, and what is said about files that cannot be read."""
 
 import gzip
-import hashlib
 import json
 import random
 import sysconfig
-import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,9 +13,9 @@ import pytest
 import zstandard
 
 from nanomuon import shards
-from nanomuon.corpus import is_validation, open_corpus
+from nanomuon.corpus import open_corpus
 from nanomuon.runtime import InputError
-from tests.texts import TOKENIZER, documents, random_texts, write_corpus
+from tests.texts import TOKENIZER, documents, is_validation, write_corpus
 
 
 @pytest.fixture(autouse=True)
@@ -25,138 +24,104 @@ def base(tmp_path, monkeypatch):
 
 
 def read(name, **options):
-    return [text for _, text in open_corpus(name, **options).documents()]
+    return [text for text, _ in open_corpus(name, **options).documents()]
 
 
 def lines(records):
     return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
-def test_split_is_the_stated_rule():
+def test_one_document_in_twenty_is_for_validation(tmp_path):
     texts = [f"document {i} é" for i in range(2000)]
-    expected = [int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) % 20 == 0 for text in texts]
-    assert [is_validation(text) for text in texts] == expected
-    assert 60 < sum(expected) < 140
+    expected = [(text, is_validation(text)) for text in texts]
+    assert list(open_corpus(write_corpus(tmp_path / "texts", texts)).documents()) == expected
+    assert 60 < sum(chosen for _, chosen in expected) < 140
 
 
 def test_python_corpus_is_the_standard_library():
-    root = Path(sysconfig.get_path("stdlib"))
-    expected = []
+    root, expected = Path(sysconfig.get_path("stdlib")), {}
     for path in sorted(root.rglob("*.py")):
-        if not {"site-packages", "dist-packages", "__pycache__"} & set(path.relative_to(root).parts):
-            text = path.read_bytes().decode("utf-8", errors="ignore").removeprefix("\ufeff")
-            if text.encode() in path.read_bytes():  # it is UTF-8
-                expected.append(text)
-    assert read("python") == [text for text in dict.fromkeys(expected) if text]
-    assert len(expected) > 500
+        text = path.read_bytes().decode("utf-8", errors="ignore").removeprefix("\ufeff")
+        is_utf8 = text.encode() in path.read_bytes()
+        if text and is_utf8 and not {"site-packages", "dist-packages", "__pycache__"} & {*path.parts}:
+            expected[text] = True  # once
+    assert read("python") == [*expected]
+
+
+def parquet(**columns):
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink, row_group_size=100)
+    return sink.getvalue().to_pybytes()
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
 def test_formats_give_the_same_documents(tmp_path, suffix):
     texts = ["one", "zwei\nZeilen\r\n", "三", None, "", "one", "x" * 100_000, "nul\0inside \U0001f600"]
-    path = tmp_path / f"data{suffix}"
+    texts += [f"many {i}" for i in range(200)]
+    expected = [text for text in dict.fromkeys(texts) if text]
     if suffix == ".parquet":
-        pq.write_table(pa.table({"text": texts, "id": range(8)}), path, row_group_size=2)
+        content = parquet(text=texts, id=range(len(texts)))
     else:
         compress = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard.compress}[suffix]
-        path.write_bytes(compress(lines({"id": 1, "text": text} for text in texts)))
-    expected = [text for text in dict.fromkeys(texts) if text]
-    assert read(f"path:{path}") == read(f"path:{tmp_path}") == expected
+        content = compress(lines({"id": 1, "text": text} for text in [*texts, "lone \ud800"]) + b"\n")
+        expected.append("lone ?")
+    (tmp_path / f"data{suffix}").write_bytes(content)
+    assert read(f"path:{tmp_path}/data{suffix}") == read(f"path:{tmp_path}") == expected
 
 
 def test_which_files_of_a_folder_are_read_and_in_which_order(tmp_path):
-    place = tmp_path / "place"
     texts = {"a.TXT": "capital\r\n", "b.md": "<|end|>", "c.py": "\ufeffcode", "inside/d.rst": "below"}
-    others = ["a.png", "LICENSE", ".hidden.txt", ".git/config.txt", "site-packages/module.py"]
+    others = "a.png LICENSE .hidden.txt .git/config.txt site-packages/module.py base/runs/r/report.md".split()
     for name, text in [*texts.items(), *dict.fromkeys(others, "not read").items()]:
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / name).write_bytes(text.encode())
-    (place / "elsewhere").symlink_to(place)
-    expected = [text.removeprefix("\ufeff") for text in texts.values()]
-    assert read(f"path:{place}") == expected
-    (place / "broken.txt").symlink_to("/nowhere/at all")
-    with pytest.raises(InputError, match="broken.txt: No such file.*move it away"):
-        open_corpus(f"path:{place}")
-
-
-def test_what_we_write_into_a_corpus_is_not_read(tmp_path):
-    """Else it would be another one after every run."""
-    (tmp_path / "a.txt").write_text("text")
-    before = open_corpus(f"path:{tmp_path}")
-    (tmp_path / "base/runs/r").mkdir(parents=True)
-    (tmp_path / "base/runs/r/report.md").write_text("a report")
-    assert open_corpus(f"path:{tmp_path}") == before
-
-
-def test_lone_surrogates_are_replaced(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(lines([{"text": "lone \ud800 surrogate"}]))
-    assert read(f"path:{tmp_path}") == ["lone ? surrogate"]
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(text.encode())
+    (tmp_path / "elsewhere").symlink_to(tmp_path)
+    assert read(f"path:{tmp_path}") == [text.removeprefix("\ufeff") for text in texts.values()]
 
 
 def test_text_field_is_remembered_and_content_or_field_change_the_corpus(tmp_path):
-    name = f"path:{tmp_path}"
-    (tmp_path / "a.jsonl").write_bytes(lines([{"body": "b", "text": "t"}]))
-    corpora = [open_corpus(name)]
-    assert read(name) == ["t"]
-    assert read(name, text_field="body") == ["b"] == read(name)
-    corpora.append(open_corpus(name))
-    (tmp_path / "a.jsonl").write_bytes(lines([{"body": "another", "text": "t"}]))
-    corpora.append(open_corpus(name))
-    assert read(name) == ["another"]
-    assert len({corpus.slug for corpus in corpora}) == 3 and corpora[1].revision != corpora[2].revision
+    name, slugs = f"path:{tmp_path}", set()
+    for body, field, expected in (
+        ("b", None, "t"),
+        ("b", "body", "b"),
+        ("b", None, "b"),
+        ("new", None, "new"),
+    ):
+        if body == "new" or not slugs:
+            (tmp_path / "a.jsonl").write_bytes(lines([{"body": body, "text": "t"}]))
+        assert read(name, text_field=field) == [expected]
+        slugs.add(open_corpus(name).slug)
+    assert len(slugs) == 3
 
 
-GOOD = lines({"text": f"line {i}"} for i in range(1000))
-
-
-def parquet(**columns):
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns), sink)
-    return sink.getvalue().to_pybytes()
-
-
-def scratched(data, start, end):
-    return data[:start] + b"\xff" * (end - start) + data[end:]
-
-
-# {file: (content, what the message names besides)}
-BROKEN = {
+GOOD = lines({"text": random.Random(i).randbytes(100).hex()} for i in range(1000))
+BROKEN = {  # file: (content, what the message names besides)
     "latin1.txt": ("déjà".encode("latin1"), "utf-8"),
-    "latin1.jsonl": (b'{"text": "d\xe9j\xe0"}\n', "utf-8"),
     "torn.jsonl": (GOOD[:-5], "document 1000"),
     "no_text.jsonl": (
         lines([{"text": "a"}, {"body": "a"}]),
         "document 2.*'text' of {'body': 'a'}.*--text-field",
     ),
     "no_record.jsonl": (b"[1]\n", r"'text' of \[1\]"),
-    "number.jsonl": (b'{"text": 1}\n', "'text' of {'text': 1}"),
     "torn.jsonl.gz": (gzip.compress(GOOD)[:-50], ""),
-    "scratched.jsonl.gz": (scratched(gzip.compress(GOOD), 20, 40), ""),
-    "torn.jsonl.zst": (zstandard.compress(random.Random(0).randbytes(100_000).hex().encode())[:-50], ""),
-    "junk.jsonl.zst": (b"hello " * 100, ""),
+    "torn.jsonl.zst": (zstandard.compress(GOOD)[:-50], ""),
     "no_text.parquet": (parquet(body=["a"]), "'text' of {'body': 'a'}.*--text-field"),
-    "number.parquet": (parquet(text=[1]), "'text' of {'text': 1}"),
-    "torn.parquet": (parquet(text=["a" * 1000])[:-20], ""),
-    "scratched.parquet": (scratched(parquet(text=[f"text {i}" for i in range(5000)]), 100, 2000), ""),
+    "torn.parquet": (parquet(text=["a"])[:-20], ""),
 }
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_bad_file_is_named_and_nothing_of_it_is_kept(tmp_path, kind):
-    content, named = BROKEN[kind]
-    name = write_corpus(tmp_path / "texts", random_texts(500))
-    (tmp_path / "texts" / kind).write_bytes(content)
-    with pytest.raises(InputError, match=f"bad file in corpus .*{kind}.*{named}.*repair it, or move it away"):
-        shards.prepare(open_corpus(name), tokenizer=TOKENIZER)
-    (tmp_path / "texts" / kind).unlink()
-    folder = shards.prepare(open_corpus(name), tokenizer=TOKENIZER)
-    assert documents(folder, "train") == [text for text in random_texts(500) if not is_validation(text)]
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_bad_file_is_named(tmp_path, name):
+    content, named = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=f"bad file in corpus .*{name}.*{named}.*repair it, or move it away"):
+        read(f"path:{tmp_path}")
 
 
-def book(number, count=4000):
+def book(number):
     """A text with characters of two bytes, long and short lines."""
     rng = random.Random(number)
-    return "".join(f"{number} {i} " + "été " * rng.randrange(50) + "\n" for i in range(count))
+    return "".join(f"{number} {i} " + "été " * rng.randrange(50) + "\n" for i in range(4000))
 
 
 def pieces_by_line(text):
@@ -170,105 +135,83 @@ def pieces_by_line(text):
 
 
 @pytest.mark.parametrize("count, validation", [(3, False), (3, True), (1, False)])
-def test_a_few_long_documents_are_cut_into_pieces(tmp_path, capsys, count, validation):
+def test_a_few_long_documents_are_cut_into_pieces(tmp_path, count, validation):
     """If there would be no validation document, or no training document."""
     books = [text for text in map(book, range(60)) if is_validation(text) == validation][:count]
     for number, text in enumerate(books):
         (tmp_path / f"{number}.txt").write_text(text)
     folder = shards.prepare(open_corpus(f"path:{tmp_path}"), tokenizer=TOKENIZER)
     pieces = [piece for text in books for piece in pieces_by_line(text)]
-    assert documents(folder, "train") == [piece for piece in pieces if not is_validation(piece)]
-    assert documents(folder, "val") == [piece for piece in pieces if is_validation(piece)]
-    assert "they are cut into pieces of 4,096 characters" in capsys.readouterr().out
+    for kind in ("train", "val"):
+        assert documents(folder, kind) == [text for text in pieces if is_validation(text) == (kind == "val")]
 
 
 @pytest.mark.parametrize("texts", [["one short text", "another"], [None, ""]])
 def test_what_cannot_be_split_is_refused_before_anything_is_computed(tmp_path, monkeypatch, texts):
-    monkeypatch.setattr(shards.Tokenizer, "train", lambda *_: pytest.fail("a tokenizer is trained"))
-    name = write_corpus(tmp_path / "small", texts)
+    monkeypatch.setattr(shards.Tokenizer, "train", None)
     with pytest.raises(InputError, match="is too small: not even cut into pieces .*add text"):
-        shards.prepare(open_corpus(name), 300)
-    assert not list((tmp_path / "base/shards").glob("*/*"))
+        shards.prepare(open_corpus(write_corpus(tmp_path / "small", texts)))
 
 
 def test_unknown_and_empty_corpora(tmp_path):
     (tmp_path / "a.png").write_bytes(b"no text")
-    names = [
-        "pyhton",
-        "",
-        "hf:",
-        "hf::config",
-        "hf:@main",
-        "path:",
-        "path:/dev/zero",
-        f"path:/{'long' * 1000}",
-    ]
-    for name in [*names, f"path:{tmp_path}/nothing", f"path:{tmp_path}", f"path:{tmp_path}/a.png"]:
+    places = ["", "/dev/zero", f"/{'long' * 1000}", f"{tmp_path}/nothing", tmp_path, f"{tmp_path}/a.png"]
+    for name in [*(f"path:{place}" for place in places), "pyhton", "", "hf:", "hf::config", "hf:@main"]:
         with pytest.raises(InputError, match="corpus"):
             open_corpus(name)
 
 
+FILES = [f"train-{i:05d}.parquet" for i in range(3)]
+
+
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A stand-in for the network; what was asked for and fetched, and the texts of its dataset."""
-    import datasets
-    import huggingface_hub
+    """A stand-in for the network, with a dataset of FILES: what it was asked for."""
 
-    class Hub:
-        asked, fetched, files, texts = [], [], [], []
+    def info(api, path, revision, timeout):
+        asked.append((path, revision))
+        return SimpleNamespace(sha="abc123")
 
-        def dataset_info(self, path, revision, timeout):
-            Hub.asked.append((path, revision))
-            return type("Info", (), {"sha": "abc123"})
+    def builder(path, config, revision):
+        split = {"config": "train", None: "test"}[config]
+        files = [f"hf://datasets/{path}@{revision}/{file}" for file in FILES]
+        return SimpleNamespace(config=SimpleNamespace(data_files={split: files}))
 
-        def builder(path, config, revision, cache_dir):
-            names = [f"hf://datasets/{path}@{revision}/{file}" for file in Hub.files]
-            return type("Builder", (), {"config": type("Config", (), {"data_files": {"train": names}})})
+    def download(repo, file, repo_type, revision):
+        asked.append((repo, file, revision))
+        return str(tmp_path / file)
 
-        def download(repo, file, repo_type, revision, cache_dir):
-            Hub.fetched.append((repo, file, revision))
-            return str(tmp_path / file)
-
-    for i in range(3):
-        Hub.files.append(f"train-{i:05d}.parquet")
-        Hub.texts += [f"text {i} {j}" for j in range(5)]
-        pq.write_table(pa.table({"text": Hub.texts[-5:]}), tmp_path / Hub.files[-1])
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", Hub.dataset_info)
-    monkeypatch.setattr(datasets, "load_dataset_builder", Hub.builder)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", Hub.download)
-    return Hub
+    asked = []
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
+    monkeypatch.setattr("datasets.load_dataset_builder", builder)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    return asked
 
 
 def test_hub(hub, tmp_path):
-    """The revision is pinned and the hub asked once; files are fetched when they are read, and one ahead."""
+    """The revision is pinned and the hub asked once; files are fetched when they are read."""
+    for file in FILES:
+        (tmp_path / file).write_bytes(parquet(text=[file, "everywhere"]))
     corpus = open_corpus("hf:org/set:config@v1")
-    assert corpus.revision == "abc123" and not hub.fetched
     found = corpus.documents()
-    assert next(found) == (0, hub.texts[0])
-    for thread in threading.enumerate():
-        if thread.name.startswith("Thread-") and thread.daemon:
-            thread.join(10)
-    assert hub.fetched == [("org/set", file, "abc123") for file in hub.files[:2]]
-    assert [text for _, text in found] == hub.texts[1:]
-    assert open_corpus("hf:org/set:config@v1") == corpus and hub.asked == [("org/set", "v1")]
-    assert [text for _, text in corpus.documents(2)] == hub.texts[10:]
-    (tmp_path / hub.files[1]).write_bytes(b"damaged")
-    with pytest.raises(InputError, match=f"{hub.files[1]}.*delete it, and it is fetched again"):
+    assert next(found)[0] == FILES[0]
+    assert hub == [("org/set", "v1"), ("org/set", FILES[0], "abc123")]
+    assert [text for text, _ in found] == ["everywhere", FILES[1], "everywhere", FILES[2], "everywhere"]
+    assert open_corpus("hf:org/set:config@v1") == corpus and len(hub) == 1 + 3
+    (tmp_path / FILES[1]).write_bytes(b"damaged")
+    with pytest.raises(InputError, match=f"{FILES[1]}.*delete it, and it is fetched again"):
         list(corpus.documents())
 
 
 def test_hub_out_of_reach(hub, monkeypatch):
-    import huggingface_hub
-
     def fail(*_, **__):
-        raise OSError("Name or service not known\nand more")
+        raise OSError("Name or service not known")
 
-    open_corpus("hf:org/set")
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
-    with pytest.raises(
-        InputError, match=f"fetching {hub.files[0]} of org/set failed: Name or service not known"
-    ):
-        read("hf:org/set")
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", fail)
-    with pytest.raises(InputError, match="not known. Check.*CORPUS=python bash speedrun.sh"):
+    with pytest.raises(InputError, match="opening the train split of hf:org/set failed: KeyError: 'train'"):
+        open_corpus("hf:org/set")
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    with pytest.raises(InputError, match=f"fetching {FILES[0]} of org/set failed: OSError: Name or service"):
+        read("hf:org/set:config")
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", fail)
+    with pytest.raises(InputError, match="service not known. Check.*CORPUS=python bash speedrun.sh"):
         open_corpus("hf:org/other")

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from nanomuon import attention, fp8
+from nanomuon.command import explain
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.moe import grouped_mm
 from nanomuon.optim import DistMuonAdamW, MuonAdamW, adamw_update, muon_direction, muon_momentum, muon_update
 from nanomuon.param_groups import build_param_groups
-from nanomuon.runtime import explain
 from tests.reference import distance
 from tests.training import launch, losses
 

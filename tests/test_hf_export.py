@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from nanomuon import hf_export
-from nanomuon.files import write_json
 from nanomuon.generate import sample_texts
-from nanomuon.runtime import InputError, Runtime
+from nanomuon.runtime import InputError, Runtime, write_json
 from nanomuon.tokenizer import BOS, Tokenizer
 from scripts import export
 from tests.test_gpt import build

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError
 from scripts import optim_race
 from scripts.laboratory import leaderboard, race, report, tasks
-from scripts.laboratory.contenders import Contender
+from scripts.laboratory.contenders import Contender, dial_value
 
 SMALL = "--model depth=1 width=32 heads=2 kv_heads=2 seq_len=16 --steps 50 --jobs 1 --dtype float32".split()
+KEPT = Path(__file__).parent.parent / "docs/races"
 
 
 class Inline:
@@ -84,7 +86,7 @@ def test_a_race_is_interrupted_goes_on_and_grows(lab, tmp_path, capsys, monkeypa
     assert lab("--contenders", "default", "adamw", "--seeds", "2") == 0, "nothing is trained twice"
     assert lab("--contenders", "default", "adamw", "adamw:matrix_lr=0.001", "--seeds", "2") == 2
     out = capsys.readouterr().out
-    assert "4 of 4 runs are there already" in out and "| adamw " in out and "the best" in out
+    assert "4 of 6 runs are there already" in out and "| adamw " in out
     header, *runs = lines_of(tmp_path)
     assert header["setup"]["steps"] == 50 and len(runs) == 6
     starts = {(run["seed"], run["initial"], run["rows"]) for run in runs}
@@ -156,7 +158,7 @@ def test_a_sweep_gives_each_contender_its_best_trial(lab, tmp_path, capsys):
     trained = lab("--contenders", "adamw:lr_scale=0.01", "muon", "--sweep", "4", "--seeds", "2")
     assert trained == 2 * (5 + 2 + 1) + 4
     out = capsys.readouterr().out
-    assert "tuning: 10 trials of 12 steps" in out and "at equal seconds" in out
+    assert "tuning: 10 trials of 13 steps" in out and "best trial" in out
     runs = lines_of(tmp_path)[1:]
     tuning = [run for run in runs if run["stage"] == "sweep"]
     assert {run["seed"] for run in tuning} == {1000, 1001, 1002}, "no seed of the race"
@@ -169,8 +171,29 @@ def test_dials_are_rates_decay_and_what_the_file_names(tmp_path):
     file.write_text(OWN + 'DIAL = ("lr", 0.1, 0.9)\n')
     assert Contender(str(file)).dials() == {"lr_scale": (1 / 3, 3), "lr": (0.1, 0.9)}
     assert Contender("adamw:weight_decay=0.2").dials()["weight_decay"] == (0.05, 0.8)
-    first, second, *_ = Contender("muon").trials(4)
+    assert dial_value(0.01, 1, 0.5) == 0.1 and dial_value(0, 1, 0.5) == 0.5
+    first, second, *_ = trials = Contender("muon").trials(4)
+    assert [trial.name for trial in trials] == [trial.name for trial in Contender("muon").trials(4)]
     assert first.name == "muon" and second.options.keys() == {"lr_scale", "matrix_lr"}
+
+
+def test_presets_stay_as_they_are():
+    """Old races are compared with new ones."""
+    rest = dict(embedding_lr=0.1, unembedding_lr=0.01, scalar_lr=0.02, warmup_ratio=0.0, warmdown_ratio=1.0)
+    muon = dict(rest, matrix_lr=0.02, beta2=None, weight_decay=0.0)
+    assert Contender("adamw").keywords == dict(rest, matrix_lr=0.004, weight_decay=0.1)
+    assert Contender("muon").keywords == muon
+    assert Contender("normuon").keywords == dict(muon, beta2=0.95)
+    groups = Contender("muon").build(GPT(GPTConfig.from_depth(1, vocab_size=300, seq_len=32)))
+    fixed = {
+        "adamw": dict(betas=(0.8, 0.95), eps=1e-8, weight_decay=0.0),
+        "muon": dict(momentum=0.95, ns_steps=5, coefficients="simple", weight_decay_form="decoupled"),
+    }
+    assert {group["kind"] for group in groups} == fixed.keys()
+    assert all(fixed[group["kind"]].items() <= group.items() for group in groups)
+    course = [Contender("adamw").schedule({"lr": 2.0}, step, 4)["lr"] for step in range(4)]
+    assert course == pytest.approx([2.0, 1.5, 1.0, 0.5])
+    assert Contender("muon:warmup_ratio=0.5").schedule({"lr": 2.0}, 0, 4)["lr"] < 2
 
 
 @pytest.mark.parametrize(
@@ -199,6 +222,26 @@ def test_rows_are_a_function_of_the_seed_and_windows_cover_the_rest(text):
     assert held_out - 64 - 1 <= scored <= held_out - 1
 
 
+def test_tasks_stay_as_they_are(text, base, environment, monkeypatch):
+    """New races are compared with those that are kept."""
+    prepare, asked = tasks.shards.prepare_for_training, []
+
+    def prepare_for_training(corpus, vocab_size, tokens):
+        asked.append(tokens)
+        return prepare(corpus, vocab_size, tokens)
+
+    monkeypatch.setattr(tasks.shards, "prepare_for_training", prepare_for_training)
+    of_text = tasks.shakespeare_setup(str(text), None)[1]
+    of_corpus = tasks.corpus_setup(f"path:{base}/texts", 300, None)[1]
+    assert asked == [300 * 16 * 256]
+    for name, setup in (("finals", of_text), ("finals-python", of_corpus)):
+        header, _ = race.read_results(KEPT / f"{name}.jsonl")
+        model, kept = setup.pop("model"), header["setup"].pop("model")
+        different = {key for key in model.keys() & kept.keys() if model[key] != kept[key]}
+        assert different == {"vocab_size"}
+        assert setup | {"data": header["setup"]["data"]} == {key: header["setup"][key] for key in setup}
+
+
 def test_a_race_takes_any_corpus(base, environment, lab, tmp_path, monkeypatch):
     corpus = f"path:{base}/texts"
     flags = ["--task", "corpus", "--corpus", corpus, "--vocab-size", "300", "--steps", "4", "--seeds", "1"]
@@ -216,35 +259,24 @@ def test_the_hopeless_stop_and_the_leaderboard_says_what_was_found(lab, tmp_path
     assert "## shakespeare" in page and "| adamw:lr_scale=0.0001 | 2 " in page and "worse by" in page
     assert (tmp_path / "docs/leaderboard_shakespeare.png").exists()
     file = tmp_path / "docs/races/shakespeare.jsonl"
-    file.write_text(file.read_text() + "{}\n")
-    with pytest.raises(InputError, match="shakespeare.jsonl line .* has no contender"):
+    file.write_text(file.read_text() + '{"contender": "ad')
+    with pytest.raises(InputError, match="shakespeare.jsonl line .* is not JSON, remove it"):
         lab(*arguments)
 
 
 def test_the_kept_races_are_readable(tmp_path):
-    kept = Path(__file__).parent.parent / "docs/races"
-    leaderboard.write_leaderboard(kept, tmp_path / "page.md")
+    leaderboard.write_leaderboard(KEPT, tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
-    for file in kept.glob("*.jsonl"):
-        assert (tmp_path / f"leaderboard_{file.stem}.png").exists()
-    assert page.count("\n## ") == page.count("| the best ") == len(list(kept.glob("*.jsonl")))
+    files = list(KEPT.glob("*.jsonl"))
+    assert all((tmp_path / f"leaderboard_{file.stem}.png").exists() for file in files)
+    assert page.count("\n## ") == page.count("| against default") == len(files) > 0
+    assert page == (KEPT.parent / "leaderboard.md").read_text()
 
 
-def made_up(name, seed, score, step_ms=10.0, steps=100):
+def made_up(name, seed, score):
     curve = [[0, 3.0, None], [50, score and score + 0.5, None], [100, score, score]]
-    times = {"step_ms": step_ms, "optimizer_ms": step_ms - 8}
-    return {"contender": name, "seed": seed, "score": score, "curve": curve, "steps": steps, **times}
-
-
-def test_the_estimate_at_equal_seconds_is_right_if_loss_falls_with_the_logarithm_of_steps():
-    """loss = 2 - 0.1 ln(steps): in 1.25 times the time the baseline makes 1.25 times the steps."""
-    runs = [made_up("a", 0, 2 - 0.1 * math.log(steps), steps=steps) for steps in (25, 50, 100)]
-    slope = report.slope_of_length(runs)
-    assert slope == pytest.approx(0.1)
-    slower, reference = [made_up("b", 0, 1.5, 10.0)], [made_up("a", 0, 1.5, 8.0 + 1e-9)]
-    estimate = report.at_equal_seconds(0.0, slower, reference, slope)
-    assert estimate == pytest.approx(0.1 * math.log(1.25), rel=1e-6)
-    assert report.slope_of_length(runs[:1]) is None
+    times = {"step_ms": 10.0, "optimizer_ms": 2.0}
+    return {"contender": name, "seed": seed, "score": score, "curve": curve, "steps": 100, **times}
 
 
 def test_the_table_says_what_the_runs_say():
@@ -252,7 +284,24 @@ def test_the_table_says_what_the_runs_say():
     results["b"] = [made_up("b", s, 1.4 + 0.01 * s + 0.0001 * s) for s in range(3)]
     results["c"] = [made_up("c", 0, None)]
     text = report.table(results, "a", "bits per byte")
-    row = next(line for line in text.splitlines() if line.startswith("| b "))
-    assert "1.4101" in row and "90 (1 s)" in row  # from 1.9 at step 50 to 1.4 at step 100: 1.51 at about 89.9
-    assert "better by 0.0999 (95% CI" in row and "the best" in row
-    assert "diverged with seed 0" in text
+    rows = {line.split()[1]: line for line in text.splitlines()[2:]}
+    assert list(rows) == ["b", "a", "c"], "the lowest mean first"
+    assert "1.4101" in rows["b"] and "better by 0.0999 (95% CI" in rows["b"]
+    assert "| 90 (1 s) " in rows["b"], "1.91 at step 50, 1.41 at step 100: 1.51 at step 90"
+    assert "| 100 (1 s) " in rows["a"] and "diverged with seed 0" in rows["c"]
+
+
+def test_the_picture_has_a_labelled_curve_for_each_contender(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    close, figures = pyplot.close, []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    results = {"a": [made_up("a", 0, 1.5), made_up("a", 1, 1.7)], "b": [made_up("b", 0, 1.4)]}
+    report.plot_race(results, "bits per byte", tmp_path / "race.png")
+    axes = figures[0].axes[0]
+    drawn = {line.get_label(): line.get_xydata().round(6).tolist() for line in axes.lines}
+    assert drawn == {
+        "a  1.6000": [[0, 3.0], [50, 2.1], [100, 1.6]],
+        "b  1.4000": [[0, 3.0], [50, 1.9], [100, 1.4]],
+    }
+    assert axes.get_ylabel() == "bits per byte" and axes.get_xlabel() == "step" and axes.get_legend()
+    close(figures[0])

@@ -6,19 +6,16 @@ import struct
 import subprocess
 import sys
 
-import pytest
+import torch
 
 from nanomuon import report
+from nanomuon.runtime import Runtime
 
 
-def rows_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def write_run(path, steps, loss=lambda step: 9 * math.exp(-step / 10) + 2):
-    log = report.MetricsLog(path)
-    for step in range(1, steps + 1):
-        log.log({"step": step, "tokens": 4096 * step, "train_loss": loss(step)})
+def write_run(folder):
+    log = report.MetricsLog(folder)
+    for step in range(1, 101):
+        log.log({"step": step, "tokens": 4096 * step, "train_loss": math.nan if step < 50 else 2.0})
         if step % 25 == 0:
             log.log(
                 {"step": step, "tokens": 4096 * step, "val_bpb": 2 - step / 100, "whole_set": step == 100}
@@ -31,43 +28,30 @@ def test_a_row_is_on_disk_when_log_returns(tmp_path):
         import os
         from pathlib import Path
         from nanomuon.report import MetricsLog
-        log = MetricsLog(Path({str(tmp_path / "metrics.jsonl")!r}))
+        log = MetricsLog(Path({str(tmp_path)!r}))
         for step in range(3):
             log.log({{"step": step, "train_loss": float("nan")}})
         os.kill(os.getpid(), 9)"""
     subprocess.run([sys.executable, "-c", code])
-    # JSON has no NaN
-    assert rows_of(tmp_path / "metrics.jsonl") == [{"step": step, "train_loss": None} for step in range(3)]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [{"step": step, "train_loss": None} for step in range(3)]  # JSON has no NaN
 
 
-@pytest.mark.parametrize("torn", ["", '{"step": 6, "tra'])
-def test_resuming_leaves_each_step_once(tmp_path, torn):
-    path = tmp_path / "runs" / "metrics.jsonl"
-    log = report.MetricsLog(path)
+def test_resuming_leaves_each_step_once(tmp_path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    log = report.MetricsLog(path.parent)
     for step in range(1, 6):
-        log.log({"step": step, "tokens": 0, "train_loss": 1})
-        log.log({"step": step, "tokens": 0, "val_bpb": 1})
-    log.close()
-    with open(path, "a") as file:
-        file.write(torn)
-    log = report.MetricsLog(path, resume_step=3)  # whose evaluation is made again
-    log.log({"step": 3, "tokens": 0, "val_bpb": 2})
-    log.log({"step": 4, "tokens": 0, "train_loss": 2})
+        log.log({"step": step, "train_loss": 1})
+        log.log({"step": step, "val_bpb": 1})
+    log.file.write(b'{"step": 6, "tra')  # and here it was killed
+    log = report.MetricsLog(path.parent, resume_step=3)  # whose evaluation is made again
+    log.log({"step": 3, "val_bpb": 2})
+    log.log({"step": 4, "train_loss": 2})
     training, evaluation = report.read_metrics(path)
     assert [(row["step"], row["train_loss"]) for row in training] == [(1, 1), (2, 1), (3, 1), (4, 2)]
     assert [(row["step"], row["val_bpb"]) for row in evaluation] == [(1, 1), (2, 1), (3, 2)]
-    report.MetricsLog(path)
+    report.MetricsLog(path.parent)
     assert path.read_text() == ""
-
-
-@pytest.mark.parametrize("steps", [0, 1, 100])
-@pytest.mark.parametrize("loss", [2.0, math.nan])
-def test_the_picture_is_drawn_for_runs_of_any_length(tmp_path, steps, loss):
-    folder = tmp_path / "a$^$b"  # no formula
-    write_run(folder / "metrics.jsonl", steps, lambda step: loss)
-    report.plot_run(folder / "metrics.jsonl", folder / "loss.png")
-    data = (folder / "loss.png").read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", data[16:24]) == (1800, 720)
 
 
 def test_a_line_joins_evaluations_of_the_same_text_only(tmp_path, monkeypatch):
@@ -76,27 +60,41 @@ def test_a_line_joins_evaluations_of_the_same_text_only(tmp_path, monkeypatch):
 
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    write_run(tmp_path / "metrics.jsonl", 100)
+    write_run(tmp_path)
     report.plot_run(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     drawn = {line.get_label(): list(line.get_ydata()) for line in figures[0].axes[1].lines}
     assert drawn == {"first part of the set": [1.75, 1.5, 1.25], "whole set": [1.0]}
 
 
 def test_the_report_says_what_happened(tmp_path):
-    run_dir = tmp_path / "my-run"
-    write_run(run_dir / "metrics.jsonl", 100)
-    samples = ["def f():\n    return 1", "```\nfenced\n````python"]
-    settings = {"options": {"depth": 4, "window_pattern": "S|L", "vocab_size": None}}
-    settings |= {"trained_on": {"revision": "r1"}, "trained_with": {"threads": 2}}
-    (run_dir / "settings.json").write_text(json.dumps(settings))
-    core = "mean over 1 task", {"easy": {"accuracy": 0.75}}
-    report.write_report(run_dir, {"val_bpb": 1.234, "steps": 100}, samples, core)
+    run_dir = tmp_path / "my-run-a$^$b"  # no formula
+    write_run(run_dir)
+    core = {"core": 0.5, "mean_centered": 0.5, "tasks": {"easy": {"accuracy": 0.75}}}
+    report.write_report(run_dir, {"val_bpb": 1.234}, ["def f():\n    return 1", "```\nfenced"], core)
     text = (run_dir / "report.md").read_text()
     machine = report.machine_description()
-    assert "torch 2." in machine and "GB" in machine and "\n" not in machine
-    parts = f"# my-run;{machine};| val_bpb | 1.234 |;](loss.png);| depth | 4 |;S\\|L;| revision | r1 |"
-    parts += ";| threads | 2 |;mean over 1 task;| easy | 0.7500 |;--run my-run"
+    assert "torch 2." in machine and "\n" not in machine
+    parts = f"# my-run-a$^$b;{machine};| val_bpb | 1.234 |;](loss.png);CORE: 0.5000;| easy | 0.7500 |"
+    parts += ";--run 'my-run-a$^$b'\n;\n\n    def f():\n        return 1\n\n"
+    parts += ";\n\n    ```\n    fenced\n"
     assert [part for part in parts.split(";") if part not in text] == []
-    assert "\n```\n" + samples[0] + "\n```\n" in text
-    assert "\n`````\n" + samples[1] + "\n`````\n" in text  # longer than any fence inside
-    assert "vocab_size" not in text and (run_dir / "loss.png").exists()
+    data = (run_dir / "loss.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", data[16:24]) == (1800, 720)
+
+
+def test_the_summary_is_of_the_last_20_losses_and_of_typical_steps():
+    rows = [{"train_loss": 9.0, "step_ms": 1000, "tokens_per_second": 10, "optimizer_ms": 0}] * 2
+    for loss in range(1, 20):
+        rows.append({"train_loss": loss, "step_ms": 100, "tokens_per_second": 90, "optimizer_ms": 1.26})
+    rows.append({"train_loss": None, "step_ms": 100, "tokens_per_second": 90, "optimizer_ms": 1.26})
+    summary = report.summarize(rows, 1.23456, 22, 5632, Runtime(torch.device("cpu"), torch.bfloat16))
+    assert 10 < summary.pop("peak_memory_mb") < 100_000
+    assert summary == {
+        "val_bpb": 1.2346,
+        "train_loss": 10,
+        "steps": 22,
+        "tokens": 5632,
+        "seconds": 4.0,
+        "tokens_per_second": 90,
+        "optimizer_ms": 1.3,
+    }

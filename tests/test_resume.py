@@ -1,10 +1,7 @@
 """Runs that survive: killed, stopped, moved to other world sizes, out of disk, out of finite numbers."""
 
 import json
-import math
-import os
 import random
-import resource
 import signal
 import time
 from hashlib import sha256
@@ -13,105 +10,105 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanomuon import checkpoint, dataloader, files, shards
+from nanomuon import checkpoint, runtime, shards
+from nanomuon.command import STOPPED
 from nanomuon.corpus import open_corpus
-from nanomuon.gpt import GPT
-from nanomuon.optim import MuonAdamW
 from nanomuon.run import Run
-from nanomuon.runtime import STOPPED, InputError, StopSignals
+from nanomuon.runtime import InputError
 from scripts import base_train
-from tests.training import Ranks, arguments, children, launch, losses, rows, wait_until, write_corpus
+from tests.training import (
+    QUIET,
+    Ranks,
+    arguments,
+    launch,
+    losses,
+    optimizer_file,
+    rows,
+    wait_until,
+    write_corpus,
+)
 
 pytestmark = pytest.mark.usefixtures("environment")
 
-SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # each of which asks a run to stop
-QUIET = ("--eval-every", "-1", "--save-every", "-1")
 OPTIONS = ("--eval-every", "25", "--save-every", "4")
 
 
 @pytest.fixture(scope="module")
 def whole(base):
-    """100 steps without interruption."""
-    ranks = Ranks(base, "whole", 100, *OPTIONS)
-    assert ranks.join() == [0], ranks.output()
-    return base / "runs" / "whole"
-
-
-def final_state(run_dir):
-    """Model and optimizer state after the last step."""
-    return load_file(checkpoint.find(run_dir) / "rank_0.safetensors")
+    """Runs of 100 steps without interruption, by number of processes."""
+    for processes in (1, 2):
+        ranks = Ranks(base, f"whole-{processes}", 100, *OPTIONS, processes=processes)
+        assert ranks.join() == [0] * processes, ranks.output()
+    return {processes: base / "runs" / f"whole-{processes}" for processes in (1, 2)}
 
 
 def assert_same_run(ours, theirs):
     """Bit for bit: every row in order, parameters and state, the model and what it writes."""
     assert rows(ours.parent.parent, ours.name) == rows(theirs.parent.parent, theirs.name)
-    for read in (final_state, lambda run: load_file(run / "model.safetensors")):
-        mine, other = read(ours), read(theirs)
-        assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
+    for pattern in ("checkpoints/step_100/*.safetensors", "model.safetensors"):
+        files = [sorted(run.glob(pattern)) for run in (ours, theirs)]
+        for mine, other in zip(*files, strict=True):
+            mine, other = load_file(mine), load_file(other)
+            assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
     samples = [(run / "report.md").read_text().split("## ")[2] for run in (ours, theirs)]
     assert samples[0].startswith("Samples") and samples[0] == samples[1]
 
 
-def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(base, whole):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(base, whole, processes):
     """And as if its newest checkpoint had not been damaged."""
-    generator, run_dir = random.Random(0), base / "runs" / "killed"
-    for _ in range(3):
+    run, generator = f"killed-{processes}", random.Random(processes)
+    run_dir, command = base / "runs" / run, (base, run, 100, *OPTIONS)
+    for _ in range(4 - processes):
         saved = max(checkpoint.saved_steps(run_dir), default=0)
-        ranks, far = Ranks(base, "killed", 100, *OPTIONS), saved + generator.randint(8, 28)
-        wait_until(lambda far=far: len(losses(base, "killed")) >= far, ranks.alive)
+        ranks, far = Ranks(*command, processes=processes), saved + generator.randint(8, 28)
+        wait_until(lambda far=far: len(losses(base, run)) >= far, ranks.alive)
         time.sleep(generator.uniform(0, 0.03))
         ranks.kill(signal.SIGKILL)
-        assert ranks.join() == [-signal.SIGKILL]
+        assert ranks.join() == [-signal.SIGKILL] * processes
         assert max(checkpoint.saved_steps(run_dir)) > saved
     # There are three if the last kill came before the oldest was removed
     *_, previous, newest = checkpoint.saved_steps(run_dir)
-    file = run_dir / "checkpoints" / f"step_{newest}" / "rank_0.safetensors"
+    file = max((run_dir / "checkpoints" / f"step_{newest}").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
-    ranks = Ranks(base, "killed", 100, *OPTIONS)
-    assert ranks.join() == [0]
-    assert f"{file} has" in ranks.output()
-    assert f"resuming run killed at step {previous}\n" in ranks.output()
-    assert_same_run(run_dir, whole)
+    ranks = Ranks(*command, processes=processes)
+    assert ranks.join() == [0] * processes
+    assert f"checkpoint step_{newest} is damaged and not used: {file} " in ranks.output()
+    assert f"resuming run {run} at step {previous}\n" in ranks.output()
+    assert_same_run(run_dir, whole[processes])
 
 
 def test_one_process_becomes_two_and_two_become_three(base):
     small = "--depth 2 --max-seq-len 32 --total-batch-size 192 --vocab-size 300 --eval-tokens 512".split()
-    options = ("--dtype", "float32", "--device-batch-size", "1", *QUIET)
+    options = ("--dtype", "float32", *QUIET)
     for run, processes, until in (("as-one", 1, 60), ("grown", 1, 20), ("grown", 2, 40), ("grown", 3, 60)):
         ranks = Ranks(base, run, 60, *options, processes=processes, small=small)
         if until < 60:
             wait_until(lambda until=until: len(losses(base, "grown")) >= until, ranks.alive)
             ranks.kill(signal.SIGTERM)
         assert ranks.join() == [STOPPED if until == 20 else 0] * processes, ranks.output()
+        assert f"{ {1: 2, 2: 1, 3: 2}[processes] } rows x" in ranks.output()  # of 6, chosen in each world
     assert losses(base, "grown") == pytest.approx(losses(base, "as-one"), abs=1e-4)
 
 
-def test_torchrun_replaces_a_dead_rank_and_hands_on_sigterm_and_the_same_command_completes(base, whole):
+def test_torchrun_hands_on_sigterm_and_the_same_command_completes(base, whole):
     command, note = (base, "torchrun", 100, *OPTIONS), base / "runs" / "torchrun" / "stopped"
-    process = launch(*command, processes=2, restarts=1)
-    alive = lambda: process.poll() is None  # noqa: E731
-    wait_until(lambda: len(losses(base, "torchrun")) > 11, alive)
-    first = children(process.pid)
-    os.kill(first[1], signal.SIGKILL)
-    wait_until(lambda: len(children(process.pid)) == 2 and not set(first) & set(children(process.pid)), alive)
-    far = len(losses(base, "torchrun"))  # on a busy machine anything; the new ranks have to go beyond it
-    wait_until(lambda: len(losses(base, "torchrun")) > far + 2, alive)
-    workers = children(process.pid)
+    process = launch(*command, processes=2)
+    wait_until(lambda: len(losses(base, "torchrun")) > 11, lambda: process.poll() is None)
     process.terminate()
     output, _ = process.communicate(timeout=30)
-    assert "resuming run torchrun at step" in output
     step = len(losses(base, "torchrun"))
     line = f"stopped at step {step} and saved; the same command carries on\n"
     assert step < 100 and line in output and note.read_text() == line
     assert checkpoint.saved_steps(base / "runs" / "torchrun")[-1] == step
-    assert not any(os.path.exists(f"/proc/{worker}") for worker in workers)
     process = launch(*command, processes=2)
     output, _ = process.communicate()
     assert process.returncode == 0 and not note.exists(), output
-    assert losses(base, "torchrun") == pytest.approx(losses(base, "whole"), abs=1e-4)
+    assert_same_run(base / "runs" / "torchrun", whole[2])
+    assert losses(base, "torchrun") == pytest.approx(losses(base, "whole-1"), abs=1e-4)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_saves_and_leaves_a_note(base, number):
     run = f"signal-{number.name}"
     ranks = Ranks(base, run, 5000, *QUIET)
@@ -127,54 +124,30 @@ def test_a_signal_saves_and_leaves_a_note(base, number):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_signal_during_the_start_ends_it_with_a_line(base, processes):
     """While it waits for its data, which another process is preparing."""
-    run = f"starting-{processes}"
-    size = 256 + 10 * processes
-    with files.locked(shards.shard_folder(open_corpus(f"path:{base}/texts"), size)):
+    run, size = f"starting-{processes}", 256 + 10 * processes
+    with runtime.locked(shards.shard_folder(open_corpus(f"path:{base}/texts"), size)):
         ranks = Ranks(base, run, 5, "--vocab-size", str(size), *QUIET, processes=processes)
         wait_until(lambda: "waiting for it" in ranks.output(), ranks.alive)
         ranks.kill(signal.SIGTERM)
         codes = ranks.join(20)
     assert codes == ([STOPPED] if processes == 1 else [0, 0]), ranks.output()
-    line = "stopped before its first step; the same command carries on\n"
+    line = "stopped with nothing to save; the same command carries on\n"
     assert ranks.output().count(line) == 1 and ranks.output().endswith(line)
     assert (base / "runs" / run / "stopped").read_text() == line
 
 
-def test_what_nohup_ignores_stays_ignored():
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        for ignored in (True, False):
-            signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
-            StopSignals(None)
-            assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) is ignored
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def named(base, name, text):
-    """An optimizer file with this text."""
-    (base / f"{name}.py").write_text(text)
-    return "--optimizer-file", str(base / f"{name}.py")
+SLEEPER = """
+    class Sleeper(torch.optim.SGD):
+        def step(self):
+            print("asleep", flush=True)
+            __import__("time").sleep(60)
+    return Sleeper(model.parameters(), lr=0.1)
+"""
 
 
 def test_a_second_sigint_stops_at_once(base):
-    file = named(
-        base,
-        "sleeper",
-        """
-import time
-import torch
-class Sleeper(torch.optim.SGD):
-    def step(self):
-        time.sleep(60)
-def build_optimizer(model):
-    return Sleeper(model.parameters(), lr=0.1)
-""",
-    )
-    ranks = Ranks(base, "sleeper", 5, *file, *QUIET)
-    wait_until(lambda: "micro-steps a step" in ranks.output(), ranks.alive)
-    time.sleep(1)
+    ranks = Ranks(base, "sleeper", 5, *optimizer_file(base, "sleeper", SLEEPER), *QUIET)
+    wait_until(lambda: "asleep" in ranks.output(), ranks.alive)
     ranks.kill(signal.SIGINT)
     time.sleep(0.2)
     assert ranks.alive()
@@ -183,101 +156,48 @@ def build_optimizer(model):
 
 
 POISON = """
-import torch
-import torch.distributed as dist
-from nanomuon.optim import DistMuonAdamW
-from nanomuon.param_groups import build_param_groups
-def build_optimizer(model):
-    calls = 0
+    import torch.distributed as dist
+    from nanomuon.optim import DistMuonAdamW
+    from nanomuon.param_groups import build_param_groups
+    forward, losses, backwards = model.forward, [], []
+    def poisoned(*inputs, **options):
+        loss = forward(*inputs, **options)
+        losses.append(loss + float("nan") if len(losses) == 4 and dist.get_rank() == 1 else loss)
+        return losses[-1]
     def poison(gradient):
-        nonlocal calls
-        calls += 1
-        bad = dist.get_rank() == 1 and calls in (5, 7)  # a micro-step each
-        return gradient * float("nan") if bad else gradient
+        backwards.append(gradient)
+        return gradient * float("nan") if len(backwards) == 7 and dist.get_rank() == 1 else gradient
+    model.forward = poisoned
     model.lm_head.weight.register_hook(poison)
-    BUILD
-"""
-MUON = """return DistMuonAdamW(build_param_groups(
+    return """
+MUON = """DistMuonAdamW(build_param_groups(
         model, muon=dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.0),
         adamw=dict(lr=1e-3, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)))"""
-ADAMW = "return torch.optim.AdamW(model.parameters(), lr=1e-3)"
 
 
-@pytest.mark.parametrize("name,build", [("muon", MUON), ("adamw", ADAMW)])
+@pytest.mark.parametrize("name,build", [("muon", MUON), ("adamw", "torch.optim.AdamW(model.parameters())")])
 def test_nan_on_one_rank_skips_the_step_on_all(base, name, build):
-    file = named(base, f"poison-{name}", POISON.replace("BUILD", build))
-    run, asked = f"poison-{name}", ("--save-every", "1", "--keep-last", "20")
-    ranks = Ranks(base, run, 8, *file, *QUIET, *asked, processes=2)
+    """First a loss whose gradients are finite, then a gradient; a step has one micro-step."""
+    run, file = f"poison-{name}", optimizer_file(base, f"poison-{name}", POISON + build)
+    ranks = Ranks(base, run, 8, *file, "--eval-every=-1", "--save-every=1", "--keep-last=20", processes=2)
     assert ranks.join() == [0, 0], ranks.output()
     assert [row["skipped_steps"] for row in rows(base, run)[:-1]] == [0] * 4 + [1] * 2 + [2] * 2
+    assert [step for step, loss in enumerate(losses(base, run)) if loss is None][0] == 4
     assert ranks.output().count("not finite: no update (1 in a row)") == 2
-    states = {}
-    for path in (base / "runs" / run / "checkpoints").glob("step_*"):
-        states[int(path.name[5:])] = tensors = {}
-        for part in path.glob("*.safetensors"):
-            tensors |= load_file(part)
-    # No checkpoint is made of steps without an update
-    assert states.keys() == {1, 2, 3, 4, 6, 8}
-    assert all(value.isfinite().all() for value in states[8].values())
-
-
-def test_the_optimizer_is_told_of_a_loss_that_is_not_finite_and_skips(base, monkeypatch):
-    """The gradients of that step are finite: by itself the optimizer sees nothing wrong."""
-    forward, step = GPT.forward, MuonAdamW.step
-    told, moved = [], []
-
-    def nan_in_the_third_step(model, *inputs, **options):
-        loss = forward(model, *inputs, **options)
-        return loss + math.nan if len(told) == 2 else loss
-
-    def listen(optimizer, closure=None, *, finite=True):
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        assert all(param.grad.isfinite().all() for param in params)
-        before = [param.detach().clone() for param in params]
-        step(optimizer, closure, finite=finite)
-        told.append(finite)
-        moved.append(not all(map(torch.equal, before, params)))
-
-    monkeypatch.setattr(GPT, "forward", nan_in_the_third_step)
-    monkeypatch.setattr(MuonAdamW, "step", listen)
-    assert base_train.main(arguments(base, "told", 5, *QUIET)) == 0
-    assert told == moved == [True, True, False, True, True]
-    assert rows(base, "told")[2]["train_loss"] is None and rows(base, "told")[4]["skipped_steps"] == 1
-
-
-def test_too_many_bad_steps_name_the_last_checkpoint_that_trained_on(base, capsys):
-    file = named(
-        base,
-        "late",
-        """
-import torch
-class Late(torch.optim.SGD):
-    calls = 0
-    def step(self):
-        self.calls += 1
-        if self.calls == 6:  # explodes just before a checkpoint
-            self.param_groups[0]["lr"] = 1e30
-        super().step()
-def build_optimizer(model):
-    return Late(model.parameters(), lr=1e-3)
-""",
-    )
-    options = (*file, "--eval-every", "-1", "--save-every", "3")
-    assert base_train.main(arguments(base, "late", 100, *options)) == 1
-    message = "10 losses in a row are not finite, or their gradients; --resume step_3 goes on from the last"
-    assert message in capsys.readouterr().err
-    assert len(losses(base, "late")) == 16 and checkpoint.saved_steps(base / "runs" / "late") == [3, 6]
+    # No checkpoint is made of steps without an update, which change nothing
+    assert checkpoint.saved_steps(base / "runs" / run) == [1, 2, 3, 4, 6, 8]
+    for part in (base / "runs" / run / "checkpoints" / "step_8").glob("*.safetensors"):
+        assert all(value.isfinite().all() for value in load_file(part).values())
 
 
 NOISY = """
-import torch
-class Noisy(torch.optim.Optimizer):
-    def step(self):
-        group = self.param_groups[0]
-        group["k"] += 1
-        for param in group["params"]:
-            param.data.sub_(1e-3 / group["k"] * (param.grad + torch.randn_like(param)))
-def build_optimizer(model):
+    class Noisy(torch.optim.Optimizer):
+        def step(self):
+            group = self.param_groups[0]
+            group["k"] += 1
+            for param in group["params"]:
+                self.state[param]["count"] = count = self.state[param].get("count", 0) + 1
+                param.data.sub_(1e-3 / group["k"] / count * (param.grad + torch.randn_like(param)))
     return Noisy(model.parameters(), dict(rate=1e-3, k=0))
 def schedule(group, step, steps):
     return {}
@@ -285,8 +205,8 @@ def schedule(group, step, steps):
 
 
 def test_an_optimizer_that_draws_numbers_and_counts_in_its_group_resumes_to_the_same_bits(base):
-    """It has no learning rate either."""
-    file = named(base, "noisy", NOISY)
+    """In its state too. It has no learning rate."""
+    file = optimizer_file(base, "noisy", NOISY)
     for run, steps in (("noisy", 6), ("noisy-twice", 3), ("noisy-twice", 6)):
         assert base_train.main(arguments(base, run, steps, *file, *QUIET)) == 0
     assert losses(base, "noisy") == losses(base, "noisy-twice")
@@ -294,28 +214,22 @@ def test_an_optimizer_that_draws_numbers_and_counts_in_its_group_resumes_to_the_
 
 
 def test_training_goes_on_if_a_save_finds_no_room(base, monkeypatch, capsys):
-    write = checkpoint.write_tensors
+    write, full = checkpoint.save, {16, 20}
 
-    def write_or_not(tensors, file, metadata):
-        """No file can grow beyond 100 kB: a checkpoint fails half way, as on a full disk."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if file.parent.name in full else soft, hard))
-        try:
-            write(tensors, file, metadata)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    def save_or_not(run_dir, step, *rest):
+        if step in full:
+            raise InputError(f"step_{step} was not written")
+        write(run_dir, step, *rest)
 
-    monkeypatch.setattr(checkpoint, "write_tensors", write_or_not)
-    run_dir = base / "runs" / "full"
-    full = {".step_16", ".step_20"}
-    with pytest.raises(InputError, match="step_20 was not written: .*File too large.*are intact"):
-        base_train.main(arguments(base, "full", 20, *OPTIONS))
-    output = capsys.readouterr().out
-    assert "warning: checkpoint" in output and "step_16 was not written" in output
+    monkeypatch.setattr(checkpoint, "save", save_or_not)
+    run_dir, command = base / "runs" / "full", arguments(base, "full", 20, *OPTIONS)
+    with pytest.raises(InputError, match="step_20 was not written"):
+        base_train.main(command)
+    assert "warning: step_16 was not written" in capsys.readouterr().out
     assert len(losses(base, "full")) == 20 and not (run_dir / "summary.json").exists()
     assert checkpoint.saved_steps(run_dir) == [8, 12]
-    full = {".step_16"}  # a periodic one fails, a later one has room
-    assert base_train.main(arguments(base, "full", 20, *OPTIONS)) == 0
+    full = {16}  # a periodic one fails, a later one has room
+    assert base_train.main(command) == 0
     assert "resuming run full at step 12" in capsys.readouterr().out
     assert checkpoint.saved_steps(run_dir) == [12, 20]
     assert [row["step"] for row in rows(base, "full")] == [*range(1, 21), 20]
@@ -326,8 +240,7 @@ def test_where_the_shards_end_what_was_trained_is_saved(base, monkeypatch, capsy
     few_steps = ["--total-batch-size", "8192", "--device-batch-size", "64", *QUIET]
     assert base_train.main(arguments(base, "all-shards", 8, *few_steps)) == 0
     with monkeypatch.context() as patched:
-        for module in (shards, dataloader):
-            patched.setattr(module, "window_is_there", lambda manifest, window: window == 0)
+        patched.setattr(shards.Manifest, "has_window", lambda manifest, window: window == 0)
         patched.setattr(shards, "PATIENCE", -1)
         with pytest.raises(InputError, match="no process is writing it: run python -m scripts.data_prep"):
             base_train.main(arguments(base, "few-shards", 8, *few_steps))
@@ -339,91 +252,82 @@ def test_where_the_shards_end_what_was_trained_is_saved(base, monkeypatch, capsy
 
 
 def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
-    def going_on(*flags):
-        assert base_train.main(["--run", "options", *flags]) == 0
-        return capsys.readouterr().out
-
     assert base_train.main(arguments(base, "options", 10, "--matrix-lr", "0.01", *QUIET)) == 0
-    assert "run options is complete" in going_on()  # all as it was
-    assert "run options is complete" in going_on("--num-iterations", "6")
-    assert "resuming run options at step 10\n" in going_on("--num-iterations", "20", "--keep-last", "3")
-    assert [row["step"] for row in rows(base, "options")] == [*range(1, 21), 20]
+    for flags, said, far in (
+        ("", "run options is complete", 10),  # all as it was
+        ("--num-iterations 6", "run options is complete", 10),
+        ("--num-iterations 20 --keep-last 3", "resuming run options at step 10\n", 20),
+        ("--resume step_10", "resuming run options at step 10\n", 20),  # back in time, though complete
+        ("--target-param-data-ratio 0.006", "run options is complete", 20),  # fewer steps
+    ):
+        capsys.readouterr()
+        assert base_train.main(["--run", "options", *flags.split()]) == 0
+        assert said in capsys.readouterr().out
+        assert [row["step"] for row in rows(base, "options")] == [*range(1, far + 1), far]
     assert rows(base, "options")[10]["lr_multiplier"] == 0.5  # step 11 of 20, not the end of 10
     recorded = json.loads((base / "runs" / "options" / "settings.json").read_text())["options"]
     assert recorded["matrix_lr"] == 0.01 and recorded["num_iterations"] == 20
-    output = going_on("--resume", "step_10")  # back in time, though complete
-    assert "resuming run options at step 10\n" in output and "is complete" not in output
-    assert [row["step"] for row in rows(base, "options")] == [*range(1, 21), 20]
-    assert "run options is complete" in going_on("--target-param-data-ratio", "0.006")  # fewer steps
 
 
 def test_what_defines_a_run_cannot_change(base, monkeypatch, tmp_path):
     monkeypatch.setattr(Run, "finish", lambda run: 0)
     write_corpus(tmp_path / "texts")
-    corpus = ("--corpus", f"path:{tmp_path}/texts")
     settings = base / "runs" / "defined" / "settings.json"
-    assert base_train.main(arguments(base, "defined", 2, *corpus, *QUIET)) == 0
+    command = [*arguments(base, "defined", 2, *QUIET), "--corpus", f"path:{tmp_path}/texts"]
+    assert base_train.main(command) == 0
     before = settings.read_bytes()
     changes = "--seed 1 --embedding-lr 0.2 --dtype bfloat16 --total-batch-size 512 --experts 2".split()
-    differences = "--experts 0, not 2; --total-batch-size 256, not 512; --dtype float32, not bfloat16; "
-    differences += "--seed 0, not 1; --embedding-lr 0.3, not 0.2"
     with pytest.raises(InputError) as caught:
         base_train.main(["--run", "defined", *changes])
-    assert all(difference in str(caught.value) for difference in differences.split("; "))
-    assert "--resume never" in str(caught.value) and "\n" not in str(caught.value)
+    differences = "--experts 0, not 2; --total-batch-size 256, not 512; --dtype float32, not bfloat16; "
+    differences += "--seed 0, not 1; --embedding-lr 0.3, not 0.2; --resume never"
+    assert [part for part in differences.split("; ") if part not in str(caught.value)] == []
     (tmp_path / "texts" / "more.txt").write_text("lorem ipsum " * 200)
     with pytest.raises(InputError, match="exists with revision .*, not .*: --resume never"):
         base_train.main(["--run", "defined", "--num-iterations", "4"])
     assert settings.read_bytes() == before and len(losses(base, "defined")) == 2
-    assert base_train.main([*arguments(base, "defined", 1, *QUIET), "--seed", "1", "--resume", "never"]) == 0
-    assert json.loads(settings.read_text())["options"]["seed"] == 1
+    assert base_train.main([*command, "--num-iterations=1", "--seed=1", "--resume=never"]) == 0
+    assert json.loads(settings.read_text())["options"]["seed"] == 1 and len(losses(base, "defined")) == 1
 
 
-OPTIMIZER_FILE = """
-from pathlib import Path
-with open(Path(__file__).with_suffix(".ran"), "a") as ran:
-    ran.write("x")
-import torch
-def build_optimizer(model):
+RAN = """
+    with open(__file__ + ".ran", "a") as ran:
+        ran.write("x")
     return torch.optim.SGD(model.parameters(), lr=RATE)
 """
 
 
 def test_an_optimizer_file_runs_only_when_it_is_named(base, tmp_path, monkeypatch, capsys):
     """Whatever settings.json says: the folder may come from somebody else."""
-    file, run_dir, ran = tmp_path / "mine.py", base / "runs" / "filed", tmp_path / "mine.ran"
-    file.write_text(OPTIMIZER_FILE.replace("RATE", "0.1"))
-    digest = sha256(file.read_bytes()).hexdigest()
+    flag, file = optimizer_file(tmp_path, "mine", RAN.replace("RATE", "0.1"))
+    run_dir, ran = base / "runs" / "filed", tmp_path / "mine.py.ran"
+    text = (tmp_path / "mine.py").read_text()
+    digest = sha256(text.encode()).hexdigest()
 
     def train(steps, *flags):
         return base_train.main(arguments(base, "filed", steps, *flags, *QUIET))
 
-    assert train(2, "--optimizer-file", str(file)) == 0
+    assert train(2, flag, file) == 0
     assert f"running {file}, SHA-256 {digest}\n" in capsys.readouterr().out
-    assert ran.read_text() == "x" and digest in (run_dir / "report.md").read_text()
     settings = json.loads((run_dir / "settings.json").read_text())
-    assert "optimizer_file" not in settings["options"]
     monkeypatch.chdir(tmp_path)
     nothing = {**settings["trained_on"], "optimizer_file": None, "optimizer_file_sha256": None}
     for trained_on, message in (
         (
             settings["trained_on"],
-            f"{digest}, and code runs only when it is named: give --optimizer-file again",
+            f"--optimizer-file {file} of SHA-256 {digest}, not None: give the same again",
         ),
         (nothing, "is of another model or optimizer"),  # the recipe begins
     ):
         hostile = {**settings, "trained_on": trained_on}
-        hostile["options"] |= {"optimizer_file": "mine.py"}
+        hostile["options"] = {**settings["options"], "optimizer_file": "mine.py"}
         (run_dir / "settings.json").write_text(json.dumps(hostile))
         with pytest.raises(InputError, match=message):
             train(4)
-    assert ran.read_text() == "x"
     (run_dir / "settings.json").write_text(json.dumps(settings))
-
-    file.write_text(OPTIMIZER_FILE.replace("RATE", "0.2"))
+    (tmp_path / "mine.py").write_text(text.replace("0.1", "0.2"))
     with pytest.raises(InputError, match=f"mine.py of SHA-256 {digest}, not .*: --resume never"):
-        train(4, "--optimizer-file", str(file))
+        train(4, flag, file)
     assert ran.read_text() == "x"
-    file.write_text(OPTIMIZER_FILE.replace("RATE", "0.1"))
-    file.rename(tmp_path / "moved.py")  # the text counts, not its name
-    assert train(4, "--optimizer-file", str(tmp_path / "moved.py")) == 0
+    (tmp_path / "moved.py").write_text(text)  # the text counts, not its name
+    assert train(4, flag, str(tmp_path / "moved.py")) == 0

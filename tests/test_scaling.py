@@ -1,12 +1,14 @@
 """A family of runs: its law, and training, interrupting and enlarging it with a made-up base_train."""
 
+import signal
+
 import pytest
 
 from nanomuon import plan
-from nanomuon.files import write_json
+from nanomuon.command import STOPPED
 from nanomuon.gpt import GPTConfig
 from nanomuon.hf_export import write_config
-from nanomuon.runtime import STOPPED, InputError
+from nanomuon.runtime import InputError, write_json
 from scripts import base_train, scaling
 
 LAW = 0.8, 200.0, 0.5, 3000.0, 0.6
@@ -49,14 +51,12 @@ class MadeUp:
         if self.code:
             self.stdout.write(b"step 1\nerror: no such luck\n")
             return self.code
-        folder = scaling.files.folder_of(args.run)
+        folder = scaling.folder_of(args.run)
         folder.mkdir(parents=True)
 
         config = plan.model_config(args, args.vocab_size, "cpu")
         parameters, _ = scaling.size_of(config)
         tokens = args.num_iterations * args.total_batch_size
-        nothing = dict(options={}, compile=False, rows=1, layout="", trained_on={}, trained_with={})
-        write_json(folder / "settings.json", nothing)
         write_config(folder, config)
         loss = scaling.law_loss(LAW, parameters, tokens)
         write_json(folder / "summary.json", {"val_bpb": loss, "steps": args.num_iterations, "tokens": tokens})
@@ -68,7 +68,7 @@ def family(base, tmp_path, monkeypatch):
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
     monkeypatch.setenv("NANOMUON_DEVICE", "cpu")
     monkeypatch.setattr(scaling.subprocess, "Popen", MadeUp)
-    monkeypatch.setattr(scaling.runtime, "exit_when_asked", lambda: None)
+    monkeypatch.setattr(scaling, "exit_when_asked", lambda: None)
     monkeypatch.setattr(MadeUp, "started", [])
     monkeypatch.setattr(MadeUp, "code", 0)
 
@@ -90,9 +90,7 @@ def test_a_family_is_interrupted_enlarged_and_asked(family, tmp_path, capsys, mo
     out = capsys.readouterr().out
     assert len(MadeUp.started) == 10 and "family-d1-t250000 is finished, skipped" in out
     assert "loss = " in out and "1e+13 FLOPs: depth " in out
-    folder = tmp_path / "scaling/family"
-    assert (folder / "scaling.png").stat().st_size > 5_000
-    assert "| 3     |" in (folder / "scaling.md").read_text()
+    assert "| 3     |" in (tmp_path / "scaling/family/scaling.md").read_text()
 
 
 def test_a_run_that_fails_is_named_with_its_last_words(family, monkeypatch):
@@ -101,3 +99,21 @@ def test_a_run_that_fails_is_named_with_its_last_words(family, monkeypatch):
         family("--depths", "1", "--tokens", "250e3")
     with pytest.raises(InputError, match="has no finished run yet"):
         scaling.main([])
+
+
+def test_the_run_in_training_saves_before_an_interrupted_family_ends(family, monkeypatch):
+    class Interrupted(MadeUp):
+        signals = []
+
+        def wait(self):
+            if not self.signals:
+                raise KeyboardInterrupt
+            self.signals.append("waited")
+
+        def send_signal(self, number):
+            self.signals.append(number)
+
+    monkeypatch.setattr(scaling.subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        family("--depths", "1", "--tokens", "250e3")
+    assert Interrupted.signals == [signal.SIGTERM, "waited"]

@@ -4,14 +4,15 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from scripts.laboratory.statistics import (
     benjamini_hochberg,
     crossing,
     differences,
+    expected_means,
     hopeless,
     paired_difference,
-    ranking,
     two_way,
     verdict,
 )
@@ -37,14 +38,6 @@ def by_seed(table):
     return {name: dict(enumerate(scores)) for name, scores in enumerate(table.tolist())}
 
 
-def simulate(seeds, difference, deviation, spread=0.1, rng_seed=0):
-    """RACES pairs of (scores, baseline): a seed moves both by `spread`; their difference has `deviation`."""
-    rng = np.random.default_rng(rng_seed)
-    luck = rng.normal(1.6, spread, (RACES, seeds))
-    noise = rng.normal(0, deviation / math.sqrt(2), (2, RACES, seeds))
-    return zip((luck + difference + noise[0]).tolist(), (luck + noise[1]).tolist(), strict=True)
-
-
 def test_students_sleep_data():
     """Student 1908, Biometrika 6: hours of sleep gained with two drugs.
 
@@ -57,43 +50,20 @@ def test_students_sleep_data():
     assert (found.low, found.high) == pytest.approx((-2.4598858, -0.7001142), abs=1e-6)
 
 
-def test_equal_contenders_are_called_different_in_5_races_of_100():
-    pairs = [paired_difference(*scores) for scores in simulate(5, 0.0, 0.01)]
-    alarms = sum(verdict(pair, pair.p)[:3] != "not" for pair in pairs) / RACES
-    assert abs(alarms - 0.05) < 0.015  # three standard errors
+@pytest.mark.parametrize("difference", [0.0, -0.02])
+def test_the_interval_holds_the_true_difference_in_95_races_of_100(difference):
+    """And equal contenders are called different in the other 5; both within three standard errors."""
+    rng = np.random.default_rng(0)
+    races = [simulate_race(rng, np.array([difference, 0]), ALIKE[:2], 5).tolist() for _ in range(RACES)]
+    pairs = [paired_difference(*scores) for scores in races]
+    assert abs(np.mean([pair.low <= difference <= pair.high for pair in pairs]) - 0.95) < 0.015
+    if difference == 0:
+        alarms = [verdict(pair, pair.p)[:3] != "not" for pair in pairs]
+        assert abs(np.mean(alarms) - 0.05) < 0.015
 
 
-def test_the_interval_holds_the_true_difference_in_95_races_of_100():
-    pairs = [paired_difference(*scores) for scores in simulate(4, -0.02, 0.01)]
-    assert abs(sum(pair.low <= -0.02 <= pair.high for pair in pairs) / RACES - 0.95) < 0.015
-
-
-def test_pairing_takes_the_luck_of_the_seed_out():
-    """Seeds move the scores 100 times as much as the difference; shuffled, nothing is found."""
-    scores, baseline = next(simulate(8, -0.02, 0.002, spread=2.0))
-    paired = paired_difference(scores, baseline)
-    assert verdict(paired, paired.p).startswith("better by")
-    assert paired_difference(scores[1:] + scores[:1], baseline).p > 0.05
-
-
-def test_many_equal_contenders_give_no_more_false_alarms_than_one():
-    rng = np.random.default_rng(1)
-    alarms = 0
-    for _ in range(RACES // 2):
-        baseline, *others = rng.normal(1.6, 0.01, (5, 5)).tolist()
-        alarms += min(benjamini_hochberg([paired_difference(scores, baseline).p for scores in others])) < 0.05
-    assert alarms / (RACES // 2) < 0.05 + 0.02
-
-
-def test_benjamini_hochberg():
-    """The adjusted values of R's p.adjust(c(.01, .04, .03, .005, .5), "BH")."""
-    adjusted = benjamini_hochberg([0.01, 0.04, 0.03, 0.005, 0.5])
-    assert adjusted == pytest.approx([0.025, 0.05, 0.05, 0.025, 0.5])
-    assert benjamini_hochberg([]) == [] and benjamini_hochberg([0.7, 0.9]) == [0.9, 0.9]
-
-
-def test_two_way_layout_with_seeds_that_some_lack():
-    """Exact where there is no noise; with noise, the analysis of variance of a table without gaps."""
+def test_contenders_that_lack_seeds_or_diverged():
+    """Exact where there is no noise: a contender that ran the easy seed alone is not the best for it."""
     effects = {"a": 1.0, "b": 2.0, "c": 4.0}
     luck = {0: -0.5, 1: 0.0, 2: 0.8}
     scores = {}
@@ -103,115 +73,63 @@ def test_two_way_layout_with_seeds_that_some_lack():
     layout = two_way(scores)
     assert layout.means == pytest.approx({name: effect + 0.1 for name, effect in effects.items()})
     assert layout.df == 2 and layout.variance == pytest.approx(0, abs=1e-12)
-
-    table = np.random.default_rng(3).normal(size=(4, 3))
-    residual = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
-    layout = two_way(by_seed(table))
-    assert layout.df == 6 and layout.variance == pytest.approx((residual**2).sum() / 6)
-
-
-def test_two_contenders_are_compared_as_student_does_and_many_share_their_deviation():
-    rng = np.random.default_rng(5)
-    scores = by_seed(simulate_race(rng, EQUAL[:2], ALIKE[:2], 4))
-    alone = paired_difference(list(scores[1].values()), list(scores[0].values()))
-    assert differences(scores, 0) == {1: alone} and alone.df == 3
-
-    widths, own_widths, covered = [], [], []
-    for _ in range(300):
-        scores = by_seed(simulate_race(rng, SPREAD, ALIKE, 2))
-        for name, difference in differences(scores, 0).items():
-            own = paired_difference(list(scores[name].values()), list(scores[0].values()))
-            widths.append(difference.high - difference.low)
-            own_widths.append(own.high - own.low)
-            covered.append(difference.low <= SPREAD[name] <= difference.high)
-    assert np.mean(covered) > 0.95 and np.mean(widths) < np.mean(own_widths) / 3
+    scores |= {"diverged": {0: 1.0, 1: math.inf}, "nan": {0: math.nan}, "none": {}}
+    assert expected_means(scores) == layout.means
+    compared = differences(scores, "c")
+    assert compared.keys() == {"a", "b"} and compared["b"].seeds == 1 and compared["a"].seeds == 2
+    assert compared["a"].mean == pytest.approx(-3) and compared["b"].mean == pytest.approx(-2)
+    assert expected_means({"diverged": {0: math.inf}}) == {}
 
 
-def share_of_false_discoveries(means, deviations, seeds, races=400):
-    """Mean over races: the share of contenders as good as the best among those called worse than it."""
-    rng = np.random.default_rng(11)
-    shares = []
-    for _ in range(races):
-        table = simulate_race(rng, means, deviations, seeds)
-        called = [rank.name for rank in ranking(by_seed(table)) if rank.p < 0.05]
-        false = [name for name in called if means[name] == means.min()]
-        shares.append(len(false) / max(1, len(called)))
-    return np.mean(shares)
+def test_two_contenders_are_compared_as_student_does():
+    one, other = simulate_race(np.random.default_rng(5), EQUAL[:2], ALIKE[:2], 4).tolist()
+    alone = paired_difference(other, one)
+    assert differences(by_seed(np.array([one, other])), 0) == {1: alone} and alone.df == 3
+
+
+def called_different(table):
+    """The contenders, by their row, that the verdicts of a race call better or worse than the first."""
+    compared = differences(by_seed(table), 0)
+    ps = benjamini_hochberg([difference.p for difference in compared.values()])
+    return {name for name, p in zip(compared, ps, strict=True) if p < 0.05}
 
 
 @pytest.mark.parametrize("seeds", [2, 5])
+@pytest.mark.parametrize("deviations", [ALIKE, ONE_WILD[::-1], ALIKE[:2]])
+def test_many_equal_contenders_give_no_more_false_alarms_than_one(deviations, seeds):
+    """5 races of 100, and three standard errors."""
+    rng = np.random.default_rng(11)
+    races = [simulate_race(rng, EQUAL[: len(deviations)], deviations, seeds) for _ in range(400)]
+    assert np.mean([bool(called_different(race)) for race in races]) < 0.05 + 0.033
+
+
 @pytest.mark.parametrize(
-    "means,deviations",
+    "means, seeds, share",
     [
-        (EQUAL, ALIKE),
-        (EQUAL, ONE_WILD),
-        (np.maximum(0, SPREAD - 0.02), ALIKE),  # five of them are the best
-        (EQUAL[:2], ALIKE[:2]),
+        (SPREAD, 2, 0.85),  # 1.5 to 17 deviations behind the first
+        (np.array([0, 0.01]), 5, 0.93),
     ],
 )
-def test_false_discoveries_of_a_ranking(means, deviations, seeds):
-    """All compared with the one that was best by luck; at most 5%, and three standard errors of a race."""
-    assert share_of_false_discoveries(means, deviations, seeds) < 0.05 + 0.033
-
-
-def test_a_ranking_finds_what_is_there_and_uncorrected_tests_find_more_than_is_there():
+def test_a_race_finds_what_is_there(means, seeds, share):
     rng = np.random.default_rng(12)
-    found, alarms = [], 0
-    for _ in range(200):
-        ranks = ranking(by_seed(simulate_race(rng, SPREAD, ALIKE, 5)))
-        found.append(sum(rank.p < 0.05 for rank in ranks))
-        scores = by_seed(simulate_race(rng, EQUAL, ALIKE, 5))
-        best = ranking(scores)[0].name
-        ps = [paired_difference([*of_one.values()], [*scores[best].values()]).p for of_one in scores.values()]
-        alarms += min(benjamini_hochberg(ps)) < 0.05
-    assert np.mean(found) > 0.8 * 11
-    assert alarms / 200 > 0.08  # why p values against the best of many are corrected for its choice
+    deviations = np.full(len(means), OWN)
+    found = [len(called_different(simulate_race(rng, means, deviations, seeds))) for _ in range(400)]
+    assert np.mean(found) > share * (len(means) - 1)
 
 
-def test_ranking_of_contenders_that_lack_seeds_and_of_those_that_diverged():
-    """Seed 0 is an easy one: whoever ran it alone would be the best by the plain mean."""
-    scores = {
-        "good": {0: 1.0, 1: 1.501, 2: 1.499, 3: 1.5},
-        "stopped": {0: 1.2, 1: 1.7},
-        "diverged": {0: 1.0, 1: math.inf},
-        "nan": {0: math.nan},
-        "once": {0: 0.99},
-        "same": {0: 1.001, 1: 1.5, 2: 1.498, 3: 1.502},
-    }
-    ranks = ranking(scores)
-    assert [rank.name for rank in ranks] == ["good", "same", "stopped", "once"]
-    by_name = {rank.name: rank for rank in ranks}
-    assert by_name["good"].difference is None and by_name["once"].p == 1
-    assert by_name["stopped"].difference.seeds == 2
-    assert by_name["stopped"].difference.mean == pytest.approx(0.1995) and by_name["stopped"].p < 0.05
-    assert by_name["stopped"].mean > by_name["same"].mean + 0.15
-    assert by_name["same"].p > 0.05
-    assert ranking({"diverged": {0: math.inf}}) == [] and ranking({}) == []
-
-
-def race_with_stops(table):
-    """(contenders that ran to the end, runs) of a race whose hopeless are stopped between the seeds."""
-    contenders, seeds = table.shape
-    racing = set(range(contenders))
-    scores = {name: [] for name in racing}
-    runs = 0
-    for seed in range(seeds):
-        for name in racing:
-            scores[name].append(float(table[name, seed]))
-        runs += len(racing)
-        racing -= set(hopeless(scores, seeds))
-    return racing, runs
-
-
-def stop_races(means, deviations, races, rng_seed=21):
-    """(share of races that stopped one as good as the best, share of runs saved)."""
-    rng = np.random.default_rng(rng_seed)
+def stop_races(means, deviations, races):
+    """(share of races of 5 seeds that stopped one as good as the best, share of runs saved)."""
+    rng = np.random.default_rng(21)
     wrong, runs = 0, 0
     for _ in range(races):
-        racing, of_race = race_with_stops(simulate_race(rng, means, deviations, 5))
-        best = set(np.flatnonzero(means == means.min()))
-        wrong += not best <= racing
-        runs += of_race
+        scores = {name: [] for name in range(len(means))}
+        racing = set(scores)
+        for of_seed in simulate_race(rng, means, deviations, 5).T.tolist():
+            for name in racing:
+                scores[name].append(of_seed[name])
+            runs += len(racing)
+            racing -= set(hopeless(scores, 5))
+        wrong += not set(np.flatnonzero(means == means.min())) <= racing
     return wrong / races, 1 - runs / (races * len(means) * 5)
 
 
@@ -231,16 +149,28 @@ def test_early_stop_keeps_the_best_and_saves_runs():
 
 def test_early_stop_of_the_diverged():
     """They stop at once, say nothing about deviations, and are named once."""
-    table = simulate_race(np.random.default_rng(4), SPREAD, ALIKE, 5)
-    scores = {str(name): row[:2].tolist() for name, row in enumerate(table)}
-    without = hopeless(scores, 5)
-    assert without and "0" not in without
-    scores["wild"] = [1.5, math.inf]
-    scores["worse"] = [math.nan]  # stopped after the first seed
-    assert hopeless(scores, 5) == [*without, "wild"] or hopeless(scores, 5) == ["wild", *without]
-    assert hopeless({"a": [1.5], "b": [math.nan]}, 5) == ["b"]
-    assert hopeless({"a": [math.inf], "b": [math.nan]}, 5) == []
+    scores = {"a": [1.5, 1.501], "b": [1.502, 1.5], "worse": [1.9, 1.901]}
+    assert hopeless(scores, 5) == ["worse"]
+    scores |= {"wild": [1.5, math.inf], "stopped before": [math.nan]}
+    assert sorted(hopeless(scores, 5)) == ["wild", "worse"]
+    assert hopeless({"a": [1.5], "b": [math.nan]}, 5) == ["b"], "after the first seed only these stop"
+    assert hopeless({"a": [math.inf], "b": [math.nan]}, 5) == [], "there is nobody to go on"
+    assert hopeless({"a": [1.5, 1.6]}, 5) == []
+    assert hopeless({"a": [1.5, 1.501, 1.502], "b": [1.9, 1.9, 1.9]}, 5) == ["b"]
     assert hopeless(scores, 2) == [] and hopeless({}, 5) == []
+
+
+@pytest.mark.parametrize("distance", [0.99, 1.01])
+def test_early_stop_is_a_one_sided_test_at_one_percent_over_all_comparisons(distance):
+    """Three contenders of two seeds; c is compared with a, whose differences from it vary least."""
+    noise = {"a": [0.01, -0.01], "b": [0.0, 0.0], "c": [0.02, -0.02]}
+    table = np.array(list(noise.values()))
+    pooled = ((table - table.mean(0)) ** 2).sum() / 2  # rows have mean 0; 2 degrees of freedom
+    prior, own = 2 / 3, np.var(table[2] - table[0], ddof=1)
+    error = math.sqrt((prior * 2 * pooled + own) / (prior + 1) / 2)
+    behind = distance * stats.t.isf(0.01 / 2, prior + 1) * error
+    noise["c"] = [behind + noise for noise in noise["c"]]
+    assert hopeless(noise, 5) == (["c"] if distance > 1 else [])
 
 
 def test_verdicts():

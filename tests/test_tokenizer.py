@@ -1,35 +1,26 @@
 """The tokenizer: any text survives it, and its file can be trusted."""
 
-import json
+import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanomuon.runtime import InputError
 from nanomuon.tokenizer import BOS, PIECE, Tokenizer, in_pieces
-from scripts import sample
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i} * 2024 if x else 'nichts für {i}'\n" for i in range(300)]
 TOKENIZER = Tokenizer.train(TEXTS, 350)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
+@example(f"a{BOS}{BOS}b<|endoftext|>")
+@example("\0 👩‍👩‍👧‍👦 é̂ \r\n\t \u2028")
 def test_round_trip(text):
     ids = TOKENIZER.encode(text)
     assert TOKENIZER.decode(ids) == text
     assert TOKENIZER.token_bytes[ids].sum() == len(text.encode())
     assert max(ids, default=0) < TOKENIZER.bos_id == TOKENIZER.vocab_size - 1 == 349
-
-
-@pytest.mark.parametrize("text", [BOS, f"a{BOS}{BOS}b", "<|endoftext|>", "\0", "👩‍👩‍👧‍👦 é̂", "\r\n\t \u2028"])
-def test_no_text_makes_special_tokens(text):
-    assert TOKENIZER.bos_id not in TOKENIZER.encode(text) and TOKENIZER.decode(TOKENIZER.encode(text)) == text
-
-
-def test_bos():
-    assert TOKENIZER.decode([TOKENIZER.bos_id, *TOKENIZER.encode("x")]) == BOS + "x"
-    assert TOKENIZER.token_bytes.dtype == "int32" and TOKENIZER.token_bytes[TOKENIZER.bos_id] == 0
 
 
 @pytest.mark.parametrize("unit", [" ", "\n", "a", "^", "\0", "ab 12\n", "😀"])
@@ -38,6 +29,11 @@ def test_long_runs(unit):
     ids = TOKENIZER.encode_to_numpy(text)
     assert TOKENIZER.token_bytes[ids].sum() == len(text.encode()) and TOKENIZER.decode(ids) == text
     assert TOKENIZER.encode(text[:PIECE]) == TOKENIZER._bpe.encode_ordinary(text[:PIECE])
+
+
+def test_bos():
+    assert TOKENIZER.decode([TOKENIZER.bos_id, *TOKENIZER.encode("x")]) == BOS + "x"
+    assert TOKENIZER.token_bytes.dtype == "int32" and TOKENIZER.token_bytes[TOKENIZER.bos_id] == 0
 
 
 def test_pieces_end_after_lines():
@@ -51,32 +47,19 @@ def test_training_compresses_and_repeats():
     assert len(TOKENIZER.encode(text)) < len(text.encode()) / 2
     assert not any(token.isdigit() and len(token) > 2 for token in TOKENIZER.vocab)
     assert Tokenizer.train(TEXTS, 300).hash != TOKENIZER.hash
-    with pytest.raises(
-        InputError, match="too small for a vocabulary of 100000: use --vocab-size [0-9]+ or less"
-    ):
+    with pytest.raises(InputError, match="too small for a vocabulary of 100000: use --vocab-size") as error:
         Tokenizer.train(TEXTS, 100_000)
-
-
-def test_a_prompt_that_is_not_utf8():
-    with pytest.raises(InputError, match="argument --prompt: invalid text value"):
-        sample.main(["--prompt", "d\udce9j\udce0"])
+    largest = int(re.search("--vocab-size ([0-9]+) or less", str(error.value))[1])
+    assert Tokenizer.train(TEXTS, largest).vocab_size == largest
 
 
 def test_file(tmp_path):
     TOKENIZER.save(tmp_path / "t")
-    TOKENIZER.save(tmp_path / "t")  # over itself
     loaded = Tokenizer.load(tmp_path / "t")
     assert loaded.hash == TOKENIZER.hash and loaded.vocab == TOKENIZER.vocab
     (file,) = (tmp_path / "t").iterdir()
     good = file.read_text()
-    vocab = json.loads(good)["vocab"]
-    damaged = [
-        {"vocab": other, "hash": TOKENIZER.hash} for other in (vocab[:-1], vocab[::-1], ["\u1234"], "a")
-    ]
-    for bad in ["{", good[:-9], "[]", '{"vocab": []}', *map(json.dumps, damaged), None]:
-        file.unlink()
-        if bad is not None:
-            file.write_text(bad)
-        with pytest.raises(InputError, match=str(file)):
+    for bad in ("", "{", good[:-9], "[]", "{}", '{"vocab": "a"}', '{"vocab": [1]}', "\xff"):
+        file.write_text(bad, "latin-1")
+        with pytest.raises(InputError, match=f"{file} cannot be read.*delete the folder and make it again"):
             Tokenizer.load(tmp_path / "t")
-        file.touch()

@@ -1,5 +1,6 @@
 """Small corpora for the tests of shards and loader."""
 
+import hashlib
 import json
 import random
 
@@ -15,6 +16,11 @@ def random_texts(count, seed=0, longest=600):
     rng = random.Random(seed)
     lengths = (int(longest ** rng.random()) for _ in range(count))
     return [f"{i} " + " ".join(rng.choices(WORDS, k=length)) for i, length in enumerate(lengths)]
+
+
+def is_validation(text):
+    """The stated rule: one document in twenty, by its own hash."""
+    return int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) % 20 == 0
 
 
 def write_corpus(folder, texts, files=3):

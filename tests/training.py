@@ -10,12 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 SMALL = (
     "--depth 2 --max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --vocab-size 300 "
     "--eval-tokens 512 --dtype float32"
 ).split()
+QUIET = ("--eval-every", "-1", "--save-every", "-1")
 TIMES = ("step_ms", "tokens_per_second", "optimizer_ms")  # what differs between two runs of the same
 
 
@@ -32,14 +32,21 @@ def arguments(base, run, steps, *more, small=SMALL):
     return [*small, "--corpus", f"path:{base}/texts", "--run", run, "--num-iterations", str(steps), *more]
 
 
-def launch(base, run, steps, *more, processes=1, restarts=0, **keywords):
+def optimizer_file(folder, name, body):
+    """The flags that have an optimizer built by this body of build_optimizer(model)."""
+    file = folder / f"{name}.py"
+    file.write_text(f"import torch\ndef build_optimizer(model):\n    {body.strip()}\n")
+    return "--optimizer-file", str(file)
+
+
+def launch(base, run, steps, *more, processes=1):
     """The command a user types, in a process of its own."""
     module = ["-m", "scripts.base_train"]
     if processes > 1:
-        options = ["--standalone", f"--nproc_per_node={processes}", f"--max-restarts={restarts}"]
-        module = ["-m", "torch.distributed.run", *options, *module, "--"]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        module = [*torchrun, *module, "--"]
     command = [sys.executable, *module, *arguments(base, run, steps, *more)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **keywords)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 class Ranks:
@@ -75,9 +82,8 @@ class Ranks:
     def alive(self):
         return all(process.is_alive() for process in self.processes)
 
-    def kill(self, number, rank=None):
-        processes = self.processes if rank is None else [self.processes[rank]]
-        for process in processes:
+    def kill(self, number):
+        for process in self.processes:
             os.kill(process.pid, number)
 
     def join(self, timeout=300):
@@ -100,22 +106,11 @@ def _train(environment, argv, output):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which runs respect
     import torch
 
-    from nanomuon.runtime import run_command
+    from nanomuon.command import run_command
     from scripts import base_train
 
     torch.set_num_threads(1)
     run_command(lambda: base_train.main(argv))
-
-
-def children(pid):
-    """Process ids of those that a process has started."""
-    stats = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            stats.append((int(file.parent.name), int(file.read_text().rsplit(")", 1)[1].split()[1])))
-        except OSError:  # it ended meanwhile
-            pass
-    return [child for child, parent in stats if parent == pid]
 
 
 def rows(base, run):

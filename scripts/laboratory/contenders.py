@@ -12,15 +12,15 @@ from scipy.stats import qmc
 
 from nanomuon import recipe
 from nanomuon.param_groups import build_param_groups
-from nanomuon.recipe import check_schedule, load_recipe, lr_multiplier, make_optimizer, read_source, run_file
+from nanomuon.recipe import load_recipe, lr_multiplier, make_optimizer, run_file
 from nanomuon.runtime import InputError
 from scripts.laboratory.tasks import digest, empty_model
 
 
 def preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr):
-    """Groups of a model whose matrices are trained as the group `matrices` says.
+    """Groups that train a model's matrices as the group `matrices` says, in which alone the presets differ.
 
-    The presets differ in that alone; the rest gets AdamW with a rate per role from all of them.
+    AdamW trains the rest, with a rate for each role.
     """
     adamw = dict(betas=(0.8, 0.95), eps=1e-8, weight_decay=0.0)
     groups = build_param_groups(
@@ -96,7 +96,7 @@ PRESETS = {
 class Contender:
     """SOURCE[:key=value,...]: a preset or a Python file, with keywords for its two functions and lr_scale.
 
-    InputError for what is neither, and for keywords that neither function has.
+    Raises InputError if SOURCE is neither, and for keywords that neither function has.
     """
 
     def __init__(self, text):
@@ -110,7 +110,22 @@ class Contender:
             raise InputError(
                 f"contender {text}: lr_scale must be a number, not negative, but is {self.lr_scale}"
             )
-        self.functions()  # raises for unknown keywords
+        build, schedule = PRESETS[self.source] if self.is_preset else load_recipe(self.source)
+        schedule = schedule or recipe.schedule
+        of_build, of_schedule = defaults(build, 1), defaults(schedule, 3)
+        self.keywords = of_build | of_schedule  # {keyword: default}
+        known = ["lr_scale", *self.keywords]
+        unknown = self.options.keys() - set(known)
+        if unknown:
+            raise InputError(
+                f"contender {self.source} has no {', '.join(unknown)}; it has {', '.join(known)}"
+            )
+        self.build = self.bound(build, of_build)  # (model)
+        self.schedule = self.bound(schedule, of_schedule)  # (group, step, steps)
+
+    def bound(self, function, keywords):
+        options = {key: value for key, value in self.options.items() if key in keywords}
+        return functools.partial(function, **options)
 
     @property
     def name(self):
@@ -120,48 +135,18 @@ class Contender:
         return f"{self.source}:{options}"
 
     def with_options(self, options):
-        """The same with these options beside, or in place of, its own."""
+        """The same contender with these options added to its own, or replacing them."""
         text = ",".join(f"{key}={value}" for key, value in {**self.options, **options}.items())
         return Contender(f"{self.source}:{text}")
 
-    def keywords(self):
-        """{keyword: default} of its two functions."""
-        build, schedule = self.unbound()
-        return defaults(build, 1) | defaults(schedule, 3)
-
-    def functions(self):
-        """build(model) and schedule(group, step, steps), each with the options that it knows."""
-        build, schedule = self.unbound()
-        of_build, of_schedule = defaults(build, 1), defaults(schedule, 3)
-        known = ["lr_scale", *of_build, *of_schedule]
-        unknown = self.options.keys() - set(known)
-        if unknown:
-            raise InputError(
-                f"contender {self.source} has no {', '.join(unknown)}; it has {', '.join(known)}"
-            )
-        return self.bound(build, of_build), self.bound(schedule, of_schedule)
-
-    def unbound(self):
-        """Its two functions, as they are defined."""
-        if self.is_preset:
-            return PRESETS[self.source]
-        build, own_schedule = load_recipe(self.source)
-        return build, own_schedule or recipe.schedule
-
-    def bound(self, function, keywords):
-        options = {key: value for key, value in self.options.items() if key in keywords}
-        return functools.partial(function, **options)
-
     def prepare(self, model, setup):
         """(optimizer, its groups as built, schedule) for a model."""
-        build, schedule = self.functions()
         batch = setup["rows"] * model.config.seq_len
-        optimizer = make_optimizer(build, model, batch, setup["steps"], ns_dtype=model.compute_dtype)
+        optimizer = make_optimizer(self.build, model, batch, setup["steps"], ns_dtype=model.compute_dtype)
         for group in optimizer.param_groups:
             group["lr"] *= self.lr_scale
         built = [dict(group) for group in optimizer.param_groups]
-        check_schedule(schedule, built, setup["steps"])
-        return optimizer, built, schedule
+        return optimizer, built, self.schedule
 
     def sha256(self):
         """Of its file; None for a preset."""
@@ -170,7 +155,7 @@ class Contender:
         return hashlib.sha256(Path(self.source).read_bytes()).hexdigest()
 
     def key(self, setup):
-        """Changes with its file and its hyperparameters at every step, not with what the file imports."""
+        """A digest of its file and of its hyperparameters at every step, but not of what the file imports."""
         steps = setup["steps"]
         _, groups, schedule = self.prepare(empty_model(setup, "cpu"), setup)
         described = []
@@ -185,16 +170,17 @@ class Contender:
         """{keyword: (low, high)} that a sweep searches: all rates together, the weight decay, and one more.
 
         That is the dial that the contender's file names, as in DIAL = ("c", 0.1, 0.8), or else the rate of
-        the matrices beside the others. A keyword that is zero, or that there is not, is not searched.
+        the matrices. A keyword whose value is zero is not searched.
         """
-        known = self.keywords()
         own = None if self.is_preset else load_dial(self.source)
         widths = {"lr_scale": 3, "weight_decay": 4}
         if own is None:
             widths["matrix_lr"] = 2
-        elif own[0] not in known:
-            raise InputError(f"contender {self.source}: its DIAL {own[0]} is not one of {', '.join(known)}")
-        values = {"lr_scale": 1} | known | self.options
+        elif own[0] not in self.keywords:
+            raise InputError(
+                f"contender {self.source}: its DIAL {own[0]} is not one of {', '.join(self.keywords)}"
+            )
+        values = {"lr_scale": 1} | self.keywords | self.options
         found = {}
         for key, width in widths.items():
             value = values.get(key)
@@ -205,10 +191,10 @@ class Contender:
         return found
 
     def trials(self, count):
-        """The contender as it is, and count - 1 with dials at points of a Sobol sequence, alike for all."""
+        """The contender as it is, and count - 1 with its dials at the points of a Sobol sequence."""
         searched = self.dials()
         sequence = qmc.Sobol(len(searched), scramble=False)
-        sequence.fast_forward(2)  # the corner of the lowest values, and the middle, near the first trial
+        sequence.fast_forward(2)  # skips the lowest corner, and the middle, which is near the first trial
         chosen = [self]
         for point in sequence.random(count - 1):
             options = {}
@@ -219,7 +205,7 @@ class Contender:
 
 
 def dial_value(low, high, position):
-    """At a position from 0 to 1, evenly, in the logarithm if that can be; to three digits."""
+    """At a position from 0 to 1: evenly in the logarithm if low is positive; to three digits."""
     if low > 0:
         value = math.exp(math.log(low) + position * math.log(high / low))
     else:
@@ -228,13 +214,13 @@ def dial_value(low, high, position):
 
 
 def defaults(function, given):
-    """{keyword: default} of a function, without the arguments that it is `given` by position."""
+    """{keyword: default} of a function, without the first `given` arguments, which are positional."""
     parameters = list(inspect.signature(function).parameters.values())[given:]
     return {parameter.name: parameter.default for parameter in parameters}
 
 
 def parse_options(text, options):
-    """{key: value} of key=value,key=value; text: all of the contender, for the error message."""
+    """{key: value} of key=value,key=value; text: the whole contender, for the error message."""
     if not options:
         return {}
     parsed = {}
@@ -250,8 +236,8 @@ def parse_options(text, options):
 
 
 def load_dial(file):
-    """(keyword, low, high): the DIAL of a user's file, which a race searches from low to high; or None."""
-    dial = getattr(run_file(file, read_source(file)), "DIAL", None)
+    """The DIAL of a user's file, (keyword, low, high), or None."""
+    dial = run_file(file).get("DIAL")
     match dial:
         case None:
             return None

@@ -1,6 +1,6 @@
-"""The page docs/leaderboard.md, made of the finished runs of races in docs/races/*.jsonl."""
+"""The page docs/leaderboard.md, made from the finished runs in docs/races/*.jsonl."""
 
-from nanomuon.files import write_text
+from nanomuon.runtime import write_text
 from scripts.laboratory import report, statistics
 from scripts.laboratory.race import read_results
 
@@ -30,13 +30,13 @@ def write_leaderboard(kept, page):
 
 def section(name, header, runs, image):
     """The Markdown of one race; its picture goes to `image`."""
-    setup, results, tuning = header["setup"], {}, []
+    setup, results, tuning = header["setup"], {}, 0
     latest = {}  # of a run that was repeated the later one counts
     for run in runs:
         latest[run.get("stage"), run["contender"], run["steps"], run["seed"]] = run
     for run in latest.values():
         if run.get("stage") == "sweep":
-            tuning.append(run)
+            tuning += 1
         else:
             results.setdefault(run["contender"], []).append(run)
     baseline = find_baseline(header, results)
@@ -44,14 +44,13 @@ def section(name, header, runs, image):
     about = (
         f"Task `{setup['name']}`: {setup['steps']:,} steps of {setup['rows'] * setup['model']['seq_len']:,} "
         f"tokens, depth {setup['model']['depth']}, width {setup['model']['width']}, {setup['dtype']}; "
-        f"{len(latest) - len(tuning)} runs and {len(tuning)} of tuning."
+        f"{len(latest) - tuning} runs and {tuning} of tuning."
     )
     if baseline is None:
         return f"{title}\n\n{about}\n\nThe baseline diverged, or has no run."
-    slope = report.slope_of_length([run for run in tuning if source(run["contender"]) == source(baseline)])
-    report.plot_race(results, baseline, setup["unit"], image)
-    picture = f"![Curves, and differences to the baseline with 95% intervals]({image.name})"
-    return "\n\n".join([title, about, report.table(results, baseline, setup["unit"], slope), picture])
+    report.plot_race(results, setup["unit"], image)
+    table = report.table(results, baseline, setup["unit"])
+    return "\n\n".join([title, about, table, f"![Validation curves]({image.name})"])
 
 
 def source(contender):
@@ -59,7 +58,7 @@ def source(contender):
 
 
 def find_baseline(header, results):
-    """The contender that the first line names, or what tuning has made of it; None if it diverged."""
+    """The contender that the first line of the file names, or its tuned form; None if it diverged."""
     wanted = header.get("baseline") or next(iter(results), None)
     finite = statistics.finite_only(report.scores_by_seed(results))
     candidates = [name for name in finite if name == wanted]

@@ -23,16 +23,16 @@ from scripts.laboratory.report import score
 from scripts.laboratory.tasks import as_text, digest, empty_model, open_data
 
 DIGITS = 6  # of a loss in the file
-FIRST_TUNING_SEED = 1000  # the seeds of the race must not have chosen what they judge
+FIRST_TUNING_SEED = 1000  # seeds that chose the rates must not judge them
 LENGTHS = (0.25, 0.5, 1.0)  # of the race: a sweep trains trials of these lengths, a third of its budget each
 
 
 def train(setup, place, text, seed):
-    """Train the contender `text` with one seed and return what it came to, of JSON types.
+    """Train the contender `text` with one seed and return its result, of JSON types.
 
-    curve: [step, loss over a part of the validation set, over all of it or null]; score: the last of these;
-    step_ms and optimizer_ms: medians; initial, rows: digests of the first parameters and of every row trained
-    on; sha256: of the contender's file.
+    curve: [step, loss on a part of the validation set, loss on all of it or null]; score: the last of these;
+    step_ms and optimizer_ms: medians; initial, rows: digests of the initial parameters and of every row
+    trained on; sha256: of the contender's file.
     """
     run = Run(setup, place, Contender(text), seed)
     steps = setup["steps"]
@@ -48,8 +48,8 @@ def train(setup, place, text, seed):
         "steps": steps,
         "score": final,
         "curve": run.curve,
-        "step_ms": round(means.median(run.step_ms or [0]), 2),
-        "optimizer_ms": round(means.median(run.optimizer_ms or [0]), 2),
+        "step_ms": round(means.median(run.step_ms), 2),
+        "optimizer_ms": round(means.median(run.optimizer_ms), 2),
         "initial": run.initial,
         "rows": run.rows.hexdigest()[:12],
         "sha256": Contender(text).sha256(),
@@ -58,7 +58,7 @@ def train(setup, place, text, seed):
 
 
 class Run:
-    """A contender at work: its model, its optimizer, its data, and what has been measured so far."""
+    """A contender at work: its model, optimizer and data, and what has been measured so far."""
 
     def __init__(self, setup, place, contender, seed):
         self.setup = setup
@@ -77,7 +77,7 @@ class Run:
         self.diverged = False
 
     def train_step(self, step):
-        """One step; a run that has diverged counts the rows of the others and spends no time on them."""
+        """One step. After divergence it only reads the rows, for the digest that all runs of a seed share."""
         batches = []
         for _ in range(self.accumulation):
             inputs, targets = next(self.training)
@@ -98,14 +98,14 @@ class Run:
         self.optimizer_ms.append(1000 * (after - before))
 
     def evaluate(self, step, whole):
-        """Add a point to the curve: the loss on a part of the validation set, and on the whole if asked."""
+        """Add a point to the curve: the loss on a part of the validation set, and if asked on all of it."""
         loss = None if self.diverged else self.loss(self.part)
         self.diverged = loss is None
         whole_loss = self.loss(self.validation) if whole and not self.diverged else None
         self.curve.append((step, loss, whole_loss))
 
     def loss(self, batches):
-        """With the weights that the optimizer wants to be judged by; None if it is not finite."""
+        """The loss with the weights that the optimizer wants to be judged by; None if it is not finite."""
         if hasattr(self.optimizer, "eval"):
             self.optimizer.eval()
         value = bits_per_byte(self.forward, batches, self.token_bytes)
@@ -122,7 +122,7 @@ class Run:
 
 
 class Results:
-    """The finished runs of a race: a file whose first line has its setup, and each further line one run."""
+    """The finished runs of a race, in a file whose first line is its setup and every other line a run."""
 
     def __init__(self, file, setup):
         self.file = file
@@ -147,7 +147,7 @@ class Results:
             output.write(json.dumps(line, default=as_text) + "\n")
 
     def find(self, contender, key, seed, steps):
-        """The newest finished run of these, or None."""
+        """The newest such run, or None."""
         wanted = {"contender": contender, "key": key, "seed": seed, "steps": steps}
         for run in reversed(self.runs):
             if all(run.get(name) == value for name, value in wanted.items()):
@@ -160,30 +160,13 @@ class Results:
 
 
 def read_results(file):
-    """(first line, runs) of a race's file; InputError with file and line for what is something else."""
+    """(first line, runs) of a race's file."""
     lines = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        needed = {
-            "contender",
-            "seed",
-            "steps",
-            "score",
-            "curve",
-            "step_ms",
-            "optimizer_ms",
-            "initial",
-            "rows",
-        }
-        if number == 1:
-            needed = {"race", "setup"}
         try:
-            content = json.loads(line)
-            missing = needed - content.keys()
-        except (ValueError, AttributeError) as error:
-            raise InputError(f"{file} line {number} is no JSON object of a race: {error}") from error
-        if missing:
-            raise InputError(f"{file} line {number} has no {', '.join(sorted(missing))}")
-        lines.append(content)
+            lines.append(json.loads(line))
+        except ValueError as error:
+            raise InputError(f"{file} line {number} is not JSON, remove it: {error}") from error
     if not lines:
         raise InputError(f"{file} is empty: remove it")
     return lines[0], lines[1:]
@@ -196,8 +179,8 @@ class Race:
         self.results, self.setup, self.place, self.jobs = results, setup, place, jobs
 
     def run(self, contenders, seeds):
-        """{name: its results}, seed by seed. After two seeds or more a contender that is hopeless by those
-        so far is not trained with the others; the first, the baseline, is trained with all.
+        """{name: its runs}, seed by seed. From two seeds on, contenders that are hopeless so far are not
+        trained with the others; the first, the baseline, is trained with all.
         """
         racing, found = list(contenders), {}
         for count in range(min(2, len(seeds)), len(seeds) + 1):
@@ -210,18 +193,15 @@ class Race:
         return found
 
     def sweep(self, contenders, budget):
-        """The best trial of each contender by successive halving (arXiv 1502.07943), and all trials' runs.
+        """The best trial of each contender, by successive halving (arXiv 1502.07943).
 
-        Many trials a quarter of the race long, the best of them again at half the length, and the best of
-        those over all of it. A short run is a whole one: its schedule ends with it.
+        Many trials of a quarter of the race's length, the best of them again at half the length, and the best
+        of those at full length. Each has a schedule of its own length.
         """
-        alive, runs = {}, []
-        for contender in contenders:
-            count = max(1, int(budget / len(LENGTHS) / LENGTHS[0]))
-            alive[contender.name] = contender.trials(count)
-        for rung, length in enumerate(LENGTHS):
-            steps = max(1, round(length * self.setup["steps"]))
-            count = max(1, int(budget / len(LENGTHS) / length))
+        counts = [int(budget / len(LENGTHS) / length) for length in LENGTHS]
+        alive = {contender.name: contender.trials(counts[0]) for contender in contenders}
+        for rung, (length, count) in enumerate(zip(LENGTHS, counts, strict=True)):
+            steps = math.ceil(length * self.setup["steps"])
             wanted = []
             for name in alive:
                 alive[name] = alive[name][:count]
@@ -230,12 +210,10 @@ class Race:
             found = self.train(wanted, [FIRST_TUNING_SEED + rung], steps, "sweep")
             for trials in alive.values():
                 trials.sort(key=lambda trial: score(found[trial.name][0]))  # stable: the first stays first
-            for of_trial in found.values():
-                runs += of_trial
-        return [trials[0] for trials in alive.values()], runs
+        return [trials[0] for trials in alive.values()]
 
     def train(self, contenders, seeds, steps, stage):
-        """{name: its runs, one a seed}: those of the file, and the missing ones trained now."""
+        """{name: its runs, one a seed}; trains those that the file lacks."""
         setup = self.setup | {"steps": steps}
         keys = {contender.name: contender.key(setup) for contender in contenders}
         pending = []
@@ -261,7 +239,7 @@ class Race:
         return found
 
     def trained(self, setup, pending):
-        """Yield the results of these (name, seed) as they come, from processes of one thread or one GPU."""
+        """Yield the results of these (name, seed) as they come, from processes of one thread or GPU each."""
         if not pending:
             return
         context = multiprocessing.get_context("spawn")
@@ -273,8 +251,8 @@ class Race:
                 yield future.result()
         except BrokenProcessPool as error:
             raise InputError(
-                "a process of the race was killed, by the system if memory ran out; fewer --jobs need less. "
-                "What is finished is kept, and the same command goes on from there"
+                "a process of the race was killed, perhaps because memory ran out; fewer --jobs need less. "
+                "Finished runs are kept, and the same command goes on from there"
             ) from error
         except BaseException:  # asked to stop: what is finished is in the file
             for worker in multiprocessing.active_children():
@@ -285,7 +263,7 @@ class Race:
 
 
 def start_worker(counter):
-    """One thread, or a GPU, for this process. Ctrl-C reaches the one that started it."""
+    """Give this process one thread, or a GPU. Ctrl-C is left to the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with counter.get_lock():
         index = counter.value
@@ -296,7 +274,7 @@ def start_worker(counter):
 
 
 def check_same_start(results):
-    """InputError if the contenders of a seed had not the same initial weights and the same rows."""
+    """Raise InputError unless all runs of a seed have the same initial weights and the same rows."""
     start_of_seed = {}
     for runs in results.values():
         for run in runs:

@@ -1,7 +1,7 @@
 """The results of a race in words and a picture.
 
-Results are {contender: its runs}, see race.train; contenders may lack seeds, and are compared over those that
-both have.
+Results are {contender: its runs}, see race.train. Contenders may lack seeds: two are compared over the seeds
+that both have.
 """
 
 import math
@@ -9,19 +9,16 @@ import statistics as means
 
 import numpy as np
 
-from nanomuon.files import write_text
-from nanomuon.runtime import InputError
+from nanomuon.runtime import InputError, write_text
 from scripts.laboratory import statistics
 
-NOTE = """Differences are taken seed by seed. Each interval is its own; what is called better or worse is
-corrected for the number of comparisons: 5% at most of them are expected not to be (Benjamini and Hochberg).
-p of the best: of being as good as it, corrected for its choice among all; chosen by its mean it was lucky as
-well, so its lead is overstated a little. At equal seconds is an estimate: what the baseline would gain in the
-additional time of a contender with longer steps is added."""
+NOTE = """Differences are taken seed by seed. Each interval stands alone; "better" and "worse" are corrected
+for the number of comparisons: at most 5% of them are expected to be wrong (Benjamini and Hochberg). The
+lowest of many means was lucky as well, so its lead is overstated a little."""
 
 
 def score(run):
-    """Of a run; a diverged one counts as infinite."""
+    """The score of a run, infinite if it diverged."""
     value = run["score"]
     return value if value is not None and math.isfinite(value) else math.inf
 
@@ -35,105 +32,69 @@ def scores_by_seed(results):
 
 
 def curve(run):
-    """[(step, loss)] of a run: the loss over a part of the validation set, corrected to that over all of it.
+    """(points, 2) of a run: step, and loss on a part of the validation set, corrected to that on all of it.
 
-    What the whole differs from the part is known now and then, and interpolated between.
+    The difference between the two is known at some steps and interpolated between them.
     """
     steps, part, whole = np.array(run["curve"], dtype=float).T
     known = ~np.isnan(whole)
     loss = part
     if known.any():
         loss = part + np.interp(steps, steps[known], (whole - part)[known])
-    return list(zip(steps.tolist(), loss.tolist(), strict=True))
+    return np.stack([steps, loss], axis=1)
 
 
-def slope_of_length(runs):
-    """d(loss) / d(ln steps), positive if longer training helps, from the best runs of the two largest
-    lengths: near the full length, where the slope is used. None if that cannot be told.
+def mean_curve(runs):
+    """(points, 2): (step, mean loss) of runs of one length."""
+    return np.mean([curve(run) for run in runs], axis=0)
+
+
+def judged(results, baseline):
+    """{name: (Difference to the baseline, p adjusted for the number of comparisons)} of those that have not
+    diverged.
     """
-    best = {}
-    for run in runs:
-        best[run["steps"]] = min(score(run), best.get(run["steps"], math.inf))
-    if len(best) < 2:
-        return None
-    shorter, longer = sorted(best)[-2:]
-    slope = (best[shorter] - best[longer]) / math.log(longer / shorter)
-    return slope if 0 < slope < math.inf else None
-
-
-def relative_step(runs):
-    """Time of a step in units of its forward and backward pass.
-
-    All contenders of a race have these passes in common, so the ratio of two contenders' relative steps is
-    that of their steps; other work on the machine, which is not the same for all runs, falls out.
-    """
-    return means.median(run["step_ms"] / (run["step_ms"] - run["optimizer_ms"]) for run in runs)
-
-
-def at_equal_seconds(difference, runs, of_reference, slope):
-    """Estimate of a difference at equal training seconds, from one at equal steps.
-
-    In the time of a contender whose steps take longer the reference makes more steps, and gains by `slope`,
-    the loss per unit of ln(steps), see slope_of_length. Neither evaluation nor compilation is counted.
-    """
-    return difference + slope * math.log(relative_step(runs) / relative_step(of_reference))
-
-
-def differences(results, baseline):
-    """{name: statistics.Difference} to the baseline of those whose runs have all stayed finite."""
     if not all(math.isfinite(score(run)) for run in results[baseline]):
         raise InputError(
             f"the baseline {baseline} diverged: lower its learning rates, or put another contender first"
         )
-    return statistics.differences(scores_by_seed(results), baseline)
-
-
-def judged(results, baseline):
-    """{name: (Difference to the baseline, p adjusted for the number of comparisons)}."""
-    compared = differences(results, baseline)
+    compared = statistics.differences(scores_by_seed(results), baseline)
     ps = statistics.benjamini_hochberg([difference.p for difference in compared.values()])
-    return dict(zip(compared, zip(compared.values(), ps, strict=True), strict=True))
+    judgements = {}
+    for (name, difference), p in zip(compared.items(), ps, strict=True):
+        judgements[name] = difference, p
+    return judgements
 
 
-def table(results, baseline, unit, slope=None):
+def table(results, baseline, unit):
     """A row for each contender as text, the lowest mean first, those that diverged last."""
-    of_baseline = results[baseline]
     compared = judged(results, baseline)
-    target = means.fmean(run["score"] for run in of_baseline)
-    header = ["contender", "seeds", unit, f"against {baseline}", "at equal seconds", "p of the best"]
-    lines = [[*header, f"steps to {target:.4f}", "step ms", "optimizer ms"]]
-    ranks = {rank.name: rank for rank in statistics.ranking(scores_by_seed(results))}
-    for name in [*ranks, *(name for name in results if name not in ranks)]:
-        runs, cells = results[name], ["", diverged(results[name]), "", "", ""]
-        if name in ranks:
-            verdict, estimate = "", ""
-            if name in compared:
-                difference, p = compared[name]
-                verdict = statistics.verdict(difference, p)
-                if slope is not None:
-                    estimate = f"{at_equal_seconds(difference.mean, runs, of_baseline, slope):+.4f}"
-            best = ranks[name].difference is None
-            p_best = "the best" if best else f"{ranks[name].p:.4f}"
-            cells = [mean_text(ranks[name], runs), verdict, estimate, p_best, steps_to(runs, target)]
+    target = mean_curve(results[baseline])[-1, 1]
+    header = ["contender", "seeds", unit, f"against {baseline}", f"steps to {target:.4f}"]
+    lines = [[*header, "step ms", "optimizer ms"]]
+    expected = statistics.expected_means(scores_by_seed(results))
+    for name in sorted(results, key=lambda name: expected.get(name, math.inf)):
+        runs, cells = results[name], ["", diverged(results[name]), ""]
+        if name in expected:
+            verdict = statistics.verdict(*compared[name]) if name in compared else ""
+            cells = [mean_text(expected[name], runs), verdict, steps_to(runs, target)]
         times = [f"{means.median(run[key] for run in runs):.1f}" for key in ("step_ms", "optimizer_ms")]
         lines.append([name, len(runs), *cells, *times])
     return columns(lines)
 
 
-def mean_text(rank, runs):
-    """The mean over all seeds of the race, and the standard error over those that it ran."""
+def mean_text(mean, runs):
+    """The mean over all seeds of the race, and the standard error over those that were run."""
     if len(runs) < 2:
-        return f"{rank.mean:.4f}"
+        return f"{mean:.4f}"
     error = means.stdev(run["score"] for run in runs) / math.sqrt(len(runs))
-    return f"{rank.mean:.4f} ± {error:.4f}"
+    return f"{mean:.4f} ± {error:.4f}"
 
 
 def steps_to(runs, target):
-    """Mean steps, and seconds, to a loss; "-" if a run does not reach it."""
-    reached = [statistics.crossing(curve(run), target) for run in runs]
-    if None in reached:
+    """Steps and seconds until the mean curve reaches a loss; "-" if it does not."""
+    steps = statistics.crossing(mean_curve(runs).tolist(), target)
+    if steps is None:
         return "-"
-    steps = means.fmean(reached)
     return f"{steps:.0f} ({steps * means.median(run['step_ms'] for run in runs) / 1000:.0f} s)"
 
 
@@ -154,50 +115,27 @@ def columns(lines):
     return "\n".join(rows)
 
 
-def write_report(folder, results, text, unit, baseline):
+def write_report(folder, results, text, unit):
     """race.md, with this text, and race.png."""
-    plot_race(results, baseline, unit, folder / "race.png")
-    picture = "![Curves, and differences to the baseline](race.png)"
-    write_text(folder / "race.md", f"# {folder.name}\n\n{text}\n\n{picture}\n")
+    plot_race(results, unit, folder / "race.png")
+    write_text(folder / "race.md", f"# {folder.name}\n\n{text}\n\n![Validation curves](race.png)\n")
 
 
-def plot_race(results, baseline, unit, image):
-    """Validation curves, and beside them the differences to the baseline with their 95% intervals."""
+def plot_race(results, unit, image):
+    """Validation curves, the mean over seeds of each contender."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    height = max(4.5, 1 + 0.3 * len(results))
+    height = max(4.5, 0.2 * len(results))
     with matplotlib.rc_context({"text.parse_math": False}):  # a name may have any characters, dollars too
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, height), layout="constrained")
+        figure, axes = pyplot.subplots(figsize=(13, height), layout="constrained")
         for name, runs in results.items():
-            points = np.array([curve(run) for run in runs])  # (runs, points, 2)
-            losses = points[:, :, 1].mean(axis=0)
-            left.plot(points[0, :, 0], losses, label=f"{name}  {losses[-1]:.4f}")
-        last = [curve(run)[len(run["curve"]) // 4][1] for runs in results.values() for run in runs]
-        lowest = [score(run) for runs in results.values() for run in runs]
-        if all(map(math.isfinite, last + lowest)):
-            left.set_ylim(min(lowest) - 0.01, max(last) + 0.01)  # the first steps fall steeply
-        left.set(title="validation loss, mean over seeds", xlabel="step", ylabel=unit)
-        left.legend(fontsize=7)
-        draw_forest(right, results, baseline, unit)
+            points = mean_curve(runs)
+            steps, losses = points[len(points) // 4 :].T  # without the steep beginning
+            axes.plot(steps, losses, label=f"{name}  {losses[-1]:.4f}")
+        axes.set(title="validation loss, mean over seeds", xlabel="step", ylabel=unit)
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
         figure.savefig(image, dpi=120)
         pyplot.close(figure)
-
-
-def draw_forest(axis, results, baseline, unit):
-    """A row for each contender that did not diverge: its difference to the baseline and the 95% interval."""
-    compared = differences(results, baseline)
-    ranks = statistics.ranking(scores_by_seed(results))
-    names = [rank.name for rank in ranks]
-    for row, name in enumerate(names):
-        if name in compared:
-            difference = compared[name]
-            half = difference.high - difference.mean
-            error = half if math.isfinite(half) else 0
-            axis.errorbar([difference.mean], [row], xerr=[error], fmt="o", capsize=3, color="C0")
-    axis.axvline(0, color="black", linewidth=1)
-    axis.set_yticks(range(len(names)), names, fontsize=7)
-    axis.invert_yaxis()
-    axis.set(title=f"difference from {baseline}, 95% interval", xlabel=f"{unit} (left is better)")

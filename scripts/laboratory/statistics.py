@@ -1,9 +1,9 @@
-"""Does one contender beat another, and which of many is the best? Paired statistics over seeds.
+"""Does one contender beat another? Paired statistics over seeds.
 
-Pure functions of numbers. A score is a loss: lower is better; one that is not finite is of a run that
-diverged.
+Pure functions of numbers. A score is a loss: lower is better. A run that diverged has a score that is not
+finite.
 
-A seed moves the scores of all contenders, so that they are compared seed by seed. With 2 or 5 seeds the
+A seed moves the scores of all contenders, so they are compared seed by seed. With 2 or 5 seeds the
 deviation of one pair's differences is hardly known: Student's interval with 2 seeds is 12.7 standard errors
 to each side. But a race of many has many residuals about the layout score = contender + seed, and deviations
 are much alike. So the variance of a pair's differences counts with its own degrees of freedom, and the pooled
@@ -11,24 +11,22 @@ one beside it with up to PRIOR_DF, as in the moderated t test (Smyth 2004, doi:1
 the weight is estimated, here it is fixed). Two contenders have nothing to pool: that is Student's paired
 test.
 
-Simulated: intervals meant to hold the true difference in 95% of races do so in 98% where all deviations are
-equal; those of a contender with 5 times the deviation of the 11 others in 79% with 2 seeds, 84% with 3 and
-88% with 5.
+Simulated: 95% intervals hold the true difference in 98% of races if all deviations are equal. Those of a
+contender with 5 times the deviation of the 11 others do in 79% with 2 seeds, 84% with 3 and 88% with 5.
 """
 
 import itertools
 import math
-import operator
 import statistics
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import special, stats
 
-# Degrees of freedom for which the pooled variance counts. Simulated with 2 seeds of 12 contenders: where one
-# that is as good as the best has 5 times the deviation of the others, 4% of what a ranking finds is false (7%
-# with 4 degrees of freedom, 20% with the pooled variance alone); where all deviations are equal, it finds 74%
-# of the differences, the pooled variance alone 86%, and a pair's own 1%.
+# Degrees of freedom for which the pooled variance counts. Simulated with 2 seeds of 12 contenders, 11 of them
+# compared with the first. If these are 1.5 to 17 deviations behind, 88% of them are found, 91% by the pooled
+# variance alone, 18% by a pair's own. If all are equal and one has 5 times the deviation of the others, 4% of
+# races have a false alarm, 17% by the pooled variance alone; if the first is that one, 17% and 33%.
 PRIOR_DF = 3
 
 
@@ -53,9 +51,9 @@ def paired_difference(
 ) -> Difference:
     """Paired t test of scores - baseline, entry by entry of the same seed.
 
-    What seeds do to both falls out of the differences, so that fewer of them are needed. One pair decides
-    nothing: p is 1. pooled: variance of a score in the layout of all contenders, with pooled_df degrees of
-    freedom; without it this is Student's test.
+    What a seed does to both cancels, so fewer seeds are needed. One pair decides nothing: p is 1. pooled:
+    variance of a score in the layout of all contenders, with pooled_df degrees of freedom; without it this is
+    Student's test.
     """
     differences = [a - b for a, b in zip(scores, baseline, strict=True)]
     n = len(differences)
@@ -77,8 +75,8 @@ def paired_difference(
 def moderated(own, own_df: int, pooled: float, pooled_df: int):
     """(variance, its degrees of freedom) of paired differences: their own, and the pooled one beside it.
 
-    own may be an array. The pooled one counts for at most a third of the degrees of freedom it has, so that a
-    few contenders with one wild among them do not speak for it, and both together for no more than it has.
+    own may be an array. The pooled one counts for at most a third of its degrees of freedom, so that in a
+    small race one wild contender does not set it for all, and both together count for no more than it has.
     """
     prior = min(PRIOR_DF, pooled_df / 3)
     if pooled_df <= own_df:  # two contenders: the pooled variance is their own
@@ -116,7 +114,7 @@ def two_way(scores: dict[str, dict[int, float]]) -> Layout:
 
 
 def finite_only(scores: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
-    """The contenders with a run, and none that diverged: an infinite score says nothing about deviations."""
+    """The contenders with a run that have never diverged: an infinite score says nothing about deviations."""
     kept = {}
     for name, of_contender in scores.items():
         if of_contender and all(map(math.isfinite, of_contender.values())):
@@ -131,87 +129,40 @@ def differences(scores: dict[str, dict[int, float]], reference: str) -> dict[str
     """
     finite = finite_only(scores)
     layout = two_way(finite)
+    of_reference = finite[reference]
     found = {}
     for name, of_contender in finite.items():
         if name != reference:
-            found[name] = _difference(of_contender, finite[reference], layout)
+            common = [seed for seed in of_contender if seed in of_reference]
+            found[name] = paired_difference(
+                [of_contender[seed] for seed in common],
+                [of_reference[seed] for seed in common],
+                pooled=layout.variance,
+                pooled_df=layout.df,
+            )
     return found
 
 
-def _difference(of_contender, of_reference, layout):
-    """Of two {seed: score}."""
-    common = [seed for seed in of_contender if seed in of_reference]
-    return paired_difference(
-        [of_contender[seed] for seed in common],
-        [of_reference[seed] for seed in common],
-        pooled=layout.variance,
-        pooled_df=layout.df,
-    )
-
-
-@dataclass(frozen=True)
-class Rank:
-    name: str
-    mean: float  # over all seeds of the race, see Layout
-    difference: Difference | None  # to the best; None for the best
-    p: float  # of being as good as the best, adjusted for all contenders
-
-
-def ranking(scores: dict[str, dict[int, float]]) -> list[Rank]:
-    """Contenders from the best on, each compared with the best; those that diverged are left out. Last come
-    those with fewer than two seeds in common with it, of which nothing can be said.
-
-    Where those with p below alpha are called worse than the best, the expected share of false ones among them
-    is at most alpha. False are those whose true mean is as good as that of any.
-
-    The best is the one with the lowest mean, so it was lucky: of 12 equal contenders with 5 seeds Student's
-    two-sided tests against it, corrected by Benjamini and Hochberg as if it had been chosen beforehand, find
-    a "difference" in 12 races of 100. So each contender, the best included, is asked whether it is as good as
-    all others. One that is falls so far behind any of k - 1 others with at most k - 1 times the one-sided
-    probability of a single comparison (Bonferroni, whatever the dependence). These k values, 1 for the best,
-    go into Benjamini and Hochberg's procedure. They depend on each other through the best and the pooled
-    deviation: the better the best, the smaller are all. It is the positive dependence under which the
-    procedure holds, proved for comparisons of many with one control (Benjamini and Yekutieli 2001,
-    doi:10.1214/aos/1013699998) and simulated here for a control that is chosen.
-    """
-    finite = finite_only(scores)
-    if not finite:
-        return []
-    layout = two_way(finite)
-    several = [name for name, of_contender in finite.items() if len(of_contender) > 1]
-    best = min(several or finite, key=layout.means.get)  # one seed makes nobody the best of the others
-    compared = {best: None}
-    ps = [1.0]
-    for name, of_contender in finite.items():
-        if name != best:
-            difference = _difference(of_contender, finite[best], layout)
-            compared[name] = difference
-            one_sided = difference.p / 2 if difference.mean > 0 else 1.0
-            ps.append(min(1.0, one_sided * (len(finite) - 1)))
-    ranks = []
-    for (name, difference), p in zip(compared.items(), benjamini_hochberg(ps), strict=True):
-        ranks.append(Rank(name, layout.means[name], difference, p))
-    decided = [rank for rank in ranks if rank.difference is None or rank.difference.seeds > 1]
-    undecided = [rank for rank in ranks if rank not in decided]
-    by_mean = operator.attrgetter("mean")
-    return sorted(decided, key=by_mean) + sorted(undecided, key=by_mean)
+def expected_means(scores: dict[str, dict[int, float]]) -> dict[str, float]:
+    """{contender: its mean over all seeds}, the diverged left out; seeds that it lacks are estimated."""
+    return two_way(finite_only(scores)).means
 
 
 def hopeless(scores: dict[str, list[float]], seeds: int, level: float = 0.01) -> list[str]:
     """Those whose further seeds can be saved: they diverged, or are worse than another beyond doubt.
 
-    scores: {contender: its scores so far, all in the same order of seeds}. Looked at after every seed, from
-    the second on. A contender with fewer scores than others has been stopped before, and still tells about
-    the deviation. seeds: how many there are to be; after the last nothing is left to save.
+    scores: {contender: its scores so far, all in the same order of seeds}, looked at after every seed from
+    the second on. A contender with fewer scores than others was stopped before, and still tells about the
+    deviation. seeds: how many there will be; after the last nothing is left to save.
 
     A contender is stopped when its mean lies further above another's than `limit` standard errors of their
     difference. The limit is that of the first look, where the deviation is known worst, for `level` over all
     comparisons of one contender; later looks keep it.
 
-    Simulated with 12 contenders and 5 seeds, 8,000 races each: where all are equal, any is ever stopped in 2
-    races of 1,000, and where the true means are spread evenly over 17 deviations, 39% of the runs are saved.
-    A single best contender with 5 times the deviation of the others, which two seeds cannot tell from a tame
-    one, is stopped in 5 of 1,000 (28% saved). Where all 12 are equal and one of them is that wild, one is
+    Simulated with 12 contenders and 5 seeds, 8,000 races each: if all are equal, any is ever stopped in 2
+    races of 1,000, and if the true means are spread evenly over 17 deviations, 39% of the runs are saved. A
+    single best contender with 5 times the deviation of the others, which two seeds cannot tell from a tame
+    one, is stopped in 5 of 1,000 (28% saved). If all 12 are equal and one of them is that wild, one is
     stopped in 7 of 100; those that stay are as good.
     """
     finite = {name: list(of_one) for name, of_one in scores.items() if all(map(math.isfinite, of_one))}
@@ -241,9 +192,9 @@ def hopeless(scores: dict[str, list[float]], seeds: int, level: float = 0.01) ->
 
 
 def benjamini_hochberg(ps: list[float]) -> list[float]:
-    """p values adjusted for the false discovery rate: where those below alpha are called different, the
-    expected share of false ones among them is at most alpha, for values that are independent or depend on
-    each other positively (Benjamini and Yekutieli 2001).
+    """p values adjusted for the false discovery rate: of those below alpha, at most a share of alpha is
+    expected to be false, if the values are independent or depend on each other positively, as those of many
+    comparisons with one baseline do (Benjamini and Yekutieli 2001).
     """
     return stats.false_discovery_control(ps).tolist() if ps else []
 
@@ -262,9 +213,8 @@ def verdict(difference: Difference, p: float, alpha: float = 0.05) -> str:
 
 
 def crossing(curve: list[tuple[float, float]], target: float) -> float | None:
-    """The step where a falling curve of (step, loss) first reaches the target; None where it does not.
-
-    Interpolated between points.
+    """The step at which a curve of (step, loss), interpolated between its points, first reaches the target;
+    None if it does not.
     """
     if curve and curve[0][1] <= target:
         return curve[0][0]

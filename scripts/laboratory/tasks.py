@@ -1,7 +1,7 @@
 """The tasks that optimizers race on: what is trained, on which rows, and how it is scored.
 
-A setup is a dict of all that two runs must share to be compared, of JSON types. What it was made from lies at
-a place: the file of a text, or a folder of shards.
+A setup is a dict of JSON types with all that two runs must share to be compared. A place is where its data
+lies: the file of a text, or a folder of shards.
 """
 
 import hashlib
@@ -24,15 +24,13 @@ EVAL_ROWS = 64  # windows of a validation batch of the shakespeare task
 
 
 def shakespeare_setup(text, steps):
-    """Characters of a text: the first 90% to train on, the loss over all windows of the last 10% to score."""
+    """Characters of a text: trains on the first 90%, scores the loss on the last 10%."""
     if not text:
         raise InputError("the task shakespeare needs --text FILE, a plain text such as tinyshakespeare.txt")
     try:
         characters = Path(text).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"--text {text}: not UTF-8") from error
-    except OSError as error:
-        raise InputError(f"--text {text}: {error.strerror or 'not UTF-8'}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--text {text}: {error}") from error
     if len(characters) < 1000:
         raise InputError(f"--text {text} has {len(characters)} characters, too few to train on")
     setup = dict(
@@ -78,8 +76,8 @@ def random_windows(windows, rows, seed, device):
 def validation_windows(inputs, targets):
     """Batches (EVAL_ROWS, length) of (count, length) windows, filled up with rows that are not scored.
 
-    All have one shape, so that one is compiled. Each takes windows from all over the text: some batches then
-    say more about all of them.
+    All have the same shape, so the model is compiled once. Each batch takes windows from all over the text,
+    so a few of them tell about all.
     """
     count, length = inputs.shape
     empty = -count % EVAL_ROWS
@@ -89,7 +87,7 @@ def validation_windows(inputs, targets):
 
 
 def corpus_setup(corpus, vocab_size, steps):
-    """Any corpus, with base_train's loader and the speedrun's shape on a CPU: bits per byte."""
+    """Any corpus, with base_train's loader and the shape of the speedrun on a CPU: bits per byte."""
     return setup_on_shards(
         corpus,
         vocab_size,
@@ -132,14 +130,12 @@ def speedrun_setup(vocab_size, steps):
 
 
 def setup_on_shards(corpus, vocab_size, shape, seq_len, **rest):
-    """Place and setup of a task on a corpus. shape: keywords of GPTConfig.from_depth, rest: what it adds."""
-    folder = shards.prepare_for_training(
-        open_corpus(corpus), vocab_size, rest["steps"] * rest["rows"] * seq_len
-    )
+    """(place, setup) of a task on a corpus. shape: keywords of GPTConfig.from_depth; rest: of the setup."""
+    folder = shards.prepare_for_training(open_corpus(corpus), vocab_size)
     manifest = shards.read_manifest(folder)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     config = GPTConfig.from_depth(vocab_size=tokenizer.vocab_size, seq_len=seq_len, **shape)
-    # Of a corpus on the hub more may still be written
+    # The first entries alone: a corpus on the hub may still be growing
     first = [asdict(entry) for entry in manifest.val[:1] + manifest.train[:1]]
     setup = dict(data=digest(tokenizer.hash, first), model=asdict(config), **rest)
     return str(folder), setup
@@ -178,7 +174,7 @@ def open_task(args):
 
 
 def open_data(setup, place, seed, device):
-    """(training batches in an order that is a function of the seed, validation batches, bytes of tokens)."""
+    """(training batches, validation batches, bytes of each token); the seed decides the order of training."""
     if setup["name"] == "shakespeare":
         return shakespeare_data(setup, place, seed, device)
     return corpus_data(setup, place, seed, device)
@@ -192,7 +188,7 @@ def empty_model(setup, device):
 
 
 def digest(*parts):
-    """Twelve hex digits of bytes and of values like those of JSON; a function counts by its name."""
+    """Twelve hex digits of bytes and JSON-like values; functions count by their name."""
     state = hashlib.sha256()
     for part in parts:
         if not isinstance(part, bytes):
@@ -202,5 +198,5 @@ def digest(*parts):
 
 
 def as_text(value):
-    """For what JSON does not know: a function by its name, the rest as it prints."""
+    """What JSON has no form for: a function by its name, anything else as it prints."""
     return getattr(value, "__qualname__", None) or str(value)

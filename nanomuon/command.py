@@ -1,0 +1,212 @@
+"""How a command line begins and ends: flags, errors as one line, signals."""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nanomuon.runtime import InputError, base_dir, printable
+
+BUG = 1  # exit code of an error that is no one's input
+STOPPED = 75  # of a run that was asked to stop before its end: EX_TEMPFAIL of sysexits.h, try again
+PATIENCE = 2  # seconds that a rank waits before it tells of an error which others probably tell of
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Of one command: its description is shown as it is written, and what is wrong is an InputError.
+
+    argparse would print the usage before it says what is wrong: 60 lines of base_train's.
+    """
+
+    def __init__(self, prog: str, description: str, **settings):
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(
+            prog=prog, description=description, formatter_class=layout, allow_abbrev=False, **settings
+        )
+
+    def error(self, message: str):
+        raise InputError(f"{message}; see {self.prog} --help")
+
+
+def number(kind: type, low: float, high: float):
+    """The type of a flag whose value is an int or a float from `low` to `high`; NaN is not among them."""
+
+    bounds = f"from {low:,} to {high:,}" if kind is int else f"from {low:g} to {high:g}"
+
+    def parse(text: str):
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be {bounds}, not {text}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse's "invalid int value"
+    return parse
+
+
+count = number(int, 1, 1 << 40)
+layers = number(int, 1, 1024)
+vocabulary = number(int, 257, 1 << 24)  # 256 bytes and <|bos|>
+amount = number(float, 0, 1e30)
+share = number(float, 0, 1)
+seed = number(int, 0, 1 << 62)
+
+
+def add_run_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--run",
+        default="base",
+        help="a finished run: its name under runs/, or the path of its folder, which has a slash (./NAME) "
+        "(default: %(default)s)",
+    )
+
+
+def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        metavar="last|step_N",
+        help="the model as this checkpoint of the run has it, which may still be training (default: as it is "
+        "at the end)",
+    )
+
+
+def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "bfloat16", "float32"],
+        help="of activations and matrix products; weights are float32. auto: bfloat16 if the device has "
+        "instructions for it (default: %(default)s)",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The end: errors and signals
+
+
+def run_command(main) -> None:
+    """Run a script's main() and exit: 0, or 2 with one line on stderr for what the user can fix.
+
+    Other exceptions are bugs and show their traceback. In a world of several ranks an error ends its rank at
+    once, so that torchrun ends the others, which may be waiting for this one in a collective: leaving the
+    process group would wait for them.
+    """
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # until here scripts/__init__.py had it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code = main() or 0
+        sys.stdout.flush()
+    except (Exception, KeyboardInterrupt) as error:
+        code, message = explain(error)
+        if isinstance(error, BrokenPipeError):  # else Python would write the rest once more when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        if not alone:
+            let_others_speak(error, code)
+        sys.stderr.write(message)  # in one piece: print() writes the end of the line by itself
+        if not alone:
+            leave(code)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(code)
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """The exit code for an error that ends this process, and what to tell the user about it."""
+    message = str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, f"{message or 'interrupted'}\n"
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in message:
+        less = "fewer rows (--device-batch-size), a smaller model or --shard fsdp need less"
+        message = f"{message.split('. ')[0]}; {less}"
+    elif isinstance(error, OSError):  # what the system refuses: no room, no permission, no reader of a pipe
+        if str(base_dir()) in message:
+            message += "; NANOMUON_BASE_DIR=/folder/with/room helps"
+    elif not isinstance(error, InputError):
+        origin = getattr(error, "origin", None)  # see together()
+        text = origin or "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return BUG, printable(text)
+    return 2, f"error: {printable(' '.join(message.split()))}\n"
+
+
+def let_others_speak(error: BaseException, code: int) -> None:
+    """Wait a little with an error that another rank probably tells of, to be ended by torchrun meanwhile.
+
+    Most errors come to all ranks: then the first of each node tells the user, and not eight of them. The end
+    of another rank shows as a connection that is lost.
+    """
+    first_of_node = os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0"
+    lost_connection = isinstance(error, dist.DistError) or "by peer" in str(error)  # the words of gloo
+    if lost_connection or not first_of_node:
+        signal.signal(signal.SIGTERM, lambda number, frame: leave(code))  # by which torchrun ends us
+        time.sleep(PATIENCE)
+
+
+def leave(code: int) -> None:
+    """End this process at once, without waiting for threads or for other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def on_signals(handler, *numbers: signal.Signals) -> None:
+    """Have handler(number, frame) called for these signals; SIGHUP stays ignored if it is: by nohup."""
+    for number in numbers:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def exit_when_asked() -> None:
+    """From here on SIGTERM raises SystemExit(STOPPED), and so does SIGHUP, except under nohup."""
+
+    def stop(number, frame):
+        raise SystemExit(STOPPED)
+
+    on_signals(stop, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopSignals:
+    """SIGTERM, SIGHUP and Ctrl-C ask to save and stop after this step; a second Ctrl-C ends at once.
+
+    in_steps: whether there is something to save first. Before the first step and after the last there is not:
+    a signal then ends this process at once. The first rank notes a stop in the file `stopped` of the run's
+    folder, None for a launch that trains nothing.
+    """
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+        self.asked = self.in_steps = False
+        on_signals(self._receive, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+    def _receive(self, number, frame):
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if not self.in_steps:
+            # Not by an exception, which could be lost in what it interrupts, or come to nothing while this
+            # rank leaves a group whose others are waiting
+            os._exit(self.stopped("with nothing to save"))
+
+    def stopped(self, how: str) -> int:
+        """Say and note that the run stops here. Returns its exit code: 75 in one process; 0 under torchrun,
+        which takes anything else for a failure.
+        """
+        message = f"stopped {how}; the same command carries on\n"
+        if os.environ.get("RANK", "0") == "0":
+            os.write(1, message.encode())  # print() fails in a signal handler that has interrupted another
+            with contextlib.suppress(OSError):  # if the disk is full the exit code has to do
+                if self.folder:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    (self.folder / "stopped").unlink(missing_ok=True)  # a link would be written through
+                    (self.folder / "stopped").write_text(message)
+        alone = os.environ.get("WORLD_SIZE", "1") == "1" and not dist.is_torchelastic_launched()
+        return STOPPED if alone else 0

@@ -1,0 +1,114 @@
+"""How a command ends: one line for what the user can fix, whatever the ranks; signals."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanomuon.command import BUG, StopSignals, run_command
+from nanomuon.runtime import InputError
+
+ROOT = Path(__file__).parent.parent
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+@pytest.fixture
+def handlers():
+    """Puts the handlers of signals back."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    "error,code,said",
+    [
+        (InputError("no\nsuch \x1bthing"), 2, "error: no such \\x1bthing\n"),
+        (OSError(28, "No space left", "/data/x"), 2, "error: [Errno 28] No space left: '/data/x'\n"),
+        (OSError(28, "No space left", "BASE/x"), 2, "; NANOMUON_BASE_DIR=/folder/with/room helps\n"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, "error: CUDA out of memory; fewer rows"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (ValueError("ours"), BUG, "Traceback (most recent call last):\n"),
+    ],
+)
+def test_what_the_user_can_fix_is_one_line_and_a_bug_a_traceback(
+    error, code, said, capsys, monkeypatch, handlers
+):
+    monkeypatch.setenv("NANOMUON_BASE_DIR", "BASE")
+
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        run_command(main)
+    message = capsys.readouterr().err
+    assert caught.value.code == code and said in message
+    assert (message.count("\n") == 1) == (code != BUG)
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_pipe_whose_reader_has_ended_is_one_line_and_no_traceback(flush, monkeypatch, capfd, handlers):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(SystemExit) as caught:
+            run_command(lambda: print("a sample", flush=flush))
+    # Closing `output` writes what is left of it, as the end of the process does: to nowhere, without an error
+    assert caught.value.code == 2 and capfd.readouterr().err == "error: [Errno 32] Broken pipe\n"
+
+
+def test_ctrl_c_while_pytorch_is_imported_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command, pipes = [sys.executable, "-m", "scripts.sample"], dict(stdout=-1, stderr=-1)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+    assert process.stdout.readline() == b"importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == (b"", b"interrupted\n") and process.returncode == 130
+
+
+@pytest.mark.parametrize(
+    "kind,place",
+    [
+        ("input", "alone"),
+        pytest.param("bug", "alone", marks=pytest.mark.slow),
+        pytest.param("input", "together", marks=pytest.mark.slow),
+        pytest.param("bug", "together", marks=pytest.mark.slow),
+    ],
+)
+def test_an_error_on_one_rank_ends_the_launch_with_one_message(kind, place):
+    code, message = {
+        "input": (2, "error: no such thing: bring one\n"),
+        "bug": (BUG, "AssertionError: this cannot be\n"),
+    }[kind]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "tests.failing_rank", kind, place]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = time.time()
+    said, report = result.stderr.split("tests.failing_rank FAILED")
+    assert result.returncode == 1 and said.count(message) == 1
+    assert "by peer" not in said  # the other rank loses its connection, which is nothing to tell of
+    # The traceback shows where it happened, also if the error came to all ranks
+    assert ("in work_of\n    raise ERRORS[kind]\n" in said) == (kind == "bug")
+    codes = dict(re.findall(r"rank      : (\d) .*\n  exitcode  : (-?\d+) ", report))
+    assert codes["1"] == str(code)
+    if place == "alone":  # the other one loses its connection, unless torchrun's signal comes first
+        assert codes["0"] in (str(BUG), str(-signal.SIGTERM))
+    else:
+        assert codes["0"] == str(code)
+    assert ended - float(result.stdout.split()[-1]) < 15
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_what_nohup_ignores_stays_ignored(ignored, handlers):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    StopSignals(None)
+    assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) is ignored

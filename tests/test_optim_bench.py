@@ -1,0 +1,66 @@
+"""The benchmark of the optimizer: its floor is what a step computes and moves, and its table adds up."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from nanomuon import recipe
+from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.optim import MuonAdamW
+from scripts import optim_bench
+
+PEER = "import torch\n\ndef build(model):\n    return torch.optim.SGD(model.parameters(), lr=0.1)\n"
+
+pytestmark = pytest.mark.usefixtures("environment")
+
+
+def flops(run):
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def test_the_floor_has_the_products_of_a_step():
+    """Square matrices iterate plainly, others by their Gram matrix: this model has both."""
+    model = GPT(GPTConfig.from_depth(2, vocab_size=300, seq_len=32))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer = MuonAdamW(recipe.param_groups(model), compile=False)
+    assert flops(optim_bench.products(optimizer, "cpu")) == flops(optimizer.step) > 0
+
+
+def test_the_table_of_a_step(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(optim_bench, "copy_bandwidth", lambda device: 1.0)  # the bytes are the floor
+    peer, file, trace = tmp_path / "peer.py", tmp_path / "step.json", tmp_path / "trace.json"
+    peer.write_text(PEER)
+    flags = f"--depth 1 --rounds 3 --dtype float32 --peer {peer}:build --json {file} --profile {trace}"
+    optim_bench.main(flags.split())
+    result = json.loads(file.read_text())
+    table = result["milliseconds"]
+    assert {"floor", "MuonAdamW compiled", "MuonAdamW eager", f"{peer}:build"} <= table.keys()
+    moved = {"muon": 20, "adamw": 28}  # bytes of a parameter
+    model = GPT(GPTConfig.from_depth(1, vocab_size=8192, seq_len=128))
+    groups = recipe.param_groups(model)
+    expected = sum(moved[group["kind"]] * p.numel() for group in groups for p in group["params"])
+    assert table["floor"]["median"] == pytest.approx(1e3 * expected, rel=1e-4)
+    assert result["parameters"] == sum(p.numel() for p in model.parameters())
+    assert "traceEvents" in json.loads(trace.read_text())
+    assert "first step with its compilation" in capsys.readouterr().out
+
+
+def test_medians_spread_and_the_ratio_in_the_same_round(capsys):
+    rows = optim_bench.report({"floor": [1.0, 2.0, 4.0], "slow": [2.0, 6.0, 4.0]})
+    assert rows["floor"] == {"median": 2, "low": 1, "high": 4, "times_floor": 1}
+    assert rows["slow"] == {"median": 4, "low": 2, "high": 6, "times_floor": 2}
+    assert "slow" in capsys.readouterr().out
+    assert optim_bench.report({"floor": [3.0]})["floor"]["median"] == 3
+
+
+@pytest.mark.slow  # starts two processes
+def test_the_distributed_step(tmp_path):
+    file = tmp_path / "step.json"
+    optim_bench.main(f"--depth 1 --rounds 2 --world 2 --dtype float32 --json {file}".split())
+    result = json.loads(file.read_text())
+    assert result["world"] == 2 and result["milliseconds"] > 0
