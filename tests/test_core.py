@@ -321,7 +321,7 @@ def results_of_a_rank(group, folder, layout):
         else:
             parameter.data.copy_(whole)
     tasks = core.open_bundle(folder)
-    return without_seconds(core.evaluate(model, BYTES, tasks, None, 8000, rank, ranks))
+    return without_seconds(core.evaluate(model, BYTES, tasks, None, 500, rank, ranks))
 
 
 def without_seconds(results):
