@@ -166,13 +166,11 @@ def test_the_published_rule(tmp_path, merging, kind, shots, delimiter, context, 
     assert results["core"] is None and results["mean_centered"] == pytest.approx((accuracy - 0.2) / 0.8)
 
 
-def test_only_the_mean_over_all_tasks_is_called_core(tmp_path, capsys):
-    labels = list(core.CORE_TASKS)
-    for count, says in ((22, "\nCORE: "), (20, "\nmean over 20 tasks (not CORE): ")):
-        bundle = write_bundle(tmp_path / str(count), dict.fromkeys(labels[:count], TASKS["resolve"]))
-        results = core.evaluate(build(vocab_size=257), BYTES, core.open_bundle(str(bundle)), None, 512)
-        assert results["core"] == (results["mean_centered"] if count == 22 else None)
-        assert says + f"{results['mean_centered']:.4f}" in capsys.readouterr().out
+def test_the_mean_over_all_tasks_is_called_core(tmp_path, capsys):
+    bundle = write_bundle(tmp_path, dict.fromkeys(core.CORE_TASKS, TASKS["resolve"]))
+    results = core.evaluate(build(vocab_size=257), BYTES, core.open_bundle(str(bundle)), None, 512)
+    assert results["core"] == results["mean_centered"]
+    assert f"\nCORE: {results['core']:.4f}" in capsys.readouterr().out
 
 
 def test_what_choices_share_is_read_once_and_only_what_is_scored_reaches_the_head(tmp_path, merging):
@@ -182,13 +180,11 @@ def test_what_choices_share_is_read_once_and_only_what_is_scored_reaches_the_hea
     (task,) = core.open_bundle(str(bundle))
     sizes, heads = [], []
     model.register_forward_pre_hook(lambda module, inputs: sizes.append(inputs[0].numel()))
-    model.lm_head.register_forward_pre_hook(lambda module, inputs: heads.append(inputs[0].shape[0]))
+    model.lm_head.register_forward_pre_hook(lambda module, inputs: heads.append(len(inputs[0])))
     core.answer_task(model, merging, task, None, most_tokens=600)
     rows = {row for number in range(12) for row in core.ask(task, task.items, number, merging, 256)}
     assert sum(sizes) < 0.6 * sum(len(row.tokens) for row in rows) and max(sizes) <= 600
     assert sum(heads) < 0.1 * sum(sizes)
-    for batch in core.make_batches(rows, 600, 30):
-        assert sum(len(row.tokens) - row.start for row in batch) <= 30
 
 
 # Damaged bundles
@@ -297,11 +293,10 @@ def test_a_zip_that_leads_elsewhere_or_is_damaged_leaves_nothing(tmp_path, serve
     (tmp_path / "b.zip").write_bytes(content)
     with pytest.raises(InputError, match=complaint):
         core.open_bundle(f"{tmp_path}/b.zip")
-    before = set(tmp_path.rglob("*"))
     for address in (f"{server}/b.zip", f"{server}/nothing", "http://[", "http://127.0.0.1:9/b.zip"):
         with pytest.raises(core.Unreachable, match=re.escape(address)):
             core.open_bundle(address)
-    assert {path.suffix for path in set(tmp_path.rglob("*")) - before} <= {"", ".lock"}
+    assert not [*tmp_path.rglob("out.*"), *(tmp_path / "base").rglob("*.zip")]
 
 
 # Ranks
@@ -362,8 +357,6 @@ def test_a_run_is_evaluated_on_the_way_and_at_its_end_and_again(base, environmen
     results = json.loads((run / "core.json").read_text())
     assert list(found) == [2, 4, 5] and found[5] == results["mean_centered"] and results["step"] == 5
     assert [task["items"] for task in results["tasks"].values()] == [4, 4, 4]
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["core_mean_centered"] == pytest.approx(results["mean_centered"], abs=5e-5)
     assert "## CORE\n\nmean over 3 tasks" in (run / "report.md").read_text()
 
     capsys.readouterr()
@@ -371,8 +364,6 @@ def test_a_run_is_evaluated_on_the_way_and_at_its_end_and_again(base, environmen
     assert without_seconds(json.loads((run / "core.json").read_text())) == without_seconds(results)
     output = capsys.readouterr().out
     assert output.count("--- sample") == 3 and "val_bpb" not in output
-    with pytest.raises(InputError, match="--eval bpb,arc: choose of bpb, core, sample"):
-        base_eval.main(["--run", "core", "--eval", "bpb,arc"])
 
 
 def test_a_run_goes_on_without_a_bundle_that_cannot_be_had(base, environment, capsys):

@@ -6,11 +6,12 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from nanomuon import generate
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.generate import Sample, continue_samples, draw, sample_texts
-from nanomuon.runtime import InputError, printable
+from nanomuon.runtime import printable
 from nanomuon.tokenizer import Tokenizer
 from scripts import sample
 from tests.test_gpt import build
@@ -60,16 +61,6 @@ def test_a_batch_gives_what_each_prompt_gives_by_itself(fields, how, monkeypatch
         assert sample_texts(model, LETTERS, PROMPTS, 27, seed=3, **how) == expected
 
 
-def test_equal_prompts_are_read_once_and_what_ended_is_not_continued():
-    model, calls = build(vocab_size=257, depth=1), []
-    model.register_forward_pre_hook(lambda module, inputs: calls.append(tuple(inputs[0].shape)))
-    samples = [Sample(BYTES, prompt, seed=0) for prompt in ("abcd", "abcd", "e", "abcd")]
-    for _ in continue_samples(model, samples, max_tokens=3):
-        samples[2].ended = True
-    assert calls == [(2, 4), (4, 1), (3, 1), (3, 1)]  # the last token of a prompt is read with the others
-    assert [len(sample.tokens) for sample in samples] == [8, 8, 3, 8]
-
-
 def test_a_token_is_drawn_from_the_likeliest_that_top_k_and_top_p_leave():
     logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().repeat(400, 1)
     generators = [torch.Generator().manual_seed(seed) for seed in range(400)]
@@ -88,16 +79,15 @@ def test_a_token_is_drawn_from_the_likeliest_that_top_k_and_top_p_leave():
 
 def test_no_token_waits_for_a_plan_of_cudnn(monkeypatch):
     """cuDNN's attention plans anew for each length. What is generated between two tokens leaves no trace."""
-    attention, enabled = torch.nn.functional.scaled_dot_product_attention, []
+    attention, enabled = F.scaled_dot_product_attention, []
 
     def watched(*args, **keywords):
         enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
         return attention(*args, **keywords)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    before = torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     for _ in continue_samples(build(vocab_size=257, depth=1), [Sample(BYTES, "a", 0)], 3):
-        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+        assert torch.backends.cuda.cudnn_sdp_enabled()
         assert not torch.is_inference_mode_enabled()
     assert set(enabled) == {False}
 
@@ -111,7 +101,6 @@ WHOLE = Tokenizer([*BYTES.vocab, b"abc", b"abcd"])
         ("aé🙂b".encode(), [], ["a", "a", "aé", "aé", "aé", "aé", "aé🙂", "aé🙂b", "aé🙂b"]),
         (b"a\xc3", [], ["a", "a", "a\ufffd"]),
         (b"ab\n\ncd", ["\n\n"], ["", "a", "ab", "ab"]),
-        (b"a\nb", ["\n\n"], ["", "a", "a\n", "a\nb"]),  # a character waits for what follows
         (b"xaaab", ["aab"], ["", "", "x", "xa", "xa"]),
         ("x–y".encode(), ["–", "yy"], ["", "", "", "x"]),
         ([ord("-"), 257], ["cd", "bc"], ["", "-a"]),  # two at once: before the first of them
@@ -153,8 +142,8 @@ def test_samples_are_printed_in_order_and_harmlessly(command):
         expected += f"--- sample, seed {seed}\n{printable(text)}\n"
     assert printed.out == expected and "a\\x1b[2J" in printed.out
     assert "--- 120 tokens in" in printed.err
-    shorter = command("--prompt", "a", "--temperature", "0", "--top-k", "3", "--stop", texts[0][-1])
-    assert texts[0][-1] not in shorter.out.split("seed 0\na")[1]
+    shorter = command("--stop", texts[3][-1], "--seed", "7")
+    assert shorter.out == f"--- sample, seed 7\n{printable(texts[3].partition(texts[3][-1])[0])}\n"
 
 
 def test_samples_appear_while_they_grow(command, monkeypatch, capsys):
@@ -178,22 +167,6 @@ def test_prompts_are_read_until_the_input_ends_or_ctrl_c(command):
     assert command("--interactive", stdin=b"abc\nabc\n").out.count("--- sample") == 1
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--top-p", "nan"], "--top-p"),
-        (["--temperature", "-1"], "--temperature"),
-        (["--top-k", "0"], "--top-k: must be from 1"),
-        (["--seed", str(1 << 64)], "--seed: must be from 0"),
-        (["--prompt", "a\udcff"], "--prompt: invalid text value"),
-        (["--interactive", "--prompt", "a"], "--prompt: not allowed with argument --interactive"),
-    ],
-)
-def test_arguments_that_mean_nothing_are_told(command, arguments, message):
-    with pytest.raises(InputError, match=message):
-        command(*arguments)
-
-
 def test_what_a_terminal_would_obey_is_shown_as_escapes():
     assert printable("a\tb\né🙂\u200d–") == "a\tb\né🙂\u200d–"
     for character in map(chr, [*range(9), *range(11, 32), *range(127, 160)]):
@@ -208,7 +181,6 @@ def test_bits_per_byte_is_total_bits_over_total_bytes():
     token_bytes[0] = 0  # a special token: predicted in training, not text
     batches = [(torch.randint(97, (2, 16)), torch.randint(97, (2, 16))) for _ in range(3)]
     batches[2][1][1] = -1
-    batches[0][1][0, :4] = 0
     nats = count = 0
     for inputs, targets in batches:
         scored = targets > 0

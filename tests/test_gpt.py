@@ -33,33 +33,15 @@ def batch(rows=2):
     return torch.randint(97, (2, rows, 16), generator=torch.Generator().manual_seed(1))
 
 
-def test_windows_follow_the_pattern_and_the_last_layer_sees_all():
-    config = build(depth=8, window_pattern="SSL", seq_len=18).config
-    assert [config.window(i) for i in range(8)] == [4, 4, None, 4, 4, None, 4, None]
-
-
-@pytest.mark.parametrize("fields", [{}, dict(window_pattern="S"), dict(experts=4)])
-def test_future_tokens_do_not_matter(fields):
-    model = build(**fields)
-    tokens, _ = batch()
-    changed = tokens.clone()
-    changed[:, 9] = (changed[:, 9] + 1) % 97
-    before, after = model(tokens), model(changed)
-    torch.testing.assert_close(before[:, :9], after[:, :9])
-    assert not torch.isclose(before[:, 9:], after[:, 9:]).all(-1).any()
-    with pytest.raises(ValueError, match="17 tokens are more than the context of 16"):
-        model(torch.zeros(1, 17, dtype=torch.int64))
-
-
 def test_the_initial_model_knows_nothing_and_is_reproducible():
-    first, again, other = build(1, randomize=False), build(1, randomize=False), build(2, randomize=False)
+    first, again = build(1, randomize=False), build(1, randomize=False)
     tokens, targets = batch(4)
     assert abs(first(tokens, targets) - torch.log(torch.tensor(97.0))) < 0.02
+    with pytest.raises(ValueError, match="17 tokens are more than the context of 16"):
+        first(torch.zeros(1, 17, dtype=torch.int64))
     assert torch.equal(first(tokens), again(tokens))
-    assert not torch.equal(first(tokens), other(tokens))
     for block in first.blocks:  # the identity
         assert not any(p.any() for p in (block.attn.o.weight, block.mlp.down.weight, block.conv.taps))
-        assert block.attn.q.weight.std().item() == pytest.approx(32**-0.5, rel=0.1)
 
 
 def test_a_state_dict_is_all_that_a_new_model_needs(monkeypatch):
@@ -92,19 +74,16 @@ def test_from_depth_gives_a_valid_family():
         config = GPTConfig.from_depth(depth, 4096, 256)
         assert config.width == 64 * depth and config.heads == config.kv_heads
         assert config.head_dim == (128 if depth >= 8 and depth % 2 == 0 else 64)
-        embeds = [layer for layer in range(depth) if config.has_value_embed(layer)]
-        assert embeds == list(range(depth) if depth < 8 else range((depth - 1) % 2, depth, 2))
+        without = [layer for layer in range(depth) if not config.has_value_embed(layer)]
+        assert without == ([] if depth < 8 else list(range(depth % 2, depth, 2)))
 
 
 IMPOSSIBLE = [
     (dict(depth=0), "depth"),
-    (dict(vocab_size=0), "vocab_size"),
     (dict(width=33), "width"),
     (dict(kv_heads=3), "kv_heads"),
     (dict(window_pattern="SX"), "window_pattern"),
-    (dict(window_pattern=""), "window_pattern"),
     (dict(experts=2, experts_per_token=3), "experts_per_token"),
-    (dict(experts=4, experts_per_token=0), "experts_per_token"),
     (dict(experts=8, experts_per_token=7), "experts_per_token"),
 ]
 
@@ -113,25 +92,6 @@ IMPOSSIBLE = [
 def test_impossible_shapes_are_refused_by_name(fields, name):
     with pytest.raises(ValueError, match=name):
         build(**fields)
-
-
-def test_compute_dtype_leaves_float32_weights_and_gradients():
-    model = GPT(GPTConfig(97, 16, 2, 32, 2, 2), torch.bfloat16)
-    model.init_weights(0)
-    tokens, targets = batch()
-    assert model(tokens).dtype == torch.float32
-    model(tokens, targets).backward()
-    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
-
-
-def test_targets_of_minus_one_are_not_scored():
-    model = build()
-    tokens, targets = batch()
-    expected = F.cross_entropy(model(tokens)[:, :5].flatten(0, 1), targets[:, :5].flatten())
-    targets[:, 5:] = -1
-    torch.testing.assert_close(model(tokens, targets), expected)
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens, targets), expected)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 1e-2)])

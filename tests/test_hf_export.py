@@ -53,10 +53,9 @@ def write_run(run_dir, **shape):
             block.mlp.bias.uniform_(-0.2, 0.2)
     run_dir.mkdir(parents=True)
     facts = {"step": 40, "val_bpb": 1.5, "corpus": "path:/home/someone/texts", "tokens": 123456}
-    trained_on = {"corpus": facts["corpus"], "revision": "1", "tokenizer": TOKENIZER.hash}
-    nothing = dict(options={}, compile=False, rows=1, world_size=1, trained_with={})
-    write_json(run_dir / "settings.json", {**nothing, "trained_on": trained_on})
-    write_json(run_dir / "summary.json", {"steps": 40, "val_bpb": 1.5, "tokens": 123456})
+    settings = dict(options={}, compile=False, rows=1, world_size=1, trained_with={})
+    settings["trained_on"] = {"tokenizer": TOKENIZER.hash}
+    write_json(run_dir / "settings.json", settings)
     hf_export.export(run_dir, model, TOKENIZER, facts)
     TOKENIZER.save(run_dir / "tokenizer")
     return model.eval()
@@ -135,10 +134,7 @@ def test_token_ids_of_500_strings_are_ours(exported, tmp_path):
     expected = [TOKENIZER.encode(text) for text in texts]
     assert loaded(texts, add_special_tokens=False)["input_ids"] == expected
     assert again(texts)["input_ids"] == [[TOKENIZER.bos_id, *ids] for ids in expected]
-    pair = again("a", "b")["input_ids"]
-    assert pair == [TOKENIZER.bos_id, *TOKENIZER.encode("a"), TOKENIZER.bos_id, *TOKENIZER.encode("b")]
     assert loaded.batch_decode(expected) == texts
-    assert loaded.decode([TOKENIZER.bos_id, *TOKENIZER.encode("x")], skip_special_tokens=True) == "x"
     every_token = range(TOKENIZER.vocab_size)  # bytes that are no text, too
     assert len(loaded) == len(every_token) and loaded.decode(every_token) == TOKENIZER.decode(every_token)
 
@@ -155,8 +151,7 @@ def test_the_loss_trains_and_what_is_saved_again_loads_again(exported, shape, tm
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
     loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for name, weight in model.named_parameters():
-        assert not torch.equal(weight, ours.state_dict()[name]), f"{name} was not trained"
+    assert not any(torch.equal(weight, ours.state_dict()[name]) for name, weight in model.named_parameters())
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         assert torch.equal(load(tmp_path)(rows).logits, model.eval()(rows).logits)
@@ -170,36 +165,13 @@ def test_an_export_in_bfloat16_is_the_same_model_rounded(exported, tmp_path, mon
     rounded = load(tmp_path / "new").state_dict()
     for name, weight in ours.state_dict().items():
         assert rounded[name].dtype == torch.bfloat16 and torch.equal(weight.bfloat16(), rounded[name]), name
-    names = {path.name for path in (tmp_path / "new").iterdir()}
-    assert names == {path.name for path in folder.iterdir()} - {"settings.json", "summary.json", "tokenizer"}
-
-
-def test_what_is_loaded_here_is_what_was_trained(exported, tmp_path):
-    ours, folder = exported["experts"]
-    model, tokenizer, facts = hf_export.load_run(str(folder), CPU)
-    assert model.config == ours.config and tokenizer.hash == TOKENIZER.hash
-    assert facts["step"] == 40 and facts["val_bpb"] == 1.5 and facts["revision"] == "1"
-    for name in ("config.json", "model.safetensors"):  # a model needs no more
-        shutil.copy(folder / name, tmp_path / name)
-    alone = hf_export.load_model(tmp_path, CPU).state_dict()
-    for name, weight in ours.state_dict().items():
-        assert torch.equal(weight, alone[name]) and torch.equal(weight, model.state_dict()[name]), name
-
-
-def test_the_card_says_what_is_known_and_nothing_of_the_machine(exported):
-    ours, folder = exported["experts"]
+    assert hf_export.load_model(tmp_path / "new", CPU).config == ours.config
     card = (folder / "README.md").read_text()
     parameters = sum(parameter.numel() for parameter in ours.parameters())
-    for words in (
-        "# experts",
-        f"of {parameters:,} parameters",
-        "| 1.5 |",
-        "123456",
-        "`texts`",
-        "| steps | 40 |",
-    ):
-        assert words in card
-    assert "/home" not in card and card.startswith("---\nlibrary_name: transformers\n")
+    for words in ("# experts", f"of {parameters:,} parameters", "| 1.5 |", "123456", "`texts`", "| 40 |"):
+        assert words in card and "/home" not in card
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert names == {path.name for path in folder.iterdir()} - {"settings.json", "tokenizer"}
 
 
 def test_what_cannot_be_exported_is_said_in_one_line(exported, tmp_path, monkeypatch):
@@ -219,35 +191,6 @@ def test_what_cannot_be_exported_is_said_in_one_line(exported, tmp_path, monkeyp
         with pytest.raises(InputError, match=complaint):
             export.main(["--run", *arguments])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "other"]
-
-
-GARBAGE = [
-    ("vocab_size", 300.0),
-    ("seq_len", 10**10),
-    ("depth", 100_000),
-    ("depth", True),
-    ("width", 10**6),
-    ("heads", 0),
-    ("kv_heads", None),
-    ("window_pattern", "SX"),
-    ("qk_norm", 1),
-    ("value_embed_every", 0),
-    ("experts", -1),
-    ("experts_per_token", []),
-]
-
-
-@pytest.mark.parametrize("key,value", GARBAGE)
-def test_garbage_in_a_field_of_the_config_is_one_line(exported, tmp_path, key, value):
-    _, folder = exported["experts"]
-    shutil.copy(folder / "model.safetensors", tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    write_json(tmp_path / "config.json", {**config, key: value})
-    with pytest.raises(InputError) as caught:
-        hf_export.load_model(tmp_path, CPU)
-    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
-    if isinstance(value, int) and value > 1:  # what could cost memory is refused before it is built
-        assert key in str(caught.value) or "does not fit" in str(caught.value)
 
 
 TASK = """
@@ -277,12 +220,12 @@ def test_lm_eval_scores_a_run_folder_as_the_model_here_does(exported, tmp_path):
         context = " ".join(rng.choices(["def", "return", "import", "self", "été"], k=3))
         choices = rng.sample(["value", "for in the", "12 345", "'text'"], k=2)
         items.append({"context": context, "choices": choices, "answer": rng.randrange(2)})
-        start, likelihoods = 1 + len(TOKENIZER.encode(context)), []
+        start, likelihoods = len(TOKENIZER.encode(context)), []
         for choice in choices:
             tokens = torch.tensor([[TOKENIZER.bos_id, *TOKENIZER.encode(f"{context} {choice}")]])
             logs = ours(tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])
-            likelihoods.append(logs[0, start - 1 :].sum().item())
-        right += likelihoods.index(max(likelihoods)) == items[-1]["answer"]
+            likelihoods.append(logs[0, start:].sum())
+        right += (likelihoods[1] > likelihoods[0]) == items[-1]["answer"]
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     (tmp_path / "two_choices.yaml").write_text(TASK)
 
@@ -294,4 +237,4 @@ def test_lm_eval_scores_a_run_folder_as_the_model_here_does(exported, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     [results] = tmp_path.glob("out/**/results*.json")
     accuracy = json.loads(results.read_text())["results"]["two_choices"]["acc,none"]
-    assert accuracy == pytest.approx(right / 40) and 0 < right < 40
+    assert accuracy == pytest.approx(float(right / 40)) and 0 < right < 40

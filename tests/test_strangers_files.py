@@ -114,6 +114,28 @@ def test_a_damaged_file_is_one_line_and_nothing_is_overwritten(run_dir, place, d
         assert contents(base) == before
 
 
+GARBAGE = [
+    ("vocab_size", 300.0),
+    ("seq_len", 10**10),
+    ("depth", 100_000),
+    ("depth", True),
+    ("width", 10**6),
+    ("heads", 0),
+    ("kv_heads", None),
+    ("window_pattern", "SX"),
+    ("qk_norm", 1),
+    ("value_embed_every", 0),
+    ("experts", -1),
+    ("experts_per_token", []),
+]
+
+
+@pytest.mark.parametrize("key,value", GARBAGE)
+def test_garbage_in_a_field_of_the_config_is_one_line(run_dir, key, value):
+    change(run_dir / "config.json", key, to=value, within=None)
+    refused(write_text, str(run_dir))
+
+
 @pytest.mark.parametrize("full", [True, False])
 def test_a_place_that_takes_nothing_is_one_line(made, run_dir, full):
     """A full disk, and a file in place of a folder."""
