@@ -42,14 +42,17 @@ def whole(base):
     return {processes: base / "runs" / f"whole-{processes}" for processes in (1, 2)}
 
 
+def tensors(run):
+    """Of the model and of the last checkpoint."""
+    files = [run / "model.safetensors", *checkpoint.find(run).glob("*.safetensors")]
+    return {(file.name, name): tensor for file in files for name, tensor in load_file(file).items()}
+
+
 def assert_same_run(ours, theirs):
     """Bit for bit: every row in order, parameters and state, the model and what it writes."""
     assert rows(ours.parent.parent, ours.name) == rows(theirs.parent.parent, theirs.name)
-    for pattern in ("checkpoints/step_100/*.safetensors", "model.safetensors"):
-        files = [sorted(run.glob(pattern)) for run in (ours, theirs)]
-        for mine, other in zip(*files, strict=True):
-            mine, other = load_file(mine), load_file(other)
-            assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
+    mine, other = tensors(ours), tensors(theirs)
+    assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
     samples = [(run / "report.md").read_text().split("## ")[2] for run in (ours, theirs)]
     assert samples[0].startswith("Samples") and samples[0] == samples[1]
 
