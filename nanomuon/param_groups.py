@@ -191,11 +191,11 @@ def build_param_groups(model, *, muon, adamw, roles=None, skip_keys=(), expert_k
 
 def routing_table(model, *, skip_keys=(), expert_keys=(), is_muon=None):
     """The decision for every trained parameter as text: parameter, shape, kind, why."""
-    rows = [("parameter", "shape", "kind", "why")]
+    lines = [f"{'parameter':44}  {'shape':14}  {'kind':5}  why"]
     for name, param, kind, why in _routed(model, skip_keys, expert_keys, is_muon):
-        rows.append((name, "x".join(map(str, param.shape)) or "scalar", kind, why))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        shape = "x".join(map(str, param.shape)) or "scalar"
+        lines.append(f"{name:44}  {shape:14}  {kind:5}  {why}")
+    return "\n".join(lines)
 
 
 def _routed(model, skip_keys, expert_keys, is_muon):

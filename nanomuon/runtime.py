@@ -189,7 +189,7 @@ def printable(text: str) -> str:
 def print0(*values, **keywords) -> None:
     """print() on rank 0 only, of what is printable()."""
     if os.environ.get("RANK", "0") == "0":
-        print(*(printable(str(value)) for value in values), **{"flush": True, **keywords})
+        print(*(printable(str(value)) for value in values), flush=True, **keywords)
 
 
 def together(work, group=None) -> list:
@@ -350,14 +350,8 @@ def folder_of(run: str) -> Path:
 
 
 def find_run(run: str) -> Path:
-    """The folder that --run names: with a slash it is a path, without one a name under runs/.
-
-    InputError if a path leads to no folder.
-    """
-    if "/" not in run:
-        check_name("--run", run)
-        return folder_of(run)
-    folder = Path(run).expanduser().resolve()
-    if not folder.is_dir():
-        raise InputError(f"--run {run}: there is no such folder, so it holds no finished model")
-    return folder
+    """The folder that --run names: with a slash it is a path, without one a name under runs/."""
+    if "/" in run:
+        return Path(run).expanduser().resolve()
+    check_name("--run", run)
+    return folder_of(run)
