@@ -12,7 +12,7 @@
 #   VOCAB_SIZE=1024         a smaller vocabulary, for a small corpus
 #   DEPTH=8                 a deeper (and wider) or smaller model
 #   RUN=name                name of the run under $NANOMUON_BASE_DIR/runs
-#   NANOMUON_BASE_DIR=...   where everything is written (~/.cache/nanomuon)
+#   NANOMUON_BASE_DIR=...   where everything is written (~/.cache/nanomuon), but downloads of the hub: see HF_HOME
 #   NANOMUON_PYTHON=...     an interpreter that has every package already, PyTorch 2.11 or newer; nothing is installed then
 #   NANOMUON_DEVICE=cpu     train on the CPU of a machine that has a GPU
 set -euo pipefail

@@ -13,7 +13,7 @@ from textwrap import indent
 import torch
 
 from nanomuon.core import as_line
-from nanomuon.runtime import Runtime, cores, peak_memory_mb, print0, write_text, write_whole
+from nanomuon.runtime import Runtime, cores, peak_memory_mb, print0, printable, write_text, write_whole
 
 
 class MetricsLog:
@@ -142,7 +142,7 @@ def write_report(folder: Path, summary: dict, samples: list[str], core: dict | N
         "`model.safetensors` and `config.json` are the model; opening them runs no code.",
         "`settings.json` has its settings, and what it was trained on and with.",
     ]
-    write_text(folder / "report.md", "\n\n".join(parts) + "\n")
+    write_text(folder / "report.md", printable("\n\n".join(parts)) + "\n")
 
 
 def machine_description() -> str:
