@@ -194,7 +194,6 @@ def test_a_run_is_evaluated_and_sampled_by_name_by_path_and_before_its_end(
     for run, flags, message in (
         (shared, (), "shared holds no finished model .* --checkpoint last takes"),
         (shared, ("--checkpoint", "step_7"), "has no checkpoint step_7 .it has: step_30, step_40"),
-        ("nobody", (), "no finished model"),
     ):
         with pytest.raises(InputError, match=message):
             said(sample, run, *flags)

@@ -83,6 +83,8 @@ def test_rows_are_those_that_fit_into_the_gpu_and_divide_the_batch(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory / 2, memory))
     flags = f"--depth 2 --max-seq-len 32 --total-batch-size {32 * batch}"
     assert planned(flags, runtime).rows == rows
+    if memory == 10**6:  # a batch that nobody has chosen follows the rows
+        assert planned("--depth 2 --max-seq-len 32", runtime).micro_steps == 1
 
 
 LONG = f"{SHAPE} --total-batch-size 1000000 --num-iterations 1"
@@ -142,4 +144,8 @@ def test_a_plan_prints_sizes_and_trains_nothing(base, capsys):
     output = capsys.readouterr().out
     assert "7 steps x 256 tokens" in output and "depth 2, width 128" in output and "0.5M parameters" in output
     assert not (base / "runs" / "planned").exists()
+    large, args = planned("--depth 12", CUDA, 1), parsed("--depth 12")
+    plan.print_plan(args, large, CUDA)
+    gigabytes = plan.memory_of(large.config, 1, args, CUDA) / 2**30
+    assert gigabytes > 1 and f"about {gigabytes:.1f} GB per device" in capsys.readouterr().out
     assert [base_train.duration(seconds) for seconds in (59.6, 200, 7500)] == ["1m00s", "3m20s", "2h05m"]
