@@ -71,6 +71,7 @@ def test_in_bf16_experts_give_the_same_compiled_in_one_graph_and_without_any_tok
         assert distance(eager, exact) < 0.03
         torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-5)
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+    assert not any("load" in name for name in model.state_dict())
     assert mlp.load[1] == 0 and not mlp.w1.grad[1].any() and not mlp.w2.grad[1].any()
 
 
