@@ -4,14 +4,14 @@
     adamw = dict(kind="adamw", params=[...], lr=3e-4, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
     optimizer = DistMuonAdamW([muon, adamw])  # under torchrun; in one process MuonAdamW([muon, adamw])
 
-The parameters are divided into pieces of work. Each piece is a generator, read from top to bottom:
+The parameters are divided into pieces of work. Each has a generator `update`, read from top to bottom:
 
     collect   send the gradients to the ranks that work on them
     compute   wait for them, do the mathematics, send the result
     deliver   wait for the result, write it into the parameters
 
 `step` takes all pieces through the three phases, so that the transfers of one run during the mathematics of
-another. In one process every transfer hands through what it is given; the mathematics is the same code.
+another. In one process every transfer passes its input straight through; the mathematics is the same code.
 
 In order: the kernels; a group's numbers on the device; the ranks and their collectives; the direction of a
 Muon update; the pieces of work (SmallParameters, Rows, Bank); who owns which matrix; the optimizers.
@@ -237,7 +237,8 @@ class World:
     """The ranks of a process group. Without one: a single process, which sends nothing.
 
     Its exchanges start at once and give a Transfer. reduce_scatter, all_reduce and reduce_to average over the
-    ranks, and nothing else does. comm_dtype: the dtype of gradients in transfers; None: their own.
+    ranks; all_reduce takes other operations, too. comm_dtype: the dtype of gradients in transfers; None:
+    their own.
     """
 
     def __init__(self, process_group=None, comm_dtype=None):
@@ -337,8 +338,8 @@ def gradient(param):
 class Direction:
     """From momentum to the direction of the update, for the (m, n) matrices of a Muon group.
 
-    param: one of them. state: {name: shape} of what is kept for a matrix beside its momentum. scale: the
-    factor on the update, or one for each row, (m, 1). cost: of Newton-Schulz, to balance owners. shape: of
+    param: one of them. state: {name: shape} of what is kept for a matrix in addition to its momentum. scale:
+    the factor on the update, or one per row, (m, 1). cost: of Newton-Schulz, to balance owners. shape: of
     the matrices that are computed on, for the size of a batch. Fused and tensor-parallel matrices have
     directions of their own, with the same attributes.
 
@@ -869,7 +870,7 @@ class MuonAdamW(torch.optim.Optimizer):
             together = banks[alike]
             direction = direction_of(group, *alike[0], together[0], self.ns_dtype, run)
             count = len(matrices(map(local, together)))
-            if together[0].ndim == 3:  # like rows, so that its state is cut as DTensor's Shard(0) is
+            if together[0].ndim == 3:  # even blocks, so that its state is cut as DTensor's Shard(0) is
                 each = -(-count // self.world.size)
                 owners = [i // each for i in range(count)]
             else:

@@ -1,8 +1,8 @@
 """Where the state of an optimizer lives, and how it is saved and loaded.
 
-Nobody needs this file to understand a step of `optim.py`. There each piece of work makes the tensors that it
-needs and says of each where it lives: its Place. Here is what follows from that. Saved state goes by name, so
-it loads into any world and layout.
+Of this file, a step of `optim.py` needs the first few helpers only. There each piece of work makes the
+tensors that it needs and says of each where it lives: its Place. Here is what follows from that. Saved state
+goes by name, so it loads into any world and layout.
 """
 
 import math
@@ -78,7 +78,9 @@ class Place:
         return value
 
     def piece_of(self, saved):
-        """What this rank holds of a saved tensor, if cut its piece. Collective if that is a DTensor."""
+        """This rank's part of a saved tensor: its piece if the place is cut, otherwise all of it. Collective
+        if the tensor is a DTensor.
+        """
         if self.mesh is None:
             return whole(saved)
         if isinstance(saved, DTensor) and saved.device_mesh == self.mesh:

@@ -107,10 +107,10 @@ def cut(whole: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def average_gradients(gpt: GPT, mesh: DeviceMesh | None) -> None:
-    """The mean over all processes of the gradients that neither FSDP2 nor DistMuonAdamW averages.
+    """Average the gradients that neither FSDP2 nor DistMuonAdamW averages.
 
-    mesh: of tensor-parallel parameters, whose pieces have a mean over "dp". None: of whole parameters, for an
-    optimizer that leaves it to the loop; a missing gradient counts as zero.
+    With a mesh: those of tensor-parallel parameters, over its "dp". Without: those of whole parameters, over
+    all ranks, for an optimizer that leaves it to the loop; a missing gradient counts as zero.
     """
     if not dist.is_initialized():
         return

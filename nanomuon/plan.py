@@ -1,6 +1,7 @@
 """A run before it starts: what defines it, its model, batch and length, and what it will take.
 
-settings.json records at the first start everything that defines the run; a later launch opens that.
+settings.json records everything that defines the run; a later launch reads it, and writes it again with what
+may change.
 """
 
 import argparse

@@ -110,13 +110,13 @@ def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
     """{hyperparameter: value} that a group gets at `step` (from 0) of `steps`. group: as it was built."""
     values = {"lr": group["lr"] * lr_multiplier(step, steps, warmup_ratio, warmdown_ratio)}
     if group.get("kind") == "muon":
-        values["momentum"] = muon_momentum(step, steps)
+        values["momentum"] = momentum_at(step, steps)
         # Linear to zero: at the end of a run decay only adds noise (nanochat, 2026)
         values["weight_decay"] = group["weight_decay"] * (1 - step / steps)
     return values
 
 
-def lr_multiplier(step: int, steps: int, warmup: float = 0.0, cooldown: float = 0.5) -> float:
+def lr_multiplier(step: int, steps: int, warmup: float, cooldown: float) -> float:
     """Trapezoid: linear rise over the first `warmup` share of `steps`, flat, linear fall to 0 over the last
     `cooldown` share. Step counts from 0; the first step is never 0.
     """
@@ -128,7 +128,7 @@ def lr_multiplier(step: int, steps: int, warmup: float = 0.0, cooldown: float = 
     return min(1.0, rise, fall)
 
 
-def muon_momentum(step: int, steps: int, start: float = 0.85, peak: float = 0.95) -> float:
+def momentum_at(step: int, steps: int, start: float = 0.85, peak: float = 0.95) -> float:
     """Momentum rises linearly over the first 300 steps (modded-nanogpt), the first third of a shorter run."""
     rising_steps = max(1, min(300, steps // 3))
     return start + (peak - start) * min(1.0, step / rising_steps)

@@ -1,4 +1,4 @@
-"""What a run leaves for people: metrics.jsonl (and wandb) while it runs, loss.png and report.md then."""
+"""What a run leaves for people: metrics.jsonl (and wandb) as it runs, loss.png and report.md at its end."""
 
 import contextlib
 import json

@@ -1,8 +1,9 @@
 """Muon on parameters that live in pieces (DTensors), after Motif's parallel Muon: an extension of `optim.py`.
 
-A DTensor that is not cut anywhere counts as replicated. Otherwise its gradient is final over its mesh (FSDP2
-has averaged it, and in tensor parallelism it is exact), and momentum and AdamW's moments are cut as it is.
-What happens to the matrices depends on the dimension of the device mesh that cuts them:
+A DTensor that is not cut anywhere counts as replicated. Otherwise its gradient counts as final (FSDP2 has
+averaged it; in tensor parallelism it is exact, and the loop averages it over data-parallel ranks), and
+momentum and AdamW's moments are cut as it is. What happens to the matrices depends on the dimension of the
+device mesh that cuts them:
 
   the experts of (E, m, n)    whole matrices on every rank: nothing moves
   a dimension called "tp"     tensor parallelism: the ranks orthogonalize together (`tensor_parallel.py`)
@@ -225,7 +226,7 @@ class BankOfPieces(Bank):
 
 class Chunk(Bank):
     """Same-shaped matrices that go through the pipeline together: K in all, k of them whole at this rank,
-    their owner.
+    their owner. No piece of work of its own: the Pipeline drives it.
 
     Momentum, weight decay and update are elementwise and happen on the shards; the direction, with what it
     keeps, at the owner. The owners are ascending, so a rank's matrices are consecutive. A shard is some
@@ -311,7 +312,7 @@ class Chunk(Bank):
 class Pipeline:
     """All chunks as one piece of work: `step` never hears of them.
 
-    One chunk is admitted a round: while it sends its momentum, the one before computes and the one before
+    One chunk is admitted per round: while it sends its momentum, the one before computes and the one before
     that delivers. So at most three hold buffers at once, what they send and what they receive.
     """
 

@@ -185,7 +185,7 @@ def accumulate_gradients(run: Run) -> torch.Tensor:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether what comes every so many steps, -1: never, comes after this many."""
+    """Whether something that is done every so many steps (-1: never) is due after this one."""
     return every > 0 and step > 0 and step % every == 0
 
 
