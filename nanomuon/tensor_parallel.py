@@ -3,17 +3,16 @@
 An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short and its long side.
 `tensor_parallel` of a Muon group says how they work:
 
-  mode         default if                sent per iteration           computed by a rank      result
-  distributed  the long side is cut,     2(T-1)/T s^2; in Gram form   products with X: 1/T,   the whole
-               or a square               twice in all                 of s x s: all           matrix's
+  mode         default if                sent by a rank               computed by a rank      result
+  distributed  the long side is cut,     2(T-1)/T s^2 per iteration,  products with X: 1/T,   the whole
+               or a square               in Gram form twice in all    of s x s: all           matrix's
   duplicated   the short side is cut,    (T-1)/T l s                  all of it               the whole
                rows of fused parts, or                                                        matrix's
                a `direction` of one's own
   blockwise    never                     nothing                      its block               each block's
 
 `distributed`, even if asked for, becomes `duplicated` if that is the default: Gram matrices are sums over the
-long side.
-`blockwise` is no direction of its own, each block being a matrix; the other two are the classes below.
+long side. `blockwise` is no direction of its own, each block being a matrix; the other two are the classes below.
 `distributed` is the mathematics of `optim.muon_direction` with sums over ranks where it sums over a cut side.
 """
 
