@@ -12,8 +12,9 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
   blockwise    never                     nothing                      its block               each block's
 
 `distributed`, even if asked for, becomes `duplicated` if that is the default: Gram matrices are sums over the
-long side. `blockwise` is no direction of its own, each block being a matrix; the other two are the classes below.
-`distributed` is the mathematics of `optim.muon_direction` with sums over ranks where it sums over a cut side.
+long side. `blockwise` is no direction of its own, each block being a matrix; the other two are the classes
+below. `distributed` is the mathematics of `optim.muon_direction` with sums over ranks where it sums over a
+cut side.
 """
 
 from dataclasses import dataclass
