@@ -171,8 +171,10 @@ def test_a_run_is_compiled_and_evaluated_by_the_same_graph(base, monkeypatch, ca
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
     monkeypatch.setenv("NANOMUON_COMPILE", "1")
-    assert base_train.main(arguments(base, "compiled", 4, "--eval-every", "2")) == 0
-    assert len(graphs) == capsys.readouterr().out.count("compiling: the first step") == 1
+    for steps, flags, compiled in ((4, (), 1), (6, ("--no-compile",), 0)):
+        graphs.clear()
+        assert base_train.main(arguments(base, "compiled", steps, "--eval-every", "2", *flags)) == 0
+        assert len(graphs) == compiled == capsys.readouterr().out.count("compiling: the first step")
 
 
 def test_wandb_works_offline(base, monkeypatch):
