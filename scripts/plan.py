@@ -11,7 +11,7 @@ with one row on each.
 import bisect
 
 from nanomuon import footprint, parallel
-from nanomuon.command import ArgumentParser, count, layers, number, run_command
+from nanomuon.command import ArgumentParser, layers, number, run_command
 from nanomuon.gpt import GPTConfig
 from nanomuon.plan import meta_model
 from scripts.laboratory.report import columns
@@ -27,11 +27,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser("python -m scripts.plan", __doc__)
     add = parser.add_argument
     add("--depth", type=layers, default=24, help="layers; width and heads follow (default: %(default)s)")
-    add("--gpus", type=count, default=8, help="how many (default: %(default)s)")
+    gpus = number(int, 1, 1 << 16)
+    add("--gpus", type=gpus, default=8, help="how many (default: %(default)s)")
     add("--shard", choices=["none", "fsdp"], help="only this layout (default: compare them)")
     add(
         "--tensor-parallel",
-        type=number(int, 1, 1 << 10),
+        type=gpus,
         default=1,
         help="GPUs that share every matrix (default: %(default)s)",
     )

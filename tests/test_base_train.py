@@ -7,14 +7,12 @@ import subprocess
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from nanomuon import checkpoint, plan, shards
+from nanomuon import checkpoint, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.gpt import GPT
 from nanomuon.plan import recall
 from nanomuon.report import read_metrics
-from nanomuon.runtime import InputError
 from scripts import base_eval, base_train, sample
 from tests.texts import TOKENIZER
 from tests.training import QUIET, Ranks, arguments, losses, optimizer_file
@@ -24,11 +22,8 @@ pytestmark = pytest.mark.usefixtures("environment")
 
 @pytest.fixture(scope="module")
 def whole_run(base):
-    """40 steps without interruption, in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOMUON_BASE_DIR", str(base))
-        patch.setenv("NANOMUON_COMPILE", "0")
-        assert base_train.main(arguments(base, "whole", 40, "--eval-every", "10", "--save-every", "30")) == 0
+    """40 steps without interruption."""
+    assert Ranks(base, "whole", 40, "--eval-every", "10", "--save-every", "30").join() == [0]
     return base / "runs" / "whole"
 
 
@@ -54,18 +49,6 @@ def test_a_finished_run_has_everything(whole_run):
     assert settings["trained_on"]["revision"] == open_corpus(f"path:{whole_run.parents[1]}/texts").revision
 
 
-def test_a_finished_run_is_left_alone(base, whole_run, capsys):
-    before = (whole_run / "metrics.jsonl").read_bytes()
-    assert base_train.main(arguments(base, "whole", 40)) == 0
-    output = capsys.readouterr().out
-    assert "is complete" in output and "val_bpb: " in output
-    (whole_run / "checkpoints").rename(base / "checkpoints")
-    with pytest.raises(InputError, match="is complete and has no checkpoint to go on from"):
-        base_train.main(arguments(base, "whole", 50))
-    (base / "checkpoints").rename(whole_run / "checkpoints")
-    assert (whole_run / "metrics.jsonl").read_bytes() == before
-
-
 def test_a_deterministic_run_asks_for_it_before_it_starts_and_stays_one(base, monkeypatch):
     """On a CPU every run equals itself. This sees that all operations have a deterministic form, and that
     GPUs are asked for it. cuBLAS, NCCL and Inductor read their variables when they start.
@@ -84,7 +67,6 @@ def test_a_deterministic_run_asks_for_it_before_it_starts_and_stays_one(base, mo
     try:
         assert base_train.main(arguments(base, "deterministic", 4, *QUIET, *options)) == 0
         assert torch.are_deterministic_algorithms_enabled() and asked.items() <= found.items()
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
@@ -117,54 +99,32 @@ LATE = """
 
 
 @pytest.mark.parametrize(
-    "run,text,flags,message,saved",
+    "run,steps,flags,message,saved",
     [
-        (
-            "explode",
-            "return torch.optim.SGD(model.parameters(), lr=1e30)",
-            QUIET,
-            "gradients; --resume never",
-            [],
-        ),
-        ("late", LATE, ("--save-every", "3"), "gradients; --resume step_3 goes on from there, ", [3, 6]),
-        ("diverged", None, ("--matrix-lr", "1e30"), "has diverged, its validation loss is not finite", None),
+        ("late", 100, ("--save-every", "3"), "gradients; --resume step_3 goes on from there, ", [3, 6]),
+        ("diverged", 6, ("--matrix-lr", "1e30"), "validation loss is not finite; --resume never", [6]),
     ],
 )
 def test_a_run_that_is_not_finite_names_the_checkpoint_to_go_on_from(
-    base, capsys, run, text, flags, message, saved
+    base, capsys, run, steps, flags, message, saved
 ):
     """The last one before the bad steps. It exports nothing."""
-    file = optimizer_file(base, run, text) if text else ()
-    steps = 100 if text else 6
+    file = optimizer_file(base, run, LATE) if run == "late" else ()
     assert base_train.main(arguments(base, run, steps, *file, "--eval-every", "-1", *flags)) == 1
     assert message in capsys.readouterr().err and len(losses(base, run)) < 20
     assert not (base / "runs" / run / "model.safetensors").exists()
-    if saved is not None:
-        assert checkpoint.saved_steps(base / "runs" / run) == saved
-
-
-def test_what_is_wrong_on_the_first_rank_ends_all_of_them_with_2(base):
-    ranks = Ranks(base, "bad-two", 3, "--corpus", "path:/no/such/folder", processes=2)
-    assert ranks.join() == [2, 2]
-    assert set(ranks.output().splitlines()) == {"error: corpus path:/no/such/folder: no such file or folder"}
+    assert checkpoint.saved_steps(base / "runs" / run) == saved
 
 
 def test_a_run_in_bf16_learns_and_resumes_bit_for_bit(base, whole_run):
     """By a command that leaves the dtype to the run."""
-    command = arguments(base, "bf16", 20, *QUIET)
-    at = command.index("--dtype")
-    command[at : at + 2] = []
-    assert base_train.main([*command, "--dtype", "bfloat16", "--save-every", "15"]) == 0
-    run = base / "runs" / "bf16"
-    before, model = losses(base, "bf16"), load_file(run / "model.safetensors")
-    in_float32 = losses(base, "whole")[:20]
-    assert before != in_float32 and before[:5] == pytest.approx(in_float32[:5], abs=0.03)
-    shutil.rmtree(run / "checkpoints" / "step_20")
-    (run / "summary.json").unlink()
+    command = arguments(base, "bf16", 20, "--dtype", "bfloat16", "--save-every", "15")
     assert base_train.main(command) == 0
-    assert losses(base, "bf16") == before and before[-1] < before[0] - 0.2
-    again = load_file(run / "model.safetensors")
-    assert all(torch.equal(again[name], model[name]) for name in model)
+    before, in_float32 = losses(base, "bf16"), losses(base, "whole")[:20]
+    assert before != in_float32 and before[:5] == pytest.approx(in_float32[:5], abs=0.03)
+    assert before[-1] < before[0] - 0.2
+    assert base_train.main("--run bf16 --resume step_15".split()) == 0
+    assert losses(base, "bf16") == before
 
 
 def test_a_run_is_evaluated_and_sampled_by_name_by_path_and_before_its_end(
@@ -192,15 +152,9 @@ def test_a_run_is_evaluated_and_sampled_by_name_by_path_and_before_its_end(
     assert val_bpb in said(base_eval, shared, "--checkpoint", "last")
     at_30 = said(base_eval, shared, "--checkpoint", "step_30")
     assert "step: 30\n" in at_30 and val_bpb not in at_30
-    for run, flags, message in (
-        (shared, (), "shared holds no finished model .* --checkpoint last takes"),
-        (shared, ("--checkpoint", "step_7"), "has no checkpoint step_7 .it has: step_30, step_40"),
-    ):
-        with pytest.raises(InputError, match=message):
-            said(sample, run, *flags)
 
 
-def test_a_long_run_is_compiled_and_evaluated_by_the_same_graph(base, monkeypatch, capsys):
+def test_a_run_is_compiled_and_evaluated_by_the_same_graph(base, monkeypatch, capsys):
     """With a compiler that changes nothing: what counts is when it is called."""
     graphs = set()
 
@@ -216,9 +170,8 @@ def test_a_long_run_is_compiled_and_evaluated_by_the_same_graph(base, monkeypatc
         return noted
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
-    monkeypatch.setattr(plan, "FEWEST_COMPILED", 6 * 256)
-    for steps, flags, compiled in ((4, (), 0), (6, (), 1), (8, ("--no-compile",), 0)):
-        monkeypatch.delenv("NANOMUON_COMPILE", raising=False)
+    monkeypatch.setenv("NANOMUON_COMPILE", "1")
+    for steps, flags, compiled in ((4, (), 1), (6, ("--no-compile",), 0)):
         graphs.clear()
         assert base_train.main(arguments(base, "compiled", steps, "--eval-every", "2", *flags)) == 0
         assert len(graphs) == compiled == capsys.readouterr().out.count("compiling: the first step")

@@ -1,9 +1,7 @@
 """Checkpoints: exact, elastic, atomic, and never silently wrong."""
 
-import contextlib
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import time
@@ -16,27 +14,29 @@ from safetensors.torch import load_file, save_file
 from nanomuon import checkpoint
 from nanomuon.optim import DistMuonAdamW
 from nanomuon.runtime import InputError
+from tests.training import little_space
 
 FILE = "shard-00001-model-00001-of-00001.safetensors"
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["torch.distributed.checkpoint", "nanomuon.optim"])
+pytestmark = pytest.mark.usefixtures("environment")
 
 
 class Tiny(torch.nn.Module):
-    """Every way of being split: sliced rows (two slices empty on 4 ranks), banks, one matrix, a vector."""
+    """Every way of being split: sliced rows (two slices empty on 4 ranks), banks, one matrix, a vector. Some
+    are transposed, and one has two names.
+    """
 
     def __init__(self, seed=0):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        shapes = {"embedding": (131, 16), "short": (2, 600), "scalars": (6,), "lone": (5, 7)}
+        shapes = {"embedding": (16, 131), "short": (600, 2), "scalars": (6,), "lone": (5, 7)}
         shapes |= {f"matrix{i}": (16, 24) for i in range(5)}
         for name, shape in shapes.items():
-            self.register_parameter(name, torch.nn.Parameter(torch.randn(shape, generator=generator)))
-
-
-@pytest.fixture(autouse=True)
-def eager(monkeypatch):
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+            value = torch.randn(shape, generator=generator)
+            transposed = name in ("embedding", "short")
+            self.register_parameter(name, torch.nn.Parameter(value.T if transposed else value))
+        self.tied = self.scalars
 
 
 def muon(model):
@@ -59,12 +59,11 @@ def train(model, optimizer, steps):
 
 def everything(model, optimizer):
     """{name: tensor} of parameters and the whole optimizer state."""
-    whole = getattr(optimizer, "full_state_dict", optimizer.state_dict)
     tensors = {name: param.detach().clone() for name, param in model.named_parameters()}
-    for name, slots in whole()["state"].items():
+    for name, slots in optimizer.full_state_dict()["state"].items():
         for key, value in slots.items():
             tensors[f"{name}/{key}"] = torch.as_tensor(value).clone()
-    return tensors
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def assert_same(one, other):
@@ -111,38 +110,21 @@ def run_dir(saved, tmp_path):
     return shutil.copytree(saved[0], tmp_path / "run")
 
 
-@pytest.mark.parametrize("kind", [None, torch.optim.AdamW])
-def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path, kind):
+def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path):
     model = Tiny()
-    make = muon if kind is None else lambda model: kind(model.parameters())
-    optimizer = make(model)
+    optimizer = muon(model)
     train(model, optimizer, range(3))
-    if kind is not None:
-        optimizer.param_groups[0]["lr"] = 0.02  # as an optimizer with a schedule of its own leaves it
     meta = {"step": 3, "row": 96}
     checkpoint.save(tmp_path, 3, model, optimizer, meta)
     train(model, optimizer, range(3, 6))
 
     resumed = Tiny(seed=1)
-    resumed_optimizer = make(resumed)
+    resumed_optimizer = muon(resumed)
     assert checkpoint.load(checkpoint.find(tmp_path), resumed, resumed_optimizer) == meta
     train(resumed, resumed_optimizer, range(3, 6))
     assert_same(everything(model, optimizer), everything(resumed, resumed_optimizer))
     alone = Tiny(seed=1)
     assert checkpoint.load_model(checkpoint.find(tmp_path), alone) == 3
-
-
-def test_tensors_that_are_tied_or_transposed(tmp_path):
-    model = torch.nn.Module()
-    model.columns = torch.nn.Parameter(torch.arange(24.0).reshape(4, 6).T)
-    model.tied = model.columns
-    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    checkpoint.save(tmp_path, 1, model, torch.optim.SGD(model.parameters()), {})
-    stored = load_file(checkpoint.find(tmp_path) / FILE)
-    assert stored.keys() == {"model.columns"}
-    model.columns.data.zero_()
-    checkpoint.load_model(checkpoint.find(tmp_path), model)
-    assert_same(dict(model.state_dict()), expected)
 
 
 def test_any_world_size_loads_what_any_other_saved(saved, tmp_path):
@@ -180,8 +162,6 @@ def test_damage_is_noticed_named_and_the_previous_checkpoint_used(run_dir, capsy
         file.unlink()
     assert checkpoint.find(run_dir).name == "step_1"
     assert str(file) in capsys.readouterr().out
-    with pytest.raises(InputError, match="step_2"):
-        checkpoint.find(run_dir, "step_2")
     (run_dir / "checkpoints" / "step_1" / FILE).unlink()
     with pytest.raises(InputError, match="no undamaged checkpoint"):
         checkpoint.find(run_dir)
@@ -211,25 +191,13 @@ def test_another_model_is_refused_by_name(run_dir, name):
         checkpoint.load_model(checkpoint.find(run_dir), other)
 
 
-@contextlib.contextmanager
-def little_space(size):
-    """No file of this process can grow beyond `size` bytes: writing fails half way, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def save_without_space(run_dir):
     """None for the tensors of the last rank, then none for the manifest of the first."""
     model = Tiny()
     optimizer = muon(model)
     checkpoint.save(run_dir, 1, model, optimizer, {})
-    is_last = dist.get_rank() == dist.get_world_size() - 1
     for size, meta in (
-        (20_000 if is_last else 10**9, {}),
+        (20_000 if dist.get_rank() == 1 else 10**9, {}),
         (150_000, dict.fromkeys(map(str, range(50_000)), 0)),
     ):
         with (
@@ -245,9 +213,8 @@ def save_without_space(run_dir):
     assert checkpoint.find(run_dir).name == "step_2"
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_full_disk_of_one_rank_stops_the_save_on_all_and_leaves_the_previous_checkpoint(tmp_path, size):
-    assert world(size, tmp_path, save_without_space, tmp_path / "run") == [0] * size
+def test_a_full_disk_of_one_rank_stops_the_save_on_all_and_leaves_the_previous_checkpoint(tmp_path):
+    assert world(2, tmp_path, save_without_space, tmp_path / "run") == [0, 0]
 
 
 def killed_at_the_rename(run_dir, killed, pids, moment):
@@ -279,6 +246,4 @@ def test_a_rank_that_is_killed_at_the_rename_leaves_a_whole_checkpoint(tmp_path,
     assert checkpoint.saved_steps(run_dir) == steps
     checkpoint.remove(run_dir, steps[-1], keep_last=2)
     assert sorted(os.listdir(run_dir / "checkpoints")) == [f"step_{step}" for step in steps]
-    model = Tiny(seed=1)
-    assert checkpoint.load(checkpoint.find(run_dir), model, muon(model))["step"] == steps[-1]
-    assert_same(dict(model.named_parameters()), dict(Tiny().named_parameters()))
+    assert checkpoint.find(run_dir).name == f"step_{steps[-1]}"

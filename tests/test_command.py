@@ -98,12 +98,7 @@ def test_an_error_on_one_rank_ends_the_launch_with_one_message(kind, place):
     assert "by peer" not in said  # the other rank loses its connection, which is nothing to tell of
     # The traceback shows where it happened, also if the error came to all ranks
     assert ("in work_of\n    raise ERRORS[kind]\n" in said) == (kind == "bug")
-    codes = dict(re.findall(r"rank      : (\d) .*\n  exitcode  : (-?\d+) ", report))
-    assert codes["1"] == str(code)
-    if place == "alone":  # the other one loses its connection, unless torchrun's signal comes first
-        assert codes["0"] in (str(BUG), str(-signal.SIGTERM))
-    else:
-        assert codes["0"] == str(code)
+    assert re.search(rf"rank      : 1 .*\n  exitcode  : {code} ", report)
     assert ended - float(result.stdout.split()[-1]) < 15
 
 

@@ -31,13 +31,6 @@ def lines(records):
     return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
-def test_one_document_in_twenty_is_for_validation(tmp_path):
-    texts = [f"document {i} é" for i in range(2000)]
-    expected = [(text, is_validation(text)) for text in texts]
-    assert list(open_corpus(write_corpus(tmp_path / "texts", texts)).documents()) == expected
-    assert 60 < sum(chosen for _, chosen in expected) < 140
-
-
 def test_python_corpus_is_the_standard_library():
     root, expected = Path(sysconfig.get_path("stdlib")), {}
     for path in sorted(root.rglob("*.py")):

@@ -3,7 +3,6 @@ other.
 """
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ from nanomuon.gpt import GPTConfig
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.parallel import build_model
 from nanomuon.param_groups import build_param_groups
-from nanomuon.runtime import InputError, Runtime
+from nanomuon.runtime import Runtime
 from nanomuon.sharded import local
 from tests.reference import distance
-from tests.training import Ranks, losses
+from tests.training import QUIET, Ranks, losses
 from tests.worlds import run_world
 
 # On 4 ranks rows of the embeddings and of most matrices are uneven, and ranks have no row of the gates
@@ -26,14 +25,7 @@ HEADS = GPTConfig(vocab_size=67, seq_len=32, depth=3, width=16, heads=4, kv_head
 # data parallel, tensor parallel, fsdp
 REPLICATED, FSDP, TP, BOTH = (4, 1, False), (4, 1, True), (2, 2, False), (2, 2, True)
 OPTIONS = dict(momentum=0.9, ns_steps=5, beta2=0.95)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def eager():
-    """As in the worlds, which do not compile."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOMUON_COMPILE", "0")
-        yield
+pytestmark = pytest.mark.usefixtures("environment")  # eager, as in the worlds
 
 
 def batch(step, rank=0, ranks=1):
@@ -135,26 +127,19 @@ LAYOUTS = {  # run: processes, flags
     "fsdp": (2, ["--shard", "fsdp"]),
     "tensor-parallel": (2, ["--tensor-parallel", "2"]),
     "both": (4, ["--shard", "fsdp", "--tensor-parallel", "2"]),
-    "moved": (1, ["--resume", "step_6"]),  # from the checkpoint of four processes
 }
-QUIET = ["--eval-every", "-1", "--save-every", "6"]
 
 
-def train(base, run, *options, layout=None):
-    processes, flags = LAYOUTS[layout or run]
+def train(base, run, layout, *options):
+    processes, flags = LAYOUTS[layout]
     ranks = Ranks(base, run, 12, *QUIET, *options, *flags, processes=processes)
     assert ranks.join() == [0] * processes, ranks.output()
-    return ranks.output()
 
 
-@pytest.mark.usefixtures("environment")
 def test_base_train_in_every_layout_is_the_run_of_one_process(base):
     """With evaluation, export and samples. Rounded gradients change all losses but the first."""
     for run in LAYOUTS:
-        if run == "moved":
-            shutil.copytree(base / "runs" / "both", base / "runs" / run)
-        output = train(base, run)
-    assert "resuming run moved at step 6\n" in output
+        train(base, run, run)
     expected, in_bf16 = losses(base, "one"), losses(base, "rounded")
     assert len(expected) == 12 and expected[-1] < expected[0] - 0.5
     summaries = {run: json.loads((base / "runs" / run / "summary.json").read_text()) for run in LAYOUTS}
@@ -168,14 +153,8 @@ def test_base_train_in_every_layout_is_the_run_of_one_process(base):
     assert in_bf16 == pytest.approx(two, abs=2**-8 * (two[0] - two[11]))
 
 
-@pytest.mark.usefixtures("environment")
 def test_experts_and_qk_clip_in_pieces(base):
     options = ["--experts", "4", "--no-qk-norm", "--qk-clip", "0.5", "--matrix-lr", "0.1"]
-    train(base, "whole-experts", *options, layout="one")
-    train(base, "experts", *options, layout="both")
+    train(base, "whole-experts", "one", *options)
+    train(base, "experts", "both", *options)
     assert losses(base, "experts")[:6] == pytest.approx(losses(base, "whole-experts")[:6], abs=1e-3)
-
-
-def test_heads_that_do_not_divide_are_named():
-    with pytest.raises(InputError, match="--tensor-parallel 4 does not divide 6 key-value heads: choose"):
-        parallel.data_parallel_size(8, 4, GPTConfig.from_depth(12, 100, 16))

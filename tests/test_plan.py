@@ -148,4 +148,3 @@ def test_a_plan_prints_sizes_and_trains_nothing(base, capsys):
     plan.print_plan(args, large, CUDA)
     gigabytes = plan.memory_of(large.config, 1, args, CUDA) / 2**30
     assert gigabytes > 1 and f"about {gigabytes:.1f} GB per device" in capsys.readouterr().out
-    assert [base_train.duration(seconds) for seconds in (59.6, 200, 7500)] == ["1m00s", "3m20s", "2h05m"]

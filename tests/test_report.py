@@ -1,10 +1,6 @@
 """What a run leaves for people: rows that survive kills, a picture, a report that says what happened."""
 
-import json
 import math
-import struct
-import subprocess
-import sys
 
 import torch
 
@@ -24,17 +20,9 @@ def write_run(folder):
 
 
 def test_a_row_is_on_disk_when_log_returns(tmp_path):
-    code = f"""if True:
-        import os
-        from pathlib import Path
-        from nanomuon.report import MetricsLog
-        log = MetricsLog(Path({str(tmp_path)!r}))
-        for step in range(3):
-            log.log({{"step": step, "train_loss": float("nan")}})
-        os.kill(os.getpid(), 9)"""
-    subprocess.run([sys.executable, "-c", code])
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows == [{"step": step, "train_loss": None} for step in range(3)]  # JSON has no NaN
+    log = report.MetricsLog(tmp_path)
+    log.log({"step": 1, "train_loss": math.nan})  # which JSON does not have
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train_loss": null}\n'
 
 
 def test_resuming_leaves_each_step_once(tmp_path):
@@ -50,8 +38,6 @@ def test_resuming_leaves_each_step_once(tmp_path):
     training, evaluation = report.read_metrics(path)
     assert [(row["step"], row["train_loss"]) for row in training] == [(1, 1), (2, 1), (3, 1), (4, 2)]
     assert [(row["step"], row["val_bpb"]) for row in evaluation] == [(1, 1), (2, 1), (3, 2)]
-    report.MetricsLog(path.parent)
-    assert path.read_text() == ""
 
 
 def test_a_line_joins_evaluations_of_the_same_text_only(tmp_path, monkeypatch):
@@ -78,8 +64,6 @@ def test_the_report_says_what_happened(tmp_path):
     parts += ";--run 'my-run-a$^$b'\n;\n\n    def f():\n        return 1\n\n"
     parts += ";\n\n    ```\n    fenced\n"
     assert [part for part in parts.split(";") if part not in text] == []
-    data = (run_dir / "loss.png").read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", data[16:24]) == (1800, 720)
 
 
 def test_the_summary_is_of_the_last_20_losses_and_of_typical_steps():

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import pickle
-import resource
 import shutil
 
 import pytest
@@ -15,27 +14,21 @@ from nanomuon.command import explain
 from nanomuon.plan import recall
 from nanomuon.runtime import InputError, print0
 from scripts import base_eval, base_train, export, sample
-from tests.training import QUIET, arguments, write_corpus
+from tests.training import QUIET, Ranks, arguments, little_space
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(base):
     """A base folder with a real run of four steps and its shards."""
-    base = tmp_path_factory.mktemp("made")
-    write_corpus(base / "texts")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOMUON_BASE_DIR", str(base))
-        patch.setenv("NANOMUON_COMPILE", "0")
-        assert base_train.main(arguments(base, "tiny", 4, *QUIET)) == 0
+    assert Ranks(base, "tiny", 4, *QUIET).join() == [0]
     return base
 
 
 @pytest.fixture
-def run_dir(made, tmp_path, monkeypatch):
+def run_dir(made, tmp_path, monkeypatch, environment):
     """A copy of it to damage."""
     shutil.copytree(made, tmp_path / "base", ignore=shutil.ignore_patterns("texts"))
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "base"))
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")
     return tmp_path / "base" / "runs" / "tiny"
 
 
@@ -108,7 +101,8 @@ def test_a_damaged_file_is_one_line_and_nothing_is_overwritten(run_dir, place, d
         file.write_bytes(DAMAGE[damage](data))
     before = contents(base)
     name_of_folder = "tokenizer" in place or damage == "gone"
-    refused(READERS[place], str(file.parent if name_of_folder else file))
+    advice = "run scripts.data_prep" if "shards" in place else ""
+    refused(READERS[place], str(file.parent if name_of_folder else file), advice)
     if "val" not in place:  # which is read at the end
         assert contents(base) == before
 
@@ -117,15 +111,10 @@ GARBAGE = [
     ("vocab_size", 300.0),
     ("seq_len", 10**10),
     ("depth", 100_000),
-    ("depth", True),
     ("width", 10**6),
     ("heads", 0),
-    ("kv_heads", None),
-    ("window_pattern", "SX"),
-    ("qk_norm", 1),
     ("value_embed_every", 0),
     ("experts", -1),
-    ("experts_per_token", []),
 ]
 
 
@@ -135,23 +124,18 @@ def test_garbage_in_a_field_of_the_config_is_one_line(run_dir, key, value):
     refused(write_text, str(run_dir))
 
 
-@pytest.mark.parametrize("full", [True, False])
-def test_a_place_that_takes_nothing_is_one_line(made, run_dir, full):
+def test_a_place_that_takes_nothing_is_one_line(made, run_dir):
     """A full disk, and a file in place of a folder."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if full:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    else:
-        shutil.rmtree(run_dir.parent)
-        run_dir.parent.touch()
-    try:
-        refused(
-            lambda: base_train.main(arguments(made, "new", 2)),
-            str(run_dir.parent),
-            "make room" if full else "NANOMUON_BASE_DIR=",
-        )
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    def begin():
+        base_train.main(arguments(made, "new", 2))
+
+    runs = run_dir.parent
+    with little_space(100_000):
+        refused(begin, str(runs), "make room")
+    shutil.rmtree(runs)
+    runs.touch()
+    refused(begin, str(runs), "NANOMUON_BASE_DIR=")
 
 
 @pytest.mark.parametrize(
@@ -202,12 +186,14 @@ def test_nothing_of_a_strangers_folder_is_run(made, run_dir, tmp_path):
     bomb, python = pickle.dumps(Bomb(ran)), f"import os; os.mkdir({str(ran)!r})\n"
     names = [file.relative_to(original) for file in original.rglob("*") if file.is_file()]
     # torch's own reader of checkpoints unpickles these two
-    for name in [*names, "checkpoints/step_4/.metadata", "checkpoints/step_4/__0_0.distcp"]:
+    for name in [*names, "checkpoints/step_4/.metadata", "checkpoints/step_4/__0_0.distcp", "stranger.py"]:
         shutil.rmtree(run_dir)
         shutil.copytree(original, run_dir)
         (run_dir / name).write_bytes(bomb)
         for file in [*run_dir.glob("*.py"), run_dir / "stranger.py"]:
             file.write_text(python)
+        if name == "stranger.py":
+            change(run_dir / "settings.json", "optimizer_file", str(run_dir / name), "trained_on")
         to = str(tmp_path / "exported")
         for command in (
             go_on,
@@ -219,13 +205,6 @@ def test_nothing_of_a_strangers_folder_is_run(made, run_dir, tmp_path):
                 command()
             shutil.rmtree(to, ignore_errors=True)
         assert not ran.exists(), name
-    shutil.rmtree(run_dir)
-    shutil.copytree(original, run_dir)
-    change(run_dir / "settings.json", "optimizer_file", str(run_dir / "stranger.py"), "trained_on")
-    change(run_dir / "settings.json", "optimizer_file_sha256", "0" * 64, "trained_on")
-    (run_dir / "stranger.py").write_text(python)
-    refused(go_on, "0" * 64, str(run_dir / "stranger.py"))
-    assert not ran.exists()
 
 
 def test_control_characters_of_strangers_are_shown(capsys):

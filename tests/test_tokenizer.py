@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanomuon.runtime import InputError
-from nanomuon.tokenizer import BOS, PIECE, Tokenizer, in_pieces
+from nanomuon.tokenizer import BOS, PIECE, Tokenizer
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i} * 2024 if x else 'nichts für {i}'\n" for i in range(300)]
 TOKENIZER = Tokenizer.train(TEXTS, 350)
@@ -34,10 +34,6 @@ def test_long_runs(unit):
 def test_bos():
     assert TOKENIZER.decode([TOKENIZER.bos_id, *TOKENIZER.encode("x")]) == BOS + "x"
     assert TOKENIZER.token_bytes.dtype == "int32" and TOKENIZER.token_bytes[TOKENIZER.bos_id] == 0
-
-
-def test_pieces_end_after_lines():
-    assert list(in_pieces("ab\ncdefghi\n\njkl", 4)) == ["ab\n", "cdef", "ghi\n", "\njkl"]
 
 
 def test_training_compresses_and_repeats():

@@ -35,20 +35,9 @@ def write_corpus(folder, texts, files=3):
 TOKENIZER = Tokenizer.train(random_texts(200), 300)
 
 
-def by_shard(folder, kind):
-    """The texts of the shards of a kind that TOKENIZER wrote, one list a shard."""
-    manifest = read_manifest(folder)
-    tokens, starts = read_shards(folder, manifest, kind)
+def documents(folder, kind):
+    """The texts of the shards of a kind that TOKENIZER wrote."""
+    tokens, starts = read_shards(folder, read_manifest(folder), kind)
     ends = [*starts[1:], len(tokens)]
     pairs = zip(starts, ends, strict=True)
-    texts = [TOKENIZER.decode(tokens[start:end].tolist()) for start, end in pairs]
-    found = []
-    for entry in getattr(manifest, kind):
-        found.append(texts[: entry.documents])
-        del texts[: entry.documents]
-    assert not texts
-    return found
-
-
-def documents(folder, kind):
-    return [text for texts in by_shard(folder, kind) for text in texts]
+    return [TOKENIZER.decode(tokens[start:end].tolist()) for start, end in pairs]

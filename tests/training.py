@@ -1,10 +1,12 @@
 """Whole training runs for the tests: a small corpus, and base_train in processes of its own."""
 
 import atexit
+import contextlib
 import json
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -26,6 +28,17 @@ def write_corpus(folder):
     folder.mkdir(exist_ok=True)
     for i in range(200):
         (folder / f"{i:03}.txt").write_text(" ".join(rng.choices(words, k=80)) + ".\n")
+
+
+@contextlib.contextmanager
+def little_space(size):
+    """No file of this process can grow beyond `size` bytes: writing fails half way, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def arguments(base, run, steps, *more, small=SMALL):
