@@ -12,8 +12,6 @@ from torch.nn.attention import SDPBackend
 # Tokens up to which a CPU in bf16 makes all scores of a row, the hidden ones too: at 256 a training step of
 # depth 4 takes 0.88 of the time that it takes with PyTorch's fused kernel
 WHOLE_SCORES = 512
-# FlashAttention by the major version of the GPU that it is for (Hopper, Blackwell), as PyTorch calls it
-FLASH = {9: "FA3", 10: "FA4"}
 # What decoding leaves to PyTorch. On Hopper it prefers cuDNN, which plans a kernel for every length
 # (about 0.4 s each), and every token makes a new length
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -64,11 +62,34 @@ def whole_scores(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """All scores at once, in the dtype of the queries: T^2 numbers for every head, which are kept for the
     backward.
     """
-    T, H, D = q.shape[1:]
+    B, T, H, D = q.shape
     k, v = (x.repeat_interleave(H // x.size(2), dim=2) for x in (k, v))
-    q, k, v = q.transpose(1, 2) * D**-0.5, k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
-    scores = (q @ k.mT).masked_fill(~visible_keys(T, T, window, q.device), -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2).reshape(B * H, T, D) for x in (q, k, v))
+    hidden = ~visible_keys(T, T, window, q.device)
+    bias = q.new_zeros(T, T).masked_fill(hidden, -torch.inf)
+    weights = softmax(torch.baddbmm(bias, q * D**-0.5, k.mT))
+    return (weights @ v).view(B, H, T, D).transpose(1, 2)
+
+
+@torch.library.custom_op("nanomuon::softmax", mutates_args=())
+def softmax(scores: Tensor) -> Tensor:
+    """Over the last dimension. An op of its own, since the compiler's kernels for bf16 on a CPU take three
+    times as long.
+    """
+    return scores.softmax(-1)
+
+
+@torch.library.custom_op("nanomuon::softmax_backward", mutates_args=())
+def softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
+    return torch._softmax_backward_data(grad, weights, -1, weights.dtype)
+
+
+softmax.register_fake(torch.empty_like)
+softmax_backward.register_fake(lambda grad, weights: torch.empty_like(weights))
+softmax.register_autograd(
+    lambda ctx, grad: softmax_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
 
 
 def use_flash_attention(device: torch.device) -> str | None:
@@ -77,7 +98,8 @@ def use_flash_attention(device: torch.device) -> str | None:
     """
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return None
-    name = FLASH.get(torch.cuda.get_device_capability(device)[0])
+    # Hopper's and Blackwell's, as PyTorch calls them
+    name = {9: "FA3", 10: "FA4"}.get(torch.cuda.get_device_capability(device)[0])
     if name not in torch.nn.attention.list_flash_attention_impls():
         return None
     try:

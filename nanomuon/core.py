@@ -32,7 +32,6 @@ import os
 import random
 import shutil
 import stat
-import time
 import urllib.request
 import zipfile
 import zlib
@@ -40,6 +39,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -54,11 +54,8 @@ from nanomuon.tokenizer import Tokenizer
 
 # The bundle that published figures come from, as nanochat names it
 PUBLIC_BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-ADDRESS = ("http://", "https://")  # how one begins
-PATIENCE = 10  # seconds that a server may be silent
 # What zipfile raises for a damaged zip; RuntimeError for an encrypted one, and for JSON that is too deep
 DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
-KINDS = ("multiple_choice", "schema", "language_modeling")
 CORE_TASKS = frozenset(
     """
     hellaswag_zeroshot jeopardy bigbench_qa_wikidata arc_easy arc_challenge copa commonsense_qa piqa
@@ -74,7 +71,7 @@ class Unreachable(InputError):
     """A bundle that an address does not give: a training run goes on without it."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Item:
     """A question: contexts with their continuations, of which number `gold` is right. A multiple choice has
     one context, a schema one continuation, and language modelling one of both.
@@ -84,18 +81,18 @@ class Item:
     gold: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
     """A task in core.yaml."""
 
     label: str
-    icl_task_type: str  # one of KINDS
+    icl_task_type: Literal["multiple_choice", "schema", "language_modeling"]
     dataset_uri: str  # under eval_data
     num_fewshot: list[int]  # examples shown before an item: the first is the number
     continuation_delimiter: str = " "  # between a context and its continuation
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Task(Entry):
     items: list[Item]  # in the order of their file
     baseline: float  # accuracy of guessing, 0 to 1
@@ -112,7 +109,7 @@ class Row:
     all_likeliest: bool = False  # every scored token is the one that the model thinks likeliest
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answer:
     mean_losses: list[float]  # of each choice
     correct: bool
@@ -130,23 +127,20 @@ def evaluate(
     rank: int = 0,
     ranks: int = 1,
 ) -> dict:
-    """{"core", "mean_centered", "tasks": {label: {"accuracy", "centered", "items", "seconds"}}}. "core" is
+    """{"core", "mean_centered", "tasks": {label: {"accuracy", "centered", "items"}}}. "core" is
     None unless the tasks are those of CORE. Prints a table, row by row as it comes.
 
     most_items: of each task, None: all. most_tokens: of a batch. rank: this one's number among `ranks` that
     score different items; every rank gets all results. Collective.
     """
-    print0(f"{'task':36} accuracy  centered  items  seconds")
+    print0(f"{'task':36} accuracy  centered  items")
     results = {}
     for task in tasks:
-        began = time.perf_counter()
         answers = answer_task(model, tokenizer, task, most_items, most_tokens, rank, ranks)
         accuracy = sum(answer.correct for answer in answers) / len(answers)
         centered = (accuracy - task.baseline) / (1 - task.baseline)
-        seconds = round(time.perf_counter() - began, 2)
-        figures = {"accuracy": accuracy, "centered": centered, "items": len(answers), "seconds": seconds}
-        results[task.label] = figures
-        print0(f"{task.label:36} {accuracy:8.4f}  {centered:8.4f}  {len(answers):5}  {seconds:7.1f}")
+        results[task.label] = {"accuracy": accuracy, "centered": centered, "items": len(answers)}
+        print0(f"{task.label:36} {accuracy:8.4f}  {centered:8.4f}  {len(answers):5}")
     mean = sum(figures["centered"] for figures in results.values()) / len(results)
     found = {"core": mean if results.keys() == CORE_TASKS else None, "mean_centered": mean, "tasks": results}
     print0(as_line(found))
@@ -297,20 +291,13 @@ def decide(task: Task, item: Item, rows: list[Row]) -> Answer:
 # ---- the bundle
 
 
-def from_anywhere(place: str) -> str:
-    """The place as every folder names it, for a run that remembers it: of a folder or zip the whole path."""
-    if place.startswith(ADDRESS):
-        return place
-    return os.path.abspath(os.path.expanduser(place))
-
-
 def open_bundle(place: str) -> list[Task]:
     """The tasks of a bundle, in its order.
 
     place: a folder, a zip, or the http(s) address of a zip, which is fetched once and kept under the base
     folder. InputError for what is not a bundle, Unreachable if an address gives none.
     """
-    if place.startswith(ADDRESS):
+    if place.startswith(("http://", "https://")):
         archive = base_dir() / "core" / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.zip"
         with locked(archive):
             if not archive.exists():
@@ -324,7 +311,8 @@ def fetch(address: str, archive: Path) -> None:
     """Let the zip of an address appear, once every line of it has been read."""
     print(f"fetching {address}", flush=True)
     try:
-        with urllib.request.urlopen(address, timeout=PATIENCE) as answer, write_whole(archive) as copy:
+        # A server may be silent for 10 seconds
+        with urllib.request.urlopen(address, timeout=10) as answer, write_whole(archive) as copy:
             shutil.copyfileobj(answer, copy)
             copy.flush()
             read_zip(Path(copy.name))
@@ -347,28 +335,28 @@ def read_zip(archive: Path) -> list[Task]:
         return read_tasks(listing.parent)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Listing:
     """core.yaml."""
 
     icl_tasks: list[Entry]
 
 
-@dataclass(frozen=True)
+@dataclass
 class MultipleChoice:
     query: str
     choices: list[str]
     gold: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Schema:
     context_options: list[str]
     continuation: str
     gold: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class LanguageModeling:
     context: str
     continuation: str
@@ -406,8 +394,6 @@ def read_task(folder, entry: Entry, baselines: dict[str, float]) -> Task:
         path = PurePosixPath(entry.dataset_uri)
         if path.is_absolute() or ".." in path.parts:
             raise ValueError(f"dataset_uri {entry.dataset_uri!r} leads out of the bundle")
-        if entry.icl_task_type not in KINDS:
-            raise ValueError(f"icl_task_type is {entry.icl_task_type!r}, not one of {', '.join(KINDS)}")
         if not entry.num_fewshot or entry.num_fewshot[0] < 0:
             raise ValueError(f"num_fewshot is {entry.num_fewshot}, not a list with a number of examples")
         if not 0 <= baseline < 1:

@@ -19,12 +19,11 @@ from nanomuon.gpt import GPT, Linear
 from nanomuon.runtime import InputError, Runtime
 
 MULTIPLE = 16  # of which every side of a product must be one (cuBLAS)
-CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
 
 
 def check(runtime: Runtime, tensor_parallel: int) -> None:
     """InputError if a run cannot train in float8."""
-    if runtime.device.type != "cuda" or torch.cuda.get_device_capability(runtime.device) < CAPABILITY:
+    if runtime.device.type != "cuda" or torch.cuda.get_device_capability(runtime.device) < (8, 9):
         raise InputError("--fp8 needs a GPU of compute capability 8.9 or higher (Ada, Hopper or newer)")
     if tensor_parallel > 1:
         raise InputError("--fp8 and --tensor-parallel do not go together: leave one of them out")
@@ -35,20 +34,17 @@ def check(runtime: Runtime, tensor_parallel: int) -> None:
         raise InputError(f"--fp8 needs torchao ({error}): pip install 'torchao>=0.18'") from error
 
 
-def train_in_fp8(model: GPT, emulate: bool = False) -> int:
-    """Let the Linears of the blocks multiply in float8 while gradients are enabled; returns how many do.
+def train_in_fp8(model: GPT, emulate: bool = False) -> None:
+    """Let the Linears of the blocks multiply in float8 while gradients are enabled.
 
-    Those with a side that is not a multiple of 16 stay as they are, and so do the gates of value embeddings:
-    there is nothing to gain. emulate: round as a GPU would and multiply in float32, on any device.
+    Those with a side that is not a multiple of 16 stay as they are, as the gates of value embeddings mostly
+    do. emulate: round as a GPU would and multiply in float32, on any device.
     """
     product = training_product(emulate)
-    count = 0
-    for name, module in model.blocks.named_modules():
-        if isinstance(module, Linear) and not name.endswith("value_gate"):
+    for module in model.blocks.modules():
+        if isinstance(module, Linear):
             if module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0:
                 module.training_product = product
-                count += 1
-    return count
 
 
 def training_product(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:

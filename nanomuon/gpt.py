@@ -54,7 +54,7 @@ class GPTConfig:
         """
         width = 64 * depth
         head_dim = 128 if width >= 512 and width % 128 == 0 else 64
-        heads = max(1, width // head_dim)
+        heads = width // head_dim
         shape = dict(width=width, heads=heads, kv_heads=heads, value_embed_every=1 if depth < 8 else 2)
         return cls(vocab_size, seq_len, depth, **(shape | overrides))
 
@@ -248,27 +248,22 @@ class GPT(nn.Module):
         generator = torch.Generator(device=self.cos.device).manual_seed(seed)
         bound = (3 / self.config.width) ** 0.5  # of a uniform with deviation 1/sqrt(width): no outliers
 
-        def empty(param):
-            return torch.empty(param.shape, dtype=param.dtype, device=param.device)
+        def draw(param, distribution, *numbers):
+            values = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+            fill(param, distribution(values, *numbers, generator=generator))
 
-        def uniform(param):
-            fill(param, empty(param).uniform_(-bound, bound, generator=generator))
-
-        def normal(param, deviation):
-            fill(param, empty(param).normal_(0, deviation, generator=generator))
-
-        normal(self.wte.weight, 1)
+        draw(self.wte.weight, Tensor.normal_, 0, 1)
         for embed in self.value_embeds.values():
-            uniform(embed.weight)
+            draw(embed.weight, Tensor.uniform_, -bound, bound)
         for block in self.blocks:
             attn, mlp = block.attn, block.mlp
             inward = [attn.q.weight, attn.k.weight, attn.v.weight]
             inward += [mlp.router, mlp.w1] if self.config.experts else [mlp.up.weight]
             for weight in inward:
-                uniform(weight)
+                draw(weight, Tensor.uniform_, -bound, bound)
         self.resid_scalars.fill_(1.0)
         self.x0_scalars.fill_(0.1)
-        normal(self.lm_head.weight, 0.001)
+        draw(self.lm_head.weight, Tensor.normal_, 0, 0.001)
         self._fill_rope()
 
     def _fill_rope(self) -> None:

@@ -104,7 +104,7 @@ class Run:
             self.mesh = parallel.device_mesh(runtime.device.type, plan.data_parallel, args.tensor_parallel)
         self.model = parallel.build_model(plan.config, runtime, args.seed, self.mesh, args.shard == "fsdp")
         if args.fp8:
-            print0(f"fp8: {train_in_fp8(self.model)} matrices multiply in float8 in training")
+            train_in_fp8(self.model)
         if args.qk_clip:
             watch_(self.model, args.qk_clip)
         self.optimizer, self.schedule = build_optimizer(args, self.model, plan, runtime)

@@ -23,7 +23,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from nanomuon import core, fp8, parallel, shards
+from nanomuon import fp8, parallel, shards
 from nanomuon.attention import use_flash_attention
 from nanomuon.command import (
     ArgumentParser,
@@ -421,7 +421,6 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--core-bundle",
-        type=core.from_anywhere,
         help="tasks of CORE: a folder, a zip or its address, fetched once; evaluated at the end of the run "
         "(default: none)",
     )

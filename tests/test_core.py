@@ -139,7 +139,7 @@ def merging():
     return Tokenizer.train((phrase(rng, 40) for _ in range(50)), 290)
 
 
-@pytest.mark.parametrize("kind", core.KINDS)
+@pytest.mark.parametrize("kind", ("multiple_choice", "schema", "language_modeling"))
 @pytest.mark.parametrize(
     "shots, delimiter, context, pattern, fields",
     [
@@ -220,7 +220,7 @@ def test_a_malformed_line_is_named(tmp_path, kind, line, complaint):
         ("core.yaml", "icl_tasks", "tasks", "core.yaml: icl_tasks: Field required"),
         ("core.yaml", "icl_tasks:", "icl_tasks: [", "core.yaml: while parsing"),
         ("core.yaml", "icl_tasks:", "icl_tasks: []\nmore:", "core.yaml: it lists no task"),
-        ("core.yaml", "schema", "essay", "task resolve: icl_task_type is 'essay'"),
+        ("core.yaml", "schema", "essay", "icl_task_type: Input should be 'multiple_choice'"),
         ("core.yaml", "some/resolve.jsonl", "../../secret.jsonl", "task resolve: dataset_uri .* leads out"),
         ("core.yaml", "some/resolve.jsonl", "/etc/passwd", "task resolve: dataset_uri .* leads out"),
         ("core.yaml", "some/resolve.jsonl", "some/absent.jsonl", "absent.jsonl: No such file"),
@@ -321,13 +321,7 @@ def results_of_a_rank(group, folder, layout):
         else:
             parameter.data.copy_(whole)
     tasks = core.open_bundle(folder)
-    return without_seconds(core.evaluate(model, BYTES, tasks, None, 500, rank, ranks))
-
-
-def without_seconds(results):
-    for task in results["tasks"].values():
-        del task["seconds"]
-    return results
+    return core.evaluate(model, BYTES, tasks, None, 500, rank, ranks)
 
 
 def test_any_number_of_ranks_gives_the_same_numbers(tmp_path, capsys):
@@ -361,7 +355,7 @@ def test_a_run_is_evaluated_on_the_way_and_at_its_end_and_again(base, environmen
 
     capsys.readouterr()
     base_eval.main(["--run", "core", "--eval", "core,sample", *options])
-    assert without_seconds(json.loads((run / "core.json").read_text())) == without_seconds(results)
+    assert json.loads((run / "core.json").read_text()) == results
     output = capsys.readouterr().out
     assert output.count("--- sample") == 3 and "val_bpb" not in output
 
@@ -375,7 +369,7 @@ def test_a_run_goes_on_without_a_bundle_that_cannot_be_had(base, environment, ca
 
 def test_a_bundle_that_is_not_one_ends_a_run_before_it_starts(base, environment, monkeypatch):
     monkeypatch.chdir(base)
-    for place in ("nowhere", "texts"):  # remembered so that it is found from every folder
-        with pytest.raises(InputError, match=f"{base}/{place}"):
+    for place in ("nowhere", "texts"):
+        with pytest.raises(InputError, match=place):
             base_train.main(arguments(base, "refused", 2, "--core-bundle", place))
     assert not (base / "runs" / "refused").exists()

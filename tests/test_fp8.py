@@ -43,7 +43,9 @@ def test_a_model_trains_almost_as_in_bf16_and_is_the_same_otherwise():
     torch.manual_seed(1)
     tokens, targets = torch.randint(304, (2, 2, 64))
     model, ours = build(), build()
-    assert fp8.train_in_fp8(ours, emulate=True) == 2 * 6  # q, k, v, o, up and down of a block, not the gates
+    fp8.train_in_fp8(ours, emulate=True)
+    multiply = [module for module in ours.modules() if getattr(module, "training_product", None)]
+    assert len(multiply) == 2 * 6  # q, k, v, o, up and down of a block, not the gates
     expected, found = model(tokens, targets), ours(tokens, targets)
     expected.backward()
     found.backward()
