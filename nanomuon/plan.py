@@ -63,12 +63,6 @@ class Settings:
     trained_with: dict  # versions and commit
 
 
-def read_settings(folder: Path) -> Settings | None:
-    """What a run has recorded; None for a run that does not exist yet. InputError names file and key."""
-    file = folder / "settings.json"
-    return read_json(file, Settings) if file.exists() else None
-
-
 def recall(
     parser: argparse.ArgumentParser, argv: list[str] | None
 ) -> tuple[argparse.Namespace, Settings | None]:
@@ -79,23 +73,23 @@ def recall(
     given = parser.parse_args(argv)
     check_name("--run", given.run)
     hash_now = sha256_of(given.optimizer_file)  # a file that is not there shows here, before any work
-    folder = folder_of(given.run)
-    settings = None if given.resume == "never" else read_settings(folder)
-    if settings is None:
+    file = folder_of(given.run) / "settings.json"
+    if given.resume == "never" or not file.exists():
         return given, None
 
+    settings = read_json(file, Settings)
     flags = as_flags({name: value for name, value in settings.options.items() if name not in OF_THE_LAUNCH})
     try:
         before = parser.parse_args(flags)
     except InputError as error:
-        raise InputError(f"{folder}/settings.json: options: {error}") from error
+        raise InputError(f"{file}: options: {error}") from error
     recorded = vars(before) | {"resume": given.resume}
     if any(getattr(given, name) is not None for name in LENGTHS):
         recorded |= dict.fromkeys(LENGTHS)
     args = parser.parse_args(argv, argparse.Namespace(**recorded))
 
-    file, sha256 = (settings.trained_on.get(key) for key in ("optimizer_file", "optimizer_file_sha256"))
-    its_hash = f"--optimizer-file {file} of SHA-256"  # a path is not opened because a run has recorded it
+    own, sha256 = (settings.trained_on.get(key) for key in ("optimizer_file", "optimizer_file_sha256"))
+    its_hash = f"--optimizer-file {own} of SHA-256"  # a path is not opened because a run has recorded it
     refuse_changes(args.run, defining(before) | {its_hash: sha256}, defining(args) | {its_hash: hash_now})
     return args, settings
 
@@ -180,13 +174,15 @@ def make_plan(args: argparse.Namespace, vocab_size: int, runtime: Runtime, rows:
 
 def model_config(args: argparse.Namespace, vocab_size: int, device: str) -> GPTConfig:
     """The model that the arguments ask for. InputError for one that cannot be built."""
-    on_gpu = device == "cuda"
+    on_gpu, windows = device == "cuda", args.window_pattern
+    if windows is None:
+        windows = "SSSL" if on_gpu else "L"
     try:
         return GPTConfig.from_depth(
             args.depth,
             vocab_size,
             args.max_seq_len or default_context(on_gpu),
-            window_pattern=args.window_pattern or ("SSSL" if on_gpu else "L"),
+            window_pattern=windows,
             qk_norm=not args.no_qk_norm,
             experts=args.experts,
             experts_per_token=args.experts_per_token,

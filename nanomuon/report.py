@@ -102,10 +102,13 @@ def plot_run(metrics, image) -> None:
     # The first steps fall steeply: the rest of the curve gets the room
     curve(loss, training[len(training) // 30 :], "train_loss", color="tab:blue", linewidth=0.8)
     loss.set(title="Training loss", ylabel="nats per token")
-    # The last evaluation takes the whole set, which may be harder than its beginning
-    on_the_way = [row for row in evaluation if not row.get("whole_set")]
-    curve(bpb, on_the_way, "val_bpb", color="tab:orange", marker="o")
-    bpb.set(title="Validation on the way, first part of the set", ylabel="bits per byte")
+    # A line joins figures of the same text only: the beginning of the set may be easier than all of it
+    on_part = [row for row in evaluation if not row.get("whole_set")]
+    on_whole = [row for row in evaluation if row.get("whole_set")]
+    curve(bpb, on_part, "val_bpb", color="tab:orange", marker="o", label="first part of the set")
+    curve(bpb, on_whole, "val_bpb", color="tab:purple", marker="D", label="whole set")
+    bpb.set(title="Validation", ylabel="bits per byte")
+    bpb.legend(frameon=False)
     for axis in (loss, bpb):
         axis.set_xlabel("tokens trained on")
         axis.grid(alpha=0.3)

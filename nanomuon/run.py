@@ -92,8 +92,7 @@ class Run:
         self.data = shards.prepare_for_training(corpus, self.args.vocab_size)
         self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
-        if settings:
-            refuse_changes(self.args.run, before, trained_on)
+        refuse_changes(self.args.run, before, trained_on)
         return trained_on | {"optimizer_file": file, "optimizer_file_sha256": sha256_of(file)}
 
     def _build(self):
@@ -272,11 +271,10 @@ def is_complete(folder: Path, steps: int) -> bool:
 
 def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core.Task]:
     """The tasks of CORE; none if it is not asked for, or if its bundle cannot be had."""
-    bundle = args.core_bundle
-    if bundle is None:
+    if args.core_bundle is None:
         return []
     try:
-        return first_rank_first(lambda: core.open_bundle(bundle), runtime)
+        return first_rank_first(lambda: core.open_bundle(args.core_bundle), runtime)
     except core.Unreachable as error:
         print0(f"warning: {error}; the run goes on without CORE", file=sys.stderr)
         return []
@@ -285,9 +283,11 @@ def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core.Tas
 def trained_with() -> dict:
     """Versions, and the commit if this is a checkout."""
     known = {"python": platform.python_version(), "torch": torch.__version__}
-    command = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        known["commit"] = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+    checkout = Path(__file__).parents[1]
+    if (checkout / ".git").exists():  # git would look in the folders above, which may be another project
+        command = ["git", "-C", checkout, "describe", "--always", "--dirty"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            known["commit"] = subprocess.check_output(command, text=True).strip()
     return known
 
 

@@ -104,7 +104,10 @@ def usable_gpus() -> int:
     InputError if there is a GPU, but this PyTorch cannot use it: nobody wants to find out after an hour that
     eight processes train on a CPU.
     """
-    if os.environ.get("NANOMUON_DEVICE") == "cpu":
+    wanted = os.environ.get("NANOMUON_DEVICE", "")
+    if wanted not in ("", "cpu"):
+        raise InputError(f"NANOMUON_DEVICE={wanted}: it can be cpu, or not be set: a GPU if there is one")
+    if wanted == "cpu":
         return 0
     if torch.cuda.is_available():
         return torch.cuda.device_count()

@@ -257,6 +257,13 @@ def duration(seconds: float) -> str:
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
 
 
+def bundle_place(text: str) -> str:
+    """An address as it is; of a folder or zip the whole path, by which the run finds it from every folder."""
+    if text.startswith(("http://", "https://")):
+        return text
+    return os.path.abspath(os.path.expanduser(text))
+
+
 def checkpoint_name(text: str) -> str:
     if not re.fullmatch("auto|never|step_[0-9]+", text):
         raise argparse.ArgumentTypeError(f"is auto, never or the name of a checkpoint, step_N, not {text!r}")
@@ -421,6 +428,7 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--core-bundle",
+        type=bundle_place,
         help="tasks of CORE: a folder, a zip or its address, fetched once; evaluated at the end of the run "
         "(default: none)",
     )

@@ -1,4 +1,4 @@
-"""Two ranks under torchrun, of which the second fails; started by test_runtime.py.
+"""Two ranks under torchrun, of which the second fails; started by test_command.py.
 
     torchrun --standalone --nproc_per_node=2 -m tests.failing_rank KIND PLACE
 

@@ -47,6 +47,8 @@ REFUSED = [  # script, flags, what is said
     ("base_train", "--target-flops 1e300", "argument --target-flops: must be from 0 to 1e+30"),
     ("base_train", "--vocab-size 256", "argument --vocab-size: must be from 257 to"),
     ("base_train", "--resume newest", "argument --resume: is auto, never or the name of a checkpoint"),
+    ("base_train", "--plan --window-pattern SX", "window_pattern is a string of S and L, not 'SX'"),
+    ("base_train", "--plan --window-pattern=", "window_pattern is a string of S and L, not ''"),
     ("base_train", "--matrix-lr nan", "argument --matrix-lr: must be from 0 to 1e+30, not nan"),
     (
         "base_train",

@@ -40,7 +40,7 @@ def test_resuming_leaves_each_step_once(tmp_path):
     assert [(row["step"], row["val_bpb"]) for row in evaluation] == [(1, 1), (2, 1), (3, 2)]
 
 
-def test_the_curve_has_evaluations_of_the_same_text_only(tmp_path, monkeypatch):
+def test_a_line_joins_evaluations_of_the_same_text_only(tmp_path, monkeypatch):
     """All of the set may be harder than its beginning: joined, the run would seem to diverge at its end."""
     from matplotlib.figure import Figure
 
@@ -48,8 +48,8 @@ def test_the_curve_has_evaluations_of_the_same_text_only(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     write_run(tmp_path)
     report.plot_run(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
-    (line,) = figures[0].axes[1].lines
-    assert list(line.get_ydata()) == [1.75, 1.5, 1.25]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in figures[0].axes[1].lines}
+    assert drawn == {"first part of the set": [1.75, 1.5, 1.25], "whole set": [1.0]}
 
 
 def test_the_report_says_what_happened(tmp_path):

@@ -54,6 +54,9 @@ def test_a_gpu_that_torch_cannot_use_ends_it_with_what_helps(gpu, tmp_path):
 def test_who_asks_for_the_cpu_gets_it(gpu, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     assert runtime.start().device.type == "cpu"
+    monkeypatch.setenv("NANOMUON_DEVICE", "gpu")
+    with pytest.raises(InputError, match="NANOMUON_DEVICE=gpu: it can be cpu"):
+        runtime.start()
 
 
 @without_gpu
