@@ -33,7 +33,7 @@ PLAIN = (bool, int, float, str, type(None))  # values that a manifest holds besi
 
 
 @dataclass
-class Manifest:
+class Contents:
     """manifest.json."""
 
     step: int
@@ -72,7 +72,7 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
         for group in state["param_groups"]:
             groups.append({key: value for key, value in group.items() if isinstance(value, PLAIN)})
         files = sorted(file.name for file in hidden.glob("*.safetensors"))
-        manifest = Manifest(step, meta, values, groups, files)
+        manifest = Contents(step, meta, values, groups, files)
         write_json(hidden / "manifest.json", asdict(manifest))
         os.replace(hidden, final)
 
@@ -160,9 +160,9 @@ def tensor_shapes(file) -> dict[str, tuple]:
         raise InputError(f"{file} is not a safetensors file that can be read: {error}") from error
 
 
-def read_manifest(path) -> Manifest:
+def read_manifest(path) -> Contents:
     """What is known about a checkpoint; InputError if it is damaged."""
-    return read_json(Path(path) / "manifest.json", Manifest, "take another checkpoint")
+    return read_json(Path(path) / "manifest.json", Contents, "take another checkpoint")
 
 
 # ------------------------------------------------------------------------------------------------------------

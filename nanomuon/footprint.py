@@ -101,7 +101,7 @@ class PlannedWorld(World):
 
     def __init__(self, size: int):
         super().__init__()
-        self.size, self.load = size, [0] * size
+        self.size, self.owned_cost = size, [0] * size
 
 
 class RankPlan:

@@ -14,7 +14,7 @@ from nanomuon.optim_state import state_dtype
 from nanomuon.param_groups import split_rows
 
 
-def fused_direction(U, second_momentum_buffer, square_weight, split, pieces=None, **options):
+def fused_direction(U, second_momentum_buffer, second_weight, split, pieces=None, **options):
     """`optim.muon_direction` of every part, put together again. U: (k, m, n). Returns X with the gain of each
     part in it, and ones.
 
@@ -24,7 +24,7 @@ def fused_direction(U, second_momentum_buffer, square_weight, split, pieces=None
     k, columns = len(U), U.size(2)
     n = columns if pieces is None else pieces.shape[1]
     parts = U.view(k * heads, groups, -1, columns).split(rows, dim=2)  # each (k*heads, groups, rows, columns)
-    part_weight = square_weight.repeat_interleave(heads, 0)
+    part_weight = second_weight.repeat_interleave(heads, 0)
     X, start = [], 0
     for each, part in zip(rows, parts, strict=True):
         m, second = groups * each, None
@@ -38,7 +38,7 @@ def fused_direction(U, second_momentum_buffer, square_weight, split, pieces=None
             pieces = dataclasses.replace(pieces, shape=(m, n))
         part_X, gain = muon_direction(part.flatten(1, 2), second, part_weight, pieces=pieces, **options)
         X.append((part_X * gain).view(part.shape))
-    return torch.cat(X, dim=2).view(U.shape), torch.ones_like(square_weight)
+    return torch.cat(X, dim=2).view(U.shape), torch.ones_like(second_weight)
 
 
 class FusedDirection(Direction):
@@ -48,12 +48,12 @@ class FusedDirection(Direction):
 
     kernel = staticmethod(fused_direction)
 
-    def __init__(self, group, m, n, param, ns_dtype, run):
-        super().__init__(group, m, n, param, ns_dtype, run)
+    def __init__(self, group, m, n, param, ns_dtype, run_kernel):
+        super().__init__(group, m, n, param, ns_dtype, run_kernel)
         heads, groups, rows = self.options["split"] = split_rows(group["split"], m)
         self.cost, scales, moments = 0, [], 0
         for each in rows:
-            plain = Direction(group, groups * each, n, param, ns_dtype, run)
+            plain = Direction(group, groups * each, n, param, ns_dtype, run_kernel)
             scales += [plain.scale] * each
             self.cost += heads * plain.cost
             moments += heads * max(groups * each, n)  # one for each element of the long side

@@ -102,7 +102,7 @@ def muon_momentum(grad, momentum_buffer, ok, numbers, *, nesterov):
 def muon_direction(
     U,
     second_momentum_buffer,
-    square_weight,
+    second_weight,
     coefficients,
     ns_steps,
     row_equilibrate,
@@ -113,10 +113,10 @@ def muon_direction(
     """Polar factor and variance reduction (NorMuon, arXiv 2510.05491) of a batch of matrices.
 
     U: (k, m, n). second_momentum_buffer: (k, m, 1) if m >= n, else (k, 1, n), updated in place; None for
-    plain Muon. square_weight: (k, 1, 1), 1 - beta2 times ok. Returns X (k, m, n) in the dtype of the
-    iteration and its gain, in the dtype of the state and shaped like the second moment or (k, 1, 1): their
-    product is the direction of the update. pieces: a tensor_parallel.Pieces, if U and X are this rank's
-    pieces of matrices that several ranks hold together; sums then go over the ranks.
+    plain Muon. second_weight: (k, 1, 1), of this step in the second moment: (1 - beta2) * ok. Returns X
+    (k, m, n) in the dtype of the iteration and its gain, in the dtype of the state and shaped like the second
+    moment or (k, 1, 1): their product is the direction of the update. pieces: a tensor_parallel.Pieces, if U
+    and X are this rank's pieces of matrices that several ranks hold together; sums then go over the ranks.
     """
     m, n = U.shape[1:] if pieces is None else pieces.shape
     short = min(m, n)
@@ -129,7 +129,7 @@ def muon_direction(
         row_norm = total(U.square(), 2).sqrt()  # (k, m, 1)
         U = U * (total(row_norm, 1) / m / row_norm.clamp(min=1e-7))
     X = orthogonalize(U, coefficients, ns_steps, ns_dtype=ns_dtype, pieces=pieces)
-    gain = torch.ones_like(square_weight)  # (k, 1, 1)
+    gain = torch.ones_like(second_weight)  # (k, 1, 1)
     if renormalize:  # Muon+, arXiv 2602.21545: the norm of an exact polar factor
         norm = total(X.to(gain.dtype).square(), 1, 2).sqrt()
         gain = math.sqrt(short) / norm.clamp(min=1e-7)
@@ -141,7 +141,7 @@ def muon_direction(
     v = total(X.to(gain.dtype).square(), mean_over) / short * gain.square()
     if pieces is not None and pieces.dim != mean_over:
         v = pieces.gathered(v)
-    second_momentum_buffer.lerp_(v, square_weight)
+    second_momentum_buffer.lerp_(v, second_weight)
     s = second_momentum_buffer.clamp(min=1e-10).rsqrt()
     norm_before = (v.sum(dim=(1, 2), keepdim=True) * short).sqrt()  # (k, 1, 1) Frobenius norms
     norm_after = ((v * s.square()).sum(dim=(1, 2), keepdim=True) * short).sqrt()
@@ -166,7 +166,7 @@ def muon_update(param, X, gain, ok, numbers, *, scale, cautious):
     param.copy_(torch.where(ok > 0, new.to(param.dtype), param))
 
 
-def run(compiles, kernel, *tensors, **options):
+def call_kernel(compiles, kernel, *tensors, **options):
     """Call a kernel, compiled if `compiles` and the tensors are large enough to gain from it."""
     first = tensors[0]
     if compiles and first.numel() >= COMPILE_FROM:
@@ -248,7 +248,7 @@ class World:
             self.size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
             if self.rank < 0:
                 raise ValueError(f"rank {dist.get_rank()} is not in the process group of its optimizer")
-        self.load = [0] * self.size  # the cost of the matrices that each rank owns
+        self.owned_cost = [0] * self.size  # the cost of the matrices that each rank owns
 
     @classmethod
     def default(cls, comm_dtype=None):
@@ -349,8 +349,8 @@ class Direction:
 
     kernel = staticmethod(muon_direction)
 
-    def __init__(self, group, m, n, param, ns_dtype, run):
-        self.run, self.function, self.shape = run, group["direction"], (m, n)
+    def __init__(self, group, m, n, param, ns_dtype, run_kernel):
+        self.run_kernel, self.function, self.shape = run_kernel, group["direction"], (m, n)
         keys = "coefficients", "ns_steps", "row_equilibrate", "renormalize"
         self.options = {"ns_dtype": ns_dtype, **{key: group[key] for key in keys}}
         self.state = {}
@@ -373,16 +373,16 @@ class Direction:
         second, weight = kept.get("second_momentum_buffer"), square_weight * ok
         if pieces is not None:  # it communicates, so it is not compiled
             return self.kernel(U, second, weight, pieces=pieces, **self.options)
-        return self.run(self.kernel, U, second, weight, **self.options)
+        return self.run_kernel(self.kernel, U, second, weight, **self.options)
 
 
-def direction_of(group, m, n, param, ns_dtype, run):
+def direction_of(group, m, n, param, ns_dtype, run_kernel):
     """The direction of a group's (m, n) matrices."""
     if group["split"] is not None:
         from nanomuon.fused import FusedDirection  # an extension: imported when it is needed
 
-        return FusedDirection(group, m, n, param, ns_dtype, run)
-    return Direction(group, m, n, param, ns_dtype, run)
+        return FusedDirection(group, m, n, param, ns_dtype, run_kernel)
+    return Direction(group, m, n, param, ns_dtype, run_kernel)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -407,8 +407,8 @@ class SmallParameters:
     world: the ranks to average over; a single process for parameters that are cut themselves (DTensors).
     """
 
-    def __init__(self, params, group, world, run):
-        self.params, self.group, self.world, self.run = params, group, world, run
+    def __init__(self, params, group, world, run_kernel):
+        self.params, self.group, self.world, self.run_kernel = params, group, world, run_kernel
         pieces = [local(param) for param in params]
         self.sizes = [piece.numel() for piece in pieces]
         self.dtype, device = state_dtype(params[0]), pieces[0].device
@@ -442,7 +442,7 @@ class SmallParameters:
         self.steps += ok
         of_elements = torch.stack([self.steps, ok])[:, self.param_of_element].to(self.dtype)
         step, ok = of_elements.unbind()
-        self.run(adamw_update, params, grads, self.exp_avg, self.exp_avg_sq, step, ok, numbers)
+        self.run_kernel(adamw_update, params, grads, self.exp_avg, self.exp_avg_sq, step, ok, numbers)
         new = params.split(self.sizes)
         torch._foreach_copy_(pieces, [part.view_as(piece) for part, piece in zip(new, pieces, strict=True)])
 
@@ -454,8 +454,8 @@ class Rows:
     are all that is here.
     """
 
-    def __init__(self, param, group, world, run):
-        self.params, self.group, self.world, self.run = [param], group, world, run
+    def __init__(self, param, group, world, run_kernel):
+        self.params, self.group, self.world, self.run_kernel = [param], group, world, run_kernel
         self.dtype = state_dtype(param)
         self.lo, self.hi = world.share(len(local(param)), world.rank)
         rows = local(param)[self.lo : self.hi]
@@ -480,7 +480,7 @@ class Rows:
         self.step += ok[0]
         rows, step = param[self.lo : self.hi], self.step.to(self.dtype)
         moments = self.exp_avg, self.exp_avg_sq
-        self.run(adamw_update, rows, grad.wait()[: len(rows)], *moments, step, ok[0], numbers)
+        self.run_kernel(adamw_update, rows, grad.wait()[: len(rows)], *moments, step, ok[0], numbers)
         new = self.world.all_gather(self.world.padded(param))
         yield
         new = new.wait()
@@ -528,8 +528,8 @@ class Bank:
 
     momentum_at_owner = True  # sharded.Chunk keeps it with the shards
 
-    def __init__(self, params, group, direction, owners, world, run):
-        self.params, self.group, self.world, self.run = params, group, world, run
+    def __init__(self, params, group, direction, owners, world, run_kernel):
+        self.params, self.group, self.world, self.run_kernel = params, group, world, run_kernel
         self.direction, self.owners = direction, owners
         self.nesterov = group["nesterov"]
         self.rule = {"scale": direction.scale, "cautious": group["weight_decay_form"] == "cautious"}
@@ -607,9 +607,9 @@ class Bank:
         for batch in self.batches:
             G, M, P = as_batch(grads[batch]), self.momentum[batch], as_batch(params[batch])
             kept = {name: buffer[batch] for name, buffer in self.kept.items()}
-            U = self.run(muon_momentum, G, M, ok[batch], numbers, nesterov=self.nesterov)
+            U = self.run_kernel(muon_momentum, G, M, ok[batch], numbers, nesterov=self.nesterov)
             X, gain = self.direction(U, kept, ok[batch], square_weight[batch])
-            self.run(muon_update, P, X, gain, ok[batch], numbers, **self.rule)
+            self.run_kernel(muon_update, P, X, gain, ok[batch], numbers, **self.rule)
             if len(P) > 1:  # P is a copy
                 torch._foreach_copy_(params[batch], P.unbind())
 
@@ -629,18 +629,18 @@ class Bank:
 # Who owns what
 
 
-def assign_owners(count, cost, load):
+def assign_owners(count, cost, owned_cost):
     """The rank that works on each of `count` equal matrices, ascending: as evenly as whole matrices allow.
 
-    cost: of one matrix. load: the work that each rank has already; updated. The ranks with the least load get
+    cost: of one matrix. owned_cost: of what each rank owns already; updated. The ranks with the least get
     what is left over. A function of these alone, so all ranks find the same owners.
     """
-    even, left_over = divmod(count, len(load))
-    ranks = list(range(len(load)))
-    idlest = sorted(ranks, key=load.__getitem__)[:left_over]
+    even, left_over = divmod(count, len(owned_cost))
+    ranks = list(range(len(owned_cost)))
+    idlest = sorted(ranks, key=owned_cost.__getitem__)[:left_over]
     owners = sorted(ranks * even + idlest)
     for owner in owners:
-        load[owner] += cost
+        owned_cost[owner] += cost
     return owners
 
 
@@ -676,13 +676,13 @@ class MuonAdamW(torch.optim.Optimizer):
         if ns_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"ns_dtype is None, torch.float32 or torch.bfloat16, not {ns_dtype!r}")
         self.compile, self.ns_dtype, self.world = compile, ns_dtype, world or World()
-        self.plan_nothing()
+        self.reset_plan()
         self.skipped_steps = None
         super().__init__(param_groups, {})
         params = [param for _, param, _ in named_parameters(self.param_groups)]
         device = params[0].device if params else None
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
-        self.make_equal(self.param_groups)
+        self.broadcast_parameters(self.param_groups)
         # Schedulers look here for what they may cycle: OneCycleLR writes group["momentum"]
         self.defaults["momentum"] = 0.95
 
@@ -705,10 +705,10 @@ class MuonAdamW(torch.optim.Optimizer):
     def add_param_group(self, group):
         super().add_param_group(check_group(group, self.param_groups))
         if self.skipped_steps is not None:  # not while the constructor adds the first ones
-            self.make_equal(self.param_groups[-1:])
+            self.broadcast_parameters(self.param_groups[-1:])
 
     @torch.no_grad()
-    def make_equal(self, groups):
+    def broadcast_parameters(self, groups):
         """Every rank starts from rank 0's parameters. ValueError if ranks bring different ones."""
         world = self.world
         if world.process_group is None:
@@ -742,24 +742,24 @@ class MuonAdamW(torch.optim.Optimizer):
         device = self.skipped_steps.device
         # Autocast would make the products of Newton-Schulz in its own dtype; "meta" has none
         with torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False):
-            answer = self.ask(finite)
+            flags = self.reduce_flags(finite)
             numbers = numbers_on_device(self.works, device, self.dtype)
             running = [(work, work.update(now)) for work, now in zip(self.works, numbers, strict=True)]
             for work, update in running:  # every collect is under way
                 with record_function(f"collect {work}"):
                     next(update)
-            bad, *flags_of_works = answer.wait().split([1] + [len(work.params) for work in self.works])
+            bad, *flags_of_works = flags.wait().split([1] + [len(work.params) for work in self.works])
             all_finite = bad == 0  # on the device: the host does not wait for it
             self.skipped_steps += ~all_finite[0]
-            for (work, update), flags in zip(running, flags_of_works, strict=True):
+            for (work, update), ok in zip(running, flags_of_works, strict=True):
                 with record_function(f"compute {work}"):
-                    update.send(flags * all_finite)
+                    update.send(ok * all_finite)
             for work, update in running:
                 with record_function(f"deliver {work}"):
                     next(update, None)
         return loss
 
-    def ask(self, finite):
+    def reduce_flags(self, finite):
         """One small all_reduce of (1 + parameters,) float32, whose largest values over ranks count.
 
         First 1 if the norm of a gradient is not finite, or the caller of step() knows something to be bad;
@@ -777,7 +777,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     # ---- the plan: pieces of work, and where state lives
 
-    def plan_nothing(self):
+    def reset_plan(self):
         self.planned = []  # what was read of each planned group
         self.dtype = torch.float32  # the widest of the works
         self.works = []  # in the order of their collectives, which all ranks share
@@ -826,7 +826,7 @@ class MuonAdamW(torch.optim.Optimizer):
         device = params[0].device
         self.skipped_steps = self.skipped_steps.to(device)
         compiles = device.type == "cuda" if self.compile == "auto" else self.compile
-        run_kernel = functools.partial(run, compile_enabled(compiles))
+        run_kernel = functools.partial(call_kernel, compile_enabled(compiles))
         plan_kind = self.plan_muon if group["kind"] == "muon" else self.plan_adamw
         works = plan_kind(group, params, run_kernel)
         self.works += works
@@ -838,20 +838,20 @@ class MuonAdamW(torch.optim.Optimizer):
                 self.places[param] = places
                 optim_state.take_over(self.state, param, places)
 
-    def plan_adamw(self, group, params, run):
+    def plan_adamw(self, group, params, run_kernel):
         works, small = [], {}
         alone = World()  # each rank updates its piece of a cut parameter by itself
         for param in params:
             world = alone if is_cut(param) else self.world
             if elements(param) > SMALL:
-                works.append(Rows(param, group, world, run))
+                works.append(Rows(param, group, world, run_kernel))
             else:
                 small.setdefault((world, state_dtype(param)), []).append(param)
         for (world, _), together in small.items():
-            works.append(SmallParameters(together, group, world, run))
+            works.append(SmallParameters(together, group, world, run_kernel))
         return works
 
-    def plan_muon(self, group, params, run):
+    def plan_muon(self, group, params, run_kernel):
         banks, cut = {}, []
         for param in params:
             if is_cut(param):
@@ -864,18 +864,18 @@ class MuonAdamW(torch.optim.Optimizer):
         if cut:
             from nanomuon import sharded  # an extension: imported when it is needed
 
-            works += sharded.plan_group(self, group, cut, run)
+            works += sharded.plan_group(self, group, cut, run_kernel)
         # The largest matrices choose their owners first
         for alike in sorted(banks, key=lambda alike: -math.prod(alike[0])):
             together = banks[alike]
-            direction = direction_of(group, *alike[0], together[0], self.ns_dtype, run)
+            direction = direction_of(group, *alike[0], together[0], self.ns_dtype, run_kernel)
             count = len(matrices(map(local, together)))
             if together[0].ndim == 3:  # even blocks, so that its state is cut as DTensor's Shard(0) is
                 each = -(-count // self.world.size)
                 owners = [i // each for i in range(count)]
             else:
-                owners = assign_owners(count, direction.cost, self.world.load)
-            works.append(Bank(together, group, direction, owners, self.world, run))
+                owners = assign_owners(count, direction.cost, self.world.owned_cost)
+            works.append(Bank(together, group, direction, owners, self.world, run_kernel))
         return works
 
     # ---- state. torch's own state_dict() serves: {"state": {number: {key: tensor}}, "param_groups": [...]},
@@ -893,7 +893,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self.plan_nothing()
+        self.reset_plan()
 
 
 class DistMuonAdamW(MuonAdamW):

@@ -76,7 +76,7 @@ def whole_shape(param):
 
 
 @dataclass
-class Layout:
+class Sharding:
     """How a Muon parameter is cut, and what a rank computes of its matrices.
 
     shape: (m, n) of what the direction is asked for: the whole matrix, or a tensor-parallel rank's piece of
@@ -91,8 +91,8 @@ class Layout:
     blocks: int = 1
 
 
-def layout_of(param, group, cuts, ns_dtype, run):
-    """The Layout of a Muon parameter. ValueError for cuts that are not provided for."""
+def sharding_of(param, group, cuts, ns_dtype, run_kernel):
+    """The Sharding of a Muon parameter. ValueError for cuts that are not provided for."""
     batch = int(param.ndim == 3)
     shape = m, n = whole_shape(param)
     data_parallel, dim, tp, tp_dim = None, 0, None, 0
@@ -119,24 +119,24 @@ def layout_of(param, group, cuts, ns_dtype, run):
         else:
             tp, tp_dim = cut.world, cut_dim
     if tp is None:
-        return Layout(shape, direction_of(group, m, n, param, ns_dtype, run), data_parallel, dim)
+        return Sharding(shape, direction_of(group, m, n, param, ns_dtype, run_kernel), data_parallel, dim)
     mode = tensor_parallel.choose_mode(group, shape, tp_dim, tp)
     lo, hi = tp.share(shape[tp_dim - 1], tp.rank)
     held = (hi - lo, n) if tp_dim == 1 else (m, hi - lo)
     if mode == "blockwise":  # each block is a matrix by itself
-        direction = direction_of(group, *held, param, ns_dtype, run)
-        return Layout(held, direction, data_parallel, dim, blocks=tp.size)
-    direction = direction_of(group, m, n, param, ns_dtype, run)
+        direction = direction_of(group, *held, param, ns_dtype, run_kernel)
+        return Sharding(held, direction, data_parallel, dim, blocks=tp.size)
+    direction = direction_of(group, m, n, param, ns_dtype, run_kernel)
     kind = tensor_parallel.Duplicated if mode == "duplicated" else tensor_parallel.Distributed
     pieces = tensor_parallel.Pieces(tp, tp_dim, shape)
-    return Layout(held, kind(direction, pieces), data_parallel, dim)
+    return Sharding(held, kind(direction, pieces), data_parallel, dim)
 
 
 # ------------------------------------------------------------------------------------------------------------
 # The plan
 
 
-def plan_group(optimizer, group, params, run):
+def plan_group(optimizer, group, params, run_kernel):
     """The works of the cut parameters of a Muon group."""
     names = dict(zip(group["params"], group["names"], strict=True))
 
@@ -146,54 +146,54 @@ def plan_group(optimizer, group, params, run):
             optimizer.worlds[process_group] = World(process_group, optimizer.world.comm_dtype)
         return optimizer.worlds[process_group]
 
-    alike = {}  # what has to be equal -> (layout, parameters)
+    alike = {}  # what has to be equal -> (sharding, parameters)
     for param in params:
         found = cuts(param, world_of)
         try:
-            layout = layout_of(param, group, found, optimizer.ns_dtype, run)
+            sharding = sharding_of(param, group, found, optimizer.ns_dtype, run_kernel)
         except ValueError as error:
             raise ValueError(f"{names[param]}: {error}") from None
         alone = id(param) if param.ndim == 3 else None  # a batch of matrices is a bank by itself
         key = whole_shape(param), tuple(found), param.dtype, param.device, alone
-        alike.setdefault(key, (layout, []))[1].append(param)
+        alike.setdefault(key, (sharding, []))[1].append(param)
     works, chunks = [], []
-    for layout, together in alike.values():
-        if layout.data_parallel is None:
-            works.append(BankOfPieces(together, group, layout, run))
+    for sharding, together in alike.values():
+        if sharding.data_parallel is None:
+            works.append(BankOfPieces(together, group, sharding, run_kernel))
             continue
-        size = chunk_size(layout, together[0].device)
-        chunks += [(together[lo : lo + size], layout) for lo in range(0, len(together), size)]
+        size = chunk_size(sharding, together[0].device)
+        chunks += [(together[lo : lo + size], sharding) for lo in range(0, len(together), size)]
     # The most expensive matrices choose their owners first, and are the first in the pipeline
     chunks.sort(key=lambda chunk: -chunk[1].direction.cost)
     pipelines = {}  # one for each dtype of the state, in which numbers are on the device
-    for together, layout in chunks:
-        owners = assign_owners(len(together), layout.direction.cost, layout.data_parallel.load)
-        chunk = Chunk(together, group, layout, owners, run)
+    for together, sharding in chunks:
+        owners = assign_owners(len(together), sharding.direction.cost, sharding.data_parallel.owned_cost)
+        chunk = Chunk(together, group, sharding, owners, run_kernel)
         pipelines.setdefault(chunk.dtype, []).append(chunk)
     return [Pipeline(chunks, group) for chunks in pipelines.values()] + works
 
 
-def chunk_size(layout, device):
+def chunk_size(sharding, device):
     """How many matrices go through the pipeline together: about CHUNK_BYTES for each owner."""
-    on_each_owner = CHUNK_BYTES[device.type] // (4 * math.prod(layout.direction.shape))
-    return layout.data_parallel.size * max(1, on_each_owner)
+    on_each_owner = CHUNK_BYTES[device.type] // (4 * math.prod(sharding.direction.shape))
+    return sharding.data_parallel.size * max(1, on_each_owner)
 
 
-def state_placements(param, layout):
+def state_placements(param, sharding):
     """How a direction's state is cut over the parameter's mesh: like experts, or vectors of blocks."""
     placements = [Replicate()] * param.device_mesh.ndim
     for axis, placement in enumerate(param.placements):
         if param.ndim == 3 and not placement.is_replicate() and placement.dim == 0:
             placements[axis] = placement  # strided, if two dimensions of the mesh cut the experts
-        elif layout.blocks > 1 and is_tensor_parallel(param.device_mesh, axis):
+        elif sharding.blocks > 1 and is_tensor_parallel(param.device_mesh, axis):
             placements[axis] = Shard(int(param.ndim == 3))
     return placements
 
 
-def whole_state_shape(param, buffer, layout):
+def whole_state_shape(param, buffer, sharding):
     """The shape of the whole of a direction's state, of which this rank has `buffer`, (k, *shape)."""
     rows, *rest = buffer.shape[1:]
-    shape = (rows * layout.blocks, *rest)  # the vectors of the blocks, one below the other
+    shape = (rows * sharding.blocks, *rest)  # the vectors of the blocks, one below the other
     return (len(param), *shape) if param.ndim == 3 else shape
 
 
@@ -206,10 +206,10 @@ class BankOfPieces(Bank):
     together.
     """
 
-    def __init__(self, params, group, layout, run):
-        self.layout = layout
+    def __init__(self, params, group, sharding, run_kernel):
+        self.sharding = sharding
         held = len(matrices([local(param) for param in params]))
-        super().__init__(params, group, layout.direction, [0] * held, World(), run)
+        super().__init__(params, group, sharding.direction, [0] * held, World(), run_kernel)
 
     def place(self, i, name, buffer):
         param = self.params[i]
@@ -218,10 +218,10 @@ class BankOfPieces(Bank):
             return like_param(param, mine.view(local(param).shape))
         if not isinstance(param, DTensor):  # planned only
             return Place(mine)
-        placements = state_placements(param, self.layout)
+        placements = state_placements(param, self.sharding)
         if all(placement.is_replicate() for placement in placements):
             return Place(mine)
-        return Place(mine, whole_state_shape(param, buffer, self.layout), param.device_mesh, placements)
+        return Place(mine, whole_state_shape(param, buffer, self.sharding), param.device_mesh, placements)
 
 
 class Chunk(Bank):
@@ -235,10 +235,10 @@ class Chunk(Bank):
 
     momentum_at_owner = False
 
-    def __init__(self, params, group, layout, owners, run):
-        self.layout, self.dim = layout, layout.dim
-        super().__init__(params, group, layout.direction, owners, layout.data_parallel, run)
-        length, self.other = layout.shape[self.dim - 1], layout.shape[2 - self.dim]
+    def __init__(self, params, group, sharding, owners, run_kernel):
+        self.sharding, self.dim = sharding, sharding.dim
+        super().__init__(params, group, sharding.direction, owners, sharding.data_parallel, run_kernel)
+        length, self.other = sharding.shape[self.dim - 1], sharding.shape[2 - self.dim]
         ranks = range(self.world.size)
         shares = [self.world.share(length, rank) for rank in ranks]
         self.lines = [hi - lo for lo, hi in shares]  # of a matrix, on each rank
@@ -257,10 +257,10 @@ class Chunk(Bank):
         if name == "momentum_buffer":
             return like_param(param, buffer[i].view(local(param).shape))
         mesh, placements = None, []
-        if self.layout.blocks > 1 and isinstance(param, DTensor):
+        if self.sharding.blocks > 1 and isinstance(param, DTensor):
             mesh, placements = param.device_mesh["tp"], [Shard(0)]
         mine = buffer[i - self.owned.start] if owner == self.world.rank else None
-        shape = whole_state_shape(param, buffer, self.layout)
+        shape = whole_state_shape(param, buffer, self.sharding)
         return Place(mine, shape, mesh, placements, self.world, owner, like=buffer)
 
     def update(self, ok, numbers):
@@ -277,7 +277,7 @@ class Chunk(Bank):
 
     def send_to_owners(self, grads, ok, numbers):
         """Momentum of all shards. grads: (K, ...) shards."""
-        U = self.run(muon_momentum, grads, self.momentum, ok, numbers, nesterov=self.nesterov)
+        U = self.run_kernel(muon_momentum, grads, self.momentum, ok, numbers, nesterov=self.nesterov)
         U = U.to(self.world.comm_dtype or grads.dtype)
         return self.all_to_all(U.transpose(1, self.dim).flatten(), self.sent, self.received)
 
@@ -300,7 +300,7 @@ class Chunk(Bank):
         X = X.view(lines_first).transpose(1, self.dim)
         params = self.matrices()
         P, one = torch.stack(params), self.momentum.new_ones(1, 1, 1)
-        self.run(muon_update, P, X, one, ok, numbers, **self.rule)
+        self.run_kernel(muon_update, P, X, one, ok, numbers, **self.rule)
         torch._foreach_copy_(params, P.unbind())
 
     def all_to_all(self, send, sent, received):

@@ -36,8 +36,8 @@ class Launches(TorchDispatchMode):
             self.operations[str(function)] += 1
         return result
 
-    def run(self, compiles, kernel, *tensors, **options):
-        """In place of optim.run: large tensors go to a compiled kernel, which is one call."""
+    def call_kernel(self, compiles, kernel, *tensors, **options):
+        """Instead of optim.call_kernel: large tensors go to a compiled kernel, which is one call."""
         is_compiled = tensors[0].numel() >= optim.COMPILE_FROM
         self.compiled += is_compiled
         self.inside += is_compiled
@@ -55,7 +55,7 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("ranks, collectives", [(1, 0), (8, 44)])
 def test_a_step_at_depth_24_launches_no_more_than_it_did(ranks, collectives):
     launches = Launches()
-    with mock.patch.object(optim, "run", launches.run):
+    with mock.patch.object(optim, "call_kernel", launches.call_kernel):
         optimizer = footprint.RankPlan(
             GPTConfig.from_depth(24, 32768, 2048), footprint.Layout(ranks)
         ).optimizer

@@ -86,7 +86,7 @@ def moderated(own, own_df: int, pooled: float, pooled_df: int):
 
 
 @dataclass(frozen=True)
-class Layout:
+class TwoWayFit:
     """Least-squares fit of score = contender + seed."""
 
     means: dict[str, float]  # {contender: its mean over all seeds; of those it lacks, what the fit expects}
@@ -94,14 +94,14 @@ class Layout:
     df: int  # residual degrees of freedom
 
 
-def two_way(scores: dict[str, dict[int, float]]) -> Layout:
+def two_way(scores: dict[str, dict[int, float]]) -> TwoWayFit:
     """Fit the two-way layout to {contender: {seed: finite score}}; contenders may lack seeds."""
     seeds = sorted(set().union(*scores.values()))
     cells = []
     for row, of_contender in enumerate(scores.values()):
         cells += [(row, seeds.index(seed), score) for seed, score in of_contender.items()]
     if not cells:
-        return Layout({}, math.nan, 0)
+        return TwoWayFit({}, math.nan, 0)
     rows, columns, values = map(np.array, zip(*cells, strict=True))
     design = np.hstack([np.eye(len(scores))[rows], np.eye(len(seeds))[columns]])
     center = values.mean()
@@ -110,7 +110,7 @@ def two_way(scores: dict[str, dict[int, float]]) -> Layout:
     df = len(values) - int(rank)
     variance = float(residual @ residual / df) if df > 0 else math.nan
     means = center + effects[: len(scores)] + effects[len(scores) :].mean()
-    return Layout(dict(zip(scores, means.tolist(), strict=True)), variance, df)
+    return TwoWayFit(dict(zip(scores, means.tolist(), strict=True)), variance, df)
 
 
 def finite_only(scores: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
