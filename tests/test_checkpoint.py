@@ -1,6 +1,5 @@
 """Checkpoints: exact, elastic, atomic, and never silently wrong."""
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -15,10 +14,9 @@ from nanomuon import checkpoint
 from nanomuon.optim import DistMuonAdamW
 from nanomuon.runtime import InputError
 from tests.training import little_space
+from tests.worlds import FORKS
 
 FILE = "shard-00001-model-00001-of-00001.safetensors"
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["torch.distributed.checkpoint", "nanomuon.optim"])
 pytestmark = pytest.mark.usefixtures("environment")
 
 
@@ -77,7 +75,7 @@ def world(size, tmp_path, work, *args):
     rendezvous = tmp_path / f"rendezvous_{time.monotonic_ns()}"
     ranks = []
     for rank in range(size):
-        ranks.append(processes.Process(target=_rank, args=(rank, size, rendezvous, work, args)))
+        ranks.append(FORKS.Process(target=_rank, args=(rank, size, rendezvous, work, args)))
     for process in ranks:
         process.start()
     for process in ranks:
@@ -239,7 +237,7 @@ def killed_at_the_rename(run_dir, killed, pids, moment):
     "killed, moment, steps", [(0, "before", [1]), (0, "after", [1, 2]), (1, "before", [1, 2])]
 )
 def test_a_rank_that_is_killed_at_the_rename_leaves_a_whole_checkpoint(tmp_path, killed, moment, steps):
-    run_dir, pids = tmp_path / "run", processes.Array("i", 2)
+    run_dir, pids = tmp_path / "run", FORKS.Array("i", 2)
     codes = world(2, tmp_path, killed_at_the_rename, run_dir, killed, pids, moment)
     assert codes[killed] == -signal.SIGKILL
     assert codes[1 - killed] not in (None, 0, -signal.SIGKILL)  # it does not wait for ever

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import resource
@@ -12,6 +11,8 @@ import socket
 import subprocess
 import sys
 import time
+
+from tests.worlds import FORKS
 
 SMALL = (
     "--depth 2 --max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --vocab-size 300 "
@@ -70,8 +71,6 @@ class Ranks:
     """
 
     def __init__(self, base, run, steps, *more, processes=1, small=SMALL):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["scripts.base_train"])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -87,7 +86,7 @@ class Ranks:
                 "WORLD_SIZE": str(processes),
             }
             argv = arguments(base, run, steps, *more, small=small)
-            process = context.Process(target=_train, args=(environment, argv, str(self.file)), daemon=True)
+            process = FORKS.Process(target=_train, args=(environment, argv, str(self.file)), daemon=True)
             process.start()
             atexit.register(process.kill)  # multiprocessing would ask it to end, and it would finish its step
             self.processes.append(process)

@@ -23,6 +23,17 @@ LARGEST = 4
 MOST_GROUPS = 24
 # In place of optim.SMALL: the parameters of tests are small, and their rows are cut all the same
 SMALL = 1023
+# Forks of one process that has imported what takes runs and worlds seconds
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "scripts.base_train",
+        "torch._dynamo",
+        "pydantic",
+        "matplotlib.figure",
+        "matplotlib.backends.backend_agg",
+    ]
+)
 _workers = []  # (process, connection)
 
 
@@ -65,14 +76,11 @@ def run_world(size, function, *args, timeout=120):
 
 
 def _start():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor"])
     folder = tempfile.mkdtemp(prefix="worlds-")
     for rank in range(LARGEST):
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_serve, args=(rank, theirs, os.path.join(folder, "store")), daemon=True
-        )
+        ours, theirs = FORKS.Pipe()
+        store = os.path.join(folder, "store")
+        process = FORKS.Process(target=_serve, args=(rank, theirs, store), daemon=True)
         process.start()
         theirs.close()
         _workers.append((process, ours))
