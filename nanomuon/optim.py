@@ -517,7 +517,7 @@ def batches(count, shape, device):
 
 class Bank:
     """Matrices of one Muon group with one shape, dtype and dtype of gradients. Every rank works on those it
-    owns, a batch at a time. A 3-D parameter is a bank by itself: the ranks share its matrices like rows.
+    owns, a batch at a time. A 3-D parameter is its own bank: the ranks share its matrices like rows.
 
     owners: the rank of each matrix, ascending. On many ranks gradients and results travel as one stack, in
     which all ranks have equally many slots and fill their first ones: 4 matrices on 8 ranks take 8 slots, 4
@@ -856,7 +856,7 @@ class MuonAdamW(torch.optim.Optimizer):
             if is_cut(param):
                 cut.append(param)
             else:
-                alone = id(param) if param.ndim == 3 else None  # a batch of matrices is a bank by itself
+                alone = id(param) if param.ndim == 3 else None  # a batch of matrices is its own bank
                 alike = matrix_shape(param), param.dtype, gradient_dtype(param), alone
                 banks.setdefault(alike, []).append(param)
         works = []
@@ -913,12 +913,12 @@ class DistMuonAdamW(MuonAdamW):
       Muon                  reduce_scatter, whole matrices   ceil(K/W) matrices   all_gather
       Muon, 2K < W          reduce of each to its owner      one, on K ranks      broadcast from the owner
 
-    A rank sends 2(W-1)/W times the parameter bytes a step, plus padding. Memory of a step beyond parameters,
-    gradients and state: all gradients are in flight at once, which takes (1 + 1/W) times their padded bytes;
-    a stack of gradients is freed before that of the results is allocated. AdamW rows that divide by W take
-    only 1/W: they are sent from `p.grad` and received in the parameter. Then one batch of a bank, with its
-    temporaries. After every step all ranks hold bitwise the same parameters; a world of one does what
-    MuonAdamW does.
+    A rank sends 2(W-1)/W times the parameter bytes per step, plus padding. Memory of a step beyond
+    parameters, gradients and state: all gradients are in flight at once, which takes (1 + 1/W) times their
+    padded bytes; a stack of gradients is freed before that of the results is allocated. AdamW rows that
+    divide by W take only 1/W: they are sent from `p.grad` and received in the parameter. Then one batch of a
+    bank, with its temporaries. After every step all ranks hold bitwise the same parameters; a world of one
+    does what MuonAdamW does.
 
     Parameters that are DTensors cut over a device mesh (FSDP2, tensor parallelism) are updated as pieces, see
     `sharded.py`.

@@ -153,7 +153,7 @@ def plan_group(optimizer, group, params, run_kernel):
             sharding = sharding_of(param, group, found, optimizer.ns_dtype, run_kernel)
         except ValueError as error:
             raise ValueError(f"{names[param]}: {error}") from None
-        alone = id(param) if param.ndim == 3 else None  # a batch of matrices is a bank by itself
+        alone = id(param) if param.ndim == 3 else None  # a batch of matrices is its own bank
         key = whole_shape(param), tuple(found), param.dtype, param.device, alone
         alike.setdefault(key, (sharding, []))[1].append(param)
     works, chunks = [], []
