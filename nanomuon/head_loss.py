@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 # Logits pass through cap * tanh(x / cap): Gemma 2 (arXiv 2408.00118); 15 as in modded-nanogpt
 LOGIT_CAP = 15.0
-# Chunks of fewer logits (64 MB in float32) save too little memory. Models for a CPU have one chunk, whose
+# Chunks of fewer logits (64 MB in float32) save too little memory. The speedrun on a CPU has one chunk, whose
 # kernels are compiled once
 SMALLEST_CHUNK = 2**24
 # A compiled model has kernels for every chunk, and each adds its gradient of the weight to the sum: more

@@ -167,7 +167,7 @@ def build_param_groups(model, *, muon, adamw, roles=None, skip_keys=(), expert_k
     """Groups for MuonAdamW from `model.named_parameters()`; frozen parameters are left out.
 
     muon:   hyperparameters of the Muon group: lr, momentum, ns_steps, beta2, weight_decay and any option
-    adamw:  lr, betas, eps, weight_decay of everything else: embeddings, heads, vectors (`route`)
+    adamw:  lr, betas, eps, weight_decay of everything else: embeddings, heads, non-matrices (`route`)
     roles:  {key: overrides}; a parameter whose name matches a key (the first one that does) gets a group of
             its own kind with these hyperparameters on top, e.g. {"wte": dict(lr=0.3)}
     skip_keys: more names that are never Muon.  expert_keys: names whose leading dimension counts matrices,

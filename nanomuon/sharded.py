@@ -13,8 +13,7 @@ how they are updated:
 The first two are a `Bank` of this rank's pieces. The third is a `Pipeline`, one piece of work made of chunks
 of same-shaped matrices, about CHUNK_BYTES of them per owner: one chunk is admitted per round, so that its
 collect overlaps the compute of the one before; the first one's overlaps the AdamW groups and the experts. A
-rank sends 2(W-1)/W times the bytes of its shards. At most three chunks have buffers to send and receive at
-once.
+rank sends 2(W-1)/W times the bytes of its shards.
 """
 
 import math
