@@ -1,6 +1,6 @@
 """Causal attention with an optional sliding window.
 
-Windows on CUDA use PyTorch's varlen_attn, which skips hidden keys. Everything else uses PyTorch's
+Windows in bf16 on CUDA use PyTorch's varlen_attn, which skips hidden keys. Everything else uses PyTorch's
 scaled_dot_product_attention, except short rows in bf16 on a CPU (`whole_scores`).
 """
 

@@ -15,8 +15,8 @@ another. In one process every transfer passes its input straight through; the ma
 
 In order: the kernels; a group's numbers on the device; the ranks and their collectives; the direction of a
 Muon update; the pieces of work (SmallParameters, Rows, Bank); who owns which matrix; the optimizers.
-`optim_state.py` saves and loads state. Two extensions import this file, and only the planner imports them,
-when it meets their parameters: `sharded.py` (FSDP2, with `tensor_parallel.py`) and `fused.py` (split
+`optim_state.py` saves and loads state. Two extensions import this file, and its planner imports them when
+it meets their parameters: `sharded.py` (FSDP2, with `tensor_parallel.py`) and `fused.py` (split
 matrices). The group's option `direction` takes a rule of your own for matrices; docs/optimizer.md, the page
 to read next to this file, adds Lion.
 """
