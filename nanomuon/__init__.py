@@ -1,6 +1,6 @@
 """nanomuon: `from nanomuon import MuonAdamW, DistMuonAdamW, build_param_groups`.
 
-The three are loaded when they are asked for: `import nanomuon.gpt` loads no optimizer.
+They are loaded lazily: `import nanomuon.gpt` loads no optimizer.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Causal attention with an optional sliding window.
 
-On CUDA a window is PyTorch's varlen_attn, which skips what the window hides. Everything else is PyTorch's
+Windows in bf16 on CUDA use PyTorch's varlen_attn, which skips hidden keys. Everything else uses PyTorch's
 scaled_dot_product_attention, except short rows in bf16 on a CPU (`whole_scores`).
 """
 
@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-# Tokens up to which a CPU in bf16 makes all scores of a row, the hidden ones too: at 256 a training step of
-# depth 4 takes 0.88 of the time that it takes with PyTorch's fused kernel
+# Up to this many tokens, a CPU in bf16 computes all scores of a row, hidden ones too: at 256, a training step
+# of depth 4 takes 0.88 of its time with PyTorch's fused kernel
 WHOLE_SCORES = 512
-# What decoding leaves to PyTorch. On Hopper it prefers cuDNN, which plans a kernel for every length
-# (about 0.4 s each), and every token makes a new length
+# The backends for decoding. On Hopper PyTorch prefers cuDNN, which plans a kernel for every length
+# (about 0.4 s each), and every token is a new length
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -37,15 +37,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, normal
 
 
 def visible_keys(Tq: int, Tk: int, window: int | None, device: torch.device) -> Tensor:
-    """(Tq, Tk), True if a query, which is one of the last Tq positions, sees a key."""
+    """(Tq, Tk), True if a query, one of the last Tq positions, sees a key."""
     keys = torch.arange(Tk, device=device)
     distance = keys[Tk - Tq :, None] - keys
     return (distance >= 0) & (distance < (window or Tk))
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
-    """The device's fused kernel in the layout of this file: mask (Tq, Tk) or (B, 1, Tq, Tk), True if a query
-    sees a key. A mask saves no products.
+    """PyTorch's fused kernel in the layout of this file: mask (Tq, Tk) or (B, 1, Tq, Tk), True if a query
+    sees a key. A mask saves no work.
     """
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -59,9 +59,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
 
 
 def whole_scores(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """All scores at once, in the dtype of the queries: T^2 numbers for every head, which are kept for the
-    backward.
-    """
+    """All scores at once, in the queries' dtype: T^2 numbers per head, kept for the backward pass."""
     B, T, H, D = q.shape
     k, v = (x.repeat_interleave(H // x.size(2), dim=2) for x in (k, v))
     q, k, v = (x.transpose(1, 2).reshape(B * H, T, D) for x in (q, k, v))
@@ -73,8 +71,8 @@ def whole_scores(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 
 @torch.library.custom_op("nanomuon::softmax", mutates_args=())
 def softmax(scores: Tensor) -> Tensor:
-    """Over the last dimension. An op of its own, since the compiler's kernels for bf16 on a CPU take three
-    times as long.
+    """Over the last dimension. A custom op, because the compiler's bf16 kernels for a CPU take three times as
+    long.
     """
     return scores.softmax(-1)
 
@@ -93,12 +91,12 @@ softmax.register_autograd(
 
 
 def use_flash_attention(device: torch.device) -> str | None:
-    """Take FlashAttention 3 or 4 from now on, if there is one for this GPU and its package is installed;
-    returns its name. Deterministic runs keep PyTorch's own.
+    """Use FlashAttention 3 or 4 from now on, if one is made for this GPU and installed; return its name.
+    Deterministic runs keep PyTorch's own.
     """
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return None
-    # Hopper's and Blackwell's, as PyTorch calls them
+    # PyTorch's names for Hopper's and Blackwell's
     name = {9: "FA3", 10: "FA4"}.get(torch.cuda.get_device_capability(device)[0])
     if name not in torch.nn.attention.list_flash_attention_impls():
         return None
@@ -111,7 +109,7 @@ def use_flash_attention(device: torch.device) -> str | None:
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """Every row is one sequence of a ragged batch."""
-    from torch.nn.attention.varlen import varlen_attn  # loads torch._dynamo, a second that only GPUs need
+    from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo: a second, for GPUs only
 
     B, T, H = q.shape[:3]
     ends = torch.arange(0, (B + 1) * T, T, device=q.device, dtype=torch.int32)

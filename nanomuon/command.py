@@ -1,4 +1,4 @@
-"""How a command line begins and ends: flags, errors as one line, signals."""
+"""How a command line begins and ends: flags, one-line errors, signals."""
 
 import argparse
 import contextlib
@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from nanomuon.runtime import InputError, base_dir, printable
 
-BUG = 1  # exit code of an error that is no one's input
-STOPPED = 75  # of a run that was asked to stop before its end: EX_TEMPFAIL of sysexits.h, try again
-PATIENCE = 2  # seconds that a rank waits before it tells of an error which others probably tell of
+BUG = 1  # exit code of an error that no input caused
+STOPPED = 75  # exit code of a run that was asked to stop early: EX_TEMPFAIL of sysexits.h, try again
+PATIENCE = 2  # seconds that a rank waits before it reports an error that others probably report
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -24,9 +24,9 @@ PATIENCE = 2  # seconds that a rank waits before it tells of an error which othe
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Of one command: its description is shown as it is written, and what is wrong is an InputError.
+    """Prints its description verbatim, and raises an InputError for a bad flag.
 
-    argparse would print the usage before it says what is wrong: 60 lines of base_train's.
+    argparse would print the usage before the error: 60 lines for base_train.
     """
 
     def __init__(self, prog: str, description: str, **settings):
@@ -40,7 +40,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def number(kind: type, low: float, high: float):
-    """The type of a flag whose value is an int or a float from `low` to `high`; NaN is not among them."""
+    """The type of a flag whose value is an int or a float from `low` to `high`, not NaN."""
 
     bounds = f"from {low:,} to {high:,}" if kind is int else f"from {low:g} to {high:g}"
 
@@ -66,7 +66,7 @@ def add_run_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run",
         default="base",
-        help="a finished run: its name under runs/, or the path of its folder, which has a slash (./NAME) "
+        help="a finished run: its name under runs/, or the path of its folder, with a slash (./NAME) "
         "(default: %(default)s)",
     )
 
@@ -75,8 +75,7 @@ def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         metavar="last|step_N",
-        help="the model as this checkpoint of the run has it, which may still be training (default: as it is "
-        "at the end)",
+        help="use the model of this checkpoint; the run may still be training (default: the finished model)",
     )
 
 
@@ -95,25 +94,25 @@ def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(main) -> None:
-    """Run a script's main() and exit: 0, or 2 with one line on stderr for what the user can fix.
+    """Run a script's main() and exit: 0, or 2 with one line on stderr for an error that the user can fix.
 
     Other exceptions are bugs and show their traceback. In a world of several ranks an error ends its rank at
-    once, so that torchrun ends the others, which may be waiting for this one in a collective: leaving the
+    once, so that torchrun ends the others, which may be waiting for this one in a collective: destroying the
     process group would wait for them.
     """
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # until here scripts/__init__.py had it
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # scripts/__init__.py handled it until now
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main() or 0
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
         code, message = explain(error)
-        if isinstance(error, BrokenPipeError):  # else Python would write the rest once more when it ends
+        if isinstance(error, BrokenPipeError):  # else Python would flush the rest again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
         if not alone:
             let_others_speak(error, code)
-        sys.stderr.write(message)  # in one piece: print() writes the end of the line by itself
+        sys.stderr.write(message)  # in one write: print() writes the newline separately
         if not alone:
             leave(code)
     if dist.is_initialized():
@@ -122,14 +121,14 @@ def run_command(main) -> None:
 
 
 def explain(error: BaseException) -> tuple[int, str]:
-    """The exit code for an error that ends this process, and what to tell the user about it."""
+    """The exit code and the user's message for an error that ends this process."""
     message = str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, f"{message or 'interrupted'}\n"
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in message:
-        less = "fewer rows (--device-batch-size), a smaller model or --shard fsdp need less"
+        less = "try fewer rows (--device-batch-size), a smaller model or --shard fsdp"
         message = f"{message.split('. ')[0]}; {less}"
-    elif isinstance(error, OSError):  # what the system refuses: no room, no permission, no reader of a pipe
+    elif isinstance(error, OSError):  # from the system: full disk, no permission, broken pipe
         if str(base_dir()) in message:
             message += "; NANOMUON_BASE_DIR=/folder/with/room helps"
     elif not isinstance(error, InputError):
@@ -140,15 +139,15 @@ def explain(error: BaseException) -> tuple[int, str]:
 
 
 def let_others_speak(error: BaseException, code: int) -> None:
-    """Wait a little with an error that another rank probably tells of, to be ended by torchrun meanwhile.
+    """Wait with an error that another rank probably reports, so that torchrun ends this rank meanwhile.
 
-    Most errors come to all ranks: then the first of each node tells the user, and not eight of them. The end
-    of another rank shows as a connection that is lost.
+    Most errors hit all ranks: then only the first of each node reports it. If another rank has died, this one
+    sees a lost connection.
     """
     first_of_node = os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0"
-    lost_connection = isinstance(error, dist.DistError) or "by peer" in str(error)  # the words of gloo
+    lost_connection = isinstance(error, dist.DistError) or "by peer" in str(error)  # gloo's wording
     if lost_connection or not first_of_node:
-        signal.signal(signal.SIGTERM, lambda number, frame: leave(code))  # by which torchrun ends us
+        signal.signal(signal.SIGTERM, lambda number, frame: leave(code))  # torchrun's signal
         time.sleep(PATIENCE)
 
 
@@ -160,7 +159,7 @@ def leave(code: int) -> None:
 
 
 def on_signals(handler, *numbers: signal.Signals) -> None:
-    """Have handler(number, frame) called for these signals; SIGHUP stays ignored if it is: by nohup."""
+    """Call handler(number, frame) on these signals; SIGHUP stays ignored if it is, as under nohup."""
     for number in numbers:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
@@ -178,9 +177,9 @@ def exit_when_asked() -> None:
 class StopSignals:
     """SIGTERM, SIGHUP and Ctrl-C ask to save and stop after this step; a second Ctrl-C ends at once.
 
-    in_steps: whether there is something to save first. Before the first step and after the last there is not:
-    a signal then ends this process at once. The first rank notes a stop in the file `stopped` of the run's
-    folder, None for a launch that trains nothing.
+    in_steps: whether there is something to save. Before the first step and after the last there is not, and a
+    signal ends this process at once. The first rank records a stop in the file `stopped` of the run's folder,
+    which is None if nothing is trained.
     """
 
     def __init__(self, folder: Path | None):
@@ -192,21 +191,21 @@ class StopSignals:
         self.asked = True
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if not self.in_steps:
-            # Not by an exception, which could be lost in what it interrupts, or come to nothing while this
-            # rank leaves a group whose others are waiting
+            # Not an exception: the interrupted code could swallow it, or it could have no effect while this
+            # rank leaves a process group in which others wait
             os._exit(self.stopped("with nothing to save"))
 
     def stopped(self, how: str) -> int:
-        """Say and note that the run stops here. Returns its exit code: 75 in one process; 0 under torchrun,
-        which takes anything else for a failure.
+        """Print and record that the run stops here. Returns its exit code: 75 in one process; 0 under
+        torchrun, which treats anything else as a failure.
         """
         message = f"stopped {how}; the same command carries on\n"
         if os.environ.get("RANK", "0") == "0":
-            os.write(1, message.encode())  # print() fails in a signal handler that has interrupted another
-            with contextlib.suppress(OSError):  # if the disk is full the exit code has to do
+            os.write(1, message.encode())  # print() fails in a signal handler that interrupted another
+            with contextlib.suppress(OSError):  # if the disk is full, the exit code has to do
                 if self.folder:
                     self.folder.mkdir(parents=True, exist_ok=True)
-                    (self.folder / "stopped").unlink(missing_ok=True)  # a link would be written through
+                    (self.folder / "stopped").unlink(missing_ok=True)  # do not write through a link
                     (self.folder / "stopped").write_text(message)
         alone = os.environ.get("WORLD_SIZE", "1") == "1" and not dist.is_torchelastic_launched()
         return STOPPED if alone else 0

@@ -1,24 +1,24 @@
 """CORE, by which the field compares base models: the mean of the centred accuracies of 22 tasks (DCLM, arXiv
-2406.11794), by the rule of published figures (nanochat's, after DCLM's), which decides
+2406.11794), by the rules of published figures (nanochat's, after DCLM's):
 
-- which items: all, shuffled by Random(1337), cut to a number if one is given;
-- which examples come before item i: Random(1234 + i) samples them from the other kept items;
-- which tokens are scored. Multiple choice: those after the tokens that all choices begin with. Schema: those
-  at the end that all contexts are followed by. Language modelling: those of the continuation;
-- what is right: the choice of the lowest mean loss, the first of equals; in language modelling a continuation
-  of which every token is the likeliest one. A choice without a token of its own (one that all others begin
-  with) has no mean loss: as in the published code it wins as the first choice, and never as another.
+- Items: all, shuffled by Random(1337), cut to a number if one is given.
+- Examples before item i: sampled by Random(1234 + i) from the other kept items.
+- Scored tokens. Multiple choice: those after the common beginning of all choices. Schema: the common end of
+  all choices. Language modelling: those of the continuation.
+- Right: the choice with the lowest mean loss, the first of equals; in language modelling, a continuation
+  whose every token is the likeliest one. A choice without a token of its own (all others begin with it) has
+  no mean loss: as in the published code, it wins as the first choice, and never as another.
 
-Where the published code stops, this one goes on: fewer other items than examples are all shown; a
-continuation that does not fit into the context is scored from the second token on of what is left; if the
-tokens before a continuation change with it, those that changed are scored too.
+Where the published code fails, this one goes on: if there are fewer other items than examples, all are shown;
+a continuation that does not fit into the context is scored from its second remaining token on; if a
+continuation changes the tokens before it, the changed ones are scored too.
 
-The tasks are a folder, a zip of one, or the address of such a zip, laid out as the public bundle of DCLM:
+The tasks are a folder, a zip of one, or the address of such a zip, laid out like DCLM's public bundle:
 
-    core.yaml                 icl_tasks: for each its label, dataset_uri, num_fewshot, icl_task_type and
-                              continuation_delimiter (a space if not given)
+    core.yaml                 icl_tasks, each with label, dataset_uri, num_fewshot, icl_task_type and
+                              continuation_delimiter (default: a space)
     eval_meta_data.csv        "Eval Task" and "Random baseline", in percent
-    eval_data/<dataset_uri>   an item a line, as JSON:
+    eval_data/<dataset_uri>   one JSON item per line:
                               multiple_choice    {"query", "choices", "gold"}
                               schema             {"context_options", "continuation", "gold"}
                               language_modeling  {"context", "continuation"}
@@ -52,9 +52,9 @@ from nanomuon.gpt import GPT
 from nanomuon.runtime import InputError, base_dir, locked, parse_json, print0, together, write_whole
 from nanomuon.tokenizer import Tokenizer
 
-# The bundle that published figures come from, as nanochat names it
+# The bundle of the published figures, at nanochat's address
 PUBLIC_BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-# What zipfile raises for a damaged zip; RuntimeError for an encrypted one, and for JSON that is too deep
+# Raised for a damaged zip; RuntimeError for an encrypted one, and for JSON nested too deeply
 DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 CORE_TASKS = frozenset(
     """
@@ -64,17 +64,17 @@ CORE_TASKS = frozenset(
     bigbench_language_identification
     """.split()
 )
-MOST_LOGITS = 2**28  # of a batch, 1 GB in float32
+MOST_LOGITS = 2**28  # per batch, 1 GB in float32
 
 
 class Unreachable(InputError):
-    """A bundle that an address does not give: a training run goes on without it."""
+    """An address returned no bundle: a training run goes on without it."""
 
 
 @dataclass
 class Item:
-    """A question: contexts with their continuations, of which number `gold` is right. A multiple choice has
-    one context, a schema one continuation, and language modelling one of both.
+    """A question: pairs (context, continuation), of which number `gold` is right. A multiple choice has one
+    context, a schema one continuation, and language modelling one pair.
     """
 
     pairs: list[tuple[str, str]]
@@ -88,7 +88,7 @@ class Entry:
     label: str
     icl_task_type: Literal["multiple_choice", "schema", "language_modeling"]
     dataset_uri: str  # under eval_data
-    num_fewshot: list[int]  # examples shown before an item: the first is the number
+    num_fewshot: list[int]  # its first entry: how many examples are shown before an item
     continuation_delimiter: str = " "  # between a context and its continuation
 
 
@@ -102,16 +102,16 @@ class Task(Entry):
 class Row:
     """A prompt with one continuation, in tokens."""
 
-    tokens: list[int]  # at most the context
-    start: int  # the first token that is scored, at least 1; the last of the row is the last that is
-    shared: int = 0  # tokens that the rows of its item begin with, to be computed once
+    tokens: list[int]  # at most seq_len
+    start: int  # the first scored token, at least 1; all tokens from there on are scored
+    shared: int = 0  # length of the common beginning of its item's rows, which is computed once
     mean_loss: float = float("nan")  # in nats
-    all_likeliest: bool = False  # every scored token is the one that the model thinks likeliest
+    all_likeliest: bool = False  # every scored token is the model's likeliest
 
 
 @dataclass
 class Answer:
-    mean_losses: list[float]  # of each choice
+    mean_losses: list[float]  # per choice
     correct: bool
 
 
@@ -128,10 +128,10 @@ def evaluate(
     ranks: int = 1,
 ) -> dict:
     """{"core", "mean_centered", "tasks": {label: {"accuracy", "centered", "items"}}}. "core" is
-    None unless the tasks are those of CORE. Prints a table, row by row as it comes.
+    None unless the tasks are those of CORE. Prints a table row by row.
 
-    most_items: of each task, None: all. most_tokens: of a batch. rank: this one's number among `ranks` that
-    score different items; every rank gets all results. Collective.
+    most_items: per task, None for all. most_tokens: per batch. The `ranks` ranks score different items; every
+    rank gets all results. Collective.
     """
     print0(f"{'task':36} accuracy  centered  items")
     results = {}
@@ -148,7 +148,7 @@ def evaluate(
 
 
 def as_line(results: dict) -> str:
-    """One line: the mean, and what it may be called."""
+    """One line: the mean under its proper name."""
     name = "CORE" if results["core"] is not None else f"mean over {len(results['tasks'])} tasks (not CORE)"
     return f"{name}: {results['mean_centered']:.4f}"
 
@@ -166,7 +166,7 @@ def answer_task(
     items = list(task.items)
     random.Random(1337).shuffle(items)
     items = items[:most_items]
-    choices = {}  # of each item: a row each, equal ones have the same
+    choices = {}  # {item number: the row of each choice}
     for number in range(rank, len(items), ranks):
         choices[number] = ask(task, items, number, tokenizer, model.config.seq_len)
     rows = dict.fromkeys(row for item_rows in choices.values() for row in item_rows)
@@ -177,13 +177,13 @@ def answer_task(
     def answer_mine() -> dict[int, Answer]:
         for batch in batches:
             score(model, batch)
-        for _ in range(most_calls - calls):  # other ranks may need this one's pieces of the model
+        for _ in range(most_calls - calls):  # other ranks may need this one's shards of the model
             model(torch.zeros(1, 1, dtype=torch.int64, device=model.cos.device))
         return {number: decide(task, items[number], rows) for number, rows in choices.items()}
 
-    # Shapes change from batch to batch: what was compiled for training would be compiled for each of them
+    # Shapes change from batch to batch: a model compiled for training would be recompiled for each
     eager = torch.compiler.set_stance("force_eager")
-    # No gradients, but never inference_mode: what FSDP2 gathers here, training uses too
+    # Not inference_mode: training also uses what FSDP2 gathers here
     with torch.no_grad(), sdpa_kernel(WITHOUT_CUDNN), eager:
         answers = {}
         for part in together(answer_mine):
@@ -192,8 +192,8 @@ def answer_task(
 
 
 def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_len: int) -> list[Row]:
-    """The row of each choice of an item, with the examples before it. Equal choices have one row, so that no
-    rounding decides between them.
+    """The row of each choice of an item, with the examples before it. Equal choices share a row, so that
+    rounding cannot decide between them.
     """
     item = items[number]
     others = items[:number] + items[number + 1 :]
@@ -213,14 +213,14 @@ def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_le
         common_end = len(os.path.commonprefix([prompt[::-1] for prompt in prompts]))
         starts = [len(prompt) - common_end for prompt in prompts]
     else:
-        # The space at the end of a delimiter becomes part of the next token
+        # A delimiter's final space becomes part of the next token
         before = f"{shown}{item.pairs[0][0]}{task.continuation_delimiter}".strip()
         starts = [len(os.path.commonprefix([[tokenizer.bos_id, *tokenizer.encode(before)], prompts[0]]))]
 
     rows, by_cut = {}, {}
     for prompt, start in zip(prompts, starts, strict=True):
         if tuple(prompt) not in rows:
-            cut = max(0, len(prompt) - seq_len)  # too long prompts keep their end
+            cut = max(0, len(prompt) - seq_len)  # prompts that are too long keep their end
             row = rows[tuple(prompt)] = Row(prompt[cut:], max(1, start - cut))
             by_cut.setdefault(cut, []).append(row)
     for alike in by_cut.values():  # rows that were cut differently begin with different tokens
@@ -229,9 +229,9 @@ def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_le
 
 
 def share(rows: list[Row]) -> None:
-    """Let rows read what all of them begin with only once, if it is most of them."""
+    """Have the common beginning of rows computed once, if it is at least half of the longest."""
     common = len(os.path.commonprefix([row.tokens for row in rows]))
-    # The position before the first scored token predicts it, so it is not among those that are shared
+    # The position before the first scored token predicts it, so it is not shared
     shared = min(common, min(row.start for row in rows) - 1)
     if len(rows) > 1 and 2 * shared >= max(len(row.tokens) for row in rows):
         for row in rows:
@@ -239,7 +239,7 @@ def share(rows: list[Row]) -> None:
 
 
 def make_batches(rows: Iterable[Row], most_tokens: int, most_scored: int) -> Iterator[list[Row]]:
-    """Rows of similar length together: at most so many tokens with their padding, and so many scored ones."""
+    """Batch rows of similar length, up to `most_tokens` with padding and `most_scored` scored ones."""
     batch = []
     for row in sorted(rows, key=lambda row: (row.shared, len(row.tokens))):
         larger = [*batch, row]
@@ -255,7 +255,7 @@ def make_batches(rows: Iterable[Row], most_tokens: int, most_scored: int) -> Ite
 
 
 def score(model: GPT, rows: list[Row]) -> None:
-    """Fill in what the model makes of the rows of a batch. What rows share is read first, once."""
+    """Fill in the results of a batch of rows. The beginnings that rows share are read first, once."""
     device = model.cos.device
     # The last token of a row is predicted and predicts nothing
     inputs = padded([row.tokens[row.shared : -1] for row in rows]).to(device)  # (B, T)
@@ -269,7 +269,7 @@ def score(model: GPT, rows: list[Row]) -> None:
     at, targets = torch.tensor([at, targets], dtype=torch.int64, device=device)  # (M,) each
 
     cache = None
-    if rows[-1].shared:  # the most of all
+    if rows[-1].shared:  # the largest of all
         cache = read(model, [row.tokens[: row.shared] for row in rows], rows[-1].shared + inputs.size(1))
     logits = model(inputs, cache=cache, at=at)  # (M, V)
     # float64 adds float32 losses without rounding: equal losses in another order have an equal mean
@@ -284,7 +284,7 @@ def decide(task: Task, item: Item, rows: list[Row]) -> Answer:
     losses = [row.mean_loss for row in rows]
     if task.icl_task_type == "language_modeling":
         return Answer(losses, rows[0].all_likeliest)
-    # min() passes over a NaN that is not the first, and takes one that is: the published rule
+    # min() returns a NaN if it comes first, and ignores it otherwise: the published rule
     return Answer(losses, losses.index(min(losses)) == item.gold)
 
 
@@ -295,7 +295,7 @@ def open_bundle(place: str) -> list[Task]:
     """The tasks of a bundle, in its order.
 
     place: a folder, a zip, or the http(s) address of a zip, which is fetched once and kept under the base
-    folder. InputError for what is not a bundle, Unreachable if an address gives none.
+    folder. InputError if it is not a bundle, Unreachable if an address returns none.
     """
     if place.startswith(("http://", "https://")):
         archive = base_dir() / "core" / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.zip"
@@ -308,7 +308,7 @@ def open_bundle(place: str) -> list[Task]:
 
 
 def fetch(address: str, archive: Path) -> None:
-    """Let the zip of an address appear, once every line of it has been read."""
+    """Download a zip, which appears once every line of it has been read."""
     print(f"fetching {address}", flush=True)
     try:
         # A server may be silent for 10 seconds
@@ -323,7 +323,7 @@ def fetch(address: str, archive: Path) -> None:
 def read_zip(archive: Path) -> list[Task]:
     """The tasks of a zip, which is never unpacked."""
     listing = None
-    with told_of(archive), zipfile.ZipFile(archive) as zipped:
+    with errors_naming(archive), zipfile.ZipFile(archive) as zipped:
         for member in zipped.infolist():
             path = PurePosixPath(member.filename.replace("\\", "/"))
             if path.is_absolute() or ".." in path.parts or stat.S_ISLNK(member.external_attr >> 16):
@@ -364,8 +364,8 @@ class LanguageModeling:
 
 
 @contextmanager
-def told_of(place) -> Iterator[None]:
-    """Errors in the content of a bundle are an InputError that names the file, and the line in it."""
+def errors_naming(place) -> Iterator[None]:
+    """Turn an error in a bundle's content into an InputError that names its place."""
     try:
         yield
     except OSError as error:
@@ -379,9 +379,9 @@ def told_of(place) -> Iterator[None]:
 def read_tasks(folder) -> list[Task]:
     """The tasks that core.yaml lists, with their items. folder: a Path, or a zipfile.Path."""
     meta, listing = folder / "eval_meta_data.csv", folder / "core.yaml"
-    with told_of(meta), meta.open(encoding="utf-8-sig", newline="") as file:
+    with errors_naming(meta), meta.open(encoding="utf-8-sig", newline="") as file:
         baselines = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(file)}
-    with told_of(listing):
+    with errors_naming(listing):
         entries = parse_json(json.dumps(yaml.safe_load(listing.read_bytes())), Listing).icl_tasks
         if not entries:
             raise ValueError("it lists no task")
@@ -390,19 +390,19 @@ def read_tasks(folder) -> list[Task]:
 
 def read_task(folder, entry: Entry, baselines: dict[str, float]) -> Task:
     baseline = baselines.get(entry.label, -1)
-    with told_of(f"{folder / 'core.yaml'}, task {entry.label}"):
+    with errors_naming(f"{folder / 'core.yaml'}, task {entry.label}"):
         path = PurePosixPath(entry.dataset_uri)
         if path.is_absolute() or ".." in path.parts:
             raise ValueError(f"dataset_uri {entry.dataset_uri!r} leads out of the bundle")
         if not entry.num_fewshot or entry.num_fewshot[0] < 0:
             raise ValueError(f"num_fewshot is {entry.num_fewshot}, not a list with a number of examples")
         if not 0 <= baseline < 1:
-            raise ValueError("eval_meta_data.csv gives no random baseline from 0 to below 100")
+            raise ValueError("eval_meta_data.csv has no random baseline from 0 to below 100")
     file, items = folder / "eval_data" / entry.dataset_uri, []
-    with told_of(file), file.open("rb") as lines:
+    with errors_naming(file), file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                with told_of(f"{file} line {number}"):
+                with errors_naming(f"{file} line {number}"):
                     items.append(parse_item(line, entry.icl_task_type))
         if not items:
             raise ValueError("it holds no item")

@@ -1,9 +1,9 @@
 """Where documents come from: the Python standard library, local files, any dataset on the hub.
 
-A corpus is an ordered list of files, and the suffix of a file says how it is read, so that everybody who
-names the same corpus reads the same documents in the same order. A text file is one document; a record of
-.jsonl or .parquet is one, unless its text is null. Empty documents and documents equal to an earlier one are
-skipped (hub corpora come deduplicated). A file that cannot be read to its end is an error that names it.
+A corpus is an ordered list of files, and a file's suffix decides how it is read, so everybody who names the
+same corpus reads the same documents in the same order. A text file is one document; so is each record of
+.jsonl or .parquet, unless its text is null. Empty documents and copies of earlier ones are skipped (hub
+corpora come deduplicated). A file that cannot be read to its end is an error that names it.
 """
 
 import contextlib
@@ -30,31 +30,31 @@ TEXT_SUFFIXES = tuple(
     ".rb .php .lua .r .jl .f .f90 .f95 .for .pas .hs .ml .mli .erl .ex .exs .clj .el .lisp .scm .rkt .sql "
     ".proto .cmake .s .asm".split()
 )
-PACKAGES = {"site-packages", "dist-packages", "__pycache__"}  # folders that are not read: installed, compiled
+PACKAGES = {"site-packages", "dist-packages", "__pycache__"}  # folders to skip: installed, compiled
 PIECE = 4096  # characters, see with_both_parts()
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A named, ordered set of documents. `revision` stands for its content."""
+    """A named, ordered set of documents. `revision` identifies its content."""
 
     name: str
     revision: str
-    files: tuple  # of Path; of names inside the repository `repo` for a corpus on the hub
+    files: tuple  # of Path; for a corpus on the hub, of names in the repository `repo`
     text_field: str = "text"
     repo: str | None = None
     max_characters: float = math.inf  # longer documents are cut, see with_both_parts()
 
     @property
     def slug(self) -> str:
-        """What its folders are called: another one if the content or the way to read it changes."""
+        """The name of its folders, which changes with the content and the way to read it."""
         return _file_name(self.name, self.revision, self.text_field)
 
     def documents(self):
-        """Yield (text, whether it is for validation) of every document, in their fixed order.
+        """Yield (text, whether it is for validation) of every document, in a fixed order.
 
-        One document in 20 is for validation, chosen by its own hash, so that it never moves. InputError for a
-        file that cannot be read.
+        One document in 20 is for validation, chosen by its own hash, so it always stays there. InputError for
+        a file that cannot be read.
         """
         seen = set()
         for file in self.files:
@@ -77,7 +77,7 @@ class Corpus:
                 count += 1
         except (OSError, ValueError) as error:
             if self.name == "python" and isinstance(error, UnicodeDecodeError):
-                return  # some files of the library test that others can be read, too
+                return  # some files of the library test other encodings
             advice = "delete it, and it is fetched again" if self.repo else "repair it, or move it away"
             raise InputError(
                 f"bad file in corpus {self.name}: {path}, document {count + 1}: {error}; {advice}"
@@ -86,16 +86,16 @@ class Corpus:
     def _download(self, file) -> Path:
         from huggingface_hub import hf_hub_download
 
-        with _of_the_hub(f"fetching {file} of {self.repo}"):
-            # Tries again by itself, resumes a partial file, checks size and, if the hub knows it, hash
+        with _hub_errors(f"fetching {file} of {self.repo}"):
+            # Retries, resumes a partial file, checks its size and, if the hub knows it, its hash
             return Path(hf_hub_download(self.repo, file, repo_type="dataset", revision=self.revision))
 
 
 def with_both_parts(corpus: Corpus) -> Corpus:
     """The corpus if it has documents for training and for validation, else the same in pieces.
 
-    A few books would all be for training: their pieces of PIECE characters, cut at line ends, are documents
-    then. Reads until it has seen both parts, some twenty documents. InputError if not even pieces make both.
+    A few books may all be for training: then their pieces of PIECE characters, cut at line ends, become the
+    documents. Reads until it has seen both parts, about twenty documents. InputError if pieces do not help.
     """
     for candidate in (corpus, replace(corpus, max_characters=PIECE)):
         found = set()
@@ -110,7 +110,7 @@ def with_both_parts(corpus: Corpus) -> Corpus:
 
 
 def check_corpus(name: str) -> None:
-    """InputError if there cannot be a corpus of this name. Quick: nothing is read, and no hub is asked."""
+    """InputError if no corpus can have this name. Quick: reads no file and does not ask the hub."""
     if name.startswith("path:"):
         if not os.path.exists(_place(name)):
             raise InputError(f"corpus {name}: no such file or folder")
@@ -124,7 +124,7 @@ def _place(name):
 
 @dataclass(frozen=True)
 class Remembered:
-    """NAME.json: how the records of a corpus are read; of one on the hub also its revision and files."""
+    """NAME.json: how a corpus's records are read; for one on the hub, its revision and files too."""
 
     text_field: str = "text"
     revision: str = ""
@@ -137,12 +137,11 @@ def open_corpus(name: str, text_field: str | None = None) -> Corpus:
     python          the standard library of the running interpreter: about 30 MB, no download
     path:PLACE      a text file (prose, markup, source code), .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or a
                     folder of them (sorted)
-    hf:ORG/NAME     the train split of a dataset on the hub; hf:ORG/NAME:CONFIG@REVISION names more. The
-                    revision is pinned when the corpus is first opened; later the hub is asked for missing
-                    files only
+    hf:ORG/NAME     the train split of a dataset on the hub; also hf:ORG/NAME:CONFIG@REVISION. The revision is
+                    pinned when the corpus is first opened; later the hub is asked for missing files only
 
-    Records take their text from `text_field` (default "text"). It is remembered for later commands that name
-    the same corpus.
+    `text_field` (default "text") is the field of a record that holds its text. It is remembered for later
+    commands that name the same corpus.
     """
     check_corpus(name)
     root, suffixes = Path(sysconfig.get_path("stdlib")), ".py"
@@ -165,7 +164,7 @@ def open_corpus(name: str, text_field: str | None = None) -> Corpus:
         raise InputError(
             f"corpus {name} has no file with text: .txt, .md, .py, .c and so on, .jsonl, .parquet"
         )
-    # Names, sizes and times: hashing 100 GB at every start would not be worth the certainty
+    # Names, sizes and times: hashing 100 GB at every start is not worth the certainty
     listing = []
     for path in files:
         status = path.stat()
@@ -174,13 +173,13 @@ def open_corpus(name: str, text_field: str | None = None) -> Corpus:
 
 
 def _local_files(root, suffixes) -> list[Path]:
-    """The files of a place that are read, sorted: not hidden ones, nor what we write ourselves."""
+    """The files to read under `root`, sorted; neither hidden ones nor those that we write ourselves."""
     ours = base_dir().resolve()  # changes with every run
     files = []
     for folder, subfolders, names in [(root.parent, [], [root.name])] if root.is_file() else os.walk(root):
         for name in list(subfolders):
             if name.startswith(".") or name in PACKAGES or Path(folder, name) == ours:
-                subfolders.remove(name)  # os.walk goes into those that stay
+                subfolders.remove(name)  # os.walk descends into the rest
         for name in names:
             if not name.startswith(".") and name.lower().endswith(suffixes):
                 files.append(Path(folder, name))
@@ -193,8 +192,8 @@ def _resolve(name, text_field) -> Remembered:
     from huggingface_hub import HfApi
 
     repo, config, revision = HUB_NAME.fullmatch(name).groups()
-    with _of_the_hub(f"opening the train split of {name}"):
-        # Fails at once if there is no network; the builder alone would try for half a minute
+    with _hub_errors(f"opening the train split of {name}"):
+        # Fails at once without a network; the builder alone would try for half a minute
         revision = HfApi().dataset_info(repo, revision=revision, timeout=10).sha
         builder = load_dataset_builder(repo, config, revision=revision)
         files = [file.split(f"@{revision}/", 1)[-1] for file in builder.config.data_files["train"]]
@@ -202,8 +201,8 @@ def _resolve(name, text_field) -> Remembered:
 
 
 @contextlib.contextmanager
-def _of_the_hub(what: str):
-    """Errors in here are one line. The clients of the hub raise their own kinds, httpx's and OSErrors."""
+def _hub_errors(what: str):
+    """Turn any error into a one-line InputError: the hub's clients raise their own, httpx's and OSErrors."""
     try:
         yield
     except Exception as error:
@@ -218,7 +217,7 @@ def _digest(value) -> str:
 
 
 def _file_name(*identity: str) -> str:
-    """A name for what these strings stand for, the first of them readable in it."""
+    """A file name for these strings, in which the first stays readable."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", identity[0])[-60:]
     return f"{readable}-{_digest(identity)[:8]}"
 
@@ -232,7 +231,7 @@ def read_texts(path: Path, field: str):
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(path) as file:
-            columns = [field] if field in file.schema_arrow.names else None  # all, for the message
+            columns = [field] if field in file.schema_arrow.names else None  # all, for the error message
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for record in batch.to_pylist():
                     yield _text_of(record, field)
@@ -248,7 +247,7 @@ def _open_lines(path):
         return path.open("rb")
     import pyarrow as pa
 
-    # Decompresses by suffix, and tells of a stream that ends too early
+    # Decompresses by suffix, and raises an error for a truncated stream
     return io.BufferedReader(pa.input_stream(str(path), compression="detect"), 1 << 20)
 
 
@@ -256,8 +255,8 @@ def _text_of(record, field):
     text = record.get(field, 0) if isinstance(record, dict) else 0
     if isinstance(text, str):
         return text.encode(errors="replace").decode()  # lone surrogates of JSON become question marks
-    if text is not None:  # a text that is null is none
+    if text is not None:  # null: no document
         raise ValueError(
-            f"no text in field {field!r} of {reprlib.repr(record)}, "
-            "python -m scripts.data_prep --text-field names another"
+            f"no text in field {field!r} of {reprlib.repr(record)}; "
+            "choose another with python -m scripts.data_prep --text-field"
         )

@@ -2,7 +2,7 @@
 
 The training rows of an epoch come window by window, a window being WINDOW consecutive shards. Within a window
 the documents are shuffled and packed into rows of seq_len + 1 tokens without padding, and the rows are
-shuffled. All of that depends on the shards, the seed, the epoch and seq_len only. Ranks and micro-batches
+shuffled. All of this depends only on the shards, the seed, the epoch and seq_len. Ranks and micro-batches
 merely deal the rows out: the position in the data is (epoch, window, row) of the next row, the same on every
 rank.
 """
@@ -20,7 +20,7 @@ from nanomuon.shards import WINDOW, count_tokens, read_manifest, read_shards, wa
 def cut_documents(starts, end, seq_len):
     """The pieces (start, tokens) of documents, none longer than a row.
 
-    starts: where each document begins, the last of which ends at `end`.
+    starts: where each document begins; the last one ends at `end`.
     """
     pieces = []
     for start, following in itertools.pairwise([*starts.tolist(), end]):
@@ -32,15 +32,15 @@ def cut_documents(starts, end, seq_len):
 def pack_rows(pieces, capacity, cut):
     """Pack pieces of text into rows: best-fit decreasing, every piece preceded by one <|bos|>.
 
-    pieces: where each begins and how many tokens of text it has, at most capacity - 1. Returns the rows, each
-    a list of segments (start, tokens), which take a place more than they have tokens.
+    pieces: (start, tokens of text), at most capacity - 1 tokens each. Returns the rows, each a list of
+    segments (start, tokens); a segment fills tokens + 1 places.
 
     With `cut` every row is full: if no piece fits the rest of a row, the longest piece is cut in two and its
-    second part goes back, to begin with a <|bos|> of its own. Only the last pieces, fewer than a row, stay
-    out. Without `cut` every piece is in some row, whole, and rows have room at the end.
+    second part goes back, to get its own <|bos|>. Only the last pieces, less than a row, are left out.
+    Without `cut` every piece is in some row, whole, and rows may have room at the end.
 
-    The lengths of the pieces that are left are the bits of one integer: to find the longest piece that fits
-    takes a mask and a bit_length.
+    The lengths of the remaining pieces are the bits of one integer: a mask and bit_length find the longest
+    piece that fits.
     """
     buckets = [[] for _ in range(capacity)]  # buckets[n]: starts of the pieces of n tokens
     lengths = 0
@@ -71,7 +71,7 @@ def pack_rows(pieces, capacity, cut):
 
 
 def fill(rows, tokens, capacity, bos_id) -> np.ndarray:
-    """(rows, capacity) tokens of the rows that pack_rows gives; places that are left have <|bos|>."""
+    """(rows, capacity) tokens of the rows from pack_rows, with <|bos|> in empty places."""
     filled = np.full((len(rows), capacity), bos_id, tokens.dtype)
     for segments, row in zip(rows, filled, strict=True):
         place = 1
@@ -82,7 +82,7 @@ def fill(rows, tokens, capacity, bos_id) -> np.ndarray:
 
 
 def to_device(rows, device) -> torch.Tensor:
-    """Rows of NumPy as int64."""
+    """NumPy's rows as int64 on the device."""
     batch = torch.from_numpy(rows.astype(np.int64))
     if torch.device(device).type == "cuda":
         # Pinned memory goes back to PyTorch's pool, which hands it out again only after this copy has run
@@ -93,13 +93,13 @@ def to_device(rows, device) -> torch.Tensor:
 class TrainLoader:
     """Micro-batches of packed training rows; the batch of a step is the same however many ranks share it.
 
-    folder: of the shards. Each `next()` gives (inputs, targets), both (device_batch_size, seq_len) int64 on
+    folder: of the shards. Each `next()` returns (inputs, targets), both (device_batch_size, seq_len) int64 on
     `device`. Step s trains on rows s * rows_per_step ... of one endless sequence of rows that depends on
     (shards, seed, seq_len) alone; rows_per_step counts rows over all ranks and micro-batches. InputError
     if the corpus is smaller than one step, or if a shard of the first window cannot be read.
 
-    `state_dict()` is the position after the last micro-batch returned. Passed as `state` it resumes there at
-    once, on any number of ranks. To pack a window takes 0.06 s at a length of 2048, 0.2 s at 256.
+    `state_dict()` is the position after the last micro-batch returned. Passed as `state`, it resumes there at
+    once, on any number of ranks. Packing a window takes 0.06 s at a length of 2048, 0.2 s at 256.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class TrainLoader:
         self.seq_len = seq_len
         self.seed = seed
         self.device = device
-        self.rows_of_all = world_size * device_batch_size  # in a micro-batch
+        self.rows_of_all = world_size * device_batch_size  # per micro-batch
         self.own_rows = slice(rank * device_batch_size, (rank + 1) * device_batch_size)
         self.manifest = read_manifest(folder)
         text = count_tokens(self.manifest.train)
@@ -130,7 +130,7 @@ class TrainLoader:
             )
         state = state or {"epoch": 0, "window": 0, "row": 0}  # of the next row
         self.epoch, self.window, self.row = state["epoch"], state["window"], state["row"]
-        self._rows = self._pack()  # at once: a damaged shard is told of before a run is touched
+        self._rows = self._pack()  # now: report a damaged shard before a run is touched
 
     def state_dict(self) -> dict:
         """{epoch, window, row}: three ints, the same on every rank."""
@@ -143,20 +143,20 @@ class TrainLoader:
 
     def _next_row(self):
         while self.row >= len(self._rows):
-            self._rows = None  # its memory is for the next window
+            self._rows = None  # frees memory for the next window
             self.window, self.row = self.window + 1, 0
             self._rows = self._pack()
         self.row += 1
         return self._rows[self.row - 1]
 
     def _pack(self):
-        """All rows of the window, waiting for it if need be; after the last one an epoch begins."""
+        """All rows of the window, waiting for it if need be; after the last one a new epoch begins."""
         self.manifest = wait_for_window(
             self.folder, self.window, self.manifest.corpus, self.manifest.vocab_size
         )
         if self.window * WINDOW >= len(self.manifest.train):
             self.epoch, self.window = self.epoch + 1, 0
-        # NumPy keeps the streams of RandomState for good, those of Generator may change with a release
+        # NumPy never changes the streams of RandomState; those of Generator may change with a release
         seeds = np.random.SeedSequence([self.seed, self.epoch, self.window])
         rng = np.random.RandomState(np.random.MT19937(seeds))
         tokens, starts = read_shards(self.folder, self.manifest, "train", self.window)
@@ -180,8 +180,8 @@ def validation_batches(
 
     Over all ranks every token of the set is a target exactly once; every other target (<|bos|> and padding)
     is -1. Documents are packed whole; those longer than a row are cut into pieces that begin with <|bos|>.
-    max_tokens takes that many tokens from the beginning of the set. Every rank yields the same number of
-    batches, on `device`.
+    max_tokens: use only the first max_tokens of the set. Every rank yields the same number of batches, on
+    `device`.
     """
     manifest = read_manifest(folder)
     bos_id = manifest.vocab_size - 1

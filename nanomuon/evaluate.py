@@ -16,25 +16,24 @@ def bits_per_byte(
 ) -> float:
     """Cross-entropy of the text in bits, divided by the UTF-8 bytes of the text.
 
-    model(inputs, targets) gives the mean loss in nats over the targets that are not -1. batches yields
-    (inputs, targets), each (B, T) int64, targets of -1 unscored; token_bytes (V,) gives the bytes that each
-    token stands for. Special tokens stand for none and are not scored. Every rank passes its share of the
-    batches and gets the figure for all of them. Waits for the device once, at the end.
+    model(inputs, targets) returns the mean loss in nats over the targets that are not -1. batches yields
+    (inputs, targets), each (B, T) int64, targets of -1 unscored; token_bytes (V,) is the number of bytes of
+    each token. Special tokens have none and are not scored. Every rank passes its share of the batches and
+    gets the figure for all of them. Waits for the device once, at the end.
 
-    as_in_training: run the forward pass that keeps what a backward pass would need. A compiled model has it
-    compiled already, where without gradients it would compile another graph, which costs more than it saves
-    (docs/log.md). It takes the memory of a training step's forward pass.
+    as_in_training: run the forward pass with gradients. A compiled model has compiled it already; without
+    gradients it would compile another graph, which costs more than it saves (docs/log.md). It takes the
+    memory of a training step's forward pass.
     """
-    # What a forward pass in training records besides (the load of experts, the largest logits) is no
-    # evaluation's to record
+    # Training's forward pass also records the load of experts and the largest logits; evaluation must not
     before = [buffer.clone() for buffer in model.buffers()] if as_in_training else []
     sums = torch.zeros(2, dtype=torch.float64, device=token_bytes.device)  # nats, bytes
-    # Never inference_mode: what FSDP2 gathers here, training uses too
+    # Not inference_mode: training also uses what FSDP2 gathers here
     with torch.set_grad_enabled(as_in_training):
         for inputs, targets in batches:
             lengths = torch.where(targets < 0, 0, token_bytes[targets])  # (B, T) bytes
             scored = lengths > 0
-            mean = model(inputs, torch.where(scored, targets, -1)).detach()  # NaN where nothing is scored
+            mean = model(inputs, torch.where(scored, targets, -1)).detach()  # NaN if nothing is scored
             count = scored.sum()
             sums[0] += torch.where(count > 0, mean.double() * count, 0)
             sums[1] += lengths.sum()

@@ -1,8 +1,7 @@
-"""What a run takes on each device, from shapes alone: memory by kind.
+"""The memory that a run takes on each device, by kind, from shapes alone.
 
-What the optimizer takes is asked of its own plan, which is made on the meta device for the first of many
-ranks, without a process group. Nothing here touches a device, so a run on thousands of them can be planned on
-a laptop.
+The optimizer's comes from its own plan, which is made on the meta device for the first of many ranks, without
+a process group. Nothing here touches a device, so a run on thousands of them can be planned on a laptop.
 """
 
 import functools
@@ -25,8 +24,8 @@ NUMBER = 4  # bytes of a weight and a gradient: float32
 class Layout:
     """How many devices there are, and what they share.
 
-    ranks: devices in all, of which `tensor_parallel` at a time see the same rows. fsdp: parameters in pieces
-    over the others (FSDP2).
+    ranks: devices in all, in sets of `tensor_parallel` that see the same rows. fsdp: parameters are cut
+    across the sets (FSDP2).
     """
 
     ranks: int
@@ -52,12 +51,12 @@ class Parameter:
 
     @property
     def module(self) -> str:
-        """Within a block, or the model: "attn.q"."""
+        """Its name within a block, or the model: "attn.q"."""
         return self.name.split(".", 2)[-1].removesuffix(".weight")
 
     @property
     def place(self) -> str:
-        """What FSDP2 gathers it with."""
+        """The parameters that FSDP2 gathers it with."""
         return {"blocks": "block", "wte": "embedding", "value_embeds": "embedding"}.get(
             self.name.split(".")[0], "root"
         )
@@ -97,7 +96,7 @@ def parameters(config: GPTConfig) -> tuple[list[Parameter], list[dict]]:
 
 
 class PlannedWorld(World):
-    """The first rank of a world that is only planned, and has no process group."""
+    """The first rank of a world that is only planned, without a process group."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -105,7 +104,7 @@ class PlannedWorld(World):
 
 
 class RankPlan:
-    """The optimizer of the first rank, which has as much as any, on the meta device."""
+    """The optimizer of the first rank, which holds as much as any, on the meta device."""
 
     def __init__(self, config: GPTConfig, layout: Layout):
         found, groups = parameters(config)
@@ -118,7 +117,7 @@ class RankPlan:
         self.optimizer.plan()
 
     def parameter(self, parameter: Parameter, layout: Layout) -> torch.nn.Parameter:
-        """What this rank holds of it, and how it is cut (see sharded.cuts)."""
+        """This rank's part of it, with its cuts (see sharded.cuts)."""
         shape, cuts = parameter.held(layout), []
         if layout.cuts_rows:
             _, rows = self.rows.share(shape[0], 0)
@@ -140,7 +139,7 @@ class RankPlan:
         return total
 
     def buffers(self) -> int:
-        """Of the optimizer: what is in flight, and temporaries of a bank, about four times a batch."""
+        """The optimizer's transfers in flight, and temporaries of a bank, about four times a batch."""
         chunks = [work for work in self.optimizer.works if isinstance(work, Pipeline)]
         in_flight = sum(6 * max(chunk.momentum.nbytes for chunk in work.chunks) for work in chunks)
         ranks = self.optimizer.world.size
@@ -161,21 +160,21 @@ def optimizer_memory(config: GPTConfig, layout: Layout) -> dict[str, int]:
 
 
 def memory_by_kind(config: GPTConfig, layout: Layout, rows: int, compute_bytes: int) -> dict[str, int]:
-    """Bytes on the first device, which has as much as any.
+    """Bytes on the first device, which holds as much as any.
 
-    rows: sequences per device and micro-step. compute_bytes: of an activation, 2 in bf16. `weights`,
-    `gradients`, `state` (of the optimizer), `activations` (saved for the backward of a micro-step) and
+    rows: sequences per device and micro-step. compute_bytes: per activation, 2 in bf16. `weights`,
+    `gradients`, `state` (of the optimizer), `activations` (saved for the backward pass of a micro-step) and
     `buffers` (collectives, gathered weights and other temporaries: an estimate).
     """
     optimizer, tokens = optimizer_memory(config, layout), rows * config.seq_len
     buffers = optimizer["buffers"] + NUMBER * config.seq_len * config.head_dim  # and the rotary tables
-    # Three numbers and a boolean for each logit of a chunk; and the gradient of the head's weight once more,
-    # times that of the loss
+    # Three numbers and a boolean per logit of a chunk; and a second gradient of the head's weight, multiplied
+    # by the loss's
     chunk = head_loss.chunk_rows(tokens, config.vocab_size) * config.vocab_size
     buffers += (3 * NUMBER + 1) * chunk + NUMBER * config.vocab_size * config.width
     if layout.cuts_rows:
         gathered = gathered_numbers(config, layout)
-        # Weights and gradients: of two blocks, two embeddings and the head
+        # Weights and gradients of two blocks, two embeddings and the head
         block_bytes = compute_bytes if not config.experts else NUMBER
         buffers += 2 * (block_bytes + NUMBER) * gathered["block"] / config.depth
         buffers += 2 * NUMBER * (2 * gathered["largest embedding"] + gathered["root"])
@@ -189,7 +188,7 @@ def memory_by_kind(config: GPTConfig, layout: Layout, rows: int, compute_bytes: 
 
 
 def gathered_numbers(config: GPTConfig, layout: Layout) -> dict[str, int]:
-    """What FSDP2 gathers, in numbers, padded to equal pieces: by place, and the largest embedding."""
+    """How many numbers FSDP2 gathers, padded to equal pieces: per place, and of the largest embedding."""
     numbers = {"block": 0, "embedding": 0, "root": 0, "largest embedding": 0}
     for parameter in parameters(config)[0]:
         rows, *rest = parameter.held(layout) or (1,)
@@ -201,12 +200,12 @@ def gathered_numbers(config: GPTConfig, layout: Layout) -> dict[str, int]:
 
 
 def activations(config: GPTConfig, tokens: int, tensor_parallel: int, compute_bytes: int) -> int:
-    """Bytes saved for the backward of `tokens` tokens, run eagerly; a compiled model saves less.
+    """Bytes saved for the backward pass of `tokens` tokens, run eagerly; a compiled model saves less.
 
-    Per layer and channel 6 times the residual: running, mixed, between attention and MLP, twice normalized,
+    Per layer and channel, 6 times the residual: running, mixed, between attention and MLP, twice normalized,
     and after the convolution. Divided by tensor parallelism: queries and keys before and after their norm,
-    values, value embeddings, what attention puts out, and 2 times the 4 widths of the MLP; experts are not
-    divided and save what goes into and comes out of each that a token visits. After the blocks the residual
+    values, value embeddings, the output of attention, and 2 times the 4 widths of the MLP; experts are not
+    divided and save the input and output of each expert that a token visits. After the blocks, the residual
     and the gradient of its norm, and the gradient of the head's weight, which the forward pass computes
     (head_loss.py). Below float32 also the weights of the blocks' products, in the lower precision.
     """

@@ -1,10 +1,9 @@
-"""Matrix products of the blocks in float8 while training: torchao's, one scale for each matrix.
+"""Float8 matrix products in the blocks during training: torchao's, one scale per matrix.
 
 Input and weight are rounded to e4m3 and the output's gradient to e5m2 (arXiv 2209.05433), each scaled so that
 its largest entry is the largest number of its format; sums are float32, results in the dtype of the
-activations. The head stays as it is, as in DeepSeek-V3 (arXiv 2412.19437). Nothing else changes: parameters,
-their names and the optimizer's state are those of a run without it, and so is everything that needs no
-gradient: evaluation and samples.
+activations. The head does not change, as in DeepSeek-V3 (arXiv 2412.19437), nor do parameters, their names,
+the optimizer's state, evaluation and samples.
 
 It has not run on a GPU.
 """
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from nanomuon.gpt import GPT, Linear
 from nanomuon.runtime import InputError, Runtime
 
-MULTIPLE = 16  # of which every side of a product must be one (cuBLAS)
+MULTIPLE = 16  # every side of a product must be a multiple of it (cuBLAS)
 
 
 def check(runtime: Runtime, tensor_parallel: int) -> None:
@@ -30,15 +29,15 @@ def check(runtime: Runtime, tensor_parallel: int) -> None:
     try:
         import torchao.float8  # noqa: F401
     except ImportError as error:
-        # With an older one, kernels compiled by PyTorch 2.13 may write NaNs (triton-lang/triton#11111)
+        # With an older torchao, kernels compiled by PyTorch 2.13 may write NaNs (triton-lang/triton#11111)
         raise InputError(f"--fp8 needs torchao ({error}): pip install 'torchao>=0.18'") from error
 
 
 def train_in_fp8(model: GPT, emulate: bool = False) -> None:
     """Let the Linears of the blocks multiply in float8 while gradients are enabled.
 
-    Those with a side that is not a multiple of 16 stay as they are, as the gates of value embeddings mostly
-    do. emulate: round as a GPU would and multiply in float32, on any device.
+    Those with a side that is not a multiple of 16 do not change: most gates of value embeddings. emulate:
+    round as a GPU would and multiply in float32, on any device.
     """
     product = training_product(emulate)
     for module in model.blocks.modules():
@@ -52,14 +51,14 @@ def training_product(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
     from torchao import float8
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
-    # torchao's module would hold the parameter and multiply in float8 in evaluation too. So only its product
-    # is taken, with the settings of a module that it has converted
+    # torchao's module would hold the parameter, and use float8 in evaluation too. So take only its product,
+    # with the settings of a module that it has converted
     linear = nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta")
-    config = float8.Float8LinearConfig(emulate=emulate)  # one scale for each matrix
+    config = float8.Float8LinearConfig(emulate=emulate)  # one scale per matrix
     converted = float8.convert_to_float8_training(linear, config=config)
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
-        if x[..., 0].numel() % MULTIPLE:  # tokens, over which the weight's gradient sums
+        if x[..., 0].numel() % MULTIPLE:  # tokens: the weight's gradient sums over them
             return F.linear(x, weight.to(x.dtype))
         return matmul_with_hp_or_float8_args.apply(
             x, weight.t(), converted.linear_mm_config, converted.config

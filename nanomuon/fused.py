@@ -1,8 +1,7 @@
 """Fused matrices (QKV, heads), whose parts are orthogonalized one by one: an extension of `optim.py`.
 
-Parts are independent matrices: each has its own second moment and the scale of its own shape. The second
-moments of the parts are kept one after the other, (S, 1), so a fused parameter has one state tensor of each
-name like any other.
+Parts are independent matrices: each has its own second moment and the scale of its own shape. Their second
+moments are concatenated, (S, 1), so a fused parameter has one state tensor per name like any other.
 """
 
 import dataclasses
@@ -15,10 +14,10 @@ from nanomuon.param_groups import split_rows
 
 
 def fused_direction(U, second_momentum_buffer, second_weight, split, pieces=None, **options):
-    """`optim.muon_direction` of every part, put together again. U: (k, m, n). Returns X with the gain of each
-    part in it, and ones.
+    """`optim.muon_direction` of every part, reassembled. U: (k, m, n). Returns X times the gain of each part,
+    and ones.
 
-    split: (heads, groups, rows) of `split_rows`. pieces: if columns are cut, those of the parts are, too.
+    split: (heads, groups, rows) of `split_rows`. pieces: set if U's columns, and so the parts', are cut.
     """
     heads, groups, rows = split
     k, columns = len(U), U.size(2)
@@ -32,7 +31,7 @@ def fused_direction(U, second_momentum_buffer, second_weight, split, pieces=None
             of_all_parts = second_momentum_buffer.view(k * heads, -1, 1)
             second = of_all_parts[:, start : start + max(m, n)]
             start += max(m, n)
-            if m < n:  # one value a column
+            if m < n:  # one value per column
                 second = second.mT
         if pieces is not None:
             pieces = dataclasses.replace(pieces, shape=(m, n))
@@ -42,8 +41,8 @@ def fused_direction(U, second_momentum_buffer, second_weight, split, pieces=None
 
 
 class FusedDirection(Direction):
-    """The direction of a group with `split`, for parameters of m rows: `heads` equal matrices one after the
-    other, each of `groups` equal runs of rows[i] rows of part i.
+    """The direction of a group with `split`, for parameters of m rows: `heads` equal matrices, each of
+    `groups` equal blocks, each with rows[i] rows of part i.
     """
 
     kernel = staticmethod(fused_direction)
@@ -56,7 +55,7 @@ class FusedDirection(Direction):
             plain = Direction(group, groups * each, n, param, ns_dtype, run_kernel)
             scales += [plain.scale] * each
             self.cost += heads * plain.cost
-            moments += heads * max(groups * each, n)  # one for each element of the long side
+            moments += heads * max(groups * each, n)  # one per element of the long side
         rows_of_all = scales * (heads * groups)
         self.scale = torch.tensor(rows_of_all, dtype=state_dtype(param), device=param.device).view(m, 1)
         if self.state:

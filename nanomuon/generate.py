@@ -1,5 +1,5 @@
-"""Sampling text from a trained model: samples that grow together, one token each a step, with a cache of keys
-and values.
+"""Sampling text from a trained model: samples grow together, one token per step, with a cache of keys and
+values.
 """
 
 import codecs
@@ -13,14 +13,14 @@ from nanomuon.attention import WITHOUT_CUDNN, attention, masked
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.tokenizer import Tokenizer
 
-ROWS = 32  # samples of a batch: each takes the memory of a whole context of keys and values
+ROWS = 32  # samples per batch: each takes the memory of a whole context of keys and values
 
 
 class KVCache:
-    """What a model keeps of the tokens that it has read: their keys and values, and what the next tokens need
-    of the last ones (inputs of convolutions, halves of keys). It grows with every call of the model.
+    """What a model keeps of the tokens it has read: all keys and values, and the last inputs that the next
+    tokens need (of convolutions, halves of keys). It grows with every call of the model.
 
-    lengths: the tokens that each row has read. capacity: the most that fit, None: the context.
+    lengths: the tokens that each row has read. capacity: the most that fit, None for the context.
     """
 
     def __init__(self, config: GPTConfig, rows: int, device: torch.device, capacity: int | None = None):
@@ -30,7 +30,7 @@ class KVCache:
         self.recent = {}  # by place in the model: (B, at least as many tokens as the place needs, ...)
 
     def positions(self, T: int) -> Tensor:
-        """Where in the context the next T tokens are, (B, T), which are going through all layers now."""
+        """Positions (B, T) of the next T tokens in the context, which go through all layers now."""
         starts = torch.tensor(self.lengths, device=self.device)[:, None]  # (B, 1)
         self.queries = starts + torch.arange(T, device=self.device)  # (B, T)
         self.places = torch.arange(len(starts), device=self.device)[:, None], self.queries
@@ -42,10 +42,10 @@ class KVCache:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, normalized: bool
     ) -> Tensor:
-        """attention() of q to all keys and values of a layer, of which k and v are the newest."""
+        """attention() of q over all keys and values of a layer; k and v are the newest."""
         for kind, new in (("keys", k), ("values", v)):
             if (layer, kind) not in self.kept:
-                # Not empty(): a mask does not hide a NaN that happens to be in the memory
+                # Not empty(): a mask does not hide a NaN in unused memory
                 self.kept[layer, kind] = new.new_zeros(new.size(0), self.capacity, *new.shape[2:])
             self.kept[layer, kind][self.places] = new
         if q.size(1) == self.end:  # nothing came before
@@ -61,7 +61,7 @@ class KVCache:
         return self.masks[window]
 
     def with_recent(self, place: str, x: Tensor, count: int) -> Tensor:
-        """x (B, T, ...) with the `count` before it at this place of the model in front, zeros at first."""
+        """x (B, T, ...) after the `count` inputs before it at this place of the model, zeros at first."""
         if place not in self.recent:
             self.recent[place] = x.new_zeros(x.size(0), count, *x.shape[2:])
         self.recent[place] = torch.cat((self.recent[place][:, -count:], x), dim=1)
@@ -85,7 +85,7 @@ class KVCache:
 
 
 def padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Rows of tokens as one tensor (B, T), T at least 1, with any token behind the shorter ones."""
+    """Rows of tokens as one tensor (B, T), T at least 1, with any token after the shorter ones."""
     tensor = torch.zeros(len(rows), max(1, *map(len, rows)), dtype=torch.int64)
     for i, tokens in enumerate(rows):
         tensor[i, : len(tokens)] = torch.tensor(tokens)
@@ -120,8 +120,8 @@ def draw(
     if top_p < 1:
         of_likelier_tokens = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities.masked_fill(of_likelier_tokens >= top_p, 0)
-    # The largest p / e, with e exponentially distributed, falls on each token with probability p. This is how
-    # torch.multinomial draws one number, too, but with one generator for all rows.
+    # A token has the largest p / e, with e exponentially distributed, with probability p. torch.multinomial
+    # draws one number this way too, but with one generator for all rows.
     noise = torch.empty_like(probabilities)
     for row, generator in zip(noise, generators, strict=True):
         row.exponential_(generator=generator)
@@ -130,15 +130,14 @@ def draw(
 
 
 class Sample:
-    """A prompt, as the beginning of a document, and what a model makes of it: `tokens`, and as text the
-    `continuation` of the prompt.
+    """A prompt, as the beginning of a document, and its `continuation` by a model. `tokens` has both.
 
-    The continuation holds only what will not change: whole characters, and not the end that may be the
-    beginning of a stop string.
+    The continuation holds only text that will not change: whole characters, without an end that may begin a
+    stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: str, seed: int, stop_strings: Sequence[str] = ()):
-        """ValueError for a prompt that is no text, see `Tokenizer.encode`."""
+        """ValueError for a prompt that is not text, see `Tokenizer.encode`."""
         self.prompt, self.seed, self.tokenizer = prompt, seed, tokenizer
         self.tokens = [tokenizer.bos_id, *tokenizer.encode(prompt)]
         self.continuation = ""
@@ -158,19 +157,19 @@ class Sample:
         for stop in self._stop_strings:
             if stop in self._decoded:
                 certain, self.ended = min(certain, self._decoded.index(stop)), True
-            waits = max(waits, len(stop) - 1)  # characters that it may have begun with
+            waits = max(waits, len(stop) - 1)  # characters that may begin it
         self.continuation = self._decoded[: certain if self.ended else max(0, certain - waits)]
 
     def end(self) -> None:
-        """No token comes any more. Bytes that are no whole character become U+FFFD."""
+        """Take no more tokens. Bytes that are not a whole character become U+FFFD."""
         if not self.ended:
             self.continuation = self._decoded + self._decoder.decode(b"", final=True)
             self.ended = True
 
 
 def tokens_before(count: int, context: int) -> int:
-    """How many tokens the newest one of `count` sees before it: all that there are until the context is full,
-    then those of its newer half, until it is full again.
+    """How many tokens the newest one of `count` sees before it: all of them until the context is full, then
+    those of its newer half, until it is full again.
     """
     half = max(1, context // 2)
     if count <= context:
@@ -189,9 +188,9 @@ def continue_samples(
 ) -> Iterator[None]:
     """Let the samples grow by up to `max_tokens` tokens each, in batches of ROWS, until all have ended.
 
-    Yields after every step, so that what is there can be shown. How a token is chosen: see `draw`. What
-    becomes of a sample depends on its prompt and its seed alone: up to rounding, it is what it would be by
-    itself. It can grow to any length, see `tokens_before`.
+    Yields after every step, so that the text so far can be shown. `draw` chooses the tokens. Up to rounding,
+    a sample depends on its prompt and its seed alone, not on other samples. It can grow to any length, see
+    `tokens_before`.
     """
     device = model.cos.device
     for start in range(0, len(samples), ROWS):
@@ -224,7 +223,7 @@ def sample_texts(
 ) -> list[str]:
     """Each prompt with its continuation. `how` goes to `continue_samples`.
 
-    The i-th text is drawn with seed + i, so that equal prompts go on differently.
+    The i-th text is drawn with seed + i, so that equal prompts continue differently.
     """
     samples = [Sample(tokenizer, prompt, seed + i) for i, prompt in enumerate(prompts)]
     for _ in continue_samples(model, samples, max_tokens, **how):

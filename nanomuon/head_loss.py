@@ -1,9 +1,9 @@
 """The loss of the head, a few rows of logits at a time: those of all tokens never exist together.
 
 With a vocabulary of 65,536 the float32 logits of 32 rows of 2,048 tokens alone would take 17 GB. A training
-step needs three things of them: the loss, the gradient of the hidden states and that of the weight. Each
-chunk of rows gives its part of all three in the forward pass. Its logits are gone before the next ones come,
-and nothing is computed twice. (The idea is that of Liger Kernel, arXiv 2410.10989.)
+step needs three things from them: the loss, the gradient of the hidden states and that of the weight. Each
+chunk of rows adds its part to all three in the forward pass, then frees its logits. Nothing is computed
+twice. (The idea is Liger Kernel's, arXiv 2410.10989.)
 """
 
 import math
@@ -14,22 +14,22 @@ from torch import Tensor, nn
 
 # Logits pass through cap * tanh(x / cap): Gemma 2 (arXiv 2408.00118); 15 as in modded-nanogpt
 LOGIT_CAP = 15.0
-# Below this many logits (64 MB in float32) a chunk saves nothing worth having. What a CPU trains is one
-# chunk, whose kernels are compiled once
+# Chunks of fewer logits (64 MB in float32) save too little memory. The speedrun on a CPU has one chunk, whose
+# kernels are compiled once
 SMALLEST_CHUNK = 2**24
-# A compiled model holds the kernels of every chunk, and each adds its gradient of the weight to the sum:
-# more chunks take more time, and an eighth of the logits is already less than the blocks' activations
+# A compiled model has kernels for every chunk, and each adds its gradient of the weight to the sum: more
+# chunks take more time, and an eighth of the logits is already less than the blocks' activations
 MOST_CHUNKS = 8
 
 
 def chunk_rows(tokens: int, vocab_size: int) -> int:
-    """Rows of logits that exist at a time, of `tokens`."""
+    """Rows of logits, of `tokens`, that exist at a time."""
     chunks = min(MOST_CHUNKS, -(-tokens * vocab_size // SMALLEST_CHUNK))
     return -(-tokens // chunks)
 
 
 def capped(logits: Tensor) -> Tensor:
-    """cap * tanh(x / cap) in float32 or better, by the sigmoid: compiled, it takes a CPU half the time."""
+    """cap * tanh(x / cap) in float32 or better, via the sigmoid: compiled, it takes a CPU half the time."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return LOGIT_CAP * (2 * torch.sigmoid(logits * (2 / LOGIT_CAP)) - 1)
 
@@ -38,7 +38,7 @@ def mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy in nats, float32 or better, of the capped logits hidden @ weight.T.
 
     hidden (N, width) in the compute dtype, weight (V, width) in its own, targets (N,) int64; -1 is not
-    predicted. The gradient is ready when this returns.
+    scored. The gradient is ready when this returns.
     """
     return _MeanLoss.apply(hidden, weight, targets)
 
@@ -49,7 +49,7 @@ class _MeanLoss(torch.autograd.Function):
         product_weight = weight.to(hidden.dtype)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         scored = targets != -1
-        shares = scored.to(dtype) / scored.sum()  # (N,), of each token in the mean
+        shares = scored.to(dtype) / scored.sum()  # (N,), weight of each token in the mean
         loss = torch.zeros((), dtype=dtype, device=hidden.device)
         grad_weight = torch.zeros_like(weight)
         grad_hidden = []
@@ -60,29 +60,29 @@ class _MeanLoss(torch.autograd.Function):
             loss = loss + part  # `+=`, compiled by PyTorch 2.11, makes every gradient zero
             grad_hidden.append(grad @ product_weight)
             grad_weight += grad.mT @ x
-            del grad  # before the logits of the next chunk
+            del grad  # before the next chunk's logits
         ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
         return loss
 
     @staticmethod
     def backward(ctx, grad):
-        if torch.is_grad_enabled():  # under create_graph=True; what was saved are constants
+        if torch.is_grad_enabled():  # under create_graph=True; the saved tensors are constants
             raise RuntimeError("the mean loss has no second derivative")
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad * grad_hidden, grad * grad_weight, None
 
 
 def _loss_and_grad(logits: Tensor, target: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum over rows of share times cross-entropy, and its gradient in the logits before their cap.
+    """The sum over rows of share times cross-entropy, and its gradient for the logits before their cap.
 
     logits (rows, V) are overwritten; target (rows,), share (rows,).
     """
     target, share = target[:, None], share[:, None]
-    # cap * (2 * half - 1) is the capped logit. A cross-entropy does not see the constant; without it the
-    # largest exponential is e^30, of which float32 can add as many as there are tokens
+    # cap * (2 * half - 1) is the capped logit. Cross-entropy ignores the constant; without it the largest
+    # exponential is e^30, and float32 can sum V of those
     half = logits.mul_(2 / LOGIT_CAP).sigmoid_()
     is_target = torch.arange(logits.size(1), device=logits.device) == target
-    # A sum of zeros and one number, made in one pass with `total`. Inductor would put a gather off to the
+    # A sum of zeros and one number, computed in one pass with `total`. Inductor would put off a gather to the
     # end, and the logits of all chunks would live until then
     half_of_target = torch.where(is_target, half, 0).sum(dim=1, keepdim=True)
     # Inductor stores the result of an exp that is read twice: a CPU would take twice the time without exp2

@@ -1,7 +1,7 @@
-"""The model of a run for others: its folder is what transformers, tokenizers and this repo load.
+"""Export of a run's model: transformers, tokenizers and this repo load the same folder.
 
-Written without either library. How the model computes is in `modeling_nanomuon.py`, which is copied into the
-folder: transformers runs that file under `trust_remote_code=True`. Nothing here runs it.
+Written without either library. `modeling_nanomuon.py`, which computes the model, is copied into the folder:
+transformers runs that file under `trust_remote_code=True`. Nothing here runs it.
 """
 
 from dataclasses import asdict, replace
@@ -31,7 +31,7 @@ from nanomuon.runtime import (
 from nanomuon.tokenizer import BOS, SPLIT_PATTERN, Tokenizer
 
 MODEL_FILE = Path(__file__).with_name("modeling_nanomuon.py")
-# Of a model in somebody's config.json: the layers of more take minutes to count, rotary tables more memory
+# The most in a stranger's config.json: more layers take minutes to build, longer rotary tables more memory
 MOST_LAYERS, LONGEST_CONTEXT = 1024, 1 << 24
 
 CARD = """---
@@ -78,15 +78,15 @@ library.)
 
 ## Licence
 
-`modeling_nanomuon.py` is MIT licensed, as nanomuon is. Under which terms the weights may be used is for the
-one who trained them to say, here; the terms of the training text bear on it.
+`modeling_nanomuon.py` is MIT licensed, as nanomuon is. Whoever trained the weights states here under which
+terms they may be used; the terms of the training text bear on it.
 """
 
 
 def write_config(folder: Path, config: GPTConfig, dtype: str = "float32") -> None:
     """Write config.json: the fields of GPTConfig, and where transformers finds the model's code.
 
-    dtype: of the weights beside it.
+    dtype: of the weights next to it.
     """
     content = {
         "architectures": ["NanomuonForCausalLM"],
@@ -103,12 +103,12 @@ def write_config(folder: Path, config: GPTConfig, dtype: str = "float32") -> Non
 
 
 def special_ids(config: GPTConfig) -> dict:
-    """One token begins a document, and so ends the one before it; padding has no meaning of its own."""
+    """<|bos|> begins a document, and so ends the one before it; it also serves as padding."""
     return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), config.vocab_size - 1)
 
 
 def read_config(folder: Path) -> GPTConfig:
-    """The model's fields in config.json; InputError if they are not there, or no model can have them."""
+    """The model's fields in config.json; InputError if they are missing, or no model can have them."""
     config = read_json(folder / "config.json", GPTConfig)
     if config.depth > MOST_LAYERS or config.seq_len > LONGEST_CONTEXT:
         raise InputError(
@@ -119,10 +119,10 @@ def read_config(folder: Path) -> GPTConfig:
 
 
 def export(folder: Path, model: GPT, tokenizer: Tokenizer, facts: dict, dtype: str = "float32") -> None:
-    """Write model.safetensors and what transformers needs beside it. Called by all ranks.
+    """Write model.safetensors and the other files that transformers needs. Called by all ranks.
 
-    facts: for the model card: step, and if they are known val_bpb, corpus, tokens. dtype: of the weights,
-    which are float32 in training.
+    facts: for the model card: step, and if known val_bpb, corpus, tokens. dtype: of the weights, which are
+    float32 in training.
     """
     write_weights(folder, model, getattr(torch, dtype))
     if rank() > 0:
@@ -136,7 +136,7 @@ def export(folder: Path, model: GPT, tokenizer: Tokenizer, facts: dict, dtype: s
 
 
 def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Write model.safetensors, whole or not at all, in a dtype or in the model's. Called by all ranks."""
+    """Write model.safetensors, whole or not at all, in `dtype` or the model's. Called by all ranks."""
     weights = {}
     for name, tensor in model.state_dict().items():
         tensor = whole(tensor)
@@ -153,9 +153,9 @@ def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | Non
 
 
 def export_run(run: str, folder: Path, checkpoint_name: str | None, dtype: str, runtime: Runtime) -> None:
-    """Write the model of a run, or as a checkpoint of it has it, to a new folder.
+    """Write the finished model of a run, or that of a checkpoint, to a new folder.
 
-    InputError if there is no such model, or if there is something in the folder.
+    InputError if there is no such model, or if the folder is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder: choose another, or delete it")
@@ -165,7 +165,7 @@ def export_run(run: str, folder: Path, checkpoint_name: str | None, dtype: str, 
 
 
 def load_model(folder: Path, runtime: Runtime) -> GPT:
-    """The model of a folder, from its config.json and model.safetensors: runs nothing. InputError if one of
+    """The model of a folder, from its config.json and model.safetensors: runs no code. InputError if one of
     them is missing or damaged, or if they do not belong together.
     """
     config, file = read_config(folder), folder / "model.safetensors"
@@ -178,16 +178,16 @@ def load_model(folder: Path, runtime: Runtime) -> GPT:
 def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> tuple[GPT, Tokenizer, dict]:
     """(model, tokenizer, facts) of a run, by its name or by the path of its folder (see find_run).
 
-    checkpoint_name: "last" or "step_<n>" for the model as that checkpoint has it, whether the run has ended
-    or not; called by all ranks then. A run in float32 is computed in float32, others in the runtime's dtype.
-    facts: step, corpus, revision, and of a finished run the figures of its summary. InputError if there is
-    no such model, or if model and tokenizer do not belong together.
+    checkpoint_name: "last" or "step_<n>" for the model of that checkpoint, whether the run has ended or not;
+    then called by all ranks. A float32 run computes in float32, others in the runtime's dtype. facts: step,
+    corpus, revision, and for a finished run the figures of its summary. InputError if there is no such model,
+    or if model and tokenizer do not belong together.
     """
     folder = find_run(run)
     if checkpoint_name is None and not (folder / "model.safetensors").exists():
         raise InputError(
             f"{folder} holds no finished model (no model.safetensors); if its run has saved a checkpoint, "
-            "--checkpoint last takes that"
+            "--checkpoint last takes it"
         )
     settings = read_json(folder / "settings.json", Settings, "only the folder of a run has it")
     if settings.options.get("dtype") == "float32":
@@ -213,8 +213,8 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
 
 
 def check_same_shapes(file: Path, config: GPTConfig) -> None:
-    """InputError if the header of model.safetensors has not exactly the tensors of the model of config.json:
-    before that nothing is built on its word, as a few bytes could ask for more memory than there is.
+    """InputError unless the header of model.safetensors lists exactly the tensors of config.json's model. No
+    model is built before: a few bytes could ask for more memory than there is.
     """
     there = tensor_shapes(file)
     wanted = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
@@ -222,12 +222,12 @@ def check_same_shapes(file: Path, config: GPTConfig) -> None:
         if wanted.get(name) != there.get(name):
             raise InputError(
                 f"{file} does not fit the model of config.json: {name} has shape {there.get(name)}, "
-                f"but by the config {wanted.get(name)}"
+                f"by the config {wanted.get(name)}"
             )
 
 
 def model_card(name: str, model: GPT, facts: dict) -> str:
-    """README.md, which model hubs show as the page of a model. facts: see export."""
+    """README.md, which model hubs show as a model's page. facts: see export."""
     figures = {
         "steps": facts["step"],
         "bits per byte (validation)": facts.get("val_bpb"),
@@ -245,16 +245,15 @@ def model_card(name: str, model: GPT, facts: dict) -> str:
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict:
-    """What the tokenizers library reads: the byte-level BPE of GPT-2 with our split pattern.
+    """tokenizer.json for the tokenizers library: the byte-level BPE of GPT-2 with our split pattern.
 
-    <|bos|> is a word of the vocabulary that nothing merges into, so that no text encodes to it, as here. It
-    is put before every text unless add_special_tokens=False is asked for: in training it begins every row and
-    every document.
+    No merge produces <|bos|>, so no text encodes to it, as in our tokenizer. It precedes every text unless
+    add_special_tokens=False: in training it begins every row and every document.
     """
     characters = byte_characters()
     words = {token: "".join(characters[byte] for byte in token) for token in tokenizer.vocab}
-    # tiktoken merges any two neighbours that together are a token, that of the lowest rank first: so each way
-    # to cut a token into two others is a merge
+    # tiktoken merges any two neighbours that together are a token, the lowest rank first: so every way to cut
+    # a token into two others is a merge
     merges = []
     for token in words:
         for cut in range(1, len(token)):
@@ -287,8 +286,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict:
 
 
 def byte_characters() -> list[str]:
-    """The 256 printable characters by which GPT-2's byte-level BPE writes bytes: Latin-1 where it is
-    printable and no space, then those from U+0100 on, in order.
+    """The 256 printable characters by which GPT-2's byte-level BPE writes bytes: Latin-1's, except that those
+    from U+0100 on, in order, replace spaces and unprintable ones.
     """
     characters = []
     stand_ins = 0
@@ -307,7 +306,7 @@ def tokenizer_config(config: GPTConfig) -> dict:
         "bos_token": BOS,
         "eos_token": BOS,
         "pad_token": BOS,
-        "split_special_tokens": True,  # what looks like a special token is text
+        "split_special_tokens": True,  # text that looks like a special token is text
         "padding_side": "left",  # for generation
         "model_max_length": config.seq_len,
         "model_input_names": ["input_ids", "attention_mask"],

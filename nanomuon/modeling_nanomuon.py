@@ -1,16 +1,16 @@
 """A language model trained with nanomuon, for the transformers library.
 
-This file is copied beside the weights, where `trust_remote_code=True` makes transformers run it. It needs
-torch and transformers, nothing else, and is all there is to know about the computation.
+This file is copied next to the weights; `trust_remote_code=True` makes transformers run it. It needs only
+torch and transformers, and defines the whole computation.
 
 Pre-norm residual blocks with rotary positions, parameter-free RMSNorm, a ReLU^2 MLP and capped logits,
 without biases. Four things are less usual: learned scalars mix the residual and the embedding of the token
 into the input of every block; some layers add a gated embedding of the token to their attention values; half
-of a key is that of the token before; and the MLP sees the last few tokens, through a short causal convolution
-of its input.
+of each key comes from the previous token; and the MLP sees the last few tokens, through a short causal
+convolution of its input.
 
 Shapes: B rows, T new tokens, K keys (those of the cache and the new ones), width channels, H query heads, Hkv
-key heads, D channels a head.
+key heads, D channels per head.
 """
 
 import functools
@@ -24,19 +24,19 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 GATE_INPUTS = 32  # residual channels that the gate of a value embedding reads
-TAPS = 4  # tokens that the input of an MLP is made of, its own included
+TAPS = 4  # tokens in the input of an MLP, its own included
 LOGIT_CAP = 15.0
 ROPE_BASE = 10_000.0
 
 
 class NanomuonConfig(PretrainedConfig):
-    """The shape of the model, all of it in config.json.
+    """The shape of the model, stored in config.json.
 
     vocab_size, depth (layers), width, heads, kv_heads: sizes. seq_len: the context in training; positions
     beyond it were never seen. window_pattern: tiled over the layers, L sees all tokens and S the last quarter
     of a context; the last layer sees all. qk_norm: on or off. value_embed_every: layers from one value
-    embedding to the next; the last layer has one. experts: MLPs to choose experts_per_token from, 0: one MLP
-    for all tokens.
+    embedding to the next; the last layer has one. experts: MLPs to choose experts_per_token from; 0 for one
+    MLP for all tokens.
     """
 
     model_type = "nanomuon"
@@ -56,7 +56,7 @@ def norm(x):
 
 def rotate(x, rope):
     """Channel pairs (i, i + D/2) of x (B, heads, T, D), turned by rope (2, K, D/2): cos and sin of the angles
-    of all positions, of which x has the last.
+    of all positions; x has the last T.
     """
     cos, sin = rope[:, -x.size(2) :]
     a, b = x.chunk(2, dim=-1)
@@ -64,7 +64,7 @@ def rotate(x, rope):
 
 
 def offset_half(k):
-    """k (B, Hkv, K, D) with the slowly turning half of its channels from the token before, 0 at the first."""
+    """k (B, Hkv, K, D) with the slowly turning half of its channels from the previous token, 0 at first."""
     own, offset = k.unflatten(-1, (2, -1)).tensor_split(2, -1)  # each (B, Hkv, K, 2, D/4), about
     return torch.cat((own, F.pad(offset, (0, 0, 0, 0, 1, -1))), -1).flatten(-2)
 
@@ -87,7 +87,7 @@ class Attention(nn.Module):
         if value_embed is not None:
             gate = 2 * torch.sigmoid(self.value_gate(x[..., :GATE_INPUTS]))  # (B, T, Hkv)
             v = v + gate.mT[..., None] * by_head(value_embed)
-        k, v = cache.update(k, v, self.layer)  # (B, Hkv, K, D), keys as they come from their product
+        k, v = cache.update(k, v, self.layer)  # (B, Hkv, K, D), keys not rotated
         q, k = rotate(q, rope), rotate(offset_half(k), rope)
         if self.config.qk_norm:
             q, k = norm(q), norm(k)
@@ -100,13 +100,13 @@ class Convolution(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.place = config.depth + layer  # in the cache, behind the layers of attention
+        self.place = config.depth + layer  # in the cache, after the attention layers
         self.taps = nn.Parameter(torch.zeros(TAPS * config.width))
 
     def forward(self, x, cache):
-        seen, _ = cache.update(x, x[..., :0], self.place)  # (B, K, width); it takes them for keys
+        seen, _ = cache.update(x, x[..., :0], self.place)  # (B, K, width), stored as keys
         padded = F.pad(seen.mT, (TAPS - 1, 0))  # (B, width, TAPS - 1 + K)
-        taps = self.taps.view(TAPS, -1).flip(0).T[:, None]  # (width, 1, TAPS), that of the oldest token first
+        taps = self.taps.view(TAPS, -1).flip(0).T[:, None]  # (width, 1, TAPS), the oldest token's first
         return x + F.conv1d(padded, taps, groups=len(taps)).mT[:, -x.size(1) :]
 
 
@@ -116,9 +116,9 @@ def mlp(width):
 
 
 class Experts(nn.Module):
-    """The sum of the MLPs that have the highest scores for a token, each times 2 * sigmoid of its score.
+    """The sum of the MLPs with the highest scores for a token, each times 2 * its score, a sigmoid.
 
-    Written for the reader: the others are computed, too, and count nothing.
+    Written for the reader: the others are computed too, with a weight of 0.
     """
 
     def __init__(self, config):
@@ -129,7 +129,7 @@ class Experts(nn.Module):
         self.router = nn.Parameter(torch.zeros(experts, width))
         self.w1 = nn.Parameter(torch.zeros(experts, hidden, width))
         self.w2 = nn.Parameter(torch.zeros(experts, width, hidden))
-        self.register_buffer("bias", torch.zeros(experts))  # of the choice, not of the score
+        self.register_buffer("bias", torch.zeros(experts))  # for the choice, not the weight
 
     def forward(self, x):
         scores = torch.sigmoid(F.linear(x, self.router))  # (B, T, experts)
@@ -171,7 +171,7 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
-        """generate() leaves the cache to forward(): its own has room for the layers of attention only."""
+        """Has generate() leave the cache to forward(): its own only has room for the attention layers."""
         return False
 
     def forward(
@@ -188,8 +188,8 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         """input_ids (B, T) -> logits (B, T, V) in float32, and with labels (B, T) the mean loss in nats.
 
         attention_mask (B, K): 0 for padding on the left or on the right. labels are the input_ids, -100 for
-        tokens that are not scored; the loss shifts them. logits_to_keep: only the last so many logits, 0:
-        all. cache: past_key_values since transformers 5.24.
+        tokens that are not scored; the loss shifts them. logits_to_keep: return only this many last logits,
+        0 for all. cache: what transformers 5.24 and later call past_key_values.
         """
         config = self.config
         if cache is None:
@@ -203,12 +203,12 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         is_text = attention_mask.bool()
         positions = torch.arange(K, device=input_ids.device)
         distance = positions[-T:, None] - positions  # (T, K)
-        # Padding sees itself, since a query without any key would give NaN
+        # Padding sees itself, because a query without any key would be NaN
         readable = (is_text[:, None, None] & (distance >= 0)) | (distance == 0)  # (B, 1, T, K)
         half = config.head_dim // 2
         angles = positions[:, None] * ROPE_BASE ** (-torch.arange(half, device=positions.device) / half)
 
-        # With embeddings of zero all that padding passes on to the text behind it is zero
+        # With zero embeddings, padding passes only zeros to the text after it
         is_text = is_text[:, -T:, None]
         x = x0 = norm(self.wte(input_ids)) * is_text  # (B, T, width)
         value_embeds = {layer: embed(input_ids) * is_text for layer, embed in self.value_embeds.items()}

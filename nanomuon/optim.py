@@ -15,10 +15,10 @@ another. In one process every transfer passes its input straight through; the ma
 
 In order: the kernels; a group's numbers on the device; the ranks and their collectives; the direction of a
 Muon update; the pieces of work (SmallParameters, Rows, Bank); who owns which matrix; the optimizers.
-`optim_state.py` saves and loads state. Two extensions import this file, and only the planner imports them,
-when it meets their parameters: `sharded.py` (FSDP2, with `tensor_parallel.py`) and `fused.py` (split
-matrices). A rule of your own for matrices is the group's option `direction`; docs/optimizer.md, the page to
-read beside this file, adds Lion.
+`optim_state.py` saves and loads state. Two extensions import this file, and its planner imports them when
+it meets their parameters: `sharded.py` (FSDP2, with `tensor_parallel.py`) and `fused.py` (split
+matrices). The group's option `direction` takes a rule of your own for matrices; docs/optimizer.md, the page
+to read next to this file, adds Lion.
 """
 
 import functools
@@ -63,7 +63,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # ------------------------------------------------------------------------------------------------------------
 # Kernels. `numbers` are the hyperparameters of a group on the device, in the order of `numbers_of`, so a new
 # value recompiles nothing. Options (nesterov, coefficients) are Python values: each choice is compiled once.
-# `ok` is 1, or 0 if the parameter must stay as it is: it has no gradient, or some gradient is not finite. The
+# `ok` is 1, or 0 if the parameter must not change: it has no gradient, or some gradient is not finite. The
 # gradient then counts as 0 and every rate is multiplied by 0; torch.where keeps the parameter, since 0 times
 # infinity is NaN. All arithmetic is in the dtype of the state.
 
@@ -71,13 +71,13 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 def adamw_update(param, grad, exp_avg, exp_avg_sq, step, ok, numbers):
     """AdamW (arXiv 1711.05101) in place on tensors of one shape.
 
-    step, counted with this one, and ok are 0-D or have one value for each element.
+    step, including this one, and ok are 0-D or have one value per element.
     """
     lr, lr_times_decay, grad_weight, square_weight, eps = numbers.unbind()
     grad = torch.where(ok > 0, grad, 0).to(exp_avg.dtype)
     exp_avg.lerp_(grad, grad_weight * ok)
     exp_avg_sq.lerp_(grad.square(), square_weight * ok)
-    bias1 = -torch.expm1(step * torch.log1p(-grad_weight))  # 1 - beta^t, without the digits powers lose
+    bias1 = -torch.expm1(step * torch.log1p(-grad_weight))  # 1 - beta^t, without the digits that powers lose
     bias2 = -torch.expm1(step * torch.log1p(-square_weight))
     update = exp_avg * (lr / bias1 * ok) / (exp_avg_sq.sqrt() * bias2.rsqrt() + eps)
     new = param.to(exp_avg.dtype) * (1 - lr_times_decay * ok) - update
@@ -113,10 +113,10 @@ def muon_direction(
     """Polar factor and variance reduction (NorMuon, arXiv 2510.05491) of a batch of matrices.
 
     U: (k, m, n). second_momentum_buffer: (k, m, 1) if m >= n, else (k, 1, n), updated in place; None for
-    plain Muon. second_weight: (k, 1, 1), of this step in the second moment: (1 - beta2) * ok. Returns X
-    (k, m, n) in the dtype of the iteration and its gain, in the dtype of the state and shaped like the second
-    moment or (k, 1, 1): their product is the direction of the update. pieces: a tensor_parallel.Pieces, if U
-    and X are this rank's pieces of matrices that several ranks hold together; sums then go over the ranks.
+    plain Muon. second_weight: (k, 1, 1), the weight of this step in the second moment, (1 - beta2) * ok.
+    Returns X (k, m, n) in the dtype of the iteration and its gain, in the dtype of the state and shaped like
+    the second moment or (k, 1, 1): their product is the direction of the update. pieces: a
+    tensor_parallel.Pieces if U and X are this rank's pieces of matrices; sums then include all ranks.
     """
     m, n = U.shape[1:] if pieces is None else pieces.shape
     short = min(m, n)
@@ -135,7 +135,7 @@ def muon_direction(
         gain = math.sqrt(short) / norm.clamp(min=1e-7)
     if second_momentum_buffer is None:
         return X, gain
-    # One value for each row of a tall matrix or column of a wide one. ||X||^2 and ||X s||^2 are sums over
+    # One value per row of a tall matrix, or per column of a wide one. ||X||^2 and ||X s||^2 are sums over
     # these values, so X is read once.
     mean_over = 2 if m >= n else 1
     v = total(X.to(gain.dtype).square(), mean_over) / short * gain.square()
@@ -176,7 +176,7 @@ def call_kernel(compiles, kernel, *tensors, **options):
 
 @functools.cache
 def compiled(kernel, *key):
-    """A copy of the kernel for every key: Dynamo compiles a code object eight times and no more."""
+    """A copy of the kernel for every key: Dynamo compiles a code object at most eight times."""
     copy = types.FunctionType(
         kernel.__code__.replace(), kernel.__globals__, kernel.__name__, kernel.__defaults__
     )
@@ -189,7 +189,7 @@ def compiled(kernel, *key):
 
 
 def numbers_of(group):
-    """What the kernels need of a param group, in Python's float64: float32 loses digits of 1 - beta.
+    """A param group's numbers for the kernels, in Python's float64: float32 loses digits of 1 - beta.
 
     muon: lr, weight decay, momentum, 1 - momentum, 1 - beta2. adamw: lr, lr times weight decay, 1 - beta1,
     1 - beta2, eps.
@@ -206,7 +206,7 @@ def numbers_on_device(works, device, dtype):
     """The numbers of each work's group: views of one vector, which is copied to the device once."""
     of_works = [numbers_of(work.group) for work in works]
     vector = torch.tensor([number for numbers in of_works for number in numbers], dtype=dtype)
-    # The host does not wait for a copy of so few bytes, though it is from pageable memory
+    # The host does not wait for a copy of so few bytes, even from pageable memory
     vector = vector.to(device, non_blocking=True)
     views = vector.split([len(numbers) for numbers in of_works])
     return [view.to(work.dtype) for view, work in zip(views, works, strict=True)]
@@ -218,14 +218,14 @@ def numbers_on_device(works, device, dtype):
 
 @dataclass
 class Transfer:
-    """What collectives in flight bring; `wait()` gives it. Until then it keeps what they read and write."""
+    """Collectives in flight; `wait()` returns their result. Until then it keeps what they read and write."""
 
     received: object  # a tensor, or a list of tensors
     handles: list = ()  # of torch.distributed; none in a single process
     sent: object = None
 
     def wait(self):
-        """What was received. Once: the transfer then forgets everything, which a generator would keep."""
+        """The result, once: the transfer then drops its tensors, which a generator would keep alive."""
         for handle in self.handles:
             handle.wait()
         received = self.received
@@ -234,11 +234,11 @@ class Transfer:
 
 
 class World:
-    """The ranks of a process group. Without one: a single process, which sends nothing.
+    """The ranks of a process group; without one, a single process, which sends nothing.
 
-    Its exchanges start at once and give a Transfer. reduce_scatter, all_reduce and reduce_to average over the
-    ranks; all_reduce takes other operations, too. comm_dtype: the dtype of gradients in transfers; None:
-    their own.
+    Its collectives start at once and return a Transfer. reduce_scatter, all_reduce and reduce_to average over
+    the ranks; all_reduce takes other operations, too. comm_dtype: the dtype of gradients in transfers, None
+    for their own.
     """
 
     def __init__(self, process_group=None, comm_dtype=None):
@@ -259,11 +259,11 @@ class World:
         return World(self.process_group, self.comm_dtype)
 
     def __reduce__(self):
-        """Pickled, it becomes the default process group."""
+        """Unpickled, it is the default process group."""
         return (World, ()) if self.process_group is None else (World.default, (self.comm_dtype,))
 
     def share(self, rows, rank):
-        """(lo, hi) of a rank's ceil(rows/W) rows, the last ones short or empty, as in DTensor's Shard."""
+        """(lo, hi) of a rank's ceil(rows/W) rows, fewer or none on the last ranks, as in DTensor's Shard."""
         each = -(-rows // self.size)
         return min(rows, each * rank), min(rows, each * (rank + 1))
 
@@ -272,21 +272,21 @@ class World:
         return tensor if self.size == 1 else tensor.to(self.comm_dtype or tensor.dtype)
 
     def padded(self, tensor):
-        """(W*c, ...) with `tensor` at the top, or itself if it is that long; nobody reads the padding."""
+        """(W*c, ...) with `tensor` at the top, or itself if its length fits; nobody reads the padding."""
         missing = -len(tensor) % self.size
         if not missing:
             return tensor.contiguous()
         return torch.cat([tensor, tensor.new_empty(missing, *tensor.shape[1:])])
 
     def start(self, received, collective, *arguments, sent=None, **options):
-        """Launch a collective of torch.distributed, unless this is a world of one, and give its Transfer."""
+        """Launch a collective of torch.distributed, unless this is a world of one; return its Transfer."""
         if self.size == 1:
             return Transfer(received)
         handle = collective(*arguments, group=self.process_group, async_op=True, **options)
         return Transfer(received, [handle], sent)
 
     def reduce_scatter(self, tensor):
-        """tensor: (R, ...). Gives the mean over ranks of ceil(R/W) rows, this rank's share and padding."""
+        """tensor: (R, ...). Receives the mean over ranks of ceil(R/W) rows, this rank's share and padding."""
         if self.size == 1:
             return Transfer(tensor)
         send = self.padded(self.as_sent(tensor))
@@ -294,20 +294,20 @@ class World:
         return self.start(received, reduce_scatter_single, received, send, dist.ReduceOp.AVG, sent=send)
 
     def all_gather(self, whole):
-        """whole: (W*c, ...) with this rank's c rows in place. Fills and gives all of it."""
+        """whole: (W*c, ...) with this rank's c rows in their place. Receives the same tensor, filled."""
         mine = whole.chunk(self.size)[self.rank]
         return self.start(whole, all_gather_single, whole, mine, sent=mine)
 
     def all_reduce(self, tensor, operation=dist.ReduceOp.AVG):
-        """Gives the same tensor, with the mean over ranks in it, or what else the operation makes."""
+        """Receives the same tensor, with the mean over ranks, or the result of another operation."""
         return self.start(tensor, dist.all_reduce, tensor, operation)
 
     def reduce_to(self, owner, tensor):
-        """Gives the same tensor: at its owner the mean over ranks, elsewhere nothing of use."""
+        """Receives the same tensor: at its owner the mean over ranks, elsewhere undefined."""
         return self.start(tensor, dist.reduce, tensor, op=dist.ReduceOp.AVG, group_dst=owner)
 
     def broadcast_from(self, owner, tensor):
-        """Gives the same tensor, with the owner's values."""
+        """Receives the same tensor, with the owner's values."""
         return self.start(tensor, dist.broadcast, tensor, group_src=owner)
 
 
@@ -317,11 +317,11 @@ def has_gradient(param):
 
 def gradient_dtype(param):
     """The dtype of a parameter's gradient, the same on ranks that have none."""
-    return getattr(param, "grad_dtype", None) or param.dtype  # grad_dtype: of newer PyTorch
+    return getattr(param, "grad_dtype", None) or param.dtype  # grad_dtype: in newer PyTorch
 
 
 def gradient(param):
-    """What this rank holds of p.grad; zeros if there is none, or only an old one of a frozen parameter."""
+    """This rank's part of p.grad; zeros if there is none, or only an old one of a frozen parameter."""
     if not has_gradient(param):
         return torch.zeros_like(local(param), dtype=gradient_dtype(param))
     grad = param.grad
@@ -338,10 +338,10 @@ def gradient(param):
 class Direction:
     """From momentum to the direction of the update, for the (m, n) matrices of a Muon group.
 
-    param: one of them. state: {name: shape} of what is kept for a matrix in addition to its momentum. scale:
-    the factor on the update, or one per row, (m, 1). cost: of Newton-Schulz, to balance owners. shape: of
-    the matrices that are computed on, for the size of a batch. Fused and tensor-parallel matrices have
-    directions of their own, with the same attributes.
+    param: one of them. state: {name: shape} of a matrix's state besides its momentum. scale: the factor on
+    the update, or one per row, (m, 1). cost: of Newton-Schulz, to balance owners. shape: of the matrices in
+    the computation, for the size of a batch. Fused and tensor-parallel matrices have directions of their own,
+    with the same attributes.
 
     The group's option `direction` replaces the mathematics: a function like `__call__`, which may have an
     attribute state(m, n) -> {name: shape}.
@@ -364,8 +364,8 @@ class Direction:
     def __call__(self, U, kept, ok, square_weight, pieces=None):
         """(X, gain), whose product is the direction.
 
-        U: (k, m, n), the momentum. kept: {name: (k, *shape)}, updated in place. ok: (k, 1, 1), 0 for a matrix
-        that must stay as it is, with what is kept for it. square_weight: (k, 1, 1), 1 - beta2. X: (k, m, n);
+        U: (k, m, n), the momentum. kept: the state, {name: (k, *shape)}, updated in place. ok: (k, 1, 1), 0
+        for a matrix that must not change, nor its state. square_weight: (k, 1, 1), 1 - beta2. X: (k, m, n);
         gain broadcasts to it, in the dtype of the state. pieces: see `muon_direction`.
         """
         if self.function is not None:
@@ -388,11 +388,11 @@ def direction_of(group, m, n, param, ns_dtype, run_kernel):
 # ------------------------------------------------------------------------------------------------------------
 # The pieces of work. Each has `params`, `group`, `places` {parameter: {name of its state: Place}}, and
 #
-#   update(numbers)   a generator that yields exactly twice: after its collect, where it is sent `ok`, 1 or 0
+#   update(numbers)   a generator that yields exactly twice: after its collect, when it is sent `ok`, 1 or 0
 #                     for each of its params on the device, and after its compute. Across a yield it holds
-#                     what is in flight and nothing else. (A Pipeline of sharded.py needs `ok` before it can
-#                     collect: it starts its first chunk in the compute of the others and goes through the
-#                     rest in its deliver.) numbers: of its group, on the device.
+#                     only what is in flight. (A Pipeline of sharded.py needs `ok` before it can collect: it
+#                     starts its first chunk in its compute and drives the rest in its deliver.) numbers: of
+#                     its group, on the device.
 #
 #                     state on a rank       collect            compute sends   buffers of a step
 #   SmallParameters   all of it, flat       all_reduce         nothing         gradients, parameters, flat
@@ -404,7 +404,7 @@ def direction_of(group, m, n, param, ns_dtype, run_kernel):
 class SmallParameters:
     """Small AdamW parameters of one group as one flat vector: one all_reduce, updated on every rank.
 
-    world: the ranks to average over; a single process for parameters that are cut themselves (DTensors).
+    world: the ranks to average over; a single process for cut parameters (DTensors).
     """
 
     def __init__(self, params, group, world, run_kernel):
@@ -430,7 +430,7 @@ class SmallParameters:
         return f"{len(self.params)} small parameters"
 
     def update(self, numbers):
-        grads = torch.cat([gradient(param).flatten() for param in self.params])  # of the widest dtype
+        grads = torch.cat([gradient(param).flatten() for param in self.params])  # in the widest dtype
         grads = self.world.all_reduce(self.world.as_sent(grads))
         ok = yield
         self.compute(grads.wait(), ok, numbers)
@@ -450,8 +450,7 @@ class SmallParameters:
 class Rows:
     """A large AdamW parameter by rows: reduce_scatter, update of this rank's rows, all_gather.
 
-    A rank keeps the state of its rows only. In one process, and for a parameter that is cut itself, its rows
-    are all that is here.
+    A rank keeps the state of its rows only: all local rows in one process, and for a cut parameter.
     """
 
     def __init__(self, param, group, world, run_kernel):
@@ -495,7 +494,7 @@ def matrix_shape(param):
 
 def matrices(tensors):
     """Views (m, n) of all matrices of Muon parameters, or of tensors like them. RuntimeError for a parameter
-    that has become channels_last: it cannot be viewed so, and a copy would be updated in its place.
+    that has become channels_last: it has no such view, and a copy would be updated instead.
     """
     views = []
     for tensor in tensors:
@@ -518,12 +517,12 @@ def batches(count, shape, device):
 
 class Bank:
     """Matrices of one Muon group with one shape, dtype and dtype of gradients. Every rank works on those it
-    owns, a batch at a time. A 3-D parameter is a bank by itself, whose matrices the ranks share like rows.
+    owns, a batch at a time. A 3-D parameter is its own bank: the ranks share its matrices like rows.
 
     owners: the rank of each matrix, ascending. On many ranks gradients and results travel as one stack, in
-    which each rank has as many slots as the others and fills its first ones: 4 matrices on 8 ranks take 8
-    slots, 4 of them empty. If that would more than double the bytes, each matrix is reduced to its owner and
-    broadcast from it instead.
+    which all ranks have equally many slots and fill their first ones: 4 matrices on 8 ranks take 8 slots, 4
+    of them empty. If that would more than double the bytes, each matrix is reduced to its owner and broadcast
+    from it instead.
     """
 
     momentum_at_owner = True  # sharded.Chunk keeps it with the shards
@@ -559,7 +558,7 @@ class Bank:
     def place(self, i, name, buffer):
         """Where a state tensor of the i-th parameter lives: with the owner of its matrix."""
         param, world = self.params[i], self.world
-        if param.ndim == 3:  # a bank by itself, whose matrices the ranks share like rows
+        if param.ndim == 3:  # the ranks share its matrices like rows
             return rows_of(param, buffer, world)
         shape = param.shape if name == "momentum_buffer" else buffer.shape[1:]
         mine = None
@@ -578,7 +577,7 @@ class Bank:
             torch._foreach_copy_(self.matrices(), [stack[slot] for slot in self.slots])
 
     def matrices(self):
-        """Views of all matrices of the parameters, or of what this rank holds of them."""
+        """Views of all matrices of the parameters, or of this rank's part of them."""
         return matrices([local(param) for param in self.params])
 
     def stack(self, tensors, slots, dtype):
@@ -589,7 +588,7 @@ class Bank:
         return stack
 
     def collect(self):
-        """Gives the mean gradients of the owned matrices: (k, m, n), or in one process all as they are."""
+        """Receives the mean gradients of the owned matrices: (k, m, n), or in one process the list of all."""
         grads = matrices([gradient(param).contiguous() for param in self.params])
         if self.world.size == 1:
             return Transfer(grads)
@@ -614,7 +613,7 @@ class Bank:
                 torch._foreach_copy_(params[batch], P.unbind())
 
     def send_results(self):
-        """Gives the stack of all matrices, updated; in one process nothing."""
+        """Receives the stack of all matrices, updated; in one process nothing."""
         if self.world.size == 1:
             return Transfer(None)
         params = self.matrices()
@@ -632,8 +631,8 @@ class Bank:
 def assign_owners(count, cost, owned_cost):
     """The rank that works on each of `count` equal matrices, ascending: as evenly as whole matrices allow.
 
-    cost: of one matrix. owned_cost: of what each rank owns already; updated. The ranks with the least get
-    what is left over. A function of these alone, so all ranks find the same owners.
+    cost: of one matrix. owned_cost: of the matrices that each rank owns already; updated. The ranks with the
+    least get the remainder. Depends on these alone, so all ranks find the same owners.
     """
     even, left_over = divmod(count, len(owned_cost))
     ranks = list(range(len(owned_cost)))
@@ -653,19 +652,19 @@ class MuonAdamW(torch.optim.Optimizer):
     param_groups: dicts with `kind` ("muon" | "adamw"), `params`, for muon lr, momentum, ns_steps, beta2,
     weight_decay and any of param_groups.MUON_OPTIONS, for adamw lr, betas, eps, weight_decay. `beta2=None` is
     Muon without variance reduction, `ns_steps=None` the coefficient set's own length. `names`, aligned with
-    params, name the state, as do (name, parameter) pairs in params; without them names are group{i}.{j}. The
-    numbers may change at any time; parameters and other options may not after the first step. ValueError at
+    params, name the state, as do (name, parameter) pairs in params; without them names are group{i}.{j}.
+    Numbers may change at any time; parameters and other options may not after the first step. ValueError at
     construction for anything unknown, missing or impossible.
 
-    ns_dtype: in which Newton-Schulz iterates. None: half precision on GPUs, float32 on CPUs; torch.bfloat16
-    is about twice as fast on CPUs that multiply it natively, and several times slower on others. All other
+    ns_dtype: the dtype of Newton-Schulz. None: half precision on GPUs, float32 on CPUs; torch.bfloat16 is
+    about twice as fast on CPUs that multiply it natively, and several times slower on others. All other
     arithmetic is float32, or float64 for float64 parameters.
 
-    compile: whether kernels are compiled: True, False, or "auto", on GPUs only. The environment variable
-    NANOMUON_COMPILE decides if it is set. world: the ranks that share the work (DistMuonAdamW).
+    compile: whether to compile the kernels: True, False, or "auto", on GPUs only. The environment variable
+    NANOMUON_COMPILE overrides it. world: the ranks that share the work (DistMuonAdamW).
 
-    Parameters without a gradient, or that do not require one any more, are skipped: parameter, state and step
-    count stay. `p.grad` is not changed. If the norm of a gradient is not finite on any rank, the step changes
+    Parameters without a gradient, or that no longer require one, are skipped: parameter, state and step count
+    do not change. `p.grad` never does. If the norm of a gradient is not finite on any rank, the step changes
     nothing, and `skipped_steps`, a 0-D tensor, counts it.
 
     Memory of a step beyond parameters, gradients and state: one batch of a bank (BATCH_BYTES) and its
@@ -683,18 +682,18 @@ class MuonAdamW(torch.optim.Optimizer):
         device = params[0].device if params else None
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.broadcast_parameters(self.param_groups)
-        # Schedulers look here for what they may cycle: OneCycleLR writes group["momentum"]
+        # Schedulers check the defaults for what they may cycle: OneCycleLR writes group["momentum"]
         self.defaults["momentum"] = 0.95
 
     @classmethod
     def for_model(cls, model, lr=3e-4, weight_decay=0.01, *, muon_lr=None, **settings):
-        """An optimizer of all parameters of a model, with defaults for a transformer of any width.
+        """An optimizer of all parameters that require gradients, with defaults for transformers of any width.
 
-        Of those that require gradients, that is: what is unfrozen later comes in by `add_param_group`.
+        Parameters that are unfrozen later go to `add_param_group`.
 
         Muon's updates are scaled to the rms of AdamW's (`match_rms_adamw`, Moonlight, arXiv 2502.16982), so
         that one rate serves both; muon_lr: another one for the matrices. Weight decay is AdamW's, decoupled.
-        Which parameter is trained by what: `param_groups.routing_table(model)`. settings: further keywords of
+        `param_groups.routing_table(model)` shows how each parameter is trained. settings: further keywords of
         the constructor.
         """
         muon = dict(lr=lr if muon_lr is None else muon_lr, momentum=0.95, ns_steps=5, beta2=0.95)
@@ -709,7 +708,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def broadcast_parameters(self, groups):
-        """Every rank starts from rank 0's parameters. ValueError if ranks bring different ones."""
+        """Every rank starts from rank 0's parameters. ValueError if ranks have different ones."""
         world = self.world
         if world.process_group is None:
             return
@@ -733,14 +732,14 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self, closure=None, *, finite=True):
         """One update from the gradients in `p.grad`. Returns the closure's loss, if there is one.
 
-        finite: False, or a 0-D tensor that is false, on any rank skips the step on all, as a gradient that is
-        not finite does: for a loss that is known to be bad. A tensor is not read here.
+        finite: False, or a false 0-D tensor, on any rank skips the step on all, as a gradient that is not
+        finite does: for a loss known to be bad. The host does not wait for a tensor.
         """
         with torch.enable_grad():
             loss = closure() if closure else None
         self.plan()
         device = self.skipped_steps.device
-        # Autocast would make the products of Newton-Schulz in its own dtype; "meta" has none
+        # Autocast would compute Newton-Schulz's products in its own dtype; "meta" has no autocast
         with torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False):
             flags = self.reduce_flags(finite)
             numbers = numbers_on_device(self.works, device, self.dtype)
@@ -760,10 +759,10 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
     def reduce_flags(self, finite):
-        """One small all_reduce of (1 + parameters,) float32, whose largest values over ranks count.
+        """One small all_reduce of (1 + parameters,) float32, by the maximum over ranks.
 
-        First 1 if the norm of a gradient is not finite, or the caller of step() knows something to be bad;
-        then 1 for each parameter that has a gradient, in the order of the works.
+        First 1 if the norm of a gradient is not finite, or the `finite` of step() is false; then 1 for each
+        parameter with a gradient, in the order of the works.
         """
         params = [param for work in self.works for param in work.params]
         device = self.skipped_steps.device
@@ -778,7 +777,7 @@ class MuonAdamW(torch.optim.Optimizer):
     # ---- the plan: pieces of work, and where state lives
 
     def reset_plan(self):
-        self.planned = []  # what was read of each planned group
+        self.planned = []  # (id, options, ids of parameters) of each planned group
         self.dtype = torch.float32  # the widest of the works
         self.works = []  # in the order of their collectives, which all ranks share
         self.places = {}  # parameter -> {name of its state: Place}
@@ -789,8 +788,8 @@ class MuonAdamW(torch.optim.Optimizer):
         """Divide the groups into pieces of work, each group once, when it is first needed.
 
         Before that accelerate may move the model, and FSDP2 replace its parameters in the groups. Afterwards
-        this only compares: ValueError if parameters, options or state are not what the work was planned for.
-        The order of the works, in which all collectives start, follows from the groups: Muon, then AdamW.
+        this only compares: ValueError if parameters, options or state are not those that were planned. The
+        order of the works, in which all collectives start, follows from the groups: Muon, then AdamW.
         """
         now = [(id(group), options(group), list(map(id, group["params"]))) for group in self.param_groups]
         planned = len(self.planned)
@@ -812,13 +811,13 @@ class MuonAdamW(torch.optim.Optimizer):
                     )
 
     def plan_group(self, group):
-        """Pieces of work for one group. Owners depend on this group and those before it only, so a copy, or a
-        run that resumes with groups that came in later, finds the same ones.
+        """Pieces of work for one group. Owners depend only on this group and those before it, so a copy, or a
+        resumed run to which groups were added later, finds the same ones.
         """
         params = []
         for name, param in zip(group["names"], group["params"], strict=True):
             if self.world.size == 1 and is_cut(param):
-                raise ValueError(f"{name} is a sharded DTensor: DistMuonAdamW trains it")
+                raise ValueError(f"{name} is a sharded DTensor: use DistMuonAdamW")
             if elements(param):  # without elements there is nothing to train
                 params.append(param)
         if not params:
@@ -830,7 +829,7 @@ class MuonAdamW(torch.optim.Optimizer):
         plan_kind = self.plan_muon if group["kind"] == "muon" else self.plan_adamw
         works = plan_kind(group, params, run_kernel)
         self.works += works
-        # Muon in front: the most to compute while the transfers of the others run
+        # Muon first: it has the most to compute while the transfers of the others run
         self.works.sort(key=lambda work: work.group["kind"] != "muon")
         for work in works:
             self.dtype = torch.promote_types(self.dtype, work.dtype)
@@ -857,7 +856,7 @@ class MuonAdamW(torch.optim.Optimizer):
             if is_cut(param):
                 cut.append(param)
             else:
-                alone = id(param) if param.ndim == 3 else None  # a batch of matrices is a bank by itself
+                alone = id(param) if param.ndim == 3 else None  # a batch of matrices is its own bank
                 alike = matrix_shape(param), param.dtype, gradient_dtype(param), alone
                 banks.setdefault(alike, []).append(param)
         works = []
@@ -870,7 +869,7 @@ class MuonAdamW(torch.optim.Optimizer):
             together = banks[alike]
             direction = direction_of(group, *alike[0], together[0], self.ns_dtype, run_kernel)
             count = len(matrices(map(local, together)))
-            if together[0].ndim == 3:  # even blocks, so that its state is cut as DTensor's Shard(0) is
+            if together[0].ndim == 3:  # even blocks, so that its state is cut like DTensor's Shard(0)
                 each = -(-count // self.world.size)
                 owners = [i // each for i in range(count)]
             else:
@@ -878,9 +877,9 @@ class MuonAdamW(torch.optim.Optimizer):
             works.append(Bank(together, group, direction, owners, self.world, run_kernel))
         return works
 
-    # ---- state. torch's own state_dict() serves: {"state": {number: {key: tensor}}, "param_groups": [...]},
-    # what this rank holds, without communication; tensors share memory with the optimizer's, pieces are
-    # DTensors, and what another rank owns is not in it.
+    # ---- state. torch's own state_dict() works: {"state": {number: {key: tensor}}, "param_groups": [...]},
+    # the state of this rank, without communication; tensors share memory with the optimizer's, pieces are
+    # DTensors, and state that another rank owns is missing.
 
     named_state_dict = optim_state.named_state_dict
     full_state_dict = optim_state.full_state_dict
@@ -897,32 +896,32 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 class DistMuonAdamW(MuonAdamW):
-    """The same over the ranks of a process group, to which every rank brings the same groups; that is checked
-    at construction.
+    """MuonAdamW over the ranks of a process group. All ranks must have the same groups, which the constructor
+    checks.
 
     process_group: default the whole world; without torch.distributed a world of one. It holds the ranks of
     all device meshes. comm_dtype: of the reduction, and of both transfers of sharded matrices; default the
     gradient's own. Use MuonAdamW under DistributedDataParallel, which has averaged the gradients already.
 
-    Work and state of replicated parameters are split (ZeRO-2); `p.grad` stays whole. Parameters start as rank
-    0 has them, and the update uses the mean of `p.grad` over ranks, which the collectives make and nothing
-    else. With W ranks, parameters of R rows, banks of K matrices:
+    Work and state of replicated parameters are split (ZeRO-2); `p.grad` stays whole. Parameters start with
+    rank 0's values, and the update uses the mean of `p.grad` over ranks, which these collectives compute.
+    With W ranks, parameters of R rows, banks of K matrices:
 
       parameters            collect                          state on a rank      compute sends
-      AdamW, up to SMALL    one all_reduce for a group's     all of it            nothing
+      AdamW, up to SMALL    one all_reduce per group         all of it            nothing
       AdamW                 reduce_scatter                   ceil(R/W) rows       all_gather
       Muon                  reduce_scatter, whole matrices   ceil(K/W) matrices   all_gather
-      Muon, 2K < W          reduce of each to its owner      of K ranks one each  broadcast from the owner
+      Muon, 2K < W          reduce of each to its owner      one, on K ranks      broadcast from the owner
 
-    A rank sends 2(W-1)/W times the parameter bytes a step, plus padding. Memory of a step beyond parameters,
-    gradients and state: all gradients are in flight at once, which takes (1 + 1/W) times their padded bytes;
-    a stack of gradients is freed before that of the results is made. AdamW rows that divide by W take 1/W
-    only, since they are sent from `p.grad` and received in the parameter. Then one batch of a bank, with its
-    temporaries. After every step all ranks hold bitwise the same parameters; a world of one
+    A rank sends 2(W-1)/W times the parameter bytes per step, plus padding. Memory of a step beyond
+    parameters, gradients and state: all gradients are in flight at once, which takes (1 + 1/W) times their
+    padded bytes; a stack of gradients is freed before that of the results is allocated. AdamW rows that
+    divide by W take only 1/W: they are sent from `p.grad` and received in the parameter. Then one batch of a
+    bank, with its temporaries. After every step all ranks hold bitwise the same parameters; a world of one
     does what MuonAdamW does.
 
-    Parameters that are DTensors cut over a device mesh (FSDP2, tensor parallelism) are updated where they
-    live: `sharded.py`.
+    Parameters that are DTensors cut over a device mesh (FSDP2, tensor parallelism) are updated as pieces, see
+    `sharded.py`.
     """
 
     def __init__(self, param_groups, process_group=None, comm_dtype=None, *, compile="auto", ns_dtype=None):
@@ -938,7 +937,7 @@ class DistMuonAdamW(MuonAdamW):
 
 
 def options(group):
-    """What decides how a group is trained and must not differ between ranks, or change after planning."""
+    """The options of a group that must not differ between ranks, or change after planning."""
     chosen = {"kind": group["kind"], "second moment": group.get("beta2") is not None}
     for key, default in {"ns_steps": 5, **MUON_OPTIONS}.items():
         if group.get(key, default) != default:

@@ -1,8 +1,8 @@
 """Where the state of an optimizer lives, and how it is saved and loaded.
 
-Of this file, a step of `optim.py` needs the first few helpers only. There each piece of work makes the
-tensors that it needs and says of each where it lives: its Place. Here is what follows from that. Saved state
-goes by name, so it loads into any world and layout.
+A step of `optim.py` needs only the first few helpers. There each piece of work makes its tensors, with a
+Place for each, which says where it lives; this file saves and loads them. Saved state goes by name, so it
+loads into any world and layout.
 """
 
 import math
@@ -22,7 +22,7 @@ def named_parameters(groups):
 
 
 def local(tensor):
-    """What this rank holds of a tensor: its piece of a DTensor, all of any other."""
+    """This rank's part of a tensor: its piece of a DTensor, all of any other."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -31,7 +31,7 @@ def whole(tensor):
 
 
 def is_cut(param):
-    """Whether each rank holds a piece only. A DTensor that is whole on every rank counts as replicated."""
+    """Whether each rank holds only a piece. A DTensor that is whole on every rank counts as replicated."""
     if not isinstance(param, DTensor):
         return bool(getattr(param, "planned_cuts", ()))  # footprint.py plans pieces without a process group
     for axis, placement in enumerate(param.placements):
@@ -53,10 +53,10 @@ def state_dtype(param):
 class Place:
     """Where one state tensor lives.
 
-    tensor: what this rank holds of it, or None. shape: of the whole. mesh, placements: how DTensor cuts the
-    whole, if this rank holds a piece. owner: the rank of `world` that alone holds it, if not all do; like: a
-    tensor of its dtype and device. value: the tensor as optimizer.state has it, a DTensor if it is a piece;
-    it shares memory with `tensor`.
+    tensor: this rank's part of it, or None. shape: of the whole. mesh, placements: how DTensor cuts the
+    whole, if this rank has a piece. owner: the only rank of `world` that has it, or None; like: a tensor of
+    its dtype and device. value: the tensor in optimizer.state, a DTensor if it is a piece; it shares memory
+    with `tensor`.
     """
 
     def __init__(self, tensor, shape=None, mesh=None, placements=(), world=None, owner=None, like=None):
@@ -95,8 +95,7 @@ class Place:
 def as_dtensor(tensor, shape, mesh, placements):
     """A DTensor of this rank's piece, in the same memory."""
     if tensor.storage_offset():
-        # As a storage by itself: a DTensor takes over the offset in its bank, and then cannot be copied or
-        # pickled
+        # Make it a storage of its own: with an offset in its bank, a DTensor cannot be copied or pickled
         with torch.cuda.device_of(tensor):
             tensor = torch.from_dlpack(tensor)
     stride = torch.empty(shape, device="meta").stride()
@@ -105,25 +104,25 @@ def as_dtensor(tensor, shape, mesh, placements):
 
 
 def like_param(param, tensor):
-    """The place of a tensor that is kept as its parameter is: in the same pieces, or whole on every rank."""
+    """The place of a tensor that is cut like its parameter, or whole on every rank."""
     if isinstance(param, DTensor) and is_cut(param):
         return Place(tensor, param.shape, param.device_mesh, param.placements)
     return Place(tensor)
 
 
 def rows_of(param, tensor, world):
-    """The place of a tensor of which every rank of a world keeps the rows that `World.share` gives it."""
+    """The place of a tensor whose rows are divided among the ranks of a world by `World.share`."""
     if world.size == 1:
         return like_param(param, tensor)
-    mesh = None  # of what footprint.py plans
+    mesh = None  # if footprint.py plans
     if world.process_group is not None:
         mesh = DeviceMesh.from_group(world.process_group, tensor.device.type)
     return Place(tensor, (len(param), *tensor.shape[1:]), mesh, [Shard(0)])
 
 
 def take_over(state, param, places):
-    """Put the tensors of these places into optimizer.state, with what it holds of the parameter so far: a
-    copied optimizer brings its state, and has not planned yet.
+    """Put the tensors of these places into optimizer.state, with the state that it has so far: a copied
+    optimizer has state, but no plan yet.
     """
     earlier = dict(state[param]) if param in state else {}
     for key, place in places.items():
@@ -146,7 +145,7 @@ def saved_groups(optimizer):
 
 
 def copy_of(value):
-    """A copy of what could be changed in place: a learning rate that is a tensor, a list."""
+    """A copy of a value that could be changed in place: a learning rate that is a tensor, a list."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     return list(value) if isinstance(value, list) else value
@@ -178,12 +177,12 @@ def full_state_dict(optimizer):
 
 @torch.no_grad()
 def load_state_dict(optimizer, state_dict, hyperparameters="restore"):
-    """Restore full_state_dict(), of any world size or grouping, or state_dict() where it was saved.
+    """Restore full_state_dict(), of any world size or grouping, or state_dict() on the rank that saved it.
 
-    hyperparameters: "restore" takes lr and all other numbers, with what schedulers have written into the
-    groups, from the groups in which the parameters were saved, as torch's optimizers do; "keep" leaves those
-    of our groups. State keeps its dtype. ValueError, before anything is changed, names the first difference:
-    a missing name or key, another shape, a piece that another rank has saved, other options.
+    hyperparameters: "restore" takes lr, all other numbers and what schedulers have written into the groups
+    from the groups in which the parameters were saved, as torch's optimizers do; "keep" keeps those of our
+    groups. State keeps its dtype. ValueError, before anything is changed, names the first difference: a
+    missing name or key, another shape, a piece that another rank has saved, other options.
     """
     if hyperparameters not in ("restore", "keep"):
         raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
@@ -223,7 +222,7 @@ def check_form(saved, ours):
 
 
 def state_by_name(state, groups):
-    """{name: entry} of either form: by name, or by the numbers that the groups have in `params`."""
+    """{name: entry} of state by name, or by the numbers in the groups' `params`."""
     names = {}
     for group in groups:
         names |= dict(zip(group.get("params", group["names"]), group["names"], strict=True))
@@ -254,7 +253,7 @@ def matched(name, places, entry):
 
 
 def is_of_this_rank(saved):
-    """Whether this rank has the piece of a DTensor: one that is read from a file knows who has written it."""
+    """Whether a DTensor's piece is this rank's: one that is read from a file knows which rank wrote it."""
     if not dist.is_initialized():
         return False
     here = (saved.device_mesh.mesh == dist.get_rank()).nonzero().flatten()
@@ -262,7 +261,7 @@ def is_of_this_rank(saved):
 
 
 def restored_numbers(i, group, saved):
-    """What our i-th group takes from the saved groups of its parameters: everything but options."""
+    """The values that our i-th group takes from the saved groups of its parameters: all except options."""
     restored = {}
     ours = set(group["names"])
     for source in saved:

@@ -1,7 +1,7 @@
 """The polar factor of a matrix by odd polynomials: Newton-Schulz, Polar Express, and their Gram form.
 
 A step maps X to aX + b(XX^T)X + c(XX^T)^2 X, which acts on every singular value s as as + bs^3 + cs^5 and
-leaves the singular vectors alone. A few steps push all singular values towards 1: X goes to UV^T, the
+leaves the singular vectors alone. A few steps push all singular values towards 1, and X towards UV^T, the
 orthogonal matrix nearest to it.
 """
 
@@ -70,20 +70,20 @@ def triples(coefficients, steps=None):
 
 
 def newton_schulz_form(m, n, steps, device_type="cpu", ns_dtype=None):
-    """(whether the Gram form is taken, dtype of the iteration) for float32 matrices of this shape.
+    """(whether to use the Gram form, dtype of the iteration) for float32 matrices of this shape.
 
     ns_dtype: torch.float32, torch.bfloat16, or None for that of the device: bf16 on "cuda", float32
-    elsewhere. On "meta" bf16 plans a GPU's step. A function of these alone, never of a measurement: all
-    ranks, and a run that goes on, have to choose alike.
+    elsewhere. On "meta" bf16 plans a GPU's step. Depends on these alone, never on a measurement: all ranks,
+    and a resumed run, must choose alike.
 
-    The Gram form needs 8r+28 products of the short side against 20r+10 of the plain one, r the aspect ratio.
-    Only up to five steps: with ten (`deepseekv4`) it overflows in half precision and loses 0.44 in float32 at
-    condition 1e6. And never in bf16, whose 8 bits the accumulated polynomial uses up: relative errors of 0.21
-    and 0.41 at condition 1e2 and 1e4 where the plain form has 0.03 and 0.11 (256 x 1024), and a training run
-    that ended at 2.76 bits per byte in place of 1.17.
-    GPUs take float16 for it, with 11 bits; CPUs have no fast float16, and stay with the plain form: 280-420
-    GFLOP/s in bf16 against 80-190 in float32 on 2 cores with AVX512-BF16, where the Gram form saves at most a
-    factor of 1.8.
+    The Gram form needs 8r+28 products of the short side, the plain one 20r+10, r being the aspect ratio. It
+    is used only up to five steps: with ten (`deepseekv4`) it overflows in half precision and loses 0.44 in
+    float32 at condition 1e6. And never in bf16, whose 8 bits the accumulated polynomial uses up: relative
+    errors of 0.21 and 0.41 at condition 1e2 and 1e4, against 0.03 and 0.11 of the plain form (256 x 1024),
+    and a training run that ended at 2.76 bits per byte instead of 1.17.
+    GPUs use float16 for it, with 11 bits; CPUs have no fast float16, and keep the plain form: 280-420 GFLOP/s
+    in bf16 against 80-190 in float32 on 2 cores with AVX512-BF16, while the Gram form saves at most a factor
+    of 1.8.
     """
     if ns_dtype is None:
         ns_dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
@@ -101,10 +101,10 @@ def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dty
     U: (..., m, n) float. Returns (..., m, n) in the dtype of the iteration: float64 stays float64, all else
     iterates as `newton_schulz_form` says, unless `gram` decides the form. In half precision the Gram form in
     float16 is the more accurate of the two on a GPU (relative error .0044 against .0086 of the plain one in
-    bf16, on a Gaussian matrix). Singular values come out in about [0.7, 1.15], depending on the set; a zero
-    matrix gives zero. To be called outside of torch.autocast, which would make the products in its own dtype
-    (a step of the optimizers sees to that). pieces: a tensor_parallel.Pieces, if U holds this rank's pieces.
-    ValueError for what is no real matrix, and for the Gram form in bf16.
+    bf16, on a Gaussian matrix). Singular values end in about [0.7, 1.15], depending on the set; a zero matrix
+    stays zero. Call it outside torch.autocast, which would compute the products in its own dtype (a step of
+    the optimizers does). pieces: a tensor_parallel.Pieces, if U holds this rank's pieces. ValueError for
+    anything but real matrices, and for the Gram form in bf16.
     """
     if U.ndim < 2 or U.is_complex():
         raise ValueError(f"orthogonalize takes real matrices, not {U.dtype} of shape {tuple(U.shape)}")
@@ -143,9 +143,8 @@ def newton_schulz(X, table, tall, pieces=None):
 def gram_matrix(X, of_columns, pieces=None):
     """Products of all pairs of columns, X^T X, or of rows, XX^T. X: (K, m, n).
 
-    Not by @, which copies what is transposed: 5.0 ms in place of 2.8 (bf16, 512 x 2048, two cores). One
-    matrix is not multiplied by bmm: torch.compile gives its transpose the stride 0 over the batch, and bmm
-    copies that.
+    Not by @, which copies transposes: 5.0 ms instead of 2.8 (bf16, 512 x 2048, two cores). Nor is one matrix
+    multiplied by bmm: torch.compile gives its transpose stride 0 over the batch, and bmm copies that.
     """
     if len(X) == 1:
         products = products_of_rows(X[0].mT if of_columns else X[0]).unsqueeze(0)
@@ -155,14 +154,14 @@ def gram_matrix(X, of_columns, pieces=None):
 
 
 def products_of_rows(rows):
-    """XX^T of one matrix X (s, l). It is symmetric: on a CPU what is right of the diagonal is copied from
-    what is left of it, strip by strip. That saves a quarter of the time at 512 x 2048, with the same bits,
-    and nothing below 512 rows; two, three, five or six strips save less.
+    """XX^T of one matrix X (s, l). It is symmetric: a CPU copies the right of the diagonal from the left, in
+    four strips. That saves a quarter of the time at 512 x 2048, with the same bits, and nothing below 512
+    rows; two, three, five or six strips save less.
     """
     if rows.device.type != "cpu" or len(rows) < 512:
         return torch.mm(rows, rows.mT)
     size = -(-len(rows) // 4)
-    left = []  # the i-th strip of rows times its own and all above it
+    left = []  # the i-th strip of rows times itself and all above it
     for i, strip in enumerate(rows.split(size)):
         left.append(torch.mm(strip, rows[: (i + 1) * size].mT))
     strips = []
@@ -173,14 +172,14 @@ def products_of_rows(rows):
 
 
 def gram_newton_schulz(X, table, tall, pieces=None):
-    """The same polynomial on the Gram matrix R = XX^T, the long side touched four times in all (Dao-AILab,
+    """The same polynomial on the Gram matrix R = XX^T, with four products of the long side in all (Dao-AILab,
     gram-newton-schulz).
 
-    Q accumulates the polynomial of R, so that each step costs products of the short side only. Two things
-    keep half precision alive: one restart before the third step, and one baddbmm for each of Z, Q and R (a
+    Q accumulates the polynomial of R, so that each step costs only products of the short side. Two things
+    make half precision work: one restart before the third step, and one baddbmm for each of Z, Q and R (a
     separate add loses three times as much).
     """
-    for part in (table[:2], table[2:]):  # the restart: R is built anew from the X so far
+    for part in (table[:2], table[2:]):  # the restart: compute R again from the X so far
         if part:
             R = gram_matrix(X, tall, pieces)  # (K, s, s)
             Q = gram_polynomial(R, part)
@@ -189,9 +188,7 @@ def gram_newton_schulz(X, table, tall, pieces=None):
 
 
 def gram_polynomial(R, table):
-    """Q (K, s, s), with which these steps are the product QX (XQ if X is tall). R: (K, s, s), the Gram
-    matrix.
-    """
+    """Q (K, s, s), such that these steps are the product QX (XQ if X is tall). R (K, s, s): Gram matrices."""
     a, b, c = table[0]
     Z = torch.baddbmm(R, R, R, beta=b, alpha=c)
     Q = Z + a * torch.eye(R.size(1), dtype=R.dtype, device=R.device)
@@ -209,8 +206,8 @@ def update_scale(rule, m, n):
 
     "shape": sqrt(max(1, m/n)) (Keller Jordan, nanochat). "match_rms_adamw": 0.2*sqrt(max(m, n)) (Moonlight,
     arXiv 2502.16982). "spectral": sqrt(max(m, n)) (Megatron; the word names other formulas elsewhere).
-    "unit_rms_norm": sqrt(m/n). Or a callable (m, n) -> float: of the matrix, (out, in * height * width) of a
-    convolution, or of a part that `split` cuts from it. ValueError for anything else.
+    "unit_rms_norm": sqrt(m/n). Or a callable (m, n) -> float, for the shape of the matrix, (out, in * height
+    * width) for a convolution, or of a part from `split`. ValueError for anything else.
     """
     if callable(rule):
         return float(rule(m, n))

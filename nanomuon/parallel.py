@@ -3,8 +3,8 @@
 FSDP2 (`fully_shard`) cuts every parameter by rows over "dp" and gathers a block's whenever the block runs.
 Tensor parallelism (arXiv 1909.08053) cuts the heads and the MLP's channels over "tp": q, k, v and up by rows,
 o and down by columns, so that a block needs one all_reduce after its attention and one after its MLP, and two
-in its backward. The value embeddings and gates follow the key heads; token embedding, head and scalars stay
-whole on every "tp" rank. The ranks of one "dp" coordinate see the same rows of data. Parameters in pieces are
+in its backward pass. The value embeddings and gates follow the key heads; token embedding, head and scalars
+stay whole on every "tp" rank. The ranks of one "dp" coordinate see the same rows of data. Cut parameters are
 DTensors.
 """
 
@@ -30,7 +30,7 @@ ROWS = ("attn.o", "mlp.down")
 
 
 def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig) -> int:
-    """How many ranks see different rows. InputError where the ranks, or the model's heads, do not divide."""
+    """How many ranks see different rows. InputError if the ranks, or the model's heads, do not divide."""
     if world_size % tensor_parallel:
         raise InputError(
             f"--tensor-parallel {tensor_parallel} does not divide {world_size} processes: "
@@ -66,36 +66,36 @@ def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
     """Cut the parameters of a GPT on the meta device, in place."""
     if mesh["tp"].size() > 1:
         styles = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(ROWS, RowwiseParallel())
-        for block in gpt.blocks:  # a block may lack the gate, or have experts in place of the MLP
+        for block in gpt.blocks:  # a block may lack the gate, or have experts instead of the MLP
             present = dict(block.named_modules())
             block.attn.register_forward_pre_hook(functools.partial(_as_replicated, mesh["tp"]))
             parallelize_module(block, mesh["tp"], {name: styles[name] for name in styles if name in present})
         parallelize_module(gpt.value_embeds, mesh["tp"], {"*": ColwiseParallel()})
     if fsdp:
-        # Blocks are gathered in the dtype they compute in, and their gradients averaged in float32; but the
-        # router of experts computes in float32
+        # Blocks are gathered in the dtype they compute in, and their gradients averaged in float32; not with
+        # experts, whose router computes in float32
         policy = MixedPrecisionPolicy()
         if gpt.compute_dtype.itemsize < 4 and not gpt.config.experts:
             policy = MixedPrecisionPolicy(param_dtype=gpt.compute_dtype, reduce_dtype=torch.float32)
         for block in gpt.blocks:
             fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
-        # with tensor parallelism an embedding's output is a view, which would matter to operations in place
+        # with tensor parallelism an embedding's output is a view, which only matters to operations in place
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         for embed in [gpt.wte, *gpt.value_embeds.values()]:
             fully_shard(embed, mesh=mesh["dp"])
-            embed.set_unshard_in_backward(False)  # its gradient needs the tokens only
+            embed.set_unshard_in_backward(False)  # its gradient needs only the tokens
         fully_shard(gpt, mesh=mesh["dp"])
 
 
 def _as_replicated(mesh, module, inputs):
     """q, k, v and the gate read one DTensor, so that the partial sums of its gradient are added before they
-    travel.
+    are sent.
     """
     return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False), *inputs[1:]
 
 
 def fill(param: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy a tensor that every rank holds into a parameter, or its piece into one in pieces."""
+    """Copy a tensor that every rank holds into a parameter, or this rank's piece of it into a cut one."""
     if isinstance(param, DTensor):
         param, whole = param.to_local(), cut(whole, param).to_local()
     param.copy_(whole)
@@ -123,22 +123,22 @@ def average_gradients(gpt: GPT, mesh: DeviceMesh | None) -> None:
 
 
 def gradients_finite(gpt: GPT) -> torch.Tensor:
-    """Whether every gradient that this rank holds is finite: 0-D bool, not read here."""
+    """Whether every gradient on this rank is finite: a 0-D bool on the device."""
     grads = [parameter.grad for parameter in gpt.parameters() if parameter.grad is not None]
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     return torch.nn.utils.get_total_norm(local).isfinite()
 
 
 def compile_model(gpt: GPT, mesh: DeviceMesh | None, backend: str | Callable = "inductor") -> Callable:
-    """What computes the model's loss from now on. mesh: of the parameters, if they are in pieces.
+    """The function that computes the model's loss from now on. mesh: of the parameters, if they are cut.
 
-    Embeddings are looked up by PyTorch's own kernel, whose gradient is the same in every run: compiled, it
-    would be added up atomically, in the order in which threads come. Experts are compiled in bf16 only.
+    PyTorch's own kernel looks up embeddings, because its gradient is the same in every run: a compiled one
+    adds it up atomically, in whatever order threads come. Experts are compiled in bf16 only.
     """
     if gpt.config.experts and gpt.compute_dtype != torch.bfloat16:
         return gpt
     if mesh is not None:
-        for block in gpt.blocks:  # what FSDP2 does between blocks stays outside
+        for block in gpt.blocks:  # FSDP2's work between blocks stays outside
             block.compile(dynamic=False, backend=backend)
         gpt.mean_loss = torch.compile(head_loss.mean_loss, dynamic=False, backend=backend)
         return gpt

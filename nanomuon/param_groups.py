@@ -23,7 +23,7 @@ MUON_OPTIONS = {
     "row_equilibrate": False,  # MuonEq, arXiv 2603.28254
     "renormalize": False,  # Muon+, arXiv 2602.21545
     "split": None,  # the parts of a fused matrix, see split_rows
-    "direction": None,  # a function of your own in place of the polar factor, see optim.Direction
+    "direction": None,  # a function of your own instead of the polar factor, see optim.Direction
     "tensor_parallel": None,  # duplicated | distributed | blockwise; None: by shape, see tensor_parallel.py
 }
 CHOICES = {
@@ -38,11 +38,11 @@ NOT_MUON = (
     "wte",
     "value_embeds",
     "lm_head",
-    "output.weight",  # a head where it is a layer by itself; BERT's `output.dense` is a hidden one
+    "output.weight",  # a head if it is a layer by itself; BERT's `output.dense` is a hidden one
     "mhc_attn",
     "mhc_ffn",
     "lambda_proj",
-    "A_log",  # Mamba's: a decay per channel and state, which multiplies element by element
+    "A_log",  # Mamba's decay per channel and state, which multiplies element by element
     # The magnitudes of torch's weight_norm, (m, 1), new and old
     "parametrizations.weight.original0",
     "weight_g",
@@ -77,9 +77,9 @@ def matches(name, key):
 def find_heads(model):
     """The nn.Linear modules whose output is the vocabulary or the classes.
 
-    A linear layer is a head if no module takes its m outputs (m is nobody's in_features, embedding_dim or
-    normalized_shape) and m is the number of rows of an nn.Embedding, or the layer has the last matrix of the
-    model. Convolutions do not count: the 3 colours of an image are not what a head of 3 classes is made for.
+    A linear layer is a head if no module takes its m outputs (none has in_features, embedding_dim or
+    normalized_shape m), and m is the number of rows of an nn.Embedding or the layer has the last matrix of
+    the model. Convolutions do not count: an image with 3 colours does not take the outputs of 3 classes.
     """
     widths, vocabularies = set(), set()
     for module in model.modules():
@@ -100,14 +100,14 @@ def find_heads(model):
 
 
 def not_hidden_matrices(model):
-    """{parameter: why} of those that their module keeps from Muon."""
+    """{parameter: why} of those whose module keeps them from Muon."""
     reasons = {}
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             reasons.update(dict.fromkeys(module.parameters(), "weight of an nn.Embedding"))
     for head in find_heads(model):
         for param in head.parameters():
-            # A head that is tied to an embedding is in already
+            # A head that is tied to an embedding is already in it
             reasons.setdefault(param, f"head: no module takes its {head.out_features} outputs")
     for module in model.modules():
         if not isinstance(module, CONVOLUTIONS):
@@ -130,10 +130,10 @@ def route(name, param, reasons=None, skip_keys=(), expert_keys=()):
     2. it is the weight of an nn.Embedding or tied to one, of a head (see `find_heads`), or of a convolution
        that is depthwise or 1-D: AdamW. reasons: {parameter: why}, from `not_hidden_matrices`;
     3. a key of NOT_MUON is in its name: AdamW;
-    4. it is no matrix by its shape: fewer than 2 dimensions (the leading one of a parameter that an expert
-       key names does not count), more than 4, or 3 and more of which the first is 1, as of position
-       embeddings, or that have one number for each of the first, as a scale of every head does; or it is a
-       bias by its name, of which experts have one a row: AdamW;
+    4. its shape is not a matrix's: fewer than 2 dimensions (not counting the leading one if an expert key
+       names the parameter), more than 4, or 3 and more with a leading 1, like position embeddings, or with
+       one number per leading index, like a scale per head; or its name is a bias's, which for experts has 2
+       dimensions: AdamW;
     5. Muon. 3 dimensions are a batch of matrices, 4 a convolution's matrix (out, in * height * width).
     """
     for key in skip_keys:
@@ -167,13 +167,13 @@ def build_param_groups(model, *, muon, adamw, roles=None, skip_keys=(), expert_k
     """Groups for MuonAdamW from `model.named_parameters()`; frozen parameters are left out.
 
     muon:   hyperparameters of the Muon group: lr, momentum, ns_steps, beta2, weight_decay and any option
-    adamw:  lr, betas, eps, weight_decay of everything else: embeddings, heads, what is not a matrix (`route`)
+    adamw:  lr, betas, eps, weight_decay of everything else: embeddings, heads, non-matrices (`route`)
     roles:  {key: overrides}; a parameter whose name matches a key (the first one that does) gets a group of
             its own kind with these hyperparameters on top, e.g. {"wte": dict(lr=0.3)}
     skip_keys: more names that are never Muon.  expert_keys: names whose leading dimension counts matrices,
     (E, m, n). is_muon: a predicate (name, parameter) -> bool that decides instead of the rules. Each group
     carries `names`, without wrapper components, and is in the order of the model. A parameter that two
-    modules share is trained once, under the name that comes first. ValueError for a model in pieces of
+    modules share is trained once, under the name that comes first. ValueError for a model sharded by
     FullyShardedDataParallel (FSDP1).
     """
     roles = roles or {}
@@ -214,23 +214,23 @@ def _routed(model, skip_keys, expert_keys, is_muon):
 
 
 def refuse_flat_parameters(model):
-    """ValueError for FullyShardedDataParallel, FSDP1, under which a parameter is this rank's run of a flat
-    tensor: no matrix, and no DTensor that would say which run it is.
+    """ValueError for FullyShardedDataParallel (FSDP1), whose parameters are runs of a flat tensor: neither
+    matrices nor DTensors, which would say which run they are.
     """
     for module in model.modules():
         is_fsdp1 = type(module).__name__ == "FullyShardedDataParallel"
         if is_fsdp1 and module.sharding_strategy.name != "NO_SHARD":
             raise ValueError(
-                "FullyShardedDataParallel (FSDP1) leaves no matrices to train: take fully_shard (FSDP2)"
+                "FullyShardedDataParallel (FSDP1) leaves no matrices to train: use fully_shard (FSDP2)"
             )
 
 
 def split_rows(split, m):
-    """The parts of a fused matrix of m rows as (heads, groups, rows): `heads` equal matrices one after the
-    other, each of `groups` equal runs, which hold rows[i] rows of part i.
+    """The parts of a fused matrix of m rows as (heads, groups, rows): `heads` equal matrices, each of
+    `groups` equal blocks, each with rows[i] rows of part i.
 
-    split: ("qkv", (q, k, v)), the rows of each in a query group; a tuple of row counts, the parts one after
-    the other; or the number of heads, each a part. ValueError where m rows are not so many.
+    split: ("qkv", (q, k, v)), the rows of each per query group; a tuple of row counts, one per part; or the
+    number of heads, each a part. ValueError if it does not divide m rows.
     """
     heads, grouped, rows = 1, False, split
     if isinstance(split, bool) or not isinstance(split, int | tuple | list):
@@ -255,8 +255,8 @@ def default_names(index, count):
 def check_group(group, others):
     """A copy of a user's group with options and names filled in.
 
-    params may be (name, parameter) pairs, as torch's optimizers take them. others: the groups before it.
-    ValueError that names the group and the parameter.
+    params may be (name, parameter) pairs, as in torch's optimizers. others: the groups before it. ValueError
+    that names the group and the parameter.
     """
     group, where, kind = dict(group), f"param group {len(others)}", group.get("kind")
     if kind not in REQUIRED:
@@ -272,12 +272,12 @@ def check_group(group, others):
         raise ValueError(f"{where} ({kind}): unknown {', '.join(sorted(unknown))}")
     group = {**options, **group}
     if isinstance(group["params"], set):
-        raise ValueError(f"{where}: params are a set, whose order is another in every process: take a list")
+        raise ValueError(f"{where}: params are a set, whose order differs between processes: use a list")
     params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
     names = group.get("names") or default_names(len(others), len(params))
     if params and all(isinstance(param, tuple) for param in params):  # of model.named_parameters()
         names, params = zip(*params, strict=True)
-    # As they are looked up when state is loaded
+    # Loading state looks up clean names
     group["params"], group["names"] = list(params), [clean_name(name) for name in names]
     check_params(group, where, others)
     try:
@@ -290,7 +290,7 @@ def check_group(group, others):
 
 
 def check_values(group):
-    """ValueError for hyperparameters that no step can be taken with."""
+    """ValueError for hyperparameters with which no step is possible."""
     for key in ("lr", "weight_decay", "eps"):
         if key in group and not 0 <= group[key] < math.inf:
             raise ValueError(f"{key} must be finite and not negative, but is {group[key]}")
@@ -302,7 +302,7 @@ def check_values(group):
 
 
 def check_params(group, where, others):
-    """ValueError for what is no parameter, or there already, and for a name that is."""
+    """ValueError for anything but parameters, and for a parameter or name that occurs twice."""
     params, names = group["params"], group["names"]
     if len(names) != len(params):
         raise ValueError(f"{where}: {len(names)} names for {len(params)} params")
@@ -310,7 +310,7 @@ def check_params(group, where, others):
     seen_names = {name for other in others for name in other["names"]}
     for name, param in zip(names, params, strict=True):
         if not isinstance(param, torch.Tensor):
-            raise ValueError(f"{where}: {name} is no parameter, but a {type(param).__name__}")
+            raise ValueError(f"{where}: {name} is a {type(param).__name__}, not a parameter")
         if param in seen:
             raise ValueError(f"{where}: {name} is already in group {seen[param]}")
         if name in seen_names:
@@ -320,7 +320,7 @@ def check_params(group, where, others):
 
 
 def check_muon_group(group):
-    """ValueError for what cannot be trained as matrices, and for options that do not exist."""
+    """ValueError for parameters that are not matrices, and for unknown or impossible options."""
     for name, param in zip(group["names"], group["params"], strict=True):
         if not 2 <= param.ndim <= 4:
             raise ValueError(f"{name} has shape {tuple(param.shape)}; Muon takes matrices, 2-D to 4-D")

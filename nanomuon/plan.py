@@ -1,7 +1,7 @@
-"""A run before it starts: what defines it, its model, batch and length, and what it will take.
+"""A run before it starts: its settings, model, batch and length, and the memory it will take.
 
-settings.json records everything that defines the run; a later launch reads it, and writes it again with what
-may change.
+settings.json records everything that defines the run; a later launch reads it, and writes it again with the
+values that may change.
 """
 
 import argparse
@@ -19,13 +19,13 @@ from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.recipe import WEB_BATCH, WEB_TOKENS
 from nanomuon.runtime import InputError, Runtime, check_name, compile_enabled, folder_of, print0, read_json
 
-# What --comm-dtype means to the optimizer
+# The optimizer's comm_dtype
 COMM_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 FILLED = 0.85  # share of a GPU's memory that a step may take
-FEWEST_COMPILED = 1_000_000  # tokens of a run on a CPU
+FEWEST_COMPILED = 1_000_000  # tokens: shorter runs on a CPU are not compiled
 
-# Dense peak in TFLOP/s of bf16 products that are added up in float32, from NVIDIA's data sheets and white
-# papers, half of the figure if those print one "with sparsity"; by words of a GPU's name, the last that fits
+# Dense peak in TFLOP/s of bf16 products accumulated in float32, from NVIDIA's data sheets and white papers
+# (half of a figure "with sparsity"), by words of a GPU's name: the last match counts
 BF16_TFLOPS = {
     "B200": 2250,
     "GH200": 989,
@@ -42,12 +42,11 @@ BF16_TFLOPS = {
     "RTX 3090": 71,
 }
 
-# Flags that say how a launch begins, and nothing about its run. An optimizer file is one of them: its code
-# runs only when a launch names it
+# Flags of a launch, not of its run. An optimizer file is one of them: its code runs only if a launch names it
 OF_THE_LAUNCH = {"run", "resume", "plan", "wandb", "optimizer_file"}
 OF_THE_LAUNCH |= {"shard", "tensor_parallel", "device_batch_size"}
 LENGTHS = {"num_iterations", "target_flops", "target_param_data_ratio"}  # a new one replaces the recorded one
-# What else may change while a run goes on
+# Flags of a run that may change when it resumes
 MAY_CHANGE = LENGTHS | {"eval_every", "eval_tokens", "save_every", "keep_last", "no_compile"}
 MAY_CHANGE |= {"core_bundle", "core_every", "core_items"}
 
@@ -56,8 +55,8 @@ MAY_CHANGE |= {"core_bundle", "core_every", "core_items"}
 class Settings:
     """settings.json."""
 
-    options: dict  # flags of base_train, with the values that were chosen for those that were not given
-    rows: int  # of a micro-step, chosen anew in another world
+    options: dict  # flags of base_train, with the values chosen for those that were not given
+    rows: int  # of a micro-step, chosen again in another world
     world_size: int
     trained_on: dict  # corpus, its revision, shards, tokenizer; SHA-256 of the optimizer file
     trained_with: dict  # versions and commit
@@ -66,13 +65,13 @@ class Settings:
 def recall(
     parser: argparse.ArgumentParser, argv: list[str] | None
 ) -> tuple[argparse.Namespace, Settings | None]:
-    """(arguments, what the run has recorded if it exists): a flag that is not given has the recorded value.
+    """(arguments, the run's recorded settings if it exists): a flag that is not given has its recorded value.
 
-    InputError lists what is given and differs from what defines the run.
+    InputError lists the given values that differ from those that define the run.
     """
     given = parser.parse_args(argv)
     check_name("--run", given.run)
-    hash_now = sha256_of(given.optimizer_file)  # a file that is not there shows here, before any work
+    hash_now = sha256_of(given.optimizer_file)  # a missing file fails here, before any work
     file = folder_of(given.run) / "settings.json"
     if given.resume == "never" or not file.exists():
         return given, None
@@ -89,13 +88,13 @@ def recall(
     args = parser.parse_args(argv, argparse.Namespace(**recorded))
 
     own, sha256 = (settings.trained_on.get(key) for key in ("optimizer_file", "optimizer_file_sha256"))
-    its_hash = f"--optimizer-file {own} of SHA-256"  # a path is not opened because a run has recorded it
+    its_hash = f"--optimizer-file {own} of SHA-256"  # a recorded path is never opened
     refuse_changes(args.run, defining(before) | {its_hash: sha256}, defining(args) | {its_hash: hash_now})
     return args, settings
 
 
 def defining(args: argparse.Namespace) -> dict:
-    """The flags that define a run, as they are written, with their values."""
+    """{flag as it is written: value} of the flags that define a run."""
     values = {}
     for name, value in vars(args).items():
         if name not in OF_THE_LAUNCH | MAY_CHANGE:
@@ -104,7 +103,7 @@ def defining(args: argparse.Namespace) -> dict:
 
 
 def refuse_changes(run: str, before: dict, now: dict) -> None:
-    """InputError that lists the values of a run that are not what they were."""
+    """InputError that lists the values of a run that have changed."""
     changes = [f"{key} {before.get(key)}, not {now[key]}" for key in now if before.get(key) != now[key]]
     if changes:
         raise InputError(
@@ -114,7 +113,7 @@ def refuse_changes(run: str, before: dict, now: dict) -> None:
 
 
 def as_flags(options: dict) -> list[str]:
-    """The command line that says these values."""
+    """The command line with these values."""
     flags = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
@@ -139,7 +138,7 @@ class Plan:
 
     @property
     def micro_steps(self) -> int:
-        """How many forward and backward passes make an optimizer step."""
+        """Forward and backward passes per optimizer step."""
         return self.batch // (self.rows * self.config.seq_len * self.data_parallel)
 
     @property
@@ -148,18 +147,18 @@ class Plan:
 
 
 def make_plan(args: argparse.Namespace, vocab_size: int, runtime: Runtime, rows: int | None = None) -> Plan:
-    """The run that the arguments ask for; what they leave open follows from the depth and the device.
+    """The run that the arguments ask for; the rest follows from the depth and the device.
 
-    rows: of a micro-step if the arguments do not say it, as they were chosen at the start of the run.
-    InputError for a model that cannot be built and for a batch that the processes cannot divide.
+    rows: of a micro-step if the arguments do not set them, as chosen at the start of the run. InputError for
+    a model that cannot be built and for a batch that the processes cannot divide.
     """
     config = model_config(args, vocab_size, runtime.device.type)
     data_parallel = parallel.data_parallel_size(runtime.world_size, args.tensor_parallel, config)
     tokens = asked_tokens(args, config)
-    row = config.seq_len * data_parallel  # tokens, one row on every device
+    row = config.seq_len * data_parallel  # tokens of one row on every device
     rows = args.device_batch_size or rows
     if rows is None:
-        # The batch will follow the rows: with a power of two of them it can be a power of two itself
+        # The batch is a multiple of the rows: if they are a power of two, it can be one too
         most = args.total_batch_size or 2 ** int(math.log2(total_batch_size(tokens, row) / row)) * row
         rows = rows_that_fit(config, max(1, most // row), args, runtime)
     batch = args.total_batch_size or total_batch_size(tokens, rows * row)
@@ -192,18 +191,18 @@ def model_config(args: argparse.Namespace, vocab_size: int, device: str) -> GPTC
 
 
 def default_context(on_gpu: bool) -> int:
-    """Tokens of a row if --max-seq-len does not say it."""
+    """Tokens per row without --max-seq-len."""
     return 2048 if on_gpu else 256
 
 
 def meta_model(config: GPTConfig) -> GPT:
-    """The model without memory behind it, for counting."""
+    """The model on the meta device, for counting."""
     with torch.device("meta"):
         return GPT(config)
 
 
 def asked_tokens(args: argparse.Namespace, config: GPTConfig) -> int:
-    """Tokens that --target-flops pays for, or else that --target-param-data-ratio asks for.
+    """The tokens that --target-flops pays for, else those that --target-param-data-ratio asks for.
 
     20 per parameter are compute-optimal for the models of Hoffmann et al. (arXiv 2203.15556); Muon-trained
     models of this family do best near 10 (nanochat, 2026).
@@ -215,7 +214,7 @@ def asked_tokens(args: argparse.Namespace, config: GPTConfig) -> int:
 
 
 def total_batch_size(tokens: int, micro_batch: int) -> int:
-    """Tokens per optimizer step for a run of `tokens`; micro_batch: what all devices take in one micro-step.
+    """Tokens per optimizer step for a run of `tokens`; micro_batch: those of all devices in one micro-step.
 
     The critical batch grows as tokens^0.383 (arXiv 2505.13738). Rounded to the nearest power of two, then to
     the nearest multiple of a micro-batch.
@@ -226,9 +225,8 @@ def total_batch_size(tokens: int, micro_batch: int) -> int:
 
 
 def rows_that_fit(config: GPTConfig, most: int, args: argparse.Namespace, runtime: Runtime) -> int:
-    """Rows of a micro-step: a power of two that divides the `most` of a step on a device and fits into a GPU.
-
-    On a CPU 16 at most: more gain nothing.
+    """Rows of a micro-step: a power of two that divides `most`, the rows of a device per step, and fits into
+    a GPU's memory. On a CPU at most 16: more gain nothing.
     """
     rows = most & -most
     if runtime.device.type == "cpu":
@@ -240,7 +238,7 @@ def rows_that_fit(config: GPTConfig, most: int, args: argparse.Namespace, runtim
 
 
 def memory_of(config: GPTConfig, rows: int, args: argparse.Namespace, runtime: Runtime) -> float:
-    """Bytes that a device holds at the height of a step."""
+    """Bytes that a device holds at the peak of a step."""
     layout = footprint.Layout(runtime.world_size, args.shard == "fsdp", args.tensor_parallel)
     itemsize = runtime.compute_dtype.itemsize
     return sum(footprint.memory_by_kind(config, layout, rows, itemsize).values())
@@ -259,10 +257,10 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def choose_compilation(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> bool:
-    """Whether a run compiles its model and its optimizer: a GPU does, and a CPU in a long run; not with
-    --no-compile, nor if NANOMUON_COMPILE says no, nor on a CPU without a compiler.
+    """Whether a run compiles its model and its optimizer: on a GPU, and on a CPU if it is long; not with
+    --no-compile, with NANOMUON_COMPILE=0, or on a CPU without a compiler.
 
-    On a CPU compiling takes 8 s, and 8 s a layer, and makes the steps 1.2 times as fast (docs/log.md).
+    On a CPU compiling takes 8 s plus 8 s per layer, and makes the steps 1.2 times as fast (docs/log.md).
     """
     if args.no_compile or not compile_enabled():
         return False
@@ -278,7 +276,7 @@ def choose_compilation(args: argparse.Namespace, plan: Plan, runtime: Runtime) -
 
 
 def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
-    """Say how large the run is, and about how much memory it takes."""
+    """Print how large the run is, and about how much memory it takes."""
     config, model = plan.config, meta_model(plan.config)
     flops = model.estimate_flops()  # per token
     parameters = sum(p.numel() for p in model.parameters())
@@ -289,7 +287,7 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
         f"training   {plan.steps} steps x {plan.batch} tokens = {plan.tokens:,} tokens, "
         f"{flops / 1e6:.0f} MFLOP each, {plan.tokens * flops:.3g} FLOPs in all\n"
         f"devices    {runtime.world_size} x {runtime.device.type}, {plan.rows} rows x {plan.micro_steps} "
-        f"micro-steps a step\n"
+        f"micro-steps per step\n"
         f"dtype      {runtime.dtype_name} (weights float32)\n"
         f"memory     about {memory / 2**30:.1f} GB per device"
     )

@@ -1,9 +1,8 @@
-"""QK-clip (MuonClip, arXiv 2507.20534): attention logits that outgrow a limit are brought back through the
-weights.
+"""QK-clip (MuonClip, arXiv 2507.20534): scale down the weights of heads whose logits exceed a limit.
 
     watch_(model, tau)           # once: from now on training forwards record each head's largest logit
     optimizer.step()
-    clip_(model, tau)            # every step: scale the rows of W_q and W_k of heads above tau, start anew
+    clip_(model, tau)            # every step: scale the rows of W_q and W_k of heads above tau, then reset
 
 For models without QK norm, which bounds the logits by itself and would undo a scaling.
 """
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from nanomuon.attention import visible_keys
 
-QUERIES = 256  # whose logits exist at a time
+QUERIES = 256  # queries whose logits exist at a time
 
 
 @torch.no_grad()
@@ -23,8 +22,8 @@ def clip_qk_(wq: Tensor, wk: Tensor, S: Tensor, tau: float = 100.0, alpha: float
     """In place: eta = min(1, tau / S) per head; rows of W_q times eta^alpha, rows of W_k times eta^(1 -
     alpha).
 
-    wq (H*D, width), wk (Hkv*D, width): whole, or DTensors of any placement, of which each rank scales what it
-    holds. S (H,): largest scaled logit of each query head, equal on all ranks; one that is not finite scales
+    wq (H*D, width), wk (Hkv*D, width): whole, or DTensors of any placement, whose pieces each rank scales.
+    S (H,): largest scaled logit of each query head, equal on all ranks; one that is not finite scales
     nothing. With grouped queries (Hkv < H) a key head takes the largest S of its group.
     """
     head_dim = len(wq) // len(S)
@@ -32,14 +31,14 @@ def clip_qk_(wq: Tensor, wk: Tensor, S: Tensor, tau: float = 100.0, alpha: float
     groups = eta.view(len(wk) // head_dim, -1).amin(1)  # (Hkv,)
     for weight, scale in ((wq, eta**alpha), (wk, groups ** (1 - alpha))):
         scale = scale.repeat_interleave(head_dim)[:, None]  # (rows, 1)
-        if isinstance(weight, DTensor):  # which takes of a replicated factor what its shard needs
+        if isinstance(weight, DTensor):  # its shard takes its part of a replicated factor
             mesh = weight.device_mesh
             scale = DTensor.from_local(scale, mesh, [Replicate()] * mesh.ndim, run_check=False)
         weight.mul_(scale)
 
 
 def watch_(model: nn.Module, tau: float) -> None:
-    """Let every attention layer (a module with a buffer `largest_logits`) record from now on; see
+    """Let every attention layer (a module with a buffer `largest_logits`) record from now on, see
     `record_largest_`.
     """
     for layer in _layers(model):
@@ -80,10 +79,10 @@ def _layers(model):
 
 
 def record_largest_(largest: Tensor, q: Tensor, k: Tensor, window: int | None) -> None:
-    """largest (H,) <- max(largest, the largest q_i k_j / sqrt(D) over all i, j that `attention` lets meet).
+    """largest (H,) <- max(largest, the largest q_i k_j / sqrt(D) over all j that i sees in `attention`).
 
-    q (B, T, H, D); k (B, T, Hkv, D), neither with a gradient. The logits are computed once more for this,
-    since PyTorch's kernels for attention do not return them.
+    q (B, T, H, D); k (B, T, Hkv, D), neither with a gradient. Computes the logits again, because PyTorch's
+    kernels for attention do not return them.
     """
     T, scale = q.size(1), q.size(3) ** -0.5
     q = q.transpose(1, 2)  # (B, H, T, D)

@@ -17,11 +17,11 @@ from nanomuon.runtime import Runtime, cores, peak_memory_mb, print0, printable, 
 
 
 class MetricsLog:
-    """Appends rows to metrics.jsonl, one JSON object a line, each whole even if the process dies after it.
+    """Appends rows to metrics.jsonl, one JSON object per line, each whole even if the process dies after it.
 
     folder: of the run. resume_step: None starts the file empty; otherwise it keeps the steps up to this one,
-    and the evaluations before it: those of this step are made again. wandb_config: what a run of Weights &
-    Biases records as its configuration, None: no such run; WANDB_MODE=offline needs no network.
+    and the evaluations before it: those of this step are repeated. wandb_config: the configuration of a
+    Weights & Biases run, None for no such run; WANDB_MODE=offline needs no network.
     """
 
     def __init__(self, folder: Path, resume_step: int | None = None, wandb_config: dict | None = None):
@@ -42,7 +42,7 @@ class MetricsLog:
             )
 
     def log(self, row: dict) -> None:
-        """row: a dict with `step`, values numbers; not finite ones are written as null, as JSON has none."""
+        """row: a dict of numbers with `step`; JSON has no non-finite ones, so they are written as null."""
         finite = {}
         for key, value in row.items():
             finite[key] = value if value is None or math.isfinite(value) else None
@@ -57,7 +57,7 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl in order; a line that a kill has torn is left out."""
+    """The rows of a metrics.jsonl in order; a line that a kill has torn is skipped."""
     rows = []
     for line in path.read_bytes().split(b"\n") if path.exists() else []:
         with contextlib.suppress(ValueError):
@@ -87,7 +87,7 @@ def summarize(rows: list[dict], val_bpb: float, steps: int, tokens: int, runtime
 
 
 def plot_run(metrics, image) -> None:
-    """Draw the losses of a metrics.jsonl over tokens into a PNG, made to be read at a README's width."""
+    """Draw the losses of a metrics.jsonl over tokens into a PNG, legible at a README's width."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no global backend, no display
     from matplotlib.figure import Figure
 
@@ -99,10 +99,10 @@ def plot_run(metrics, image) -> None:
     def curve(axis, rows, key, **style):
         axis.plot([row["tokens"] for row in rows], [row[key] for row in rows], **style)
 
-    # The first steps fall steeply: the rest of the curve gets the room
+    # The loss falls steeply at first: leave the room to the rest of the curve
     curve(loss, training[len(training) // 30 :], "train_loss", color="tab:blue", linewidth=0.8)
     loss.set(title="Training loss", ylabel="nats per token")
-    # A line joins figures of the same text only: the beginning of the set may be easier than all of it
+    # A line only joins figures of the same text: the beginning of the set may be easier than all of it
     on_part = [row for row in evaluation if not row.get("whole_set")]
     on_whole = [row for row in evaluation if row.get("whole_set")]
     curve(bpb, on_part, "val_bpb", color="tab:orange", marker="o", label="first part of the set")
@@ -119,9 +119,9 @@ def plot_run(metrics, image) -> None:
 
 
 def write_report(folder: Path, summary: dict, samples: list[str], core: dict | None = None) -> None:
-    """Draw loss.png and write report.md, which shows it, from what lies in a run's folder.
+    """Draw loss.png and write report.md, which shows it, from the files in a run's folder.
 
-    summary: its figures. samples: generated texts. core: what core.evaluate gives, or None.
+    summary: its figures. samples: generated texts. core: what core.evaluate returns, or None.
     """
     plot_run(folder / "metrics.jsonl", folder / "loss.png")
     name = folder.resolve().name
@@ -140,7 +140,7 @@ def write_report(folder: Path, summary: dict, samples: list[str], core: dict | N
         "## Use it",
         f"    python -m scripts.sample --run {shlex.quote(name)}",
         "`model.safetensors` and `config.json` are the model; opening them runs no code.",
-        "`settings.json` has its settings, and what it was trained on and with.",
+        "`settings.json` has the settings, the data and the versions of the run.",
     ]
     write_text(folder / "report.md", printable("\n\n".join(parts)) + "\n")
 
@@ -158,7 +158,7 @@ def machine_description() -> str:
 
 
 def markdown_table(header: tuple[str, str], values: dict) -> str:
-    """{name: value} as a Markdown table, without what is None."""
+    """{name: value} as a Markdown table, without None."""
     lines = []
     for name, value in (header, ("---", "---"), *values.items()):
         if value is not None:

@@ -1,4 +1,4 @@
-"""A training run: start, resume, save, evaluate, finish. The loop that trains is in scripts/base_train.py."""
+"""A training run: start, resume, save, evaluate, finish. The training loop is in scripts/base_train.py."""
 
 import argparse
 import contextlib
@@ -40,22 +40,22 @@ PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for
 
 @dataclass
 class Summary:
-    """What summary.json has to say to mark a run as complete."""
+    """The part of summary.json that marks a run as complete."""
 
     steps: int
 
 
 class Run:
-    """The same on all ranks, but for the rows of the loader. All ranks call its methods together.
+    """The same on all ranks, except for the loader's rows. All ranks call its methods together.
 
-    forward: the model, compiled or as it is: (inputs, targets) -> mean loss. schedule: (group as it was
-    built, step, steps) -> values of the group at this step. initial_groups: the param groups as they were
-    built. mesh: over which parameters are in pieces, or None. log: of the first rank, None on others. step:
-    steps done; skipped: those without an update among them, as a loss or gradient was not finite.
+    forward: the model, compiled or eager: (inputs, targets) -> mean loss. schedule: (initial group, step,
+    steps) -> values of the group at this step. initial_groups: the param groups as they were built. mesh: of
+    cut parameters, or None. log: on the first rank, None on others. step: steps done; skipped: those without
+    an update, because a loss or gradient was not finite.
     """
 
     def __init__(self, args: argparse.Namespace, plan: Plan, runtime: Runtime, settings: Settings | None):
-        """Start the run, or go on with it; settings: what it has recorded, None for a new one."""
+        """Start or resume the run; settings: those that it has recorded, None for a new one."""
         self.args, self.plan, self.runtime = args, plan, runtime
         self.folder = folder_of(args.run)
         self.core_tasks = open_core_tasks(args, runtime)
@@ -67,7 +67,7 @@ class Run:
         found = checkpoint.find(self.folder, args.resume)
         if not found and args.resume == "auto" and (self.folder / "summary.json").exists():
             raise InputError(
-                f"run {args.run} is complete and has no checkpoint to go on from: choose another --run"
+                f"run {args.run} is complete and has no checkpoint to resume from: choose another --run"
             )
         self._build()
         self._resume(found)
@@ -84,11 +84,11 @@ class Run:
             print0("compiling: the first step takes a while (--no-compile starts at once)")
 
     def _open_data(self, settings):
-        """Open shards and tokenizer. Returns what the run is trained on; InputError if that has changed."""
+        """Open shards and tokenizer. Returns the settings' `trained_on`; InputError if it has changed."""
         corpus, file = open_corpus(self.args.corpus), self.args.optimizer_file
         trained_on = {"corpus": self.args.corpus, "revision": corpus.revision, "shards": corpus.slug}
         before = settings.trained_on if settings else trained_on
-        refuse_changes(self.args.run, before, trained_on)  # before the data is worked on
+        refuse_changes(self.args.run, before, trained_on)  # before any data is prepared
         self.data = shards.prepare_for_training(corpus, self.args.vocab_size)
         self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
@@ -110,7 +110,7 @@ class Run:
         self.initial_groups = [dict(group) for group in self.optimizer.param_groups]
 
     def _resume(self, found: Path | None):
-        """Take up what a checkpoint holds, if there is one."""
+        """Restore a checkpoint, if there is one."""
         plan, position = self.plan, None
         self.step = self.skipped = 0
         if found:
@@ -118,7 +118,7 @@ class Run:
             self.step, self.skipped = position.pop("step"), position.pop("skipped_steps")
             if isinstance(self.optimizer, MuonAdamW):
                 self.optimizer.skipped_steps.fill_(self.skipped)
-            self.plan = replace(plan, steps=max(plan.steps, self.step))  # nothing is taken back
+            self.plan = replace(plan, steps=max(plan.steps, self.step))  # steps are never undone
             print0(f"resuming run {self.args.run} at step {self.step}")
         self.loader = TrainLoader(
             self.data,
@@ -136,7 +136,7 @@ class Run:
         if self.args.resume == "never":
             shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
-        for over in ("summary.json", "stopped"):  # a run that goes on is neither complete nor stopped
+        for over in ("summary.json", "stopped"):  # a resumed run is neither complete nor stopped
             (self.folder / over).unlink(missing_ok=True)
         self.tokenizer.save(self.folder / "tokenizer")
         config = self.plan.config
@@ -160,7 +160,7 @@ class Run:
         return self.runtime.rank // self.args.tensor_parallel
 
     def evaluate(self, max_tokens: int | None) -> float:
-        """Bits per byte of that many validation tokens, None: of all; printed and logged."""
+        """Bits per byte of that many validation tokens, None for all; printed and logged."""
         batches = validation_batches(
             self.data,
             self.plan.config.seq_len,
@@ -170,7 +170,7 @@ class Run:
             self.runtime.device,
             max_tokens,
         )
-        as_in_training = self.forward is not self.model  # compiled whole: then with the graph that is there
+        as_in_training = self.forward is not self.model  # compiled whole: use that graph
         value = bits_per_byte(self.forward, batches, self.token_bytes, as_in_training)
         whole_set = max_tokens is None
         self._log({"val_bpb": value, "whole_set": whole_set})
@@ -179,8 +179,8 @@ class Run:
         return value
 
     def evaluate_core(self, most_items: int | None) -> dict:
-        """What core.evaluate gives, of that many items of each task, None: all; printed, logged and in
-        core.json.
+        """What core.evaluate returns for that many items per task, None for all; printed, logged and written
+        to core.json.
         """
         results = core.evaluate(
             self.model,
@@ -201,10 +201,9 @@ class Run:
             self.log.log({"step": self.step, "tokens": self.step * self.plan.batch, **figures})
 
     def save(self, position: dict | None = None, is_last: bool = True) -> None:
-        """Write a checkpoint. InputError if there is no room for the last one; training goes on without
-        another.
+        """Write a checkpoint. If that fails, InputError for the last one; training goes on without another.
 
-        position: of the loader, if the rows of a step that could not be taken are to come again.
+        position: of the loader, to repeat the rows of a step that could not be taken.
         """
         meta = {"step": self.step, "skipped_steps": self.skipped}
         meta |= position or self.loader.state_dict()
@@ -216,8 +215,8 @@ class Run:
             print0(f"warning: {error}")
 
     def give_up(self, why: str, bad_steps: int = 0) -> int:
-        """Say why the run has diverged, and from which checkpoint to go on: one before the bad steps. Returns
-        the exit code.
+        """Print why the run has diverged, and the checkpoint to resume from: one before the bad steps.
+        Returns the exit code.
         """
         earlier = [step for step in checkpoint.saved_steps(self.folder) if step < self.step - bad_steps]
         advice = f"--resume step_{earlier[-1]} goes on from there, " if earlier else ""
@@ -260,7 +259,7 @@ class Run:
 
 
 def is_complete(folder: Path, steps: int) -> bool:
-    """Whether nothing is left to do of a run of so many steps; says so."""
+    """Whether a run of this many steps is complete; then prints its summary."""
     file = folder / "summary.json"
     if not file.exists() or read_json(file, Summary).steps < steps:
         return False
@@ -270,7 +269,7 @@ def is_complete(folder: Path, steps: int) -> bool:
 
 
 def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core.Task]:
-    """The tasks of CORE; none if it is not asked for, or if its bundle cannot be had."""
+    """The tasks of CORE; none if it is not requested, or if its bundle cannot be fetched."""
     if args.core_bundle is None:
         return []
     try:
@@ -284,7 +283,7 @@ def trained_with() -> dict:
     """Versions, and the commit if this is a checkout."""
     known = {"python": platform.python_version(), "torch": torch.__version__}
     checkout = Path(__file__).parents[1]
-    if (checkout / ".git").exists():  # git would look in the folders above, which may be another project
+    if (checkout / ".git").exists():  # else git searches the folders above, perhaps another project
         command = ["git", "-C", checkout, "describe", "--always", "--dirty"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             known["commit"] = subprocess.check_output(command, text=True).strip()
@@ -292,7 +291,7 @@ def trained_with() -> dict:
 
 
 def build_optimizer(args, model, plan, runtime) -> tuple[torch.optim.Optimizer, object]:
-    """The optimizer, and the schedule that moves its groups: the recipe's, or what the user's file has."""
+    """The optimizer, and the schedule of its groups: the recipe's, or those of the user's file."""
     keywords = {name: getattr(args, name) for name in recipe.param_groups.__kwdefaults__}
     build = functools.partial(recipe.param_groups, **keywords)
     course = {name: getattr(args, name) for name in recipe.schedule.__kwdefaults__}

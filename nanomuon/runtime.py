@@ -1,6 +1,6 @@
-"""Where this process computes, its place among other ranks, and files that are whole or not there.
+"""The device of this process, its place among the ranks, and files that are whole or do not exist.
 
-`nanomuon.optim` imports this, so that this imports PyTorch alone before it is used.
+`nanomuon.optim` imports this, so its top imports PyTorch alone.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-GPU_FILES = "/dev/nvidia[0-9]*"  # what the driver on Linux makes of GPUs
-# C0 but for tab and newline, DEL and C1; Unicode's bidirectional controls; surrogates, which no encoding has
+GPU_FILES = "/dev/nvidia[0-9]*"  # Linux's files of NVIDIA's GPUs
+# C0 except tab and newline, DEL and C1; Unicode's bidirectional controls; surrogates, which no encoding has
 _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class InputError(Exception):
-    """What the user can fix: one line names the thing and says what to do; the exit code is 2."""
+    """An error that the user can fix: one line names the thing and says what to do; the exit code is 2."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where this process computes, and its place among the others."""
+    """The device of this process, and its place among the ranks."""
 
     device: torch.device
     compute_dtype: torch.dtype  # dtype of activations and matrix products; master weights are float32
@@ -45,7 +45,7 @@ class Runtime:
 
 
 def check_name(flag: str, name: str) -> None:
-    """InputError for a name that would leave the folder that it names a folder in, or break a line."""
+    """InputError for a name that leads out of its parent folder, is hidden, or breaks a line."""
     if not name.isprintable() or not name or set(name) & set("/\\") or name.startswith("."):
         raise InputError(f"{flag} {name!r} is not a folder name; use letters, digits, '-' and '_'")
 
@@ -67,7 +67,7 @@ def cores() -> int:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this CPU has instructions for products in bf16: without, they take 4 to 100 times as long as in
+    """Whether this CPU has instructions for bf16 products, which otherwise take 4 to 100 times as long as in
     float32 (measured with AVX512 and with AVX2).
     """
     capabilities = torch.cpu.get_capabilities()  # {name: whether}
@@ -83,30 +83,30 @@ def peak_memory_mb(device: torch.device) -> int:
 
 
 def compile_enabled(otherwise: bool = True) -> bool:
-    """What NANOMUON_COMPILE says: 0, and the same kernels run eagerly. otherwise: if it says nothing."""
+    """Whether to compile the kernels: not if NANOMUON_COMPILE is 0. otherwise: if it is not set."""
     return os.environ.get("NANOMUON_COMPILE", str(int(otherwise))) != "0"
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the large blocks it frees; does nothing if malloc is another one.
+    """Let glibc keep the large blocks it frees; does nothing with another malloc.
 
     Fresh blocks cost a page fault every 4 kB, 7% of a step's CPU time (docs/log.md).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(-4, 0)  # M_MMAP_MAX: no block is mapped by itself
+        mallopt(-4, 0)  # M_MMAP_MAX: no block is mapped separately
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap does not shrink
 
 
 def usable_gpus() -> int:
-    """How many GPUs of this machine to compute on; with none, or NANOMUON_DEVICE=cpu, the CPU computes.
+    """How many GPUs of this machine to use; 0 means the CPU, also with NANOMUON_DEVICE=cpu.
 
-    InputError if there is a GPU, but this PyTorch cannot use it: nobody wants to find out after an hour that
+    InputError if there is a GPU that this PyTorch cannot use: nobody wants to find out after an hour that
     eight processes train on a CPU.
     """
     wanted = os.environ.get("NANOMUON_DEVICE", "")
     if wanted not in ("", "cpu"):
-        raise InputError(f"NANOMUON_DEVICE={wanted}: it can be cpu, or not be set: a GPU if there is one")
+        raise InputError(f"NANOMUON_DEVICE={wanted}: set it to cpu, or unset it to use a GPU if there is one")
     if wanted == "cpu":
         return 0
     if torch.cuda.is_available():
@@ -122,8 +122,8 @@ def usable_gpus() -> int:
 
 
 def print_hardware() -> None:
-    """What speedrun.sh asks, so that it never disagrees with the scripts that it starts: how many GPUs, and
-    the dtype in which they, or the CPU, compute.
+    """Print the number of GPUs, and the dtype in which they or the CPU compute, for speedrun.sh: it never
+    disagrees with the scripts that it starts.
     """
     count = usable_gpus()
     print(count, "bfloat16" if count or cpu_has_bf16() else "float32")
@@ -132,13 +132,13 @@ def print_hardware() -> None:
 def make_deterministic() -> None:
     """From now on equal operations on equal numbers give equal bits, on GPUs too, at some cost in time.
 
-    Called before start(), because cuBLAS, NCCL and Inductor read their variables once. Of the kernels for
-    attention cuDNN's is left out: the others know a deterministic backward, which this asks for.
+    Call it before start(), because cuBLAS, NCCL and Inductor read their variables once. It disables cuDNN's
+    attention: the other kernels have a deterministic backward pass, which this requests.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # NVIDIA's cuBLAS manual, on reproducibility
-    # Sums that the NVSwitch makes may differ from call to call (github.com/NVIDIA/nccl/issues/1497)
+    # Sums in the NVSwitch may differ from call to call (github.com/NVIDIA/nccl/issues/1497)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    # Else some of its kernels are the fastest of several that round differently
+    # Else Inductor chooses the fastest of several kernels that round differently
     os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -173,7 +173,7 @@ def start(dtype: str = "auto") -> Runtime:
             device_id=device if gpus else None,
             timeout=timedelta(minutes=10),
         )
-    # By itself a process is the first, whatever another launch has left in the environment
+    # A single process is the first, whatever another launch has left in the environment
     rank = int(os.environ.get("RANK", "0")) if world_size > 1 else 0
     return Runtime(device, getattr(torch, dtype), rank, world_size)
 
@@ -183,14 +183,14 @@ def start(dtype: str = "auto") -> Runtime:
 
 
 def printable(text: str) -> str:
-    """Text as a terminal may show it: control characters other than newline and tab, and what changes the
-    direction of writing, appear as escapes like \\x1b and \\u202e; so do lone surrogates.
+    """Text that is safe in a terminal: control characters except newline and tab, bidirectional controls and
+    lone surrogates appear as escapes like \\x1b and \\u202e.
     """
     return _NOT_SHOWN.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
 def print0(*values, **keywords) -> None:
-    """print() on rank 0 only, of what is printable()."""
+    """print() on rank 0 only, with values made printable()."""
     if os.environ.get("RANK", "0") == "0":
         print(*(printable(str(value)) for value in values), flush=True, **keywords)
 
@@ -198,7 +198,7 @@ def print0(*values, **keywords) -> None:
 def together(work, group=None) -> list:
     """Run work() on every rank; return all results, or raise the first error on all: none is left waiting.
 
-    An error keeps the traceback of where it happened, as text in its attribute `origin`.
+    The error's attribute `origin` is the traceback of where it happened, as text.
     """
     result = error = None
     try:
@@ -229,7 +229,7 @@ def on_first_rank(work, group=None):
 def first_rank_first(work, runtime: Runtime):
     """work() on the first rank, then on the others, which find what it wrote. Returns each rank's result.
 
-    It may take hours, as a download does; NCCL would give up after 10 minutes.
+    It may take hours, like a download; NCCL would give up after 10 minutes.
     """
     if runtime.world_size == 1:
         return work()
@@ -240,7 +240,7 @@ def first_rank_first(work, runtime: Runtime):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Files that are whole or not there, folders that one process holds
+# Files that are whole or do not exist, folders that one process holds
 
 
 @contextlib.contextmanager
@@ -252,13 +252,13 @@ def write_whole(path):
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # of a process that was killed, or a link of a stranger's
+        temporary.unlink(missing_ok=True)  # of a killed process, or a stranger's link
         with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:  # that of a write names no file
+    except OSError as error:  # an error of write() names no file
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
@@ -274,10 +274,10 @@ def write_json(path, content) -> None:
 
 
 def read_json(path, kind=dict, advice: str = ""):
-    """The content of a JSON file as `kind`: dict, or a dataclass whose fields the file has, of their types.
+    """The content of a JSON file as `kind`: dict, or a dataclass, whose types it must have.
 
-    A field without a default has to be there; keys without a field are passed over. InputError names the file
-    and the key that is missing or of another type, followed by `advice`, what the user can do about it.
+    A field without a default must exist; keys without a field are ignored. InputError names the file and the
+    key that is missing or of another type, followed by `advice`, what the user can do about it.
     """
     try:
         return parse_json(Path(path).read_bytes(), kind)
@@ -286,7 +286,7 @@ def read_json(path, kind=dict, advice: str = ""):
         raise InputError(f"{problem}; {advice}" if advice else problem) from error
 
 
-@functools.cache  # to make one takes 300 times as long as to use it
+@functools.cache  # making one takes 300 times as long as using it
 def reader_of(kind):
     from pydantic import TypeAdapter
 
@@ -309,7 +309,7 @@ def parse_json(text: bytes | str, kind):
 def locked(folder: Path, wait: bool = True):
     """Hold a folder for this process; the system frees it if we are killed.
 
-    While another process holds it, this waits, or else raises InputError, which names that process.
+    While another process holds it, this waits, or raises an InputError that names that process if not `wait`.
     """
     from filelock import FileLock, Timeout
 
@@ -318,9 +318,9 @@ def locked(folder: Path, wait: bool = True):
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        holder = _lock_file(folder).read_text() or "another process"  # which is about to write who it is
+        holder = _lock_file(folder).read_text() or "another process"  # which has not written its name yet
         if not wait:
-            raise InputError(f"{folder} is in use by {holder}: choose another, or stop that") from None
+            raise InputError(f"{folder} is in use by {holder}: choose another, or stop it") from None
         print(f"{holder} is preparing {folder.name}: waiting for it", flush=True)
         lock.acquire()
     try:

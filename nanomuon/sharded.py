@@ -2,19 +2,18 @@
 
 A DTensor that is not cut anywhere counts as replicated. Otherwise its gradient counts as final (FSDP2 has
 averaged it; in tensor parallelism it is exact, and the loop averages it over data-parallel ranks), and
-momentum and AdamW's moments are cut as it is. What happens to the matrices depends on the dimension of the
-device mesh that cuts them:
+momentum and AdamW's moments are cut like it. The dimension of the device mesh that cuts the matrices decides
+how they are updated:
 
   the experts of (E, m, n)    whole matrices on every rank: nothing moves
   a dimension called "tp"     tensor parallelism: the ranks orthogonalize together (`tensor_parallel.py`)
   any other (FSDP2)           data parallelism: an all_to_all brings the shards of each matrix to its owner,
-                              which keeps its second moment, another one the shards of its update back
+                              which keeps its second moment; another one returns the shards of its update
 
-The first two are a `Bank` of what this rank holds. The third is a `Pipeline`, one piece of work made of
-chunks of same-shaped matrices, about CHUNK_BYTES of them on each owner: one chunk is admitted a round, so
-that its collect runs under the compute of the one before; the first one's runs under the AdamW groups and the
-experts. A rank sends 2(W-1)/W times the bytes of its shards. At most three chunks hold buffers at once, each
-what it sends and what it receives.
+The first two are a `Bank` of this rank's pieces. The third is a `Pipeline`, one piece of work made of chunks
+of same-shaped matrices, about CHUNK_BYTES of them per owner: one chunk is admitted per round, so that its
+collect overlaps the compute of the one before; the first one's overlaps the AdamW groups and the experts. A
+rank sends 2(W-1)/W times the bytes of its shards.
 """
 
 import math
@@ -37,7 +36,7 @@ from nanomuon.optim import (
 )
 from nanomuon.optim_state import Place, like_param, local
 
-# Of whole matrices that come to an owner at a time
+# Whole matrices that an owner receives at a time
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26, "meta": 2**26}
 
 
@@ -70,7 +69,7 @@ def is_tensor_parallel(mesh, axis):
 
 
 def whole_shape(param):
-    """(m, n) of the matrices of a parameter in pieces, whole."""
+    """(m, n) of the whole matrices of a cut parameter."""
     shape = tuple(getattr(param, "planned_shape", param.shape))
     return shape[1:] if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
 
@@ -79,9 +78,9 @@ def whole_shape(param):
 class Sharding:
     """How a Muon parameter is cut, and what a rank computes of its matrices.
 
-    shape: (m, n) of what the direction is asked for: the whole matrix, or a tensor-parallel rank's piece of
-    it. data_parallel: the World of FSDP2, or None; dim: of a batch, 1 rows or 2 columns, that it cuts.
-    blocks: how many blocks tensor parallelism orthogonalizes on their own; 1 unless its mode is blockwise.
+    shape: (m, n) of the direction's input: the whole matrix, or a tensor-parallel rank's piece of it.
+    data_parallel: the World of FSDP2, or None; dim: the one of a batch that it cuts, 1 rows or 2 columns.
+    blocks: how many blocks tensor parallelism orthogonalizes separately; 1 unless its mode is blockwise.
     """
 
     shape: tuple
@@ -92,7 +91,7 @@ class Sharding:
 
 
 def sharding_of(param, group, cuts, ns_dtype, run_kernel):
-    """The Sharding of a Muon parameter. ValueError for cuts that are not provided for."""
+    """The Sharding of a Muon parameter. ValueError for unsupported cuts."""
     batch = int(param.ndim == 3)
     shape = m, n = whole_shape(param)
     data_parallel, dim, tp, tp_dim = None, 0, None, 0
@@ -107,8 +106,8 @@ def sharding_of(param, group, cuts, ns_dtype, run_kernel):
         if not possible:
             where = f"{param.placements} over {param.device_mesh}"
             raise ValueError(
-                f"cut as {where}: Muon has no transport for this. The mesh dimension of tensor parallelism "
-                'has to be called "tp" (mesh_dim_names)'
+                f"cut as {where}: Muon does not support this. The mesh dimension of tensor parallelism "
+                'must be called "tp" (mesh_dim_names)'
             )
         if not cut.is_tensor_parallel:
             data_parallel, dim = cut.world, cut_dim
@@ -123,7 +122,7 @@ def sharding_of(param, group, cuts, ns_dtype, run_kernel):
     mode = tensor_parallel.choose_mode(group, shape, tp_dim, tp)
     lo, hi = tp.share(shape[tp_dim - 1], tp.rank)
     held = (hi - lo, n) if tp_dim == 1 else (m, hi - lo)
-    if mode == "blockwise":  # each block is a matrix by itself
+    if mode == "blockwise":  # each block is its own matrix
         direction = direction_of(group, *held, param, ns_dtype, run_kernel)
         return Sharding(held, direction, data_parallel, dim, blocks=tp.size)
     direction = direction_of(group, m, n, param, ns_dtype, run_kernel)
@@ -141,19 +140,19 @@ def plan_group(optimizer, group, params, run_kernel):
     names = dict(zip(group["params"], group["names"], strict=True))
 
     def world_of(process_group):
-        """One for all groups of the optimizer: it knows the work that its ranks have already."""
+        """One for all groups of the optimizer: it counts the work that its ranks have already."""
         if process_group not in optimizer.worlds:
             optimizer.worlds[process_group] = World(process_group, optimizer.world.comm_dtype)
         return optimizer.worlds[process_group]
 
-    alike = {}  # what has to be equal -> (sharding, parameters)
+    alike = {}  # what must be equal -> (sharding, parameters)
     for param in params:
         found = cuts(param, world_of)
         try:
             sharding = sharding_of(param, group, found, optimizer.ns_dtype, run_kernel)
         except ValueError as error:
             raise ValueError(f"{names[param]}: {error}") from None
-        alone = id(param) if param.ndim == 3 else None  # a batch of matrices is a bank by itself
+        alone = id(param) if param.ndim == 3 else None  # a batch of matrices is its own bank
         key = whole_shape(param), tuple(found), param.dtype, param.device, alone
         alike.setdefault(key, (sharding, []))[1].append(param)
     works, chunks = [], []
@@ -163,9 +162,9 @@ def plan_group(optimizer, group, params, run_kernel):
             continue
         size = chunk_size(sharding, together[0].device)
         chunks += [(together[lo : lo + size], sharding) for lo in range(0, len(together), size)]
-    # The most expensive matrices choose their owners first, and are the first in the pipeline
+    # The most expensive matrices choose their owners first, and go first in the pipeline
     chunks.sort(key=lambda chunk: -chunk[1].direction.cost)
-    pipelines = {}  # one for each dtype of the state, in which numbers are on the device
+    pipelines = {}  # one per dtype of the state, in which numbers are on the device
     for together, sharding in chunks:
         owners = assign_owners(len(together), sharding.direction.cost, sharding.data_parallel.owned_cost)
         chunk = Chunk(together, group, sharding, owners, run_kernel)
@@ -174,13 +173,13 @@ def plan_group(optimizer, group, params, run_kernel):
 
 
 def chunk_size(sharding, device):
-    """How many matrices go through the pipeline together: about CHUNK_BYTES for each owner."""
+    """How many matrices go through the pipeline together: about CHUNK_BYTES per owner."""
     on_each_owner = CHUNK_BYTES[device.type] // (4 * math.prod(sharding.direction.shape))
     return sharding.data_parallel.size * max(1, on_each_owner)
 
 
 def state_placements(param, sharding):
-    """How a direction's state is cut over the parameter's mesh: like experts, or vectors of blocks."""
+    """How a direction's state is cut over the parameter's mesh: by experts, or by blocks."""
     placements = [Replicate()] * param.device_mesh.ndim
     for axis, placement in enumerate(param.placements):
         if param.ndim == 3 and not placement.is_replicate() and placement.dim == 0:
@@ -191,9 +190,9 @@ def state_placements(param, sharding):
 
 
 def whole_state_shape(param, buffer, sharding):
-    """The shape of the whole of a direction's state, of which this rank has `buffer`, (k, *shape)."""
+    """The shape of a direction's whole state; this rank has `buffer`, (k, *shape)."""
     rows, *rest = buffer.shape[1:]
-    shape = (rows * sharding.blocks, *rest)  # the vectors of the blocks, one below the other
+    shape = (rows * sharding.blocks, *rest)  # the vectors of the blocks, concatenated
     return (len(param), *shape) if param.ndim == 3 else shape
 
 
@@ -202,9 +201,7 @@ def whole_state_shape(param, buffer, sharding):
 
 
 class BankOfPieces(Bank):
-    """A bank of what this rank holds: whole experts, or pieces that tensor parallelism orthogonalizes
-    together.
-    """
+    """A bank of this rank's whole experts, or of pieces that tensor parallelism orthogonalizes together."""
 
     def __init__(self, params, group, sharding, run_kernel):
         self.sharding = sharding
@@ -225,12 +222,12 @@ class BankOfPieces(Bank):
 
 
 class Chunk(Bank):
-    """Same-shaped matrices that go through the pipeline together: K in all, k of them whole at this rank,
-    their owner. No piece of work of its own: the Pipeline drives it.
+    """Same-shaped matrices that go through the pipeline together: K in all; this rank owns k and gets them
+    whole. Not a piece of work of its own: the Pipeline drives it.
 
-    Momentum, weight decay and update are elementwise and happen on the shards; the direction, with what it
-    keeps, at the owner. The owners are ascending, so a rank's matrices are consecutive. A shard is some
-    lines of its matrix: rows, or columns if `dim` is 2.
+    Momentum, weight decay and update are elementwise and happen on the shards; the direction, with its state,
+    at the owner. The owners are ascending, so a rank's matrices are consecutive. A shard is some lines of its
+    matrix: rows, or columns if `dim` is 2.
     """
 
     momentum_at_owner = False
@@ -242,16 +239,16 @@ class Chunk(Bank):
         ranks = range(self.world.size)
         shares = [self.world.share(length, rank) for rank in ranks]
         self.lines = [hi - lo for lo, hi in shares]  # of a matrix, on each rank
-        # Elements that go to each rank: shards of the matrices it owns; and those of ours that come from it
+        # Elements sent to each rank: shards of the matrices it owns; and received from it: shards of ours
         self.sent = [owners.count(rank) * math.prod(self.shape) for rank in ranks]
         self.received = [owners.count(self.world.rank) * lines * self.other for lines in self.lines]
-        if self.dim == 1 and isinstance(self.rule["scale"], torch.Tensor):  # one for each row
+        if self.dim == 1 and isinstance(self.rule["scale"], torch.Tensor):  # one per row
             lo, hi = shares[self.world.rank]
             self.rule["scale"] = self.rule["scale"][lo:hi]
 
     def place(self, i, name, buffer):
-        """Momentum with its shard, the rest at the owner: in pieces over the ranks of tensor parallelism if
-        they work on blocks.
+        """Momentum with its shard, the rest at the owner: cut over the ranks of tensor parallelism if they
+        work on blocks.
         """
         param, owner = self.params[i], self.owners[i]
         if name == "momentum_buffer":
@@ -264,8 +261,8 @@ class Chunk(Bank):
         return Place(mine, shape, mesh, placements, self.world, owner, like=buffer)
 
     def update(self, ok, numbers):
-        """A generator of three stages: momentum and the way to the owners; the direction and the way back;
-        weight decay and update. ok: (K,).
+        """A generator of three stages: momentum, sent to the owners; the direction, sent back; weight decay
+        and update. ok: (K,).
         """
         ok = ok.view(-1, 1, 1).to(self.dtype)
         grads = [gradient(param).contiguous() for param in self.params]
@@ -276,13 +273,13 @@ class Chunk(Bank):
         self.update_shards(transfer.wait(), ok, numbers)
 
     def send_to_owners(self, grads, ok, numbers):
-        """Momentum of all shards. grads: (K, ...) shards."""
+        """Update the momentum of all shards. grads: (K, ...) shards."""
         U = self.run_kernel(muon_momentum, grads, self.momentum, ok, numbers, nesterov=self.nesterov)
         U = U.to(self.world.comm_dtype or grads.dtype)
         return self.all_to_all(U.transpose(1, self.dim).flatten(), self.sent, self.received)
 
     def compute_at_owner(self, shards, ok, numbers):
-        """shards: of the momentum of the owned matrices, rank after rank, flat. ok: theirs."""
+        """shards: of the owned matrices' momentum, rank after rank, flat. ok: of the owned matrices."""
         parts = zip(shards.split(self.received), self.lines, strict=True)
         U = torch.cat([part.view(len(ok), lines, self.other) for part, lines in parts], dim=1)
         U = U.transpose(1, self.dim).to(self.dtype)  # (k, m, n)
@@ -304,16 +301,16 @@ class Chunk(Bank):
         torch._foreach_copy_(params, P.unbind())
 
     def all_to_all(self, send, sent, received):
-        """send: flat, sent[r] elements for rank r. Gives received[r] from each rank r, flat."""
+        """send: flat, sent[r] elements for rank r. Its Transfer has received[r] from each rank r, flat."""
         result, collective = send.new_empty(sum(received)), dist.all_to_all_single
         return self.world.start(result, collective, result, send, received, sent, sent=send)
 
 
 class Pipeline:
-    """All chunks as one piece of work: `step` never hears of them.
+    """All chunks as one piece of work: `step` does not know them.
 
     One chunk is admitted per round: while it sends its momentum, the one before computes and the one before
-    that delivers. So at most three hold buffers at once, what they send and what they receive.
+    that delivers. So at most three have buffers to send and receive at once.
     """
 
     def __init__(self, chunks, group):
@@ -327,7 +324,7 @@ class Pipeline:
         return f"pipeline of {len(self.chunks)} chunks"
 
     def update(self, numbers):
-        ok = yield  # nothing is collected before: momentum comes first, and needs to know what is finite
+        ok = yield  # nothing to collect before: momentum comes first, and needs `ok`
         sizes = [len(chunk.params) for chunk in self.chunks]
         parts = zip(self.chunks, ok.split(sizes), strict=True)
         chunks = [chunk.update(part, numbers) for chunk, part in parts]

@@ -1,14 +1,14 @@
-"""Token shards on disk: tokenized in parallel, read by memory map.
+"""Token shards on disk: tokenized in parallel, memory-mapped for reading.
 
     shards/<corpus>-<vocab>/
         tokenizer/                     the tokenizer they were written with
-        manifest.json                  the corpus, and documents and tokens of each shard
+        manifest.json                  the corpus, and the numbers of documents and tokens in each shard
         val-00000.safetensors          the validation set: the first SHARD_BYTES of validation documents
         train-00000.safetensors ...    documents of the corpus in their order, SHARD_BYTES of UTF-8 text each
 
 Which documents a shard holds depends on the corpus alone. A shard has two tensors: `tokens` (uint16, or
 uint32 for a vocabulary over 65,536) and `starts` (int64), where each document begins; no <|bos|> is stored. A
-shard is written whole, then the manifest counts it: one that it does not count does not exist. Validation
+shard is written whole, then counted in the manifest: one that is not counted does not exist. Validation
 documents beyond the first shard are left out, not trained on.
 """
 
@@ -40,7 +40,7 @@ from nanomuon.tokenizer import Tokenizer
 SHARD_BYTES = 16 << 20  # of text; about 4 million tokens
 TRAINING_BYTES = 512 << 20  # of text, from which the tokenizer is trained
 WINDOW = 8  # consecutive training shards whose documents are shuffled together; about 32 million tokens
-PATIENCE = 30  # seconds to wait for somebody to start on shards that are missing
+PATIENCE = 30  # seconds to wait for a process to start on missing shards
 WRITE_AGAIN = "delete its folder and run scripts.data_prep"
 
 
@@ -60,10 +60,10 @@ class Manifest:
     vocab_size: int
     val: list[Entry]
     train: list[Entry]
-    complete_to: float | None  # training tokens asked for, inf for all; None while some of them are missing
+    complete_to: float | None  # requested training tokens, inf for all; None while some of them are missing
 
     def has_window(self, window: int) -> bool:
-        """Whether the validation set and training window 0, 1, ... are as long as they will be."""
+        """Whether the validation set and this training window are complete."""
         return self.complete_to is not None or len(self.train) >= (window + 1) * WINDOW
 
 
@@ -101,7 +101,7 @@ def read_shards(folder, manifest: Manifest, kind: str, window: int = 0) -> tuple
     for number in numbers:
         path = Path(folder) / shard_name(kind, number)
         try:
-            with safe_open(path, "pt") as file:  # which maps it, where "numpy" would copy it
+            with safe_open(path, "pt") as file:  # "pt" maps it, "numpy" would copy it
                 tokens, starts = (file.get_tensor(name).numpy() for name in ("tokens", "starts"))
         except (SafetensorError, OSError) as error:
             raise InputError(f"shard {path} cannot be read ({error}): {WRITE_AGAIN}") from error
@@ -126,7 +126,7 @@ def tokenizer_folder(corpus: Corpus, vocab_size: int) -> Path:
 
 
 def shard_folder(corpus: Corpus, vocab_size: int) -> Path:
-    """Where the shards of a corpus lie that its own tokenizer wrote."""
+    """Where the shards of a corpus live, if its own tokenizer encodes them."""
     return base_dir() / "shards" / f"{corpus.slug}-{vocab_size}"
 
 
@@ -155,16 +155,16 @@ def prepare(
     tokenizer: Tokenizer | None = None,
     max_tokens: float = math.inf,
 ) -> Path:
-    """Make whatever is missing of tokenizer and shards of a corpus, and return the folder of the shards.
+    """Make the missing parts of a corpus's tokenizer and shards, and return the folder of the shards.
 
-    Quick if nothing is missing. Carries on where an earlier call was stopped, at whatever moment. A second
-    call at the same time waits for the first.
+    Quick if nothing is missing. Carries on where an earlier call was stopped, at any moment. A second call at
+    the same time waits for the first.
 
-    tokenizer: use this one instead of the corpus's own, in a folder of its own. max_tokens: stop after the
-    window of shards that brings this many training tokens, 0 for the validation set only; a later call may
+    tokenizer: use this one instead of the corpus's own, in a separate folder. max_tokens: stop after the
+    window of shards that reaches this many training tokens, 0 for the validation set only; a later call may
     ask for more.
 
-    Before anything is computed, InputError if there would be no training or no validation document.
+    InputError, before anything is computed, if there would be no training or no validation document.
     """
     vocab_size = vocab_size or default_vocab_size(corpus.name)
     folder = shard_folder(corpus, vocab_size)
@@ -183,7 +183,7 @@ def _is_there(folder, max_tokens):
 
 
 def _write_missing(folder, corpus, vocab_size, tokenizer, max_tokens):
-    """Write what is missing of a folder, which this process holds. See prepare()."""
+    """Write the missing shards of a folder that this process holds. See prepare()."""
     manifest = read_manifest(folder)
     if manifest is None:
         tokenizer = tokenizer or prepare_tokenizer(corpus, vocab_size)
@@ -193,7 +193,7 @@ def _write_missing(folder, corpus, vocab_size, tokenizer, max_tokens):
     write_manifest(folder, manifest)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     with ThreadPoolExecutor(cores()) as pool:  # tiktoken works outside the GIL
-        # The validation set is one shard, and first: training waits for it. Training shards come in whole
+        # The validation set, one shard, comes first: training waits for it. Training shards come in whole
         # windows, so that the rows of a window do not depend on max_tokens
         for kind, wanted, multiple in (("val", 1, 1), ("train", max_tokens, WINDOW)):
             entries = getattr(manifest, kind)
@@ -213,9 +213,9 @@ def _write_missing(folder, corpus, vocab_size, tokenizer, max_tokens):
 
 
 def _encoded_shards(corpus, kind, skipped, tokenizer, pool):
-    """Yield the documents of each shard of a kind but for the first `skipped` documents.
+    """Yield the documents of each shard of a kind, without the first `skipped` documents.
 
-    A document is a future of its tokens: the workers of the pool encode while more is read.
+    A document is a future of its tokens: the workers of the pool encode while this reads on.
     """
     texts = (text for text, is_validation in corpus.documents() if is_validation == (kind == "val"))
     encoded, size = [], 0
@@ -232,7 +232,7 @@ def _encoded_shards(corpus, kind, skipped, tokenizer, pool):
 def prepare_for_training(corpus: Corpus, vocab_size: int | None = None) -> Path:
     """The folder of the shards as soon as training can start: prepare() for a corpus on this machine.
 
-    A corpus on the hub is left to scripts.data_prep, which may stay at work during the training: this waits
+    A corpus on the hub is left to scripts.data_prep, which may keep running during the training: this waits
     for the validation set and the first WINDOW training shards, see wait_for_window().
     """
     vocab_size = vocab_size or default_vocab_size(corpus.name)
@@ -240,17 +240,17 @@ def prepare_for_training(corpus: Corpus, vocab_size: int | None = None) -> Path:
     if corpus.repo is None:
         prepare(corpus, vocab_size)
     manifest = wait_for_window(folder, 0, corpus.name, vocab_size)
-    read_shards(folder, manifest, "val")  # a damaged one is told of before a run is touched
+    read_shards(folder, manifest, "val")  # report a damaged one before a run is touched
     return folder
 
 
 class NobodyWrites(InputError):
-    """Shards are missing and no process is at work on them. All ranks miss them in the same micro-batch."""
+    """Shards are missing and no process is writing them. All ranks miss them in the same micro-batch."""
 
 
 def wait_for_window(folder: Path, window: int, corpus: str, vocab_size: int) -> Manifest:
-    """The manifest once it has the window; NobodyWrites, with what to do, if nobody works on the folder."""
-    busy = 0  # when a process last did: one that is started together with us takes the lock a little later
+    """The manifest once it has the window; NobodyWrites, with what to do, if nobody writes the folder."""
+    busy = 0  # when a process last did: one that starts together with us takes the lock a little later
     for second in itertools.count():
         manifest = read_manifest(folder)
         if manifest and manifest.has_window(window):

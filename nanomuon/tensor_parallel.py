@@ -1,20 +1,19 @@
-"""Matrices that the ranks of a tensor-parallel group orthogonalize together, after Megatron's own.
+"""Matrices that the ranks of a tensor-parallel group orthogonalize together, after Megatron's.
 
-An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short and its long side.
-`tensor_parallel` of a Muon group says how they work:
+An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short and its long side. The option
+`tensor_parallel` of a Muon group is one of these modes:
 
   mode         default if                sent by a rank               computed by a rank      result
   distributed  the long side is cut,     2(T-1)/T s^2 per iteration,  products with X: 1/T,   the whole
                or a square               in Gram form twice in all    of s x s: all           matrix's
   duplicated   the short side is cut,    (T-1)/T l s                  all of it               the whole
                rows of fused parts, or                                                        matrix's
-               a `direction` of one's own
+               a custom `direction`
   blockwise    never                     nothing                      its block               each block's
 
-`distributed`, even if asked for, becomes `duplicated` if that is the default: Gram matrices are sums over the
-long side. `blockwise` is no direction of its own, each block being a matrix; the other two are the classes
-below. `distributed` is the mathematics of `optim.muon_direction` with sums over ranks where it sums over a
-cut side.
+`distributed`, even if requested, becomes `duplicated` if that is the default: Gram matrices are sums over the
+long side. `blockwise` needs no class, because each block is a matrix; the other two are the classes below.
+`distributed` is `optim.muon_direction` with sums over ranks whenever it sums over a cut side.
 """
 
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ from nanomuon.param_groups import split_rows
 
 
 def choose_mode(group, shape, dim, world):
-    """The mode that the group asks for, else `distributed`, which becomes `duplicated` unless the cut side is
-    the long one, over which Gram matrices sum. ValueError for a `blockwise` that cannot be.
+    """The mode that the group requests, else `distributed`, which becomes `duplicated` unless the cut side is
+    the long one, over which Gram matrices sum. ValueError for an impossible `blockwise`.
     """
     m, n = shape
     rows, fused_rows = [m], False
@@ -50,7 +49,7 @@ def choose_mode(group, shape, dim, world):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Matrices of which every rank of `world` holds a piece, cut along `dim`: 1 rows, 2 columns of a batch.
+    """Matrices cut over the ranks of `world` along `dim` of a batch: 1 rows, 2 columns.
 
     shape: (m, n) of the whole matrices. A rank's lines are those of `World.share`.
     """
@@ -60,13 +59,13 @@ class Pieces:
     shape: tuple
 
     def sum(self, partial, *dims):
-        """The sum over ranks of what each has summed over these dimensions of its pieces. In place."""
+        """The sum over ranks of their partial sums over these dimensions of their pieces. In place."""
         if self.dim in dims:
             self.world.all_reduce(partial, dist.ReduceOp.SUM).wait()
         return partial
 
     def gathered(self, piece):
-        """The whole of a batch."""
+        """A batch of whole matrices."""
         length, piece = self.shape[self.dim - 1], piece.transpose(0, self.dim)
         each = -(-length // self.world.size)
         whole = piece.new_empty(each * self.world.size, *piece.shape[1:])
@@ -83,14 +82,14 @@ class Pieces:
 
 
 class Duplicated:
-    """The direction `whole` for pieces of matrices, which every rank gathers. Every rank keeps all of the
+    """The direction `whole` for pieces of matrices, which every rank gathers. Every rank keeps the whole
     state. It has the attributes of `optim.Direction`.
     """
 
     def __init__(self, whole, pieces):
         self.whole, self.pieces = whole, pieces
         self.shape, self.state, self.cost, self.scale = whole.shape, whole.state, whole.cost, whole.scale
-        if isinstance(self.scale, torch.Tensor):  # (m, 1), one for each row
+        if isinstance(self.scale, torch.Tensor):  # (m, 1), one per row
             self.scale = pieces.mine(self.scale[None])[0]
 
     def __call__(self, U, kept, ok, square_weight):
@@ -99,7 +98,7 @@ class Duplicated:
 
 
 class Distributed(Duplicated):
-    """The same, computed together."""
+    """The same, computed by all ranks together."""
 
     def __call__(self, U, kept, ok, square_weight):
         return self.whole(U, kept, ok, square_weight, self.pieces)

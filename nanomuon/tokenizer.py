@@ -48,8 +48,8 @@ class Tokenizer:
 
     @property
     def _bpe(self) -> tiktoken.Encoding:
-        # One for each thread: the regex engine is fast for the thread that used it first, and others would
-        # take 20% longer (measured with tiktoken 0.14)
+        # One per thread: the regex engine is fast for the thread that used it first, and others take 20%
+        # longer (measured with tiktoken 0.14)
         if not hasattr(self._local, "bpe"):
             self._local.bpe = tiktoken.Encoding(
                 "nanomuon",
@@ -94,13 +94,13 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
-        """(vocab_size,) int32: UTF-8 bytes each token stands for, to count bits per byte; 0 for <|bos|>."""
+        """(vocab_size,) int32: UTF-8 bytes of each token, to compute bits per byte; 0 for <|bos|>."""
         return np.array([*map(len, self.vocab), 0], dtype=np.int32)
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         """(n,) ids of a text in `dtype`, without <|bos|>. Releases the GIL, so threads encode in parallel.
 
-        What looks like a special token is encoded as ordinary text.
+        Text that looks like a special token is encoded as ordinary text.
         """
         pieces = [self._bpe.encode_to_numpy(piece, disallowed_special=()) for piece in in_pieces(text, PIECE)]
         return np.concatenate(pieces).astype(self.dtype)
@@ -115,7 +115,7 @@ class Tokenizer:
 
 
 def in_pieces(text: str, size: float):
-    """Yield the text in pieces of at most `size` characters, each up to the last line end in its reach."""
+    """Yield the text in pieces of at most `size` characters, each cut at its last line end, if any."""
     start = 0
     while len(text) - start > size:
         line_end = text.rfind("\n", start, start + size)

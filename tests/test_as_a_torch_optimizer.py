@@ -200,7 +200,7 @@ def under_fsdp1(group):
 
 def test_fsdp1_is_refused():
     """Its runs of a flat tensor are equal in shape on all ranks, and would start as rank 0 has its own."""
-    assert all("take fully_shard (FSDP2)" in error for error in run_world(2, under_fsdp1))
+    assert all("use fully_shard (FSDP2)" in error for error in run_world(2, under_fsdp1))
 
 
 def wrapped(kind, group, seed):

@@ -185,7 +185,7 @@ def test_what_to_resume_from_and_what_goes(run_dir):
 def test_another_model_is_refused_by_name(run_dir, name):
     other = Tiny()
     setattr(other, name, torch.nn.Parameter(torch.zeros(7, 5)))
-    with pytest.raises(InputError, match=f"is of another model or optimizer.*model.{name}"):
+    with pytest.raises(InputError, match=f"belongs to another model or optimizer.*model.{name}"):
         checkpoint.load_model(checkpoint.find(run_dir), other)
 
 

@@ -281,8 +281,8 @@ def test_impossible_groups_are_refused_at_construction():
         ([adamw(q, names=["w"]), muon(p, names=["w"])], "group 1: the name w is used twice"),
         ([muon(p, q, names=["w", "bias"])], r"group 0: bias has shape \(8,\)"),
         ([muon(parameter(2, 2, 2, 2, 2))], r"group 0: group0.0 has shape \(2, 2, 2, 2, 2\)"),
-        ([muon(torch.nn.Linear(3, 3))], "group 0: group0.0 is no parameter, but a Linear"),
-        ([dict(ADAMW, params={p, q})], "group 0: params are a set, whose order is another in every process"),
+        ([muon(torch.nn.Linear(3, 3))], "group 0: group0.0 is a Linear, not a parameter"),
+        ([dict(ADAMW, params={p, q})], "group 0: params are a set, whose order differs between processes"),
     ]
     for groups, message in cases:
         with pytest.raises(ValueError, match=message):

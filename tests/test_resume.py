@@ -267,7 +267,7 @@ def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
     recorded = json.loads((base / "runs" / "options" / "settings.json").read_text())["options"]
     assert recorded["matrix_lr"] == 0.01 and recorded["num_iterations"] == 20
     shutil.rmtree(base / "runs" / "options" / "checkpoints")
-    with pytest.raises(InputError, match="is complete and has no checkpoint to go on from"):
+    with pytest.raises(InputError, match="is complete and has no checkpoint to resume from"):
         base_train.main("--run options --num-iterations 30".split())
     assert len(losses(base, "options")) == 20
 

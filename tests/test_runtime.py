@@ -55,7 +55,7 @@ def test_who_asks_for_the_cpu_gets_it(gpu, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     assert runtime.start().device.type == "cpu"
     monkeypatch.setenv("NANOMUON_DEVICE", "gpu")
-    with pytest.raises(InputError, match="NANOMUON_DEVICE=gpu: it can be cpu"):
+    with pytest.raises(InputError, match="NANOMUON_DEVICE=gpu: set it to cpu"):
         runtime.start()
 
 
