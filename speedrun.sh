@@ -2,34 +2,34 @@
 # From nothing to a trained GPT, on the hardware at hand:
 #
 #   bash speedrun.sh           environment -> corpus, tokenizer, shards -> train, evaluate, sample, report
-#   bash speedrun.sh --plan    print what would be done, with its size and memory, and stop
+#   bash speedrun.sh --plan    print what it would do, with its size and memory, and stop
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
-# Without a GPU it takes five to twelve minutes. The same command carries on after an interruption: SIGTERM, SIGHUP and
-# Ctrl-C end it, the training saves first, and the exit code is 75 then. Override with
+# Without a GPU it takes five to twelve minutes. SIGTERM, SIGHUP and Ctrl-C save the run and end it with exit code 75; the
+# same command carries on. Set these variables to change it:
 #
 #   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER, hf:ORG/NAME[:CONFIG]
 #   VOCAB_SIZE=1024         a smaller vocabulary, for a small corpus
 #   DEPTH=8                 a deeper (and wider) or smaller model
 #   RUN=name                name of the run under $NANOMUON_BASE_DIR/runs
-#   NANOMUON_BASE_DIR=...   where everything is written (~/.cache/nanomuon), but downloads of the hub: see HF_HOME
-#   NANOMUON_PYTHON=...     an interpreter that has every package already, PyTorch 2.11 or newer; nothing is installed then
+#   NANOMUON_BASE_DIR=...   where everything is written (~/.cache/nanomuon), except downloads from the hub (HF_HOME)
+#   NANOMUON_PYTHON=...     an interpreter that already has every package (PyTorch 2.11 or newer); nothing is installed
 #   NANOMUON_DEVICE=cpu     train on the CPU of a machine that has a GPU
 set -euo pipefail
 cd "$(dirname "$0")"
 for flag in "$@"; do
     case ${flag%%=*} in
         -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "${0##*/}"; exit 0 ;;
-        --run | --corpus | --depth | --vocab-size) # the other stages need these, too
+        --run | --corpus | --depth | --vocab-size) # the other stages need these too
             variable=$(tr a-z- A-Z_ <<<"${flag%%=*}")
-            echo "error: ${flag%%=*} is the variable ${variable#__} here: ${variable#__}=... bash speedrun.sh" >&2
+            echo "error: instead of ${flag%%=*} set the variable: ${variable#__}=... bash speedrun.sh" >&2
             exit 2
             ;;
     esac
 done
 source scripts/setup.sh train
 
-# Presets by hardware: that on which training will compute; a GPU that cannot be used ends it here
+# Presets by the hardware that will train; a GPU that PyTorch cannot use is an error here
 HARDWARE=$("$PYTHON" -c 'from nanomuon import command, runtime; command.run_command(runtime.print_hardware)')
 read -r GPUS DTYPE <<<"$HARDWARE"
 FLAGS=(--eval-every 250 --save-every 500 --core-bundle https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip)
@@ -38,21 +38,21 @@ TRAIN=("$PYTHON" -m scripts.base_train)
 case $GPUS in
     0)
         CORPUS=${CORPUS:-python} DEPTH=${DEPTH:-4}
-        # Threads that sleep instead of spin: 2% slower alone, a third faster beside another busy process (docs/log.md)
+        # Threads that sleep instead of spinning: 2% slower alone, a third faster next to a busy process (docs/log.md)
         export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
         FLAGS=(--max-seq-len 256 --total-batch-size 4096 --eval-every 100 --eval-tokens 32768 --save-every 50)
-        # As many steps as end within eight minutes on two quiet cores (docs/log.md), if the flags do not say how long
+        # As many steps as two idle cores finish within eight minutes (docs/log.md), unless a flag sets the length
         [[ " ${*/=/ } " == *" --target-"* ]] ||
             FLAGS+=(--num-iterations "$([ "$DTYPE" = bfloat16 ] && echo 480 || echo 300)")
         ;;
     1) CORPUS=${CORPUS:-$WEB} DEPTH=${DEPTH:-12} ;;
     *)
         CORPUS=${CORPUS:-$WEB} DEPTH=${DEPTH:-24}
-        # --local_addr: not every container resolves the machine's name. The last --: torchrun would take --run for its own
+        # --local_addr: not every container resolves the machine's name. Without the last --, torchrun takes --run as its own
         TRAIN=("$PYTHON" -m torch.distributed.run --standalone --local_addr=localhost --nproc_per_node="$GPUS"
             -m scripts.base_train --)
         export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300} # seconds to save
-        # Under nohup torchrun by itself would end with the terminal all the same
+        # Without this torchrun would end with the terminal even under nohup
         [ -z "$(trap -p HUP)" ] || export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGQUIT}
         ;;
 esac
@@ -69,7 +69,7 @@ fi
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 case $CORPUS in
     python | path:*) "$PYTHON" -m scripts.data_prep "${DATA[@]}" ;;
-    *) # of the hub: prepared beside the training, which waits if it must
+    *) # from the hub: prepared during training, which waits if it must
         tokens=$("${TRAIN[@]}" "${FLAGS[@]}" --plan |
             sed -n 's/^training .* = \([0-9,]*\) tokens.*/\1/p' | tr -d ,)
         mkdir -p "${run_dir%/*}"
@@ -82,11 +82,11 @@ esac
 rm -f "$run_dir/stopped"
 "${TRAIN[@]}" "${FLAGS[@]}" <&0 &
 training=$! stopped=no code=0
-# Without a trap bash would die and leave the training at work; from a terminal the training gets the other two itself
+# Without a trap bash would die and leave the training running; a terminal sends INT and HUP to the training too
 trap 'stopped=yes; kill -TERM "$training" 2>/dev/null || true' TERM
 trap stopped=yes INT HUP
-until code=0; wait "$training" || code=$?; ! kill -0 "$training" 2>/dev/null; do :; done # a signal ends a wait, too
-# Of its ranks' exit codes torchrun hands on none; they leave a file
+until code=0; wait "$training" || code=$?; ! kill -0 "$training" 2>/dev/null; do :; done # a signal ends a wait too
+# torchrun does not pass on the exit codes of its ranks; they leave a file
 if [ -e "$run_dir/stopped" ] || { [ "$stopped" = yes ] && [ "$code" -ne 0 ]; }; then
     echo "the run was stopped before its end: bash speedrun.sh carries on"
     exit 75

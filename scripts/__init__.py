@@ -10,8 +10,8 @@ def _end(number, frame):
     os._exit(130)
 
 
-# PyTorch takes seconds to import, and Ctrl-C in the middle would print where in it Python was. sys.argv[0] is
-# "-m" while `python -m scripts.NAME` looks for its script, and never when somebody else imports one.
+# PyTorch takes seconds to import, and Ctrl-C meanwhile would print a traceback. sys.argv[0] is "-m" while
+# `python -m scripts.NAME` looks for its script, and never when something else imports one.
 # nanomuon.command.run_command takes over from here
 if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _end)

@@ -1,7 +1,7 @@
-"""What a finished run is worth: bits per byte on the whole validation set of its corpus, CORE, samples.
+"""Evaluate a finished run: bits per byte on the whole validation set of its corpus, CORE, samples.
 
 python -m scripts.base_eval --run base
-python -m scripts.base_eval --run base --checkpoint last                # of a run that still trains
+python -m scripts.base_eval --run base --checkpoint last                # of a run that is still training
 python -m scripts.base_eval --run /some/folder --corpus path:my_texts   # a run from elsewhere
 python -m scripts.base_eval --run base --eval core,bpb,sample --core-bundle FOLDER_OR_ZIP_OR_URL
 torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run base --eval core
@@ -24,7 +24,7 @@ from nanomuon.runtime import InputError, Runtime, find_run, first_rank_first, pr
 from nanomuon.tokenizer import Tokenizer
 
 EVALUATIONS = ("bpb", "core", "sample")
-ROWS = 16  # of a batch
+ROWS = 16  # per batch
 
 
 def evaluate_bpb(runtime: Runtime, model: GPT, tokenizer: Tokenizer, corpus: str, facts: dict) -> None:
@@ -39,16 +39,16 @@ def evaluate_bpb(runtime: Runtime, model: GPT, tokenizer: Tokenizer, corpus: str
 def validation_folder(corpus_name: str, tokenizer: Tokenizer, facts: dict) -> Path:
     """Folder of shards with the validation set of a corpus in the tokens of a run, written if need be.
 
-    tokenizer, facts: as load_run gives them. InputError if the documents are not on this machine.
+    tokenizer, facts: as load_run returns them. InputError if the documents are not on this machine.
     """
     try:
         corpus = open_corpus(corpus_name)
     except InputError as error:
-        raise InputError(f"{error}; --corpus NAME evaluates on documents that are here") from error
+        raise InputError(f"{error}; --corpus NAME evaluates on another corpus") from error
     if corpus_name == facts["corpus"] and facts["revision"] != corpus.revision:
         print0(
-            f"corpus {corpus_name} is not as it was when the run was trained (revision {corpus.revision}, "
-            f"which was {facts['revision']}): the figure may be another one"
+            f"corpus {corpus_name} has changed since the run was trained (revision {facts['revision']}, now "
+            f"{corpus.revision}): the figure may differ"
         )
     return shards.prepare(corpus, tokenizer=tokenizer, max_tokens=0)
 
@@ -57,30 +57,30 @@ def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser("python -m scripts.base_eval", __doc__)
     add_run_argument(parser)
     add_checkpoint_argument(parser)
-    parser.add_argument("--corpus", help="whose validation set to evaluate on (default: that of the run)")
+    parser.add_argument("--corpus", help="take the validation set of this corpus (default: the run's)")
     parser.add_argument(
         "--eval",
         default="bpb",
-        help=f"what to do, of {', '.join(EVALUATIONS)}, with commas between (default: %(default)s)",
+        help=f"any of {', '.join(EVALUATIONS)}, with commas between (default: %(default)s)",
     )
     parser.add_argument(
         "--core-bundle",
         default=core.PUBLIC_BUNDLE,
-        help="tasks of CORE: a folder, a zip or its address, fetched once (default: the public bundle, "
+        help="CORE tasks: a folder, a zip or its address, fetched once (default: the public bundle, "
         "%(default)s)",
     )
-    parser.add_argument("--core-items", type=count, help="items of each task of CORE (default: all)")
+    parser.add_argument("--core-items", type=count, help="items per CORE task (default: all)")
     args = parser.parse_args(argv)
     wanted = args.eval.split(",")
     if not set(wanted) <= set(EVALUATIONS):
-        raise InputError(f"--eval {args.eval}: choose of {', '.join(EVALUATIONS)}, with commas between")
+        raise InputError(f"--eval {args.eval}: choose from {', '.join(EVALUATIONS)}, with commas between")
 
     runtime = start()
     model, tokenizer, facts = load_run(args.run, runtime, args.checkpoint)
     corpus = args.corpus or facts["corpus"]
     print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {facts['step']}")
     tasks = []
-    if "core" in wanted:  # before the rest is computed: there may be no such bundle
+    if "core" in wanted:  # first: there may be no such bundle
         tasks = first_rank_first(lambda: core.open_bundle(args.core_bundle), runtime)
     if "bpb" in wanted:
         evaluate_bpb(runtime, model, tokenizer, corpus, facts)

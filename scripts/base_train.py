@@ -1,15 +1,15 @@
 """Pretrain a GPT.
 
-    python -m scripts.base_train --total-batch-size 4096 --num-iterations 300   # what a CPU trains in minutes
+    python -m scripts.base_train --total-batch-size 4096 --num-iterations 300   # minutes on a CPU
     torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth 24 --corpus hf:ORG/NAME
     torchrun ... -m scripts.base_train -- --depth 48 --shard fsdp --tensor-parallel 2   # larger than a GPU
     python -m scripts.base_train --corpus path:my_texts --run mine     # your own text
     python -m scripts.base_train --optimizer-file my_optim.py          # your own: build_optimizer(model)
 
-The -- keeps torchrun from taking --run for its own --run-path. What is not given follows from --depth and the
-device. A run lives in runs/NAME under NANOMUON_BASE_DIR; the same command given again carries it on from its
-last checkpoint. SIGTERM, SIGHUP and Ctrl-C save and stop it after the step, with exit code 75 (ranks exit
-with 0, or torchrun would restart them); runs/NAME/stopped is then there until the run goes on.
+The -- keeps torchrun from taking --run as its own --run-path. Flags that you leave out follow from --depth
+and the device. A run is the folder runs/NAME under NANOMUON_BASE_DIR; the same command resumes it from its
+last checkpoint. SIGTERM, SIGHUP and Ctrl-C save and stop it after the current step, with exit code 75 (ranks
+exit with 0, or torchrun would restart them); the file runs/NAME/stopped remains until the run goes on.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from nanomuon.qk_clip import clip_
 from nanomuon.run import Run, is_complete
 from nanomuon.runtime import InputError, folder_of, locked, make_deterministic, print0, start
 
-CORE_ITEMS = 500  # of each task of CORE, in an evaluation on the way
+CORE_ITEMS = 500  # of each CORE task, in evaluations during training
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
 
 
@@ -54,19 +54,19 @@ def train(run: Run, signals: StopSignals) -> int | None:
     """The training loop. Returns None once the run has all of its steps, else the exit code."""
     args, plan, device = run.args, run.plan, run.runtime.device
     model, optimizer = run.model, run.optimizer
-    is_ours = isinstance(optimizer, MuonAdamW)  # averages gradients and skips what is not finite by itself
+    is_ours = isinstance(optimizer, MuonAdamW)  # averages gradients and skips bad steps by itself
     flops_per_token = model.estimate_flops()
     peak = peak_flops(device)
-    bad_steps = 0  # in a row, up to the last one
+    bad_steps = 0  # in a row, up to now
     shown_at, times = 0.0, deque(maxlen=20)  # milliseconds of the last steps
 
     signals.in_steps = True
     while run.step < plan.steps:
-        # Before the next step, not after the last: a signal need not wait for it, and a resumed run makes up
-        # for it
+        # Before the next step, not after the last one: a signal need not wait for it, and a resumed run
+        # catches up on it
         evaluate_what_is_due(run)
         began = time.perf_counter()
-        torch.manual_seed(args.seed + run.step)  # what an optimizer draws is the same after a resume
+        torch.manual_seed(args.seed + run.step)  # an optimizer draws the same after a resume
 
         lr_multiplier = set_hyperparameters(run)
         loss = accumulate_gradients(run)
@@ -76,7 +76,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
             parallel.average_gradients(model, None)
             loss = torch.where(parallel.gradients_finite(model), loss, float("nan"))
 
-        # A signal to one rank, and a loss that is not finite on one, hold for all: (2,), the mean loss, and
+        # A signal to one rank, and a loss that is not finite on one, count for all. (2,): the mean loss, and
         # how many ranks are to stop. Filled on the device: a copy from the host would wait for it
         agreed = torch.stack([loss, loss.new_full((), signals.asked)])
         if dist.is_initialized():
@@ -88,7 +88,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
             optimizer.step(finite=finite)
             skipped = optimizer.skipped_steps
         else:
-            # Whether such an optimizer may step at all is for the host to know: one wait for the device more
+            # The host decides whether such an optimizer may step: one more wait for the device
             if finite:
                 optimizer.step()
             skipped = run.skipped + finite.logical_not()
@@ -98,7 +98,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
         optimizer.zero_grad(set_to_none=True)
         update_ended = Moment(device)
 
-        # The step's one wait for the device: all that the host wants to know, in one copy
+        # The step's one wait for the device: everything that the host needs, in one copy
         told = torch.cat([agreed.double(), skipped.double().view(1)])
         train_loss, stops, skipped_steps = told.tolist()
         step_ms = 1000 * (time.perf_counter() - began)
@@ -131,8 +131,8 @@ def train(run: Run, signals: StopSignals) -> int | None:
             what = f"loss {train_loss}; it or a gradient is not finite: no update"
             print0(f"step {run.step}: {what} ({bad_steps} in a row)")
         if bad_steps == MAX_BAD_STEPS:
-            return run.give_up(f"{bad_steps} losses in a row are not finite, or their gradients", bad_steps)
-        # Only a few checkpoints are kept: those of bad steps must not push the good ones out
+            return run.give_up(f"{bad_steps} steps in a row had non-finite losses or gradients", bad_steps)
+        # Only a few checkpoints are kept: those of bad steps must not replace the good ones
         due = is_due(args.save_every, run.step) and bad_steps == 0
         is_last = bool(stops) or run.step == plan.steps
         if due or is_last:
@@ -144,7 +144,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
 
 
 def evaluate_what_is_due(run: Run) -> None:
-    """The evaluations that come after this many steps."""
+    """Run the evaluations that are due after this many steps."""
     args = run.args
     if is_due(args.eval_every, run.step):
         run.evaluate(args.eval_tokens)
@@ -153,8 +153,8 @@ def evaluate_what_is_due(run: Run) -> None:
 
 
 def set_hyperparameters(run: Run) -> float | None:
-    """Give each param group the values of this step in place of those it was built with. Returns the
-    multiplier of the first group's rate; None where an optimizer of the user's has no rate.
+    """Set each param group to its values at this step. Returns the multiplier of the first group's rate, or
+    None if a user's optimizer has no rate.
     """
     groups = run.optimizer.param_groups
     for group, initial in zip(groups, run.initial_groups, strict=True):
@@ -165,8 +165,8 @@ def set_hyperparameters(run: Run) -> float | None:
 
 
 def accumulate_gradients(run: Run) -> torch.Tensor:
-    """Forward and backward of every micro-step. Returns the mean loss over this rank's rows, 0-D, which is
-    not read here.
+    """Forward and backward of every micro-step. Returns the mean loss over this rank's rows, 0-D, which the
+    host does not read here.
     """
     plan = run.plan
     loss = torch.zeros((), device=run.runtime.device)
@@ -176,7 +176,7 @@ def accumulate_gradients(run: Run) -> torch.Tensor:
             inputs, targets = next(run.loader)  # (rows, seq_len) each
         except shards.NobodyWrites:  # scripts.data_prep has failed; all ranks come here together
             run.save(position)
-            print0(f"stopped at step {run.step} and saved; the same command carries on when there is data")
+            print0(f"stopped at step {run.step} and saved; the same command carries on once there is data")
             raise
         micro_loss = run.forward(inputs, targets) / plan.micro_steps
         micro_loss.backward()
@@ -185,7 +185,7 @@ def accumulate_gradients(run: Run) -> torch.Tensor:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether something that is done every so many steps (-1: never) is due after this one."""
+    """Whether something done every `every` steps (-1: never) is due after this one."""
     return every > 0 and step > 0 and step % every == 0
 
 
@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
     args, settings = recall(make_parser(), argv)
     folder = folder_of(args.run)
     signals = StopSignals(None if args.plan else folder)
-    # What is wrong with the arguments shows before ranks meet and data is worked on
+    # Errors in the arguments show before ranks meet and data is prepared
     check_corpus(args.corpus)
     if args.qk_clip and not args.no_qk_norm:
         raise InputError("--qk-clip is for models with --no-qk-norm: the norm bounds attention logits itself")
@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.fp8:
         fp8.check(runtime, args.tensor_parallel)
     vocab_size = args.vocab_size or shards.default_vocab_size(args.corpus)
-    rows = None  # other micro-steps round differently: those of the start stay, in the same world
+    rows = None  # other micro-steps round differently: in the same world a run keeps its first choice
     if settings and settings.world_size == runtime.world_size:
         rows = settings.rows
     plan = make_plan(args, vocab_size, runtime, rows)
@@ -214,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if flash := use_flash_attention(runtime.device):
         print0(f"attention: {flash}")
-    # The run is this launch's alone: two would write into each other's checkpoints. The first rank holds it
+    # One launch at a time: two would write into each other's checkpoints. The first rank holds the lock
     with locked(folder, wait=False) if runtime.rank == 0 else contextlib.nullcontext():
         run = Run(args, plan, runtime, settings)
         code = train(run, signals)
@@ -233,7 +233,7 @@ class Moment:
             self.event.record()
 
     def milliseconds_since(self, earlier: "Moment") -> float:
-        """Of the device. The host must have waited for something later than this moment."""
+        """Milliseconds on the device. The host must have waited for something later than this moment."""
         if self.event is None:
             return 1000 * (self.seconds - earlier.seconds)
         return earlier.event.elapsed_time(self.event)
@@ -258,7 +258,7 @@ def duration(seconds: float) -> str:
 
 
 def bundle_place(text: str) -> str:
-    """An address as it is; of a folder or zip the whole path, by which the run finds it from every folder."""
+    """An address unchanged; a folder or zip as its absolute path, so the run finds it from any folder."""
     if text.startswith(("http://", "https://")):
         return text
     return os.path.abspath(os.path.expanduser(text))
@@ -266,7 +266,7 @@ def bundle_place(text: str) -> str:
 
 def checkpoint_name(text: str) -> str:
     if not re.fullmatch("auto|never|step_[0-9]+", text):
-        raise argparse.ArgumentTypeError(f"is auto, never or the name of a checkpoint, step_N, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be auto, never or a checkpoint (step_N), not {text!r}")
     return text
 
 
@@ -298,20 +298,20 @@ def make_parser() -> ArgumentParser:
         "--experts",
         type=number(int, 0, 1 << 12),
         default=0,
-        help="MLPs per layer among which a router picks, 0: one (%(default)s)",
+        help="MLPs per layer for a router to pick from, 0: one MLP (%(default)s)",
     )
     add(
         "--experts-per-token",
         type=number(int, 1, 1 << 12),
         default=2,
-        help="how many it picks, each 1/this as wide (%(default)s)",
+        help="how many it picks, each 1/N as wide (%(default)s)",
     )
     add("--no-qk-norm", action="store_true", help="do not normalize queries and keys")
     add(
         "--device-batch-size",
         type=number(int, 1, 1 << 20),
-        help="rows per device and micro-step (default: a power of two that fits into the memory of the GPU, "
-        "16 on a CPU)",
+        help="rows per device and micro-step (default: a power of two that fits into GPU memory, at most 16 "
+        "on a CPU)",
     )
     add(
         "--total-batch-size",
@@ -324,8 +324,8 @@ def make_parser() -> ArgumentParser:
         "--target-flops",
         type=amount,
         metavar="FLOPS",
-        help="as many steps as this compute pays for, 1e18 say: forward and backward of the model, 6 per "
-        "weight and token and attention besides (PaLM's count)",
+        help="as many steps as this compute pays for, such as 1e18, counted as in PaLM: forward and backward "
+        "at 6 per weight and token, plus attention",
     )
     length.add_argument(
         "--target-param-data-ratio",
@@ -336,66 +336,66 @@ def make_parser() -> ArgumentParser:
         "--optimizer-file",
         type=os.path.abspath,
         help="Python file with build_optimizer(model) or param_groups(model), used instead of the recipe "
-        "(see nanomuon/recipe.py); it runs only when it is given, so a run goes on with it given again",
+        "(see nanomuon/recipe.py); give it again to resume, for it runs only if the command names it",
     )
     add(
         "--shard",
         default="none",
         choices=["none", "fsdp"],
-        help="fsdp: parameters, gradients and optimizer state in pieces over the processes (FSDP2); "
+        help="fsdp: shard parameters, gradients and optimizer state over the processes (FSDP2); "
         "none: whole parameters on each (default: %(default)s)",
     )
     add(
         "--tensor-parallel",
         type=count,
         default=1,
-        help="processes that share every matrix and see the same rows; divides the key-value heads "
+        help="processes that share every matrix and see the same rows; must divide the key-value heads "
         "(default: %(default)s)",
     )
     add_dtype_argument(parser)
     add(
         "--fp8",
         action="store_true",
-        help="training multiplies in float8 (torchao, tensorwise scales), evaluation as without it; for GPUs "
-        "that have it (its gain has not been measured)",
+        help="train, but do not evaluate, with products in float8 (torchao, tensorwise scales), on GPUs that "
+        "have it; its gain has not been measured",
     )
     add(
         "--comm-dtype",
         default="auto",
         choices=COMM_DTYPES,
-        help="dtype in which gradients travel to be averaged; with --shard fsdp or --tensor-parallel only "
-        "those of Muon's matrices, and their updates (auto: that of the gradients, float32)",
+        help="dtype in which gradients are sent for averaging; with --shard fsdp or --tensor-parallel only "
+        "those of Muon's matrices, and their updates (auto: the gradients' own, float32)",
     )
     add(
         "--seed",
         type=seed,
         default=0,
-        help="of initial weights, data order and samples (default: %(default)s)",
+        help="seed of initial weights, data order and samples (default: %(default)s)",
     )
     add(
         "--deterministic",
         action="store_true",
-        help="equal runs give equal bits on a GPU too, more slowly (CPUs do so anyway)",
+        help="make equal runs bit-identical on GPUs too, more slowly (on CPUs they are anyway)",
     )
     add(
         "--no-compile",
         action="store_true",
-        help="run eagerly, as NANOMUON_COMPILE=0 (default: compile on a GPU, and on a CPU if the run is long "
-        "enough)",
+        help="run eagerly, like NANOMUON_COMPILE=0 (default: compile on a GPU, and on a CPU if the run is "
+        "long enough)",
     )
     add(
         "--qk-clip",
         type=amount,
         metavar="TAU",
-        help="with --no-qk-norm: scale heads whose largest attention logit is above TAU back to it, say 100 "
-        "(default: off)",
+        help="with --no-qk-norm: scale heads whose largest attention logit exceeds TAU, such as 100, back to "
+        "it (default: off)",
     )
     add(
         "--matrix-lr",
         type=amount,
         default=0.02,
-        help="Muon learning rate, at 4,096 tokens a step and 2,289 steps; it follows batch and length of the "
-        "run, the other rates its length (docs/recipe.md) (default: %(default)s)",
+        help="Muon learning rate at 4,096 tokens per step and 2,289 steps; it follows batch and length of "
+        "the run, the other rates only its length (docs/recipe.md) (default: %(default)s)",
     )
     add(
         "--embedding-lr",
@@ -409,7 +409,7 @@ def make_parser() -> ArgumentParser:
         "--weight-decay",
         type=amount,
         default=0.2,
-        help="of Muon's matrices, falling to 0 (default: %(default)s)",
+        help="decay of Muon's matrices, falling to 0 (default: %(default)s)",
     )
     add("--warmup-ratio", type=share, default=0.0, help="share of the run with rising rates (%(default)s)")
     add("--warmdown-ratio", type=share, default=1.0, help="share of the run with falling rates (%(default)s)")
@@ -423,25 +423,25 @@ def make_parser() -> ArgumentParser:
         "--eval-tokens",
         type=count,
         default=131072,
-        help="validation tokens of an evaluation on the way; the last takes the whole set "
+        help="validation tokens per evaluation during training; the last one takes the whole set "
         "(default: %(default)s)",
     )
     add(
         "--core-bundle",
         type=bundle_place,
-        help="tasks of CORE: a folder, a zip or its address, fetched once; evaluated at the end of the run "
+        help="CORE tasks: a folder, a zip or its address, fetched once; evaluated at the end of the run "
         "(default: none)",
     )
     add(
         "--core-every",
         type=int,
         default=-1,
-        help="steps between evaluations of CORE, -1: only at the end, where a bundle is named (%(default)s)",
+        help="steps between evaluations of CORE, -1: only at the end, if a bundle is given (%(default)s)",
     )
     add(
         "--core-items",
         type=count,
-        help=f"items of each task of CORE (default: {CORE_ITEMS} on the way; the last evaluation takes all)",
+        help=f"items per CORE task (default: {CORE_ITEMS} during training; the last evaluation takes all)",
     )
     add(
         "--save-every",

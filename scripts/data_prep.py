@@ -1,11 +1,11 @@
-"""Make whatever is missing of corpus, tokenizer and token shards; after an interruption it carries on.
+"""Prepare tokenizer and token shards of a corpus; after an interruption the same command carries on.
 
     python -m scripts.data_prep                                            # the Python standard library
     python -m scripts.data_prep --corpus path:my_texts --vocab-size 8192   # your own text
     python -m scripts.data_prep --corpus hf:HuggingFaceFW/fineweb-edu:sample-10BT --max-tokens 2000000000
 
-The Python standard library needs no download. For a corpus on the hub it may run beside the training, which
-starts with the first shards and waits for the next ones (nice -n 10 in front leaves it the cores).
+The Python standard library needs no download. A corpus on the hub can be prepared during training, which
+starts with the first shards and waits for the next ones (put nice -n 10 in front to leave it the cores).
 """
 
 import math
@@ -31,13 +31,13 @@ def main(argv=None):
     )
     add(
         "--text-field",
-        help="field of the records that holds the text (default: text); it is remembered",
+        help="field of the records that holds the text (default: text), remembered for later commands",
     )
     add(
         "--max-tokens",
         type=number(int, 0, 1 << 60),
         default=math.inf,
-        help="stop once there are so many training tokens (default: the whole corpus)",
+        help="stop once there are this many training tokens (default: the whole corpus)",
     )
     args = parser.parse_args(argv)
 

@@ -3,7 +3,8 @@
     python -m scripts.export --run base --to my_model
     python -m scripts.export --run base --to my_model --checkpoint last --dtype bfloat16
 
-The folder of a finished run loads as it is; this copies what others need of it, without checkpoints and logs.
+transformers also loads the folder of a finished run; this copies only what others need, without checkpoints
+and logs.
 """
 
 from pathlib import Path
@@ -22,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
         "--dtype",
         choices=["float32", "bfloat16"],
         default="float32",
-        help="of the weights (default: %(default)s, as they were trained)",
+        help="dtype of the weights (default: %(default)s, as trained)",
     )
     args = parser.parse_args(argv)
     hf_export.export_run(args.run, args.to, args.checkpoint, args.dtype, start("float32"))

@@ -1,17 +1,17 @@
-"""Time optimizer steps on a model's real shapes, beside the floor: the same products alone, plus the bytes.
+"""Time optimizer steps on a model's real shapes, and their floor: the same products alone, plus the bytes.
 
     python -m scripts.optim_bench --depth 8                        # ours, torch as shipped, the floor
     python -m scripts.optim_bench --depth 8 --dtype float32        # even if the CPU has bf16
-    python -m scripts.optim_bench --depth 8 --world 2              # the distributed step and its bytes
+    python -m scripts.optim_bench --depth 8 --world 2              # the distributed step
     python -m scripts.optim_bench --peer mine.py:build_optimizer   # a function: model -> optimizer
     python -m scripts.optim_bench --profile step.json              # a trace of one step, for chrome://tracing
 
-The contestants run in turn, round after round, so a busy machine slows all of them. It prints medians, the
-spread (half of the rounds lie within it) and the median of the ratio to the floor in the same round.
-Floor: the products of Newton-Schulz in the form and dtype that the optimizer takes (see orthogonalize), into
-existing buffers, plus 20 bytes per float32 Muon parameter (gradient read; momentum and parameter read and
-written) and 28 per AdamW parameter at the bandwidth of a large copy. torch.optim as shipped iterates in bf16
-on every device; a CPU without bf16 instructions takes minutes for a step and leaves that row out.
+The contestants alternate, round after round, so a busy machine slows all of them. It prints medians, the
+spread (half of the rounds lie within it) and the median ratio to the floor of the same round. Floor: the
+products of Newton-Schulz in the optimizer's own form and dtype (see orthogonalize), into existing buffers,
+plus 20 bytes per float32 Muon parameter (gradient read; momentum and parameter read and written) and 28 per
+AdamW parameter at the bandwidth of a large copy. torch.optim as shipped iterates in bf16 on every device; on
+a CPU without bf16 instructions, where a step would take minutes, that row is left out.
 """
 
 import json
@@ -36,8 +36,8 @@ def parse_arguments(argv):
     parser = ArgumentParser("python -m scripts.optim_bench", __doc__)
     add = parser.add_argument
     add("--depth", type=layers, default=8, help="model size, as in base_train (default: %(default)s)")
-    add("--rounds", type=count, default=7, help="measured rounds after a first one (default: %(default)s)")
-    add("--world", type=count, default=1, help="processes: the distributed step instead of the comparison")
+    add("--rounds", type=count, default=7, help="measured rounds, after one more (default: %(default)s)")
+    add("--world", type=count, default=1, help="processes; more than 1 time the distributed step")
     add("--peer", metavar="FILE:FUNCTION", help="a function that takes the model and returns an optimizer")
     add_dtype_argument(parser)
     add("--profile", metavar="FILE", help="write a trace of one step here")
@@ -88,7 +88,7 @@ def copy_bandwidth(device):
 
 
 def products(optimizer, device):
-    """A function that makes the products of every Muon bank of our optimizer and nothing else."""
+    """A function that computes the products of every Muon bank of our optimizer and nothing else."""
     calls, banks = [], []
     if isinstance(optimizer, MuonAdamW):
         optimizer.plan()
@@ -99,7 +99,7 @@ def products(optimizer, device):
         gram, dtype = newton_schulz_form(short, long, steps, device, optimizer.ns_dtype)
         X, Y = (torch.randn(k, short, long, device=device, dtype=dtype) / long for _ in range(2))
         A, B = (torch.randn(k, short, short, device=device, dtype=dtype) / short for _ in range(2))
-        # The long side takes part 4 times in Gram form (2 products to R, 2 from Q), else twice a step
+        # The long side takes part 4 times in Gram form (2 products to R, 2 from Q), else twice per step
         sides, shorts = (4, 14) if gram else (2 * steps, steps)
         for _ in bank.batches:
             calls += [(X, X.mT, A), (A, X, Y)] * (sides // 2) + [(A, A, B)] * shorts
@@ -116,7 +116,7 @@ def load_peer(peer):
     file, _, name = peer.rpartition(":")
     function = recipe.run_file(file).get(name)
     if not callable(function):
-        raise InputError(f"--peer {peer}: it is FILE:FUNCTION, and {file} has no function {name}")
+        raise InputError(f"--peer {peer} must be FILE:FUNCTION, but {file} has no function {name}")
     return function
 
 
@@ -182,7 +182,7 @@ def distributed(args, runtime):
         times = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(args.world)]
     slowest = [max(of_a_round) for of_a_round in zip(*times, strict=True)]
     median = statistics.median(slowest)
-    print(f"depth {args.depth}, {args.world} ranks, DistMuonAdamW: {median:.1f} ms a step (slowest rank)")
+    print(f"depth {args.depth}, {args.world} ranks, DistMuonAdamW: {median:.1f} ms per step (slowest rank)")
     return {"world": args.world, "milliseconds": median}
 
 

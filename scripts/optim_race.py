@@ -10,21 +10,21 @@ A contender is a preset (adamw, muon, normuon, or default: the recipe of base_tr
 
     def param_groups(model, *, beta=0.9): ...    # groups for MuonAdamW
     def build_optimizer(model): ...              # or this: any torch optimizer
-    def schedule(group, step, steps): ...        # if you like: {"lr": ..., ...} at a step from 0
+    def schedule(group, step, steps): ...        # optional: {"lr": ..., ...} at a step from 0
 
 schedule gets a group as it was built. NAME:key=value,key=value hands keywords to these functions; lr_scale=X
-multiplies all learning rates. An optimizer that wants to be judged by other weights than it trains (an
-average, say) puts them in place in its eval() and takes them back in its train().
+multiplies all learning rates. An optimizer to be judged by other weights than those it trains (such as an
+average) puts them in place in its eval() and takes them back in its train().
 
-For a seed all contenders start from the same weights and see the same rows; each is compared with the first
-of them, seed by seed. Every finished run is a line of races/NAME/results.jsonl under NANOMUON_BASE_DIR: an
-interrupted race goes on, and one with more seeds or contenders trains only what is new. A contender whose
+With one seed all contenders start from the same weights and see the same rows; each is compared with the
+first, seed by seed. Every finished run is a line of races/NAME/results.jsonl under NANOMUON_BASE_DIR: an
+interrupted race goes on, and one with more seeds or contenders trains only the new runs. A contender whose
 file or hyperparameters have changed runs again; a race on another task, model or data needs another --name.
-From two seeds on, a contender that is hopelessly behind stops, by a rule that stops one of the best in at
-most one of a hundred races.
+After two or more seeds a contender that is hopelessly behind stops, by a rule that stops one of the best in
+at most one of a hundred races.
 
---sweep 8 first gives each contender the time of eight runs to find its rates, with seeds of their own: trials
-of a quarter of the length, the best of them at half, the best of those at full length. It searches all rates
+--sweep 8 first gives each contender the time of eight runs to find its rates, on other seeds: trials of a
+quarter of the length, the best of them at half, the best of those at full length. It searches all rates
 together, the weight decay, and the dial that the file names (DIAL = ("c", 0.1, 0.8)) or else the rate of the
 matrices.
 
@@ -54,7 +54,7 @@ from scripts.laboratory import leaderboard, race, report
 from scripts.laboratory.contenders import Contender
 from scripts.laboratory.tasks import TASKS, empty_model, open_task
 
-FEWEST_SWEEP = 3  # runs: one over the whole length
+FEWEST_SWEEP = 3  # runs: then one trial has the full length
 DOCS = Path("docs")
 
 
@@ -83,8 +83,8 @@ def run_race(args):
     embedding = model.wte.weight.numel()
     others = sum(p.numel() for p in model.parameters()) - embedding
     print(
-        f"{args.task}: {setup['steps']} steps, {others:,} parameters beside the "
-        f"token embedding's {embedding:,}, {setup['dtype']}; results in {file}",
+        f"{args.task}: {setup['steps']} steps, {others:,} parameters and {embedding:,} in "
+        f"the token embedding, {setup['dtype']}; results in {file}",
         flush=True,
     )
     text = ""
@@ -107,26 +107,26 @@ def parse_arguments(argv):
     add = parser.add_argument
     add("--task", default="shakespeare", choices=TASKS, help="(default: %(default)s)")
     add("--text", help="the text of the shakespeare task")
-    add("--corpus", default="python", help="of the task corpus, as in base_train (default: %(default)s)")
-    add("--vocab-size", type=vocabulary, help="of the tokenizer (default: the corpus's)")
+    add("--corpus", default="python", help="of --task corpus, as in base_train (default: %(default)s)")
+    add("--vocab-size", type=vocabulary, help="tokens in the vocabulary (default: set by the corpus)")
     add("--contenders", nargs="+", default=[], metavar="NAME_OR_FILE[:key=value,...]")
     add("--seeds", type=count, default=5, help="runs of each contender (default: %(default)s)")
     add(
         "--sweep",
         type=number(int, FEWEST_SWEEP, 1 << 20),
         metavar="RUNS",
-        help="tune first, with at most so many full runs each",
+        help="tune each first, in at most the time of this many full runs",
     )
     add("--steps", type=count, help="optimizer steps (default: the task's)")
     add("--model", nargs="+", default=[], type=assignment, metavar="KEY=VALUE", help="fields of GPTConfig")
-    add("--name", help="of the race (default: the task)")
+    add("--name", help="name of the race (default: the task)")
     add("--leaderboard", action="store_true", help="keep the runs in docs/races, write docs/leaderboard.md")
     add_dtype_argument(parser)
     jobs = usable_gpus() or cores()
-    add("--jobs", type=count, default=jobs, help="runs at a time (default: one a GPU or core, %(default)s)")
+    add("--jobs", type=count, default=jobs, help="runs at a time (default: one per GPU or core, %(default)s)")
     args = parser.parse_args(argv)
     if not args.contenders and not args.leaderboard:
-        raise InputError("--contenders says who races, for example: --contenders default adamw")
+        raise InputError("give --contenders, for example: --contenders default adamw")
     if args.task == "corpus":
         check_corpus(args.corpus)
     elif args.corpus != "python":

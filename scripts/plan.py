@@ -1,11 +1,11 @@
-"""What a run would take on many GPUs: memory by kind, and what fits.
+"""How much memory a run would take on many GPUs, by kind, and whether it fits.
 
     python -m scripts.plan --depth 24 --gpus 8
     python -m scripts.plan --depth 64 --gpus 512 --shard fsdp --tensor-parallel 8 --gpu-memory 141
 
-Everything is computed from shapes (nanomuon/footprint.py), here and now: no GPU, no data, no weights. Rows of
-a micro-step are the largest power of two that fits. `deepest` is the deepest model that fits on as many GPUs,
-with one row on each.
+It computes everything from shapes (nanomuon/footprint.py) and needs no GPU, data or weights. `rows` is the
+micro-batch: the largest power of two that fits. `deepest` is the depth of the deepest model that fits on the
+same GPUs with one row on each.
 """
 
 import bisect
@@ -17,7 +17,7 @@ from nanomuon.plan import meta_model
 from scripts.laboratory.report import columns
 
 MEMORY = ("weights", "gradients", "state", "activations", "buffers")
-HEADROOM = 0.9  # of the memory; the rest is for the allocator, the libraries and what is not foreseen
+HEADROOM = 0.9  # of the memory; the rest is for the allocator, the libraries and surprises
 CONTEXT, VOCABULARY = 2048, 32768  # base_train's on GPUs
 DEPTHS = range(2, 257, 2)
 MOST_ROWS = 64
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--depth", type=layers, default=24, help="layers; width and heads follow (default: %(default)s)")
     gpus = number(int, 1, 1 << 16)
-    add("--gpus", type=gpus, default=8, help="how many (default: %(default)s)")
+    add("--gpus", type=gpus, default=8, help="number of GPUs (default: %(default)s)")
     add("--shard", choices=["none", "fsdp"], help="only this layout (default: compare them)")
     add(
         "--tensor-parallel",
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
         default=1,
         help="GPUs that share every matrix (default: %(default)s)",
     )
-    add("--gpu-memory", type=number(float, 1, 1e6), default=80, help="GiB of a GPU (default: %(default)s)")
+    add("--gpu-memory", type=number(float, 1, 1e6), default=80, help="GiB per GPU (default: %(default)s)")
     args = parser.parse_args(argv)
     config = model(args.depth)
     parallel.data_parallel_size(args.gpus, args.tensor_parallel, config)
@@ -44,9 +44,9 @@ def main(argv: list[str] | None = None) -> None:
     print(
         f"depth {args.depth}, width {config.width}, {config.heads} heads, context {CONTEXT}, vocabulary "
         f"{VOCABULARY}: {total / 1e6:,.1f}M parameters\n"
-        f"{args.gpus} GPUs of {args.gpu_memory:g} GiB, bf16, {args.tensor_parallel} to a matrix\n"
+        f"{args.gpus} GPUs of {args.gpu_memory:g} GiB, bf16, {args.tensor_parallel} per matrix\n"
     )
-    table = [["GiB on a GPU", "rows", *MEMORY, "together", "fits", "deepest"]]
+    table = [["GiB per GPU", "rows", *MEMORY, "total", "fits", "deepest"]]
     for shard in [args.shard] if args.shard else ["none", "fsdp"]:
         layout = footprint.Layout(args.gpus, shard == "fsdp", args.tensor_parallel)
         table.append(describe(config, layout, args.gpu_memory * 2**30 * HEADROOM))

@@ -1,4 +1,4 @@
-"""Let a finished run write, or one that is still training.
+"""Sample text from a finished run, or from one that is still training.
 
 python -m scripts.sample --run base --prompt "def main():" --max-tokens 200
 python -m scripts.sample --run base --samples 3 --temperature 0.6
@@ -27,7 +27,7 @@ from nanomuon.tokenizer import Tokenizer
 
 
 def text(argument: str) -> str:
-    """The type of --prompt and --stop: ValueError for bytes that are no text."""
+    """The type of --prompt and --stop: ValueError for bytes that are not text."""
     argument.encode()
     return argument
 
@@ -41,16 +41,14 @@ def main(argv: list[str] | None = None) -> None:
         "--prompt",
         type=text,
         action="append",
-        help="how the document begins (default: nothing); may be given several times",
+        help="beginning of the document (default: empty); may be given several times",
     )
     prompts.add_argument(
         "--interactive",
         action="store_true",
-        help="read prompts line by line; the end of the input (Ctrl-D) or Ctrl-C ends it",
+        help="read prompts line by line, until the input ends (Ctrl-D) or Ctrl-C",
     )
-    parser.add_argument(
-        "--samples", type=count, default=1, help="how many of each prompt (default: %(default)s)"
-    )
+    parser.add_argument("--samples", type=count, default=1, help="how many per prompt (default: %(default)s)")
     parser.add_argument("--max-tokens", type=count, default=128, help="length of each (default: %(default)s)")
     parser.add_argument(
         "--temperature",
@@ -65,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         "--top-p",
         type=number(float, 1e-30, 1),
         default=1.0,
-        help="and of these from the fewest that have this probability together (default: %(default)s, all)",
+        help="and of these only the likeliest that add up to this probability (default: %(default)s, all)",
     )
     parser.add_argument(
         "--stop",
@@ -79,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
         "--seed",
         type=number(int, 0, 1 << 62),
         default=0,
-        help="of the first sample, the next one has the next (%(default)s)",
+        help="seed of the first sample; each further one adds 1 (%(default)s)",
     )
     args = parser.parse_args(argv)
     model, tokenizer, _ = load_run(args.run, start(), args.checkpoint)
@@ -107,7 +105,7 @@ def converse(model: GPT, tokenizer: Tokenizer, args: argparse.Namespace) -> None
 def write(model: GPT, tokenizer: Tokenizer, prompts: list[str], seed: int, args: argparse.Namespace) -> None:
     """Print --samples continuations of each prompt, one after the other, and then how fast that was.
 
-    They grow together: the first is printed while it grows, the next ones are further when their turn comes.
+    They grow as a batch: the first is printed while it grows, and the others have grown with it.
     """
     samples = []
     for prompt in prompts:

@@ -2,7 +2,7 @@
 
     python -m scripts.scaling --depths 1,2,3 --tokens 250e3,500e3,1e6 -- --total-batch-size 4096
     python -m scripts.scaling --depths 4,6,8,10 --tokens 1e8,2e8,4e8,8e8 --corpus hf:ORG/NAME
-    python -m scripts.scaling --target-flops 1e18     # the best depth for so much compute
+    python -m scripts.scaling --target-flops 1e18     # the best depth for this much compute
 
 Trains every depth with base_train on every number of tokens, each to the end of its own learning-rate
 schedule; flags after -- go to base_train. Then it fits the law of Hoffmann et al. (arXiv 2203.15556) to the
@@ -10,9 +10,9 @@ final losses, which takes seven runs of three depths and three numbers of tokens
 
     loss = E + A / N^alpha + B / D^beta       N parameters of matrices and head, D tokens
 
-FLOPs are counted as PaLM does: 6 per weight and token, and attention. The table is scaling/NAME/scaling.md
-under NANOMUON_BASE_DIR, the runs runs/NAME-d2-t500000. The same command goes on after an interruption and
-skips finished runs. Several GPUs share each run, by torchrun.
+FLOPs are counted as in PaLM: 6 per weight and token, plus attention. Under NANOMUON_BASE_DIR the table is
+scaling/NAME/scaling.md, and the runs are runs/NAME-d2-t500000. After an interruption the same command goes
+on; it skips finished runs. Several GPUs share each run, under torchrun.
 """
 
 import json
@@ -74,10 +74,10 @@ def parse_arguments(argv):
         argv, flags = argv[:here], argv[here + 1 :]
     parser = ArgumentParser("python -m scripts.scaling", __doc__)
     add = parser.add_argument
-    add("--depths", type=depths, default=[], help="of the models to train, e.g. 1,2,3")
-    add("--tokens", type=numbers, default=[], help="to train each on, e.g. 250e3,500e3,1e6")
+    add("--depths", type=depths, default=[], help="depths of the models to train, e.g. 1,2,3")
+    add("--tokens", type=numbers, default=[], help="numbers of tokens to train each on, e.g. 250e3,500e3,1e6")
     add("--corpus", default="python", help="as in base_train (default: %(default)s)")
-    add("--target-flops", type=amount, help="print the best depth and number of tokens for so much compute")
+    add("--target-flops", type=amount, help="print the best depth and number of tokens for this much compute")
     add("--name", default="family", help="a folder under scaling/ (default: %(default)s)")
     args = parser.parse_args(argv)
     check_name("--name", args.name)
@@ -100,7 +100,7 @@ def depths(text):
 
 
 def train(args, depth, tokens, flags):
-    """Train one run to its end, unless it is finished. Raises InputError with its last line if it fails."""
+    """Train one run to its end, unless it is finished. InputError with the run's own error if it fails."""
     run = f"{args.name}-d{depth}-t{tokens}"
     run_dir = folder_of(run)
     if (run_dir / "summary.json").exists():
@@ -119,7 +119,7 @@ def train(args, depth, tokens, flags):
     command += ["--eval-every", "-1", "--keep-last", "1", *flags]
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     log = run_dir.parent / f"{run}.log"
-    print(f"training {run}, its output is {log}", flush=True)
+    print(f"training {run}, output in {log}", flush=True)
     with open(log, "ab") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
@@ -128,11 +128,11 @@ def train(args, depth, tokens, flags):
             process.send_signal(signal.SIGTERM)
             process.wait()
             raise
-    if code == STOPPED or (run_dir / "stopped").exists():  # under torchrun ranks that stop end with 0
+    if code == STOPPED or (run_dir / "stopped").exists():  # under torchrun ranks that stop exit with 0
         raise SystemExit(STOPPED)
     if code != 0:
         said = [line for line in log.read_text(errors="replace").split("\n") if line.startswith("error: ")]
-        raise InputError(f"run {run}: {''.join(said[-1:]).removeprefix('error: ')} (its output is {log})")
+        raise InputError(f"run {run}: {''.join(said[-1:]).removeprefix('error: ')} (output in {log})")
 
 
 def finished(name):
@@ -186,7 +186,7 @@ def fit(members):
 
 
 def advice(law, config, flops):
-    """The depth with the lowest loss after so many FLOPs, up to twice the deepest that was trained."""
+    """The depth with the lowest loss after this many FLOPs, up to twice the deepest that was trained."""
     if law is None:
         raise InputError("--target-flops needs a law: train more runs")
     rows = []

@@ -1,13 +1,13 @@
-# Makes the Python environment of this checkout; speedrun.sh and tests/run.sh read it with
+# Creates the Python environment of this checkout, for speedrun.sh and tests/run.sh:
 #
 #   source scripts/setup.sh train     what a run needs: the extra of that name in pyproject.toml
 #   source scripts/setup.sh dev       that and what the tests need
 #
-# Afterwards $PYTHON is an interpreter that has everything, in the versions of constraints.txt. Nothing is installed again while
-# that file and pyproject.toml stay the same: .venv/installed has their checksum and the extra.
+# Afterwards $PYTHON is an interpreter with all of it, in the versions of constraints.txt. It installs again only if that file
+# or pyproject.toml has changed: .venv/installed holds their checksum and the extra.
 #
-#   NANOMUON_PYTHON=/path/to/python   use this interpreter, which has all of it, and install nothing. Its PyTorch may be any
-#                                     from 2.11 on, such as one that is built for the CUDA of an older driver
+#   NANOMUON_PYTHON=/path/to/python   use this interpreter, which must have all of it, and install nothing. Its PyTorch may be
+#                                     any from 2.11 on, for example one built for the CUDA of an older driver
 
 extra=$1
 if [ -n "${NANOMUON_PYTHON:-}" ]; then
@@ -26,20 +26,20 @@ else
     PYTHON=.venv/bin/python
     checksum=$(cat pyproject.toml constraints.txt | cksum)
     installed=$(cat .venv/installed 2>/dev/null || true)
-    if [ "$installed" != "$checksum $extra" ] && [ "$installed" != "$checksum dev" ]; then # dev has all of train
+    if [ "$installed" != "$checksum $extra" ] && [ "$installed" != "$checksum dev" ]; then # dev includes train
         echo "environment: installing into .venv (a minute or two)"
         if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             echo "error: Python 3.10 or newer is needed; install it and its venv module" >&2
             exit 2
         fi
-        rm -f .venv/installed # until all of it is there
+        rm -f .venv/installed # until the installation is complete
         { "$PYTHON" -m pip --version >/dev/null 2>&1 || python3 -m venv .venv; } &&
             "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[$extra]" || {
             echo "error: the installation failed (see above); run the command again to continue it" >&2
             exit 2
         }
-        # Bytecode on all cores, where pip would use one: half of the whole time. Some packages carry templates that are
-        # not Python; what is not compiled here is compiled when it is imported
+        # Bytecode on all cores; pip would use one, for half of the whole time. Errors do not matter: some packages carry
+        # templates that are not Python, and a module without bytecode is compiled when it is imported
         "$PYTHON" -m compileall -q -q -j 0 .venv/lib || true
         echo "$checksum $extra" >.venv/installed
     else

@@ -1,13 +1,13 @@
-"""Time the parts of a training step, beside the floor: its matrix products alone.
+"""Time the parts of a training step, and their floor: its matrix products alone.
 
-    python -m scripts.train_bench --depth 4 --total-batch-size 4096   # the flags of base_train, and a few
+    python -m scripts.train_bench --depth 4 --total-batch-size 4096   # takes base_train's flags
     python -m scripts.train_bench --depth 12 --window-pattern SSSL --json step.json
 
-Step and floor run in turn, round after round, so a busy machine slows both. It prints medians, the spread
-(half of the rounds lie within it) and the median of the ratio to the floor in the same round. Floor: the
-training FLOPs of the batch at the rate of the MLP's first product, measured in every round, and the products
-of Newton-Schulz. With --fp8 the floor, and the peak that MFU is a share of, stay those of a step without it.
-The first step compiles; TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) makes it start from an empty cache.
+Step and floor alternate, round after round, so a busy machine slows both. It prints medians, the spread (half
+of the rounds lie within it) and the median ratio to the floor of the same round. Floor: the training FLOPs of
+the batch at the rate of the MLP's first product, measured in every round, and the products of Newton-Schulz.
+With --fp8 the floor, and the peak for MFU, stay those of a step without it. The first step compiles;
+TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) makes it start from an empty cache.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from scripts import base_train, optim_bench
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of base_train, of which those of a step matter, and our own."""
+    """The flags of base_train, of which only those of a step matter, and our own."""
     parser = base_train.make_parser()
     parser.prog, parser.description = "python -m scripts.train_bench", __doc__
     parser.add_argument("--rounds", type=count, default=7, help="rounds after one to warm up (%(default)s)")
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def floor_of(model, batch, rows):
-    """A function that gives the milliseconds of a batch's products: it times 10 of the MLP's first ones and
+    """A function that returns the milliseconds of a batch's products: it times 10 of the MLP's first ones and
     scales them by FLOPs. batch: tokens; rows: of a micro-step.
     """
     config, dtype, device = model.config, model.compute_dtype, model.cos.device
@@ -141,7 +141,7 @@ def step_table(args, runtime):
     if device.type == "cuda":
         peak = peak_flops(device)
         if peak is None:
-            print(f"MFU not known: nanomuon/runtime.py has no peak for {torch.cuda.get_device_name(device)}")
+            print(f"MFU not known: nanomuon/plan.py has no peak for {torch.cuda.get_device_name(device)}")
         else:
             result["mfu"] = model.estimate_flops() * batch / seconds / peak
             print(f"MFU {100 * result['mfu']:.1f}%")

@@ -86,7 +86,7 @@ def test_a_race_is_interrupted_goes_on_and_grows(lab, tmp_path, capsys, monkeypa
     assert lab("--contenders", "default", "adamw", "--seeds", "2") == 0, "nothing is trained twice"
     assert lab("--contenders", "default", "adamw", "adamw:matrix_lr=0.001", "--seeds", "2") == 2
     out = capsys.readouterr().out
-    assert "4 of 6 runs are there already" in out and "| adamw " in out
+    assert "4 of 6 runs are done already" in out and "| adamw " in out
     header, *runs = lines_of(tmp_path)
     assert header["setup"]["steps"] == 50 and len(runs) == 6
     starts = {(run["seed"], run["initial"], run["rows"]) for run in runs}

@@ -18,7 +18,7 @@ from scripts.laboratory.tasks import digest, empty_model
 
 
 def preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr):
-    """Groups that train a model's matrices as the group `matrices` says, in which alone the presets differ.
+    """Groups that train a model's matrices by the group `matrices`, in which alone the presets differ.
 
     AdamW trains the rest, with a rate for each role.
     """
@@ -84,7 +84,7 @@ def plain_schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
     return {"lr": group["lr"] * lr_multiplier(step, steps, warmup_ratio, warmdown_ratio)}
 
 
-# build(model) gives param groups, schedule(group, step, steps) their values at a step
+# build(model) returns param groups, schedule(group, step, steps) their values at a step
 PRESETS = {
     "adamw": (adamw_groups, plain_schedule),
     "muon": (muon_groups, plain_schedule),
@@ -155,7 +155,7 @@ class Contender:
         return hashlib.sha256(Path(self.source).read_bytes()).hexdigest()
 
     def key(self, setup):
-        """A digest of its file and of its hyperparameters at every step, but not of what the file imports."""
+        """A digest of its file and of its hyperparameters at every step, but not of the file's imports."""
         steps = setup["steps"]
         _, groups, schedule = self.prepare(empty_model(setup, "cpu"), setup)
         described = []
@@ -169,8 +169,8 @@ class Contender:
     def dials(self):
         """{keyword: (low, high)} that a sweep searches: all rates together, the weight decay, and one more.
 
-        That is the dial that the contender's file names, as in DIAL = ("c", 0.1, 0.8), or else the rate of
-        the matrices. A keyword whose value is zero is not searched.
+        The last is the dial that the contender's file names, as in DIAL = ("c", 0.1, 0.8), or else the rate
+        of the matrices. A keyword whose value is zero is not searched.
         """
         own = None if self.is_preset else load_dial(self.source)
         widths = {"lr_scale": 3, "weight_decay": 4}
@@ -191,7 +191,7 @@ class Contender:
         return found
 
     def trials(self, count):
-        """The contender as it is, and count - 1 with its dials at the points of a Sobol sequence."""
+        """The contender itself, and count - 1 with its dials at the points of a Sobol sequence."""
         searched = self.dials()
         sequence = qmc.Sobol(len(searched), scramble=False)
         sequence.fast_forward(2)  # skips the lowest corner, and the middle, which is near the first trial
@@ -205,7 +205,7 @@ class Contender:
 
 
 def dial_value(low, high, position):
-    """At a position from 0 to 1: evenly in the logarithm if low is positive; to three digits."""
+    """The value at a position from 0 to 1: logarithmic if low is positive, else linear; to three digits."""
     if low > 0:
         value = math.exp(math.log(low) + position * math.log(high / low))
     else:

@@ -24,7 +24,7 @@ from scripts.laboratory.tasks import as_text, digest, empty_model, open_data
 
 DIGITS = 6  # of a loss in the file
 FIRST_TUNING_SEED = 1000  # seeds that chose the rates must not judge them
-LENGTHS = (0.25, 0.5, 1.0)  # of the race: a sweep trains trials of these lengths, a third of its budget each
+LENGTHS = (0.25, 0.5, 1.0)  # of trials in a sweep, relative to the race; each gets a third of the budget
 
 
 def train(setup, place, text, seed):
@@ -58,7 +58,7 @@ def train(setup, place, text, seed):
 
 
 class Run:
-    """A contender at work: its model, optimizer and data, and what has been measured so far."""
+    """A contender at work: its model, optimizer and data, and its measurements so far."""
 
     def __init__(self, setup, place, contender, seed):
         self.setup = setup
@@ -179,8 +179,8 @@ class Race:
         self.results, self.setup, self.place, self.jobs = results, setup, place, jobs
 
     def run(self, contenders, seeds):
-        """{name: its runs}, seed by seed. From two seeds on, contenders that are hopeless so far are not
-        trained with the others; the first, the baseline, is trained with all.
+        """{name: its runs}, seed by seed. From two seeds on, contenders that are hopeless so far get no more
+        seeds; the first, the baseline, gets all.
         """
         racing, found = list(contenders), {}
         for count in range(min(2, len(seeds)), len(seeds) + 1):
@@ -213,7 +213,7 @@ class Race:
         return [trials[0] for trials in alive.values()]
 
     def train(self, contenders, seeds, steps, stage):
-        """{name: its runs, one a seed}; trains those that the file lacks."""
+        """{name: its runs, one per seed}; trains those that the file lacks."""
         setup = self.setup | {"steps": steps}
         keys = {contender.name: contender.key(setup) for contender in contenders}
         pending = []
@@ -223,13 +223,13 @@ class Race:
                     pending.append((name, seed))
         done = len(keys) * len(seeds) - len(pending)
         if done:
-            print(f"{done} of {len(keys) * len(seeds)} runs are there already", flush=True)
+            print(f"{done} of {len(keys) * len(seeds)} runs are done already", flush=True)
         for number, run in enumerate(self.trained(setup, pending), done + 1):
             self.results.add({"stage": stage, "key": keys[run["contender"]], **run})
             final = "diverged" if run["score"] is None else f"{run['score']:.4f}"
             print(
                 f"[{number}/{len(keys) * len(seeds)}] {run['contender']} seed {run['seed']}: {final}, "
-                f"{run['step_ms']:.0f} ms a step, optimizer {run['optimizer_ms']:.1f}",
+                f"{run['step_ms']:.0f} ms per step, optimizer {run['optimizer_ms']:.1f}",
                 flush=True,
             )
         found = {}
@@ -263,7 +263,7 @@ class Race:
 
 
 def start_worker(counter):
-    """Give this process one thread, or a GPU. Ctrl-C is left to the process that started it."""
+    """Give this process one thread, and a GPU if there is one. Its parent handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with counter.get_lock():
         index = counter.value

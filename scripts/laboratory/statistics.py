@@ -5,13 +5,13 @@ finite.
 
 A seed moves the scores of all contenders, so they are compared seed by seed. With 2 or 5 seeds the
 deviation of one pair's differences is hardly known: Student's interval with 2 seeds is 12.7 standard errors
-to each side. But a race of many has many residuals about the layout score = contender + seed, and deviations
-are much alike. So the variance of a pair's differences counts with its own degrees of freedom, and the pooled
-one beside it with up to PRIOR_DF, as in the moderated t test (Smyth 2004, doi:10.2202/1544-6115.1027; there
-the weight is estimated, here it is fixed). Two contenders have nothing to pool: that is Student's paired
-test.
+to each side. But a race of many contenders has many residuals about the layout score = contender + seed, and
+their deviations are much alike. So the variance of a pair's differences counts with its own degrees of
+freedom, and the pooled variance with up to PRIOR_DF, as in the moderated t test (Smyth 2004,
+doi:10.2202/1544-6115.1027; there the weight is estimated, here it is fixed). Two contenders have nothing to
+pool, which leaves Student's paired test.
 
-Simulated: 95% intervals hold the true difference in 98% of races if all deviations are equal. Those of a
+Simulated: 95% intervals contain the true difference in 98% of races if all deviations are equal. Those of a
 contender with 5 times the deviation of the 11 others do in 79% with 2 seeds, 84% with 3 and 88% with 5.
 """
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special, stats
 
-# Degrees of freedom for which the pooled variance counts. Simulated with 2 seeds of 12 contenders, 11 of them
+# Degrees of freedom that the pooled variance counts for. Simulated with 2 seeds of 12 contenders, 11 of them
 # compared with the first. If these are 1.5 to 17 deviations behind, 88% of them are found, 91% by the pooled
 # variance alone, 18% by a pair's own. If all are equal and one has 5 times the deviation of the others, 4% of
 # races have a false alarm, 17% by the pooled variance alone; if the first is that one, 17% and 33%.
@@ -51,7 +51,7 @@ def paired_difference(
 ) -> Difference:
     """Paired t test of scores - baseline, entry by entry of the same seed.
 
-    What a seed does to both cancels, so fewer seeds are needed. One pair decides nothing: p is 1. pooled:
+    A seed's effect on both cancels, so fewer seeds are needed. One pair decides nothing: p is 1. pooled:
     variance of a score in the layout of all contenders, with pooled_df degrees of freedom; without it this is
     Student's test.
     """
@@ -73,7 +73,7 @@ def paired_difference(
 
 
 def moderated(own, own_df: int, pooled: float, pooled_df: int):
-    """(variance, its degrees of freedom) of paired differences: their own, and the pooled one beside it.
+    """(variance, its degrees of freedom) of paired differences, from their own and the pooled variance.
 
     own may be an array. The pooled one counts for at most a third of its degrees of freedom, so that in a
     small race one wild contender does not set it for all, and both together count for no more than it has.
@@ -90,7 +90,7 @@ class TwoWayFit:
     """Least-squares fit of score = contender + seed."""
 
     means: dict[str, float]  # {contender: its mean over all seeds; of those it lacks, what the fit expects}
-    variance: float  # of a score about the fit, NaN where df is 0
+    variance: float  # of a score about the fit, NaN if df is 0
     df: int  # residual degrees of freedom
 
 
@@ -149,17 +149,17 @@ def expected_means(scores: dict[str, dict[int, float]]) -> dict[str, float]:
 
 
 def hopeless(scores: dict[str, list[float]], seeds: int, level: float = 0.01) -> list[str]:
-    """Those whose further seeds can be saved: they diverged, or are worse than another beyond doubt.
+    """The contenders that need no more seeds: they diverged, or are worse than another beyond doubt.
 
     scores: {contender: its scores so far, all in the same order of seeds}, looked at after every seed from
-    the second on. A contender with fewer scores than others was stopped before, and still tells about the
+    the second on. A contender with fewer scores than others was stopped before, and still informs the
     deviation. seeds: how many there will be; after the last nothing is left to save.
 
     A contender is stopped when its mean lies further above another's than `limit` standard errors of their
     difference. The limit is that of the first look, where the deviation is known worst, for `level` over all
     comparisons of one contender; later looks keep it.
 
-    Simulated with 12 contenders and 5 seeds, 8,000 races each: if all are equal, any is ever stopped in 2
+    Simulated with 12 contenders and 5 seeds, 8,000 races each: if all are equal, one or more are stopped in 2
     races of 1,000, and if the true means are spread evenly over 17 deviations, 39% of the runs are saved. A
     single best contender with 5 times the deviation of the others, which two seeds cannot tell from a tame
     one, is stopped in 5 of 1,000 (28% saved). If all 12 are equal and one of them is that wild, one is
@@ -200,7 +200,7 @@ def benjamini_hochberg(ps: list[float]) -> list[float]:
 
 
 def verdict(difference: Difference, p: float, alpha: float = 0.05) -> str:
-    """In words; lower scores are better. p: of this difference, adjusted where several are judged."""
+    """In words; lower scores are better. p: of this difference, adjusted if several are judged."""
     interval = f"(95% CI {difference.low:+.4f} to {difference.high:+.4f})"
     if difference.seeds == 0:
         return "no seed in common: cannot tell"

@@ -1,6 +1,6 @@
 """The tasks that optimizers race on: what is trained, on which rows, and how it is scored.
 
-A setup is a dict of JSON types with all that two runs must share to be compared. A place is where its data
+A setup is a dict of JSON types with everything that two comparable runs must share. A place is where its data
 lies: the file of a text, or a folder of shards.
 """
 
@@ -77,7 +77,7 @@ def validation_windows(inputs, targets):
     """Batches (EVAL_ROWS, length) of (count, length) windows, filled up with rows that are not scored.
 
     All have the same shape, so the model is compiled once. Each batch takes windows from all over the text,
-    so a few of them tell about all.
+    so a few batches represent all.
     """
     count, length = inputs.shape
     empty = -count % EVAL_ROWS
@@ -107,8 +107,8 @@ def speedrun_setup(vocab_size, steps):
     """The setting of modded-nanogpt's track 3 (records/track_3_optimization): 12 layers, width 768, context
     1,024, 524,288 tokens a step of FineWeb, steps to 3.28 nats per token; its Muon baseline takes 3,800.
 
-    Two things differ, so its figures compare with each other and not with that track's: the tokenizer is our
-    own of GPT-2's size, and the model is this repo's, with value embeddings and residual scalars.
+    Two things differ, so its figures are comparable with each other, not with that track's: the tokenizer is
+    our own, of GPT-2's size, and the model is this repo's, with value embeddings and residual scalars.
     """
     if not usable_gpus():
         raise InputError(
@@ -135,7 +135,7 @@ def setup_on_shards(corpus, vocab_size, shape, seq_len, **rest):
     manifest = shards.read_manifest(folder)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     config = GPTConfig.from_depth(vocab_size=tokenizer.vocab_size, seq_len=seq_len, **shape)
-    # The first entries alone: a corpus on the hub may still be growing
+    # Only the first entries: a corpus on the hub may still be growing
     first = [asdict(entry) for entry in manifest.val[:1] + manifest.train[:1]]
     setup = dict(data=digest(tokenizer.hash, first), model=asdict(config), **rest)
     return str(folder), setup
@@ -181,7 +181,7 @@ def open_data(setup, place, seed, device):
 
 
 def empty_model(setup, device):
-    """The model of a setup, its parameters not yet set."""
+    """The model of a setup, with parameters not yet set."""
     with torch.device("meta"):
         model = GPT(GPTConfig(**setup["model"]), getattr(torch, setup["dtype"]))
     return model.to_empty(device=device)
@@ -198,5 +198,5 @@ def digest(*parts):
 
 
 def as_text(value):
-    """What JSON has no form for: a function by its name, anything else as it prints."""
+    """The JSON form of other types: a function by its name, anything else as printed."""
     return getattr(value, "__qualname__", None) or str(value)
