@@ -4,8 +4,8 @@
     X = P(D M);  D <- D (n/m / row norm of X ^ 2)^(1/2);  X = P(D M)        m >= n
     W <- W - lr s X
 
-n/m is what the squared norm of each of m rows is if all are equal and the columns orthonormal. A wide matrix
-is transposed for it; of a square one all rows of the polar factor have norm 1, and it stays Muon.
+n/m is the squared norm of each of m rows if all are equal and the columns orthonormal. A wide matrix is
+transposed first. The polar factor of a square one has rows of norm 1 already, so there it is plain Muon.
 
 Source: "Aurora: A Leverage-Aware Spectral Optimizer", arXiv 2606.27715, and
 https://github.com/tilde-research/aurora-release (two iterations, exponent 1/2).
@@ -18,7 +18,7 @@ from nanomuon.orthogonalize import orthogonalize
 
 
 def even_rows(M, iterations, ns_dtype):
-    """(k, m, n), m > n, with about orthonormal columns and rows of about equal norm."""
+    """(k, m, n), m > n, with nearly orthonormal columns and rows of nearly equal norm."""
     m, n = M.shape[1:]
     D = 1 / torch.linalg.vector_norm(M, dim=2, keepdim=True).clamp(min=1e-10)  # (k, m, 1)
     X = orthogonalize(D * M, ns_dtype=ns_dtype).to(M.dtype)
@@ -30,7 +30,7 @@ def even_rows(M, iterations, ns_dtype):
 
 
 def aurora(U, iterations, ns_dtype=None):
-    """(k, m, n) of U, (k, m, n)."""
+    """U: (k, m, n). Returns (k, m, n)."""
     m, n = U.shape[1:]
     if m > n:
         return even_rows(U, iterations, ns_dtype)

@@ -1,8 +1,8 @@
-"""The recipe with AdamW's second moments remembered for longer, by role.
+"""The recipe with a longer memory of AdamW's second moments, by role.
 
     v <- beta2 v + (1 - beta2) g^2        beta2 .997 for scalars and vectors, .99 for embeddings and the head
 
-In the record a longer memory of the one-dimensional parameters alone, .99 to .997, was worth 45 of 2,875
+In the record a longer memory for the one-dimensional parameters alone, .99 to .997, was worth 45 of 2,875
 steps; the recipe has .95 for all. Rates by role are keywords too.
 
 Source: modded-nanogpt, track 3, 2026-06-09 (auxiliary beta2 split, 2,750 steps).

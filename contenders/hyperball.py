@@ -2,9 +2,9 @@
 
     W <- R norm(W - lr R norm(P(M)))        norm(X) = X / ||X||_F
 
-R is the norm that a matrix of this shape has where the model fills it, sqrt(m n / width). The matrices that
-this model starts at zero have no norm of their own: they grow until they reach R. Elsewhere norms never fall,
-so that the others are on their sphere from the first steps. No weight decay.
+R = sqrt(m n / width) is the norm of a matrix of this shape that the model initializes at random. Matrices
+that start at zero grow until they reach R. Norms never fall, so the others are on their sphere from the first
+steps. No weight decay.
 
 Source: "Fantastic Pretraining Optimizers and Where to Find Them II: Hyperball Optimization", arXiv
 2606.16899; modded-nanogpt, track 3, 2026-04-30 (rate .018; there no matrix starts at zero).

@@ -2,8 +2,8 @@
 
     W <- W - lr s P(D M)      D = diag(mean row norm / row norm);  Muon+: ||P|| snapped to sqrt(min(m, n))
 
-Options of Muon groups here, `row_equilibrate` and `renormalize`; both together are nanochat's default since
-July 2026.
+Both are options of Muon groups here, `row_equilibrate` and `renormalize`; together they are nanochat's
+default since July 2026.
 
 Source: "MuonEq: Balancing Before Orthogonalization with Lightweight Equilibration", arXiv 2603.28254, and
 "Muon+", arXiv 2602.21545.

@@ -4,7 +4,7 @@
     v <- beta2 v + (1 - beta2) mean over columns of X^2       (m, 1)
     W <- W - lr s X / sqrt(v), scaled back to the norm of X
 
-The recipe has one value for each element of the longer side instead: columns of a wide matrix.
+The recipe instead has one value for each row or column along the longer side: for a wide matrix, columns.
 
 Source: "NorMuon", arXiv 2510.05491.
 """

@@ -1,8 +1,8 @@
-"""The recipe with plain Muon in place of NorMuon: no variance reduction.
+"""The recipe with plain Muon instead of NorMuon: no variance reduction.
 
     W <- W - lr s P(M)        P(U S V^T) = U V^T, s the scale by shape
 
-Most files of this folder change P and have no variance reduction either: this is what they are compared with.
+The files that change P without variance reduction are compared with this one.
 
 Source: Keller Jordan, https://kellerjordan.github.io/posts/muon (Newton-Schulz by Polar Express).
 """

@@ -2,9 +2,9 @@
 
     L <- beta2 L + (1 - beta2) G G^T,  R <- beta2 R + (1 - beta2) G^T G        with eigenvectors Q_L, Q_R
     M <- beta1 M + (1 - beta1) G,      V <- beta2 V + (1 - beta2) (Q_L^T G Q_R)^2
-    W <- W - lr (Q_L [(Q_L^T M Q_R) / sqrt(V)] Q_R^T + lambda W)        with Adam's corrections of bias
+    W <- W - lr (Q_L [(Q_L^T M Q_R) / sqrt(V)] Q_R^T + lambda W)        with Adam's bias corrections
 
-The first gradient only makes the bases (eigh); every tenth step one orthogonal iteration (QR) moves them on.
+The first gradient only makes the bases (eigh); every tenth step one orthogonal iteration (QR) updates them.
 
 Source: "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv 2409.11321; github.com/nikhilvyas/SOAP
 """
@@ -22,9 +22,9 @@ def unscaled(m, n):
 
 
 def turn_basis(Q, gram, V, first, due):
-    """Q (k, s, s) in place: the eigenvectors, or the last ones moved on, sorted; the rows of V with them."""
-    # The first gradients say nothing of most of the space of a long side: without this ramp, rounding would
-    # choose a basis of it, on every number of ranks another
+    """Update Q (k, s, s), and V's rows with it, in place: to eigenvectors, or by one iteration, sorted."""
+    # The first gradients leave most of the space of a long side undetermined: without this ramp, rounding
+    # would choose its basis, differently on each number of ranks
     ramp = torch.linspace(0, 1e-4, gram.size(1), dtype=gram.dtype, device=gram.device)
     gram = gram + torch.diag(ramp) * gram.diagonal(dim1=1, dim2=2).mean(dim=1).view(-1, 1, 1)
     estimates = (Q * (gram @ Q)).sum(dim=1, keepdim=True)  # (k, 1, s) eigenvalues
@@ -58,7 +58,7 @@ def param_groups(model, *, matrix_lr=0.003, weight_decay=0.1, every=10):
         kept["right_gram"].lerp_(U.mT @ U, (1 - BETA2) * ok)
         first = (count == 0) & (ok > 0)
         due = (count > 0) & (count % every == 0) & (ok > 0)
-        if first.any() or due.any():  # a GPU is waited for here
+        if first.any() or due.any():  # the host waits for a GPU here
             turn_basis(left, kept["left_gram"], V, first, due)
             turn_basis(right, kept["right_gram"], V.mT, first, due)  # a view: its rows are the columns of V
         count += ok

@@ -6,7 +6,7 @@
 QR every 10 steps (every step in the record of 2,750 steps). The first gradient only makes the bases.
 
 Source: https://github.com/nikhilvyas/SOAP_MUON (betas .95 and .98; its version for modded-nanogpt also takes
-signed roots of the entries, which are not taken here); modded-nanogpt, track 3, 2026-05-04 and 2026-06-09.
+signed roots of the entries, which this does not); modded-nanogpt, track 3, 2026-05-04 and 2026-06-09.
 """
 
 import torch
@@ -18,9 +18,9 @@ BETA1, BETA2, EPS = 0.95, 0.98, 1e-15
 
 
 def turn_basis(Q, gram, V, first, due):
-    """Q (k, s, s) in place: the eigenvectors, or the last ones moved on, sorted; the rows of V with them."""
-    # The first gradients say nothing of most of the space of a long side: without this ramp, rounding would
-    # choose a basis of it, on every number of ranks another
+    """Update Q (k, s, s), and V's rows with it, in place: to eigenvectors, or by one iteration, sorted."""
+    # The first gradients leave most of the space of a long side undetermined: without this ramp, rounding
+    # would choose its basis, differently on each number of ranks
     ramp = torch.linspace(0, 1e-4, gram.size(1), dtype=gram.dtype, device=gram.device)
     gram = gram + torch.diag(ramp) * gram.diagonal(dim1=1, dim2=2).mean(dim=1).view(-1, 1, 1)
     estimates = (Q * (gram @ Q)).sum(dim=1, keepdim=True)  # (k, 1, s) eigenvalues
@@ -52,7 +52,7 @@ def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=
         kept["right_gram"].lerp_(U.mT @ U, (1 - BETA2) * ok)
         first = (count == 0) & (ok > 0)
         due = (count > 0) & (count % every == 0) & (ok > 0)
-        if first.any() or due.any():  # a GPU is waited for here
+        if first.any() or due.any():  # the host waits for a GPU here
             turn_basis(left, kept["left_gram"], V, first, due)
             turn_basis(right, kept["right_gram"], V.mT, first, due)  # a view: its rows are the columns of V
         count += ok

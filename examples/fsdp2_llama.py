@@ -1,10 +1,10 @@
-"""A Llama of transformers under FSDP2: parameters, gradients and optimizer state stay in pieces.
+"""A Llama of transformers under FSDP2: parameters, gradients and optimizer state stay sharded.
 
     PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/fsdp2_llama.py --folder fsdp2_llama
     PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/fsdp2_llama.py --folder resumed \
         --resume fsdp2_llama/step_20
 
-Every process writes and reads its own pieces; another number of processes may resume.
+Every process writes and reads its own shards; any number of processes may resume.
 """
 
 import argparse
@@ -25,7 +25,7 @@ SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_att
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path, required=True, help="where the checkpoints go")
-parser.add_argument("--resume", type=Path, help="a checkpoint to start from")
+parser.add_argument("--resume", type=Path, help="a checkpoint to resume from")
 args = parser.parse_args()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -34,7 +34,7 @@ model = LlamaForCausalLM(LlamaConfig(**SIZES))
 mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
 for module in (*model.model.layers, model):
     fully_shard(module, mesh=mesh)
-# after fully_shard; by their names embed_tokens and lm_head go to AdamW
+# after fully_shard; embed_tokens and lm_head go to AdamW
 optimizer = DistMuonAdamW(build_param_groups(model, muon=MUON, adamw=ADAMW))
 done = 0
 if args.resume:
@@ -43,8 +43,8 @@ if args.resume:
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     done = int(args.resume.name.removeprefix("step_"))
 for step in range(done + 1, 41):
-    generator = torch.Generator().manual_seed(1000 * rank + step)  # every rank has rows of its own
-    rows = (torch.randint(64, (8, 1), generator=generator) + torch.arange(32)) % 64  # tokens that count
+    generator = torch.Generator().manual_seed(1000 * rank + step)  # every rank has its own rows
+    rows = (torch.randint(64, (8, 1), generator=generator) + torch.arange(32)) % 64  # tokens that count up
     loss = model(input_ids=rows, labels=rows).loss
     loss.backward()
     optimizer.step()
@@ -54,5 +54,5 @@ for step in range(done + 1, 41):
     if step % 20 == 0:
         checkpoint = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         dcp.save(checkpoint, checkpoint_id=args.folder / f"step_{step}")
-del model, optimizer  # gloo's threads end with the last that holds the process group
+del model, optimizer  # gloo's threads end with the last reference to the process group
 dist.destroy_process_group()

@@ -3,8 +3,8 @@
     PYTHONPATH=. python examples/hf_trainer.py --folder hf_trainer
     PYTHONPATH=. python examples/hf_trainer.py --folder resumed --resume hf_trainer/checkpoint-20
 
-Both end with the same parameters, bit for bit. Under torchrun it is MuonAdamW as well: the Trainer
-averages the gradients itself and saves the optimizer's state of the first process, which has to be all of it.
+Both end with the same parameters, bit for bit. Under torchrun use MuonAdamW as well: the Trainer averages the
+gradients itself and saves only the first process's optimizer state, which must be complete.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from nanomuon import MuonAdamW, build_param_groups
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", required=True, help="where the checkpoints go")
-parser.add_argument("--resume", help="a checkpoint to start from")
+parser.add_argument("--resume", help="a checkpoint to resume from")
 args = parser.parse_args()
 
 
 class Counting(Dataset):
-    """Rows of 32 tokens that count, from anywhere."""
+    """Rows of 32 tokens that count up, from different starts."""
 
     def __len__(self):
         return 320
@@ -38,7 +38,7 @@ model = LlamaForCausalLM(LlamaConfig(**sizes))
 training = TrainingArguments(
     args.folder, max_steps=40, save_steps=20, logging_steps=10, per_device_train_batch_size=8, report_to=[]
 )
-groups = build_param_groups(  # by their names embed_tokens and lm_head go to AdamW
+groups = build_param_groups(  # embed_tokens and lm_head go to AdamW
     model.to(training.device),
     muon=dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.01),
     adamw=dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),

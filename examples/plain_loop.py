@@ -18,12 +18,12 @@ STEPS = 200
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path, required=True, help="where the checkpoints go")
-parser.add_argument("--resume", type=Path, help="a checkpoint to start from")
+parser.add_argument("--resume", type=Path, help="a checkpoint to resume from")
 args = parser.parse_args()
 args.folder.mkdir(parents=True, exist_ok=True)
 
 torch.manual_seed(0)
-teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))  # whom the model is to imitate
+teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))  # the model learns to imitate it
 model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 8))
 
 groups = build_param_groups(  # matrices go to Muon; biases, and any name in skip_keys, to AdamW

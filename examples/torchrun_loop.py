@@ -1,11 +1,11 @@
-"""DistMuonAdamW under torchrun: it averages the gradients, and ranks share the step's work and its state.
+"""DistMuonAdamW under torchrun: it averages the gradients, and ranks share the step's work and state.
 
     PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/torchrun_loop.py \
         --folder torchrun_loop
     PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/torchrun_loop.py \
         --folder resumed --resume torchrun_loop/step_50.pt
 
-A checkpoint of two processes resumes on any other number of them.
+A checkpoint of two processes resumes on any number of them.
 """
 
 import argparse
@@ -22,13 +22,13 @@ ADAMW = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path, required=True, help="where the checkpoints go")
-parser.add_argument("--resume", type=Path, help="a checkpoint to start from")
+parser.add_argument("--resume", type=Path, help="a checkpoint to resume from")
 args = parser.parse_args()
 args.folder.mkdir(parents=True, exist_ok=True)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
-teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))  # whom the model is to imitate
+teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))  # the model learns to imitate it
 model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 8))
 groups = build_param_groups(model, muon=MUON, adamw=ADAMW)
 optimizer = DistMuonAdamW(groups)  # no DistributedDataParallel: this averages by itself
@@ -39,7 +39,7 @@ if args.resume:
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
 for step in range(done + 1, 101):
-    generator = torch.Generator().manual_seed(1000 * rank + step)  # every rank has rows of its own
+    generator = torch.Generator().manual_seed(1000 * rank + step)  # every rank has its own rows
     inputs = torch.randn(32, 32, generator=generator)
     loss = nn.functional.mse_loss(model(inputs), teacher(inputs).detach())
     loss.backward()
@@ -49,7 +49,7 @@ for step in range(done + 1, 101):
         print(f"step {step} loss {loss.item():.5f}", flush=True)
     if step % 50 == 0:
         checkpoint = {"step": step, "model": model.state_dict(), "optimizer": optimizer.full_state_dict()}
-        if rank == 0:  # full_state_dict() brought the parts of all ranks together; one writes
+        if rank == 0:  # full_state_dict() has gathered the state of all ranks; one writes
             torch.save(checkpoint, args.folder / f"step_{step}.pt")
-del optimizer  # gloo's threads end with the last that holds the process group
+del optimizer  # gloo's threads end with the last reference to the process group
 dist.destroy_process_group()

@@ -66,7 +66,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
         # catches up on it
         evaluate_what_is_due(run)
         began = time.perf_counter()
-        torch.manual_seed(args.seed + run.step)  # an optimizer draws the same after a resume
+        torch.manual_seed(args.seed + run.step)  # an optimizer draws the same numbers after a resume
 
         lr_multiplier = set_hyperparameters(run)
         loss = accumulate_gradients(run)
@@ -304,7 +304,7 @@ def make_parser() -> ArgumentParser:
         "--experts-per-token",
         type=number(int, 1, 1 << 12),
         default=2,
-        help="how many it picks, each 1/N as wide (%(default)s)",
+        help="how many it picks, each narrower by this factor (%(default)s)",
     )
     add("--no-qk-norm", action="store_true", help="do not normalize queries and keys")
     add(
