@@ -1,11 +1,11 @@
-"""What the test files share."""
+"""Fixtures for all test files."""
 
 import pytest
 import torch
 
 from tests.training import write_corpus
 
-# Test tensors are small: a second thread costs more than it brings, most of all on a busy machine
+# Test tensors are small: a second thread costs more than it gains, most of all on a busy machine
 torch.set_num_threads(1)
 
 

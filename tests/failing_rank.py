@@ -1,4 +1,4 @@
-"""Two ranks under torchrun, of which the second fails; started by test_command.py.
+"""Two ranks under torchrun; the second fails. Started by test_command.py.
 
     torchrun --standalone --nproc_per_node=2 -m tests.failing_rank KIND PLACE
 
@@ -32,7 +32,7 @@ def main():
     if place == "together":
         together(lambda: work_of(rank, kind))
     if rank == 1:
-        time.sleep(0.5)  # the other one is waiting by now
+        time.sleep(0.5)  # the other rank is waiting by now
     work_of(rank, kind)
     dist.all_reduce(torch.zeros(1))
 

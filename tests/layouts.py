@@ -32,7 +32,7 @@ LAYOUTS = {  # ranks, dimensions of the device mesh, placements of matrices and 
     "experts-fsdp": (4, ("dp", "ep"), [ROWS, COPY], [STRIDED, ROWS]),
 }
 
-# Matrices that divide, that do not, fewer than ranks, with fewer rows than ranks; transposes, experts,
+# Matrices that divide evenly or not, fewer than ranks, with fewer rows than ranks; transposes, experts,
 # convolutions; AdamW of every size
 MODEL = [("muon", shape) for shape in [(16, 16)] * 5 + [(24, 12), (12, 24), (24, 12), (10, 20), (3, 20)]]
 MODEL += [("muon", shape) for shape in [(1, 8), (20, 3), (8, 3, 3, 3), (5, 12, 8), (2, 8, 10)]]
@@ -109,7 +109,7 @@ def full(params):
 class Run:
     """A model and its optimizer on one rank of a layout.
 
-    settings: keywords of the optimizer. regroup: groups and parameters in the opposite order.
+    settings: keywords of the optimizer. regroup: groups and parameters in reverse order.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Run:
         self.optimizer = DistMuonAdamW(groups, group, **settings) if group else MuonAdamW(groups, **settings)
 
     def cut(self, tensor):
-        """As the layout has it: vectors and convolutions by rows over the last dimension of the mesh."""
+        """Cut like the layout: vectors and convolutions by rows over the last dimension of the mesh."""
         if self.mesh is None:
             return tensor
         placements = [COPY] * (self.mesh.ndim - 1) + [ROWS if tensor.ndim else COPY]
@@ -172,7 +172,7 @@ class Run:
 
 
 def run_layout(layout, function, *args):
-    """function(group, layout, *args) on every rank of a layout. Gives what each returns."""
+    """Call function(group, layout, *args) on every rank of a layout; return all results."""
     size = LAYOUTS[layout][0]
     return run_world(size, function, layout, *args) if size else [function(None, layout, *args)]
 

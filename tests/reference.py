@@ -87,7 +87,7 @@ class ReferenceMuon:
 class Reference:
     """One parameter of any kind and shape: PyTorch's AdamW in float64, or ReferenceMuon on each matrix.
 
-    parts: of every matrix, what is a matrix by itself; by default all of it.
+    parts: the slices of every matrix that are matrices of their own; by default all of it.
     """
 
     def __init__(self, param, group, parts):

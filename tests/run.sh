@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests: bash tests/run.sh [pytest arguments]; those that are marked slow: bash tests/run.sh -m slow
+# The tests: bash tests/run.sh [pytest arguments]; those marked slow: bash tests/run.sh -m slow
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh dev
@@ -9,6 +9,6 @@ if has ruff; then
     "$PYTHON" -m ruff format --check .
 fi
 parallel=()
-# Two files at a time; the tests of one file share their runs and their process groups. A worker that dies ends it all.
+# Two files at a time; the tests of one file share their runs and their process groups. A worker that dies ends the whole run.
 if has xdist; then parallel=(--numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0); fi
 exec "$PYTHON" -m pytest ${parallel[@]+"${parallel[@]}"} -m "not slow" "$@" # of two -m the last one counts

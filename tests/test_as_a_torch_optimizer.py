@@ -1,4 +1,4 @@
-"""What training loops that are not ours do with a torch optimizer, done with MuonAdamW and DistMuonAdamW."""
+"""What other people's training loops do with a torch optimizer, done with MuonAdamW and DistMuonAdamW."""
 
 import copy
 import gc
@@ -49,7 +49,7 @@ def train(model, optimizer, steps, rank=0):
 
 
 def trained(steps, ranks=1):
-    """By one process, on the mean of what so many ranks see in each step."""
+    """A model trained by one process, on the mean of what this many ranks see in each step."""
     model = build()
     optimizer = MuonAdamW(groups_of(model))
     for step in range(steps):
@@ -67,7 +67,7 @@ def same(model, other):
 # ---- one process
 
 
-def test_closure_hooks_schedule_and_a_group_that_comes_later():
+def test_closure_hooks_schedule_and_a_group_added_later():
     model, late = build(), nn.Linear(12, 12, bias=False)
     groups = groups_of(model)
     optimizer = MuonAdamW(groups)
@@ -106,7 +106,7 @@ def test_closure_hooks_schedule_and_a_group_that_comes_later():
 
 
 def on_a_schedule(model, optimizer, scheduler, steps):
-    """The learning rates of these steps."""
+    """Train these steps; return their learning rates."""
     rates = []
     for step in steps:
         train(model, optimizer, [step])
@@ -143,7 +143,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(how, tmp_path):
 
 
 def test_one_cycle():
-    """Of the learning rates: torch cycles the momentum of all groups by one name, and ours have two."""
+    """Learning rates only: torch cycles the momentum of all groups under one name, and ours have two."""
     model = build()
     optimizer = MuonAdamW(groups_of(model))
     settings = dict(max_lr=[0.02, 0.01], total_steps=6, cycle_momentum=False)
@@ -158,7 +158,7 @@ def test_one_cycle():
     assert other.param_groups[0]["momentum"] == 0.95
 
 
-def test_a_step_inside_of_autocast():
+def test_a_step_inside_autocast():
     """Newton-Schulz keeps its own dtype: in bf16 its Gram form, taken for 12 x 20, is off by 6%."""
     model = build()
     optimizer = MuonAdamW(groups_of(model))
@@ -170,7 +170,7 @@ def test_a_step_inside_of_autocast():
     assert same(model, trained(4))
 
 
-def test_a_learning_rate_that_is_a_tensor_is_not_shared_with_what_was_saved():
+def test_a_learning_rate_that_is_a_tensor_is_not_shared_with_saved_state():
     model = build()
     optimizer = MuonAdamW(groups_of(model))
     optimizer.param_groups[0]["lr"] = torch.tensor(0.02)
@@ -199,7 +199,7 @@ def under_fsdp1(group):
 
 
 def test_fsdp1_is_refused():
-    """Its runs of a flat tensor are equal in shape on all ranks, and would start as rank 0 has its own."""
+    """Its runs of a flat tensor have the same shape on all ranks, and would start as copies of rank 0's."""
     assert all("use fully_shard (FSDP2)" in error for error in run_world(2, under_fsdp1))
 
 
@@ -217,7 +217,7 @@ def wrapped(kind, group, seed):
 
 def through_torchs_state_dicts(group, kind, full):
     rank = dist.get_rank(group)
-    # Under DDP other ranks own some of the state, which torch takes for missing
+    # Under DDP other ranks own some of the state, which torch considers missing
     options = StateDictOptions(full_state_dict=full, strict=kind == "fsdp")
     model, optimizer = wrapped(kind, group, 0)
     train(model, optimizer, range(3), rank)
@@ -241,7 +241,7 @@ def test_torchs_distributed_state_dicts_resume(kind, full):
 
 
 def copied(group, how):
-    """Whether a copy of model and optimizer goes on as they do, which have a group that came later.
+    """Whether a copy of model and optimizer, with a group that was added later, goes on like the original.
     A pickled one is in the default process group.
     """
     rank, model = dist.get_rank(group), build()
@@ -271,7 +271,7 @@ def test_a_copy_goes_on_on_all_ranks(how, size):
 
 
 def loaded_from_rank_0(group, folder):
-    """What each rank hears when all of them load what rank 0 has saved alone."""
+    """The error on each rank, or None, when all load what only rank 0 has saved."""
     model = nn.Sequential(nn.Embedding(20_000, 2), nn.Linear(2, 2, bias=False))
     groups = build_param_groups(model, muon=MUON, adamw=ADAMW)
     optimizer = DistMuonAdamW(groups, group)
@@ -287,8 +287,8 @@ def loaded_from_rank_0(group, folder):
         return str(error)
 
 
-def test_what_rank_0_has_saved_alone_is_refused_elsewhere(tmp_path):
-    """Its rows of the embedding would go for those of the other rank."""
+def test_local_state_of_rank_0_is_refused_on_other_ranks(tmp_path):
+    """Its rows of the embedding would pass for those of the other rank."""
     first, second = run_world(2, loaded_from_rank_0, tmp_path)
     assert first is None
     assert "another rank" in second and "save optimizer.full_state_dict()" in second
@@ -316,7 +316,7 @@ def test_parameters_that_fsdp_replaces_in_the_groups_are_trained():
             torch.testing.assert_close(ours, expected.detach(), rtol=1e-4, atol=1e-6)
 
 
-def test_a_model_that_is_converted_after_its_optimizer_was_built():
+def test_a_model_that_changes_its_dtype_after_its_optimizer_was_built():
     model = build()
     optimizer = MuonAdamW(groups_of(model))
     model.double()
@@ -330,12 +330,12 @@ CHANGES = {
     "another rule": lambda groups: groups[0].update(nesterov=False),
     "without variance reduction": lambda groups: groups[0].update(beta2=None),
     "another dict": lambda groups: groups.__setitem__(0, dict(groups[0], lr=0.5)),
-    "a parameter less": lambda groups: [groups[0][key].pop() for key in ("params", "names")],
+    "one parameter fewer": lambda groups: [groups[0][key].pop() for key in ("params", "names")],
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_groups_that_change_are_followed_until_there_is_state_and_refused_then(change):
+def test_changed_groups_are_followed_before_the_first_step_and_refused_after_it(change):
     model, expected = build(), build()
     optimizer, changed = MuonAdamW(groups_of(model)), groups_of(expected)
     CHANGES[change](optimizer.param_groups)
@@ -353,8 +353,8 @@ def test_groups_that_change_are_followed_until_there_is_state_and_refused_then(c
     assert same(late, trained(1))
 
 
-def test_state_that_is_replaced_or_cleared_is_told():
-    """Kernels write into tensors of whole banks, of which these are views: another one would not be read."""
+def test_state_that_is_replaced_or_cleared_is_an_error():
+    """Kernels work on tensors of whole banks, and these are views: another tensor would not be read."""
     model = build()
     optimizer = MuonAdamW(groups_of(model))
     train(model, optimizer, [0])
@@ -369,8 +369,8 @@ def test_state_that_is_replaced_or_cleared_is_told():
         optimizer.step()
 
 
-def test_channels_last_after_the_optimizer_was_built_is_told():
-    """Its convolutions stayed as they were, in silence: what was updated were copies."""
+def test_channels_last_after_the_optimizer_was_built_is_an_error():
+    """Otherwise copies would be updated, and the convolutions silently stay as they were."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.Conv2d(8, 8, 3, bias=False))
     optimizer = MuonAdamW(groups_of(model))
     model.to(memory_format=torch.channels_last)
@@ -379,9 +379,9 @@ def test_channels_last_after_the_optimizer_was_built_is_told():
         optimizer.step()
 
 
-def test_an_optimizer_goes_with_its_last_reference():
-    """Without the garbage collector: a process group that lives until the interpreter ends is aborted by gloo
-    now and then.
+def test_an_optimizer_is_freed_with_its_last_reference():
+    """Without the garbage collector: gloo now and then aborts if a process group lives until the interpreter
+    ends.
     """
     MuonAdamW(groups_of(build())).step()  # the first one is held by what torch._dynamo imports on the way
     gc.collect()
@@ -397,7 +397,7 @@ def test_an_optimizer_goes_with_its_last_reference():
 
 
 def test_state_that_is_not_for_these_groups_is_refused():
-    """Of another optimizer; and without names of other groups, where group0.1 is another parameter."""
+    """State of another optimizer; and state without names of other groups, whose group0.1 is another one."""
 
     def optimizer(*sizes):
         groups = []

@@ -48,7 +48,7 @@ def test_in_bf16_only_small_scores_are_rounded(size, how):
 
 
 def test_windows_on_cuda_are_rows_of_a_ragged_batch(monkeypatch):
-    """The kernel needs a GPU. In its place stands its documented meaning: (left, right) keys around the
+    """The kernel needs a GPU, so its documented meaning stands in for it: (left, right) keys around the
     query's own.
     """
     arguments = inspect.signature(varlen_module.varlen_attn)
@@ -70,7 +70,7 @@ def test_windows_on_cuda_are_rows_of_a_ragged_batch(monkeypatch):
     torch.testing.assert_close(module.varlen(q, k, v, 10), definition(q, k, v, 10))
 
 
-def test_flash_attention_is_the_one_of_the_gpu_if_it_is_installed(monkeypatch):
+def test_flash_attention_is_the_gpus_own_version_if_it_is_installed(monkeypatch):
     def activate(name):
         if name == "FA4":
             raise ModuleNotFoundError("No module named 'flash_attn'")

@@ -1,4 +1,4 @@
-"""What the scripts make of flags that cannot be meant: one line that names the flag, before any work."""
+"""Impossible flags: every script answers with one line that names the flag, before any work."""
 
 import importlib
 import shlex
@@ -18,10 +18,10 @@ TEXT = Path(__file__)  # any text
 
 @pytest.fixture
 def main(tmp_path, monkeypatch):
-    """main(script, flags): its main(), in a machine without a GPU, with an own base folder."""
+    """main(script, flags) runs a script's main() as without a GPU, in a base folder of its own."""
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "base"))
     monkeypatch.setenv("NANOMUON_DEVICE", "cpu")
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")  # base_train sets it, and so it is put back
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")  # base_train sets it; this restores it
 
     def call(script, flags):
         argv = shlex.split(flags.format(folder=tmp_path, text=TEXT))
@@ -31,7 +31,7 @@ def main(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_is_shown_as_it_is_written_and_an_unknown_flag_is_one_line(script, main, capsys):
+def test_help_shows_the_docstring_and_an_unknown_flag_is_one_line(script, main, capsys):
     with pytest.raises(SystemExit) as ended:
         main(script, "--help")
     text = capsys.readouterr().out
@@ -41,7 +41,7 @@ def test_help_is_shown_as_it_is_written_and_an_unknown_flag_is_one_line(script, 
         main(script, "--no-such-flag")
 
 
-REFUSED = [  # script, flags, what is said
+REFUSED = [  # script, flags, message
     ("base_train", "--depth x", "argument --depth: invalid int value: 'x'; see"),
     ("base_train", "--depth 1025", "argument --depth: must be from 1 to 1,024, not 1025; see"),
     ("base_train", "--target-flops 1e300", "argument --target-flops: must be from 0 to 1e+30"),
@@ -95,7 +95,7 @@ REFUSED = [  # script, flags, what is said
 
 
 @pytest.mark.parametrize("script, flags, said", REFUSED)
-def test_a_flag_that_cannot_be_meant_is_named_before_any_work(script, flags, said, main, tmp_path, capsys):
+def test_an_impossible_flag_is_named_before_any_work(script, flags, said, main, tmp_path, capsys):
     with pytest.raises(InputError) as caught:
         main(script, flags)
     assert str(caught.value).startswith(said.format(folder=tmp_path))
@@ -103,7 +103,7 @@ def test_a_flag_that_cannot_be_meant_is_named_before_any_work(script, flags, sai
 
 
 def test_a_plan_neither_reads_its_corpus_nor_asks_the_hub(main, tmp_path, capsys):
-    (tmp_path / "texts").mkdir()  # empty: to read it would be an error
+    (tmp_path / "texts").mkdir()  # empty: reading it would be an error
     for corpus in ("hf:nobody/nothing", f"path:{tmp_path}/texts"):
         assert main("base_train", f"--plan --depth 1 --corpus {corpus}") == 0
         assert "training   " in capsys.readouterr().out

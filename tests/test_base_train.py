@@ -32,7 +32,7 @@ def test_a_finished_run_has_everything(whole_run):
     assert [(row["step"], row["tokens"]) for row in training] == [(i, 256 * i) for i in range(1, 41)]
     assert set(training[0]) >= {"train_loss", "lr_multiplier", "step_ms", "tokens_per_second"}
     assert [row["step"] for row in evaluation] == [10, 20, 30, 40]
-    assert training[0]["train_loss"] == pytest.approx(5.7, abs=0.05)  # ln 300: it starts knowing nothing
+    assert training[0]["train_loss"] == pytest.approx(5.7, abs=0.05)  # ln 300: the first model knows nothing
     assert evaluation[-1]["val_bpb"] < 0.8 * evaluation[0]["val_bpb"]
     summary = json.loads((whole_run / "summary.json").read_text())
     assert summary["val_bpb"] == round(evaluation[-1]["val_bpb"], 4) and summary["tokens"] == 40 * 256
@@ -43,14 +43,14 @@ def test_a_finished_run_has_everything(whole_run):
     assert str(summary["val_bpb"]) in (whole_run / "report.md").read_text()
     settings = json.loads((whole_run / "settings.json").read_text())
     describe = ["git", "describe", "--always", "--dirty"]
-    head = subprocess.run(describe, capture_output=True, text=True).stdout.strip()  # "" outside of a checkout
+    head = subprocess.run(describe, capture_output=True, text=True).stdout.strip()  # "" outside a checkout
     assert settings["trained_with"].get("commit", "") == head
     assert settings["trained_with"]["torch"] == torch.__version__
     assert settings["trained_on"]["revision"] == open_corpus(f"path:{whole_run.parents[1]}/texts").revision
 
 
-def test_a_deterministic_run_asks_for_it_before_it_starts_and_stays_one(base, monkeypatch):
-    """On a CPU every run equals itself. This sees that all operations have a deterministic form, and that
+def test_deterministic_takes_effect_before_the_start_and_is_remembered(base, monkeypatch):
+    """On a CPU runs repeat anyway. This checks that all operations have a deterministic form, and that
     GPUs are asked for it. cuBLAS, NCCL and Inductor read their variables when they start.
     """
     asked = {
@@ -75,7 +75,7 @@ def test_a_deterministic_run_asks_for_it_before_it_starts_and_stays_one(base, mo
     assert args.deterministic
 
 
-def test_the_users_optimizer_sees_averaged_gradients_and_resumes_in_pieces(base):
+def test_a_users_optimizer_sees_averaged_gradients_and_resumes_sharded(base):
     file = optimizer_file(base, "adamw", "return torch.optim.AdamW(model.parameters(), lr=3e-3)")
     for run, processes, steps in (("adamw", 1, 20), ("moved", 2, 10), ("moved", 2, 15), ("moved", 1, 20)):
         pieces = ("--shard", "fsdp") if processes > 1 and steps < 15 else ()
@@ -108,7 +108,7 @@ LATE = """
 def test_a_run_that_is_not_finite_names_the_checkpoint_to_go_on_from(
     base, capsys, run, steps, flags, message, saved
 ):
-    """The last one before the bad steps. It exports nothing."""
+    """The last one before the bad steps. The run exports nothing."""
     file = optimizer_file(base, run, LATE) if run == "late" else ()
     assert base_train.main(arguments(base, run, steps, *file, "--eval-every", "-1", *flags)) == 1
     assert message in capsys.readouterr().err and len(losses(base, run)) < 20
@@ -117,7 +117,7 @@ def test_a_run_that_is_not_finite_names_the_checkpoint_to_go_on_from(
 
 
 def test_a_run_in_bf16_learns_and_resumes_bit_for_bit(base, whole_run):
-    """By a command that leaves the dtype to the run."""
+    """By a command without --dtype."""
     command = arguments(base, "bf16", 20, "--dtype", "bfloat16", "--save-every", "15")
     assert base_train.main(command) == 0
     before, in_float32 = losses(base, "bf16"), losses(base, "whole")[:20]
@@ -130,7 +130,7 @@ def test_a_run_in_bf16_learns_and_resumes_bit_for_bit(base, whole_run):
 def test_a_run_is_evaluated_and_sampled_by_name_by_path_and_before_its_end(
     base, whole_run, tmp_path, monkeypatch, capsys
 ):
-    """By path also on a machine that knows nothing of it, and whose tokenizer of its corpus is another."""
+    """By path also on a machine that lacks the run and has another tokenizer for its corpus."""
     shared = shutil.copytree(whole_run, tmp_path / "shared")
     val_bpb = f"val_bpb: {json.loads((shared / 'summary.json').read_text())['val_bpb']:.4f}\n"
 
@@ -155,7 +155,7 @@ def test_a_run_is_evaluated_and_sampled_by_name_by_path_and_before_its_end(
 
 
 def test_a_run_is_compiled_and_evaluated_by_the_same_graph(base, monkeypatch, capsys):
-    """With a compiler that changes nothing: what counts is when it is called."""
+    """With a compiler that changes nothing and records what it is called with."""
     graphs = set()
 
     def compile_nothing(function, **_):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("environment")
 
 
 class Tiny(torch.nn.Module):
-    """Every way of being split: sliced rows (two slices empty on 4 ranks), banks, one matrix, a vector. Some
+    """Every way to be split: sliced rows (two slices empty on 4 ranks), banks, one matrix, a vector. Some
     are transposed, and one has two names.
     """
 
@@ -137,7 +137,7 @@ def test_any_world_size_loads_what_any_other_saved(saved, tmp_path):
     pieces = [load_file(tmp_path / "run_of_2/checkpoints/step_2" / file) for file in files]
     written = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in pieces]
     largest = max(tensor.nbytes for tensors in pieces for tensor in tensors.values())
-    assert abs(written[0] - written[1]) <= largest  # ranks write about as much, and nothing twice
+    assert abs(written[0] - written[1]) <= largest  # ranks write about the same amount, and nothing twice
     assert not {name for name in pieces[0].keys() & pieces[1].keys() if name.startswith("model.")}
 
 
@@ -152,7 +152,7 @@ def load_compare_save(previous, run_dir, expected):
 
 @pytest.mark.parametrize("name", [FILE, "manifest.json"])
 @pytest.mark.parametrize("harm", ["delete", "empty", "truncate", "garbage"])
-def test_damage_is_noticed_named_and_the_previous_checkpoint_used(run_dir, capsys, name, harm):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(run_dir, capsys, name, harm):
     file = run_dir / "checkpoints" / "step_2" / name
     data = file.read_bytes()
     file.write_bytes({"truncate": data[:-2], "garbage": b"\xff" * len(data)}.get(harm, b""))
@@ -165,7 +165,7 @@ def test_damage_is_noticed_named_and_the_previous_checkpoint_used(run_dir, capsy
         checkpoint.find(run_dir)
 
 
-def test_what_to_resume_from_and_what_goes(run_dir):
+def test_which_checkpoint_is_resumed_and_which_are_removed(run_dir):
     folder = run_dir / "checkpoints"
     shutil.copytree(folder / "step_2", folder / ".step_3")  # unfinished
     for resume, found in (("auto", "step_2"), ("step_1", "step_1")):
@@ -174,7 +174,7 @@ def test_what_to_resume_from_and_what_goes(run_dir):
     with pytest.raises(InputError, match="step_3.*step_1, step_2"):
         checkpoint.find(run_dir, "step_3")
     checkpoint.remove(run_dir, 1, keep_last=3)
-    assert os.listdir(folder) == ["step_1"]  # step 2 is of a future that was left
+    assert os.listdir(folder) == ["step_1"]  # step 2 is of an abandoned future
     model = Tiny()
     for step in (9, 10, 11, 12):
         checkpoint.save(run_dir, step, model, muon(model), {}, keep_last=3)
@@ -190,7 +190,7 @@ def test_another_model_is_refused_by_name(run_dir, name):
 
 
 def save_without_space(run_dir):
-    """None for the tensors of the last rank, then none for the manifest of the first."""
+    """No room for the tensors of the last rank, then none for the manifest of the first."""
     model = Tiny()
     optimizer = muon(model)
     checkpoint.save(run_dir, 1, model, optimizer, {})
@@ -216,7 +216,7 @@ def test_a_full_disk_of_one_rank_stops_the_save_on_all_and_leaves_the_previous_c
 
 
 def killed_at_the_rename(run_dir, killed, pids, moment):
-    """Save steps 1 and 2; that rank is killed before or after the first one makes the second appear."""
+    """Save steps 1 and 2; that rank is killed before or after rank 0 makes step 2 appear."""
     pids[dist.get_rank()] = os.getpid()
     replace, model = os.replace, Tiny()
     optimizer = muon(model)

@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 @pytest.fixture
 def handlers():
-    """Puts the handlers of signals back."""
+    """Restores the handlers of signals."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():
@@ -38,9 +38,7 @@ def handlers():
         (ValueError("ours"), BUG, "Traceback (most recent call last):\n"),
     ],
 )
-def test_what_the_user_can_fix_is_one_line_and_a_bug_a_traceback(
-    error, code, said, capsys, monkeypatch, handlers
-):
+def test_a_users_mistake_is_one_line_and_a_bug_a_traceback(error, code, said, capsys, monkeypatch, handlers):
     monkeypatch.setenv("NANOMUON_BASE_DIR", "BASE")
 
     def main():
@@ -54,14 +52,14 @@ def test_what_the_user_can_fix_is_one_line_and_a_bug_a_traceback(
 
 
 @pytest.mark.parametrize("flush", [True, False])
-def test_a_pipe_whose_reader_has_ended_is_one_line_and_no_traceback(flush, monkeypatch, capfd, handlers):
+def test_a_closed_pipe_is_one_line_and_no_traceback(flush, monkeypatch, capfd, handlers):
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
         with pytest.raises(SystemExit) as caught:
             run_command(lambda: print("a sample", flush=flush))
-    # Closing `output` writes what is left of it, as the end of the process does: to nowhere, without an error
+    # Closing `output` writes its rest, as the end of the process does: to nowhere, without an error
     assert caught.value.code == 2 and capfd.readouterr().err == "error: [Errno 32] Broken pipe\n"
 
 
@@ -95,15 +93,15 @@ def test_an_error_on_one_rank_ends_the_launch_with_one_message(kind, place):
     ended = time.time()
     said, report = result.stderr.split("tests.failing_rank FAILED")
     assert result.returncode == 1 and said.count(message) == 1
-    assert "by peer" not in said  # the other rank loses its connection, which is nothing to tell of
-    # The traceback shows where it happened, also if the error came to all ranks
+    assert "by peer" not in said  # the other rank's lost connection is not reported
+    # The traceback shows where it happened, even if the error came to all ranks
     assert ("in work_of\n    raise ERRORS[kind]\n" in said) == (kind == "bug")
     assert re.search(rf"rank      : 1 .*\n  exitcode  : {code} ", report)
     assert ended - float(result.stdout.split()[-1]) < 15
 
 
 @pytest.mark.parametrize("ignored", [True, False])
-def test_what_nohup_ignores_stays_ignored(ignored, handlers):
+def test_sighup_stays_ignored_under_nohup(ignored, handlers):
     signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     StopSignals(None)
     assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) is ignored

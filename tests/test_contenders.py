@@ -1,5 +1,5 @@
-"""Every file of contenders/ trains the same on any number of ranks, in pieces, and after a break; and the
-mathematics of those that have some is checked against SVDs and closed forms.
+"""Every file of contenders/ trains the same on any number of ranks, in pieces, and after a break. Their
+mathematics is checked against SVDs and closed forms.
 """
 
 import functools
@@ -22,17 +22,17 @@ from tests.worlds import run_world
 
 FOLDER = Path(__file__).parent.parent / "contenders"
 FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
-# These only set options and rates of the recipe, whose own tests train on ranks and in pieces
+# These only set options and rates of the recipe, whose tests train on ranks and in pieces
 ONLY_OPTIONS = {"aux_adamw", "muon_eq", "plain"}
 STEPS, BREAK = 4, 2
-# What is slow by default happens within these few steps
+# What happens every few steps is to happen within these
 OPTIONS = {"soap": {"every": 2}, "soap_muon": {"every": 2}}
 TOLERANCE = 1e-8
 
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    """As in the worlds, which do not compile and have one thread."""
+    """Like the worlds: no compiling, one thread."""
     monkeypatch.setenv("NANOMUON_COMPILE", "0")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -54,12 +54,12 @@ def tiny_model(experts):
 
 @functools.cache
 def mesh_over(group):
-    """One for all contenders: a mesh has process groups of its own, which stay."""
+    """One for all contenders: the process groups of a mesh live as long as the process."""
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
 
 
 def cut_over(model, mesh):
-    """Every parameter in pieces by rows, as FSDP2 has them."""
+    """Cut every parameter into pieces by rows, as FSDP2 does."""
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             piece = distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=None)
@@ -76,7 +76,7 @@ def mean_gradient(number, shape, step, ranks):
 
 
 class Training:
-    """A contender at work on a tiny model, with gradients that are made up."""
+    """A contender at work on a tiny model, with made-up gradients."""
 
     def __init__(self, file, experts, group=None, in_pieces=False):
         self.model = tiny_model(experts)
@@ -88,13 +88,13 @@ class Training:
         build, schedule = load_recipe(FOLDER / f"{file}.py")
         self.schedule = schedule or recipe.schedule
         world_size = dist.get_world_size(group) if group else 1
-        with mock.patch.object(dist, "group", SimpleNamespace(WORLD=group)):  # what optim takes by default
+        with mock.patch.object(dist, "group", SimpleNamespace(WORLD=group)):  # the default in optim
             build = functools.partial(build, **OPTIONS.get(file, {}))
             self.optimizer = make_optimizer(build, self.model, 4096, 3_000, world_size)
         self.built = [dict(each) for each in self.optimizer.param_groups]
 
     def run(self, steps, gradient):
-        """gradient(number, shape, step): of a parameter, whole."""
+        """gradient(number, shape, step): the whole gradient of a parameter."""
         for step in steps:
             for each, built in zip(self.optimizer.param_groups, self.built, strict=True):
                 each.update(self.schedule(built, step, STEPS))
@@ -110,7 +110,7 @@ class Training:
 
 
 def on_ranks(group, file):
-    """Replicated parameters, where every rank has gradients of its own; then those of experts, in pieces."""
+    """Replicated parameters, with each rank's own gradients; then a model with experts, in pieces."""
     rank = dist.get_rank(group)
     replicated = Training(file, 0, group)
     replicated.run(range(STEPS), lambda number, shape, step: local_gradient(number, shape, step, rank))
@@ -195,7 +195,7 @@ def polar(M, ns_dtype=None):
 
 
 class Matrix:
-    """One matrix and a direction that it asks, without an optimizer."""
+    """One matrix with its direction and kept state, without an optimizer."""
 
     def __init__(self, direction, m, n):
         self.direction, self.kept = direction, {}
@@ -210,7 +210,7 @@ class Matrix:
 
 
 def test_contra_muon_takes_from_strong_directions():
-    M = with_singular_values([8.0, 2.0, 0.5], 3, 5)  # a gap, so that the power iteration gets there
+    M = with_singular_values([8.0, 2.0, 0.5], 3, 5)  # a gap, so that the power iteration converges
     X = Matrix(direction_of("contra_muon", c=0.4), 3, 5).ask(M)
     P = orthogonalize(M)
     U, _, Vh = torch.linalg.svd(M, full_matrices=False)
@@ -221,7 +221,7 @@ def test_contra_muon_takes_from_strong_directions():
 
 def test_aurora_evens_the_norms_of_the_long_side_and_stays_orthogonal():
     aurora = module("aurora")
-    # exact, so that what it converges to can be told from what five steps miss
+    # exact, so that only the convergence of aurora itself is seen
     aurora.even_rows.__globals__["orthogonalize"] = polar
     M = random_matrices(1, 32, 8) * torch.linspace(0.1, 3, 32, dtype=torch.float64).view(1, 32, 1)
     spread = []
@@ -257,7 +257,7 @@ def test_the_bases_of_soap_turn_to_the_eigenvectors_and_the_second_moments_with_
         factor = random_matrices(1, 6, 6)
         gram = factor @ torch.diag(2.0 ** torch.arange(0, -12, -2, dtype=torch.float64)) @ factor.mT
         Q = torch.eye(6, dtype=torch.float64)[None].flip(2).clone()
-        V = Q.mT.clone()  # a mark for each direction: row i is that of column i of Q
+        V = Q.mT.clone()  # a mark for each direction: row i marks column i of Q
         due, first = torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, 1, dtype=torch.bool)
         sizes = (Q * (gram @ Q)).sum(dim=1)[0]
         module(file).turn_basis(Q, gram, V, first, due)
@@ -298,7 +298,7 @@ def test_normuon_rows_evens_the_rows_of_a_wide_matrix():
         torch.testing.assert_close(matrix.ask(G), scaled * X.norm() / scaled.norm())
 
 
-def test_hyperball_stays_on_its_sphere_and_lets_what_starts_at_zero_grow():
+def test_hyperball_stays_on_its_sphere_and_lets_matrices_of_zeros_grow():
     training = Training("hyperball", 0)
     before = {}
     for group in training.optimizer.param_groups:

@@ -26,7 +26,7 @@ from tests.test_gpt import build
 from tests.training import arguments
 from tests.worlds import run_world
 
-BYTES = Tokenizer([bytes([value]) for value in range(256)])  # a token a byte
+BYTES = Tokenizer([bytes([value]) for value in range(256)])  # one token per byte
 WORDS = ["red", "green", "blue", "dark blue", "light", "house", "a", "is", "of the", "12", "7"]
 
 
@@ -80,7 +80,7 @@ TASKS = {
 
 
 def common(prompts):
-    """How many tokens all of them begin with."""
+    """The number of tokens that all of them begin with."""
     length = 0
     while length < min(map(len, prompts)) and len({prompt[length] for prompt in prompts}) == 1:
         length += 1
@@ -88,7 +88,7 @@ def common(prompts):
 
 
 def plain_answers(model, tokenizer, kind, records, shots, delimiter, limit):
-    """The published rule, a token at a time: (mean loss of each choice, whether the answer is right)."""
+    """The published rule, token by token: [(mean loss of each choice, whether the answer is right)]."""
     records = list(records)
     random.Random(1337).shuffle(records)
     records = records[:limit]
@@ -134,7 +134,7 @@ def plain_answers(model, tokenizer, kind, records, shots, delimiter, limit):
 
 @pytest.fixture(scope="module")
 def merging():
-    """A tokenizer whose tokens reach over the spaces between words."""
+    """A tokenizer whose tokens span the spaces between words."""
     rng = random.Random(1)
     return Tokenizer.train((phrase(rng, 40) for _ in range(50)), 290)
 
@@ -173,7 +173,7 @@ def test_the_mean_over_all_tasks_is_called_core(tmp_path, capsys):
     assert f"\nCORE: {results['core']:.4f}" in capsys.readouterr().out
 
 
-def test_what_choices_share_is_read_once_and_only_what_is_scored_reaches_the_head(tmp_path, merging):
+def test_shared_tokens_are_read_once_and_only_scored_ones_reach_the_head(tmp_path, merging):
     records = records_of("multiple_choice", 12)
     bundle = write_bundle(tmp_path, {"made-up": ("multiple_choice", 5, " ", 0, records)})
     model = build(vocab_size=290, seq_len=256, depth=1)
@@ -208,7 +208,7 @@ def test_a_malformed_line_is_named(tmp_path, kind, line, complaint):
     bundle = write_bundle(tmp_path, {"made-up": (kind, 0, None, 0, records_of(kind, 2))})
     file = bundle / "eval_data" / "some" / "made-up.jsonl"
     with open(file, "a") as lines:
-        lines.write(f"\n{line}\n")  # a blank line counts and is none
+        lines.write(f"\n{line}\n")  # a blank line counts as a line, not as an item
     with pytest.raises(InputError, match=complaint) as error:
         core.open_bundle(str(bundle))
     assert str(error.value).startswith(f"{file} line 4")
@@ -240,7 +240,7 @@ def test_a_damaged_bundle_is_refused(tmp_path, name, before, after, complaint):
 
 
 def zipped(folder, extra=(), top="eval_bundle/"):
-    """The bytes of a zip of a bundle, and of members (name, content, attributes) that it should not have."""
+    """The bytes of a zip of a bundle, with extra members (name, content, attributes)."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in sorted(folder.rglob("*")):
@@ -303,8 +303,8 @@ def test_a_zip_that_leads_elsewhere_or_is_damaged_leaves_nothing(tmp_path, serve
 
 
 def results_of_a_rank(group, folder, layout):
-    """What a rank of a world of 4 gets, with the model whole or cut by FSDP2 and tensor parallelism; or what
-    one process gets.
+    """The results on a rank of a world of 4, with the model whole or cut by FSDP2 and tensor parallelism; or
+    those of one process.
     """
     rank, ranks, mesh = (dist.get_rank(), 4, None) if group else (0, 1, None)
     if layout == "in pieces":
@@ -324,8 +324,8 @@ def results_of_a_rank(group, folder, layout):
     return core.evaluate(model, BYTES, tasks, None, 500, rank, ranks)
 
 
-def test_any_number_of_ranks_gives_the_same_numbers(tmp_path, capsys):
-    """Of the second task some ranks have nothing, and still must lend their pieces of the model."""
+def test_any_number_of_ranks_finds_the_same_numbers(tmp_path, capsys):
+    """Some ranks have no item of the second task, and still must lend their pieces of the model."""
     tasks = {
         "choose": ("multiple_choice", 0, None, 10, records_of("multiple_choice", 37, most=4)),
         "resolve": ("schema", 1, None, 10, records_of("schema", 2, most=4)),
@@ -341,7 +341,7 @@ def test_any_number_of_ranks_gives_the_same_numbers(tmp_path, capsys):
 # Runs
 
 
-def test_a_run_is_evaluated_on_the_way_and_at_its_end_and_again(base, environment, capsys):
+def test_a_run_is_evaluated_during_training_at_its_end_and_again(base, environment, capsys):
     bundle = str(write_bundle(base / "bundle", TASKS))
     options = ["--core-bundle", bundle, "--core-items", "4"]
     assert base_train.main(arguments(base, "core", 5, *options, "--core-every", "2")) == 0
@@ -360,16 +360,16 @@ def test_a_run_is_evaluated_on_the_way_and_at_its_end_and_again(base, environmen
     assert output.count("--- sample") == 3 and "val_bpb" not in output
 
 
-def test_a_run_goes_on_without_a_bundle_that_cannot_be_had(base, environment, capsys):
+def test_a_run_goes_on_without_a_bundle_that_cannot_be_fetched(base, environment, capsys):
     address = "http://127.0.0.1:9/b.zip"
     assert base_train.main(arguments(base, "unreachable", 2, "--core-bundle", address)) == 0
     assert f"warning: no bundle for CORE from {address}: " in capsys.readouterr().err
     assert not (base / "runs" / "unreachable" / "core.json").exists()
 
 
-def test_a_bundle_that_is_not_one_ends_a_run_before_it_starts(base, environment, monkeypatch):
+def test_a_place_without_a_bundle_ends_a_run_before_it_starts(base, environment, monkeypatch):
     monkeypatch.chdir(base)
-    for place in ("nowhere", "texts"):  # remembered so that it is found from every folder
+    for place in ("nowhere", "texts"):  # as an absolute path, which every folder finds
         with pytest.raises(InputError, match=f"{base}/{place}"):
             base_train.main(arguments(base, "refused", 2, "--core-bundle", place))
     assert not (base / "runs" / "refused").exists()

@@ -1,4 +1,4 @@
-"""Corpora: which documents, in which order, and what is said about files that cannot be read."""
+"""Corpora: which documents, in which order, and errors for files that cannot be read."""
 
 import gzip
 import json
@@ -48,7 +48,7 @@ def parquet(**columns):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
-def test_formats_give_the_same_documents(tmp_path, suffix):
+def test_all_formats_hold_the_same_documents(tmp_path, suffix):
     texts = ["one", "zwei\nZeilen\r\n", "三", None, "", "one", "x" * 100_000, "nul\0inside \U0001f600"]
     texts += [f"many {i}" for i in range(200)]
     expected = [text for text in dict.fromkeys(texts) if text]
@@ -88,7 +88,7 @@ def test_text_field_is_remembered_and_content_or_field_change_the_corpus(tmp_pat
 
 
 GOOD = lines({"text": random.Random(i).randbytes(100).hex()} for i in range(1000))
-BROKEN = {  # file: (content, what the message names besides)
+BROKEN = {  # file: (content, what else the message names)
     "latin1.txt": ("déjà".encode("latin1"), "utf-8"),
     "torn.jsonl": (GOOD[:-5], "document 1000"),
     "no_text.jsonl": (
@@ -140,13 +140,13 @@ def test_a_few_long_documents_are_cut_into_pieces(tmp_path, count, validation):
 
 
 @pytest.mark.parametrize("texts", [["one short text", "another"], [None, ""]])
-def test_what_cannot_be_split_is_refused_before_anything_is_computed(tmp_path, monkeypatch, texts):
+def test_a_corpus_that_cannot_be_split_is_refused_before_any_work(tmp_path, monkeypatch, texts):
     monkeypatch.setattr(shards.Tokenizer, "train", None)
     with pytest.raises(InputError, match="is too small: not even cut into pieces .*add text"):
         shards.prepare(open_corpus(write_corpus(tmp_path / "small", texts)))
 
 
-def test_unknown_and_empty_corpora(tmp_path):
+def test_unknown_and_empty_corpora_are_refused(tmp_path):
     (tmp_path / "a.png").write_bytes(b"no text")
     places = ["", "/dev/zero", f"/{'long' * 1000}", f"{tmp_path}/nothing", tmp_path, f"{tmp_path}/a.png"]
     for name in [*(f"path:{place}" for place in places), "pyhton", "", "hf:", "hf::config", "hf:@main"]:
@@ -159,7 +159,7 @@ FILES = [f"train-{i:05d}.parquet" for i in range(3)]
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A stand-in for the network, with a dataset of FILES: what it was asked for."""
+    """A stand-in for the network, with a dataset of FILES: the list of requests to it."""
 
     def info(api, path, revision, timeout):
         asked.append((path, revision))
@@ -181,7 +181,7 @@ def hub(tmp_path, monkeypatch):
     return asked
 
 
-def test_hub(hub, tmp_path):
+def test_a_hub_corpus_is_pinned_and_fetched_as_it_is_read(hub, tmp_path):
     """The revision is pinned and the hub asked once; files are fetched when they are read."""
     for file in FILES:
         (tmp_path / file).write_bytes(parquet(text=[file, "everywhere"]))
@@ -196,7 +196,7 @@ def test_hub(hub, tmp_path):
         list(corpus.documents())
 
 
-def test_hub_out_of_reach(hub, monkeypatch):
+def test_a_hub_out_of_reach_is_one_line(hub, monkeypatch):
     def fail(*_, **__):
         raise OSError("Name or service not known")
 

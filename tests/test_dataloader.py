@@ -1,4 +1,4 @@
-"""The loader: one global order of rows, whoever reads it and from wherever."""
+"""The loader: one global order of rows, for any ranks and from any restart."""
 
 import itertools
 import shutil
@@ -52,7 +52,7 @@ def rows_of(batch):
 
 
 def steps(folder, count, batch=ROWS, world=1, state=None):
-    """The rows (count, ROWS, T + 1) of global batches, put together from all micro-batches."""
+    """The rows (count, ROWS, T + 1) of global batches, assembled from all micro-batches."""
     loaders = [TrainLoader(folder, T, ROWS, batch, rank, world, state=state) for rank in range(world)]
     micro_batches = count * ROWS // (batch * world)
     rows = [rows_of(next(loader)) for _ in range(micro_batches) for loader in loaders]
@@ -89,7 +89,7 @@ def test_the_order_of_rows_depends_neither_on_ranks_nor_on_micro_batches_nor_on_
     assert state["epoch"] == 1
 
 
-def test_epochs_hold_all_text_but_a_crop_in_new_orders(folder):
+def test_epochs_hold_all_text_except_a_crop_in_new_orders(folder):
     first, second = epoch(folder, 0), epoch(folder, 1)
     all_tokens = Counter(itertools.chain(*TRAINING))
     for rows in (first, second):
@@ -99,10 +99,10 @@ def test_epochs_hold_all_text_but_a_crop_in_new_orders(folder):
     # documents meet in other rows
     mixed = [row for row in first if row.count(TOKENIZER.bos_id) > 1]
     assert sum(row in second for row in mixed) < 0.3 * len(mixed)
-    # rows are not sorted by how full they are of one document
+    # rows are not sorted by how much of them one document fills
     assert 0.2 < sum(row in mixed for row in first[:100]) / 100 / (len(mixed) / len(first)) < 5
     assert epoch(folder, 0, seed=1)[0] != first[0]
-    # most documents that fit a row are in one whole
+    # most documents that fit into a row are whole in one
     pieces = {piece for row in first for piece in TOKENIZER.decode(row).split("<|bos|>")}
     whole = [TOKENIZER.decode(ids) for ids in TRAINING if len(ids) < T]
     assert sum(text in pieces for text in whole) > 0.8 * len(whole)
@@ -133,7 +133,7 @@ def test_packing_neither_loses_nor_repeats(lengths, capacity, cut):
     seen = rows[rows != bos_id].tolist()
     left = len(tokens) - len(seen)
     assert len(seen) == len({*seen})
-    assert left == 0 or (cut and left + 1 < capacity)  # what stays out would not fill a row
+    assert left == 0 or (cut and left + 1 < capacity)  # the rest would not fill a row
     assert cut or sorted(itertools.chain(*packed)) == pieces
 
 
@@ -152,7 +152,7 @@ def test_validation_covers_every_token_once(folder, world, seq_len, limit):
     assert found == Counter(list(itertools.chain(*VALIDATION))[:limit]) and len(rounds) == 1
 
 
-def test_a_corpus_smaller_than_a_step(folder):
+def test_a_corpus_smaller_than_a_step_is_refused(folder):
     tokens = sum(map(len, TRAINING))
     TrainLoader(folder, tokens // 2, 2, 1)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""docs/optimizer.md says what is so: its rule is the optimizer's, its example runs, its names exist."""
+"""docs/optimizer.md is true: its rule is the optimizer's, its example runs, its names exist."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ RULE, IDEA = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def trained(group, shape, steps, seed=0):
-    """The parameter after steps of MuonAdamW, and the gradients that it had."""
+    """The parameter before and after these steps of MuonAdamW, and its gradients."""
     generator = torch.Generator().manual_seed(seed)
     param = torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
     start = param.detach().clone()

@@ -1,6 +1,6 @@
-"""Every file of examples/ as its docstring says to start it: it learns, and its second command resumes.
+"""Every file of examples/, started as its docstring says: it learns, and its second command resumes.
 
-Where one process resumes, the parameters at the end are those of the uninterrupted run, bit for bit.
+If a checkpoint is one file, the parameters at the end are those of the uninterrupted run, bit for bit.
 """
 
 import os
@@ -140,8 +140,8 @@ def mean_square(model, step, rank):
 
 @pytest.mark.slow  # a launch of two processes
 def test_accelerate_on_two_ranks(tmp_path, monkeypatch):
-    """It averages gradients, and saves the optimizer's state of rank 0 alone. A resumed run is the
-    uninterrupted one bit for bit, on both ranks, and that is one process on the rows of both.
+    """accelerate averages gradients, and saves only rank 0's optimizer state. A resumed run is the
+    uninterrupted one bit for bit, on both ranks, and trains the same as one process on the rows of both.
     """
     pytest.importorskip("accelerate", reason="needs accelerate")
     (tmp_path / "loop.py").write_text(UNDER_ACCELERATE)
@@ -163,8 +163,8 @@ def test_accelerate_on_two_ranks(tmp_path, monkeypatch):
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
 
 
-def test_the_section_of_the_readme_is_the_first_of_them(monkeypatch):
-    """Its code as it stands, with a model and a loss in place of the reader's."""
+def test_the_loop_in_the_readme_learns(monkeypatch):
+    """Its code unchanged, with a model and a loss instead of the reader's."""
     monkeypatch.setenv("NANOMUON_COMPILE", "0")
     section = (ROOT / "README.md").read_text().split("## In your own training")[1].split("\n## ")[0]
     (loop,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)

@@ -26,7 +26,7 @@ ROWS = 3
 
 @pytest.fixture(autouse=True, scope="module")
 def eager():
-    """As in the worlds, which do not compile."""
+    """Like the worlds, which do not compile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOMUON_COMPILE", "0")
         patch.setattr(optim, "SMALL", SMALL)
@@ -55,7 +55,7 @@ def measured(group, config, layout):
 
 
 @pytest.mark.parametrize("config, layout", CASES)
-def test_bytes_of_the_first_rank_are_planned_and_the_most(config, layout):
+def test_planned_bytes_are_those_of_the_first_rank_which_holds_the_most(config, layout):
     found = run_world(layout.ranks, measured, config, layout)
     planned = footprint.memory_by_kind(config, layout, ROWS, 4)
     for kind in found[0]:
@@ -63,7 +63,7 @@ def test_bytes_of_the_first_rank_are_planned_and_the_most(config, layout):
 
 
 def saved_bytes(group, config, tensor_parallel, dtype):
-    """Of a forward, each storage once and the parameters not."""
+    """Bytes that a forward saves: each storage once, without the parameters."""
     mesh = (
         parallel.device_mesh("cpu", dist.get_world_size() // tensor_parallel, tensor_parallel)
         if group
@@ -90,7 +90,7 @@ def saved_bytes(group, config, tensor_parallel, dtype):
 @pytest.mark.parametrize(
     "shape", [dict(), dict(kv_heads=1), dict(qk_norm=False), dict(vocab_size=4000), dict(experts=6)], ids=str
 )
-def test_activations_are_those_that_a_forward_saves(shape, dtype):
+def test_planned_activations_are_those_that_a_forward_saves(shape, dtype):
     if dtype == torch.bfloat16 and not torch.cuda.is_available():
         pytest.skip("CPUs compute in float32")
     config = GPTConfig.from_depth(**{**dict(depth=4, vocab_size=500, seq_len=128), **shape})
@@ -99,7 +99,7 @@ def test_activations_are_those_that_a_forward_saves(shape, dtype):
 
 
 @pytest.mark.parametrize("experts", [0, 6])
-def test_activations_of_a_tensor_parallel_rank(experts):
+def test_planned_activations_of_a_tensor_parallel_rank(experts):
     config = GPTConfig.from_depth(4, 500, 128, experts=experts)
     expected = footprint.activations(config, ROWS * 128, 4, 4)
     for found in run_world(4, saved_bytes, config, 4, torch.float32):

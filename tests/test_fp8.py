@@ -34,7 +34,7 @@ def off(found, exact):
 
 
 # Numbers rounded to e4m3 are off by at most 2^-3 / sqrt(12) = 1/28 in the root mean square, to e5m2 by twice
-# that; errors of the two factors of a product, and of one product after another, add up as squares
+# that; errors of the two factors of a product, and of successive products, add up as squares
 E4M3, E5M2 = 1 / 28, 1 / 14
 
 
@@ -50,7 +50,7 @@ def test_a_model_trains_almost_as_in_bf16_and_is_the_same_otherwise():
     expected.backward()
     found.backward()
     assert 0 < off(found, expected) < 0.01
-    # Four products after another in each of two blocks, forward and backward
+    # Four successive products in each of two blocks, forward and backward
     most = (8 * 2 * E4M3**2 + 8 * (E5M2**2 + E4M3**2)) ** 0.5
     for parameter, other in zip(model.parameters(), ours.parameters(), strict=True):
         assert parameter.ndim == 1 or 0 < off(other.grad, parameter.grad) < most
@@ -71,7 +71,7 @@ def test_a_model_trains_almost_as_in_bf16_and_is_the_same_otherwise():
         ((9, 0), 1, "--fp8 needs torchao .*: pip install"),
     ],
 )
-def test_what_is_missing_or_does_not_go_together_is_named(monkeypatch, capability, tensor_parallel, message):
+def test_missing_or_conflicting_requirements_are_named(monkeypatch, capability, tensor_parallel, message):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(InputError, match=message):

@@ -1,4 +1,4 @@
-"""Sampling and bits per byte against direct computations."""
+"""Sampling, and bits per byte (evaluate.py), against direct computations."""
 
 import io
 import math
@@ -23,7 +23,7 @@ PROMPTS = ["", "abc", "", "d", "abcdefghiabcdefghi", "abc", "ii", "abcdefghi"]
 
 
 def by_itself(model, prompt, steps, seed=0, temperature=0.8, top_k=50):
-    """The rule of sampling, written plainly: no cache, no batch, and PyTorch's own way to draw a number."""
+    """The rule of sampling, written plainly: no cache, no batch, and PyTorch's own multinomial."""
     generator = torch.Generator().manual_seed(seed)
     sequence, visible = [], 0
     for token in [9, *LETTERS.encode(prompt)] + [None] * steps:
@@ -50,7 +50,7 @@ def by_itself(model, prompt, steps, seed=0, temperature=0.8, top_k=50):
         ({}, {"top_k": 4}),
     ],
 )
-def test_a_batch_gives_what_each_prompt_gives_by_itself(fields, how, monkeypatch):
+def test_a_batch_samples_what_each_prompt_samples_by_itself(fields, how, monkeypatch):
     """Without a cache, past the context, until the next document, in a batch of any composition."""
     model = build(vocab_size=10, **fields)
     expected = [by_itself(model, prompt, 27, 3 + i, **how) for i, prompt in enumerate(PROMPTS)]
@@ -78,7 +78,7 @@ def test_a_token_is_drawn_from_the_likeliest_that_top_k_and_top_p_leave():
 
 
 def test_no_token_waits_for_a_plan_of_cudnn(monkeypatch):
-    """cuDNN's attention plans anew for each length. What is generated between two tokens leaves no trace."""
+    """cuDNN's attention plans anew for each length. Between two tokens the caller's settings are back."""
     attention, enabled = F.scaled_dot_product_attention, []
 
     def watched(*args, **keywords):
@@ -107,7 +107,7 @@ WHOLE = Tokenizer([*BYTES.vocab, b"abc", b"abcd"])
         ([ord("-"), 258, ord("b")], ["cd"], ["", "-"]),  # the next document
     ],
 )
-def test_only_what_will_not_change_is_shown(tokens, stops, shown):
+def test_only_final_text_is_shown(tokens, stops, shown):
     growing, seen = Sample(WHOLE, "", 0, stops), []
     for token in tokens:
         if not growing.ended:
@@ -121,7 +121,7 @@ def test_only_what_will_not_change_is_shown(tokens, stops, shown):
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """scripts.sample with a small model: what it printed."""
+    """Runs scripts.sample with a small model; returns what it printed."""
     model = build(vocab_size=257)
     monkeypatch.setattr(sample, "load_run", lambda run, runtime, checkpoint_name: (model, BYTES, {}))
 
@@ -167,7 +167,7 @@ def test_prompts_are_read_until_the_input_ends_or_ctrl_c(command):
     assert command("--interactive", stdin=b"abc\nabc\n").out.count("--- sample") == 1
 
 
-def test_what_a_terminal_would_obey_is_shown_as_escapes():
+def test_characters_that_a_terminal_would_obey_are_shown_as_escapes():
     assert printable("a\tb\né🙂\u200d–") == "a\tb\né🙂\u200d–"
     for character in map(chr, [*range(9), *range(11, 32), *range(127, 160)]):
         assert printable(f"a{character}b") == f"a{character.encode('unicode_escape').decode()}b"

@@ -1,5 +1,5 @@
-"""The model: its shapes, its loss, and the same numbers compiled. test_hf_export compares it with its second
-writing.
+"""The model: its shapes, its loss (head_loss.py), and the same numbers compiled. test_hf_export compares it
+with modeling_nanomuon.py.
 """
 
 import pytest
@@ -45,7 +45,7 @@ def test_the_initial_model_knows_nothing_and_is_reproducible():
 
 
 def test_a_state_dict_is_all_that_a_new_model_needs(monkeypatch):
-    """Its rotary tables were what had been in memory, and its logits a little wrong."""
+    """Rotary tables left as found in memory would make its logits a little wrong."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(0.5))
     model, loaded = (GPT(GPTConfig.from_depth(2, 96, 16)) for _ in range(2))
@@ -64,12 +64,12 @@ def test_estimated_flops_are_those_that_pytorch_counts():
     # Three of the four layers see 8 tokens of 32, and one sees all
     saved = model.estimate_flops() - build(**shape, window_pattern="S").estimate_flops()
     assert saved == 3 * 6 * 2 * (32 - 8) * 64
-    # Of experts a token meets as much as of the dense MLP, and the router
+    # With experts a token meets as many weights as in the dense MLP, and the router
     mixed = build(**shape, experts=8, experts_per_token=4)
     assert mixed.multiplied_weights() == model.multiplied_weights() + 4 * 8 * 64
 
 
-def test_from_depth_gives_a_valid_family():
+def test_from_depth_makes_a_valid_family():
     for depth in range(1, 65):
         config = GPTConfig.from_depth(depth, 4096, 256)
         assert config.width == 64 * depth and config.heads == config.kv_heads
@@ -96,7 +96,7 @@ def test_impossible_shapes_are_refused_by_name(fields, name):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 1e-2)])
 def test_the_loss_by_chunks_is_the_capped_cross_entropy(dtype, tolerance, monkeypatch):
-    """Against the formula as it is in the papers, in float64, on the same hidden states and weight."""
+    """Against the formula of the papers, in float64, on the same hidden states and weight."""
     monkeypatch.setattr(head_loss, "MOST_CHUNKS", 3)
     monkeypatch.setattr(head_loss, "SMALLEST_CHUNK", 97)  # of 50 tokens: chunks of 17, 17 and 16
     torch.manual_seed(0)
@@ -149,8 +149,8 @@ def test_the_logits_of_all_tokens_never_exist_together(monkeypatch):
     assert largest == tokens.numel() * 4 * 32  # the hidden channels of the MLPs; the logits had 1,000
 
 
-def test_compiled_the_loss_and_gradients_are_the_eager_ones_and_the_same_in_every_run(request):
-    """Inductor adds gradients of embeddings up atomically: two threads have another order in every run."""
+def test_compiled_loss_and_gradients_are_the_eager_ones_and_the_same_in_every_run(request):
+    """Inductor would add up embedding gradients atomically, with two threads in another order every run."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     request.addfinalizer(lambda: torch.set_num_threads(before))

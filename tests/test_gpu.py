@@ -1,4 +1,4 @@
-"""What must hold on a GPU, against float64 on the CPU; NANOMUON_TEST_DEVICE=cpu runs it on a CPU, smaller.
+"""What must hold on a GPU, against float64 on the CPU. NANOMUON_TEST_DEVICE=cpu runs what a CPU can.
 
 bash tests/run.sh tests/test_gpu.py
 """
@@ -27,7 +27,7 @@ from tests.reference import distance
 from tests.training import launch, losses
 
 pytestmark = pytest.mark.gpu
-HALF = {"cpu": 1e-4, "cuda": 3e-2}  # what half precision on a GPU may be off, and float32 on a CPU
+HALF = {"cpu": 1e-4, "cuda": 3e-2}  # tolerance: half precision on a GPU, float32 on a CPU
 MUON = dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.1)
 ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
@@ -36,7 +36,7 @@ ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 def device():
     name = os.environ.get("NANOMUON_TEST_DEVICE", "cuda" if torch.cuda.is_available() else "")
     if not name:
-        pytest.skip("no GPU is seen; NANOMUON_TEST_DEVICE=cpu runs these tests on the CPU")
+        pytest.skip("no GPU found; NANOMUON_TEST_DEVICE=cpu runs these tests on the CPU")
     return torch.device(name)
 
 
@@ -164,7 +164,7 @@ def test_the_products_of_experts_are_the_definition(device):
     assert not results[0][2][[0, 2]].any()  # of experts without a token
 
 
-def test_fp8_is_bf16_but_for_its_rounding(gpu):
+def test_fp8_is_bf16_except_for_its_rounding(gpu):
     pytest.importorskip("torchao", reason="needs torchao")
     tokens, targets = torch.randint(304, (2, 4, 64), device=gpu)
     model = gpt(gpu, torch.bfloat16)

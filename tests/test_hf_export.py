@@ -33,8 +33,8 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """By shape: (our model, the folder that was exported); the modules of folders are copied to a place of
-    their own.
+    """{shape: (our model, its exported folder)}. transformers copies the modules of folders to a temporary
+    place.
     """
     base = tmp_path_factory.mktemp("hf")
     built = {}
@@ -91,7 +91,7 @@ TEXTS = ["def return import self", "x", "for in the value of"]
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_greedy_text_is_ours_with_and_without_a_cache_and_behind_padding(exported, shape, use_cache):
-    """The short windows and the convolution would see the padding on the left, if they were not told."""
+    """Without the mask, short windows and the convolution would see the padding on the left."""
     ours, folder = exported[shape]
     model, tokenizer = load(folder), load_tokenizer(folder)
     batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
@@ -102,7 +102,7 @@ def test_greedy_text_is_ours_with_and_without_a_cache_and_behind_padding(exporte
 
 
 def strings():
-    """500 of them: many scripts, emoji, control characters, what looks like special tokens, long runs."""
+    """500 of them: many scripts, emoji, control characters, lookalikes of special tokens, long runs."""
     rng = random.Random(0)
     alphabets = [
         "aeiou ÄÖÜßéñøĳǅſK'",
@@ -135,12 +135,12 @@ def test_token_ids_of_500_strings_are_ours(exported, tmp_path):
     assert loaded(texts, add_special_tokens=False)["input_ids"] == expected
     assert again(texts)["input_ids"] == [[TOKENIZER.bos_id, *ids] for ids in expected]
     assert loaded.batch_decode(expected) == texts
-    every_token = range(TOKENIZER.vocab_size)  # bytes that are no text, too
+    every_token = range(TOKENIZER.vocab_size)  # bytes that are not text too
     assert len(loaded) == len(every_token) and loaded.decode(every_token) == TOKENIZER.decode(every_token)
 
 
 @pytest.mark.parametrize("shape", ["windows and groups", "experts"])
-def test_the_loss_trains_and_what_is_saved_again_loads_again(exported, shape, tmp_path):
+def test_the_loss_trains_and_a_model_saved_again_loads_again(exported, shape, tmp_path):
     ours, folder = exported[shape]
     model = load(folder)
     rows = torch.randint(TOKENIZER.vocab_size - 1, (4, 16))
@@ -174,7 +174,7 @@ def test_an_export_in_bfloat16_is_the_same_model_rounded(exported, tmp_path, mon
     assert names == {path.name for path in folder.iterdir()} - {"settings.json", "tokenizer"}
 
 
-def test_what_cannot_be_exported_is_said_in_one_line(exported, tmp_path, monkeypatch):
+def test_an_export_that_cannot_be_made_is_one_line(exported, tmp_path, monkeypatch):
     _, folder = exported["plain"]
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(folder.parent.parent))
     (tmp_path / "full").mkdir()
@@ -211,7 +211,7 @@ metric_list:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_lm_eval_scores_a_run_folder_as_the_model_here_does(exported, tmp_path):
+def test_lm_eval_scores_a_run_folder_as_our_model_does(exported, tmp_path):
     if importlib.util.find_spec("lm_eval") is None:
         pytest.skip("lm_eval is not installed (extra peers)")
     ours, folder = exported["windows and groups"]

@@ -1,4 +1,4 @@
-"""What `pip install` puts on a machine: the library alone. The scripts are run from the checkout."""
+"""`pip install` installs only the library. The scripts run from the checkout."""
 
 import importlib.util
 import os
@@ -27,7 +27,7 @@ def names(requirements):
     return {re.match(r"[\w-]+", requirement).group() for requirement in requirements}
 
 
-def test_what_setup_installs_is_pinned_by_name_and_version_alone():
+def test_setup_pins_everything_by_name_and_version_alone():
     """No address, hash, path or build; torch brings the packages for its CUDA itself."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
     pinned = {line.partition("==")[0] for line in lines}
@@ -66,7 +66,7 @@ def test_the_package_has_three_names_which_are_loaded_when_asked_for():
 
 
 STAND_IN = """#!/usr/bin/env bash
-# In place of python3 and of the environment's python: writes down what would be installed
+# Instead of python3 and of the environment's python: notes what would be installed
 case "$*" in
     "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python; echo venv >>calls ;;
     "-m pip install"*" -c constraints.txt "*) echo "${@: -1}" >>calls; [ ! -e broken ] ;;
@@ -97,11 +97,11 @@ def set_up(checkout, extra):
     return result.returncode, (checkout / "calls").read_text().split()
 
 
-def test_the_environment_is_made_once_and_mended_when_it_is_half_made(checkout):
+def test_the_environment_is_created_once_and_completed_if_it_is_half_made(checkout):
     assert set_up(checkout, "train") == (0, ["venv", ".[train]"])
     assert set_up(checkout, "train") == (0, [])
     assert set_up(checkout, "dev") == (0, [".[dev]"])
-    assert set_up(checkout, "train") == (0, [])  # dev has all of it
+    assert set_up(checkout, "train") == (0, [])  # dev includes it
     for file in ("pyproject.toml", "constraints.txt"):
         with open(checkout / file, "a") as lines:
             lines.write("# more\n")
@@ -109,7 +109,7 @@ def test_the_environment_is_made_once_and_mended_when_it_is_half_made(checkout):
     (checkout / "broken").touch()
     assert set_up(checkout, "dev") == (2, [".[dev]"])
     (checkout / "broken").unlink()
-    assert set_up(checkout, "train") == (0, [".[train]"])  # what broke may be one of its packages
+    assert set_up(checkout, "train") == (0, [".[train]"])  # the failure may have broken one of its packages
     (checkout / ".venv" / "bin" / "python").unlink()
     assert set_up(checkout, "dev") == (0, ["venv", ".[dev]"])
 
@@ -118,8 +118,8 @@ def test_the_environment_is_made_once_and_mended_when_it_is_half_made(checkout):
 def test_the_wheel_is_the_library_and_pulls_torch_and_numpy(tmp_path):
     for needed in ("pip", "setuptools"):
         if not importlib.util.find_spec(needed):
-            pytest.skip(f"{needed} is not installed, which builds wheels")
-    source = tmp_path / "source"  # a build leaves files beside its sources
+            pytest.skip(f"building a wheel needs {needed}")
+    source = tmp_path / "source"  # a build leaves files next to its sources
     source.mkdir()
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)

@@ -55,7 +55,7 @@ def test_output_and_gradients_are_those_of_a_loop_over_tokens(experts, per_token
     assert layer.load.sum() == 30 * per_token and (experts == per_token or layer.load[1] == 0)
 
 
-def test_in_bf16_experts_give_the_same_compiled_in_one_graph_and_without_any_tokens():
+def test_bf16_experts_are_the_same_compiled_in_one_graph_and_if_one_has_no_tokens():
     model, tokens = build(depth=1, experts=4, vocab_size=96), torch.randint(96, (2, 16))
     mlp, results = model.blocks[0].mlp, []
     mlp.bias[1] = -10  # nobody chooses it
@@ -84,7 +84,7 @@ def biases_of_a_rank(group, rank_inputs):
     return layer.bias.numpy()
 
 
-def test_biases_depend_on_the_tokens_of_the_step_and_not_on_who_saw_them():
+def test_biases_depend_on_the_tokens_of_the_step_and_not_on_the_ranks_that_saw_them():
     x = torch.randn(6, 20, 12)
     expected = mixture(dtype=torch.float32)
     for _ in range(3):

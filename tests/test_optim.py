@@ -1,4 +1,4 @@
-"""MuonAdamW in one process: the contract of the class, its state, compilation; rules: test_optim_dist.py."""
+"""MuonAdamW in one process: its contract, state and compilation. test_optim_dist.py has the update rules."""
 
 import functools
 import math
@@ -43,7 +43,7 @@ def mixed():
     return params, [muon(*params[:4], names=list("abcd")), adamw(*params[4:], names=list("efg"))]
 
 
-# ---- the update rules, beside PyTorch's own
+# ---- the update rules, compared with PyTorch's own
 
 
 PLAIN = functools.partial(muon, coefficients="simple", beta2=None, weight_decay_form="decoupled")
@@ -64,7 +64,7 @@ PLAIN = functools.partial(muon, coefficients="simple", beta2=None, weight_decay_
         ([(64, 64), (96, 32), (32, 96)], PLAIN, torch.optim.Muon, dict(lr=0.02, momentum=0.95), 0.02),
     ],
 )
-def test_in_float32_it_is_torchs(shapes, group, torchs, options, tolerance):
+def test_float32_steps_are_torchs(shapes, group, torchs, options, tolerance):
     ours, theirs, start = ([parameter(*shape) for shape in shapes] for _ in range(3))
     train(MuonAdamW([group(*ours)]), ours, 20)
     train(torchs(theirs, weight_decay=0.1, **options), theirs, 20)
@@ -73,8 +73,8 @@ def test_in_float32_it_is_torchs(shapes, group, torchs, options, tolerance):
 
 
 @pytest.mark.parametrize("form", ["cautious", "decoupled", "adamw", "small adamw"])
-def test_what_is_left_alone_keeps_infinite_numbers(form):
-    """Of -inf times a rate of 0 weight decay made NaN."""
+def test_a_parameter_that_is_left_alone_keeps_infinite_numbers(form):
+    """Weight decay would make NaN of -inf times a rate of 0."""
     shape = (600, 32) if form == "adamw" else (64, 32)
     mask, beside = parameter(*shape), parameter(*shape)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_what_is_left_alone_keeps_infinite_numbers(form):
 
 
 @pytest.mark.parametrize("small", [True, False])
-def test_an_eps_of_zero_is_no_reason_to_change_what_is_left_alone(small):
+def test_an_eps_of_zero_changes_no_parameter_that_is_left_alone(small):
     shape = (8, 4) if small else (600, 32)
     idle, trained = parameter(*shape), parameter(*shape, seed=1)
     before = idle.detach().clone(), trained.detach().clone()
@@ -101,7 +101,7 @@ def test_an_eps_of_zero_is_no_reason_to_change_what_is_left_alone(small):
     assert torch.allclose(moved, -ADAMW["lr"] * trained.grad.sign(), rtol=1e-4, atol=1e-7)
 
 
-def test_a_bank_in_many_batches_is_the_formulas(monkeypatch):
+def test_a_bank_in_many_batches_follows_the_formulas(monkeypatch):
     monkeypatch.setitem(optim.BATCH_BYTES, "cpu", 2 * 4 * 16 * 16)
     model = [("muon", (16, 16))] * 9
     assert_close(trained(None, "one-process", 5, model), expected(model, 5), 1e-11)
@@ -130,7 +130,7 @@ CHANGED = {
 
 
 def test_numbers_that_change_between_steps_are_followed():
-    """As by an optimizer that has had them from its first step on, and the state of the other."""
+    """As by an optimizer that has had them from its first step on and has loaded the other's state."""
     run, other = (Run(None, "one-process") for _ in range(2))
     run.train(range(3))
     for p, q in zip(other.params, run.params, strict=True):
@@ -141,7 +141,7 @@ def test_numbers_that_change_between_steps_are_followed():
     assert_same_everywhere([each.train(range(3, 6)).result() for each in (run, other)])
 
 
-def test_hyperparameters_are_restored_unless_they_are_to_be_kept():
+def test_hyperparameters_are_restored_unless_the_caller_keeps_its_own():
     saved = MuonAdamW(mixed()[1]).state_dict()
     for hyperparameters, lr, betas in (("restore", 0.02, (0.9, 0.999)), ("keep", 0.5, (0.5, 0.5))):
         _, groups = mixed()
@@ -309,7 +309,7 @@ def test_for_model_trains_every_parameter_with_one_rate():
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.arange(20)).square().mean().backward()
     optimizer.step()
-    # AdamW's first step has rms of the rate, Muon's 0.2
+    # The first step has the rms of the rate with AdamW, and 0.2 of it with Muon
     for p, q in zip(model.parameters(), before, strict=True):
         rms = (p - q).square().mean().sqrt().item()
         assert 1e-5 < rms < 1.1e-3
@@ -337,7 +337,7 @@ def graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_compiled_it_is_the_formulas_and_a_new_rate_recompiles_nothing(monkeypatch):
+def test_compiled_steps_follow_the_formulas_and_a_new_rate_recompiles_nothing(monkeypatch):
     monkeypatch.setenv("NANOMUON_COMPILE", "1")
     model = [("muon", shape) for shape in [(64, 64), (32, 64), (64, 64), (64, 32)]] + [("adamw", (60, 30))]
     run = Run(None, "one-process", model, torch.float32).train(range(3))

@@ -1,4 +1,4 @@
-"""The benchmark of the optimizer: its floor is what a step computes and moves, and its table adds up."""
+"""The optimizer's benchmark: its floor counts the products and bytes of a step, and its table adds up."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_the_floor_has_the_products_of_a_step():
 
 
 def test_the_table_of_a_step(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(optim_bench, "copy_bandwidth", lambda device: 1.0)  # the bytes are the floor
+    monkeypatch.setattr(optim_bench, "copy_bandwidth", lambda device: 1.0)  # makes the bytes the floor
     peer, file, trace = tmp_path / "peer.py", tmp_path / "step.json", tmp_path / "trace.json"
     peer.write_text(PEER)
     flags = f"--depth 1 --rounds 3 --dtype float32 --peer {peer}:build --json {file} --profile {trace}"
@@ -40,7 +40,7 @@ def test_the_table_of_a_step(tmp_path, monkeypatch, capsys):
     result = json.loads(file.read_text())
     table = result["milliseconds"]
     assert {"floor", "MuonAdamW compiled", "MuonAdamW eager", f"{peer}:build"} <= table.keys()
-    moved = {"muon": 20, "adamw": 28}  # bytes of a parameter
+    moved = {"muon": 20, "adamw": 28}  # bytes per parameter
     model = GPT(GPTConfig.from_depth(1, vocab_size=8192, seq_len=128))
     groups = recipe.param_groups(model)
     expected = sum(moved[group["kind"]] * p.numel() for group in groups for p in group["params"])

@@ -33,14 +33,14 @@ from tests.reference import ADAMW, MUON, WHOLE, build, distance, expected
 from tests.worlds import run_world
 
 EXACT = 1e-11
-# Of the kinds of layout, those that the tests of one thing take
+# Layouts for tests of a single property
 FEW = ["one-process", "replicated-1", "replicated-3", "fsdp-1", "fsdp-3"]
 EVERY_KIND = ["one-process", "replicated-2", "fsdp-3", "tp-rows", "fsdp-x-tp-columns"]
 
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    """As in the worlds, which do not compile."""
+    """Like the worlds, which do not compile."""
     monkeypatch.setenv("NANOMUON_COMPILE", "0")
 
 
@@ -53,7 +53,7 @@ CASES += [(layout, torch.float32, 1e-4) for layout in IN_FLOAT32]
 
 
 @pytest.mark.parametrize("layout, dtype, tolerance", CASES, ids=str)
-def test_twenty_steps_in_every_layout_are_the_formulas(layout, dtype, tolerance):
+def test_twenty_steps_in_every_layout_follow_the_formulas(layout, dtype, tolerance):
     results = run_layout(layout, trained, 20, MODEL, dtype)
     assert_same_everywhere(results)
     assert_close(results[0], expected(MODEL, 20, dtype=dtype), tolerance)
@@ -74,7 +74,7 @@ MATRICES = [("muon", shape) for shape in [(16, 16), (16, 16), (24, 12), (12, 24)
 
 
 @pytest.mark.parametrize("layout", [*EVERY_KIND, "tp-rows-uneven"])
-def test_every_option_in_every_kind_of_layout_is_the_formulas(layout):
+def test_every_option_in_every_kind_of_layout_follows_the_formulas(layout):
     model, steps = (MODEL, 20) if layout == "one-process" else (MATRICES, 5)
     check_options(layout, steps, model, list(OPTIONS.values()))
 
@@ -88,7 +88,7 @@ def test_the_parts_of_a_fused_matrix_are_matrices_of_their_own(layout):
 
 @pytest.mark.parametrize("layout", ["tp-rows", "tp-columns", "fsdp-x-tp-rows", "fsdp-x-tp-columns"])
 def test_the_three_modes_of_tensor_parallelism(layout):
-    """Two of them give the whole matrix's result, blockwise each block's."""
+    """Two of them compute the whole matrix's result, blockwise each block's."""
     ranks, by_columns = 4 if layout == "tp-columns" else 2, "columns" in layout
     for shape in [(24, 12), (12, 24), (24, 24)]:
         model = [("muon", shape)] * 2
@@ -119,7 +119,7 @@ def test_any_model_in_any_world(model, layout):
     assert_close(results[0], expected(model, 3), EXACT)
 
 
-# ---- what must hold, in one process, in worlds of 1 and 3, of plain parameters and of FSDP2's
+# ---- in one process and in worlds of 1 and 3, for plain parameters and FSDP2's
 
 SPECIAL = {
     "one row, one column": [("muon", (1, 8)), ("muon", (8, 1)), ("muon", (1, 1)), ("adamw", (1, 1))],
@@ -136,7 +136,7 @@ def trained_models(group, layout, models):
 
 
 @pytest.mark.parametrize("layout", FEW)
-def test_models_at_the_edge(layout):
+def test_models_that_are_edge_cases(layout):
     of_ranks = run_layout(layout, trained_models, list(SPECIAL.values()))
     for model, *results in zip(SPECIAL.values(), *of_ranks, strict=True):
         assert_same_everywhere(results)
@@ -167,8 +167,8 @@ def test_different_dtypes_in_one_model(layout):
 
 
 def frozen(group, layout):
-    """After ten steps, some of them for frozen parameters, whose old gradients are still there, and one in
-    which no rank has a gradient.
+    """Eight steps, the last four with some parameters frozen that keep an old gradient, and one in which no
+    rank has a gradient.
     """
     run = Run(group, layout).train(range(4))
     before, frozen = run.result(), {0, 4, 7, 13, 15, 18, 19}
@@ -188,18 +188,18 @@ def frozen(group, layout):
 
 
 @pytest.mark.parametrize("layout", FEW)
-def test_a_parameter_that_no_rank_has_a_gradient_for_is_left_alone(layout):
+def test_a_parameter_without_a_gradient_on_any_rank_is_left_alone(layout):
     run_layout(layout, frozen)
 
 
-BAD = {  # step: what is not finite in it, of which parameter, before it is taken; nor is the square of 1e25
+BAD = {  # step: (parameter, value) in gradients that come before it; the square of 1e25 is infinite
     0: [(0, math.nan), (13, -math.inf), (15, 1e25)],
     2: [(5, math.inf), (18, math.nan), (19, -math.inf)],
 }
 
 
 def skipped(group, layout):
-    """Five steps, the first and the third after others that have to be skipped."""
+    """Five steps; steps that have to be skipped come before the first and the third."""
     run = Run(group, layout, dtype=torch.float32)
     is_last, skips = run.rank == run.size - 1, 0
     for step in range(5):
@@ -223,7 +223,7 @@ def skipped(group, layout):
 
 
 @pytest.mark.parametrize("layout", [*FEW, "tp-rows", "fsdp-x-tp-rows"])
-def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(layout):
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(layout):
     results = run_layout(layout, skipped)
     assert_same_everywhere([*results, run_layout(layout, trained, 5, MODEL, torch.float32)[0]])
 
@@ -253,8 +253,8 @@ def test_a_world_of_one_does_what_one_process_does_bit_for_bit(layout):
 
 @pytest.mark.parametrize("layout", ["replicated-2", "replicated-3", "fsdp-3"])
 def test_newton_schulz_in_bf16(layout):
-    """Sums in another order change the last bit of some entries before they are rounded to bf16; so worlds
-    part, but by less than rounding every entry parts bf16 from float32.
+    """Sums in another order change the last bit of some entries before they are rounded to bf16. So worlds
+    differ, but by less than bf16, which rounds every entry, differs from float32.
     """
     settings, options = dict(ns_dtype=torch.bfloat16), dict(weight_decay_form="decoupled")
     model = [(kind, shape) for kind, shape in MATRICES if shape[0] > 5]
@@ -273,7 +273,7 @@ def test_newton_schulz_in_bf16(layout):
 
 
 def first_moment(group, comm_dtype):
-    """Momentum after a step of a Muon bank, large and small AdamW parameters, over the gradient's weight."""
+    """Momentum after a step of a bank, large and small AdamW parameters, divided by the gradient's weight."""
     params = [torch.nn.Parameter(torch.zeros(shape).bfloat16()) for shape in [(8, 8), (512, 3), (6,)]]
     groups = [dict(MUON, params=params[:1]), dict(ADAMW, params=params[1:])]
     optimizer = DistMuonAdamW(groups, group, comm_dtype)
@@ -332,23 +332,23 @@ def one_group_less(groups):
         (one_group_less, ("'kind': 'adamw'", "on rank 0, nothing on rank 1")),
     ],
 )
-def test_ranks_with_different_parameters_hear_of_it_at_construction(change, parts):
+def test_ranks_with_different_parameters_are_an_error_at_construction(change, parts):
     for error in run_world(3, refused, change):
         assert all(part in error for part in ("ranks have different parameters", *parts)), error
 
 
 def in_a_group_of_others(group):
-    """What dist.new_group gives a rank that is not in it; with AdamW alone such a rank trained nothing."""
+    """What dist.new_group returns to a rank outside the group; with AdamW alone it would train nothing."""
     with pytest.raises(ValueError) as error:
         DistMuonAdamW(build([("adamw", (600, 2))])[1], dist.GroupMember.NON_GROUP_MEMBER)
     return str(error.value)
 
 
-def test_a_rank_outside_of_its_process_group_is_told():
+def test_a_rank_outside_its_process_group_is_an_error():
     assert run_world(1, in_a_group_of_others) == ["rank 0 is not in the process group of its optimizer"]
 
 
-def test_no_process_group_is_a_world_of_one_but_not_under_torchrun(monkeypatch):
+def test_no_process_group_is_a_world_of_one_except_under_torchrun(monkeypatch):
     DistMuonAdamW(build(MODEL[:3])[1]).step()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="init_process_group"):
@@ -356,7 +356,7 @@ def test_no_process_group_is_a_world_of_one_but_not_under_torchrun(monkeypatch):
 
 
 def gradients_of_another_dtype(group):
-    """bfloat16 parameters with float32 gradients, which rank 1 has not; AdamW, and a bank."""
+    """bfloat16 parameters with float32 gradients, which rank 1 lacks; AdamW, and a bank."""
     params = [torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16)) for _ in range(2)]
     optimizer = DistMuonAdamW([dict(ADAMW, params=params[:1]), dict(MUON, params=params[1:])], group)
     for param in params:
@@ -383,7 +383,7 @@ def held(group, model):
     return {name: sum(local(value).numel() for value in entry.values()) for name, entry in state.items()}
 
 
-def test_owners_hold_whole_matrices_evenly_and_left_overs_balance():
+def test_owners_hold_whole_matrices_evenly_and_remainders_balance():
     shapes = [(32, 32)] * 5 + [(16, 16)] * 3 + [(8, 8)] * 2
     model = [entry for shape in shapes for entry in (("adamw", (1,)), ("muon", shape), ("adamw", (2,)))]
     model += [("adamw", (1030, 2)), ("muon", (5, 6, 4))]  # the other matrices are all in one group
@@ -406,14 +406,14 @@ def test_owners_hold_whole_matrices_evenly_and_left_overs_balance():
 
 
 def half_way(group, layout, params, saved, start, options):
-    """Two more steps in this layout, from state that another one has saved, the groups in another order."""
+    """Two more steps in this layout, from another's saved state; every other time with reversed groups."""
     run = Run(group, layout, regroup=start % 4 == 0, **options)
     for p, q in zip(run.params, params, strict=True):
         p.data.copy_(run.cut(q))
     run.optimizer.load_state_dict(saved)
     run.optimizer.load_state_dict(run.optimizer.state_dict())  # a local state fits its own layout
     whole, names = run.optimizer.full_state_dict()["state"], run.optimizer.named_state_dict()["state"]
-    for name, entry in names.items():  # what this rank has of the whole
+    for name, entry in names.items():  # this rank's part of the whole
         for key, value in entry.items():
             assert isinstance(value, DTensor) or torch.equal(value, whole[name][key])
     run.train(range(start, start + 2))
@@ -440,7 +440,7 @@ def test_state_moves_between_layouts_and_worlds(options, route):
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors made inside that were alive at once."""
+    """The peak of live bytes in tensors made inside."""
 
     def __init__(self):
         super().__init__()
@@ -524,7 +524,7 @@ def test_bytes_that_a_rank_sends_in_a_step(layout, comm_dtype):
     collected = 2 if comm_dtype else 4
     sent = share * (collected * (matrices + vectors + 12) + 4 * (matrices + 1024 * 4))
     if layout.startswith("fsdp"):
-        sent = share * 2 * collected * matrices / size  # each rank holds so much of them
+        sent = share * 2 * collected * matrices / size  # each rank holds this much of them
     elif layout == "experts":
         model, sent = [("muon", (6, 12, 8)), ("muon", (5, 8, 24))], 0
     facts = 2 * share * 4 * (1 + len(model))  # not finite; whether each parameter has a gradient

@@ -23,7 +23,7 @@ SHAPES = [(24, 24), (48, 24), (24, 48), (24, 100), (130, 24), (3, 24, 40), (2, 2
 
 
 def matrix(shape, condition, seed=0):
-    """Singular values from 1 down to 1/condition, in a geometric row; returns U, s, Vh too."""
+    """Singular values from 1 down to 1/condition, in a geometric series; returns U, s, Vh too."""
     g = torch.Generator().manual_seed(seed)
     U, _, Vh = torch.linalg.svd(torch.randn(shape, generator=g, dtype=torch.float64), full_matrices=False)
     s = torch.logspace(
@@ -40,7 +40,7 @@ def image(s, steps):
 
 @pytest.mark.parametrize("name", COEFFICIENTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_singular_value_takes_its_image_and_the_vectors_stay(name, shape):
+def test_singular_values_follow_the_polynomial_and_the_vectors_stay(name, shape):
     for condition in (1, 1e2, 1e4, 1e6):
         G, U, s, Vh = matrix(shape, condition)
         norm = s.square().sum().sqrt()
@@ -56,7 +56,7 @@ def test_every_singular_value_takes_its_image_and_the_vectors_stay(name, shape):
 
 @pytest.mark.parametrize("shape", [(513, 560), (560, 513), (513, 513)], ids=str)
 def test_one_large_matrix(shape):
-    """Whose Gram matrix is made of strips on a CPU."""
+    """A CPU computes its Gram matrix in strips."""
     G, U, s, Vh = matrix(shape, 1e3)
     expected = U @ torch.diag(image(s / (1.02 * s.norm() + 1e-6), COEFFICIENTS["polar_express"])) @ Vh
     torch.testing.assert_close(orthogonalize(G, gram=False), expected, rtol=0, atol=1e-10)
@@ -110,7 +110,7 @@ def test_bf16_on_a_cpu_is_the_plain_form_up_to_its_rounding(shape):
 @pytest.mark.parametrize(
     "shape, gram", [((32, 32), False), ((32, 128), True), ((32, 128), False), ((64, 32), True)]
 )
-def test_five_steps_make_the_products_that_each_form_needs(shape, gram):
+def test_five_steps_compute_the_products_that_each_form_needs(shape, gram):
     with FlopCounterMode(display=False) as counter:
         orthogonalize(torch.randn(shape), gram=gram)
     r = max(shape) / 32
@@ -136,7 +136,7 @@ def test_dtypes_and_degenerate_matrices():
         assert orthogonalize(torch.zeros(3, 8, 20), name).eq(0).all()
     for size in (1e-20, 1e-8, 1e15):  # the norm of tiny and huge matrices neither vanishes nor overflows
         assert orthogonalize(G.float() * size, "simple").isfinite().all()
-    for shape in (0, 5), (5, 0), (0, 3, 5), (2, 0, 5):  # as in the pieces of a rank that has none
+    for shape in (0, 5), (5, 0), (0, 3, 5), (2, 0, 5):  # like the pieces of a rank without any
         assert orthogonalize(torch.zeros(shape)).shape == shape
     for no_matrix in (torch.zeros(5), torch.zeros(3, 4, dtype=torch.complex64)):
         with pytest.raises(ValueError, match="takes real matrices, not torch.* of shape"):

@@ -1,5 +1,5 @@
-"""Models in pieces: FSDP2, tensor parallelism and both train what one process trains, and move between each
-other.
+"""Models in pieces: FSDP2, tensor parallelism and both train the same as one process, and checkpoints move
+between them.
 """
 
 import json
@@ -19,7 +19,7 @@ from tests.reference import distance
 from tests.training import QUIET, Ranks, losses
 from tests.worlds import run_world
 
-# On 4 ranks rows of the embeddings and of most matrices are uneven, and ranks have no row of the gates
+# On 4 ranks the rows of embeddings and most matrices are uneven, and some ranks have no row of the gates
 UNEVEN = GPTConfig(vocab_size=67, seq_len=32, depth=3, width=18, heads=3, kv_heads=3)
 HEADS = GPTConfig(vocab_size=67, seq_len=32, depth=3, width=16, heads=4, kv_heads=2)
 # data parallel, tensor parallel, fsdp
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("environment")  # eager, as in the worlds
 
 
 def batch(step, rank=0, ranks=1):
-    """This rank's rows of a step. Enough tokens that no hidden unit is all but dead: dividing by the second
-    moment would raise the rounding of its gradient 1e5 times.
+    """This rank's rows of a step. Enough tokens that no hidden unit is nearly dead: dividing by the second
+    moment would amplify the rounding of its gradient 1e5 times.
     """
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(67, (8, 33), generator=generator).chunk(ranks)[rank]
@@ -137,7 +137,7 @@ def train(base, run, layout, *options):
 
 
 def test_base_train_in_every_layout_is_the_run_of_one_process(base):
-    """With evaluation, export and samples. Rounded gradients change all losses but the first."""
+    """With evaluation, export and samples. Rounded gradients change all losses except the first."""
     for run in LAYOUTS:
         train(base, run, run)
     expected, in_bf16 = losses(base, "one"), losses(base, "rounded")
@@ -147,7 +147,7 @@ def test_base_train_in_every_layout_is_the_run_of_one_process(base):
         assert losses(base, run) == pytest.approx(expected, abs=1e-4), run
         assert summaries[run]["val_bpb"] == pytest.approx(summaries["one"]["val_bpb"], abs=2e-4)
     # A mean of two gradients is off by up to 2^-8 of them: each is rounded by 2^-9, and their sum once more.
-    # What the updates gain is off by no larger a part, since the errors of elements add up to nothing
+    # The gain of the updates is off by no larger a fraction, since the errors of elements average out
     two = losses(base, "two")
     assert in_bf16[0] == two[0] and in_bf16[1:] != two[1:]
     assert in_bf16 == pytest.approx(two, abs=2**-8 * (two[0] - two[11]))

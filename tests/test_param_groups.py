@@ -47,7 +47,7 @@ BLOCKS = ["blocks.0.0.weight", "blocks.0.2.weight", "blocks.1.0.weight", "blocks
 
 def kinds(model, **options):
     groups = build_param_groups(model, muon=MUON, adamw=ADAMW, **options)
-    MuonAdamW(groups)  # what is built is what the optimizer takes
+    MuonAdamW(groups)  # the optimizer takes them
     return {name: group["kind"] for group in groups for name in group["names"]}
 
 
@@ -89,8 +89,8 @@ T5 = dict(vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
 MAMBA = dict(vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=2, **SPECIAL_TOKENS)
 VIT = {key: value for key, value in TEXT.items() if key != "vocab_size"}
 VIT |= dict(image_size=8, patch_size=4, num_labels=3)
-# A function, or a model's class in `transformers`, that of its configuration, and its arguments; and what
-# AdamW trains of the parameters with 2 or more dimensions
+# How to build a model: a function, or its class in `transformers`, that of its configuration and arguments;
+# and the parameters with 2 or more dimensions that AdamW trains
 WHOLE_MODELS = {
     "GPT-2": (("GPT2LMHeadModel", "GPT2Config", GPT2), "transformer.wte transformer.wpe"),
     "Llama": (("LlamaForCausalLM", "LlamaConfig", LLAMA), "model.embed_tokens lm_head"),
@@ -121,8 +121,8 @@ WHOLE_MODELS = {
 
 
 @pytest.mark.parametrize("name", WHOLE_MODELS)
-def test_models_of_other_libraries(name, monkeypatch):
-    """AdamW trains embeddings, heads and what is no matrix, Muon the rest; one step trains all of it."""
+def test_models_of_other_libraries_are_divided_and_trained(name, monkeypatch):
+    """AdamW trains embeddings, heads and non-matrices, Muon the rest; one step trains all of them."""
     monkeypatch.setenv("NANOMUON_COMPILE", "0")
     torch.manual_seed(0)
     how, of_adamw = WHOLE_MODELS[name]
@@ -162,7 +162,7 @@ def test_our_own_model():
 
 
 def test_names_that_are_never_muons():
-    """Those of embeddings and heads that are no modules of torch's own, and of what is no matrix."""
+    """Names of embeddings and heads outside torch's own modules, and of parameters that are no matrices."""
     shapes = {
         "model.embed_tokens.weight": (50, 8),
         "tok_embeddings.weight": (50, 8),
@@ -242,7 +242,7 @@ def test_heads_are_found_wherever_they_are(children):
     assert muon_names(model) == BLOCKS
     for module in model.children():
         if isinstance(module, nn.Linear):
-            module.requires_grad_(False)  # it counts for the rule
+            module.requires_grad_(False)  # still counts for the rule
     assert muon_names(model) == BLOCKS
 
 
@@ -279,7 +279,7 @@ def test_shapes_and_the_table_that_says_why():
     model.magnitudes = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
     directions = "magnitudes.parametrizations.weight.original1"
     assert muon_names(model) == ["experts", "gray.weight", "grouped.weight", directions]
-    # The leading dimension of what an expert key names counts matrices, or vectors
+    # The leading dimension of a parameter that an expert key names counts matrices, or vectors
     of_experts = muon_names(model, expert_keys=["positions", "experts_bias"])
     assert of_experts[:2] == ["positions", "experts"] and "experts_bias" not in of_experts
     rows = rows_of(model)

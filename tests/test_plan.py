@@ -42,7 +42,7 @@ def test_the_length_follows_from_the_depth_or_from_a_compute_budget():
     assert (paid.batch, paid.steps) == (given.batch, given.steps)
     step = given.batch * model.estimate_flops()  # FLOPs
     assert planned(f"--depth 2 --target-flops {7.999 * step} --total-batch-size {given.batch}").steps == 7
-    # nor do the tokens follow from the rows that fit
+    # The tokens do not depend on the rows that fit
     eight = Runtime(torch.device("cuda"), torch.bfloat16, 0, 8)
     assert len({planned("--depth 12", eight, rows).tokens for rows in (1, 4, 16)}) == 1
 
@@ -69,10 +69,10 @@ def test_windows_are_for_gpus_unless_asked_for():
 @pytest.mark.parametrize(
     "runtime,memory,batch,rows",
     [
-        (CUDA, 150, 64, 8),  # 16 rows take 160 bytes, and 85% of 150 are there
+        (CUDA, 150, 64, 8),  # 16 rows take 160 bytes, and 85% of 150 are available
         (CUDA, 10**6, 64, 64),
         (CUDA, 10**6, 24, 8),
-        (CUDA, 5, 64, 1),  # the least there is
+        (CUDA, 5, 64, 1),  # the minimum
         (CPU, 0, 64, 16),
         (CPU, 0, 24, 8),
         (CPU, 0, 5, 1),
@@ -83,7 +83,7 @@ def test_rows_are_those_that_fit_into_the_gpu_and_divide_the_batch(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory / 2, memory))
     flags = f"--depth 2 --max-seq-len 32 --total-batch-size {32 * batch}"
     assert planned(flags, runtime).rows == rows
-    if memory == 10**6:  # a batch that nobody has chosen follows the rows
+    if memory == 10**6:  # a batch that the user leaves open follows the rows
         assert planned("--depth 2 --max-seq-len 32", runtime).micro_steps == 1
 
 
@@ -122,7 +122,7 @@ def test_a_run_compiles_if_that_pays(monkeypatch, capsys, runtime, flags, enviro
 
 
 def test_cards_have_their_own_peaks_and_others_none(monkeypatch):
-    """By name, as PyTorch gives it: dense TFLOP/s in bf16."""
+    """By the name that PyTorch reports: dense TFLOP/s in bf16."""
     peaks = {
         "NVIDIA H100 80GB HBM3": 989e12,
         "NVIDIA H100 PCIe": 756e12,

@@ -14,7 +14,7 @@ from tests.worlds import run_world
 
 
 def largest_logits(q, k, window=None):
-    """(H,), of q (B, T, H, D) and k (B, T, Hkv, D)."""
+    """(H,), for q (B, T, H, D) and k (B, T, Hkv, D)."""
     k = k.repeat_interleave(q.size(2) // k.size(2), dim=2)
     logits = torch.einsum("bihd,bjhd->hbij", q, k) / q.size(3) ** 0.5
     i, j = torch.arange(q.size(1))[:, None], torch.arange(q.size(1))
@@ -46,7 +46,7 @@ def test_clipping_brings_every_head_to_tau(alpha):
 
     before, expected_q, expected_k = found(), wq.clone(), wk.clone()
     tau = before.sort().values[2].item() + 0.01  # three heads below, three above
-    clip_qk_(wq, wk, torch.full((6,), torch.nan), tau, alpha)  # what is not finite scales nothing
+    clip_qk_(wq, wk, torch.full((6,), torch.nan), tau, alpha)  # a maximum that is not finite scales nothing
     clip_qk_(wq, wk, before, tau, alpha)
     assert (found() <= tau * (1 + 1e-6)).all()
     eta = (tau / before).clamp(max=1)

@@ -20,7 +20,7 @@ KEPT = Path(__file__).parent.parent / "docs/races"
 
 
 class Inline:
-    """A pool that works in this process, and counts."""
+    """A pool that works in this process and records its calls."""
 
     submitted = []
     stop_after = math.inf
@@ -120,7 +120,7 @@ def test_a_file_is_a_contender_by_its_code_and_its_hyperparameters(lab, tmp_path
     assert lab("--contenders", str(file), "--seeds", "1") == 1
 
 
-def test_a_contender_that_diverges_is_said_to(lab, tmp_path, capsys):
+def test_a_contender_that_diverges_is_reported(lab, tmp_path, capsys):
     file = tmp_path / "own.py"
     file.write_text(OWN)
     lab("--contenders", "adamw", f"{file}:lr=1e30", "--seeds", "2")
@@ -154,7 +154,7 @@ def build_optimizer(model, *, lr=0.01):
     assert all(part == pytest.approx(letters, rel=1e-4) for _, part, _ in run["curve"]), "zeros never learn"
 
 
-def test_a_sweep_gives_each_contender_its_best_trial(lab, tmp_path, capsys):
+def test_a_sweep_finds_the_best_trial_of_each_contender(lab, tmp_path, capsys):
     trained = lab("--contenders", "adamw:lr_scale=0.01", "muon", "--sweep", "4", "--seeds", "2")
     assert trained == 2 * (5 + 2 + 1) + 4
     out = capsys.readouterr().out
@@ -205,7 +205,7 @@ def test_presets_stay_as_they_are():
         ("adamw:foo", "'foo' is not key=value"),
     ],
 )
-def test_what_is_no_contender_is_named(contender, message):
+def test_an_impossible_contender_is_named(contender, message):
     with pytest.raises(InputError, match=message):
         Contender(contender)
 

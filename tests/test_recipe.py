@@ -1,4 +1,4 @@
-"""The recipe and the files that may stand in its place."""
+"""The recipe, and users' files that replace it."""
 
 import functools
 import itertools
@@ -35,7 +35,7 @@ def by_first_name(groups):
 
 
 def test_keywords_are_the_flags_and_reach_their_groups():
-    """At width 128 the rates of AdamW are sqrt(6) of those of 768."""
+    """At width 128 the rates of AdamW are sqrt(6) times those at 768."""
     rates = dict(matrix_lr=0.125, embedding_lr=0.25, unembedding_lr=0.5, scalar_lr=2.0, weight_decay=0.75)
     found = by_first_name(recipe.param_groups(model(), **rates))
     assert found["wte.weight"] == (pytest.approx(0.25 * 6**0.5), 0)
@@ -64,7 +64,7 @@ def test_the_rule_of_batch_and_horizon_is_right_where_it_was_measured_and_publis
     assert rate == pytest.approx(0.04, rel=0.05)
     assert of_muon(2**15, 2289) == of_muon(4096, 2289)
     for batch, steps in ((512, 100), (4096, 300), (2**15, 5_000), (2**21, 50_000)):
-        rate, decay = of_muon(batch, steps)  # what a run decays by in all is the same
+        rate, decay = of_muon(batch, steps)  # the total decay of a run is the same
         assert rate * decay * steps == pytest.approx(0.02 * 0.2 * 2**-19 * 1.2e9)
 
 
@@ -118,7 +118,7 @@ def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, tmp_path
     assert multipliers == [1.0, 0.5, pytest.approx(1 / 3)]
 
 
-def test_what_a_file_imports_from_here_is_not_its_own(tmp_path):
+def test_functions_that_a_file_imports_from_the_recipe_are_not_its_own(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("from nanomuon.recipe import param_groups, schedule\ndef build_optimizer(model): ...")
     build, own_schedule = recipe.load_recipe(file)
@@ -134,7 +134,7 @@ def test_what_a_file_imports_from_here_is_not_its_own(tmp_path):
         ("def param_groups(model, steps): return steps and [dict(kind='adamw')]", "no optimizer was built"),
     ],
 )
-def test_a_file_that_is_no_recipe(text, message, tmp_path):
+def test_a_file_that_is_no_recipe_is_refused(text, message, tmp_path):
     (tmp_path / "file.py").write_text(text)
     with pytest.raises(InputError, match=message):
         build, _ = recipe.load_recipe(tmp_path / "file.py")

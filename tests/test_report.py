@@ -1,4 +1,4 @@
-"""What a run leaves for people: rows that survive kills, a picture, a report that says what happened."""
+"""The results of a run: rows that survive kills, a picture, a report that says what happened."""
 
 import math
 
@@ -21,7 +21,7 @@ def write_run(folder):
 
 def test_a_row_is_on_disk_when_log_returns(tmp_path):
     log = report.MetricsLog(tmp_path)
-    log.log({"step": 1, "train_loss": math.nan})  # which JSON does not have
+    log.log({"step": 1, "train_loss": math.nan})  # which JSON lacks
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train_loss": null}\n'
 
 
@@ -32,7 +32,7 @@ def test_resuming_leaves_each_step_once(tmp_path):
         log.log({"step": step, "train_loss": 1})
         log.log({"step": step, "val_bpb": 1})
     log.file.write(b'{"step": 6, "tra')  # and here it was killed
-    log = report.MetricsLog(path.parent, resume_step=3)  # whose evaluation is made again
+    log = report.MetricsLog(path.parent, resume_step=3)  # whose evaluation is repeated
     log.log({"step": 3, "val_bpb": 2})
     log.log({"step": 4, "train_loss": 2})
     training, evaluation = report.read_metrics(path)
@@ -41,7 +41,7 @@ def test_resuming_leaves_each_step_once(tmp_path):
 
 
 def test_a_line_joins_evaluations_of_the_same_text_only(tmp_path, monkeypatch):
-    """All of the set may be harder than its beginning: joined, the run would seem to diverge at its end."""
+    """The whole set may be harder than its first part: joined, the run would seem to diverge at its end."""
     from matplotlib.figure import Figure
 
     figures = []
@@ -53,7 +53,7 @@ def test_a_line_joins_evaluations_of_the_same_text_only(tmp_path, monkeypatch):
 
 
 def test_the_report_says_what_happened(tmp_path):
-    run_dir = tmp_path / "my-run-a$^$b"  # no formula
+    run_dir = tmp_path / "my-run-a$^$b"  # not to be drawn as a formula
     write_run(run_dir)
     core = {"core": 0.5, "mean_centered": 0.5, "tasks": {"easy": {"accuracy": 0.75}}}
     report.write_report(run_dir, {"val_bpb": 1.234}, ["def f():\n    return 1", "```\nfenced"], core)

@@ -187,7 +187,7 @@ def test_nan_on_one_rank_skips_the_step_on_all(base, name, build):
     assert [row["skipped_steps"] for row in rows(base, run)[:-1]] == [0] * 4 + [1] * 2 + [2] * 2
     assert [step for step, loss in enumerate(losses(base, run)) if loss is None][0] == 4
     assert ranks.output().count("not finite: no update (1 in a row)") == 2
-    # No checkpoint is made of steps without an update, which change nothing
+    # Steps without an update change nothing and are not saved
     assert checkpoint.saved_steps(base / "runs" / run) == [1, 2, 3, 4, 6, 8]
     for part in (base / "runs" / run / "checkpoints" / "step_8").glob("*.safetensors"):
         assert all(value.isfinite().all() for value in load_file(part).values())
@@ -233,8 +233,8 @@ def test_training_goes_on_if_a_save_finds_no_room(base, monkeypatch, capsys):
     assert checkpoint.saved_steps(run_dir) == [8, 12]
 
 
-def test_where_the_shards_end_what_was_trained_is_saved(base, monkeypatch, capsys):
-    """Half through a step, as after the death of data_prep; the run goes on where that step begins."""
+def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys):
+    """In the middle of a step, as if data_prep had died; the run goes on from the beginning of that step."""
     few_steps = ["--total-batch-size", "8192", "--device-batch-size", "64", *QUIET]
     assert base_train.main(arguments(base, "all-shards", 8, *few_steps)) == 0
     with monkeypatch.context() as patched:
@@ -252,10 +252,10 @@ def test_where_the_shards_end_what_was_trained_is_saved(base, monkeypatch, capsy
 def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
     assert base_train.main(arguments(base, "options", 10, "--matrix-lr", "0.01", *QUIET)) == 0
     for flags, said, far in (
-        ("", "run options is complete", 10),  # all as it was
+        ("", "run options is complete", 10),  # nothing changed
         ("--num-iterations 6", "run options is complete", 10),
         ("--num-iterations 20 --keep-last 3", "resuming run options at step 10\n", 20),
-        ("--resume step_10", "resuming run options at step 10\n", 20),  # back in time, though complete
+        ("--resume step_10", "resuming run options at step 10\n", 20),  # back in time, although complete
         ("--target-param-data-ratio 0.006", "run options is complete", 20),  # fewer steps
     ):
         capsys.readouterr()
@@ -272,7 +272,7 @@ def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
     assert len(losses(base, "options")) == 20
 
 
-def test_what_defines_a_run_cannot_change(base, monkeypatch, tmp_path):
+def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
     monkeypatch.setattr(Run, "finish", lambda run: 0)
     write_corpus(tmp_path / "texts")
     settings = base / "runs" / "defined" / "settings.json"
@@ -318,5 +318,5 @@ def test_an_optimizer_file_runs_only_when_it_is_named(base, tmp_path, capsys):
     with pytest.raises(InputError, match=f"mine.py of SHA-256 {digest}, not .*: --resume never"):
         train(4, flag, file)
     assert ran.read_text() == "x"
-    (tmp_path / "moved.py").write_text(text)  # the text counts, not its name
+    (tmp_path / "moved.py").write_text(text)  # the text counts, not the name
     assert train(4, flag, str(tmp_path / "moved.py")) == 0

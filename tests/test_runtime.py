@@ -1,4 +1,4 @@
-"""The device and its dtype, ranks that wait for one, whole files, JSON of a known form."""
+"""The device and its dtype, ranks that wait for the first, whole files, JSON of a known form."""
 
 import os
 import re
@@ -33,13 +33,13 @@ def gpu(tmp_path, monkeypatch):
 
 
 @without_gpu
-def test_a_gpu_that_torch_cannot_use_ends_it_with_what_helps(gpu, tmp_path):
+def test_a_gpu_that_torch_cannot_use_is_one_line_with_advice(gpu, tmp_path):
     versions = f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}"
     with pytest.raises(
         InputError, match=f"^this machine has a GPU, but {re.escape(versions)}, cannot use it"
     ):
         runtime.start()
-    # So does the speedrun, whose Python looks for the file elsewhere
+    # The speedrun says the same; its Python looks for the file elsewhere
     (tmp_path / "sitecustomize.py").write_text("import glob; glob.glob = lambda files: ['/dev/nvidia0']")
     environment = {**os.environ, "NANOMUON_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
     command = ["bash", "speedrun.sh", "--plan"]
@@ -51,7 +51,7 @@ def test_a_gpu_that_torch_cannot_use_ends_it_with_what_helps(gpu, tmp_path):
 
 @without_gpu
 @pytest.mark.parametrize("name,value", [("NANOMUON_DEVICE", "cpu"), ("CUDA_VISIBLE_DEVICES", "")])
-def test_who_asks_for_the_cpu_gets_it(gpu, monkeypatch, name, value):
+def test_the_cpu_is_used_if_it_is_asked_for(gpu, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     assert runtime.start().device.type == "cpu"
     monkeypatch.setenv("NANOMUON_DEVICE", "gpu")
@@ -60,7 +60,7 @@ def test_who_asks_for_the_cpu_gets_it(gpu, monkeypatch, name, value):
 
 
 @without_gpu
-def test_more_processes_than_gpus(gpu, monkeypatch):
+def test_more_processes_than_gpus_are_refused(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
@@ -68,7 +68,7 @@ def test_more_processes_than_gpus(gpu, monkeypatch):
         runtime.start()
 
 
-def test_bf16_is_the_dtype_of_a_device_that_has_instructions_for_it(monkeypatch):
+def test_the_dtype_is_bf16_if_the_device_has_instructions_for_it(monkeypatch):
     monkeypatch.setenv("NANOMUON_DEVICE", "cpu")
     for has, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: {"avx512_bf16": has})
@@ -82,7 +82,7 @@ def test_bf16_is_the_dtype_of_a_device_that_has_instructions_for_it(monkeypatch)
 
 
 def patience(group):
-    """(what each rank found, how long ranks wait for the first one)"""
+    """(what this rank found, how long it waits for the first one)"""
     new_group, waits = dist.new_group, []
 
     def noted(timeout, **options):

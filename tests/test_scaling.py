@@ -32,11 +32,11 @@ def test_the_law_of_made_up_runs_is_found():
     assert found == pytest.approx(LAW, rel=0.05)
     for run in runs:
         assert scaling.law_loss(found, run.parameters, run.tokens) == pytest.approx(run.loss, rel=1e-4)
-    assert scaling.fit(runs[:6]) is None, "two depths tell nothing of the third constant"
+    assert scaling.fit(runs[:6]) is None, "six runs of two depths are too few"
 
 
 class MadeUp:
-    """In place of subprocess.Popen: a base_train that ends at once, with the loss of the law."""
+    """Instead of subprocess.Popen: a base_train that ends at once, with the loss of the law."""
 
     started = []
     code = 0
@@ -93,7 +93,7 @@ def test_a_family_is_interrupted_enlarged_and_asked(family, tmp_path, capsys, mo
     assert "| 3     |" in (tmp_path / "scaling/family/scaling.md").read_text()
 
 
-def test_a_run_that_fails_is_named_with_its_last_words(family, monkeypatch):
+def test_a_run_that_fails_is_named_with_its_error(family, monkeypatch):
     monkeypatch.setattr(MadeUp, "code", 2)
     with pytest.raises(InputError, match="^run family-d1-t250000: no such luck"):
         family("--depths", "1", "--tokens", "250e3")

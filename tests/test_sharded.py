@@ -1,4 +1,4 @@
-"""Parameters in pieces: PyTorch's engines, the pipeline of FSDP2, and what has no transport."""
+"""Parameters in pieces (sharded.py, tensor_parallel.py): PyTorch's engines, FSDP2's pipeline, refusals."""
 
 import functools
 import os
@@ -34,7 +34,7 @@ from tests.worlds import run_world
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    """As in the worlds, which do not compile."""
+    """Like the worlds, which do not compile."""
     monkeypatch.setenv("NANOMUON_COMPILE", "0")
 
 
@@ -60,7 +60,7 @@ class Net(nn.Module):
 
 
 def train_net(net, optimizer, shards=1, rank=0):
-    """Ten steps on 12 rows, of which this data-parallel rank has every shards-th."""
+    """Ten steps on 12 rows; this data-parallel rank has every shards-th."""
     for step in range(10):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(11, (12,), generator=generator)
@@ -128,7 +128,7 @@ def placed_otherwise(group, layout):
     return run.result()
 
 
-def test_gradients_that_are_placed_otherwise():
+def test_gradients_with_other_placements_than_their_parameters():
     for result in run_layout("tp-rows-uneven", placed_otherwise):
         assert_close(result, expected(FUSED, 3), 1e-11)
 
@@ -147,7 +147,7 @@ def watched_direction(U, kept, ok, square_weight):
 
 
 def watched(group, layout, matrices_of_an_owner):
-    """How many transfers are in flight at each compute of a step, how many at most, and the parameters."""
+    """How many transfers are in flight at each compute of a step, the most at once, and the parameters."""
     transfer = dist.all_to_all_single
 
     def launch(*args, **options):
@@ -202,7 +202,7 @@ def compiled(group, layout, mode):
         return trained(group, layout, 2, FUSED, torch.float32, None, options)
 
 
-def test_compiled():
+def test_compiled_steps_follow_the_formulas():
     split = ("qkv", (8, 4, 4))
     parts = [[r for r in range(48) if r % 16 in part] for part in (range(8), range(8, 12), range(12, 16))]
     exact = expected(FUSED, 2, parts, torch.float32, split=split)
@@ -233,7 +233,7 @@ def refused(group):
     return errors
 
 
-def test_what_has_no_transport_is_refused_by_name():
+def test_layouts_without_a_transport_are_refused_by_name():
     for errors in run_world(4, refused):
         for error, part in zip(errors, [*[case[-1] for case in REFUSED], "DistMuonAdamW"], strict=True):
             assert error.startswith("w") and part in error
@@ -250,7 +250,7 @@ def test_what_has_no_transport_is_refused_by_name():
         ((24, 12), 2, dict(), "duplicated"),
         ((24, 12), 1, dict(tensor_parallel="duplicated"), "duplicated"),
         ((24, 12), 1, dict(direction=len), "duplicated"),
-        ((24, 12), 1, dict(split=2), "duplicated"),  # a rank's rows are not the parts'
+        ((24, 12), 1, dict(split=2), "duplicated"),  # a rank's rows are not those of a part
         ((24, 12), 2, dict(split=2), "distributed"),  # two wide matrices
         ((24, 9), 2, dict(split=("qkv", (4, 2, 2))), "duplicated"),  # the queries have 12 rows
         ((24, 13), 2, dict(split=("qkv", (4, 2, 2))), "distributed"),

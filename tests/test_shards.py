@@ -1,4 +1,4 @@
-"""Token shards: the same however often they are stopped, and never half of one."""
+"""Token shards: the same however often writing is interrupted, and never half of one."""
 
 import contextlib
 import errno
@@ -59,7 +59,7 @@ def test_every_document_is_in_its_place(corpus, monkeypatch):
     assert len(manifest.train) > 5
 
 
-def test_own_tokenizer_and_quick_second_call(corpus, monkeypatch):
+def test_a_corpus_gets_its_own_tokenizer_and_a_second_call_does_nothing(corpus, monkeypatch):
     shards.tokenizer_folder(corpus, 300).mkdir(parents=True)  # by a process that was killed
     folder = prepare(corpus, 300)
     trained = Tokenizer.train([text for text in TEXTS if not is_validation(text)], 300)
@@ -69,7 +69,7 @@ def test_own_tokenizer_and_quick_second_call(corpus, monkeypatch):
     assert prepare(corpus, 300) == prepare(corpus, 300, max_tokens=7) == folder
 
 
-def test_no_space_left(corpus, tmp_path, monkeypatch):
+def test_a_full_disk_loses_nothing(corpus, tmp_path, monkeypatch):
     """A disk that is full at every fifth file: the next call carries on."""
     whole = contents(prepared(corpus))
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "other"))
@@ -123,7 +123,7 @@ def test_training_waits_for_the_first_window(corpus, monkeypatch):
         assert shards.prepare_for_training(corpus, 300) == folder and len(read_manifest(folder).train) == 2
 
 
-def test_large_vocabulary_takes_four_bytes(corpus):
+def test_a_large_vocabulary_takes_four_bytes_per_token(corpus):
     large = Tokenizer(
         [*TOKENIZER.vocab, *(b"\xff%d" % i for i in range((1 << 16) - TOKENIZER.vocab_size + 1))]
     )
@@ -132,7 +132,7 @@ def test_large_vocabulary_takes_four_bytes(corpus):
     assert (small.dtype, wide.dtype) == ("uint16", "uint32") and np.array_equal(small, wide)
 
 
-def test_commands(corpus, capsys):
+def test_data_prep_and_tok_train_print_their_figures(corpus, capsys):
     arguments = ["--corpus", corpus.name, "--vocab-size", "300"]
     data_prep.main(arguments)
     tok_train.main(arguments)

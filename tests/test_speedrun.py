@@ -43,7 +43,7 @@ esac
 
 
 def speedrun(folder, *flags, **keywords):
-    """(exit code, what it has said on stderr, its commands by kind, the environment of the training)."""
+    """(exit code, stderr, {kind: command that it started}, the environment of the training)."""
     python = folder / "python"
     python.write_text(ON_EIGHT_GPUS)
     python.chmod(0o755)
@@ -54,7 +54,7 @@ def speedrun(folder, *flags, **keywords):
     return result.returncode, result.stderr, commands, (folder / "environment").read_text()
 
 
-def test_a_node_of_gpus(tmp_path, monkeypatch):
+def test_a_node_of_gpus_trains_under_torchrun_while_data_is_prepared(tmp_path, monkeypatch):
     for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"):
         monkeypatch.delenv(name, raising=False)
     code, errors, commands, environment = speedrun(tmp_path, "--matrix-lr", "0.03")
@@ -65,7 +65,7 @@ def test_a_node_of_gpus(tmp_path, monkeypatch):
     assert commands["data"].endswith("--corpus hf:karpathy/climbmix-400b-shuffle --max-tokens 1000")
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300\n" in environment  # seconds to write a checkpoint
     assert "PET_SIGNALS_TO_HANDLE" not in environment
-    # What the training has waited for in vain
+    # Why the training has waited in vain
     assert code == 1 and errors.splitlines()[-1] == "data_prep has failed: error: no room"
 
 
@@ -75,8 +75,8 @@ def test_under_nohup_torchrun_does_not_end_with_the_terminal(tmp_path):
 
 
 @pytest.mark.parametrize("version,code", [("2.10.1+cu126", 2), ("2.11.0+cu126", 0), ("3.0.0a0+git12", 0)])
-def test_an_interpreter_with_any_pytorch_from_2_11_on(tmp_path, version, code):
-    """A stand-in for its torch: what pip wrote about it."""
+def test_an_interpreter_with_any_pytorch_from_2_11_on_is_accepted(tmp_path, version, code):
+    """The metadata that pip writes stands in for its torch."""
     about = tmp_path / f"torch-{version}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
@@ -130,7 +130,7 @@ def test_a_speedrun_that_is_killed_and_stopped_finishes_and_then_skips_everythin
         process, before = subprocess.Popen(command, start_new_session=True, **keywords), trained()
         wait_until(lambda before=before: trained() > before + 20, lambda p=process: p.poll() is None, 300)
         if number == signal.SIGTERM:
-            process.terminate()  # bash alone: it hands that on
+            process.terminate()  # bash alone, which passes it on
         else:
             os.killpg(process.pid, number)  # as a terminal does
         output, _ = process.communicate(timeout=60)

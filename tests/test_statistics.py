@@ -19,7 +19,7 @@ from scripts.laboratory.statistics import (
 
 RACES = 2000
 
-# Races as they are here: a seed moves all scores by 0.004, and each of 12 contenders by its own deviation
+# Races like ours: a seed moves all scores by 0.004, and each of 12 contenders by its own deviation
 OWN = 0.003
 EQUAL = np.zeros(12)
 SPREAD = np.linspace(0, 0.05, 12)
@@ -51,7 +51,7 @@ def test_students_sleep_data():
 
 
 @pytest.mark.parametrize("difference", [0.0, -0.02])
-def test_the_interval_holds_the_true_difference_in_95_races_of_100(difference):
+def test_the_interval_contains_the_true_difference_in_95_of_100_races(difference):
     """And equal contenders are called different in the other 5; both within three standard errors."""
     rng = np.random.default_rng(0)
     races = [simulate_race(rng, np.array([difference, 0]), ALIKE[:2], 5).tolist() for _ in range(RACES)]
@@ -62,8 +62,8 @@ def test_the_interval_holds_the_true_difference_in_95_races_of_100(difference):
         assert abs(np.mean(alarms) - 0.05) < 0.015
 
 
-def test_contenders_that_lack_seeds_or_diverged():
-    """Exact where there is no noise: a contender that ran the easy seed alone is not the best for it."""
+def test_contenders_that_lack_seeds_or_diverged_are_compared_fairly():
+    """Exact without noise: a contender that ran only the easy seed is not the best for it."""
     effects = {"a": 1.0, "b": 2.0, "c": 4.0}
     luck = {0: -0.5, 1: 0.0, 2: 0.8}
     scores = {}
@@ -96,7 +96,7 @@ def called_different(table):
 
 @pytest.mark.parametrize("seeds", [2, 5])
 @pytest.mark.parametrize("deviations", [ALIKE, ONE_WILD[::-1], ALIKE[:2]])
-def test_many_equal_contenders_give_no_more_false_alarms_than_one(deviations, seeds):
+def test_many_equal_contenders_cause_no_more_false_alarms_than_one(deviations, seeds):
     """5 races of 100, and three standard errors."""
     rng = np.random.default_rng(11)
     races = [simulate_race(rng, EQUAL[: len(deviations)], deviations, seeds) for _ in range(400)]
@@ -110,7 +110,7 @@ def test_many_equal_contenders_give_no_more_false_alarms_than_one(deviations, se
         (np.array([0, 0.01]), 5, 0.93),
     ],
 )
-def test_a_race_finds_what_is_there(means, seeds, share):
+def test_a_race_finds_real_differences(means, seeds, share):
     rng = np.random.default_rng(12)
     deviations = np.full(len(means), OWN)
     found = [len(called_different(simulate_race(rng, means, deviations, seeds))) for _ in range(400)]
@@ -134,8 +134,8 @@ def stop_races(means, deviations, races):
 
 
 def test_early_stop_keeps_the_best_and_saves_runs():
-    """At most 1 race of 100 may lose one that is as good as the best. Over 8,000 races: .002 of equal ones,
-    none where the means are spread, .005 where the best is the wild one.
+    """At most 1 race of 100 may lose one that is as good as the best. Over 8,000 races: .002 if all are equal,
+    none if the means are spread, .005 if the best is the wild one.
     """
     wrong, _ = stop_races(EQUAL, ALIKE, 600)
     assert wrong <= 0.01
@@ -147,7 +147,7 @@ def test_early_stop_keeps_the_best_and_saves_runs():
     assert wrong <= 0.1  # those it loses are no better than those it keeps
 
 
-def test_early_stop_of_the_diverged():
+def test_the_diverged_are_stopped_early():
     """They stop at once, say nothing about deviations, and are named once."""
     scores = {"a": [1.5, 1.501], "b": [1.502, 1.5], "worse": [1.9, 1.901]}
     assert hopeless(scores, 5) == ["worse"]

@@ -1,4 +1,4 @@
-"""What a step of the optimizer launches, counted on meta tensors of a model of depth 24: it may not grow."""
+"""What a step of the optimizer launches, counted on meta tensors of a depth-24 model: it may not grow."""
 
 import collections
 from unittest import mock
@@ -47,7 +47,7 @@ class Launches(TorchDispatchMode):
             self.inside -= is_compiled
 
     def start(self, world, received, *arguments, **options):
-        """In place of World.start."""
+        """Instead of World.start."""
         self.collectives += world.size > 1
         return optim.Transfer(received)
 

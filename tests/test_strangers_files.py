@@ -1,5 +1,5 @@
-"""Run folders that somebody else made, or that were damaged: a reader gives what is sound or one line that
-names the file, runs nothing of it, and changes nothing.
+"""Run folders that somebody else made, or that were damaged: a reader returns what is sound, or one line that
+names the file; it runs nothing and changes nothing.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def refused(command, *words):
 
 
 def contents(folder):
-    """{file: bytes}, but for locks, which say who held them last."""
+    """{file: bytes}, except locks, which say who held them last."""
     files = [file for file in folder.rglob("*") if file.is_file() and file.suffix != ".lock"]
     return {file: file.read_bytes() for file in files}
 
@@ -103,7 +103,7 @@ def test_a_damaged_file_is_one_line_and_nothing_is_overwritten(run_dir, place, d
     name_of_folder = "tokenizer" in place or damage == "gone"
     advice = "run scripts.data_prep" if "shards" in place else ""
     refused(READERS[place], str(file.parent if name_of_folder else file), advice)
-    if "val" not in place:  # which is read at the end
+    if "val" not in place:  # it is read at the end
         assert contents(base) == before
 
 
@@ -124,8 +124,8 @@ def test_garbage_in_a_field_of_the_config_is_one_line(run_dir, key, value):
     refused(write_text, str(run_dir))
 
 
-def test_a_place_that_takes_nothing_is_one_line(made, run_dir):
-    """A full disk, and a file in place of a folder."""
+def test_a_place_that_cannot_be_written_is_one_line(made, run_dir):
+    """A full disk, and a file instead of a folder."""
 
     def begin():
         base_train.main(arguments(made, "new", 2))
@@ -162,7 +162,7 @@ def test_an_absurd_value_is_refused_by_name(run_dir, file, within, key, value, s
 
 
 def test_a_run_remembers_no_flag_of_a_launch(run_dir):
-    """Else a run of somebody else's could log to the network, or choose its own folder."""
+    """Otherwise somebody else's run could log to the network, or choose its own folder."""
     options = {"wandb": True, "run": "../elsewhere", "resume": "never", "optimizer_file": "stranger.py"}
     for key, value in options.items():
         change(run_dir / "settings.json", key, value)
@@ -181,7 +181,7 @@ class Bomb:
 
 
 def test_nothing_of_a_strangers_folder_is_run(made, run_dir, tmp_path):
-    """A pickle in every file name of ours, Python files, and settings that name one."""
+    """A pickle under every file name of ours, Python files, and settings that name one."""
     ran, original = tmp_path / "ran", made / "runs" / "tiny"
     bomb, python = pickle.dumps(Bomb(ran)), f"import os; os.mkdir({str(ran)!r})\n"
     names = [file.relative_to(original) for file in original.rglob("*") if file.is_file()]

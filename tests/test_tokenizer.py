@@ -16,7 +16,7 @@ TOKENIZER = Tokenizer.train(TEXTS, 350)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 @example(f"a{BOS}{BOS}b<|endoftext|>")
 @example("\0 👩‍👩‍👧‍👦 é̂ \r\n\t \u2028")
-def test_round_trip(text):
+def test_any_text_survives_a_round_trip(text):
     ids = TOKENIZER.encode(text)
     assert TOKENIZER.decode(ids) == text
     assert TOKENIZER.token_bytes[ids].sum() == len(text.encode())
@@ -24,14 +24,14 @@ def test_round_trip(text):
 
 
 @pytest.mark.parametrize("unit", [" ", "\n", "a", "^", "\0", "ab 12\n", "😀"])
-def test_long_runs(unit):
+def test_long_runs_of_one_unit_survive(unit):
     text = unit * 1_000_000
     ids = TOKENIZER.encode_to_numpy(text)
     assert TOKENIZER.token_bytes[ids].sum() == len(text.encode()) and TOKENIZER.decode(ids) == text
     assert TOKENIZER.encode(text[:PIECE]) == TOKENIZER._bpe.encode_ordinary(text[:PIECE])
 
 
-def test_bos():
+def test_bos_is_no_text():
     assert TOKENIZER.decode([TOKENIZER.bos_id, *TOKENIZER.encode("x")]) == BOS + "x"
     assert TOKENIZER.token_bytes.dtype == "int32" and TOKENIZER.token_bytes[TOKENIZER.bos_id] == 0
 
@@ -49,7 +49,7 @@ def test_training_compresses_and_repeats():
     assert Tokenizer.train(TEXTS, largest).vocab_size == largest
 
 
-def test_file(tmp_path):
+def test_a_file_loads_again_and_a_damaged_one_is_named(tmp_path):
     TOKENIZER.save(tmp_path / "t")
     loaded = Tokenizer.load(tmp_path / "t")
     assert loaded.hash == TOKENIZER.hash and loaded.vocab == TOKENIZER.vocab

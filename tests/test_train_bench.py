@@ -41,7 +41,7 @@ import resource, torch
 from nanomuon import runtime
 runtime.keep_freed_memory()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(100):  # the heap grows by some before one fits, aligned, into what another has left
+for _ in range(100):  # the heap grows a few times until one fits, aligned, into freed memory
     torch.ones(2**22)  # 4,096 pages
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """

@@ -1,5 +1,5 @@
-"""How often a training step and an evaluation ask for a number that the device has computed: on a GPU the
-host then waits for all that was launched before. Counted in runs on the CPU, where the same lines ask.
+"""How often a training step and an evaluation read a number that the device has computed: on a GPU the host
+then waits for everything launched before. Counted in runs on the CPU, where the same lines read.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def recorded():
 
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            by_mask = function.overloadpacket in INDEXING and any(  # how many it selects has to be known
+            by_mask = function.overloadpacket in INDEXING and any(  # the size of the result has to be known
                 index is not None and index.dtype == torch.bool for index in args[1]
             )
             if by_mask or function.overloadpacket in READS:
@@ -37,7 +37,7 @@ def recorded():
             return function(*args, **(kwargs or {}))
 
     class Methods(TorchFunctionMode):
-        """Those that no operation stands for on a CPU."""
+        """Those that run no operation on a CPU."""
 
         def __torch_function__(self, function, types, args=(), kwargs=None):
             if function in (torch.Tensor.tolist, torch.Tensor.cpu):
@@ -57,7 +57,7 @@ def recorded():
         lambda x: x.expand(3)[x.expand(3) > 0],
     ],
 )
-def test_every_way_of_asking_counts_once(ask):
+def test_every_way_of_reading_counts_once(ask):
     with recorded() as events:
         ask(torch.ones(()) + 1)
     assert events == ["wait"]
@@ -68,7 +68,7 @@ def test_every_way_of_asking_counts_once(ask):
 def test_a_step_and_an_evaluation_wait_once(base, monkeypatch, options):
     read = dataloader.read_shards
 
-    def read_file(*arguments):  # safetensors makes a tensor of it and reads its size from that, on the host
+    def read_file(*arguments):  # safetensors reads a size from a tensor, on the host
         with _disable_current_modes():
             return read(*arguments)
 
@@ -77,7 +77,7 @@ def test_a_step_and_an_evaluation_wait_once(base, monkeypatch, options):
         monkeypatch.setattr(owner, name, lambda *arguments: events.append(name) or original(*arguments))
 
     monkeypatch.setattr(dataloader, "read_shards", read_file)
-    monkeypatch.setattr(Run, "finish", lambda run: 0)  # samples ask for every token
+    monkeypatch.setattr(Run, "finish", lambda run: 0)  # sampling reads every token
     note(base_train, "set_hyperparameters")  # a step begins
     note(Run, "evaluate")
     note(MetricsLog, "log")

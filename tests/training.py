@@ -19,7 +19,7 @@ SMALL = (
     "--eval-tokens 512 --dtype float32"
 ).split()
 QUIET = ("--eval-every", "-1", "--save-every", "-1")
-TIMES = ("step_ms", "tokens_per_second", "optimizer_ms")  # what differs between two runs of the same
+TIMES = ("step_ms", "tokens_per_second", "optimizer_ms")  # these differ between two equal runs
 
 
 def write_corpus(folder):
@@ -33,7 +33,7 @@ def write_corpus(folder):
 
 @contextlib.contextmanager
 def little_space(size):
-    """No file of this process can grow beyond `size` bytes: writing fails half way, as on a full disk."""
+    """No file of this process can grow beyond `size` bytes: writing fails halfway, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -47,7 +47,7 @@ def arguments(base, run, steps, *more, small=SMALL):
 
 
 def optimizer_file(folder, name, body):
-    """The flags that have an optimizer built by this body of build_optimizer(model)."""
+    """The flags for an optimizer file whose build_optimizer(model) has this body."""
     file = folder / f"{name}.py"
     file.write_text(f"import torch\ndef build_optimizer(model):\n    {body.strip()}\n")
     return "--optimizer-file", str(file)
@@ -64,8 +64,8 @@ def launch(base, run, steps, *more, processes=1):
 
 
 class Ranks:
-    """The same without torchrun and without the seconds an interpreter takes to import torch: forks of one
-    that has.
+    """The same without torchrun and without the seconds that importing torch takes: forks of a process that
+    has imported it.
 
     output() is what all ranks have printed.
     """
@@ -88,7 +88,7 @@ class Ranks:
             argv = arguments(base, run, steps, *more, small=small)
             process = FORKS.Process(target=_train, args=(environment, argv, str(self.file)), daemon=True)
             process.start()
-            atexit.register(process.kill)  # multiprocessing would ask it to end, and it would finish its step
+            atexit.register(process.kill)  # multiprocessing sends SIGTERM, and it would finish its step
             self.processes.append(process)
 
     def alive(self):
@@ -115,7 +115,7 @@ def _train(environment, argv, output):
     for descriptor in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(environment)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which runs respect
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which a run respects
     import torch
 
     from nanomuon.command import run_command
@@ -126,7 +126,7 @@ def _train(environment, argv, output):
 
 
 def rows(base, run):
-    """metrics.jsonl as far as it is whole, without the times."""
+    """The whole lines of metrics.jsonl, without the times."""
     file = base / "runs" / run / "metrics.jsonl"
     if not file.exists():
         return []

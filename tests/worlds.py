@@ -1,5 +1,5 @@
-"""Worlds of 1 to 4 gloo ranks for the tests: four processes started once and kept, a process group for each
-size.
+"""Worlds of 1 to 4 gloo ranks for the tests: four processes, started once and kept, and a process group for
+each size.
 
 def ranks(group, x):                       # a module-level function of a test file
     return x + dist.get_rank(group)
@@ -19,9 +19,9 @@ import traceback
 
 LARGEST = 4
 # Process groups, those of meshes too, live as long as their process, each with threads that wake up all the
-# time: a hundred take half of a core. With more than these the processes are started anew.
+# time: a hundred take half a core. With more than this many the processes are restarted.
 MOST_GROUPS = 24
-# In place of optim.SMALL: the parameters of tests are small, and their rows are cut all the same
+# Instead of optim.SMALL: the parameters of tests are small, and some are to be cut by rows all the same
 SMALL = 1023
 # Forks of one process that has imported what takes runs and worlds seconds
 FORKS = multiprocessing.get_context("forkserver")
@@ -55,11 +55,11 @@ def run_world(size, function, *args, timeout=120):
         ready = multiprocessing.connection.wait(pending, timeout)
         if not ready:
             for process, _ in _workers:
-                os.kill(process.pid, signal.SIGUSR1)  # prints where it is
+                os.kill(process.pid, signal.SIGUSR1)  # prints its traceback
             time.sleep(1)
             _stop()
             ranks = ", ".join(str(connections.index(connection)) for connection in pending)
-            raise TimeoutError(f"of {size} ranks {ranks} gave no answer in {timeout} s")
+            raise TimeoutError(f"ranks {ranks} of {size} did not answer in {timeout} s")
         for connection in ready:
             rank = connections.index(connection)
             try:
