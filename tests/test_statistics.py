@@ -134,7 +134,7 @@ def stop_races(means, deviations, races):
 
 
 def test_early_stop_keeps_the_best_and_saves_runs():
-    """At most 1 race of 100 may lose one that is as good as the best. Over 8,000 races: .002 if all are equal,
+    """At most 1 race of 100 may lose one that is as good as the best. Of 8,000 races: .002 if all are equal,
     none if the means are spread, .005 if the best is the wild one.
     """
     wrong, _ = stop_races(EQUAL, ALIKE, 600)
