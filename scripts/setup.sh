@@ -1,6 +1,6 @@
 # Creates the Python environment of this checkout, for speedrun.sh and tests/run.sh:
 #
-#   source scripts/setup.sh train     what a run needs: the extra of that name in pyproject.toml
+#   source scripts/setup.sh train     all that a run needs: the extra of that name in pyproject.toml
 #   source scripts/setup.sh dev       that and what the tests need
 #
 # Afterwards $PYTHON is an interpreter with all of it, in the versions of constraints.txt. It installs again only if that file

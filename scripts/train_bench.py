@@ -34,7 +34,7 @@ from scripts import base_train, optim_bench
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of base_train, of which only those of a step matter, and our own."""
+    """The flags of base_train, of which only those about a step matter, and two more."""
     parser = base_train.make_parser()
     parser.prog, parser.description = "python -m scripts.train_bench", __doc__
     parser.add_argument("--rounds", type=count, default=7, help="rounds after one to warm up (%(default)s)")

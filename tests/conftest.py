@@ -19,7 +19,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def environment(base, monkeypatch):
-    """Runs write to `base`, without compiling, on one thread a process."""
+    """Runs write to `base`, without compiling, on one thread per process."""
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(base))
     monkeypatch.setenv("NANOMUON_COMPILE", "0")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

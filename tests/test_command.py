@@ -1,4 +1,4 @@
-"""How a command ends: one line for what the user can fix, whatever the ranks; signals."""
+"""How a command ends: one line for a user's mistake, on any number of ranks; signals."""
 
 import os
 import re

@@ -25,7 +25,7 @@ FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
 # These only set options and rates of the recipe, whose tests train on ranks and in pieces
 ONLY_OPTIONS = {"aux_adamw", "muon_eq", "plain"}
 STEPS, BREAK = 4, 2
-# What happens every few steps is to happen within these
+# Bases turn every 10 steps by default: with these options they turn within STEPS
 OPTIONS = {"soap": {"every": 2}, "soap_muon": {"every": 2}}
 TOLERANCE = 1e-8
 

@@ -162,7 +162,7 @@ def test_a_corpus_smaller_than_a_step_is_refused(folder):
 
 
 def test_rows_do_not_wait_for_the_rest_of_the_corpus(folder, expected, tmp_path, monkeypatch):
-    """Shards that appear while training give the same rows as shards that were there from the start."""
+    """Shards that appear during training make the same rows as shards that existed from the start."""
     copy, whole = shutil.copytree(folder, tmp_path / "copy"), read_manifest(folder)
 
     def show(count, complete_to=None):

@@ -107,7 +107,7 @@ def test_planned_activations_of_a_tensor_parallel_rank(experts):
 
 
 def plan_rows(capsys, flags):
-    """{layout: {column: cell}} of what scripts.plan prints."""
+    """{layout: {column: cell}} of the table that scripts.plan prints."""
     plan.main(flags.split())
     header, _, *rows = [
         line.strip("| ").split("|") for line in capsys.readouterr().out.splitlines() if "|" in line

@@ -95,7 +95,7 @@ def test_one_process_becomes_two_and_two_become_three(base):
     assert losses(base, "grown") == pytest.approx(losses(base, "as-one"), abs=1e-4)
 
 
-def test_torchrun_hands_on_sigterm_and_the_same_command_completes(base, whole):
+def test_torchrun_passes_sigterm_on_and_the_same_command_completes(base, whole):
     command, note = (base, "torchrun", 100, *OPTIONS), base / "runs" / "torchrun" / "stopped"
     process = launch(*command, processes=2)
     wait_until(lambda: len(losses(base, "torchrun")) > 11, lambda: process.poll() is None)

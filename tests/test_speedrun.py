@@ -102,7 +102,7 @@ def on_this_machine(folder, *flags):
     return ["bash", "speedrun.sh", *small.split(), *flags], keywords
 
 
-def test_every_variable_counts_and_other_flags_are_handed_on(tmp_path):
+def test_every_variable_counts_and_other_flags_are_passed_on(tmp_path):
     command, keywords = on_this_machine(tmp_path, "--num-iterations", "2", "--seed=3")
     result = subprocess.run(command, **keywords)
     assert result.returncode == 0 and "more text" in result.stdout.lower(), result.stdout

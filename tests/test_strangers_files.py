@@ -1,5 +1,5 @@
-"""Run folders that somebody else made, or that were damaged: a reader returns what is sound, or one line that
-names the file; it runs nothing and changes nothing.
+"""Run folders that somebody else made, or that were damaged: a reader returns sound content, or one line
+that names the file; it runs nothing and changes nothing.
 """
 
 import contextlib

@@ -23,7 +23,7 @@ LARGEST = 4
 MOST_GROUPS = 24
 # Instead of optim.SMALL: the parameters of tests are small, and some are to be cut by rows all the same
 SMALL = 1023
-# Forks of one process that has imported what takes runs and worlds seconds
+# Forks of one process, which has done the imports that would take every run and world seconds
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [

@@ -18,7 +18,7 @@ from scripts.laboratory.tasks import digest, empty_model
 
 
 def preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr):
-    """Groups that train a model's matrices by the group `matrices`, in which alone the presets differ.
+    """Groups that train a model's matrices by the group `matrices`, the only part in which presets differ.
 
     AdamW trains the rest, with a rate for each role.
     """

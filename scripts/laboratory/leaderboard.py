@@ -17,7 +17,7 @@ were stopped early, worse than another beyond doubt; their mean is corrected for
 
 
 def write_leaderboard(kept, page):
-    """Write the page, and leaderboard_NAME.png beside it for each file NAME.jsonl of the folder `kept`."""
+    """Write the page, and leaderboard_NAME.png next to it for each file NAME.jsonl of the folder `kept`."""
     parts = [INTRODUCTION]
     files = sorted(kept.glob("*.jsonl"))
     for file in files:
@@ -31,7 +31,7 @@ def write_leaderboard(kept, page):
 def section(name, header, runs, image):
     """The Markdown of one race; its picture goes to `image`."""
     setup, results, tuning = header["setup"], {}, 0
-    latest = {}  # of a run that was repeated the later one counts
+    latest = {}  # if a run was repeated, the later one counts
     for run in runs:
         latest[run.get("stage"), run["contender"], run["steps"], run["seed"]] = run
     for run in latest.values():

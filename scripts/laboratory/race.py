@@ -254,7 +254,7 @@ class Race:
                 "a process of the race was killed, perhaps because memory ran out; fewer --jobs need less. "
                 "Finished runs are kept, and the same command goes on from there"
             ) from error
-        except BaseException:  # asked to stop: what is finished is in the file
+        except BaseException:  # asked to stop: finished runs are in the file
             for worker in multiprocessing.active_children():
                 worker.kill()
             raise

@@ -89,7 +89,7 @@ def moderated(own, own_df: int, pooled: float, pooled_df: int):
 class TwoWayFit:
     """Least-squares fit of score = contender + seed."""
 
-    means: dict[str, float]  # {contender: its mean over all seeds; of those it lacks, what the fit expects}
+    means: dict[str, float]  # {contender: its mean over all seeds; the fit fills in those it lacks}
     variance: float  # of a score about the fit, NaN if df is 0
     df: int  # residual degrees of freedom
 
