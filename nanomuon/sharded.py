@@ -300,10 +300,10 @@ class Chunk(Bank):
         self.run_kernel(muon_update, P, X, one, ok, numbers, **self.rule)
         torch._foreach_copy_(params, P.unbind())
 
-    def all_to_all(self, send, sent, received):
-        """send: flat, sent[r] elements for rank r. Its Transfer has received[r] from each rank r, flat."""
-        result, collective = send.new_empty(sum(received)), dist.all_to_all_single
-        return self.world.start(result, collective, result, send, received, sent, sent=send)
+    def all_to_all(self, send, send_sizes, receive_sizes):
+        """send: flat, send_sizes[r] elements for rank r. Its Transfer has receive_sizes[r] from each rank r, flat."""
+        result, collective = send.new_empty(sum(receive_sizes)), dist.all_to_all_single
+        return self.world.start(result, collective, result, send, receive_sizes, send_sizes, sent=send)
 
 
 class Pipeline:
