@@ -301,7 +301,7 @@ class Chunk(Bank):
         torch._foreach_copy_(params, P.unbind())
 
     def all_to_all(self, send, send_sizes, receive_sizes):
-        """send: flat, send_sizes[r] elements for rank r. The Transfer has receive_sizes[r] from each r, flat."""
+        """send: flat, send_sizes[r] elements for rank r. The Transfer brings receive_sizes[r] from each r."""
         result, collective = send.new_empty(sum(receive_sizes)), dist.all_to_all_single
         return self.world.start(result, collective, result, send, receive_sizes, send_sizes, sent=send)
 
