@@ -64,9 +64,3 @@ def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=
         if group["kind"] == "muon":
             group.update(direction=direction, beta2=None, momentum=0.0)
     return groups
-
-
-def schedule(group, step, steps):
-    values = recipe.schedule(group, step, steps)
-    values.pop("momentum", None)  # the direction has its own
-    return values

@@ -57,9 +57,7 @@ class Parameter:
     @property
     def place(self) -> str:
         """The parameters that FSDP2 gathers it with."""
-        return {"blocks": "block", "wte": "embedding", "value_embeds": "embedding"}.get(
-            self.name.split(".")[0], "root"
-        )
+        return {"blocks": "block", "wte": "embedding"}.get(self.name.split(".")[0], "root")
 
     def cut_dim(self, layout: Layout) -> int | None:
         """The dimension that tensor parallelism cuts."""
@@ -67,7 +65,7 @@ class Parameter:
             return None
         if self.module in COLUMNS:
             return 0
-        if self.module in ROWS or self.name.startswith("value_embeds"):
+        if self.module in ROWS:
             return 1
         return None
 
@@ -204,18 +202,18 @@ def activations(config: GPTConfig, tokens: int, tensor_parallel: int, compute_by
 
     Per layer and channel, 6 times the residual: running, mixed, between attention and MLP, twice normalized,
     and after the convolution. Divided by tensor parallelism: queries and keys before and after their norm,
-    values, value embeddings, the output of attention, and 2 times the 4 widths of the MLP; experts are not
-    divided and save the input and output of each expert that a token visits. After the blocks, the residual
-    and the gradient of its norm, and the gradient of the head's weight, which the forward pass computes
-    (head_loss.py). Below float32 also the weights of the blocks' products, in the lower precision.
+    values, the output of attention, and 2 times the 4 widths of the MLP; experts are not divided and save the
+    input and output of each expert that a token visits. Outside the blocks, the rows of the head that values
+    take, the last residual and the gradient of its norm, and the gradient of the head's weight, which the
+    forward pass computes (head_loss.py). Below float32 also the weights of the blocks' products, in the lower
+    precision.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    embeds = sum(map(config.has_value_embed, range(config.depth))) / config.depth
-    cut = (1 + config.qk_norm) * (queries + keys) + (1 + embeds) * keys + queries
+    cut = (1 + config.qk_norm) * (queries + keys) + keys + queries
     mlp = 8 * config.width / tensor_parallel
     if config.experts:
         mlp = (8 + 2 * config.experts_per_token) * config.width
-    channels = config.depth * (6 * config.width + cut / tensor_parallel + mlp) + 2 * config.width
+    channels = config.depth * (6 * config.width + cut / tensor_parallel + mlp) + 3 * config.width
     copies = 0
     if compute_bytes < NUMBER:
         found, groups = parameters(config)

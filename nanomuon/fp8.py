@@ -36,7 +36,7 @@ def check(runtime: Runtime, tensor_parallel: int) -> None:
 def train_in_fp8(model: GPT, emulate: bool = False) -> None:
     """Let the Linears of the blocks multiply in float8 while gradients are enabled.
 
-    Those with a side that is not a multiple of 16 do not change: most gates of value embeddings. emulate:
+    Those with a side that is not a multiple of 16 do not change: most gates of the values. emulate:
     round as a GPU would and multiply in float32, on any device.
     """
     product = training_product(emulate)

@@ -1,13 +1,12 @@
 """The model: a decoder-only transformer that knows nothing of optimizers, ranks or files.
 
 Pre-norm residual blocks with rotary positions, normalized queries and keys, parameter-free RMSNorm, a ReLU^2
-MLP, an untied head with capped logits and no biases. Two additions come from the speedrun literature
-(modded-nanogpt): learned scalars mix the running residual and the embedding into every block's input, and
-layers add a gated embedding of the token to their attention values. Two more let a token see those just
-before it: half of every key is that of the token before, so that a query finds what followed its own token
-earlier in the text, and the input of every MLP goes through a short causal convolution (Primer, arXiv
-2109.08668; Canon layers, Allen-Zhu 2025). These cost next to nothing and were the largest gains of all that
-was tried (docs/recipe.md).
+MLP, an untied head with capped logits and no biases. Learned scalars mix the running residual and the
+embedding into every block's input (modded-nanogpt). Three additions help it to continue a text as it went on
+before: half of every key comes from the previous token, so a query finds what followed its own token earlier
+in the text; to the values of attention a token adds its row of the head, gated, so that what is found can be
+copied; and the input of every MLP goes through a short causal convolution (Primer, arXiv 2109.08668; Canon
+layers, Allen-Zhu 2025). They cost next to nothing and gained most of all that was tried (docs/recipe.md).
 """
 
 from collections.abc import Callable
@@ -42,24 +41,20 @@ class GPTConfig:
     # Tiled over the layers: L sees everything, S the last quarter of a context; the last layer is L
     window_pattern: str = "L"
     qk_norm: bool = True
-    value_embed_every: int = 2  # layers from one value embedding to the next; the last layer has one
     experts: int = 0  # MLPs to choose from, 0: one for all tokens
     experts_per_token: int = 2
 
     @classmethod
     def from_depth(cls, depth: int, vocab_size: int, seq_len: int, **overrides) -> "GPTConfig":
-        """Width 64 per layer. Heads of 128 channels from width 512 on if they fill it, otherwise of 64. Value
-        embeddings in all layers below depth 8, where a few million parameters are worth their 1% of loss, and
-        in every second one from there on.
-        """
+        """Width 64 per layer. Heads of 128 channels from width 512 on if they fill it, otherwise of 64."""
         width = 64 * depth
         head_dim = 128 if width >= 512 and width % 128 == 0 else 64
         heads = width // head_dim
-        shape = dict(width=width, heads=heads, kv_heads=heads, value_embed_every=1 if depth < 8 else 2)
+        shape = dict(width=width, heads=heads, kv_heads=heads)
         return cls(vocab_size, seq_len, depth, **(shape | overrides))
 
     def __post_init__(self):
-        for field in ("vocab_size", "seq_len", "depth", "width", "heads", "kv_heads", "value_embed_every"):
+        for field in ("vocab_size", "seq_len", "depth", "width", "heads", "kv_heads"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, not {getattr(self, field)}")
         if self.width % (2 * self.heads) or self.heads % self.kv_heads:
@@ -86,9 +81,6 @@ class GPTConfig:
         if layer == self.depth - 1 or self.window_pattern[layer % len(self.window_pattern)] == "L":
             return None
         return max(1, self.seq_len // 4)
-
-    def has_value_embed(self, layer: int) -> bool:
-        return (self.depth - 1 - layer) % self.value_embed_every == 0
 
 
 def norm(x: Tensor) -> Tensor:
@@ -138,18 +130,17 @@ class Attention(nn.Module):
         self.k = Linear(config.width, config.kv_heads * config.head_dim)
         self.v = Linear(config.width, config.kv_heads * config.head_dim)
         self.o = Linear(config.heads * config.head_dim, config.width)
-        if config.has_value_embed(layer):
-            self.value_gate = Linear(min(GATE_INPUTS, config.width), config.kv_heads)
+        self.value_gate = Linear(min(GATE_INPUTS, config.width), config.kv_heads)
         # A tensor once qk_clip.watch_ asks for it
         self.register_buffer("largest_logits", None, persistent=False)
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache) -> Tensor:
+    def forward(self, x: Tensor, head_rows: Tensor, rope: tuple[Tensor, Tensor], cache) -> Tensor:
+        """head_rows (B, T, Hkv * D): see `GPT.look_up`."""
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)  # (B, T, H or Hkv, D)
         k = self.offset_half(k, cache)
-        if value_embed is not None:
-            gate = 2 * torch.sigmoid(self.value_gate(x[..., :GATE_INPUTS]))  # (B, T, Hkv), 1 at the start
-            v = v + gate[..., None] * value_embed.view(heads)
+        gate = 2 * torch.sigmoid(self.value_gate(x[..., :GATE_INPUTS]))  # (B, T, Hkv), 1 at the start
+        v = v + gate[..., None] * head_rows.view(heads)
         q, k = rotate(q, *rope), rotate(k, *rope)
         if self.qk_norm:
             q, k = norm(q), norm(k)
@@ -207,8 +198,8 @@ class Block(nn.Module):
         else:
             self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, rope: tuple[Tensor, Tensor], cache) -> Tensor:
-        x = x + self.attn(norm(x), value_embed, rope, cache)
+    def forward(self, x: Tensor, head_rows: Tensor, rope: tuple[Tensor, Tensor], cache) -> Tensor:
+        x = x + self.attn(norm(x), head_rows, rope, cache)
         return x + self.mlp(self.conv(norm(x), cache))
 
 
@@ -223,11 +214,6 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.compute_dtype = config, compute_dtype
         self.wte = nn.Embedding(config.vocab_size, config.width)
-        self.value_embeds = nn.ModuleDict()  # by layer
-        for layer in range(config.depth):
-            if config.has_value_embed(layer):
-                embed = nn.Embedding(config.vocab_size, config.kv_heads * config.head_dim)
-                self.value_embeds[str(layer)] = embed
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
         self.resid_scalars = nn.Parameter(torch.empty(config.depth))
         self.x0_scalars = nn.Parameter(torch.empty(config.depth))
@@ -253,8 +239,6 @@ class GPT(nn.Module):
             fill(param, distribution(values, *numbers, generator=generator))
 
         draw(self.wte.weight, Tensor.normal_, 0, 1)
-        for embed in self.value_embeds.values():
-            draw(embed.weight, Tensor.uniform_, -bound, bound)
         for block in self.blocks:
             attn, mlp = block.attn, block.mlp
             inward = [attn.q.weight, attn.k.weight, attn.v.weight]
@@ -292,11 +276,11 @@ class GPT(nn.Module):
             raise ValueError(f"{T} tokens are more than the context of {self.config.seq_len}")
         positions = slice(0, T) if cache is None else cache.positions(T)
         rope = self.cos[positions].to(self.compute_dtype), self.sin[positions].to(self.compute_dtype)
-        embed, value_embeds = self.look_up(tokens)
+        embed, head_rows = self.look_up(tokens)
         x = x0 = norm(embed)
         for i, block in enumerate(self.blocks):
             x = self.resid_scalars[i] * x + self.x0_scalars[i] * x0
-            x = block(x, value_embeds.get(str(i)), rope, cache)
+            x = block(x, head_rows, rope, cache)
         if at is not None:
             x = x.flatten(0, 1)[at]
         hidden = norm(x)
@@ -307,11 +291,13 @@ class GPT(nn.Module):
             return self.mean_loss(hidden, self.lm_head.weight, targets)
         return head_loss.mean_loss_without_gradient(hidden, self.lm_head, targets)
 
-    def look_up(self, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """(B, T) -> the embeddings (B, T, width), and by layer those for its values (B, T, Hkv * D)."""
-        dtype = self.compute_dtype
-        value_embeds = {layer: embed(tokens).to(dtype) for layer, embed in self.value_embeds.items()}
-        return self.wte(tokens).to(dtype), value_embeds
+    def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T) -> the embeddings (B, T, width), and the rows of the head for the values of attention, each
+        normalized, as many channels as these have (B, T, Hkv * D).
+        """
+        channels = self.config.kv_heads * self.config.head_dim
+        head_rows = norm(F.embedding(tokens, self.lm_head.weight))[..., :channels]
+        return self.wte(tokens).to(self.compute_dtype), head_rows.to(self.compute_dtype)
 
     def multiplied_weights(self) -> int:
         """Weights that a token is multiplied by: those of all matrices, but of its own experts only."""

@@ -23,7 +23,7 @@ from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTra
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-GATE_INPUTS = 32  # residual channels that the gate of a value embedding reads
+GATE_INPUTS = 32  # residual channels that the gate of the values reads
 TAPS = 4  # tokens in the input of an MLP, its own included
 LOGIT_CAP = 15.0
 ROPE_BASE = 10_000.0
@@ -34,9 +34,8 @@ class NanomuonConfig(PretrainedConfig):
 
     vocab_size, depth (layers), width, heads, kv_heads: sizes. seq_len: the context in training; positions
     beyond it were never seen. window_pattern: tiled over the layers, L sees all tokens and S the last quarter
-    of a context; the last layer sees all. qk_norm: on or off. value_embed_every: layers from one value
-    embedding to the next; the last layer has one. experts: MLPs to choose experts_per_token from; 0 for one
-    MLP for all tokens.
+    of a context; the last layer sees all. qk_norm: on or off. experts: MLPs to choose experts_per_token
+    from; 0 for one MLP for all tokens.
     """
 
     model_type = "nanomuon"
@@ -78,15 +77,15 @@ class Attention(nn.Module):
         self.k = Linear(config.width, kv_width)
         self.v = Linear(config.width, kv_width)
         self.o = Linear(config.width, config.width)
+        self.value_gate = Linear(min(GATE_INPUTS, config.width), config.kv_heads)
 
-    def forward(self, x, value_embed, rope, visible, cache):
+    def forward(self, x, head_rows, rope, visible, cache):
         def by_head(y):  # (B, T, heads * D) -> (B, heads, T, D)
             return y.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
         q, k, v = by_head(self.q(x)), by_head(self.k(x)), by_head(self.v(x))
-        if value_embed is not None:
-            gate = 2 * torch.sigmoid(self.value_gate(x[..., :GATE_INPUTS]))  # (B, T, Hkv)
-            v = v + gate.mT[..., None] * by_head(value_embed)
+        gate = 2 * torch.sigmoid(self.value_gate(x[..., :GATE_INPUTS]))  # (B, T, Hkv)
+        v = v + gate.mT[..., None] * by_head(head_rows)
         k, v = cache.update(k, v, self.layer)  # (B, Hkv, K, D), keys not rotated
         q, k = rotate(q, rope), rotate(offset_half(k), rope)
         if self.config.qk_norm:
@@ -146,8 +145,8 @@ class Block(nn.Module):
         self.conv = Convolution(config, layer)
         self.mlp = Experts(config) if config.experts else mlp(config.width)
 
-    def forward(self, x, value_embed, rope, visible, cache):
-        x = x + self.attn(norm(x), value_embed, rope, visible, cache)
+    def forward(self, x, head_rows, rope, visible, cache):
+        x = x + self.attn(norm(x), head_rows, rope, visible, cache)
         return x + self.mlp(self.conv(norm(x), cache))
 
 
@@ -160,10 +159,6 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.depth))
-        self.value_embeds = nn.ModuleDict()  # by layer
-        for layer in range(config.depth - 1, -1, -config.value_embed_every):
-            self.value_embeds[str(layer)] = nn.Embedding(config.vocab_size, config.kv_heads * config.head_dim)
-            self.blocks[layer].attn.value_gate = Linear(min(GATE_INPUTS, config.width), config.kv_heads)
         self.resid_scalars = nn.Parameter(torch.ones(config.depth))
         self.x0_scalars = nn.Parameter(torch.zeros(config.depth))
         self.lm_head = Linear(config.width, config.vocab_size)
@@ -211,13 +206,15 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         # With zero embeddings, padding passes only zeros to the text after it
         is_text = is_text[:, -T:, None]
         x = x0 = norm(self.wte(input_ids)) * is_text  # (B, T, width)
-        value_embeds = {layer: embed(input_ids) * is_text for layer, embed in self.value_embeds.items()}
+        # What tokens add to their values: their rows of the head
+        head_rows = norm(F.embedding(input_ids, self.lm_head.weight)) * is_text
+        head_rows = head_rows[..., : config.kv_heads * config.head_dim]
         rope = torch.stack((angles.cos(), angles.sin())).to(x.dtype)  # (2, K, D/2)
         visible = {"L": readable, "S": readable & (distance < max(1, config.seq_len // 4))}
         windows = (config.window_pattern * config.depth)[: config.depth - 1] + "L"
         for layer, (block, window) in enumerate(zip(self.blocks, windows, strict=True)):
             x = self.resid_scalars[layer] * x + self.x0_scalars[layer] * x0
-            x = block(x, value_embeds.get(str(layer)), rope, visible[window], cache)
+            x = block(x, head_rows, rope, visible[window], cache)
         logits = self.lm_head(norm(x[:, -logits_to_keep:])).float()
         logits = LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
 

@@ -3,9 +3,8 @@
 FSDP2 (`fully_shard`) cuts every parameter by rows over "dp" and gathers a block's whenever the block runs.
 Tensor parallelism (arXiv 1909.08053) cuts the heads and the MLP's channels over "tp": q, k, v and up by rows,
 o and down by columns, so that a block needs one all_reduce after its attention and one after its MLP, and two
-in its backward pass. The value embeddings and gates follow the key heads; token embedding, head and scalars
-stay whole on every "tp" rank. The ranks of one "dp" coordinate see the same rows of data. Cut parameters are
-DTensors.
+in its backward pass. The gates follow the key heads; token embedding, head and scalars stay whole on every
+"tp" rank. The ranks of one "dp" coordinate see the same rows of data. Cut parameters are DTensors.
 """
 
 import functools
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from nanomuon import head_loss
@@ -70,7 +69,7 @@ def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
             present = dict(block.named_modules())
             block.attn.register_forward_pre_hook(functools.partial(_as_replicated, mesh["tp"]))
             parallelize_module(block, mesh["tp"], {name: styles[name] for name in styles if name in present})
-        parallelize_module(gpt.value_embeds, mesh["tp"], {"*": ColwiseParallel()})
+        gpt.look_up = functools.partial(_with_own_heads, gpt.look_up, mesh["tp"])
     if fsdp:
         # Blocks are gathered in the dtype they compute in, and their gradients averaged in float32; not with
         # experts, whose router computes in float32
@@ -81,9 +80,8 @@ def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
             fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
         # with tensor parallelism an embedding's output is a view, which only matters to operations in place
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        for embed in [gpt.wte, *gpt.value_embeds.values()]:
-            fully_shard(embed, mesh=mesh["dp"])
-            embed.set_unshard_in_backward(False)  # its gradient needs only the tokens
+        fully_shard(gpt.wte, mesh=mesh["dp"])
+        gpt.wte.set_unshard_in_backward(False)  # its gradient needs only the tokens
         fully_shard(gpt, mesh=mesh["dp"])
 
 
@@ -92,6 +90,13 @@ def _as_replicated(mesh, module, inputs):
     are sent.
     """
     return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False), *inputs[1:]
+
+
+def _with_own_heads(look_up, mesh, tokens):
+    """The embeddings, and of the head's rows those channels that this rank's key-value heads take."""
+    embed, head_rows = look_up(tokens)
+    head_rows = DTensor.from_local(head_rows, mesh, [Replicate()], run_check=False)
+    return embed, head_rows.redistribute(placements=[Shard(-1)]).to_local()
 
 
 def fill(param: torch.Tensor, whole: torch.Tensor) -> None:

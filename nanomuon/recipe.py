@@ -65,7 +65,6 @@ def param_groups(
         expert_keys=["mlp.w1", "mlp.w2"],
         roles={
             "wte": embedding,
-            "value_embeds": embedding,
             "lm_head": head,
             "router": router,
             "taps": dict(adamw, lr=0.02 * lr_scale),
@@ -110,7 +109,7 @@ def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
     """{hyperparameter: value} that a group gets at `step` (from 0) of `steps`. group: as it was built."""
     values = {"lr": group["lr"] * lr_multiplier(step, steps, warmup_ratio, warmdown_ratio)}
     if group.get("kind") == "muon":
-        values["momentum"] = momentum_at(step, steps)
+        values["momentum"] = group["momentum"] * momentum_multiplier(step, steps)
         # Linear to zero: at the end of a run decay only adds noise (nanochat, 2026)
         values["weight_decay"] = group["weight_decay"] * (1 - step / steps)
     return values
@@ -128,10 +127,12 @@ def lr_multiplier(step: int, steps: int, warmup: float, cooldown: float) -> floa
     return min(1.0, rise, fall)
 
 
-def momentum_at(step: int, steps: int, start: float = 0.85, peak: float = 0.95) -> float:
-    """Momentum rises linearly over the first 300 steps (modded-nanogpt), the first third of a shorter run."""
+def momentum_multiplier(step: int, steps: int, start: float = 0.85 / 0.95) -> float:
+    """Momentum rises linearly, 0.95 from 0.85, over the first 300 steps (modded-nanogpt) or the first third
+    of a shorter run. A group without momentum stays without.
+    """
     rising_steps = max(1, min(300, steps // 3))
-    return start + (peak - start) * min(1.0, step / rising_steps)
+    return start + (1 - start) * min(1.0, step / rising_steps)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -401,7 +401,7 @@ def make_parser() -> ArgumentParser:
         "--embedding-lr",
         type=amount,
         default=0.3,
-        help="AdamW, token and value embeddings (default: %(default)s)",
+        help="AdamW, embeddings (default: %(default)s)",
     )
     add("--unembedding-lr", type=amount, default=0.004, help="AdamW, head (default: %(default)s)")
     add("--scalar-lr", type=amount, default=0.01, help="AdamW, residual scalars (default: %(default)s)")

@@ -87,7 +87,7 @@ def test_learning_rate_is_a_trapezoid():
 
 def test_rate_and_decay_fall_and_momentum_rises():
     """Over 300 steps, or a third of a short run. The group stays as it was."""
-    group = dict(kind="muon", lr=0.5, weight_decay=0.25)
+    group = dict(kind="muon", lr=0.5, weight_decay=0.25, momentum=0.95)
     for step, rate, decay, momentum in (
         (0, 0.5, 0.25, 0.85),
         (150, 0.5, 0.2125, 0.9),
@@ -97,6 +97,7 @@ def test_rate_and_decay_fall_and_momentum_rises():
         values = recipe.schedule(group, step, 1000, warmdown_ratio=0.5)
         assert values == pytest.approx(dict(lr=rate, weight_decay=decay, momentum=momentum))
     assert recipe.schedule(group, 15, 90)["momentum"] == pytest.approx(0.9)
+    assert recipe.schedule({**group, "momentum": 0.0}, 15, 90)["momentum"] == 0  # of an idea without momentum
     assert recipe.schedule(dict(kind="adamw", lr=1.0), 15, 20) == {"lr": 0.25}
 
 

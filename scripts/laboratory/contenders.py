@@ -31,7 +31,6 @@ def preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr):
         expert_keys=["mlp.w1", "mlp.w2"],
         roles={
             "wte": dict(adamw, lr=embedding_lr),
-            "value_embeds": dict(adamw, lr=embedding_lr),
             "lm_head": dict(adamw, lr=unembedding_lr),
         },
     )

@@ -108,7 +108,7 @@ def speedrun_setup(vocab_size, steps):
     1,024, 524,288 tokens a step of FineWeb, steps to 3.28 nats per token; its Muon baseline takes 3,800.
 
     Two things differ, so its figures are comparable with each other, not with that track's: the tokenizer is
-    our own, of GPT-2's size, and the model is this repo's, with value embeddings and residual scalars.
+    our own, of GPT-2's size, and the model is this repo's.
     """
     if not usable_gpus():
         raise InputError(
