@@ -96,7 +96,8 @@ def test_rate_and_decay_fall_and_momentum_rises():
     ):
         values = recipe.schedule(group, step, 1000, warmdown_ratio=0.5)
         assert values == pytest.approx(dict(lr=rate, weight_decay=decay, momentum=momentum))
-    assert recipe.schedule(group, 15, 90)["momentum"] == pytest.approx(0.9)
+    for step, steps, momentum in ((15, 90, 0.9), (3, 11, 0.95), (1, 2, 0.95)):
+        assert recipe.schedule(group, step, steps)["momentum"] == pytest.approx(momentum)
     assert recipe.schedule({**group, "momentum": 0.0}, 15, 90)["momentum"] == 0  # of an idea without momentum
     assert recipe.schedule(dict(kind="adamw", lr=1.0), 15, 20) == {"lr": 0.25}
 
