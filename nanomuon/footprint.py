@@ -172,10 +172,10 @@ def memory_by_kind(config: GPTConfig, layout: Layout, rows: int, compute_bytes: 
     buffers += (3 * NUMBER + 1) * chunk + NUMBER * config.vocab_size * config.width
     if layout.cuts_rows:
         gathered = gathered_numbers(config, layout)
-        # Weights and gradients of two blocks, two embeddings and the head
+        # Weights and gradients of two blocks, the embedding and the root's parameters
         block_bytes = compute_bytes if not config.experts else NUMBER
         buffers += 2 * (block_bytes + NUMBER) * gathered["block"] / config.depth
-        buffers += 2 * NUMBER * (2 * gathered["largest embedding"] + gathered["root"])
+        buffers += 2 * NUMBER * (gathered["embedding"] + gathered["root"])
     return {
         "weights": optimizer["weights"],
         "gradients": optimizer["weights"],
@@ -186,14 +186,12 @@ def memory_by_kind(config: GPTConfig, layout: Layout, rows: int, compute_bytes: 
 
 
 def gathered_numbers(config: GPTConfig, layout: Layout) -> dict[str, int]:
-    """How many numbers FSDP2 gathers, padded to equal pieces: per place, and of the largest embedding."""
-    numbers = {"block": 0, "embedding": 0, "root": 0, "largest embedding": 0}
+    """How many numbers FSDP2 gathers per place, padded to equal pieces."""
+    numbers = {"block": 0, "embedding": 0, "root": 0}
     for parameter in parameters(config)[0]:
         rows, *rest = parameter.held(layout) or (1,)
-        padded = -(-rows // layout.data_parallel) * layout.data_parallel * math.prod(rest)
-        numbers[parameter.place] += padded
-        if parameter.place == "embedding":
-            numbers["largest embedding"] = max(numbers["largest embedding"], padded)
+        padded_rows = -(-rows // layout.data_parallel) * layout.data_parallel
+        numbers[parameter.place] += padded_rows * math.prod(rest)
     return numbers
 
 

@@ -62,6 +62,12 @@ def test_planned_bytes_are_those_of_the_first_rank_which_holds_the_most(config, 
         assert found[0][kind] == planned[kind] == max(each[kind] for each in found), kind
 
 
+def test_planned_buffers_of_ranks_hold_the_transfers_of_a_step():
+    """(1 + 1/W) times the gradients, as the docstring of DistMuonAdamW says."""
+    one, two = (footprint.memory_by_kind(UNEVEN, Layout(ranks), ROWS, 4) for ranks in (1, 2))
+    assert two["buffers"] - one["buffers"] == 1.5 * one["gradients"]
+
+
 def saved_bytes(group, config, tensor_parallel, dtype):
     """Bytes that a forward saves: each storage once, without the parameters."""
     mesh = (
