@@ -369,7 +369,10 @@ class Direction:
         gain broadcasts to it, in the dtype of the state. pieces: see `muon_direction`.
         """
         if self.function is not None:
-            return self.function(U, kept, ok, square_weight)
+            X, gain = self.function(U, kept, ok, square_weight)
+            if X.shape != U.shape:  # it might broadcast
+                raise ValueError(f"{self.function}: X has shape {tuple(X.shape)}, U {tuple(U.shape)}")
+            return X, gain
         second, weight = kept.get("second_momentum_buffer"), square_weight * ok
         if pieces is not None:  # it communicates, so it is not compiled
             return self.kernel(U, second, weight, pieces=pieces, **self.options)
@@ -530,7 +533,6 @@ class Bank:
     def __init__(self, params, group, direction, owners, world, run_kernel):
         self.params, self.group, self.world, self.run_kernel = params, group, world, run_kernel
         self.direction, self.owners = direction, owners
-        self.nesterov = group["nesterov"]
         self.rule = {"scale": direction.scale, "cautious": group["weight_decay_form"] == "cautious"}
         self.shape = matrix_shape(local(params[0]))  # (m, n)
 
@@ -606,7 +608,7 @@ class Bank:
         for batch in self.batches:
             G, M, P = as_batch(grads[batch]), self.momentum[batch], as_batch(params[batch])
             kept = {name: buffer[batch] for name, buffer in self.kept.items()}
-            U = self.run_kernel(muon_momentum, G, M, ok[batch], numbers, nesterov=self.nesterov)
+            U = self.run_kernel(muon_momentum, G, M, ok[batch], numbers, nesterov=self.group["nesterov"])
             X, gain = self.direction(U, kept, ok[batch], square_weight[batch])
             self.run_kernel(muon_update, P, X, gain, ok[batch], numbers, **self.rule)
             if len(P) > 1:  # P is a copy
@@ -696,8 +698,15 @@ class MuonAdamW(torch.optim.Optimizer):
         `param_groups.routing_table(model)` shows how each parameter is trained. settings: further keywords of
         the constructor.
         """
-        muon = dict(lr=lr if muon_lr is None else muon_lr, momentum=0.95, ns_steps=5, beta2=0.95)
-        muon |= dict(weight_decay=weight_decay, weight_decay_form="decoupled", scale="match_rms_adamw")
+        muon = dict(
+            lr=lr if muon_lr is None else muon_lr,
+            momentum=0.95,
+            ns_steps=5,
+            beta2=0.95,
+            weight_decay=weight_decay,
+            weight_decay_form="decoupled",
+            scale="match_rms_adamw",
+        )
         adamw = dict(lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay)
         return cls(build_param_groups(model, muon=muon, adamw=adamw), **settings)
 
@@ -766,8 +775,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         params = [param for work in self.works for param in work.params]
         device = self.skipped_steps.device
-        flags = torch.tensor([float(has_gradient(param)) for param in params])
-        flags = flags.to(device, non_blocking=True)
+        flags = torch.tensor([float(has_gradient(p)) for p in params]).to(device, non_blocking=True)
         grads = [local(param.grad) for param in params if has_gradient(param)]
         bad = torch.zeros(1, device=device) + (finite == 0)
         if grads:

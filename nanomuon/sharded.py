@@ -274,7 +274,7 @@ class Chunk(Bank):
 
     def send_to_owners(self, grads, ok, numbers):
         """Update the momentum of all shards. grads: (K, ...) shards."""
-        U = self.run_kernel(muon_momentum, grads, self.momentum, ok, numbers, nesterov=self.nesterov)
+        U = self.run_kernel(muon_momentum, grads, self.momentum, ok, numbers, nesterov=self.group["nesterov"])
         U = U.to(self.world.comm_dtype or grads.dtype)
         return self.all_to_all(U.transpose(1, self.dim).flatten(), self.sent, self.received)
 

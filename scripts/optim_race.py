@@ -10,7 +10,7 @@ A contender is a preset (adamw, muon, normuon, or default: the recipe of base_tr
 
     def param_groups(model, *, beta=0.9): ...    # groups for MuonAdamW
     def build_optimizer(model): ...              # or this: any torch optimizer
-    def schedule(group, step, steps): ...        # optional: {"lr": ..., ...} at a step from 0
+    def schedule(group, step, steps): ...        # {"lr": ...} at a step from 0; default: the recipe's
 
 schedule gets a group as it was built. NAME:key=value,key=value hands keywords to these functions; lr_scale=X
 multiplies all learning rates. An optimizer to be judged by other weights than those it trains (such as an

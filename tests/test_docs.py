@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
 from tests.reference import distance
 
@@ -42,9 +43,11 @@ def test_the_rule_on_the_page_is_the_optimizers(shape):
 
 
 def test_the_idea_on_the_page_is_lion():
-    names = {"torch": torch}
+    names = {}
     exec(IDEA, names)
-    P, expected, grads = trained(names["group"], (6, 9), 5)
+    model = GPT(GPTConfig.from_depth(1, vocab_size=64, seq_len=16))
+    group = next(group for group in names["param_groups"](model) if group["kind"] == "muon")
+    P, expected, grads = trained(dict(group, names=["w"]), (6, 9), 5)
     M = torch.zeros_like(P)
     for grad in grads:
         P -= 3e-4 * (torch.sign(0.9 * M + 0.1 * grad) + 0.1 * P)

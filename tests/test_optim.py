@@ -267,6 +267,16 @@ BAD_ADAMW = [  # of a group of one vector
 ]
 
 
+def test_a_direction_of_another_shape_is_refused():
+    def rows(U, kept, ok, square_weight):  # would broadcast
+        return U.mean(dim=2, keepdim=True), torch.ones_like(ok)
+
+    p = parameter(48, 20)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=r"rows.*X has shape \(1, 48, 1\), U \(1, 48, 20\)"):
+        MuonAdamW([muon(p, direction=rows)]).step()
+
+
 def test_impossible_groups_are_refused_at_construction():
     p, q = parameter(48, 20), parameter(8)
     cases = [([muon(p, **options)], f"group 0:? ?{message}") for options, message in BAD_MUON]

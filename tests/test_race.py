@@ -16,7 +16,8 @@ from scripts.laboratory import leaderboard, race, report, tasks
 from scripts.laboratory.contenders import Contender, dial_value
 
 SMALL = "--model depth=1 width=32 heads=2 kv_heads=2 seq_len=16 --steps 50 --jobs 1 --dtype float32".split()
-KEPT = Path(__file__).parent.parent / "docs/races"
+ROOT = Path(__file__).parent.parent
+KEPT = ROOT / "docs/races"
 
 
 class Inline:
@@ -203,6 +204,7 @@ def test_presets_stay_as_they_are():
         ("adamw:foo=1", "contender adamw has no foo; it has lr_scale, matrix_lr"),
         ("adamw:lr_scale=-1", "lr_scale must be a number, not negative"),
         ("adamw:foo", "'foo' is not key=value"),
+        (f"{ROOT}/contenders/aurora.py:batch=5", "has no batch; it has lr_scale, matrix_lr"),
     ],
 )
 def test_an_impossible_contender_is_named(contender, message):

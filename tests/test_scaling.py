@@ -35,6 +35,20 @@ def test_the_law_of_made_up_runs_is_found():
     assert scaling.fit(runs[:6]) is None, "six runs of two depths are too few"
 
 
+def test_the_advised_depth_is_the_best_by_the_law():
+    words = scaling.advice(LAW, GPTConfig.from_depth(3, 300, 32), 1e13).split()
+    depth, tokens, loss = int(words[3]), float(words[5]), float(words[7])
+    expected = {}
+    for each in range(1, 7):  # up to twice the deepest
+        parameters, flops = scaling.size_of(GPTConfig.from_depth(each, 300, 32))
+        expected[0.8 + 200 / parameters**0.5 + 3000 / (1e13 / flops) ** 0.6] = each, 1e13 / flops
+    assert loss == pytest.approx(min(expected), rel=1e-3)
+    assert (depth, tokens) == (
+        expected[min(expected)][0],
+        pytest.approx(expected[min(expected)][1], rel=1e-2),
+    )
+
+
 class MadeUp:
     """Instead of subprocess.Popen: a base_train that ends at once, with the loss of the law."""
 
@@ -99,6 +113,8 @@ def test_a_run_that_fails_is_named_with_its_error(family, monkeypatch):
         family("--depths", "1", "--tokens", "250e3")
     with pytest.raises(InputError, match="has no finished run yet"):
         scaling.main([])
+    with pytest.raises(InputError, match="nowhere"):
+        scaling.main(["--depths", "1", "--tokens", "250e3", "--corpus", "path:/nowhere"])
 
 
 def test_the_run_in_training_saves_before_an_interrupted_family_ends(family, monkeypatch):

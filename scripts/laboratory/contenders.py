@@ -213,9 +213,11 @@ def dial_value(low, high, position):
 
 
 def defaults(function, given):
-    """{keyword: default} of a function, without the first `given` arguments, which are positional."""
-    parameters = list(inspect.signature(function).parameters.values())[given:]
-    return {parameter.name: parameter.default for parameter in parameters}
+    """{keyword: default} of a function, without the first `given` arguments, which are positional, and
+    without batch and steps, which are the race's.
+    """
+    keywords = list(inspect.signature(function).parameters.values())[given:]
+    return {each.name: each.default for each in keywords if each.name not in ("batch", "steps")}
 
 
 def parse_options(text, options):

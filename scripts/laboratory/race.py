@@ -224,6 +224,8 @@ class Race:
         done = len(keys) * len(seeds) - len(pending)
         if done:
             print(f"{done} of {len(keys) * len(seeds)} runs are done already", flush=True)
+        if pending:
+            print(f"{len(pending)} runs, {self.jobs} at a time; each compiles first", flush=True)
         for number, run in enumerate(self.trained(setup, pending), done + 1):
             self.results.add({"stage": stage, "key": keys[run["contender"]], **run})
             final = "diverged" if run["score"] is None else f"{run['score']:.4f}"
@@ -246,8 +248,10 @@ class Race:
         counter = context.Value("i", 0)
         pool = ProcessPoolExecutor(self.jobs, context, start_worker, (counter,))
         try:
-            futures = [pool.submit(train, setup, self.place, name, seed) for name, seed in pending]
+            futures = {pool.submit(train, setup, self.place, name, seed): name for name, seed in pending}
             for future in as_completed(futures):
+                if error := future.exception():
+                    error.add_note(f"contender {futures[future]}")
                 yield future.result()
         except BrokenProcessPool as error:
             raise InputError(
