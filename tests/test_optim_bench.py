@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanomuon import recipe
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
+from nanomuon.runtime import InputError
 from scripts import optim_bench
 
 PEER = "import torch\n\ndef build(model):\n    return torch.optim.SGD(model.parameters(), lr=0.1)\n"
@@ -64,3 +65,8 @@ def test_the_distributed_step(tmp_path):
     optim_bench.main(f"--depth 1 --rounds 2 --world 2 --dtype float32 --json {file}".split())
     result = json.loads(file.read_text())
     assert result["world"] == 2 and result["milliseconds"] > 0
+
+
+def test_a_peer_is_compared_in_one_process():
+    with pytest.raises(InputError, match="leave out --world"):
+        optim_bench.main("--peer file.py:build --world 2".split())
