@@ -11,7 +11,7 @@ Source: modded-nanogpt, track 3, 2026-06-09 (auxiliary beta2 split, 2,750 steps)
 from nanomuon import recipe
 
 DIAL = ("beta2", 0.95, 0.999)
-SCALARS = ("resid_scalars", "x0_scalars", "taps")
+SCALARS = ("x0_scalars", "taps")
 
 
 def param_groups(

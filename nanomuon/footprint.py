@@ -198,8 +198,8 @@ def gathered_numbers(config: GPTConfig, layout: Layout) -> dict[str, int]:
 def activations(config: GPTConfig, tokens: int, tensor_parallel: int, compute_bytes: int) -> int:
     """Bytes saved for the backward pass of `tokens` tokens, run eagerly; a compiled model saves less.
 
-    Per layer and channel, 6 times the residual: running, mixed, between attention and MLP, twice normalized,
-    and after the convolution. Divided by tensor parallelism: queries and keys before and after their norm,
+    Per layer and channel, 5 times the residual: before and after attention, twice normalized, and after the
+    convolution. Divided by tensor parallelism: queries and keys before and after their norm,
     values, the output of attention, and 2 times the 4 widths of the MLP; experts are not divided and save the
     input and output of each expert that a token visits. Outside the blocks, the rows of the head that values
     take, the last residual and the gradient of its norm, and the gradient of the head's weight, which the
@@ -211,7 +211,7 @@ def activations(config: GPTConfig, tokens: int, tensor_parallel: int, compute_by
     mlp = 8 * config.width / tensor_parallel
     if config.experts:
         mlp = (8 + 2 * config.experts_per_token) * config.width
-    channels = config.depth * (6 * config.width + cut / tensor_parallel + mlp) + 3 * config.width
+    channels = config.depth * (5 * config.width + cut / tensor_parallel + mlp) + 3 * config.width
     copies = 0
     if compute_bytes < NUMBER:
         found, groups = parameters(config)

@@ -1,8 +1,8 @@
 """The model: a decoder-only transformer that knows nothing of optimizers, ranks or files.
 
 Pre-norm residual blocks with rotary positions, normalized queries and keys, parameter-free RMSNorm, a ReLU^2
-MLP, an untied head with capped logits and no biases. Learned scalars mix the running residual and the
-embedding into every block's input (modded-nanogpt). Three additions help it to continue a text as it went on
+MLP, an untied head with capped logits and no biases. Learned scalars add the embedding to every
+block's input (modded-nanogpt). Three additions help it to continue a text as it went on
 before: half of every key comes from the previous token, so a query finds what followed its own token earlier
 in the text; to the values of attention a token adds its row of the head, gated, so that what is found can be
 copied; and the input of every MLP goes through a short causal convolution (Primer, arXiv 2109.08668; Canon
@@ -215,7 +215,6 @@ class GPT(nn.Module):
         self.config, self.compute_dtype = config, compute_dtype
         self.wte = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
-        self.resid_scalars = nn.Parameter(torch.empty(config.depth))
         self.x0_scalars = nn.Parameter(torch.empty(config.depth))
         self.lm_head = Linear(config.width, config.vocab_size)
         self.mean_loss = head_loss.mean_loss  # parallel.compile_model may put a compiled one here
@@ -245,7 +244,6 @@ class GPT(nn.Module):
             inward += [mlp.router, mlp.w1] if self.config.experts else [mlp.up.weight]
             for weight in inward:
                 draw(weight, Tensor.uniform_, -bound, bound)
-        self.resid_scalars.fill_(1.0)
         self.x0_scalars.fill_(0.1)
         draw(self.lm_head.weight, Tensor.normal_, 0, 0.001)
         self._fill_rope()
@@ -279,8 +277,7 @@ class GPT(nn.Module):
         embed, head_rows = self.look_up(tokens)
         x = x0 = norm(embed)
         for i, block in enumerate(self.blocks):
-            x = self.resid_scalars[i] * x + self.x0_scalars[i] * x0
-            x = block(x, head_rows, rope, cache)
+            x = block(x + self.x0_scalars[i] * x0, head_rows, rope, cache)
         if at is not None:
             x = x.flatten(0, 1)[at]
         hidden = norm(x)

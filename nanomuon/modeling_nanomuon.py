@@ -4,10 +4,9 @@ This file is copied next to the weights; `trust_remote_code=True` makes transfor
 torch and transformers, and defines the whole computation.
 
 Pre-norm residual blocks with rotary positions, parameter-free RMSNorm, a ReLU^2 MLP and capped logits,
-without biases. Four things are less usual: learned scalars mix the residual and the embedding of the token
-into the input of every block; some layers add a gated embedding of the token to their attention values; half
-of each key comes from the previous token; and the MLP sees the last few tokens, through a short causal
-convolution of its input.
+without biases. Four things are less usual: learned scalars add the embedding of the token to the input of
+every block; attention adds the token's row of the head, gated, to its values; half of each key comes from the
+previous token; and the MLP sees the last few tokens, through a short causal convolution of its input.
 
 Shapes: B rows, T new tokens, K keys (those of the cache and the new ones), width channels, H query heads, Hkv
 key heads, D channels per head.
@@ -159,7 +158,6 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.depth))
-        self.resid_scalars = nn.Parameter(torch.ones(config.depth))
         self.x0_scalars = nn.Parameter(torch.zeros(config.depth))
         self.lm_head = Linear(config.width, config.vocab_size)
         self.post_init()
@@ -213,8 +211,7 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         visible = {"L": readable, "S": readable & (distance < max(1, config.seq_len // 4))}
         windows = (config.window_pattern * config.depth)[: config.depth - 1] + "L"
         for layer, (block, window) in enumerate(zip(self.blocks, windows, strict=True)):
-            x = self.resid_scalars[layer] * x + self.x0_scalars[layer] * x0
-            x = block(x, head_rows, rope, visible[window], cache)
+            x = block(x + self.x0_scalars[layer] * x0, head_rows, rope, visible[window], cache)
         logits = self.lm_head(norm(x[:, -logits_to_keep:])).float()
         logits = LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
 

@@ -404,7 +404,7 @@ def make_parser() -> ArgumentParser:
         help="AdamW, embeddings (default: %(default)s)",
     )
     add("--unembedding-lr", type=amount, default=0.004, help="AdamW, head (default: %(default)s)")
-    add("--scalar-lr", type=amount, default=0.01, help="AdamW, residual scalars (default: %(default)s)")
+    add("--scalar-lr", type=amount, default=0.01, help="AdamW, scalars and gates (default: %(default)s)")
     add(
         "--weight-decay",
         type=amount,
