@@ -753,7 +753,7 @@ class MuonAdamW(torch.optim.Optimizer):
             flags = self.reduce_flags(finite)
             numbers = numbers_on_device(self.works, device, self.dtype)
             running = [(work, work.update(now)) for work, now in zip(self.works, numbers, strict=True)]
-            for work, update in running:  # every collect is under way
+            for work, update in running:  # start every collect
                 with record_function(f"collect {work}"):
                     next(update)
             bad, *flags_of_works = flags.wait().split([1] + [len(work.params) for work in self.works])
@@ -907,9 +907,10 @@ class DistMuonAdamW(MuonAdamW):
     """MuonAdamW over the ranks of a process group. All ranks must have the same groups, which the constructor
     checks.
 
-    process_group: default the whole world; without torch.distributed a world of one. It holds the ranks of
-    all device meshes. comm_dtype: of the reduction, and of both transfers of sharded matrices; default the
-    gradient's own. Use MuonAdamW under DistributedDataParallel, which has averaged the gradients already.
+    process_group: default the whole world; without torch.distributed a world of one. It must contain the
+    ranks of all device meshes. comm_dtype: of the reduction, and of both transfers of sharded matrices;
+    default the gradient's own. Use MuonAdamW under DistributedDataParallel, which has averaged the gradients
+    already.
 
     Work and state of replicated parameters are split (ZeRO-2); `p.grad` stays whole. Parameters start with
     rank 0's values, and the update uses the mean of `p.grad` over ranks, which these collectives compute.

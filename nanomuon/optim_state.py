@@ -1,8 +1,8 @@
 """Where the state of an optimizer lives, and how it is saved and loaded.
 
 A step of `optim.py` needs only the first few helpers. There each piece of work makes its tensors, with a
-Place for each, which says where it lives; this file saves and loads them. Saved state goes by name, so it
-loads into any world and layout.
+Place for each, which says where it lives; this file saves and loads them. `full_state_dict` is whole and goes
+by name, so it loads into any world and layout.
 """
 
 import math

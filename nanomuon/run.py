@@ -110,7 +110,7 @@ class Run:
         self.initial_groups = [dict(group) for group in self.optimizer.param_groups]
 
     def _resume(self, found: Path | None):
-        """Restore a checkpoint, if there is one."""
+        """Restore a checkpoint, if there is one, and open the loader at its position."""
         plan, position = self.plan, None
         self.step = self.skipped = 0
         if found:
@@ -201,7 +201,7 @@ class Run:
             self.log.log({"step": self.step, "tokens": self.step * self.plan.batch, **figures})
 
     def save(self, position: dict | None = None, is_last: bool = True) -> None:
-        """Write a checkpoint. If that fails, InputError for the last one; training goes on without another.
+        """Write a checkpoint. If that fails, InputError for the last one; after any other, training goes on.
 
         position: of the loader, to repeat the rows of a step that could not be taken.
         """

@@ -5,7 +5,7 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
 
   mode         default if                sent by a rank               computed by a rank      result
   distributed  the long side is cut,     2(T-1)/T s^2 per iteration,  products with X: 1/T,   the whole
-               or a square               in Gram form twice in all    of s x s: all           matrix's
+               or a square               twice in Gram form           of s x s: all           matrix's
   duplicated   the short side is cut,    (T-1)/T l s                  all of it               the whole
                rows of fused parts, or                                                        matrix's
                a custom `direction`

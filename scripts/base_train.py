@@ -454,7 +454,7 @@ def make_parser() -> ArgumentParser:
         "--resume",
         type=checkpoint_name,
         default="auto",
-        help="auto: the newest checkpoint of the run; step_N: that one; never: start over",
+        help="auto: the newest checkpoint; step_N: that one, and later ones are deleted; never: start over",
     )
     add("--wandb", action="store_true", help="log to Weights & Biases as well (WANDB_MODE=offline works)")
     add("--plan", action="store_true", help="print the size of the run and its memory, and stop")
