@@ -88,11 +88,11 @@ trap stopped=yes INT HUP
 until code=0; wait "$training" || code=$?; ! kill -0 "$training" 2>/dev/null; do :; done # a signal ends a wait too
 # torchrun does not pass on the exit codes of its ranks; they leave a file
 if [ -e "$run_dir/stopped" ] || { [ "$stopped" = yes ] && [ "$code" -ne 0 ]; }; then
-    echo "the run was stopped before its end: bash speedrun.sh carries on"
+    echo "the run was stopped before its end: the same command carries on"
     exit 75
 fi
 if [ "$code" -ne 0 ] && [ -n "${data_prep:-}" ] && ! kill -0 "$data_prep" 2>/dev/null && ! wait "$data_prep"; then
     echo "data_prep has failed: $(tail -n 1 "$run_dir.data_prep.log")" >&2
 fi
-[ "$code" -ne 0 ] || echo "done in $SECONDS s. More text: $PYTHON -m scripts.sample --run $RUN"
+[ "$code" -ne 0 ] || echo "done in $SECONDS s. More text: $PYTHON -m scripts.sample --run $RUN --seed 1"
 exit "$code"

@@ -113,7 +113,7 @@ def check_corpus(name: str) -> None:
     """InputError if no corpus can have this name. Quick: reads no file and does not ask the hub."""
     if name.startswith("path:"):
         if not os.path.exists(_place(name)):
-            raise InputError(f"corpus {name}: no such file or folder")
+            raise InputError(f"corpus {name}: no such file or folder: {os.path.abspath(_place(name))}")
     elif name != "python" and not HUB_NAME.fullmatch(name):
         raise InputError(f"unknown corpus {name!r}: use python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG]")
 

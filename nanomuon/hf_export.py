@@ -184,6 +184,8 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
     or if model and tokenizer do not belong together.
     """
     folder = find_run(run)
+    if not folder.exists():
+        raise InputError(f"there is no run {folder}")
     if checkpoint_name is None and not (folder / "model.safetensors").exists():
         raise InputError(
             f"{folder} holds no finished model (no model.safetensors); if its run has saved a checkpoint, "

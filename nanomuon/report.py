@@ -138,7 +138,7 @@ def write_report(folder: Path, summary: dict, samples: list[str], core: dict | N
         "## Samples",
         *(f"Sample {number}:\n\n" + indent(sample, "    ") for number, sample in enumerate(samples, 1)),
         "## Use it",
-        f"    python -m scripts.sample --run {shlex.quote(name)}",
+        f"    python -m scripts.sample --seed 1 --run {shlex.quote(name)}",
         "`model.safetensors` and `config.json` are the model; opening them runs no code.",
         "`settings.json` has the settings, the data and the versions of the run.",
     ]
