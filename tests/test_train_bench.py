@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError
-from scripts import base_train, train_bench
+from scripts import base_train, optim_bench, train_bench
 from tests.training import arguments
 
 
@@ -22,8 +23,18 @@ def test_the_table_of_a_step(base, environment, tmp_path, capsys):
     assert table["floor"]["median"] > 0 and table["floor"]["times_floor"] == 1
     assert table["whole step"]["median"] >= max(table[part]["median"] for part in parts)
     assert result["tokens"] == 256 and result["peak_memory_mb"] > 0
-    assert "tokens/s" in capsys.readouterr().out
+    assert result["tokens_per_second"] == pytest.approx(256 / (table["whole step"]["median"] / 1e3))
+    out = capsys.readouterr().out
+    assert "depth 2, 8 x 32 tokens" in out and "tokens/s" in out
     assert not (base / "runs" / "bench").exists()
+
+
+def test_the_floor_scales_the_time_of_products_to_a_batch(monkeypatch):
+    monkeypatch.setattr(optim_bench, "timed", lambda run, device: 10.0)  # milliseconds of ten products
+    model = GPT(GPTConfig.from_depth(1, vocab_size=64, seq_len=16))
+    flops = 2 * (4 * 16) * 64 * 256  # of the MLP's first product, for 4 rows
+    expected = model.estimate_flops() * 256 / flops
+    assert train_bench.floor_of(model, batch=256, rows=4)() == pytest.approx(expected)
 
 
 def test_the_flags_of_a_run_are_taken():
