@@ -50,6 +50,8 @@ def test_a_line_joins_evaluations_of_the_same_text_only(tmp_path, monkeypatch):
     report.plot_run(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     drawn = {line.get_label(): list(line.get_ydata()) for line in figures[0].axes[1].lines}
     assert drawn == {"first part of the set": [1.75, 1.5, 1.25], "whole set": [1.0]}
+    assert [text.get_text() for text in figures[0].axes[1].get_legend().get_texts()] == list(drawn)
+    assert {axis.get_xlabel() for axis in figures[0].axes} == {"tokens trained on"}
 
 
 def test_the_report_says_what_happened(tmp_path):
