@@ -1,5 +1,6 @@
 """How a command ends: one line for a user's mistake, on any number of ranks; signals."""
 
+import functools
 import os
 import re
 import signal
@@ -33,7 +34,7 @@ def handlers():
         (InputError("no\nsuch \x1bthing"), 2, "error: no such \\x1bthing\n"),
         (OSError(28, "No space left", "/data/x"), 2, "error: [Errno 28] No space left: '/data/x'\n"),
         (OSError(28, "No space left", "BASE/x"), 2, "; NANOMUON_BASE_DIR=/folder/with/room helps\n"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, "error: CUDA out of memory; fewer rows"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, "error: CUDA out of memory; try fewer rows"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (ValueError("ours"), BUG, "Traceback (most recent call last):\n"),
     ],
@@ -67,7 +68,8 @@ def test_ctrl_c_while_pytorch_is_imported_is_one_line(tmp_path):
     (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command, pipes = [sys.executable, "-m", "scripts.sample"], dict(stdout=-1, stderr=-1)
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # ignored in the background
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=heed, **pipes)
     assert process.stdout.readline() == b"importing\n"
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=30) == (b"", b"interrupted\n") and process.returncode == 130

@@ -84,7 +84,9 @@ def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(base, wh
 
 def test_one_process_becomes_two_and_two_become_three(base):
     small = "--depth 2 --max-seq-len 32 --total-batch-size 192 --vocab-size 300 --eval-tokens 512".split()
-    options = ("--dtype", "float32", *QUIET)
+    # At full rates rounding alone parts two worlds by 2e-3 in 60 steps, at a tenth by 7e-6
+    rates = "--matrix-lr 0.002 --embedding-lr 0.03 --unembedding-lr 0.0004 --scalar-lr 0.001".split()
+    options = ("--dtype", "float32", *rates, *QUIET)
     for run, processes, until in (("as-one", 1, 60), ("grown", 1, 20), ("grown", 2, 40), ("grown", 3, 60)):
         ranks = Ranks(base, run, 60, *options, processes=processes, small=small)
         if until < 60:
@@ -92,7 +94,7 @@ def test_one_process_becomes_two_and_two_become_three(base):
             ranks.kill(signal.SIGTERM)
         assert ranks.join() == [STOPPED if until == 20 else 0] * processes, ranks.output()
         assert f"{ {1: 2, 2: 1, 3: 2}[processes] } rows x" in ranks.output()  # of 6, chosen in each world
-    assert losses(base, "grown") == pytest.approx(losses(base, "as-one"), abs=1e-4)
+    assert losses(base, "grown") == pytest.approx(losses(base, "as-one"), abs=5e-5)
 
 
 def test_torchrun_passes_sigterm_on_and_the_same_command_completes(base, whole):
