@@ -98,7 +98,9 @@ def test_an_error_on_one_rank_ends_the_launch_with_one_message(kind, place):
     assert "by peer" not in said  # the other rank's lost connection is not reported
     # The traceback shows where it happened, even if the error came to all ranks
     assert ("in work_of\n    raise ERRORS[kind]\n" in said) == (kind == "bug")
-    assert re.search(rf"rank      : 1 .*\n  exitcode  : {code} ", report)
+    # If both fail, torchrun may end rank 1 before it has heard of the signal that lets it leave
+    failed = "1" if place == "alone" else "[01]"
+    assert re.search(rf"rank      : {failed} .*\n  exitcode  : {code} ", report)
     assert ended - float(result.stdout.split()[-1]) < 15
 
 
