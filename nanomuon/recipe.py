@@ -45,7 +45,7 @@ def param_groups(
     width_scale = adamw_lr_scale(model.config.width)
     muon = dict(
         lr=matrix_lr * batch_scale * lr_scale,
-        momentum=0.95,
+        momentum=1 - 0.05 * lr_scale,  # a short run averages over fewer steps
         ns_steps=5,
         beta2=0.95,
         # a step decays by the product of rate and decay, which the batch leaves as it is
@@ -109,7 +109,6 @@ def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
     """{hyperparameter: value} that a group gets at `step` (from 0) of `steps`. group: as it was built."""
     values = {"lr": group["lr"] * lr_multiplier(step, steps, warmup_ratio, warmdown_ratio)}
     if group.get("kind") == "muon":
-        values["momentum"] = group["momentum"] * momentum_multiplier(step, steps)
         # Linear to zero: at the end of a run decay only adds noise (nanochat, 2026)
         values["weight_decay"] = group["weight_decay"] * (1 - step / steps)
     return values
@@ -125,14 +124,6 @@ def lr_multiplier(step: int, steps: int, warmup: float, cooldown: float) -> floa
     if cooldown:
         fall = (steps - step) / (cooldown * steps)
     return min(1.0, rise, fall)
-
-
-def momentum_multiplier(step: int, steps: int, start: float = 0.85 / 0.95) -> float:
-    """Momentum rises linearly, 0.95 from 0.85, over the first 300 steps (modded-nanogpt) or the first third
-    of a shorter run. A group without momentum stays without.
-    """
-    rising_steps = max(1, min(300, steps // 3))
-    return start + (1 - start) * min(1.0, step / rising_steps)
 
 
 # ------------------------------------------------------------------------------------------------------------

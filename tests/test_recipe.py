@@ -85,21 +85,21 @@ def test_learning_rate_is_a_trapezoid():
         assert min(rates) > 0 and max(rates) <= 1 and (warmup or cooldown or set(rates) == {1.0})
 
 
-def test_rate_and_decay_fall_and_momentum_rises():
-    """Over 300 steps, or a third of a short run. The group stays as it was."""
+def test_rate_and_decay_fall_over_a_run():
+    """What the schedule does not name stays as the group was built."""
     group = dict(kind="muon", lr=0.5, weight_decay=0.25, momentum=0.95)
-    for step, rate, decay, momentum in (
-        (0, 0.5, 0.25, 0.85),
-        (150, 0.5, 0.2125, 0.9),
-        (300, 0.5, 0.175, 0.95),
-        (750, 0.25, 0.0625, 0.95),
-    ):
+    for step, rate, decay in ((0, 0.5, 0.25), (150, 0.5, 0.2125), (300, 0.5, 0.175), (750, 0.25, 0.0625)):
         values = recipe.schedule(group, step, 1000, warmdown_ratio=0.5)
-        assert values == pytest.approx(dict(lr=rate, weight_decay=decay, momentum=momentum))
-    for step, steps, momentum in ((15, 90, 0.9), (3, 11, 0.95), (1, 2, 0.95)):
-        assert recipe.schedule(group, step, steps)["momentum"] == pytest.approx(momentum)
-    assert recipe.schedule({**group, "momentum": 0.0}, 15, 90)["momentum"] == 0  # of an idea without momentum
+        assert values == pytest.approx(dict(lr=rate, weight_decay=decay))
     assert recipe.schedule(dict(kind="adamw", lr=1.0), 15, 20) == {"lr": 0.25}
+
+
+def test_short_runs_average_gradients_over_fewer_steps():
+    """0.95 from the published length on; 0.9 was best at 300 steps (docs/recipe.md)."""
+    for steps, momentum in ((None, 0.95), (2289, 0.95), (10_000, 0.95), (300, 0.904), (960, 0.934)):
+        groups = recipe.param_groups(model(), 4096, steps)
+        of_matrices = [group["momentum"] for group in groups if group["kind"] == "muon"]
+        assert of_matrices == pytest.approx([momentum] * len(of_matrices), abs=1e-3)
 
 
 PARAM_GROUPS = """
