@@ -34,8 +34,9 @@ def param_groups(
 
     batch: tokens per step; steps: of the run. The rates and the decay are those of 4,096 tokens and about
     2,300 steps, and follow horizon_lr_scale, horizon_decay_scale and matrix_lr_scale from there. AdamW's
-    rates are those of width 768, and follow adamw_lr_scale. weight_decay is of Muon's matrices.
-    docs/recipe.md has the measurements.
+    rates are those of width 768, and follow adamw_lr_scale. Short runs average gradients over fewer steps:
+    momentum and beta1 are 0.95 and 0.8 at 2,300 steps, 0.90 and 0.62 at 300. weight_decay is of Muon's
+    matrices. docs/recipe.md has the measurements.
     """
     batch_scale = matrix_lr_scale(batch) if batch else 1
     lr_scale, decay_scale = 1, 1
@@ -45,14 +46,14 @@ def param_groups(
     width_scale = adamw_lr_scale(model.config.width)
     muon = dict(
         lr=matrix_lr * batch_scale * lr_scale,
-        momentum=1 - 0.05 * lr_scale,  # a short run averages over fewer steps
+        momentum=1 - 0.05 * lr_scale,
         ns_steps=5,
         beta2=0.95,
         # a step decays by the product of rate and decay, which the batch leaves as it is
         weight_decay=weight_decay * decay_scale / batch_scale,
     )
     # a smaller eps makes rounding into updates, and two world sizes into two runs (docs/log.md)
-    adamw = dict(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
+    adamw = dict(betas=(1 - 0.2 * lr_scale, 0.95), eps=1e-6, weight_decay=0.0)
     embedding = dict(adamw, lr=embedding_lr * width_scale * lr_scale)
     head = dict(adamw, lr=unembedding_lr * width_scale * lr_scale)
     # ten times as fast, the fullest of 8 experts gets 2.7 times the mean in place of 1.2 (docs/log.md)
