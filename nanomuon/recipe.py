@@ -39,37 +39,34 @@ def param_groups(
     matrices. docs/recipe.md has the measurements.
     """
     batch_scale = matrix_lr_scale(batch) if batch else 1
-    lr_scale, decay_scale = 1, 1
-    if steps:
-        lr_scale = horizon_lr_scale(steps)
-        decay_scale = horizon_decay_scale(steps)
+    lr_scale = horizon_lr_scale(steps) if steps else 1
+    decay_scale = horizon_decay_scale(steps) if steps else 1
     width_scale = adamw_lr_scale(model.config.width)
-    muon = dict(
-        lr=matrix_lr * batch_scale * lr_scale,
-        momentum=1 - 0.05 * lr_scale,
-        ns_steps=5,
-        beta2=0.95,
-        # a step decays by the product of rate and decay, which the batch leaves as it is
-        weight_decay=weight_decay * decay_scale / batch_scale,
-    )
-    # a smaller eps makes rounding into updates, and two world sizes into two runs (docs/log.md)
-    adamw = dict(betas=(1 - 0.2 * lr_scale, 0.95), eps=1e-6, weight_decay=0.0)
-    embedding = dict(adamw, lr=embedding_lr * width_scale * lr_scale)
-    head = dict(adamw, lr=unembedding_lr * width_scale * lr_scale)
-    # ten times as fast, the fullest of 8 experts gets 2.7 times the mean in place of 1.2 (docs/log.md)
-    router = dict(adamw, lr=head["lr"] / 10)
+    head_lr = unembedding_lr * width_scale * lr_scale
     return build_param_groups(
         model,
-        muon=muon,
-        adamw=dict(adamw, lr=scalar_lr * lr_scale),
+        muon=dict(
+            lr=matrix_lr * batch_scale * lr_scale,
+            momentum=1 - 0.05 * lr_scale,  # short runs average over fewer gradients
+            ns_steps=5,  # of Polar Express, arXiv 2505.16932
+            beta2=0.95,  # of the variance reduction, arXiv 2510.05491
+            # a step decays by the product of rate and decay, and the batch leaves that as it is
+            weight_decay=weight_decay * decay_scale / batch_scale,
+        ),
+        adamw=dict(
+            lr=scalar_lr * lr_scale,  # of x0 scalars and gates, which ran away at five times this rate
+            betas=(1 - 0.2 * lr_scale, 0.95),
+            eps=1e-6,  # a smaller one makes rounding into updates, and two world sizes into two runs
+            weight_decay=0.0,
+        ),
+        roles={
+            "wte": dict(lr=embedding_lr * width_scale * lr_scale),
+            "lm_head": dict(lr=head_lr),
+            "router": dict(lr=head_lr / 10),  # at the head's rate one of 8 experts gets 2.7 times the mean
+            "taps": dict(lr=0.02 * lr_scale),
+        },
         skip_keys=["value_gate", "router"],
         expert_keys=["mlp.w1", "mlp.w2"],
-        roles={
-            "wte": embedding,
-            "lm_head": head,
-            "router": router,
-            "taps": dict(adamw, lr=0.02 * lr_scale),
-        },
     )
 
 
