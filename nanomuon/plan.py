@@ -192,7 +192,7 @@ def model_config(args: argparse.Namespace, vocab_size: int, device: str) -> GPTC
 
 def default_context(on_gpu: bool) -> int:
     """Tokens per row without --max-seq-len."""
-    return 2048 if on_gpu else 256
+    return 2048 if on_gpu else 512
 
 
 def meta_model(config: GPTConfig) -> GPT:

@@ -287,7 +287,7 @@ def make_parser() -> ArgumentParser:
     add(
         "--max-seq-len",
         type=number(int, 1, 1 << 20),
-        help="context in tokens (default: 2048 on a GPU, 256 on a CPU)",
+        help="context in tokens (default: 2048 on a GPU, 512 on a CPU)",
     )
     add(
         "--window-pattern",

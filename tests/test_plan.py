@@ -35,7 +35,7 @@ def test_the_length_follows_from_the_depth_or_from_a_compute_budget():
     given = planned("--depth 2")
     model = plan.meta_model(given.config)
     asked = 10.5 * model.multiplied_weights()
-    assert given.config.seq_len == 256 and given.batch % (given.rows * 256) == 0
+    assert given.config.seq_len == 512 and given.batch % (given.rows * 512) == 0
     assert asked - given.batch < given.tokens <= asked
     # The batch follows from the tokens of the budget as from those of a ratio
     paid = planned(f"--depth 2 --target-flops {asked * model.estimate_flops()}")
