@@ -134,7 +134,7 @@ def gradients_finite(gpt: GPT) -> torch.Tensor:
     return torch.nn.utils.get_total_norm(local).isfinite()
 
 
-def compile_model(gpt: GPT, mesh: DeviceMesh | None, backend: str | Callable = "inductor") -> Callable:
+def compile_model(gpt: GPT, mesh: DeviceMesh | None) -> Callable:
     """The function that computes the model's loss from now on. mesh: of the parameters, if they are cut.
 
     PyTorch's own kernel looks up embeddings, because its gradient is the same in every run: a compiled one
@@ -144,8 +144,8 @@ def compile_model(gpt: GPT, mesh: DeviceMesh | None, backend: str | Callable = "
         return gpt
     if mesh is not None:
         for block in gpt.blocks:  # FSDP2's work between blocks stays outside
-            block.compile(dynamic=False, backend=backend)
-        gpt.mean_loss = torch.compile(head_loss.mean_loss, dynamic=False, backend=backend)
+            block.compile(dynamic=False)
+        gpt.mean_loss = torch.compile(head_loss.mean_loss, dynamic=False)
         return gpt
     gpt.look_up = torch.compiler.disable(gpt.look_up)
-    return torch.compile(gpt, dynamic=False, backend=backend)
+    return torch.compile(gpt, dynamic=False)

@@ -163,3 +163,10 @@ def test_compiled_loss_and_gradients_are_the_eager_ones_and_the_same_in_every_ru
     for eager, first, *others in zip(*results, strict=True):
         torch.testing.assert_close(first, eager, rtol=1e-3, atol=1e-5)
         assert all(torch.equal(other, first) for other in others)
+
+
+def test_a_model_is_compiled_unless_its_experts_compute_in_float32(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model, **_: "compiled")
+    experts = build(depth=1, experts=2)
+    assert compile_model(build(depth=1), None) == "compiled"
+    assert compile_model(experts, None) is experts
