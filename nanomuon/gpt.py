@@ -46,9 +46,9 @@ class GPTConfig:
 
     @classmethod
     def from_depth(cls, depth: int, vocab_size: int, seq_len: int, **overrides) -> "GPTConfig":
-        """Width 64 per layer. Heads of 128 channels from width 512 on if they fill it, otherwise of 64."""
+        """Width 64 per layer. Heads of 128 channels from width 256 on if they fill it, otherwise of 64."""
         width = 64 * depth
-        head_dim = 128 if width >= 512 and width % 128 == 0 else 64
+        head_dim = 128 if width >= 256 and width % 128 == 0 else 64
         heads = width // head_dim
         shape = dict(width=width, heads=heads, kv_heads=heads)
         return cls(vocab_size, seq_len, depth, **(shape | overrides))

@@ -106,7 +106,7 @@ def test_planned_activations_are_those_that_a_forward_saves(shape, dtype):
 
 @pytest.mark.parametrize("experts", [0, 6])
 def test_planned_activations_of_a_tensor_parallel_rank(experts):
-    config = GPTConfig.from_depth(4, 500, 128, experts=experts)
+    config = GPTConfig.from_depth(4, 500, 128, heads=4, kv_heads=4, experts=experts)
     expected = footprint.activations(config, ROWS * 128, 4, 4)
     for found in run_world(4, saved_bytes, config, 4, torch.float32):
         assert found == pytest.approx(expected, rel=0.1)
