@@ -252,7 +252,9 @@ def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys):
 
 
 def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
+    folder = base / "runs" / "options"
     assert base_train.main(arguments(base, "options", 10, "--matrix-lr", "0.01", *QUIET)) == 0
+    assert f"report: {folder}/report.md, {folder}/loss.png" in capsys.readouterr().out
     for flags, said, far in (
         ("", "run options is complete", 10),  # nothing changed
         ("--num-iterations 6", "run options is complete", 10),
@@ -266,12 +268,15 @@ def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
         assert said in output and "\nval_bpb: " in output
         assert [row["step"] for row in rows(base, "options")] == [*range(1, far + 1), far]
     assert rows(base, "options")[10]["lr_multiplier"] == 0.5  # step 11 of 20, not the end of 10
-    recorded = json.loads((base / "runs" / "options" / "settings.json").read_text())["options"]
+    recorded = json.loads((folder / "settings.json").read_text())["options"]
     assert recorded["matrix_lr"] == 0.01 and recorded["num_iterations"] == 20
-    shutil.rmtree(base / "runs" / "options" / "checkpoints")
+    shutil.rmtree(folder / "checkpoints")
     with pytest.raises(InputError, match="is complete and has no checkpoint to resume from"):
         base_train.main("--run options --num-iterations 30".split())
     assert len(losses(base, "options")) == 20
+    (folder / "core.json").write_text("{}")
+    assert base_train.main(arguments(base, "options", 3, "--resume", "never", *QUIET)) == 0
+    assert len(losses(base, "options")) == 3 and not (folder / "core.json").exists()
 
 
 def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
