@@ -57,7 +57,8 @@ def speedrun(folder, *flags, **keywords):
 def test_a_node_of_gpus_trains_under_torchrun_while_data_is_prepared(tmp_path, monkeypatch):
     for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"):
         monkeypatch.delenv(name, raising=False)
-    code, errors, commands, environment = speedrun(tmp_path, "--matrix-lr", "0.03")
+    terminal = dict(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # even under nohup
+    code, errors, commands, environment = speedrun(tmp_path, "--matrix-lr", "0.03", **terminal)
     training, plan = commands["train"], commands["plan"]
     assert "torch.distributed.run --standalone --local_addr=localhost --nproc_per_node=8" in training
     assert "--depth 24 --matrix-lr 0.03" in training and "--device-batch-size" not in training

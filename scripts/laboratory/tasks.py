@@ -87,14 +87,14 @@ def validation_windows(inputs, targets):
 
 
 def corpus_setup(corpus, vocab_size, steps):
-    """Any corpus, with base_train's loader and the shape of the speedrun on a CPU: bits per byte."""
+    """Any corpus, with base_train's loader: bits per byte. The shape is that of the races that are kept."""
     return setup_on_shards(
         corpus,
         vocab_size,
-        dict(depth=4),
-        seq_len=512,
-        rows=8,
-        micro_rows=8,
+        dict(depth=4, heads=4, kv_heads=4),
+        seq_len=256,
+        rows=16,
+        micro_rows=16,
         steps=steps or 300,
         eval_every=25,
         eval_batches=8,
