@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.runtime import InputError
+from nanomuon.runtime import InputError, Runtime
 from scripts import base_train, optim_bench, train_bench
 from tests.training import arguments
 
@@ -35,6 +36,13 @@ def test_the_floor_scales_the_time_of_products_to_a_batch(monkeypatch):
     flops = 2 * (4 * 16) * 64 * 256  # of the MLP's first product, for 4 rows
     expected = model.estimate_flops() * 256 / flops
     assert train_bench.floor_of(model, batch=256, rows=4)() == pytest.approx(expected)
+
+
+def test_several_processes_are_refused(base, monkeypatch):
+    two = Runtime(torch.device("cpu"), torch.float32, world_size=2)
+    monkeypatch.setattr(train_bench, "start", lambda dtype: two)
+    with pytest.raises(InputError, match="train_bench measures one process; start it without torchrun"):
+        train_bench.main(arguments(base, "bench", 5))
 
 
 def test_the_flags_of_a_run_are_taken():
