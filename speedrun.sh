@@ -40,7 +40,7 @@ case $GPUS in
         CORPUS=${CORPUS:-python} DEPTH=${DEPTH:-4}
         # Threads that sleep instead of spinning: 2% slower alone, a third faster next to a busy process (docs/log.md)
         export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
-        FLAGS=(--max-seq-len 512 --total-batch-size 4096 --eval-every 100 --eval-tokens 32768 --save-every 50)
+        FLAGS=(--total-batch-size 4096 --eval-every 100 --eval-tokens 32768 --save-every 50)
         # As many steps as two idle cores finish within eight minutes (docs/log.md), unless a flag sets the length
         [[ " ${*/=/ } " == *" --target-"* ]] ||
             FLAGS+=(--num-iterations "$([ "$DTYPE" = bfloat16 ] && echo 480 || echo 300)")
