@@ -42,6 +42,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
 
     corpus = open_corpus(args.corpus, args.text_field)
+    print(f"corpus {corpus.name}: {len(corpus.files):,} files with text")  # others in the folder are skipped
     folder = shards.prepare(corpus, args.vocab_size, max_tokens=args.max_tokens)
     manifest = shards.read_manifest(folder)
     for kind, entries in (("train", manifest.train), ("val", manifest.val)):

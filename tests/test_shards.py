@@ -139,3 +139,4 @@ def test_data_prep_and_tok_train_print_their_figures(corpus, capsys):
     out = capsys.readouterr().out
     assert re.search(r"^\d\.\d{3} bytes per token, on [\d,]+ bytes of validation text$", out, re.MULTILINE)
     assert len(re.findall(r"^(train|val): [\d,]+ tokens of [\d,]+ documents in \d+ shards$", out, re.M)) == 2
+    assert f"corpus {corpus.name}: {len(corpus.files):,} files with text\n" in out
