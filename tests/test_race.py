@@ -212,6 +212,12 @@ def test_an_impossible_contender_is_named(contender, message):
         Contender(contender)
 
 
+def test_an_impossible_value_names_its_contender_before_anything_is_trained(lab):
+    with pytest.raises(InputError, match="contender muon:matrix_lr=-1: no optimizer was built: .*lr"):
+        lab("--contenders", "default", "muon:matrix_lr=-1", "--seeds", "1")
+    assert not Inline.submitted
+
+
 def test_rows_are_a_function_of_the_seed_and_windows_cover_the_rest(text):
     _, setup = tasks.shakespeare_setup(str(text), 10)
     setup["name"] = "shakespeare"

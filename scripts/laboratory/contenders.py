@@ -141,7 +141,10 @@ class Contender:
     def prepare(self, model, setup):
         """(optimizer, its groups as built, schedule) for a model."""
         batch = setup["rows"] * model.config.seq_len
-        optimizer = make_optimizer(self.build, model, batch, setup["steps"], ns_dtype=model.compute_dtype)
+        try:
+            optimizer = make_optimizer(self.build, model, batch, setup["steps"], ns_dtype=model.compute_dtype)
+        except InputError as error:
+            raise InputError(f"contender {self.name}: {error}") from error
         for group in optimizer.param_groups:
             group["lr"] *= self.lr_scale
         built = [dict(group) for group in optimizer.param_groups]
