@@ -139,7 +139,7 @@ def _find(run_dir: Path, resume: str) -> Path | None:
             damage = error
             print0(f"warning: checkpoint {name} is damaged and not used: {error}")
     if damage is not None:
-        raise InputError(f"no undamaged checkpoint: {damage}; --resume never starts the run over")
+        raise InputError(f"no undamaged checkpoint: {damage}; to start over: --resume never")
     return None
 
 

@@ -1,4 +1,4 @@
-"""Bits per byte: a loss that does not depend on the vocabulary."""
+"""Bits per byte: a loss that compares models of any vocabulary."""
 
 import math
 from collections.abc import Iterable

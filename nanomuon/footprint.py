@@ -43,11 +43,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a model: its name, shape and param group (without the parameters)."""
+    """One parameter of a model: its name, its shape and the index of its param group."""
 
     name: str
     shape: tuple
-    group: int  # its index
+    group: int
 
     @property
     def module(self) -> str:

@@ -154,7 +154,7 @@ class Attention(nn.Module):
 
     def offset_half(self, k: Tensor, cache) -> Tensor:
         """k (B, T, Hkv, D) with half of its channels from the token before, 0 at the first one: those that
-        `rotate` turns slowest, which compare what tokens are wherever they are.
+        `rotate` turns slowest, so they compare what tokens are, not where.
         """
         pairs = k.unflatten(-1, (2, -1))  # (B, T, Hkv, 2, D/2), slower and slower
         own, shown_to_next = pairs.tensor_split(2, dim=-1)
@@ -289,8 +289,8 @@ class GPT(nn.Module):
         return head_loss.mean_loss_without_gradient(hidden, self.lm_head, targets)
 
     def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T) -> the embeddings (B, T, width), and the rows of the head for the values of attention, each
-        normalized, as many channels as these have (B, T, Hkv * D).
+        """(B, T) -> the embeddings (B, T, width), and the normalized rows of the head, cut to the channels of
+        the values of attention (B, T, Hkv * D).
         """
         channels = self.config.kv_heads * self.config.head_dim
         head_rows = norm(F.embedding(tokens, self.lm_head.weight))[..., :channels]

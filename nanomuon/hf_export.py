@@ -59,7 +59,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```
 
 `trust_remote_code=True` runs `modeling_nanomuon.py`, which is in this folder: read it first, it is short. All
-other files are JSON, text and safetensors, which run no code. Tested with transformers 5.23.
+other files are JSON, text and safetensors, which run no code. Tested with transformers 5.24.
 
 The tokenizer puts `<|bos|>` before a text, as before every document in training; `add_special_tokens=False`
 leaves it out. Text that looks like `<|bos|>` is encoded as text.
@@ -68,8 +68,8 @@ leaves it out. Text that looks like `<|bos|>` is encoded as text.
 
 {figures}
 
-Bits per byte are the cross-entropy of all validation text in bits, divided by its UTF-8 bytes: they do not
-depend on the vocabulary.
+Bits per byte are the cross-entropy of all validation text in bits, divided by its UTF-8 bytes: models
+with other vocabularies compare by them.
 
 ## Data
 

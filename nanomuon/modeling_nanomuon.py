@@ -182,7 +182,7 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
 
         attention_mask (B, K): 0 for padding on the left or on the right. labels are the input_ids, -100 for
         tokens that are not scored; the loss shifts them. logits_to_keep: return only this many last logits,
-        0 for all. cache: what transformers 5.24 and later call past_key_values.
+        0 for all. cache: past_key_values, as transformers 5.24 and later call it.
         """
         config = self.config
         if cache is None:

@@ -1,7 +1,7 @@
 """MuonAdamW for one process and DistMuonAdamW for many: Muon for matrices, AdamW for everything else.
 
     muon = dict(kind="muon", params=[...], lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.0)
-    adamw = dict(kind="adamw", params=[...], lr=3e-4, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
+    adamw = dict(kind="adamw", params=[...], lr=3e-4, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
     optimizer = DistMuonAdamW([muon, adamw])  # under torchrun; in one process MuonAdamW([muon, adamw])
 
 The parameters are divided into pieces of work. Each has a generator `update`, read from top to bottom:
@@ -49,7 +49,7 @@ from nanomuon.orthogonalize import (
     orthogonalize,
     update_scale,
 )
-from nanomuon.param_groups import MUON_OPTIONS, build_param_groups, check_group
+from nanomuon.param_groups import MUON_OPTIONS, build_param_groups, check_group, option_name
 from nanomuon.runtime import compile_enabled
 
 SMALL = 16_384  # elements; AdamW parameters up to this size travel together and every rank updates them
@@ -61,11 +61,11 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # ------------------------------------------------------------------------------------------------------------
-# Kernels. `numbers` are the hyperparameters of a group on the device, in the order of `numbers_of`, so a new
-# value recompiles nothing. Options (nesterov, coefficients) are Python values: each choice is compiled once.
-# `ok` is 1, or 0 if the parameter must not change: it has no gradient, or some gradient is not finite. The
-# gradient then counts as 0 and every rate is multiplied by 0; torch.where keeps the parameter, since 0 times
-# infinity is NaN. All arithmetic is in the dtype of the state.
+# Kernels. `numbers` is a tensor on the device with the hyperparameters of a group, in the order of
+# `numbers_of`, so a new value recompiles nothing. Options (nesterov, coefficients) are Python values: each
+# choice is compiled once. `ok` is 1, or 0 if the parameter must not change: it has no gradient, or some
+# gradient is not finite. The gradient then counts as 0 and every rate is multiplied by 0; torch.where keeps
+# the parameter, since 0 times infinity is NaN. All arithmetic is in the dtype of the state.
 
 
 def adamw_update(param, grad, exp_avg, exp_avg_sq, step, ok, numbers):
@@ -391,9 +391,9 @@ def direction_of(group, m, n, param, ns_dtype, run_kernel):
 # ------------------------------------------------------------------------------------------------------------
 # The pieces of work. Each has `params`, `group`, `places` {parameter: {name of its state: Place}}, and
 #
-#   update(numbers)   a generator that yields exactly twice: after its collect, when it is sent `ok`, 1 or 0
-#                     for each of its params on the device, and after its compute. Across a yield it holds
-#                     only what is in flight. (A Pipeline of sharded.py needs `ok` before it can collect: it
+#   update(numbers)   a generator that yields twice: after its collect, to be sent `ok` (1 or 0 for each of
+#                     its params, on the device), and after its compute. Across a yield it holds only what is
+#                     in flight. (A Pipeline of sharded.py needs `ok` before it can collect: it
 #                     starts its first chunk in its compute and drives the rest in its deliver.) numbers: of
 #                     its group, on the device.
 #
@@ -654,7 +654,7 @@ class MuonAdamW(torch.optim.Optimizer):
     param_groups: dicts with `kind` ("muon" | "adamw"), `params`, for muon lr, momentum, ns_steps, beta2,
     weight_decay and any of param_groups.MUON_OPTIONS, for adamw lr, betas, eps, weight_decay. `beta2=None` is
     Muon without variance reduction, `ns_steps=None` the coefficient set's own length. `names`, aligned with
-    params, name the state, as do (name, parameter) pairs in params; without them names are group{i}.{j}.
+    params, or (name, parameter) pairs in params give the names that state is saved by, default group{i}.{j}.
     Numbers may change at any time; parameters and other options may not after the first step. ValueError at
     construction for anything unknown, missing or impossible.
 
@@ -666,8 +666,8 @@ class MuonAdamW(torch.optim.Optimizer):
     NANOMUON_COMPILE overrides it. world: the ranks that share the work (DistMuonAdamW).
 
     Parameters without a gradient, or that no longer require one, are skipped: parameter, state and step count
-    do not change. `p.grad` never does. If the norm of a gradient is not finite on any rank, the step changes
-    nothing, and `skipped_steps`, a 0-D tensor, counts it.
+    do not change. `p.grad` is never written. If the norm of a gradient is not finite on any rank, the step
+    changes nothing, and `skipped_steps`, a 0-D tensor, counts it.
 
     Memory of a step beyond parameters, gradients and state: one batch of a bank (BATCH_BYTES) and its
     temporaries, and the small parameters as one vector.
@@ -741,8 +741,8 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self, closure=None, *, finite=True):
         """One update from the gradients in `p.grad`. Returns the closure's loss, if there is one.
 
-        finite: False, or a false 0-D tensor, on any rank skips the step on all, as a gradient that is not
-        finite does: for a loss known to be bad. The host does not wait for a tensor.
+        finite: whether the loss is finite, a bool or a 0-D tensor, for which the host does not wait. False on
+        any rank skips the step on all, as a gradient that is not finite does.
         """
         with torch.enable_grad():
             loss = closure() if closure else None
@@ -770,7 +770,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def reduce_flags(self, finite):
         """One small all_reduce of (1 + parameters,) float32, by the maximum over ranks.
 
-        First 1 if the norm of a gradient is not finite, or the `finite` of step() is false; then 1 for each
+        [0]: 1 if the norm of a gradient is not finite, or the `finite` of step() is false. [1:]: 1 for each
         parameter with a gradient, in the order of the works.
         """
         params = [param for work in self.works for param in work.params]
@@ -950,5 +950,5 @@ def options(group):
     chosen = {"kind": group["kind"], "second moment": group.get("beta2") is not None}
     for key, default in {"ns_steps": 5, **MUON_OPTIONS}.items():
         if group.get(key, default) != default:
-            chosen[key] = getattr(group[key], "__qualname__", group[key])  # functions by name
+            chosen[key] = option_name(group[key])
     return chosen

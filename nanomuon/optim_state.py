@@ -1,8 +1,8 @@
 """Where the state of an optimizer lives, and how it is saved and loaded.
 
-A step of `optim.py` needs only the first few helpers. There each piece of work makes its tensors, with a
-Place for each, which says where it lives; this file saves and loads them. `full_state_dict` is whole and goes
-by name, so it loads into any world and layout.
+A step of `optim.py` needs only the first few helpers. There each piece of work makes its state tensors, with
+a Place for each, which says where it lives; this file saves and loads them. `full_state_dict` is whole and
+goes by name, so it loads into any world and layout.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
 
-from nanomuon.param_groups import MUON_OPTIONS, clean_name, default_names
+from nanomuon.param_groups import MUON_OPTIONS, clean_name, default_names, option_name
 
 
 def named_parameters(groups):
@@ -209,9 +209,7 @@ def check_form(saved, ours):
     """ValueError for groups of another optimizer, and for default names that would mean another parameter."""
     for i, group in enumerate(saved):
         if "kind" not in group or "names" not in group:
-            raise ValueError(
-                f"group {i} of the loaded state has no kind or names: it is not of MuonAdamW or DistMuonAdamW"
-            )
+            raise ValueError(f"group {i} of the loaded state has no kind or names: MuonAdamW did not save it")
     theirs = [group["names"] for group in saved]
     for i, group in enumerate(ours):
         names = group["names"]
@@ -271,7 +269,7 @@ def restored_numbers(i, group, saved):
             if key in ("params", "names"):
                 continue
             is_option = key in ("kind", "ns_steps", *MUON_OPTIONS)
-            if is_option and value != group.get(key):
+            if is_option and option_name(value) != option_name(group.get(key)):
                 raise ValueError(
                     f'param group {i} was saved with {key}={value!r}: load with hyperparameters="keep"'
                 )

@@ -76,11 +76,11 @@ def newton_schulz_form(m, n, steps, device_type="cpu", ns_dtype=None):
     elsewhere. On "meta" bf16 plans a GPU's step. Depends on these alone, never on a measurement: all ranks,
     and a resumed run, must choose alike.
 
-    The Gram form needs 8r+28 products of the short side, the plain one 20r+10, r being the aspect ratio. It
-    is used only up to five steps: with ten (`deepseekv4`) it overflows in half precision and loses 0.44 in
-    float32 at condition 1e6. And never in bf16, whose 8 bits the accumulated polynomial uses up: relative
-    errors of 0.21 and 0.41 at condition 1e2 and 1e4, against 0.03 and 0.11 of the plain form (256 x 1024),
-    and a training run that ended at 2.76 bits per byte instead of 1.17.
+    With short side s and aspect ratio r, five steps of the Gram form take (8r+28) s^3 FLOPs, of the plain
+    one (20r+10) s^3. The Gram form is used only up to five steps: with ten (`deepseekv4`) it overflows in
+    half precision and loses 0.44 in float32 at condition 1e6. And never in bf16, whose 8 bits the accumulated
+    polynomial uses up: relative errors of 0.21 and 0.41 at condition 1e2 and 1e4, against 0.03 and 0.11 of
+    the plain form (256 x 1024), and a training run that ended at 2.76 bits per byte instead of 1.17.
     GPUs use float16 for it, with 11 bits; CPUs have no fast float16, and keep the plain form: 280-420 GFLOP/s
     in bf16 against 80-190 in float32 on 2 cores with AVX512-BF16, while the Gram form saves at most a factor
     of 1.8.

@@ -65,7 +65,7 @@ def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
     """Cut the parameters of a GPT on the meta device, in place."""
     if mesh["tp"].size() > 1:
         styles = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(ROWS, RowwiseParallel())
-        for block in gpt.blocks:  # a block may lack the gate, or have experts instead of the MLP
+        for block in gpt.blocks:  # a block may have experts instead of the MLP
             present = dict(block.named_modules())
             block.attn.register_forward_pre_hook(functools.partial(_as_replicated, mesh["tp"]))
             parallelize_module(block, mesh["tp"], {name: styles[name] for name in styles if name in present})

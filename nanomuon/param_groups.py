@@ -289,6 +289,16 @@ def check_group(group, others):
     return group
 
 
+def option_name(value):
+    """What an option is compared by, between ranks and with saved state: a function, which every process and
+    every optimizer may make anew, by its name.
+    """
+    if not callable(value):
+        return value
+    value = getattr(value, "func", value)  # of a functools.partial
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
 def check_values(group):
     """ValueError for hyperparameters with which no step is possible."""
     for key in ("lr", "weight_decay", "eps"):

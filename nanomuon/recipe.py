@@ -33,10 +33,10 @@ def param_groups(
     """Groups of a GPT: Muon for the matrices, AdamW with a learning rate per role for the rest.
 
     batch: tokens per step; steps: of the run. The rates and the decay are those of 4,096 tokens and about
-    2,300 steps, and follow horizon_lr_scale, horizon_decay_scale and matrix_lr_scale from there. AdamW's
-    rates are those of width 768, and follow adamw_lr_scale. Short runs average gradients over fewer steps:
-    momentum and beta1 are 0.95 and 0.8 at 2,300 steps, 0.90 and 0.62 at 300. weight_decay is of Muon's
-    matrices. docs/recipe.md has the measurements.
+    2,300 steps, and follow horizon_lr_scale, horizon_decay_scale and matrix_lr_scale from there. The rates
+    of embedding, head and router are those of width 768, and follow adamw_lr_scale. Short runs average
+    gradients over fewer steps: momentum and beta1 are 0.95 and 0.8 at 2,300 steps, 0.90 and 0.62 at 300.
+    weight_decay is of Muon's matrices. docs/recipe.md has the measurements.
     """
     batch_scale = matrix_lr_scale(batch) if batch else 1
     lr_scale = horizon_lr_scale(steps) if steps else 1
@@ -74,13 +74,13 @@ def matrix_lr_scale(batch: int) -> float:
     """Muon's learning rate by the tokens of a step: the square-root rule (arXiv 2205.10287) at both ends.
 
     Below 4,096 tokens it is measured: at 768 half the rate of 4,096 is best (docs/log.md). Above WEB_BATCH it
-    is published (nanochat, 2026). Between them the same rate is right at both ends, so it is held.
+    is published (nanochat, 2026). The best rate is the same at both ends, so it is held between them.
     """
     return min(1.0, (batch / 4096) ** 0.5) * max(1.0, (batch / WEB_BATCH) ** 0.5)
 
 
 def adamw_lr_scale(width: int) -> float:
-    """AdamW learning rates are tuned at width 768 and follow width^-1/2."""
+    """The rates of embedding and head are tuned at width 768 and follow width^-1/2."""
     return (width / 768) ** -0.5
 
 

@@ -220,7 +220,7 @@ class Run:
         """
         earlier = [step for step in checkpoint.saved_steps(self.folder) if step < self.step - bad_steps]
         advice = f"--resume step_{earlier[-1]} goes on from there, " if earlier else ""
-        print0(f"error: {why}; {advice}--resume never starts over; try lower rates", file=sys.stderr)
+        print0(f"error: {why}; {advice}start over with lower rates: --resume never", file=sys.stderr)
         return 1
 
     def finish(self) -> int:
@@ -263,7 +263,7 @@ def is_complete(folder: Path, steps: int) -> bool:
     file = folder / "summary.json"
     if not file.exists() or read_json(file, Summary).steps < steps:
         return False
-    print0(f"run {folder.name} is complete: {folder}/report.md (--resume never starts it over)")
+    print0(f"run {folder.name} is complete: {folder}/report.md (to start over: --resume never)")
     report.print_summary(read_json(file))
     return True
 

@@ -82,9 +82,9 @@ def peak_memory_mb(device: torch.device) -> int:
     return most >> 20 if sys.platform == "darwin" else most >> 10  # bytes there, else kilobytes
 
 
-def compile_enabled(otherwise: bool = True) -> bool:
-    """Whether to compile the kernels: not if NANOMUON_COMPILE is 0. otherwise: if it is not set."""
-    return os.environ.get("NANOMUON_COMPILE", str(int(otherwise))) != "0"
+def compile_enabled(default: bool = True) -> bool:
+    """Whether to compile the kernels: not if NANOMUON_COMPILE is 0. default: if it is not set."""
+    return os.environ.get("NANOMUON_COMPILE", str(int(default))) != "0"
 
 
 def keep_freed_memory() -> None:
@@ -122,9 +122,7 @@ def usable_gpus() -> int:
 
 
 def print_hardware() -> None:
-    """Print the number of GPUs, and the dtype in which they or the CPU compute, for speedrun.sh: it never
-    disagrees with the scripts that it starts.
-    """
+    """Print the number of GPUs and the dtype of the presets, for speedrun.sh."""
     count = usable_gpus()
     print(count, "bfloat16" if count or cpu_has_bf16() else "float32")
 

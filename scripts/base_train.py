@@ -62,8 +62,8 @@ def train(run: Run, signals: StopSignals) -> int | None:
 
     signals.in_steps = True
     while run.step < plan.steps:
-        # Before the next step, not after the last one: a signal need not wait for it, and a resumed run
-        # catches up on it
+        # Here, not after the last step: a signal need not wait for an evaluation, and a resumed run catches
+        # up on one
         evaluate_what_is_due(run)
         began = time.perf_counter()
         torch.manual_seed(args.seed + run.step)  # an optimizer draws the same numbers after a resume
@@ -128,7 +128,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
             shown_at = time.perf_counter()
             print_progress(row, plan.steps, statistics.median(times))
         if bad_steps:
-            what = f"loss {train_loss}; it or a gradient is not finite: no update"
+            what = f"loss {train_loss}: the loss or a gradient is not finite, no update"
             print0(f"step {run.step}: {what} ({bad_steps} in a row)")
         if bad_steps == MAX_BAD_STEPS:
             return run.give_up(f"{bad_steps} steps in a row had non-finite losses or gradients", bad_steps)
@@ -363,8 +363,8 @@ def make_parser() -> ArgumentParser:
         "--comm-dtype",
         default="auto",
         choices=COMM_DTYPES,
-        help="dtype in which gradients are sent for averaging; with --shard fsdp or --tensor-parallel only "
-        "those of Muon's matrices, and their updates (auto: the gradients' own, float32)",
+        help="dtype in which gradients are sent for averaging; with --shard fsdp that of Muon's momenta and "
+        "updates instead (auto: the gradients' own, float32)",
     )
     add(
         "--seed",

@@ -37,8 +37,8 @@ def parse_arguments(argv):
     parser = ArgumentParser("python -m scripts.optim_bench", __doc__)
     add = parser.add_argument
     add("--depth", type=layers, default=8, help="model size, as in base_train (default: %(default)s)")
-    add("--rounds", type=count, default=7, help="measured rounds, after one more (default: %(default)s)")
-    add("--world", type=count, default=1, help="processes; more than 1 time the distributed step")
+    add("--rounds", type=count, default=7, help="measured rounds, after a warm-up (default: %(default)s)")
+    add("--world", type=count, default=1, help="processes; above 1, time the distributed step")
     add("--peer", metavar="FILE:FUNCTION", help="a function that takes the model and returns an optimizer")
     add_dtype_argument(parser)
     add("--profile", metavar="FILE", help="write a trace of one step here")

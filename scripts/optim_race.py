@@ -10,18 +10,18 @@ A contender is a preset (adamw, muon, normuon, or default: the recipe of base_tr
 
     def param_groups(model, *, beta=0.9): ...    # groups for MuonAdamW
     def build_optimizer(model): ...              # or this: any torch optimizer
-    def schedule(group, step, steps): ...        # {"lr": ...} at a step from 0; default: the recipe's
+    def schedule(group, step, steps): ...        # {"lr": ...}, step counts from 0; default: the recipe's
 
 schedule gets a group as it was built. NAME:key=value,key=value hands keywords to these functions; lr_scale=X
 multiplies all learning rates. An optimizer to be judged by other weights than those it trains (such as an
-average) puts them in place in its eval() and takes them back in its train().
+average) puts them in place in its eval() and restores its own in its train().
 
 With one seed all contenders start from the same weights and see the same rows; each is compared with the
 first, seed by seed. Every finished run is a line of races/NAME/results.jsonl under NANOMUON_BASE_DIR: an
 interrupted race goes on, and one with more seeds or contenders trains only the new runs. A contender whose
 file or hyperparameters have changed runs again; a race on another task, model or data needs another --name.
-After two or more seeds a contender that is hopelessly behind stops, by a rule that stops one of the best in
-at most one of a hundred races.
+After two or more seeds a contender that is hopelessly behind stops, by a rule that rarely stops one of the
+best (statistics.hopeless).
 
 --sweep 8 first gives each contender the time of eight runs to find its rates, on other seeds: trials of a
 quarter of the length, the best of them at half, the best of those at full length. It searches all rates

@@ -13,11 +13,10 @@ import bisect
 from nanomuon import footprint, parallel
 from nanomuon.command import ArgumentParser, layers, number, run_command
 from nanomuon.gpt import GPTConfig
-from nanomuon.plan import meta_model
+from nanomuon.plan import FILLED, meta_model
 from scripts.laboratory.report import columns
 
 MEMORY = ("weights", "gradients", "state", "activations", "buffers")
-HEADROOM = 0.9  # of the memory; the rest is for the allocator, the libraries and surprises
 CONTEXT, VOCABULARY = 2048, 32768  # base_train's on GPUs
 DEPTHS = range(2, 257, 2)
 MOST_ROWS = 64
@@ -34,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
         "--tensor-parallel",
         type=gpus,
         default=1,
-        help="GPUs that share every matrix (default: %(default)s)",
+        help="GPUs that share the matrices of a block (default: %(default)s)",
     )
     add("--gpu-memory", type=number(float, 1, 1e6), default=80, help="GiB per GPU (default: %(default)s)")
     args = parser.parse_args(argv)
@@ -49,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     table = [["GiB per GPU", "rows", *MEMORY, "total", "fits", "deepest"]]
     for shard in [args.shard] if args.shard else ["none", "fsdp"]:
         layout = footprint.Layout(args.gpus, shard == "fsdp", args.tensor_parallel)
-        table.append(describe(config, layout, args.gpu_memory * 2**30 * HEADROOM))
+        table.append(describe(config, layout, args.gpu_memory * 2**30 * FILLED))
     print(columns(table))
 
 

@@ -1,5 +1,7 @@
 """One model in every layout the optimizers train it in, for comparison with the formulas of reference.py."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -79,7 +81,7 @@ OPTIONS = {
     "own triples": dict(coefficients=((2, -1.5, 0.5),) * 4, ns_steps=None, weight_decay_form="decoupled"),
     "no averages": dict(momentum=0.0, beta2=0.0, weight_decay=0.0),
     "direction": dict(direction=whitened),
-    "direction without state": dict(direction=polar, weight_decay_form="decoupled"),
+    "direction without state": dict(direction=functools.partial(polar), weight_decay_form="decoupled"),
 }
 
 FUSED = [("muon", (48, 20)), ("muon", (48, 64)), ("muon", (48, 20)), ("adamw", (5,))]

@@ -153,6 +153,19 @@ def test_hyperparameters_are_restored_unless_the_caller_keeps_its_own():
         optimizer.load_state_dict(saved, hyperparameters="ours")
 
 
+def test_functions_that_are_made_anew_for_each_optimizer_are_the_same_options():
+    def optimizer(scale):
+        def direction(U, kept, ok, square_weight):
+            return U, torch.ones_like(square_weight)
+
+        return MuonAdamW([muon(torch.ones(2, 3), direction=direction, scale=functools.partial(scale, 1))])
+
+    saved = optimizer(max).state_dict()
+    optimizer(max).load_state_dict(saved)
+    with pytest.raises(ValueError, match="param group 0 was saved with scale="):
+        optimizer(min).load_state_dict(saved)
+
+
 def test_hyperparameters_are_restored_by_name_into_other_groups():
     a, b, c, d, e, f, g = mixed()[0]
     saved = MuonAdamW(
@@ -210,7 +223,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict({"state": saved, "param_groups": whole["param_groups"]})
         assert_same_everywhere([(params, state["state"]) for state in (whole, optimizer.full_state_dict())])
-    with pytest.raises(ValueError, match="group 0 .* is not of MuonAdamW"):
+    with pytest.raises(ValueError, match="group 0 .* MuonAdamW did not save it"):
         optimizer.load_state_dict(torch.optim.AdamW(params).state_dict())
 
 

@@ -147,4 +147,4 @@ def test_a_plan_prints_sizes_and_trains_nothing(base, capsys):
     large, args = planned("--depth 12", CUDA, 1), parsed("--depth 12")
     plan.print_plan(args, large, CUDA)
     gigabytes = plan.memory_of(large.config, 1, args, CUDA) / 2**30
-    assert gigabytes > 1 and f"about {gigabytes:.1f} GB per device" in capsys.readouterr().out
+    assert gigabytes > 1 and f"about {gigabytes:.1f} GiB per device" in capsys.readouterr().out

@@ -75,8 +75,8 @@ def paired_difference(
 def moderated(own, own_df: int, pooled: float, pooled_df: int):
     """(variance, its degrees of freedom) of paired differences, from their own and the pooled variance.
 
-    own may be an array. The pooled one counts for at most a third of its degrees of freedom, so that in a
-    small race one wild contender does not set it for all, and both together count for no more than it has.
+    own may be an array. The pooled variance counts for at most a third of its degrees of freedom, so that
+    one wild contender cannot set it for a small race, and the sum of both never exceeds pooled_df.
     """
     prior = min(PRIOR_DF, pooled_df / 3)
     if pooled_df <= own_df:  # two contenders: the pooled variance is their own
