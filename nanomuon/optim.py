@@ -8,7 +8,7 @@ The parameters are divided into pieces of work. Each has a generator `update`, r
 
     collect   send the gradients to the ranks that work on them
     compute   wait for them, do the mathematics, send the result
-    deliver   wait for the result, write it into the parameters
+    deliver   wait for the other ranks' results, write them into the parameters
 
 `step` takes all pieces through the three phases, so that the transfers of one run during the mathematics of
 another. In one process every transfer passes its input straight through; the mathematics is the same code.
@@ -65,7 +65,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # `numbers_of`, so a new value recompiles nothing. Options (nesterov, coefficients) are Python values: each
 # choice is compiled once. `ok` is 1, or 0 if the parameter must not change: it has no gradient, or some
 # gradient is not finite. The gradient then counts as 0 and every rate is multiplied by 0; torch.where keeps
-# the parameter, since 0 times infinity is NaN. All arithmetic is in the dtype of the state.
+# the parameter, since 0 times infinity is NaN. Arithmetic is in the dtype of the state, except Newton-Schulz.
 
 
 def adamw_update(param, grad, exp_avg, exp_avg_sq, step, ok, numbers):
@@ -221,7 +221,7 @@ class Transfer:
     """Collectives in flight; `wait()` returns their result. Until then it keeps what they read and write."""
 
     received: object  # a tensor, or a list of tensors
-    handles: list = ()  # of torch.distributed; none in a single process
+    handles: list = ()  # of torch.distributed, or Transfers; none in a single process
     sent: object = None
 
     def wait(self):
@@ -248,7 +248,7 @@ class World:
             self.size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
             if self.rank < 0:
                 raise ValueError(f"rank {dist.get_rank()} is not in the process group of its optimizer")
-        self.owned_cost = [0] * self.size  # the cost of the matrices that each rank owns
+        self.owned_cost = [0] * self.size  # of a rank's matrices, without those of 3-D parameters
 
     @classmethod
     def default(cls, comm_dtype=None):
@@ -338,7 +338,7 @@ def gradient(param):
 class Direction:
     """From momentum to the direction of the update, for the (m, n) matrices of a Muon group.
 
-    param: one of them. state: {name: shape} of a matrix's state besides its momentum. scale: the factor on
+    param: has them. state: {name: shape} of a matrix's state besides its momentum. scale: the factor on
     the update, or one per row, (m, 1). cost: of Newton-Schulz, to balance owners. shape: of the matrices in
     the computation, for the size of a batch. Fused and tensor-parallel matrices have directions of their own,
     with the same attributes.
@@ -590,7 +590,7 @@ class Bank:
         return stack
 
     def collect(self):
-        """Receives the mean gradients of the owned matrices: (k, m, n), or in one process the list of all."""
+        """Receives the mean gradients of the owned matrices, (k, m, n) and padding, or one process a list."""
         grads = matrices([gradient(param).contiguous() for param in self.params])
         if self.world.size == 1:
             return Transfer(grads)
@@ -603,6 +603,7 @@ class Bank:
     def compute(self, grads, ok, numbers):
         """Update the owned matrices."""
         params = self.matrices()[self.owned]
+        # A 3-D parameter is alone in its bank: one number for all of its matrices
         ok = ok.expand(len(self.owners))[self.owned].view(-1, 1, 1).to(self.dtype)  # (k, 1, 1)
         square_weight = numbers[-1].expand_as(ok)
         for batch in self.batches:
@@ -717,7 +718,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def broadcast_parameters(self, groups):
-        """Every rank starts from rank 0's parameters. ValueError if ranks have different ones."""
+        """Every rank starts from rank 0's values. ValueError if names, shapes, dtypes or options differ."""
         world = self.world
         if world.process_group is None:
             return
@@ -917,7 +918,7 @@ class DistMuonAdamW(MuonAdamW):
     With W ranks, parameters of R rows, banks of K matrices:
 
       parameters            collect                          state on a rank      compute sends
-      AdamW, up to SMALL    one all_reduce per group         all of it            nothing
+      AdamW, up to SMALL    one all_reduce per dtype         all of it            nothing
       AdamW                 reduce_scatter                   ceil(R/W) rows       all_gather
       Muon                  reduce_scatter, whole matrices   ceil(K/W) matrices   all_gather
       Muon, 2K < W          reduce of each to its owner      one, on K ranks      broadcast from the owner
