@@ -141,7 +141,7 @@ def losses(base, run):
     return [row["train_loss"] for row in rows(base, run) if "train_loss" in row]
 
 
-def wait_until(condition, alive, seconds=60):
+def wait_until(condition, alive, seconds=180):
     """Return as soon as condition() holds, while alive() does."""
     deadline = time.monotonic() + seconds
     while not condition():
