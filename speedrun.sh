@@ -5,7 +5,7 @@
 #   bash speedrun.sh --plan    print what it would do, with its size and memory, and stop
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
-# Without a GPU it takes five to twelve minutes. SIGTERM, SIGHUP and Ctrl-C save the run and end it with exit code 75; the
+# Without a GPU it takes 3 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C save the run and end it with exit code 75; the
 # same command carries on. Set these variables to change it:
 #
 #   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER, hf:ORG/NAME[:CONFIG]

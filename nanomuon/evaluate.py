@@ -1,4 +1,4 @@
-"""Bits per byte: a loss that compares models of any vocabulary."""
+"""Bits per byte: a loss by which models with different vocabularies can be compared."""
 
 import math
 from collections.abc import Iterable

@@ -68,8 +68,8 @@ leaves it out. Text that looks like `<|bos|>` is encoded as text.
 
 {figures}
 
-Bits per byte are the cross-entropy of all validation text in bits, divided by its UTF-8 bytes: models
-with other vocabularies compare by them.
+Bits per byte are the cross-entropy of all validation text in bits, divided by its UTF-8 bytes, so
+models with different vocabularies can be compared.
 
 ## Data
 

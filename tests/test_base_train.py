@@ -102,7 +102,13 @@ LATE = """
     "run,steps,flags,message,saved",
     [
         ("late", 100, ("--save-every", "3"), "gradients; --resume step_3 goes on from there, ", [3, 6]),
-        ("diverged", 6, ("--matrix-lr", "1e30"), "validation loss is not finite; start over", [6]),
+        (
+            "diverged",
+            6,
+            ("--matrix-lr", "1e30"),
+            "validation loss is not finite; start over with lower rates: --resume never",
+            [6],
+        ),
     ],
 )
 def test_a_run_that_is_not_finite_names_the_checkpoint_to_go_on_from(

@@ -1,5 +1,6 @@
 """A race as people run it: small ones that are interrupted, enlarged, tuned, refused, reported."""
 
+import functools
 import json
 import math
 import random
@@ -216,6 +217,19 @@ def test_an_impossible_value_names_its_contender_before_anything_is_trained(lab)
     with pytest.raises(InputError, match="contender muon:matrix_lr=-1: no optimizer was built: .*lr"):
         lab("--contenders", "default", "muon:matrix_lr=-1", "--seeds", "1")
     assert not Inline.submitted
+
+
+def test_a_function_that_is_made_anew_has_the_same_digest():
+    """Otherwise a race would train its finished runs again."""
+
+    def made_anew():
+        def direction():
+            pass
+
+        return direction
+
+    for make in (made_anew, lambda: functools.partial(made_anew())):
+        assert tasks.digest({"direction": make()}) == tasks.digest({"direction": make()})
 
 
 def test_rows_are_a_function_of_the_seed_and_windows_cover_the_rest(text):

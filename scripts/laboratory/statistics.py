@@ -76,7 +76,7 @@ def moderated(own, own_df: int, pooled: float, pooled_df: int):
     """(variance, its degrees of freedom) of paired differences, from their own and the pooled variance.
 
     own may be an array. The pooled variance counts for at most a third of its degrees of freedom, so that
-    one wild contender cannot set it for a small race, and the sum of both never exceeds pooled_df.
+    one wild contender cannot set it for a small race, and both together count for at most pooled_df.
     """
     prior = min(PRIOR_DF, pooled_df / 3)
     if pooled_df <= own_df:  # two contenders: the pooled variance is their own

@@ -17,6 +17,7 @@ from nanomuon import shards
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.param_groups import option_name
 from nanomuon.runtime import InputError, usable_gpus
 from nanomuon.tokenizer import Tokenizer
 
@@ -199,4 +200,4 @@ def digest(*parts):
 
 def as_text(value):
     """The JSON form of other types: a function by its name, anything else as printed."""
-    return getattr(value, "__qualname__", None) or str(value)
+    return str(option_name(value))
