@@ -241,7 +241,7 @@ class Run:
         hf_export.export(self.folder, self.model, self.tokenizer, facts)
         with torch.compiler.set_stance("force_eager"):  # the shapes of samples were not compiled
             prompts = PROMPTS.get(args.corpus, [""] * 3)
-            samples = sample_texts(self.model, self.tokenizer, prompts, max_tokens=128, seed=args.seed)
+            samples = sample_texts(self.model, self.tokenizer, prompts, max_tokens=64, seed=args.seed)
         if self.log is None:
             return 0
         self.log.close()
