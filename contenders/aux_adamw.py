@@ -24,7 +24,6 @@ def param_groups(
     unembedding_lr=0.004,
     scalar_lr=0.01,
     weight_decay=0.2,
-    beta1=0.8,
     beta2=0.99,
     scalar_beta2=0.997,
 ):
@@ -41,5 +40,5 @@ def param_groups(
     for group in groups:
         is_scalar = any(name.endswith(SCALARS) for name in group["names"])
         if group["kind"] == "adamw":
-            group["betas"] = (beta1, scalar_beta2 if is_scalar else beta2)
+            group["betas"] = (group["betas"][0], scalar_beta2 if is_scalar else beta2)
     return groups

@@ -54,7 +54,7 @@ def saved_steps(run_dir) -> list[int]:
 
 
 def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: int = 2) -> None:
-    """Write runs/<name>/checkpoints/step_<step>, unless it exists; then keep only the newest keep_last.
+    """Write runs/<name>/checkpoints/step_<step> and keep only the newest keep_last; do nothing if it exists.
 
     Called by all ranks. meta: what else resuming needs (loader state, ...); the first rank's is kept. Raises
     InputError on every rank if the disk is full or not writable; earlier checkpoints stay intact.

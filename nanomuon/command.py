@@ -94,7 +94,8 @@ def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(main) -> None:
-    """Run a script's main() and exit: 0, or 2 with one line on stderr for an error that the user can fix.
+    """Run a script's main() and exit with the code it returns, or with 2 and one line on stderr for an error
+    that the user can fix.
 
     Other exceptions are bugs and show their traceback. In a world of several ranks an error ends its rank at
     once, so that torchrun ends the others, which may be waiting for this one in a collective: destroying the
@@ -179,7 +180,7 @@ class StopSignals:
 
     in_steps: whether there is something to save. Before the first step and after the last there is not, and a
     signal ends this process at once. The first rank records a stop in the file `stopped` of the run's folder,
-    which is None if nothing is trained.
+    which is None for --plan.
     """
 
     def __init__(self, folder: Path | None):

@@ -17,7 +17,7 @@ from nanomuon.optim_state import named_parameters
 from nanomuon.parallel import COLUMNS, ROWS
 from nanomuon.sharded import Cut, Pipeline
 
-NUMBER = 4  # bytes of a weight and a gradient: float32
+FLOAT32 = 4  # bytes of a weight, and of a gradient
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ class RankPlan:
 
     def __init__(self, config: GPTConfig, layout: Layout):
         found, groups = parameters(config)
-        self.rows, self.tensor = PlannedWorld(layout.data_parallel), PlannedWorld(layout.tensor_parallel)
+        self.data_parallel = PlannedWorld(layout.data_parallel)
+        self.tensor_parallel = PlannedWorld(layout.tensor_parallel)
         groups = [dict(group, params=[], names=[]) for group in groups]
         for parameter in found:
             groups[parameter.group]["params"].append(self.parameter(parameter, layout))
@@ -118,11 +119,11 @@ class RankPlan:
         """This rank's part of it, with its cuts (see sharded.cuts)."""
         shape, cuts = parameter.held(layout), []
         if layout.cuts_rows:
-            _, rows = self.rows.share(shape[0], 0)
+            _, rows = self.data_parallel.share(shape[0], 0)
             shape = (rows, *shape[1:])
-            cuts.append(Cut(self.rows, 0, is_tensor_parallel=False))
+            cuts.append(Cut(self.data_parallel, 0, is_tensor_parallel=False))
         if parameter.cut_dim(layout) is not None:
-            cuts.append(Cut(self.tensor, parameter.cut_dim(layout), is_tensor_parallel=True))
+            cuts.append(Cut(self.tensor_parallel, parameter.cut_dim(layout), is_tensor_parallel=True))
         planned = torch.nn.Parameter(torch.empty(shape, device="meta"))
         planned.planned_cuts, planned.planned_shape = cuts, parameter.shape
         return planned
@@ -138,8 +139,8 @@ class RankPlan:
 
     def buffers(self) -> int:
         """The optimizer's transfers in flight, and temporaries of a bank, about four times a batch."""
-        chunks = [work for work in self.optimizer.works if isinstance(work, Pipeline)]
-        in_flight = sum(6 * max(chunk.momentum.nbytes for chunk in work.chunks) for work in chunks)
+        pipelines = [item for item in self.optimizer.work_items if isinstance(item, Pipeline)]
+        in_flight = sum(6 * max(chunk.momentum.nbytes for chunk in pipeline.chunks) for pipeline in pipelines)
         ranks = self.optimizer.world.size
         if ranks > 1 and not in_flight:
             in_flight = self.weights() * (1 + 1 / ranks)  # see DistMuonAdamW
@@ -165,17 +166,17 @@ def memory_by_kind(config: GPTConfig, layout: Layout, rows: int, compute_bytes: 
     `buffers` (collectives, gathered weights and other temporaries: an estimate).
     """
     optimizer, tokens = optimizer_memory(config, layout), rows * config.seq_len
-    buffers = optimizer["buffers"] + NUMBER * config.seq_len * config.head_dim  # and the rotary tables
+    buffers = optimizer["buffers"] + FLOAT32 * config.seq_len * config.head_dim  # and the rotary tables
     # Three numbers and a boolean per logit of a chunk; and a second gradient of the head's weight, multiplied
     # by the loss's
     chunk = head_loss.chunk_rows(tokens, config.vocab_size) * config.vocab_size
-    buffers += (3 * NUMBER + 1) * chunk + NUMBER * config.vocab_size * config.width
+    buffers += (3 * FLOAT32 + 1) * chunk + FLOAT32 * config.vocab_size * config.width
     if layout.cuts_rows:
         gathered = gathered_numbers(config, layout)
         # Weights and gradients of two blocks, the embedding and the root's parameters
-        block_bytes = compute_bytes if not config.experts else NUMBER
-        buffers += 2 * (block_bytes + NUMBER) * gathered["block"] / config.depth
-        buffers += 2 * NUMBER * (gathered["embedding"] + gathered["root"])
+        block_bytes = compute_bytes if not config.experts else FLOAT32
+        buffers += 2 * (block_bytes + FLOAT32) * gathered["block"] / config.depth
+        buffers += 2 * FLOAT32 * (gathered["embedding"] + gathered["root"])
     return {
         "weights": optimizer["weights"],
         "gradients": optimizer["weights"],
@@ -213,9 +214,9 @@ def activations(config: GPTConfig, tokens: int, tensor_parallel: int, compute_by
         mlp = (8 + 2 * config.experts_per_token) * config.width
     channels = config.depth * (5 * config.width + cut / tensor_parallel + mlp) + 3 * config.width
     copies = 0
-    if compute_bytes < NUMBER:
+    if compute_bytes < FLOAT32:
         found, groups = parameters(config)
         matrices = [parameter for parameter in found if groups[parameter.group]["kind"] == "muon"]
         layout = Layout(tensor_parallel, tensor_parallel=tensor_parallel)
         copies += sum(math.prod(parameter.held(layout)) for parameter in matrices)
-    return round(compute_bytes * (tokens * channels + copies) + NUMBER * config.vocab_size * config.width)
+    return round(compute_bytes * (tokens * channels + copies) + FLOAT32 * config.vocab_size * config.width)

@@ -1,12 +1,12 @@
 """The model: a decoder-only transformer that knows nothing of optimizers, ranks or files.
 
 Pre-norm residual blocks with rotary positions, normalized queries and keys, parameter-free RMSNorm, a ReLU^2
-MLP, an untied head with capped logits and no biases. Learned scalars add the embedding to every
-block's input (modded-nanogpt). Three additions help it to continue a text as it went on
-before: half of every key comes from the previous token, so a query finds what followed its own token earlier
-in the text; to the values of attention a token adds its row of the head, gated, so that what is found can be
-copied; and the input of every MLP goes through a short causal convolution (Primer, arXiv 2109.08668; Canon
-layers, Allen-Zhu 2025). They cost next to nothing and gained most of all that was tried (docs/recipe.md).
+MLP, an untied head with capped logits and no biases. Learned scalars add the embedding to every block's input
+(modded-nanogpt). Three additions help it to copy from earlier text: half of every key comes from the previous
+token, so a query finds what followed its own token earlier in the text; to the values of attention a token
+adds its row of the head, gated, so that what is found can be copied; and the input of every MLP goes through
+a short causal convolution (Primer, arXiv 2109.08668; Canon layers, Allen-Zhu 2025). docs/recipe.md has their
+gains.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@
     adamw = dict(kind="adamw", params=[...], lr=3e-4, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
     optimizer = DistMuonAdamW([muon, adamw])  # under torchrun; in one process MuonAdamW([muon, adamw])
 
-The parameters are divided into pieces of work. Each has a generator `update`, read from top to bottom:
+The parameters are divided into work items. Each has a generator `update`, read from top to bottom:
 
     collect   send the gradients to the ranks that work on them
     compute   wait for them, do the mathematics, send the result
@@ -14,7 +14,7 @@ The parameters are divided into pieces of work. Each has a generator `update`, r
 another. In one process every transfer passes its input straight through; the mathematics is the same code.
 
 In order: the kernels; a group's numbers on the device; the ranks and their collectives; the direction of a
-Muon update; the pieces of work (SmallParameters, Rows, Bank); who owns which matrix; the optimizers.
+Muon update; the work items (SmallParameters, Rows, Bank); who owns which matrix; the optimizers.
 `optim_state.py` saves and loads state. Two extensions import this file, and its planner imports them when
 it meets their parameters: `sharded.py` (FSDP2, with `tensor_parallel.py`) and `fused.py` (split
 matrices). The group's option `direction` takes a rule of your own for matrices; docs/optimizer.md, the page
@@ -110,7 +110,8 @@ def muon_direction(
     ns_dtype=None,
     pieces=None,
 ):
-    """Polar factor and variance reduction (NorMuon, arXiv 2510.05491) of a batch of matrices.
+    """Polar factor and variance reduction of a batch of matrices: NorMuon (arXiv 2510.05491), but with one
+    value per line along the longer side, as in nanochat.
 
     U: (k, m, n). second_momentum_buffer: (k, m, 1) if m >= n, else (k, 1, n), updated in place; None for
     plain Muon. second_weight: (k, 1, 1), the weight of this step in the second moment, (1 - beta2) * ok.
@@ -202,14 +203,14 @@ def numbers_of(group):
     return [lr, lr * weight_decay, 1 - beta1, 1 - beta2, group["eps"]]
 
 
-def numbers_on_device(works, device, dtype):
-    """The numbers of each work's group: views of one vector, which is copied to the device once."""
-    of_works = [numbers_of(work.group) for work in works]
-    vector = torch.tensor([number for numbers in of_works for number in numbers], dtype=dtype)
+def numbers_on_device(items, device, dtype):
+    """The numbers of each work item's group: views of one vector, which is copied to the device once."""
+    of_items = [numbers_of(item.group) for item in items]
+    vector = torch.tensor([number for numbers in of_items for number in numbers], dtype=dtype)
     # The host does not wait for a copy of so few bytes, even from pageable memory
     vector = vector.to(device, non_blocking=True)
-    views = vector.split([len(numbers) for numbers in of_works])
-    return [view.to(work.dtype) for view, work in zip(views, works, strict=True)]
+    views = vector.split([len(numbers) for numbers in of_items])
+    return [view.to(item.dtype) for view, item in zip(views, items, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -338,10 +339,10 @@ def gradient(param):
 class Direction:
     """From momentum to the direction of the update, for the (m, n) matrices of a Muon group.
 
-    param: has them. state: {name: shape} of a matrix's state besides its momentum. scale: the factor on
-    the update, or one per row, (m, 1). cost: of Newton-Schulz, to balance owners. shape: of the matrices in
-    the computation, for the size of a batch. Fused and tensor-parallel matrices have directions of their own,
-    with the same attributes.
+    param: one parameter of such matrices. state: {name: shape} of a matrix's state besides its momentum.
+    scale: the factor on the update, or one per row, (m, 1). cost: of Newton-Schulz, to balance owners. shape:
+    of the matrices in the computation, for the size of a batch. Fused and tensor-parallel matrices have
+    directions of their own, with the same attributes.
 
     The group's option `direction` replaces the mathematics: a function like `__call__`, which may have an
     attribute state(m, n) -> {name: shape}.
@@ -357,6 +358,7 @@ class Direction:
         if hasattr(self.function, "state"):
             self.state = self.function.state(m, n)
         elif self.function is None and group["beta2"] is not None:
+            # nanochat's name for the second moment
             self.state = {"second_momentum_buffer": (m, 1) if m >= n else (1, n)}
         self.scale = update_scale(group["scale"], m, n)
         self.cost = m * n * min(m, n)
@@ -389,7 +391,7 @@ def direction_of(group, m, n, param, ns_dtype, run_kernel):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The pieces of work. Each has `params`, `group`, `places` {parameter: {name of its state: Place}}, and
+# The work items. Each has `params`, `group`, `places` {parameter: {name of its state: Place}}, and
 #
 #   update(numbers)   a generator that yields twice: after its collect, to be sent `ok` (1 or 0 for each of
 #                     its params, on the device), and after its compute. Across a yield it holds only what is
@@ -752,19 +754,19 @@ class MuonAdamW(torch.optim.Optimizer):
         # Autocast would compute Newton-Schulz's products in its own dtype; "meta" has no autocast
         with torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False):
             flags = self.reduce_flags(finite)
-            numbers = numbers_on_device(self.works, device, self.dtype)
-            running = [(work, work.update(now)) for work, now in zip(self.works, numbers, strict=True)]
-            for work, update in running:  # start every collect
-                with record_function(f"collect {work}"):
+            numbers = numbers_on_device(self.work_items, device, self.dtype)
+            running = [(item, item.update(now)) for item, now in zip(self.work_items, numbers, strict=True)]
+            for item, update in running:  # start every collect
+                with record_function(f"collect {item}"):
                     next(update)
-            bad, *flags_of_works = flags.wait().split([1] + [len(work.params) for work in self.works])
+            bad, *flags_of_items = flags.wait().split([1] + [len(item.params) for item in self.work_items])
             all_finite = bad == 0  # on the device: the host does not wait for it
             self.skipped_steps += ~all_finite[0]
-            for (work, update), ok in zip(running, flags_of_works, strict=True):
-                with record_function(f"compute {work}"):
+            for (item, update), ok in zip(running, flags_of_items, strict=True):
+                with record_function(f"compute {item}"):
                     update.send(ok * all_finite)
-            for work, update in running:
-                with record_function(f"deliver {work}"):
+            for item, update in running:
+                with record_function(f"deliver {item}"):
                     next(update, None)
         return loss
 
@@ -772,9 +774,9 @@ class MuonAdamW(torch.optim.Optimizer):
         """One small all_reduce of (1 + parameters,) float32, by the maximum over ranks.
 
         [0]: 1 if the norm of a gradient is not finite, or the `finite` of step() is false. [1:]: 1 for each
-        parameter with a gradient, in the order of the works.
+        parameter with a gradient, in the order of the work items.
         """
-        params = [param for work in self.works for param in work.params]
+        params = [param for item in self.work_items for param in item.params]
         device = self.skipped_steps.device
         flags = torch.tensor([float(has_gradient(p)) for p in params]).to(device, non_blocking=True)
         grads = [local(param.grad) for param in params if has_gradient(param)]
@@ -783,22 +785,22 @@ class MuonAdamW(torch.optim.Optimizer):
             bad += ~torch.stack(torch._foreach_norm(grads, dtype=self.dtype)).isfinite().all()
         return self.world.all_reduce(torch.cat([bad, flags]), dist.ReduceOp.MAX)
 
-    # ---- the plan: pieces of work, and where state lives
+    # ---- the plan: work items, and where state lives
 
     def reset_plan(self):
         self.planned = []  # (id, options, ids of parameters) of each planned group
-        self.dtype = torch.float32  # the widest of the works
-        self.works = []  # in the order of their collectives, which all ranks share
+        self.dtype = torch.float32  # the widest of the work items
+        self.work_items = []  # in the order of their collectives, which all ranks share
         self.places = {}  # parameter -> {name of its state: Place}
         self.worlds = {}  # process group of a device mesh -> World, see sharded.plan_group
 
     @torch.no_grad()
     def plan(self):
-        """Divide the groups into pieces of work, each group once, when it is first needed.
+        """Divide the groups into work items, each group once, when it is first needed.
 
         Before that accelerate may move the model, and FSDP2 replace its parameters in the groups. Afterwards
         this only compares: ValueError if parameters, options or state are not those that were planned. The
-        order of the works, in which all collectives start, follows from the groups: Muon, then AdamW.
+        order of the items, in which all collectives start, follows from the groups: Muon, then AdamW.
         """
         now = [(id(group), options(group), list(map(id, group["params"]))) for group in self.param_groups]
         planned = len(self.planned)
@@ -820,7 +822,7 @@ class MuonAdamW(torch.optim.Optimizer):
                     )
 
     def plan_group(self, group):
-        """Pieces of work for one group. Owners depend only on this group and those before it, so a copy, or a
+        """Work items for one group. Owners depend only on this group and those before it, so a copy, or a
         resumed run to which groups were added later, finds the same ones.
         """
         params = []
@@ -836,28 +838,28 @@ class MuonAdamW(torch.optim.Optimizer):
         compiles = device.type == "cuda" if self.compile == "auto" else self.compile
         run_kernel = functools.partial(call_kernel, compile_enabled(compiles))
         plan_kind = self.plan_muon if group["kind"] == "muon" else self.plan_adamw
-        works = plan_kind(group, params, run_kernel)
-        self.works += works
+        items = plan_kind(group, params, run_kernel)
+        self.work_items += items
         # Muon first: it has the most to compute while the transfers of the others run
-        self.works.sort(key=lambda work: work.group["kind"] != "muon")
-        for work in works:
-            self.dtype = torch.promote_types(self.dtype, work.dtype)
-            for param, places in work.places.items():
+        self.work_items.sort(key=lambda item: item.group["kind"] != "muon")
+        for item in items:
+            self.dtype = torch.promote_types(self.dtype, item.dtype)
+            for param, places in item.places.items():
                 self.places[param] = places
                 optim_state.take_over(self.state, param, places)
 
     def plan_adamw(self, group, params, run_kernel):
-        works, small = [], {}
+        items, small = [], {}
         alone = World()  # each rank updates its piece of a cut parameter by itself
         for param in params:
             world = alone if is_cut(param) else self.world
             if elements(param) > SMALL:
-                works.append(Rows(param, group, world, run_kernel))
+                items.append(Rows(param, group, world, run_kernel))
             else:
                 small.setdefault((world, state_dtype(param)), []).append(param)
         for (world, _), together in small.items():
-            works.append(SmallParameters(together, group, world, run_kernel))
-        return works
+            items.append(SmallParameters(together, group, world, run_kernel))
+        return items
 
     def plan_muon(self, group, params, run_kernel):
         banks, cut = {}, []
@@ -868,11 +870,11 @@ class MuonAdamW(torch.optim.Optimizer):
                 alone = id(param) if param.ndim == 3 else None  # a batch of matrices is its own bank
                 alike = matrix_shape(param), param.dtype, gradient_dtype(param), alone
                 banks.setdefault(alike, []).append(param)
-        works = []
+        items = []
         if cut:
             from nanomuon import sharded  # an extension: imported when it is needed
 
-            works += sharded.plan_group(self, group, cut, run_kernel)
+            items += sharded.plan_group(self, group, cut, run_kernel)
         # The largest matrices choose their owners first
         for alike in sorted(banks, key=lambda alike: -math.prod(alike[0])):
             together = banks[alike]
@@ -883,8 +885,8 @@ class MuonAdamW(torch.optim.Optimizer):
                 owners = [i // each for i in range(count)]
             else:
                 owners = assign_owners(count, direction.cost, self.world.owned_cost)
-            works.append(Bank(together, group, direction, owners, self.world, run_kernel))
-        return works
+            items.append(Bank(together, group, direction, owners, self.world, run_kernel))
+        return items
 
     # ---- state. torch's own state_dict() works: {"state": {number: {key: tensor}}, "param_groups": [...]},
     # the state of this rank, without communication; tensors share memory with the optimizer's, pieces are
@@ -913,12 +915,12 @@ class DistMuonAdamW(MuonAdamW):
     default the gradient's own. Use MuonAdamW under DistributedDataParallel, which has averaged the gradients
     already.
 
-    Work and state of replicated parameters are split (ZeRO-2); `p.grad` stays whole. Parameters start with
-    rank 0's values, and the update uses the mean of `p.grad` over ranks, which these collectives compute.
-    With W ranks, parameters of R rows, banks of K matrices:
+    Work and state of replicated parameters are split as in ZeRO-2, except that `p.grad` stays whole.
+    Parameters start with rank 0's values, and the update uses the mean of `p.grad` over ranks, which these
+    collectives compute. With W ranks, parameters of R rows, banks of K matrices:
 
       parameters            collect                          state on a rank      compute sends
-      AdamW, up to SMALL    one all_reduce per dtype         all of it            nothing
+      AdamW, up to SMALL    all_reduce of one vector         all of it            nothing
       AdamW                 reduce_scatter                   ceil(R/W) rows       all_gather
       Muon                  reduce_scatter, whole matrices   ceil(K/W) matrices   all_gather
       Muon, 2K < W          reduce of each to its owner      one, on K ranks      broadcast from the owner

@@ -1,6 +1,6 @@
 """Where the state of an optimizer lives, and how it is saved and loaded.
 
-A step of `optim.py` needs only the first few helpers. There each piece of work makes its state tensors, with
+A step of `optim.py` needs only the first few helpers. There each work item makes its state tensors, with
 a Place for each, which says where it lives; this file saves and loads them. `full_state_dict` is whole and
 goes by name, so it loads into any world and layout.
 """
@@ -177,7 +177,8 @@ def full_state_dict(optimizer):
 
 @torch.no_grad()
 def load_state_dict(optimizer, state_dict, hyperparameters="restore"):
-    """Restore full_state_dict(), of any world size or grouping, or state_dict() on the rank that saved it.
+    """Restore full_state_dict() or named_state_dict(), of any world size or grouping, or state_dict() on the
+    rank that saved it.
 
     hyperparameters: "restore" takes lr, all other numbers and what schedulers have written into the groups
     from the groups in which the parameters were saved, as torch's optimizers do; "keep" keeps those of our

@@ -111,20 +111,24 @@ def cut(whole: torch.Tensor, like: DTensor) -> DTensor:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def average_gradients(gpt: GPT, mesh: DeviceMesh | None) -> None:
-    """Average the gradients that neither FSDP2 nor DistMuonAdamW averages.
+def average_tensor_parallel_gradients(gpt: GPT, mesh: DeviceMesh) -> None:
+    """Average the gradients of tensor-parallel parameters over "dp"; without FSDP2 nothing else does."""
+    for parameter in gpt.parameters():
+        if isinstance(parameter, DTensor) and parameter.grad is not None:
+            dist.all_reduce(parameter.grad.to_local(), dist.ReduceOp.AVG, group=mesh["dp"].get_group())
 
-    With a mesh: those of tensor-parallel parameters, over its "dp". Without: those of whole parameters, over
-    all ranks, for an optimizer that leaves it to the loop; a missing gradient counts as zero.
+
+def average_whole_gradients(gpt: GPT) -> None:
+    """Average the gradients of whole parameters over all ranks, for an optimizer that does not. A missing
+    gradient counts as zero.
     """
     if not dist.is_initialized():
         return
     for parameter in gpt.parameters():
-        if mesh is None and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad is not None and isinstance(parameter, DTensor) == (mesh is not None):
-            grad = parameter.grad.to_local() if mesh else parameter.grad
-            dist.all_reduce(grad, dist.ReduceOp.AVG, group=mesh and mesh["dp"].get_group())
+        if not isinstance(parameter, DTensor):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
 
 
 def gradients_finite(gpt: GPT) -> torch.Tensor:

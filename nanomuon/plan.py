@@ -16,7 +16,7 @@ import torch
 
 from nanomuon import footprint, parallel
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.recipe import WEB_BATCH, WEB_TOKENS
+from nanomuon.recipe import REFERENCE_BATCH, REFERENCE_TOKENS
 from nanomuon.runtime import InputError, Runtime, check_name, compile_enabled, folder_of, print0, read_json
 
 # The optimizer's comm_dtype
@@ -219,7 +219,7 @@ def total_batch_size(tokens: int, micro_batch: int) -> int:
     The critical batch grows as tokens^0.383 (arXiv 2505.13738). Rounded to the nearest power of two, then to
     the nearest multiple of a micro-batch.
     """
-    ideal = WEB_BATCH * (tokens / WEB_TOKENS) ** 0.383
+    ideal = REFERENCE_BATCH * (tokens / REFERENCE_TOKENS) ** 0.383
     batch = 2 ** round(math.log2(max(ideal, 1)))
     return max(1, round(batch / micro_batch)) * micro_batch
 

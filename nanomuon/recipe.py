@@ -12,11 +12,12 @@ from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.param_groups import build_param_groups
 from nanomuon.runtime import InputError
 
-# Reference point: nanochat trains depth 12 on about so many tokens with this batch
-WEB_TOKENS = 1.2e9
-WEB_BATCH = 2**19
-WEB_STEPS = WEB_TOKENS / WEB_BATCH  # 2,289: the run that learning rates and weight decay are given for
-FEWEST_STEPS = 100  # rates of shorter runs are those of so many; shorter ones were not measured
+# nanochat trains depth 12 on about this many tokens, with this batch. Rates and decay are given for a run of
+# that many steps
+REFERENCE_TOKENS = 1.2e9
+REFERENCE_BATCH = 2**19
+REFERENCE_STEPS = REFERENCE_TOKENS / REFERENCE_BATCH  # 2,289
+FEWEST_STEPS = 100  # shorter runs were not measured, and use the rates of this length
 
 
 def param_groups(
@@ -73,10 +74,11 @@ def param_groups(
 def matrix_lr_scale(batch: int) -> float:
     """Muon's learning rate by the tokens of a step: the square-root rule (arXiv 2205.10287) at both ends.
 
-    Below 4,096 tokens it is measured: at 768 half the rate of 4,096 is best (docs/log.md). Above WEB_BATCH it
-    is published (nanochat, 2026). The best rate is the same at both ends, so it is held between them.
+    Published for batches above REFERENCE_BATCH (nanochat, 2026). Below 4,096 tokens: at 768, rates of 0.01
+    and 0.02 were alike and 0.04 was worse (docs/log.md). The best rate is the same at 4,096 and at
+    REFERENCE_BATCH, so it is held between them.
     """
-    return min(1.0, (batch / 4096) ** 0.5) * max(1.0, (batch / WEB_BATCH) ** 0.5)
+    return min(1.0, (batch / 4096) ** 0.5) * max(1.0, (batch / REFERENCE_BATCH) ** 0.5)
 
 
 def adamw_lr_scale(width: int) -> float:
@@ -85,22 +87,22 @@ def adamw_lr_scale(width: int) -> float:
 
 
 def horizon_lr_scale(steps: int) -> float:
-    """Learning rates of a run of so many steps, against those of WEB_STEPS: short runs want larger ones.
+    """Learning rates relative to those of REFERENCE_STEPS: short runs want larger ones.
 
     The best rate falls with the horizon to the power -0.32 (arXiv 2409.19913, AdamW in language models),
     which our short runs of Muon and AdamW follow (docs/recipe.md). Longer runs keep the published rates of
     that length (nanochat, 2026).
     """
-    return max(1.0, (WEB_STEPS / max(steps, FEWEST_STEPS)) ** 0.32)
+    return max(1.0, (REFERENCE_STEPS / max(steps, FEWEST_STEPS)) ** 0.32)
 
 
 def horizon_decay_scale(steps: int) -> float:
-    """Weight decay of a run of so many steps, against that of WEB_STEPS.
+    """Weight decay relative to that of REFERENCE_STEPS.
 
     Rate times decay times steps is what a run decays by in all, and stays the same (arXiv 2405.13698; the
     published rule of nanochat for longer runs).
     """
-    return WEB_STEPS / max(steps, FEWEST_STEPS) / horizon_lr_scale(steps)
+    return REFERENCE_STEPS / max(steps, FEWEST_STEPS) / horizon_lr_scale(steps)
 
 
 def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):

@@ -1,4 +1,4 @@
-"""What a run leaves for people: metrics.jsonl (and wandb) as it runs, loss.png and report.md at its end."""
+"""A run's metrics.jsonl (and wandb) while it runs, its loss.png and report.md at the end."""
 
 import contextlib
 import json

@@ -62,7 +62,7 @@ class Run:
         self.trained_on = first_rank_first(lambda: self._open_data(settings), runtime)
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes).to(runtime.device)
         compiles = choose_compilation(args, plan, runtime)
-        os.environ["NANOMUON_COMPILE"] = str(int(compiles))
+        os.environ["NANOMUON_COMPILE"] = str(int(compiles))  # the optimizer reads it
 
         found = checkpoint.find(self.folder, args.resume)
         if not found and args.resume == "auto" and (self.folder / "summary.json").exists():

@@ -10,7 +10,7 @@ how they are updated:
   any other (FSDP2)           data parallelism: an all_to_all brings the shards of each matrix to its owner,
                               which keeps its second moment; another one returns the shards of its update
 
-The first two are a `Bank` of this rank's pieces. The third is a `Pipeline`, one piece of work made of chunks
+The first two are a `Bank` of this rank's pieces. The third is a `Pipeline`, one work item made of chunks
 of same-shaped matrices, about CHUNK_BYTES of them per owner: one chunk is admitted per round, so that its
 collect overlaps the compute of the one before; the first one's overlaps the AdamW groups and the experts. A
 rank sends 2(W-1)/W times the bytes of its shards.
@@ -90,12 +90,12 @@ class Sharding:
     blocks: int = 1
 
 
-def sharding_of(param, group, cuts, ns_dtype, run_kernel):
+def sharding_of(param, group, cuts_of_param, ns_dtype, run_kernel):
     """The Sharding of a Muon parameter. ValueError for unsupported cuts."""
     batch = int(param.ndim == 3)
     shape = m, n = whole_shape(param)
     data_parallel, dim, tp, tp_dim = None, 0, None, 0
-    for cut in cuts:
+    for cut in cuts_of_param:
         if batch and cut.dim == 0:
             continue  # experts: each rank has whole matrices
         cut_dim = cut.dim + 1 - batch
@@ -136,7 +136,7 @@ def sharding_of(param, group, cuts, ns_dtype, run_kernel):
 
 
 def plan_group(optimizer, group, params, run_kernel):
-    """The works of the cut parameters of a Muon group."""
+    """The work items of the cut parameters of a Muon group."""
     names = dict(zip(group["params"], group["names"], strict=True))
 
     def world_of(process_group):
@@ -155,10 +155,10 @@ def plan_group(optimizer, group, params, run_kernel):
         alone = id(param) if param.ndim == 3 else None  # a batch of matrices is its own bank
         key = whole_shape(param), tuple(found), param.dtype, param.device, alone
         alike.setdefault(key, (sharding, []))[1].append(param)
-    works, chunks = [], []
+    items, chunks = [], []
     for sharding, together in alike.values():
         if sharding.data_parallel is None:
-            works.append(BankOfPieces(together, group, sharding, run_kernel))
+            items.append(BankOfPieces(together, group, sharding, run_kernel))
             continue
         size = chunk_size(sharding, together[0].device)
         chunks += [(together[lo : lo + size], sharding) for lo in range(0, len(together), size)]
@@ -169,7 +169,7 @@ def plan_group(optimizer, group, params, run_kernel):
         owners = assign_owners(len(together), sharding.direction.cost, sharding.data_parallel.owned_cost)
         chunk = Chunk(together, group, sharding, owners, run_kernel)
         pipelines.setdefault(chunk.dtype, []).append(chunk)
-    return [Pipeline(chunks, group) for chunks in pipelines.values()] + works
+    return [Pipeline(chunks, group) for chunks in pipelines.values()] + items
 
 
 def chunk_size(sharding, device):
@@ -197,7 +197,7 @@ def whole_state_shape(param, buffer, sharding):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The pieces of work
+# The work items
 
 
 class BankOfPieces(Bank):
@@ -223,7 +223,7 @@ class BankOfPieces(Bank):
 
 class Chunk(Bank):
     """Same-shaped matrices that go through the pipeline together: K in all; this rank owns k and gets them
-    whole. Not a piece of work of its own: the Pipeline drives it.
+    whole. Not a work item of its own: the Pipeline drives it.
 
     Momentum, weight decay and update are elementwise and happen on the shards; the direction, with its state,
     at the owner. The owners are ascending, so a rank's matrices are consecutive. A shard is some lines of its
@@ -307,7 +307,7 @@ class Chunk(Bank):
 
 
 class Pipeline:
-    """All chunks as one piece of work: `step` does not know them.
+    """All chunks as one work item: `step` does not know them.
 
     One chunk is admitted per round: while it sends its momentum, the one before computes and the one before
     that delivers. So at most three have buffers to send and receive at once.
@@ -328,7 +328,7 @@ class Pipeline:
         sizes = [len(chunk.params) for chunk in self.chunks]
         parts = zip(self.chunks, ok.split(sizes), strict=True)
         chunks = [chunk.update(part, numbers) for chunk, part in parts]
-        next(chunks[0])  # its transfer runs during the other works
+        next(chunks[0])  # its transfer runs during the other work items
         yield
         for admitted in range(1, len(chunks) + 2):
             for i in (admitted, admitted - 1, admitted - 2):

@@ -89,7 +89,7 @@ class Tokenizer:
 
     @cached_property
     def hash(self) -> str:
-        """16 hex digits that name this tokenizer in shards and checkpoints."""
+        """16 hex digits that name this tokenizer in the names of shard folders and in settings.json."""
         return hashlib.sha256(repr((SPLIT_PATTERN, self.vocab)).encode()).hexdigest()[:16]
 
     @cached_property

@@ -12,6 +12,7 @@ def _end(number, frame):
 
 # PyTorch takes seconds to import, and Ctrl-C meanwhile would print a traceback. sys.argv[0] is "-m" while
 # `python -m scripts.NAME` looks for its script, and never when something else imports one.
-# nanomuon.command.run_command takes over from here
-if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+# nanomuon.command.run_command takes over from here. bash starts background jobs with SIGINT ignored, also the
+# training of speedrun.sh
+if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN):
     signal.signal(signal.SIGINT, _end)

@@ -9,7 +9,8 @@
 The -- keeps torchrun from taking --run as its own --run-path. Flags that you leave out follow from --depth
 and the device. A run is the folder runs/NAME under NANOMUON_BASE_DIR; the same command resumes it from its
 last checkpoint. SIGTERM, SIGHUP and Ctrl-C save and stop it after the current step, with exit code 75 (ranks
-exit with 0, or torchrun would restart them); the file runs/NAME/stopped remains until the run goes on.
+exit with 0: torchrun takes any other code for a failure); the file runs/NAME/stopped remains until the run
+goes on.
 """
 
 import argparse
@@ -71,9 +72,9 @@ def train(run: Run, signals: StopSignals) -> int | None:
         lr_multiplier = set_hyperparameters(run)
         loss = accumulate_gradients(run)
         if run.mesh is not None and args.shard == "none":
-            parallel.average_gradients(model, run.mesh)
+            parallel.average_tensor_parallel_gradients(model, run.mesh)
         if not is_ours:
-            parallel.average_gradients(model, None)
+            parallel.average_whole_gradients(model)
             loss = torch.where(parallel.gradients_finite(model), loss, float("nan"))
 
         # A signal to one rank, and a loss that is not finite on one, count for all. (2,): the mean loss, and
@@ -375,7 +376,7 @@ def make_parser() -> ArgumentParser:
     add(
         "--deterministic",
         action="store_true",
-        help="make equal runs bit-identical on GPUs too, more slowly (on CPUs they are anyway)",
+        help="make equal runs bit-identical on GPUs too, more slowly",
     )
     add(
         "--no-compile",

@@ -93,7 +93,7 @@ def products(optimizer, device):
     calls, banks = [], []
     if isinstance(optimizer, MuonAdamW):
         optimizer.plan()
-        banks = [work for work in optimizer.works if isinstance(work, Bank)]
+        banks = [item for item in optimizer.work_items if isinstance(item, Bank)]
     for bank in banks:
         k, (short, long) = bank.batches[0].stop, sorted(bank.shape)
         steps = len(triples(bank.group["coefficients"], bank.group["ns_steps"]))

@@ -1,4 +1,4 @@
-"""Race optimizers on a fixed task, over several seeds, and say in words which differences are real.
+"""Race optimizers on a fixed task, over several seeds, and test which differences are significant.
 
     python -m scripts.optim_race --text tinyshakespeare.txt --contenders default adamw muon normuon
     python -m scripts.optim_race --text tinyshakespeare.txt --contenders default default:matrix_lr=0.03 my.py
@@ -21,7 +21,7 @@ first, seed by seed. Every finished run is a line of races/NAME/results.jsonl un
 interrupted race goes on, and one with more seeds or contenders trains only the new runs. A contender whose
 file or hyperparameters have changed runs again; a race on another task, model or data needs another --name.
 After two or more seeds a contender that is hopelessly behind stops, by a rule that rarely stops one of the
-best (statistics.hopeless).
+best (significance.hopeless).
 
 --sweep 8 first gives each contender the time of eight runs to find its rates, on other seeds: trials of a
 quarter of the length, the best of them at half, the best of those at full length. It searches all rates

@@ -4,8 +4,8 @@
     python -m scripts.plan --depth 64 --gpus 512 --shard fsdp --tensor-parallel 8 --gpu-memory 141
 
 It computes everything from shapes (nanomuon/footprint.py) and needs no GPU, data or weights. `rows` is the
-micro-batch: the largest power of two that fits. `deepest` is the depth of the deepest model that fits on the
-same GPUs with one row on each.
+micro-batch: the largest power of two, up to 64, that fits. `deepest` is the depth of the deepest model that
+fits on the same GPUs with one row on each.
 """
 
 import bisect

@@ -64,11 +64,12 @@ def test_a_closed_pipe_is_one_line_and_no_traceback(flush, monkeypatch, capfd, h
     assert caught.value.code == 2 and capfd.readouterr().err == "error: [Errno 32] Broken pipe\n"
 
 
-def test_ctrl_c_while_pytorch_is_imported_is_one_line(tmp_path):
+@pytest.mark.parametrize("inherited", [signal.SIG_DFL, signal.SIG_IGN])  # bash: ignored in the background
+def test_ctrl_c_while_pytorch_is_imported_is_one_line(tmp_path, inherited):
     (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command, pipes = [sys.executable, "-m", "scripts.sample"], dict(stdout=-1, stderr=-1)
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # ignored in the background
+    heed = functools.partial(signal.signal, signal.SIGINT, inherited)
     process = subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=heed, **pipes)
     assert process.stdout.readline() == b"importing\n"
     process.send_signal(signal.SIGINT)

@@ -60,7 +60,7 @@ def test_the_page_names_what_exists():
     for folder in ("nanomuon", "scripts", "contenders"):
         for file in (ROOT / folder).glob("*.py"):
             known |= {file.name, file.stem, folder, *re.findall(r"\w+", file.read_text())}
-    before, after = PAGE.split("## Beside other optimizers")  # that section has names of others
+    before, after = PAGE.split("## Options that match other optimizers")  # that section has names of others
     prose = re.sub(r"```.*?```", "", before + after.split("## ")[1], flags=re.DOTALL)
     for quoted in re.findall(r"`([^`\n]+)`", prose):
         for word in re.findall(r"[A-Za-z_]\w{2,}", quoted):

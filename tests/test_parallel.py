@@ -60,7 +60,7 @@ class Trained:
             place = (self.mesh.get_local_rank("dp"), self.mesh["dp"].size()) if self.mesh else (0, 1)
             self.model(*batch(step, *place)).backward()
             if self.mesh and not self.fsdp:
-                parallel.average_gradients(self.model, self.mesh)
+                parallel.average_tensor_parallel_gradients(self.model, self.mesh)
             self.optimizer.step()
             self.optimizer.zero_grad()
         return self

@@ -1,7 +1,7 @@
 """The page docs/leaderboard.md, made from the finished runs in docs/races/*.jsonl."""
 
 from nanomuon.runtime import write_text
-from scripts.laboratory import report, statistics
+from scripts.laboratory import report, significance
 from scripts.laboratory.race import read_results
 
 INTRODUCTION = (
@@ -60,7 +60,7 @@ def source(contender):
 def find_baseline(header, results):
     """The contender that the first line of the file names, or its tuned form; None if it diverged."""
     wanted = header.get("baseline") or next(iter(results), None)
-    finite = statistics.finite_only(report.scores_by_seed(results))
+    finite = significance.finite_only(report.scores_by_seed(results))
     candidates = [name for name in finite if name == wanted]
     candidates += [name for name in finite if wanted and source(name) == source(wanted)]
     return candidates[0] if candidates else None

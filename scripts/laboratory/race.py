@@ -6,7 +6,7 @@ import math
 import multiprocessing
 import os
 import signal
-import statistics as means
+import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -17,7 +17,7 @@ from nanomuon import report as run_report
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.parallel import compile_model
 from nanomuon.runtime import InputError, compile_enabled, start
-from scripts.laboratory import statistics
+from scripts.laboratory import significance
 from scripts.laboratory.contenders import Contender
 from scripts.laboratory.report import score
 from scripts.laboratory.tasks import as_text, digest, empty_model, open_data
@@ -48,8 +48,8 @@ def train(setup, place, text, seed):
         "steps": steps,
         "score": final,
         "curve": run.curve,
-        "step_ms": round(means.median(run.step_ms), 2),
-        "optimizer_ms": round(means.median(run.optimizer_ms), 2),
+        "step_ms": round(statistics.median(run.step_ms), 2),
+        "optimizer_ms": round(statistics.median(run.optimizer_ms), 2),
         "initial": run.initial,
         "rows": run.rows.hexdigest()[:12],
         "sha256": Contender(text).sha256(),
@@ -186,7 +186,7 @@ class Race:
         for count in range(min(2, len(seeds)), len(seeds) + 1):
             found |= self.train(racing, seeds[:count], self.setup["steps"], "race")
             scores = {name: [score(run) for run in runs] for name, runs in found.items()}
-            stopped = set(statistics.hopeless(scores, len(seeds))) - {contenders[0].name}
+            stopped = set(significance.hopeless(scores, len(seeds))) - {contenders[0].name}
             if stopped:
                 print(f"stopped after {count} seeds, hopeless: {', '.join(sorted(stopped))}", flush=True)
             racing = [contender for contender in racing if contender.name not in stopped]

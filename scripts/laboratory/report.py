@@ -5,12 +5,12 @@ that both have.
 """
 
 import math
-import statistics as means
+import statistics
 
 import numpy as np
 
 from nanomuon.runtime import InputError, write_text
-from scripts.laboratory import statistics
+from scripts.laboratory import significance
 
 NOTE = """Differences are taken seed by seed. Each interval stands alone; "better" and "worse" are corrected
 for the number of comparisons: at most 5% of them are expected to be wrong (Benjamini and Hochberg). The
@@ -57,8 +57,8 @@ def judged(results, baseline):
         raise InputError(
             f"the baseline {baseline} diverged: lower its learning rates, or put another contender first"
         )
-    compared = statistics.differences(scores_by_seed(results), baseline)
-    ps = statistics.benjamini_hochberg([difference.p for difference in compared.values()])
+    compared = significance.differences(scores_by_seed(results), baseline)
+    ps = significance.benjamini_hochberg([difference.p for difference in compared.values()])
     judgements = {}
     for (name, difference), p in zip(compared.items(), ps, strict=True):
         judgements[name] = difference, p
@@ -71,13 +71,13 @@ def table(results, baseline, unit):
     target = mean_curve(results[baseline])[-1, 1]
     header = ["contender", "seeds", unit, f"against {baseline}", f"steps to {target:.4f}"]
     lines = [[*header, "step ms", "optimizer ms"]]
-    expected = statistics.expected_means(scores_by_seed(results))
+    expected = significance.expected_means(scores_by_seed(results))
     for name in sorted(results, key=lambda name: expected.get(name, math.inf)):
         runs, cells = results[name], ["", diverged(results[name]), ""]
         if name in expected:
-            verdict = statistics.verdict(*compared[name]) if name in compared else ""
+            verdict = significance.verdict(*compared[name]) if name in compared else ""
             cells = [mean_text(expected[name], runs), verdict, steps_to(runs, target)]
-        times = [f"{means.median(run[key] for run in runs):.1f}" for key in ("step_ms", "optimizer_ms")]
+        times = [f"{statistics.median(run[key] for run in runs):.1f}" for key in ("step_ms", "optimizer_ms")]
         lines.append([name, len(runs), *cells, *times])
     return columns(lines)
 
@@ -86,16 +86,16 @@ def mean_text(mean, runs):
     """The mean over all seeds of the race, and the standard error over those that were run."""
     if len(runs) < 2:
         return f"{mean:.4f}"
-    error = means.stdev(run["score"] for run in runs) / math.sqrt(len(runs))
+    error = statistics.stdev(run["score"] for run in runs) / math.sqrt(len(runs))
     return f"{mean:.4f} ± {error:.4f}"
 
 
 def steps_to(runs, target):
     """Steps and seconds until the mean curve reaches a loss; "-" if it does not."""
-    steps = statistics.crossing(mean_curve(runs).tolist(), target)
+    steps = significance.crossing(mean_curve(runs).tolist(), target)
     if steps is None:
         return "-"
-    return f"{steps:.0f} ({steps * means.median(run['step_ms'] for run in runs) / 1000:.0f} s)"
+    return f"{steps:.0f} ({steps * statistics.median(run['step_ms'] for run in runs) / 1000:.0f} s)"
 
 
 def diverged(runs):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from scripts.laboratory.statistics import (
+from scripts.laboratory.significance import (
     benjamini_hochberg,
     crossing,
     differences,

@@ -1,4 +1,4 @@
-"""Does one contender beat another? Paired statistics over seeds.
+"""Does one contender beat another? Paired tests over seeds.
 
 Pure functions of numbers. A score is a loss: lower is better. A run that diverged has a score that is not
 finite.
