@@ -53,15 +53,17 @@ def test_every_document_is_in_its_place(corpus, monkeypatch):
         if len("".join(found[-1]).encode()) >= 40_067:
             found.append([])
     assert documents(folder, "val") == expected[True][0]
-    monkeypatch.setattr(shards, "WINDOW", len(manifest.train))
-    assert documents(folder, "train") == [*itertools.chain(*expected[False])]
+    monkeypatch.setattr(shards, "WINDOW", 2)
+    for window, first in enumerate(range(0, len(manifest.train), 2)):
+        assert documents(folder, "train", window) == [*itertools.chain(*expected[False][first : first + 2])]
     assert [entry.documents for entry in manifest.train] == [*map(len, expected[False])]
     assert len(manifest.train) > 5
 
 
-def test_a_corpus_gets_its_own_tokenizer_and_a_second_call_does_nothing(corpus, monkeypatch):
+def test_a_corpus_gets_its_own_tokenizer_and_a_second_call_does_nothing(corpus, monkeypatch, capsys):
     shards.tokenizer_folder(corpus, 300).mkdir(parents=True)  # by a process that was killed
     folder = prepare(corpus, 300)
+    assert f"training a tokenizer of 300 tokens on {corpus.name}\n" in capsys.readouterr().out
     trained = Tokenizer.train([text for text in TEXTS if not is_validation(text)], 300)
     for place in (folder / "tokenizer", shards.tokenizer_folder(corpus, 300)):
         assert Tokenizer.load(place).hash == trained.hash
@@ -108,7 +110,7 @@ def test_part_of_a_corpus_grows_into_the_whole(corpus, tmp_path, monkeypatch):
     assert contents(folder) == contents(whole)
 
 
-def test_training_waits_for_the_first_window(corpus, monkeypatch):
+def test_training_waits_for_the_first_window(corpus, monkeypatch, capsys):
     monkeypatch.setattr(shards, "WINDOW", 2)
     monkeypatch.setattr(shards, "PATIENCE", 1)
     folder = prepare(corpus, 300)
@@ -121,6 +123,7 @@ def test_training_waits_for_the_first_window(corpus, monkeypatch):
     with runtime.locked(folder):
         threading.Timer(4, show, (2,)).start()
         assert shards.prepare_for_training(corpus, 300) == folder and len(read_manifest(folder).train) == 2
+    assert capsys.readouterr().out.count(f"waiting for training window 0 of {folder}\n") == 1
 
 
 def test_a_large_vocabulary_takes_four_bytes_per_token(corpus):

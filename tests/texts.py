@@ -35,9 +35,9 @@ def write_corpus(folder, texts, files=3):
 TOKENIZER = Tokenizer.train(random_texts(200), 300)
 
 
-def documents(folder, kind):
-    """The texts of the shards of a kind that TOKENIZER wrote."""
-    tokens, starts = read_shards(folder, read_manifest(folder), kind)
+def documents(folder, kind, window=0):
+    """The texts of a window of the shards of a kind that TOKENIZER wrote."""
+    tokens, starts = read_shards(folder, read_manifest(folder), kind, window)
     ends = [*starts[1:], len(tokens)]
     pairs = zip(starts, ends, strict=True)
     return [TOKENIZER.decode(tokens[start:end].tolist()) for start, end in pairs]
