@@ -76,6 +76,8 @@ REFUSED = [  # script, flags, message
     ("optim_bench", "--peer {text}:main --world 2", "--peer is compared in one process"),
     ("optim_race", "--contenders adamw --seeds 0", "argument --seeds: must be from 1 to"),
     ("optim_race", "--contenders adamw --corpus path:x", "--corpus path:x is for --task corpus"),
+    ("optim_race", "--contenders adamw", "the task shakespeare needs --text FILE"),
+    ("optim_race", "--contenders adamw --task speedrun", "the task speedrun trains on 2 billion tokens"),
     ("optim_race", "--contenders adamw --text {text} --model depth=x", "--model: "),
     ("optim_race", "--contenders adamw --text {text} --model vocab_size=5", "--model vocab_size=5: the data"),
     ("plan", "--gpus 99999999999", "argument --gpus: must be from 1 to 65,536, not 99999999999; see"),
