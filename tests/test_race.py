@@ -244,6 +244,15 @@ def test_rows_are_a_function_of_the_seed_and_windows_cover_the_rest(text):
     assert held_out - 64 - 1 <= scored <= held_out - 1
 
 
+@pytest.mark.parametrize("length", [100, 950])  # no window of the last 100 characters; none of the first 900
+def test_a_text_shorter_than_its_windows_is_refused(length, tmp_path):
+    (tmp_path / "short.txt").write_text("0123456789" * 100)
+    place, setup = tasks.shakespeare_setup(str(tmp_path / "short.txt"), 10)
+    setup["model"]["seq_len"] = length
+    with pytest.raises(InputError, match=f"too few for windows of {length}"):
+        tasks.shakespeare_data(setup, place, 0, torch.device("cpu"))
+
+
 def test_tasks_stay_as_they_are(text, base, environment):
     """New races are compared with those that are kept."""
     of_text = tasks.shakespeare_setup(str(text), None)[1]
