@@ -66,12 +66,12 @@ if [[ " $* " == *" --plan "* ]]; then
     exec "${TRAIN[@]}" "${FLAGS[@]}"
 fi
 
+plan=$("${TRAIN[@]}" "${FLAGS[@]}" --plan) # a wrong flag ends here, before data is prepared
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 case $CORPUS in
     python | path:*) "$PYTHON" -m scripts.data_prep "${DATA[@]}" ;;
     *) # from the hub: prepared during training, which waits if it must
-        tokens=$("${TRAIN[@]}" "${FLAGS[@]}" --plan |
-            sed -n 's/^training .* = \([0-9,]*\) tokens.*/\1/p' | tr -d ,)
+        tokens=$(sed -n 's/^training .* = \([0-9,]*\) tokens.*/\1/p' <<<"$plan" | tr -d ,)
         mkdir -p "${run_dir%/*}"
         echo "data: ${tokens:?} tokens of $CORPUS, progress in $run_dir.data_prep.log"
         nice -n 10 "$PYTHON" -m scripts.data_prep "${DATA[@]}" --max-tokens "$tokens" >"$run_dir.data_prep.log" 2>&1 &
@@ -94,5 +94,5 @@ fi
 if [ "$code" -ne 0 ] && [ -n "${data_prep:-}" ] && ! kill -0 "$data_prep" 2>/dev/null && ! wait "$data_prep"; then
     echo "data_prep has failed: $(tail -n 1 "$run_dir.data_prep.log")" >&2
 fi
-[ "$code" -ne 0 ] || echo "done in $SECONDS s. More text: $PYTHON -m scripts.sample --run $RUN --seed 1"
+[ "$code" -ne 0 ] || echo "done in $SECONDS s. More text: $PYTHON -m scripts.sample --run $RUN --seed 4"
 exit "$code"

@@ -195,6 +195,8 @@ class StopSignals:
             # Not an exception: the interrupted code could swallow it, or it could have no effect while this
             # rank leaves a process group in which others wait
             os._exit(self.stopped("with nothing to save"))
+        if os.environ.get("RANK", "0") == "0":
+            os.write(1, b"stopping after this step; Ctrl-C now ends at once, without saving\n")
 
     def stopped(self, how: str) -> int:
         """Print and record that the run stops here. Returns its exit code: 75 in one process; 0 under

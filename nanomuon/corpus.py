@@ -15,6 +15,7 @@ import os
 import re
 import reprlib
 import sysconfig
+from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ TEXT_SUFFIXES = tuple(
 )
 PACKAGES = {"site-packages", "dist-packages", "__pycache__"}  # folders to skip: installed, compiled
 PIECE = 4096  # characters, see with_both_parts()
+ENOUGH = 8  # documents of a kind
 
 
 @dataclass(frozen=True)
@@ -92,17 +94,20 @@ class Corpus:
 
 
 def with_both_parts(corpus: Corpus) -> Corpus:
-    """The corpus if it has documents for training and for validation, else the same in pieces.
+    """The corpus if it has ENOUGH documents for training and for validation, else the same in pieces.
 
-    A few books may all be for training: then their pieces of PIECE characters, cut at line ends, become the
-    documents. Reads until it has seen both parts, about twenty documents. InputError if pieces do not help.
+    A few books may all be for training, or the smallest one alone for validation: then their pieces of PIECE
+    characters, cut at line ends, become the documents. Reads until it has seen ENOUGH of both, about 160
+    documents. InputError if pieces do not give both.
     """
     for candidate in (corpus, replace(corpus, max_characters=PIECE)):
-        found = set()
+        found = Counter()
         for _, is_validation in candidate.documents():
-            found.add(is_validation)
-            if len(found) == 2:
+            found[is_validation] += 1
+            if len(found) == 2 and min(found.values()) >= ENOUGH:
                 return candidate
+    if len(found) == 2:
+        return candidate
     raise InputError(
         f"corpus {corpus.name} is too small: not even cut into pieces of {PIECE:,} characters it has "
         "documents for training and for validation (one in 20, by its hash); add text"

@@ -48,6 +48,8 @@ AdamW for the rest). It continues text; it was not taught to follow instructions
 
 ## Load it
 
+`pip install torch transformers`, then:
+
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -185,7 +187,8 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
     """
     folder = find_run(run)
     if not folder.exists():
-        raise InputError(f"there is no run {folder}")
+        others = sorted(path.name for path in folder.parent.glob("*/"))
+        raise InputError(f"there is no run {folder}; there are: {', '.join(others) or 'none'}")
     if checkpoint_name is None and not (folder / "model.safetensors").exists():
         raise InputError(
             f"{folder} holds no finished model (no model.safetensors); if its run has saved a checkpoint, "

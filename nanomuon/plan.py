@@ -285,7 +285,7 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
         f"model      depth {config.depth}, width {config.width}, {config.heads} heads, "
         f"context {config.seq_len}, vocabulary {config.vocab_size}, {parameters / 1e6:.1f}M parameters\n"
         f"training   {plan.steps} steps x {plan.batch} tokens = {plan.tokens:,} tokens, "
-        f"{flops / 1e6:.0f} MFLOP each, {plan.tokens * flops:.3g} FLOPs in all\n"
+        f"{flops / 1e6:.0f} MFLOP per token, {plan.tokens * flops:.3g} FLOPs in all\n"
         f"devices    {runtime.world_size} x {runtime.device.type}, {plan.rows} rows x {plan.micro_steps} "
         f"micro-steps per step\n"
         f"dtype      {runtime.dtype_name} (weights float32)\n"

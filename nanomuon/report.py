@@ -105,12 +105,14 @@ def plot_run(metrics, image) -> None:
     # A line only joins figures of the same text: the beginning of the set may be easier than all of it
     on_part = [row for row in evaluation if not row.get("whole_set")]
     on_whole = [row for row in evaluation if row.get("whole_set")]
-    curve(bpb, on_part, "val_bpb", color="tab:orange", marker="o", label="first part of the set")
+    if on_part:
+        curve(bpb, on_part, "val_bpb", color="tab:orange", marker="o", label="first part of the set")
     curve(bpb, on_whole, "val_bpb", color="tab:purple", marker="D", label="whole set")
     bpb.set(title="Validation", ylabel="bits per byte")
     bpb.legend(frameon=False)
     for axis in (loss, bpb):
         axis.set_xlabel("tokens trained on")
+        axis.locator_params(axis="x", nbins=5)
         axis.grid(alpha=0.3)
     # a name may have dollar signs
     figure.suptitle(Path(metrics).resolve().parent.name, fontweight="bold", parse_math=False)
@@ -138,7 +140,7 @@ def write_report(folder: Path, summary: dict, samples: list[str], core: dict | N
         "## Samples",
         *(f"Sample {number}:\n\n" + indent(sample, "    ") for number, sample in enumerate(samples, 1)),
         "## Use it",
-        f"    python -m scripts.sample --seed 1 --run {shlex.quote(name)}",
+        f"    python -m scripts.sample --seed 4 --run {shlex.quote(name)}",
         "`model.safetensors` and `config.json` are the model; opening them runs no code.",
         "`settings.json` has the settings, the data and the versions of the run.",
     ]

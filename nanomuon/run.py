@@ -81,14 +81,18 @@ class Run:
         self.forward = self.model
         if compiles:
             self.forward = parallel.compile_model(self.model, self.mesh)
-            print0("compiling: the first step takes a while (--no-compile starts at once)")
+            print0("compiling: the first step takes a minute or two (--no-compile starts at once)")
 
     def _open_data(self, settings):
         """Open shards and tokenizer. Returns the settings' `trained_on`; InputError if it has changed."""
         corpus, file = open_corpus(self.args.corpus), self.args.optimizer_file
         trained_on = {"corpus": self.args.corpus, "revision": corpus.revision, "shards": corpus.slug}
         before = settings.trained_on if settings else trained_on
-        refuse_changes(self.args.run, before, trained_on)  # before any data is prepared
+        if before.get("revision") != corpus.revision:
+            raise InputError(
+                f"the texts of {corpus.name} have changed since run {self.args.run} began: restore them, "
+                "choose another --run, or start over: --resume never"
+            )
         self.data = shards.prepare_for_training(corpus, self.args.vocab_size)
         self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
@@ -119,7 +123,7 @@ class Run:
             if isinstance(self.optimizer, MuonAdamW):
                 self.optimizer.skipped_steps.fill_(self.skipped)
             self.plan = replace(plan, steps=max(plan.steps, self.step))  # steps are never undone
-            print0(f"resuming run {self.args.run} at step {self.step}")
+            print0(f"resuming run {self.args.run} at step {self.step} of {self.plan.steps}")
         self.loader = TrainLoader(
             self.data,
             plan.config.seq_len,
@@ -263,7 +267,7 @@ def is_complete(folder: Path, steps: int) -> bool:
     file = folder / "summary.json"
     if not file.exists() or read_json(file, Summary).steps < steps:
         return False
-    print0(f"run {folder.name} is complete: {folder}/report.md (to start over: --resume never)")
+    print0(f"run {folder.name} is complete: {folder}/report.md (--resume never starts over)")
     report.print_summary(read_json(file))
     return True
 

@@ -59,7 +59,8 @@ def train(run: Run, signals: StopSignals) -> int | None:
     flops_per_token = model.estimate_flops()
     peak = peak_flops(device)
     bad_steps = 0  # in a row, up to now
-    shown_at, times = 0.0, deque(maxlen=20)  # milliseconds of the last steps
+    # Milliseconds of the last steps, without the first, which compiles
+    shown_at, times, first = 0.0, deque(maxlen=20), run.step + 1
 
     signals.in_steps = True
     while run.step < plan.steps:
@@ -122,12 +123,13 @@ def train(run: Run, signals: StopSignals) -> int | None:
         if peak is not None:
             row["mfu"] = row["tokens_per_second"] * flops_per_token / run.runtime.world_size / peak
 
-        times.append(step_ms)
+        if run.step > first:
+            times.append(step_ms)
         if run.log:
             run.log.log(row)
         if time.perf_counter() - shown_at > 5 or run.step == plan.steps:
             shown_at = time.perf_counter()
-            print_progress(row, plan.steps, statistics.median(times))
+            print_progress(row, plan.steps, times)
         if bad_steps:
             what = f"loss {train_loss}: the loss or a gradient is not finite, no update"
             print0(f"step {run.step}: {what} ({bad_steps} in a row)")
@@ -240,14 +242,16 @@ class Moment:
         return earlier.event.elapsed_time(self.event)
 
 
-def print_progress(row: dict, steps: int, median_ms: float) -> None:
-    step = row["step"]
-    left = (steps - step) * median_ms / 1000
+def print_progress(row: dict, steps: int, times: deque) -> None:
+    """times: milliseconds of the last steps, from which the rest is estimated."""
+    step, left = row["step"], ""
+    if times:
+        left = f" | {duration((steps - step) * statistics.median(times) / 1000)} left"
     rate = "no lr" if row["lr_multiplier"] is None else f"lr x{row['lr_multiplier']:.2f}"
     print0(
         f"step {step:5d}/{steps} | loss {row['train_loss']:.4f} | {rate} | "
         f"{row['step_ms']:.0f} ms | {row['tokens_per_second']:,.0f} tokens/s | "
-        f"{100 * step / steps:.0f}% | {duration(left)} left"
+        f"{100 * step / steps:.0f}%{left}"
     )
 
 

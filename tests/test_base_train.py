@@ -122,6 +122,15 @@ def test_a_run_that_is_not_finite_names_the_checkpoint_to_go_on_from(
     assert checkpoint.saved_steps(base / "runs" / run) == saved
 
 
+def test_the_rest_of_a_run_is_estimated_without_its_first_step(capsys):
+    """Which compiles: hours were left by it."""
+    row = {"step": 4, "train_loss": 2.0, "lr_multiplier": 1.0, "step_ms": 60_000, "tokens_per_second": 9.0}
+    base_train.print_progress(row, 10, [])
+    base_train.print_progress(row, 10, [1000, 1500, 90_000])
+    before, after = capsys.readouterr().out.splitlines()
+    assert before.endswith("| 40%") and after == f"{before} | 0m09s left"
+
+
 def test_a_run_in_bf16_learns_and_resumes_bit_for_bit(base, whole_run):
     """By a command without --dtype."""
     command = arguments(base, "bf16", 20, "--dtype", "bfloat16", "--save-every", "15")

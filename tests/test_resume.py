@@ -78,7 +78,7 @@ def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(base, wh
     ranks = Ranks(*command, processes=processes)
     assert ranks.join() == [0] * processes
     assert f"checkpoint step_{newest} is damaged and not used: {file} " in ranks.output()
-    assert f"resuming run {run} at step {previous}\n" in ranks.output()
+    assert f"resuming run {run} at step {previous} of 100\n" in ranks.output()
     assert_same_run(run_dir, whole[processes])
 
 
@@ -123,6 +123,7 @@ def test_a_signal_saves_and_leaves_a_note(base, number):
     assert checkpoint.saved_steps(base / "runs" / run) == [step]
     line = f"stopped at step {step} and saved; the same command carries on\n"
     assert (base / "runs" / run / "stopped").read_text() == line and ranks.output().endswith(line)
+    assert ranks.output().count("stopping after this step; Ctrl-C now ends at once, without saving\n") == 1
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -257,8 +258,8 @@ def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
     for flags, said, far in (
         ("", "run options is complete", 10),  # nothing changed
         ("--num-iterations 6", "run options is complete", 10),
-        ("--num-iterations 20 --keep-last 3", "resuming run options at step 10\n", 20),
-        ("--resume step_10", "resuming run options at step 10\n", 20),  # back in time, although complete
+        ("--num-iterations 20 --keep-last 3", "resuming run options at step 10 of 20\n", 20),
+        ("--resume step_10", "resuming run options at step 10 of 20\n", 20),  # although complete
         ("--target-param-data-ratio 0.006", "run options is complete", 20),  # fewer steps
     ):
         capsys.readouterr()
@@ -292,7 +293,7 @@ def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
         assert flag in str(caught.value)
     assert str(caught.value).endswith("--resume never")
     (tmp_path / "texts" / "more.txt").write_text("lorem ipsum " * 200)
-    with pytest.raises(InputError, match="exists with revision .*, not .*: --resume never"):
+    with pytest.raises(InputError, match="the texts of path:.* have changed since run defined began: "):
         base_train.main(["--run", "defined", "--num-iterations", "4"])
     assert settings.read_bytes() == before and len(losses(base, "defined")) == 2
     assert base_train.main([*command, "--num-iterations=1", "--seed=1", "--resume=never"]) == 0

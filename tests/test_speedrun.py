@@ -20,7 +20,7 @@ case "$*" in
         ;;
     *scripts.base_train*--plan)
         echo "plan: $@" >>"$NANOMUON_BASE_DIR/started"
-        echo "training   10 steps x 100 tokens = 1,000 tokens, 1 MFLOP each, 1e9 FLOPs in all"
+        echo "training   10 steps x 100 tokens = 1,000 tokens, 1 MFLOP per token, 1e9 FLOPs in all"
         ;;
     *scripts.base_train*)
         echo "train: $@" >>"$NANOMUON_BASE_DIR/started"
