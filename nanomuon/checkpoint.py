@@ -53,11 +53,15 @@ def saved_steps(run_dir) -> list[int]:
 # Save
 
 
+class NotWritten(InputError):
+    """The disk is full or not writable."""
+
+
 def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: int = 2) -> None:
     """Write runs/<name>/checkpoints/step_<step> and keep only the newest keep_last; do nothing if it exists.
 
     Called by all ranks. meta: what else resuming needs (loader state, ...); the first rank's is kept. Raises
-    InputError on every rank if the disk is full or not writable; earlier checkpoints stay intact.
+    NotWritten on every rank if the disk is full or not writable; earlier checkpoints stay intact.
     """
     final = Path(run_dir) / "checkpoints" / f"step_{step}"
     hidden = final.with_name(f".{final.name}")
@@ -88,7 +92,7 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
         if not isinstance(error, OSError):
             raise
         on_first_rank(lambda: shutil.rmtree(hidden, ignore_errors=True))
-        raise InputError(
+        raise NotWritten(
             f"checkpoint {final} was not written: {error}; earlier checkpoints are intact, make room"
         ) from error
 
@@ -251,7 +255,8 @@ def _flat_state(model, optimizer_state):
             elif isinstance(value, PLAIN):
                 values[str(name)][slot] = value
             else:
-                raise InputError(f"{entry} is a {type(value).__name__}, which a checkpoint cannot store")
+                kind = type(value).__name__
+                raise InputError(f"{entry} is a {kind}, which a checkpoint cannot store: make it a tensor")
     return tensors, values
 
 

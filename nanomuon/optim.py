@@ -371,7 +371,7 @@ class Direction:
         gain broadcasts to it, in the dtype of the state. pieces: see `muon_direction`.
         """
         if self.function is not None:
-            X, gain = self.function(U, kept, ok, square_weight)
+            X, gain = self.function(U, types.MappingProxyType(kept), ok, square_weight)
             if X.shape != U.shape:  # it might broadcast
                 raise ValueError(f"{self.function}: X has shape {tuple(X.shape)}, U {tuple(U.shape)}")
             return X, gain

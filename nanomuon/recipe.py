@@ -107,7 +107,9 @@ def horizon_decay_scale(steps: int) -> float:
 
 def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
     """{hyperparameter: value} that a group gets at `step` (from 0) of `steps`. group: as it was built."""
-    values = {"lr": group["lr"] * lr_multiplier(step, steps, warmup_ratio, warmdown_ratio)}
+    values = {}
+    if "lr" in group:
+        values["lr"] = group["lr"] * lr_multiplier(step, steps, warmup_ratio, warmdown_ratio)
     if group.get("kind") == "muon":
         # Linear to zero: at the end of a run decay only adds noise (nanochat, 2026)
         values["weight_decay"] = group["weight_decay"] * (1 - step / steps)
@@ -165,7 +167,16 @@ def make_optimizer(build, model, batch, steps, world_size=1, **settings):
     built = build(model, **{name: value for name, value in of_run.items() if name in told})
     if hasattr(built, "param_groups"):
         return built
+    if built is None:
+        raise InputError("no optimizer was built: the function returns nothing")
     try:
         return (DistMuonAdamW if world_size > 1 else MuonAdamW)(built, **settings)
     except (ValueError, TypeError) as error:
         raise InputError(f"no optimizer was built: {error}") from error
+
+
+def switch(optimizer, mode):
+    """Call optimizer.train() or optimizer.eval() if it has them, as Schedule-Free optimizers do: eval() puts
+    the weights to be judged by in place, train() those that it trains.
+    """
+    getattr(optimizer, mode, lambda: None)()

@@ -111,6 +111,11 @@ class Run:
         if args.qk_clip:
             watch_(self.model, args.qk_clip)
         self.optimizer, self.schedule = build_optimizer(args, self.model, plan, runtime)
+        recipe.switch(self.optimizer, "train")
+        held = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        frozen = [name for name, param in self.model.named_parameters() if id(param) not in held]
+        if frozen:
+            print0(f"warning: {len(frozen)} parameters are in no group and are not trained: {frozen[0]}, ...")
         self.initial_groups = [dict(group) for group in self.optimizer.param_groups]
 
     def _resume(self, found: Path | None):
@@ -213,7 +218,7 @@ class Run:
         meta |= position or self.loader.state_dict()
         try:
             checkpoint.save(self.folder, self.step, self.model, self.optimizer, meta, self.args.keep_last)
-        except InputError as error:
+        except checkpoint.NotWritten as error:
             if is_last:
                 raise
             print0(f"warning: {error}")
@@ -232,6 +237,7 @@ class Run:
         diverged.
         """
         args, plan = self.args, self.plan
+        recipe.switch(self.optimizer, "eval")
         val_bpb = self.evaluate(None)
         if not math.isfinite(val_bpb):
             return self.give_up(f"run {args.run} has diverged, its validation loss is not finite")

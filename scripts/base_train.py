@@ -24,7 +24,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from nanomuon import fp8, parallel, shards
+from nanomuon import fp8, parallel, recipe, shards
 from nanomuon.attention import use_flash_attention
 from nanomuon.command import (
     ArgumentParser,
@@ -41,7 +41,7 @@ from nanomuon.command import (
 )
 from nanomuon.corpus import check_corpus
 from nanomuon.moe import balance_
-from nanomuon.optim import MuonAdamW
+from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.plan import COMM_DTYPES, make_plan, peak_flops, print_plan, recall
 from nanomuon.qk_clip import clip_
 from nanomuon.run import Run, is_complete
@@ -55,7 +55,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
     """The training loop. Returns None once the run has all of its steps, else the exit code."""
     args, plan, device = run.args, run.plan, run.runtime.device
     model, optimizer = run.model, run.optimizer
-    is_ours = isinstance(optimizer, MuonAdamW)  # averages gradients and skips bad steps by itself
+    is_ours = isinstance(optimizer, MuonAdamW)  # skips bad steps by itself
     flops_per_token = model.estimate_flops()
     peak = peak_flops(device)
     bad_steps = 0  # in a row, up to now
@@ -74,8 +74,9 @@ def train(run: Run, signals: StopSignals) -> int | None:
         loss = accumulate_gradients(run)
         if run.mesh is not None and args.shard == "none":
             parallel.average_tensor_parallel_gradients(model, run.mesh)
-        if not is_ours:
+        if not isinstance(optimizer, DistMuonAdamW):
             parallel.average_whole_gradients(model)
+        if not is_ours:
             loss = torch.where(parallel.gradients_finite(model), loss, float("nan"))
 
         # A signal to one rank, and a loss that is not finite on one, count for all. (2,): the mean loss, and
@@ -149,10 +150,12 @@ def train(run: Run, signals: StopSignals) -> int | None:
 def evaluate_what_is_due(run: Run) -> None:
     """Run the evaluations that are due after this many steps."""
     args = run.args
+    recipe.switch(run.optimizer, "eval")
     if is_due(args.eval_every, run.step):
         run.evaluate(args.eval_tokens)
     if run.core_tasks and is_due(args.core_every, run.step):
         run.evaluate_core(args.core_items or CORE_ITEMS)
+    recipe.switch(run.optimizer, "train")
 
 
 def set_hyperparameters(run: Run) -> float | None:
@@ -200,6 +203,10 @@ def main(argv: list[str] | None = None) -> int:
     check_corpus(args.corpus)
     if args.qk_clip and not args.no_qk_norm:
         raise InputError("--qk-clip is for models with --no-qk-norm: the norm bounds attention logits itself")
+    for name, default in recipe.param_groups.__kwdefaults__.items():
+        if args.optimizer_file and getattr(args, name) != default:
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} is for the recipe, not for {args.optimizer_file}: set it there")
     if args.deterministic:
         make_deterministic()
     runtime = start(args.dtype)

@@ -89,7 +89,7 @@ def run_race(args):
     )
     text = ""
     with locked(folder):
-        racing = race.Race(race.Results(file, setup), setup, place, args.jobs)
+        racing = race.Race(race.Results(file, setup, contenders[0].name), setup, place, args.jobs)
         if args.sweep:
             tuned = racing.sweep(contenders, args.sweep)
             lines = [["contender", "best trial"]]

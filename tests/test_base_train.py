@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nanomuon import checkpoint, shards
 from nanomuon.corpus import open_corpus
@@ -84,6 +85,41 @@ def test_a_users_optimizer_sees_averaged_gradients_and_resumes_sharded(base):
         assert ranks.join() == [0] * processes, ranks.output()
     assert losses(base, "moved") == pytest.approx(losses(base, "adamw"), abs=1e-4)
     assert losses(base, "adamw")[-1] < losses(base, "adamw")[0] - 0.5
+
+
+def test_a_muon_of_one_process_trains_the_same_on_two(base):
+    """The loop averages the gradients for it."""
+    body = "return __import__('nanomuon').MuonAdamW.for_model(model, lr=0.01)"
+    for processes in (1, 2):
+        options = (*optimizer_file(base, "alone", body), *QUIET)
+        assert Ranks(base, f"alone-{processes}", 6, *options, processes=processes).join() == [0] * processes
+    assert losses(base, "alone-2") == pytest.approx(losses(base, "alone-1"), abs=1e-4)
+
+
+TWICE = """
+    class Twice(torch.optim.SGD):
+        training = False
+        def eval(self):
+            if self.training:
+                model.lm_head.weight.data.mul_(2)
+            self.training = False
+        def train(self):
+            if not self.training and self.state:
+                model.lm_head.weight.data.div_(2)
+            self.training = True
+    return Twice(model.lm_head.parameters(), lr=0.1, momentum=0.9)
+"""
+
+
+def test_a_run_is_judged_by_the_weights_that_eval_puts_in_place(base, capsys):
+    """And it says that no group has the other parameters."""
+    file = optimizer_file(base, "twice", TWICE)
+    assert base_train.main(arguments(base, "twice", 4, *file, "--eval-every", "2")) == 0
+    assert " parameters are in no group and are not trained: " in capsys.readouterr().out
+    run_dir = base / "runs" / "twice"
+    (saved,) = checkpoint.find(run_dir).glob("*.safetensors")
+    trained, exported = load_file(saved)["model.lm_head.weight"], load_file(run_dir / "model.safetensors")
+    assert torch.equal(exported["lm_head.weight"], 2 * trained)
 
 
 LATE = """

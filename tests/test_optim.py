@@ -166,6 +166,19 @@ def test_functions_that_are_made_anew_for_each_optimizer_are_the_same_options():
         optimizer(min).load_state_dict(saved)
 
 
+def test_a_direction_cannot_put_another_tensor_in_place_of_its_state():
+    """It would be lost with the step."""
+
+    def direction(U, kept, ok, square_weight):
+        kept["mean"] = kept["mean"].lerp(U, 0.1)
+
+    direction.state = lambda m, n: {"mean": (m, n)}
+    weight = torch.ones(2, 3, requires_grad=True)
+    weight.grad = torch.ones(2, 3)
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        MuonAdamW([muon(weight, direction=direction)]).step()
+
+
 def test_hyperparameters_are_restored_by_name_into_other_groups():
     a, b, c, d, e, f, g = mixed()[0]
     saved = MuonAdamW(

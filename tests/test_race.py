@@ -282,6 +282,7 @@ def test_the_hopeless_stop_and_the_leaderboard_says_what_was_found(lab, tmp_path
     assert "## shakespeare" in page and "| adamw:lr_scale=0.0001 | 2 " in page and "worse by" in page
     assert (tmp_path / "docs/leaderboard_shakespeare.png").exists()
     file = tmp_path / "docs/races/shakespeare.jsonl"
+    assert race.read_results(file)[0]["baseline"] == "adamw"  # whichever run finishes first
     file.write_text(file.read_text() + '{"contender": "ad')
     with pytest.raises(InputError, match="shakespeare.jsonl line .* is not JSON, remove it"):
         lab(*arguments)

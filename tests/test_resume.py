@@ -223,7 +223,7 @@ def test_training_goes_on_if_a_save_finds_no_room(base, monkeypatch, capsys):
 
     def save_or_not(run_dir, step, *rest):
         if step in (16, 20):
-            raise InputError(f"step_{step} was not written")
+            raise checkpoint.NotWritten(f"step_{step} was not written")
         write(run_dir, step, *rest)
 
     monkeypatch.setattr(checkpoint, "save", save_or_not)
@@ -233,6 +233,23 @@ def test_training_goes_on_if_a_save_finds_no_room(base, monkeypatch, capsys):
     assert "warning: step_16 was not written" in capsys.readouterr().out
     assert len(losses(base, "full")) == 20 and not (run_dir / "summary.json").exists()
     assert checkpoint.saved_steps(run_dir) == [8, 12]
+
+
+LISTING = """
+    class Listing(torch.optim.SGD):
+        def step(self):
+            super().step()
+            for param in self.param_groups[0]["params"]:
+                self.state[param]["history"] = [1, 2]
+    return Listing(model.parameters(), lr=0.1)
+"""
+
+
+def test_state_that_no_checkpoint_can_store_ends_a_run_at_its_first_save(base):
+    file = optimizer_file(base, "listing", LISTING)
+    with pytest.raises(InputError, match="history is a list, which a checkpoint cannot store"):
+        base_train.main(arguments(base, "listing", 20, *OPTIONS, *file))
+    assert len(losses(base, "listing")) == 4
 
 
 def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys):

@@ -146,7 +146,8 @@ class Contender:
         except InputError as error:
             raise InputError(f"contender {self.name}: {error}") from error
         for group in optimizer.param_groups:
-            group["lr"] *= self.lr_scale
+            if "lr" in group:
+                group["lr"] *= self.lr_scale
         built = [dict(group) for group in optimizer.param_groups]
         return optimizer, built, self.schedule
 

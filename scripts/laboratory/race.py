@@ -16,6 +16,7 @@ import torch
 from nanomuon import report as run_report
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.parallel import compile_model
+from nanomuon.recipe import switch
 from nanomuon.runtime import InputError, compile_enabled, start
 from scripts.laboratory import significance
 from scripts.laboratory.contenders import Contender
@@ -106,11 +107,9 @@ class Run:
 
     def loss(self, batches):
         """The loss with the weights that the optimizer wants to be judged by; None if it is not finite."""
-        if hasattr(self.optimizer, "eval"):
-            self.optimizer.eval()
+        switch(self.optimizer, "eval")
         value = bits_per_byte(self.forward, batches, self.token_bytes)
-        if hasattr(self.optimizer, "train"):
-            self.optimizer.train()
+        switch(self.optimizer, "train")
         if self.setup["unit"].startswith("nats"):
             value *= math.log(2)
         return round(value, DIGITS) if math.isfinite(value) else None
@@ -124,9 +123,10 @@ class Run:
 class Results:
     """The finished runs of a race, in a file whose first line is its setup and every other line a run."""
 
-    def __init__(self, file, setup):
+    def __init__(self, file, setup, baseline):
         self.file = file
-        header = {"race": file.parent.name if file.name == "results.jsonl" else file.stem, "setup": setup}
+        name = file.parent.name if file.name == "results.jsonl" else file.stem
+        header = {"race": name, "baseline": baseline, "setup": setup}
         self.header, self.runs = header, []
         if file.exists():
             self.header, self.runs = read_results(file)
@@ -225,7 +225,8 @@ class Race:
         if done:
             print(f"{done} of {len(keys) * len(seeds)} runs are done already", flush=True)
         if pending:
-            print(f"{len(pending)} runs, {self.jobs} at a time; each compiles first", flush=True)
+            first = "; each compiles first" if compile_enabled() else ""
+            print(f"{len(pending)} runs, {self.jobs} at a time{first}", flush=True)
         for number, run in enumerate(self.trained(setup, pending), done + 1):
             self.results.add({"stage": stage, "key": keys[run["contender"]], **run})
             final = "diverged" if run["score"] is None else f"{run['score']:.4f}"
