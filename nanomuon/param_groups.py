@@ -269,7 +269,8 @@ def check_group(group, others):
     if missing := required - group.keys():
         raise ValueError(f"{where} ({kind}): missing {', '.join(sorted(missing))}")
     if unknown := group.keys() - required - options.keys() - {"kind", "names", "initial_lr"}:
-        raise ValueError(f"{where} ({kind}): unknown {', '.join(sorted(unknown))}")
+        known = ", ".join(sorted(required | options.keys()))
+        raise ValueError(f"{where} ({kind}): unknown {', '.join(sorted(unknown))}; known: {known}")
     group = {**options, **group}
     if isinstance(group["params"], set):
         raise ValueError(f"{where}: params are a set, whose order differs between processes: use a list")

@@ -236,7 +236,7 @@ def parse_options(text, options):
         try:
             parsed[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            parsed[key] = value
+            parsed[key] = float(value) if value in ("inf", "nan") else value
     return parsed
 
 

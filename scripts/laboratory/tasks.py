@@ -168,7 +168,8 @@ def open_task(args):
     try:
         setup["model"] = asdict(GPTConfig(**{**setup["model"], **dict(args.model)}))
     except (TypeError, ValueError) as error:
-        raise InputError(f"--model: {error}") from error
+        fields = ", ".join(GPTConfig.__dataclass_fields__)
+        raise InputError(f"--model: {error}; its fields: {fields}") from error
     if setup["model"]["vocab_size"] < of_data:
         raise InputError(f"--model vocab_size={setup['model']['vocab_size']}: the data has {of_data} tokens")
     return place, {"name": args.task, **setup, "device": "cuda" if usable_gpus() else "cpu"}
