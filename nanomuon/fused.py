@@ -22,7 +22,7 @@ def fused_direction(U, second_momentum_buffer, second_weight, split, pieces=None
     heads, groups, rows = split
     k, columns = len(U), U.size(2)
     n = columns if pieces is None else pieces.shape[1]
-    parts = U.view(k * heads, groups, -1, columns).split(rows, dim=2)  # each (k*heads, groups, rows, columns)
+    parts = U.reshape(k * heads, groups, -1, columns).split(rows, dim=2)  # (k*heads, groups, rows, columns)
     part_weight = second_weight.repeat_interleave(heads, 0)
     X, start = [], 0
     for each, part in zip(rows, parts, strict=True):

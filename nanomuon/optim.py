@@ -10,7 +10,7 @@ The parameters are divided into work items. Each has a generator `update`, read 
     compute   wait for them, do the mathematics, send the result
     deliver   wait for the other ranks' results, write them into the parameters
 
-`step` takes all pieces through the three phases, so that the transfers of one run during the mathematics of
+`step` takes all items through the three phases, so that the transfers of one run during the mathematics of
 another. In one process every transfer passes its input straight through; the mathematics is the same code.
 
 In order: the kernels; a group's numbers on the device; the ranks and their collectives; the direction of a
@@ -153,7 +153,8 @@ def muon_direction(
 def muon_update(param, X, gain, ok, numbers, *, scale, cautious):
     """Weight decay and update in place. param, X: (k, m, n); gain and scale broadcast to them.
 
-    The step is lr * scale, and so is the rate of a cautious decay, the default. ok: (k, 1, 1).
+    The update's rate is lr * scale. Cautious decay, the default, has the same rate, decoupled decay lr alone.
+    ok: (k, 1, 1).
     """
     lr, weight_decay = numbers[:2]
     P = param.to(gain.dtype)
@@ -683,9 +684,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.reset_plan()
         self.skipped_steps = None
         super().__init__(param_groups, {})
-        params = [param for _, param, _ in named_parameters(self.param_groups)]
-        device = params[0].device if params else None
-        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.skipped_steps = torch.zeros((), dtype=torch.int64)
         self.broadcast_parameters(self.param_groups)
         # Schedulers check the defaults for what they may cycle: OneCycleLR writes group["momentum"]
         self.defaults["momentum"] = 0.95
@@ -720,7 +719,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def broadcast_parameters(self, groups):
-        """Every rank starts from rank 0's values. ValueError if names, shapes, dtypes or options differ."""
+        """Give replicated parameters rank 0's values. ValueError if ranks differ in names or options."""
         world = self.world
         if world.process_group is None:
             return
@@ -810,9 +809,9 @@ class MuonAdamW(torch.optim.Optimizer):
                 "betas, beta2, eps and weight_decay may change: build a new optimizer and load this one's "
                 'state with hyperparameters="keep"'
             )
-        for group in self.param_groups[planned:]:
+        for group, described in zip(self.param_groups[planned:], now[planned:], strict=True):
             self.plan_group(group)
-        self.planned = now
+            self.planned.append(described)
         for name, param, _ in named_parameters(self.param_groups):
             held = self.state.get(param, {})
             for key, place in self.places.get(param, {}).items():
@@ -911,13 +910,14 @@ class DistMuonAdamW(MuonAdamW):
     checks.
 
     process_group: default the whole world; without torch.distributed a world of one. It must contain the
-    ranks of all device meshes. comm_dtype: of the reduction, and of both transfers of sharded matrices;
-    default the gradient's own. Use MuonAdamW under DistributedDataParallel, which has averaged the gradients
-    already.
+    ranks of all device meshes. comm_dtype: float32 or bfloat16, of the reduction, and of both transfers of
+    sharded matrices; default the gradient's own. Use MuonAdamW under DistributedDataParallel, which has
+    averaged the gradients already.
 
-    Work and state of replicated parameters are split as in ZeRO-2, except that `p.grad` stays whole.
-    Parameters start with rank 0's values, and the update uses the mean of `p.grad` over ranks, which these
-    collectives compute. With W ranks, parameters of R rows, banks of K matrices:
+    Work and state of replicated parameters are split as in ZeRO-2, except that `p.grad` stays whole. They
+    start with rank 0's values (copies of sharded ones must be equal already), and the update uses the mean of
+    `p.grad` over ranks, which these collectives compute. With W ranks, parameters of R rows, banks of K
+    matrices:
 
       parameters            collect                          state on a rank      compute sends
       AdamW, up to SMALL    all_reduce of one vector         all of it            nothing

@@ -16,7 +16,7 @@ REQUIRED = {
     "adamw": frozenset({"lr", "betas", "eps", "weight_decay"}),
 }
 MUON_OPTIONS = {
-    "nesterov": True,  # False: the direction is the momentum itself
+    "nesterov": True,  # False: orthogonalize the momentum itself, without looking ahead
     "coefficients": "polar_express",  # a name in orthogonalize.COEFFICIENTS, or a list of (a, b, c)
     "scale": "shape",  # see orthogonalize.update_scale
     "weight_decay_form": "cautious",  # or "decoupled"

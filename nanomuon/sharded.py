@@ -174,7 +174,8 @@ def plan_group(optimizer, group, params, run_kernel):
 
 def chunk_size(sharding, device):
     """How many matrices go through the pipeline together: about CHUNK_BYTES per owner."""
-    on_each_owner = CHUNK_BYTES[device.type] // (4 * math.prod(sharding.direction.shape))
+    most = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"])
+    on_each_owner = most // (4 * math.prod(sharding.direction.shape))
     return sharding.data_parallel.size * max(1, on_each_owner)
 
 
@@ -191,8 +192,9 @@ def state_placements(param, sharding):
 
 def whole_state_shape(param, buffer, sharding):
     """The shape of a direction's whole state; this rank has `buffer`, (k, *shape)."""
-    rows, *rest = buffer.shape[1:]
-    shape = (rows * sharding.blocks, *rest)  # the vectors of the blocks, concatenated
+    shape = buffer.shape[1:]
+    if sharding.blocks > 1:  # the vectors of the blocks, concatenated
+        shape = (shape[0] * sharding.blocks, *shape[1:])
     return (len(param), *shape) if param.ndim == 3 else shape
 
 

@@ -11,9 +11,9 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
                a custom `direction`
   blockwise    never                     nothing                      its block               each block's
 
-`distributed`, even if requested, becomes `duplicated` if that is the default: Gram matrices are sums over the
-long side. `blockwise` needs no class, because each block is a matrix; the other two are the classes below.
-`distributed` is `optim.muon_direction` with sums over ranks whenever it sums over a cut side.
+`distributed`, even if requested, becomes `duplicated` wherever that is the default: Gram matrices are sums
+over the long side. `blockwise` needs no class, because each block is a matrix; the other two are the classes
+below. `distributed` is `optim.muon_direction` with sums over ranks whenever it sums over a cut side.
 """
 
 from dataclasses import dataclass

@@ -44,8 +44,9 @@ MODEL += [("adamw", shape) for shape in [(1019, 17), (3, 700), (1500,), (64, 32)
 def whitened(U, kept, ok, square_weight):
     """The momentum times the inverse root of a running mean of its Gram matrix: one side of Shampoo.
 
-    U: (k, m, n). kept["gram"]: (k, m, m), updated in place.
+    U: (k, m, n). kept["gram"]: (k, m, m), updated in place. kept["count"]: (k,), of the updates.
     """
+    kept["count"].add_(ok.view(-1))
     kept["gram"].lerp_(U @ U.mT / U.size(2), square_weight * ok)
     values, vectors = torch.linalg.eigh(kept["gram"])  # (k, m), (k, m, m)
     roots = (values.clamp(min=0) + 1e-4).rsqrt().unsqueeze(1)  # (k, 1, m)
@@ -53,7 +54,7 @@ def whitened(U, kept, ok, square_weight):
 
 
 def state_of_whitened(m, n):
-    return {"gram": (m, m)}
+    return {"gram": (m, m), "count": ()}
 
 
 whitened.state = state_of_whitened
@@ -84,7 +85,7 @@ OPTIONS = {
     "direction without state": dict(direction=functools.partial(polar), weight_decay_form="decoupled"),
 }
 
-FUSED = [("muon", (48, 20)), ("muon", (48, 64)), ("muon", (48, 20)), ("adamw", (5,))]
+FUSED = [("muon", (48, 64)), *[("muon", (48, 20))] * 8, ("adamw", (5,))]  # of 3 ranks one owns 2 of a group
 SPLITS = {  # of 48 rows: those of each part
     ("qkv", (4, 2, 2)): [[r for r in range(48) if r % 8 in part] for part in (range(4), (4, 5), (6, 7))],
     (30, 18): [slice(30), slice(30, 48)],

@@ -79,7 +79,7 @@ def test_every_option_in_every_kind_of_layout_follows_the_formulas(layout):
     check_options(layout, steps, model, list(OPTIONS.values()))
 
 
-@pytest.mark.parametrize("layout", EVERY_KIND)
+@pytest.mark.parametrize("layout", [*EVERY_KIND, "fsdp-columns"])
 def test_the_parts_of_a_fused_matrix_are_matrices_of_their_own(layout):
     forms = [dict(), dict(weight_decay_form="decoupled", beta2=None), dict(scale="match_rms_adamw")]
     for split, parts in SPLITS.items():
