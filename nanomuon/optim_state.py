@@ -199,8 +199,9 @@ def load_state_dict(optimizer, state_dict, hyperparameters="restore"):
         for name, param, _ in named_parameters(optimizer.param_groups):
             found += matched(name, optimizer.places.get(param, {}), state.get(name, {}))
     pieces = [(place, place.piece_of(saved)) for place, saved in found]
-    for places in [] if state else optimizer.places.values():  # saved before the first step
-        pieces += [(place, torch.zeros(())) for place in places.values()]
+    if not state:  # saved before the first step
+        for places in optimizer.places.values():
+            pieces += [(place, torch.zeros(())) for place in places.values()]
     for place, piece in pieces:
         if place.tensor is not None:
             place.tensor.copy_(piece)
