@@ -1,5 +1,5 @@
-"""CORE: the mean of the centred accuracies of 22 tasks (DCLM, arXiv
-2406.11794), by the rules of published figures (nanochat's, after DCLM's):
+"""CORE: the mean of the centred accuracies of 22 tasks (DCLM, arXiv 2406.11794), by the rules of published
+figures (nanochat's, after DCLM's):
 
 - Items: all, shuffled by Random(1337), cut to a number if one is given.
 - Examples before item i: sampled by Random(1234 + i) from the other kept items.

@@ -33,7 +33,7 @@ TEXT_SUFFIXES = tuple(
 )
 PACKAGES = {"site-packages", "dist-packages", "__pycache__"}  # folders to skip: installed, compiled
 PIECE = 4096  # characters, see with_both_parts()
-ENOUGH = 8  # documents of a kind
+ENOUGH = 8  # documents of a kind, see with_both_parts()
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ def with_both_parts(corpus: Corpus) -> Corpus:
         found = Counter()
         for _, is_validation in candidate.documents():
             found[is_validation] += 1
-            if len(found) == 2 and min(found.values()) >= ENOUGH:
+            if min(found[True], found[False]) >= ENOUGH:
                 return candidate
-    if len(found) == 2:
+    if found[True] and found[False]:  # of the pieces: few, but of both kinds
         return candidate
     raise InputError(
         f"corpus {corpus.name} is too small: not even cut into pieces of {PIECE:,} characters it has "

@@ -187,7 +187,7 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
     """
     folder = find_run(run)
     if not folder.exists():
-        others = sorted(path.name for path in folder.parent.glob("*/"))
+        others = sorted(path.parent.name for path in folder.parent.glob("*/settings.json"))
         raise InputError(f"there is no run {folder}; there are: {', '.join(others) or 'none'}")
     if checkpoint_name is None and not (folder / "model.safetensors").exists():
         raise InputError(

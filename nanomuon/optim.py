@@ -719,7 +719,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def broadcast_parameters(self, groups):
-        """Give replicated parameters rank 0's values. ValueError if ranks differ in names or options."""
+        """Give replicated parameters rank 0's values. ValueError if ranks differ in names, shapes, dtypes or
+        options.
+        """
         world = self.world
         if world.process_group is None:
             return
@@ -914,10 +916,10 @@ class DistMuonAdamW(MuonAdamW):
     sharded matrices; default the gradient's own. Use MuonAdamW under DistributedDataParallel, which has
     averaged the gradients already.
 
-    Work and state of replicated parameters are split as in ZeRO-2, except that `p.grad` stays whole. They
-    start with rank 0's values (copies of sharded ones must be equal already), and the update uses the mean of
-    `p.grad` over ranks, which these collectives compute. With W ranks, parameters of R rows, banks of K
-    matrices:
+    Work and state of replicated parameters are split as in ZeRO-2, except that `p.grad` stays whole. These
+    parameters start with rank 0's values (copies of sharded ones must be equal already), and the update uses
+    the mean of `p.grad` over ranks, which these collectives compute. With W ranks, parameters of R rows,
+    banks of K matrices:
 
       parameters            collect                          state on a rank      compute sends
       AdamW, up to SMALL    all_reduce of one vector         all of it            nothing

@@ -98,7 +98,7 @@ def defining(args: argparse.Namespace) -> dict:
     values = {}
     for name, value in vars(args).items():
         if name not in OF_THE_LAUNCH | MAY_CHANGE:
-            values[f"--{name.replace('_', '-')}"] = value
+            values[flag_of(name)] = value
     return values
 
 
@@ -116,12 +116,16 @@ def as_flags(options: dict) -> list[str]:
     """The command line with these values."""
     flags = []
     for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
         if value is True:
-            flags.append(flag)
+            flags.append(flag_of(name))
         elif value is not None and value is not False:
-            flags.append(f"{flag}={value}")
+            flags.append(f"{flag_of(name)}={value}")
     return flags
+
+
+def flag_of(name: str) -> str:
+    """An argument as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
 
 
 def sha256_of(optimizer_file: str | None) -> str | None:

@@ -37,7 +37,7 @@ from nanomuon.optim import (
 from nanomuon.optim_state import Place, like_param, local
 
 # Whole matrices that an owner receives at a time
-CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26, "meta": 2**26}
+CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26}
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from nanomuon.command import (
 from nanomuon.corpus import check_corpus
 from nanomuon.moe import balance_
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.plan import COMM_DTYPES, make_plan, peak_flops, print_plan, recall
+from nanomuon.plan import COMM_DTYPES, flag_of, make_plan, peak_flops, print_plan, recall
 from nanomuon.qk_clip import clip_
 from nanomuon.run import Run, is_complete
 from nanomuon.runtime import InputError, folder_of, locked, make_deterministic, print0, start
@@ -150,10 +150,14 @@ def train(run: Run, signals: StopSignals) -> int | None:
 def evaluate_what_is_due(run: Run) -> None:
     """Run the evaluations that are due after this many steps."""
     args = run.args
+    loss_is_due = is_due(args.eval_every, run.step)
+    core_is_due = run.core_tasks and is_due(args.core_every, run.step)
+    if not (loss_is_due or core_is_due):
+        return
     recipe.switch(run.optimizer, "eval")
-    if is_due(args.eval_every, run.step):
+    if loss_is_due:
         run.evaluate(args.eval_tokens)
-    if run.core_tasks and is_due(args.core_every, run.step):
+    if core_is_due:
         run.evaluate_core(args.core_items or CORE_ITEMS)
     recipe.switch(run.optimizer, "train")
 
@@ -203,10 +207,10 @@ def main(argv: list[str] | None = None) -> int:
     check_corpus(args.corpus)
     if args.qk_clip and not args.no_qk_norm:
         raise InputError("--qk-clip is for models with --no-qk-norm: the norm bounds attention logits itself")
+    file = args.optimizer_file
     for name, default in recipe.param_groups.__kwdefaults__.items():
-        if args.optimizer_file and getattr(args, name) != default:
-            flag = f"--{name.replace('_', '-')}"
-            raise InputError(f"{flag} is for the recipe, not for {args.optimizer_file}: set it there")
+        if file and getattr(args, name) != default:
+            raise InputError(f"{flag_of(name)} is for the recipe, not for {file}: set it there")
     if args.deterministic:
         make_deterministic()
     runtime = start(args.dtype)

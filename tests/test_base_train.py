@@ -16,7 +16,7 @@ from nanomuon.plan import recall
 from nanomuon.report import read_metrics
 from scripts import base_eval, base_train, sample
 from tests.texts import TOKENIZER
-from tests.training import QUIET, Ranks, arguments, losses, optimizer_file
+from tests.training import QUIET, STILL, Ranks, arguments, losses, optimizer_file
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -89,24 +89,10 @@ def test_a_users_optimizer_sees_averaged_gradients_and_resumes_sharded(base):
 
 def test_a_muon_of_one_process_trains_the_same_on_two(base):
     """The loop averages the gradients for it."""
-    body = "return __import__('nanomuon').MuonAdamW.for_model(model, lr=0.01)"
-    for processes in (1, 2):
-        options = (*optimizer_file(base, "alone", body), *QUIET)
-        assert Ranks(base, f"alone-{processes}", 6, *options, processes=processes).join() == [0] * processes
-    assert losses(base, "alone-2") == pytest.approx(losses(base, "alone-1"), abs=1e-4)
-
-
-STILL = """
-    class Still(torch.optim.SGD):
-        kept = None
-        def eval(self):
-            self.kept = model.lm_head.weight.detach().clone()
-            model.lm_head.weight.data.zero_()
-        def train(self):
-            if self.kept is not None:
-                model.lm_head.weight.data.copy_(self.kept)
-    return Still(model.lm_head.parameters(), lr=0.1)
-"""
+    file = optimizer_file(base, "muon", "return __import__('nanomuon').MuonAdamW.for_model(model, lr=0.01)")
+    for run, count in (("alone", 1), ("together", 2)):
+        assert Ranks(base, run, 6, *file, *QUIET, processes=count).join() == [0] * count
+    assert losses(base, "together") == pytest.approx(losses(base, "alone"), abs=1e-4)
 
 
 def test_a_run_is_judged_by_the_weights_that_eval_puts_in_place(base, capsys):
@@ -154,13 +140,10 @@ def test_a_run_that_is_not_finite_names_the_checkpoint_to_go_on_from(
     assert checkpoint.saved_steps(base / "runs" / run) == saved
 
 
-def test_the_rest_of_a_run_is_estimated_without_its_first_step(capsys):
-    """Which compiles: hours were left by it."""
-    row = {"step": 4, "train_loss": 2.0, "lr_multiplier": 1.0, "step_ms": 60_000, "tokens_per_second": 9.0}
-    base_train.print_progress(row, 10, [])
-    base_train.print_progress(row, 10, [1000, 1500, 90_000])
-    before, after = capsys.readouterr().out.splitlines()
-    assert before.endswith("| 40%") and after == f"{before} | 0m09s left"
+def test_the_time_left_is_estimated_without_the_first_step_which_compiles(base, whole_run):
+    (output,) = base.glob("whole.*.out")
+    first, *_, last = [line for line in output.read_text().splitlines() if " tokens/s " in line]
+    assert " left" not in first and last.endswith(" | 0m00s left")
 
 
 def test_a_run_in_bf16_learns_and_resumes_bit_for_bit(base, whole_run):

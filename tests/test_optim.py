@@ -155,28 +155,26 @@ def test_hyperparameters_are_restored_unless_the_caller_keeps_its_own():
 
 def test_a_state_dict_of_before_the_first_step_starts_over():
     params, groups = mixed()
-    optimizer, values = MuonAdamW(groups), [param.detach().clone() for param in params]
-    saved, results = optimizer.state_dict(), []
-    for _ in range(2):
-        optimizer.load_state_dict(saved)
-        for param, value in zip(params, values, strict=True):
-            param.data.copy_(value)
-            param.grad = value
-        for _ in range(3):
-            optimizer.step()
-        results.append([param.detach().clone() for param in params])
-    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+    optimizer = MuonAdamW(groups)
+    saved = optimizer.state_dict()
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    tensors = [tensor for entry in optimizer.state.values() for tensor in entry.values()]
+    assert all(tensor.any() for tensor in tensors)
+    optimizer.load_state_dict(saved)
+    assert not any(tensor.any() for tensor in tensors)
 
 
 def test_a_first_step_that_failed_can_be_taken_again():
-    weight, bias = parameter(4, 3), parameter(4)
-    weight.grad, bias.grad, before = torch.ones(4, 3), torch.ones(4), bias.detach().clone()
+    weight, bias = parameter(4, 3), torch.nn.Parameter(torch.zeros(4))
+    weight.grad, bias.grad = torch.ones(4, 3), torch.ones(4)
     optimizer = MuonAdamW([adamw(bias, lr=0.1, weight_decay=0.0), muon(weight, scale=lambda m, n: 1 / 0)])
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     optimizer.param_groups[1]["scale"] = "shape"
     optimizer.step()
-    torch.testing.assert_close(before - bias.detach(), torch.full((4,), 0.1))  # AdamW's first step, once
+    torch.testing.assert_close(bias.detach(), torch.full((4,), -0.1))  # AdamW's first step, once
 
 
 def test_functions_that_are_made_anew_for_each_optimizer_are_the_same_options():
@@ -196,10 +194,10 @@ def test_a_direction_cannot_put_another_tensor_in_place_of_its_state():
     """It would be lost with the step."""
 
     def direction(U, kept, ok, square_weight):
-        kept["mean"] = kept["mean"].lerp(U, 0.1)
+        kept["mean"] = U
 
     direction.state = lambda m, n: {"mean": (m, n)}
-    weight = torch.ones(2, 3, requires_grad=True)
+    weight = parameter(2, 3)
     weight.grad = torch.ones(2, 3)
     with pytest.raises(TypeError, match="does not support item assignment"):
         MuonAdamW([muon(weight, direction=direction)]).step()

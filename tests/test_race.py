@@ -15,6 +15,7 @@ from nanomuon.runtime import InputError
 from scripts import optim_race
 from scripts.laboratory import leaderboard, race, report, tasks
 from scripts.laboratory.contenders import Contender, dial_value
+from tests.training import STILL, optimizer_file
 
 SMALL = "--model depth=1 width=32 heads=2 kv_heads=2 seq_len=16 --steps 50 --jobs 1 --dtype float32".split()
 ROOT = Path(__file__).parent.parent
@@ -132,25 +133,8 @@ def test_a_contender_that_diverges_is_reported(lab, tmp_path, capsys):
 
 
 def test_evaluations_use_the_weights_that_eval_puts_in_place(lab, tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text(
-        OWN
-        + """
-class Still(torch.optim.SGD):
-    def eval(self):
-        self.kept = [p.detach().clone() for p in self.param_groups[0]["params"]]
-        for p in self.param_groups[0]["params"]:
-            p.data.zero_()
-
-    def train(self):
-        for p, kept in zip(self.param_groups[0]["params"], self.kept):
-            p.data.copy_(kept)
-
-def build_optimizer(model, *, lr=0.01):
-    return Still(model.parameters(), lr=lr)
-"""
-    )
-    lab("--contenders", str(file), "--seeds", "1")
+    _, file = optimizer_file(tmp_path, "own", STILL)
+    lab("--contenders", file, "--seeds", "1")
     _, run = lines_of(tmp_path)
     letters = run["score"]
     assert all(part == pytest.approx(letters, rel=1e-4) for _, part, _ in run["curve"]), "zeros never learn"
@@ -226,10 +210,9 @@ def test_a_function_that_is_made_anew_has_the_same_digest():
         def direction():
             pass
 
-        return direction
+        return {"direction": direction, "scale": functools.partial(direction)}
 
-    for make in (made_anew, lambda: functools.partial(made_anew())):
-        assert tasks.digest({"direction": make()}) == tasks.digest({"direction": make()})
+    assert tasks.digest(made_anew()) == tasks.digest(made_anew())
 
 
 def test_rows_are_a_function_of_the_seed_and_windows_cover_the_rest(text):
@@ -246,11 +229,12 @@ def test_rows_are_a_function_of_the_seed_and_windows_cover_the_rest(text):
 
 @pytest.mark.parametrize("length", [100, 950])  # no window of the last 100 characters; none of the first 900
 def test_a_text_shorter_than_its_windows_is_refused(length, tmp_path):
-    (tmp_path / "short.txt").write_text("0123456789" * 100)
-    place, setup = tasks.shakespeare_setup(str(tmp_path / "short.txt"), 10)
+    file = tmp_path / "short.txt"
+    file.write_text("0123456789" * 100)
+    place, setup = tasks.shakespeare_setup(file, 10)
     setup["model"]["seq_len"] = length
     with pytest.raises(InputError, match=f"too few for windows of {length}"):
-        tasks.shakespeare_data(setup, place, 0, torch.device("cpu"))
+        tasks.shakespeare_data(setup, place, 0, "cpu")
 
 
 def test_tasks_stay_as_they_are(text, base, environment):

@@ -53,6 +53,20 @@ def optimizer_file(folder, name, body):
     return "--optimizer-file", str(file)
 
 
+# For optimizer_file: trains the head, which is zero in evaluations
+STILL = """
+    class Still(torch.optim.SGD):
+        kept = None
+        def eval(self):
+            self.kept = model.lm_head.weight.detach().clone()
+            model.lm_head.weight.data.zero_()
+        def train(self):
+            if self.kept is not None:
+                model.lm_head.weight.data.copy_(self.kept)
+    return Still([model.lm_head.weight], lr=0.1)
+"""
+
+
 def launch(base, run, steps, *more, processes=1):
     """The command a user types, in a process of its own."""
     module = ["-m", "scripts.base_train"]
