@@ -139,8 +139,10 @@ class RankPlan:
 
     def buffers(self) -> int:
         """The optimizer's transfers in flight, and temporaries of a bank, about four times a batch."""
-        pipelines = [item for item in self.optimizer.work_items if isinstance(item, Pipeline)]
-        in_flight = sum(6 * max(chunk.momentum.nbytes for chunk in pipeline.chunks) for pipeline in pipelines)
+        in_flight = 0
+        for item in self.optimizer.work_items:
+            if isinstance(item, Pipeline):
+                in_flight += 6 * max(chunk.momentum.nbytes for chunk in item.chunks)
         ranks = self.optimizer.world.size
         if ranks > 1 and not in_flight:
             in_flight = self.weights() * (1 + 1 / ranks)  # see DistMuonAdamW
