@@ -94,6 +94,7 @@ SPLITS = {  # of 48 rows: those of each part
 }
 
 
+@functools.cache  # each mesh of two dimensions has process groups of its own
 def mesh_of(group, names):
     """All ranks of the group in a mesh of these dimensions; two dimensions are 2 x 2."""
     if len(names) == 1:

@@ -9,6 +9,7 @@ run_world(3, ranks, 10) == [10, 11, 12]    # one result per rank
 
 import atexit
 import faulthandler
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -18,9 +19,6 @@ import time
 import traceback
 
 LARGEST = 4
-# Process groups, those of meshes too, live as long as their process, each with threads that wake up all the
-# time: a hundred take half a core. With more than this many the processes are restarted.
-MOST_GROUPS = 24
 # Instead of optim.SMALL: the parameters of tests are small, and some are to be cut by rows all the same
 SMALL = 1023
 # Forks of one process, which has done the imports that would take every run and world seconds
@@ -63,15 +61,13 @@ def run_world(size, function, *args, timeout=120):
         for connection in ready:
             rank = connections.index(connection)
             try:
-                error, answers[connection], group_count = connection.recv()
+                error, answers[connection] = connection.recv()
             except EOFError:
                 _stop()
                 raise RuntimeError(f"rank {rank} of {size} died") from None
             if error:
                 _stop()  # the others may be waiting in a collective
                 raise RuntimeError(f"rank {rank} of {size}:\n{error}")
-    if group_count > MOST_GROUPS:
-        _stop()
     return [answers[connection] for connection in connections]
 
 
@@ -101,10 +97,13 @@ def _serve(rank, connection, store):
     import torch
     import torch.distributed as dist
 
-    from nanomuon import optim
+    from nanomuon import optim, parallel
 
     torch.set_num_threads(1)
     optim.SMALL = SMALL
+    # Process groups, those of meshes too, live as long as their process, each with threads that wake up all
+    # the time: a hundred take half a core
+    parallel.device_mesh = functools.cache(parallel.device_mesh)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=LARGEST)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, LARGEST + 1)}
     while True:
@@ -116,4 +115,4 @@ def _serve(rank, connection, store):
             answer = (None, function(groups[size], *args))
         except BaseException:  # pytest.fail is not an Exception
             answer = (traceback.format_exc(), None)
-        connection.send((*answer, len(dist.distributed_c10d._world.pg_map)))
+        connection.send(answer)
