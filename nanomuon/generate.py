@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import sdpa_kernel
 
 from nanomuon.attention import WITHOUT_CUDNN, attention, masked
@@ -177,7 +178,7 @@ def tokens_before(count: int, context: int) -> int:
     return half - 1 + (count - context - 1) % (context - half + 1)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def continue_samples(
     model: GPT,
     samples: Sequence[Sample],
@@ -193,13 +194,15 @@ def continue_samples(
     `tokens_before`.
     """
     device = model.cos.device
+    # inference_mode shows a DTensor whole linear layers, which take it 20 times as long as their products
+    cut = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     for start in range(0, len(samples), ROWS):
         growing, cache = samples[start : start + ROWS], None
         generators = [torch.Generator(device).manual_seed(sample.seed) for sample in growing]
         for _ in range(max_tokens):
             lengths = [tokens_before(len(sample.tokens), model.config.seq_len) for sample in growing]
             newest = torch.tensor([sample.tokens[-1:] for sample in growing], device=device)  # (B, 1)
-            with sdpa_kernel(WITHOUT_CUDNN):
+            with sdpa_kernel(WITHOUT_CUDNN), torch.inference_mode(not cut):
                 if cache is None or cache.lengths != lengths:
                     rows = zip(growing, lengths, strict=True)
                     cache = read(model, [sample.tokens[-1 - length : -1] for sample, length in rows])

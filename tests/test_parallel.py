@@ -23,7 +23,7 @@ from tests.worlds import run_world
 UNEVEN = GPTConfig(vocab_size=67, seq_len=32, depth=3, width=18, heads=3, kv_heads=3)
 HEADS = GPTConfig(vocab_size=67, seq_len=32, depth=3, width=16, heads=4, kv_heads=2)
 # data parallel, tensor parallel, fsdp
-REPLICATED, FSDP, TP, BOTH = (4, 1, False), (4, 1, True), (2, 2, False), (2, 2, True)
+FOUR_RANKS = REPLICATED, FSDP, TP, BOTH = (4, 1, False), (4, 1, True), (2, 2, False), (2, 2, True)
 OPTIONS = dict(momentum=0.9, ns_steps=5, beta2=0.95)
 pytestmark = pytest.mark.usefixtures("environment")  # eager, as in the worlds
 
@@ -108,14 +108,14 @@ def resume(group, layout, folder):
     return run.train(range(3, 6)).weights()
 
 
-@pytest.mark.parametrize("before", [None, REPLICATED, FSDP, TP, BOTH])
+@pytest.mark.parametrize("before", [None, *FOUR_RANKS])
 def test_a_checkpoint_of_one_layout_goes_on_in_every_other(before, tmp_path):
     expected = Trained(HEADS, **PRECISE).train(range(3))
     exported, expected = expected.weights(), expected.train(range(3, 6)).weights()
     save(None, None, tmp_path) if before is None else run_world(4, save, before, tmp_path)
     assert_close(load_file(tmp_path / "model.safetensors"), exported, 1e-9)
     assert_close(resume(None, None, tmp_path), expected, 1e-9)
-    for after in (REPLICATED, FSDP, TP, BOTH):
+    for after in FOUR_RANKS:
         for found in run_world(4, resume, after, tmp_path):
             assert_close(found, expected, 1e-9)
 

@@ -23,19 +23,11 @@ LARGEST = 4
 SMALL = 1023
 # Forks of one process, which has done the imports that would take every run and world seconds
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        "scripts.base_train",
-        "torch._dynamo",
-        "pydantic",
-        "matplotlib.figure",
-        "matplotlib.backends.backend_agg",
-    ]
-)
+FORKS.set_forkserver_preload(["tests.preloaded"])
 _workers = []  # (process, connection)
 
 
-def run_world(size, function, *args, timeout=120):
+def run_world(size, function, *args):
     """Call function(group, *args) on `size` ranks at once and return their results.
 
     RuntimeError with the rank's traceback if one raises; TimeoutError, and fresh processes next time, if one
@@ -45,19 +37,20 @@ def run_world(size, function, *args, timeout=120):
         _stop()  # a test of races ends every child of this process
     if not _workers:
         _start()
-    for _, connection in _workers[:size]:
+    connections = [connection for _, connection in _workers[:size]]
+    for connection in connections:
         connection.send((size, function, args))
-    answers, connections = {}, [connection for _, connection in _workers[:size]]
+    answers = {}
     while len(answers) < size:
         pending = [connection for connection in connections if connection not in answers]
-        ready = multiprocessing.connection.wait(pending, timeout)
+        ready = multiprocessing.connection.wait(pending, timeout=120)
         if not ready:
             for process, _ in _workers:
                 os.kill(process.pid, signal.SIGUSR1)  # prints its traceback
             time.sleep(1)
             _stop()
-            ranks = ", ".join(str(connections.index(connection)) for connection in pending)
-            raise TimeoutError(f"ranks {ranks} of {size} did not answer in {timeout} s")
+            ranks = [connections.index(connection) for connection in pending]
+            raise TimeoutError(f"ranks {ranks} of {size} did not answer")
         for connection in ready:
             rank = connections.index(connection)
             try:
@@ -72,10 +65,9 @@ def run_world(size, function, *args, timeout=120):
 
 
 def _start():
-    folder = tempfile.mkdtemp(prefix="worlds-")
+    store = tempfile.mkdtemp(prefix="worlds-") + "/store"
     for rank in range(LARGEST):
         ours, theirs = FORKS.Pipe()
-        store = os.path.join(folder, "store")
         process = FORKS.Process(target=_serve, args=(rank, theirs, store), daemon=True)
         process.start()
         theirs.close()
@@ -105,14 +97,13 @@ def _serve(rank, connection, store):
     # the time: a hundred take half a core
     parallel.device_mesh = functools.cache(parallel.device_mesh)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=LARGEST)
-    groups = {size: dist.new_group(list(range(size))) for size in range(1, LARGEST + 1)}
+    groups = {size: dist.new_group(range(size)) for size in range(1, LARGEST + 1)}
     while True:
         try:
             size, function, args = connection.recv()
         except EOFError:
             return
         try:
-            answer = (None, function(groups[size], *args))
+            connection.send((None, function(groups[size], *args)))
         except BaseException:  # pytest.fail is not an Exception
-            answer = (traceback.format_exc(), None)
-        connection.send(answer)
+            connection.send((traceback.format_exc(), None))
