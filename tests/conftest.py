@@ -3,7 +3,6 @@
 import os
 
 import pytest
-import torch
 
 from tests.training import write_corpus
 
@@ -13,7 +12,7 @@ from tests.training import write_corpus
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 # Test tensors are small: a second thread costs more than it gains, most of all on a busy machine
-torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="module")
@@ -29,4 +28,3 @@ def environment(base, monkeypatch):
     """Runs write to `base`, without compiling, on one thread per process."""
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(base))
     monkeypatch.setenv("NANOMUON_COMPILE", "0")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")

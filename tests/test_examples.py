@@ -36,7 +36,7 @@ def run(command, folder):
     assert path == "PYTHONPATH=."
     start = {"python": ["-u"], "torchrun": ["-m", "torch.distributed.run"]}[program]
     arguments = [str(ROOT / each) if each.startswith("examples/") else each for each in arguments]
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), NANOMUON_COMPILE="0", OMP_NUM_THREADS="1")
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), NANOMUON_COMPILE="0")
     result = subprocess.run(
         [sys.executable, *start, *arguments],
         cwd=folder,

@@ -130,12 +130,9 @@ def _train(environment, argv, output):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(environment)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which a run respects
-    import torch
-
     from nanomuon.command import run_command
     from scripts import base_train
 
-    torch.set_num_threads(1)
     run_command(lambda: base_train.main(argv))
 
 

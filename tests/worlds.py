@@ -85,13 +85,11 @@ def _stop():
 
 def _serve(rank, connection, store):
     faulthandler.register(signal.SIGUSR1)
-    os.environ.update(NANOMUON_COMPILE="0", OMP_NUM_THREADS="1")
-    import torch
+    os.environ["NANOMUON_COMPILE"] = "0"
     import torch.distributed as dist
 
     from nanomuon import optim, parallel
 
-    torch.set_num_threads(1)
     optim.SMALL = SMALL
     # Process groups, those of meshes too, live as long as their process, each with threads that wake up all
     # the time: a hundred take half a core
