@@ -187,7 +187,8 @@ def load(path, model, optimizer) -> dict[str, int]:
     for name, slots in state["state"].items():
         slots.update(manifest.optimizer_values.get(str(name), {}))
     if isinstance(optimizer, MuonAdamW):
-        optimizer.load_state_dict(state, hyperparameters="keep")  # the flags of this call win
+        # Its own tensors, which are filled: this compares options. The flags of this call win
+        optimizer.load_state_dict(state, hyperparameters="keep")
     else:
         for group, values in zip(state["param_groups"], manifest.group_values, strict=False):
             group.update(values)  # counters and estimates of some optimizers (Schedule-Free, Prodigy)

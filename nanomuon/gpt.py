@@ -4,7 +4,7 @@ Pre-norm residual blocks with rotary positions, normalized queries and keys, par
 MLP, an untied head with capped logits and no biases. Learned scalars add the embedding to every block's input
 (modded-nanogpt). Three additions help it to copy from earlier text: half of every key comes from the previous
 token, so a query finds what followed its own token earlier in the text; to the values of attention a token
-adds its row of the head, gated, so that what is found can be copied; and the input of every MLP goes through
+adds its row of lm_head, gated, so that what is found can be copied; and the input of every MLP goes through
 a short causal convolution (Primer, arXiv 2109.08668; Canon layers, Allen-Zhu 2025). docs/recipe.md has their
 gains.
 """

@@ -110,7 +110,7 @@ def muon_direction(
     ns_dtype=None,
     pieces=None,
 ):
-    """Polar factor and variance reduction of a batch of matrices: NorMuon (arXiv 2510.05491), but with one
+    """Polar factor and second moment of a batch of matrices: NorMuon (arXiv 2510.05491), but with one
     value per line along the longer side, as in nanochat.
 
     U: (k, m, n). second_momentum_buffer: (k, m, 1) if m >= n, else (k, 1, n), updated in place; None for
@@ -367,9 +367,9 @@ class Direction:
     def __call__(self, U, kept, ok, square_weight, pieces=None):
         """(X, gain), whose product is the direction.
 
-        U: (k, m, n), the momentum. kept: the state, {name: (k, *shape)}, updated in place. ok: (k, 1, 1), 0
-        for a matrix that must not change, nor its state. square_weight: (k, 1, 1), 1 - beta2. X: (k, m, n);
-        gain broadcasts to it, in the dtype of the state. pieces: see `muon_direction`.
+        U: (k, m, n), momentum by Nesterov's rule. kept: the state, {name: (k, *shape)}, updated in place. ok:
+        (k, 1, 1), 0 for a matrix that must not change, nor its state. square_weight: (k, 1, 1), 1 - beta2. X:
+        (k, m, n); gain broadcasts to it, in the dtype of the state. pieces: see `muon_direction`.
         """
         if self.function is not None:
             X, gain = self.function(U, types.MappingProxyType(kept), ok, square_weight)
@@ -657,14 +657,14 @@ class MuonAdamW(torch.optim.Optimizer):
 
     param_groups: dicts with `kind` ("muon" | "adamw"), `params`, for muon lr, momentum, ns_steps, beta2,
     weight_decay and any of param_groups.MUON_OPTIONS, for adamw lr, betas, eps, weight_decay. `beta2=None` is
-    Muon without variance reduction, `ns_steps=None` the coefficient set's own length. `names`, aligned with
+    Muon without a second moment, `ns_steps=None` the coefficient set's own length. `names`, aligned with
     params, or (name, parameter) pairs in params give the names that state is saved by, default group{i}.{j}.
-    Numbers may change at any time; parameters and other options may not after the first step. ValueError at
-    construction for anything unknown, missing or impossible.
+    Rates, momenta and decays may change at any time; parameters and other options may not after the first
+    step. ValueError at construction for anything unknown, missing or impossible.
 
-    ns_dtype: the dtype of Newton-Schulz. None: half precision on GPUs, float32 on CPUs; torch.bfloat16 is
-    about twice as fast on CPUs that multiply it natively, and several times slower on others. All other
-    arithmetic is float32, or float64 for float64 parameters.
+    ns_dtype: the dtype of Newton-Schulz. None: half precision on GPUs, float32 on CPUs; torch.bfloat16 (on
+    GPUs float16 in the Gram form) is about twice as fast on CPUs that multiply it natively, and several times
+    slower on others. All other arithmetic is float32, or float64 for float64 parameters.
 
     compile: whether to compile the kernels: True, False, or "auto", on GPUs only. The environment variable
     NANOMUON_COMPILE overrides it. world: the ranks that share the work (DistMuonAdamW).
@@ -916,7 +916,8 @@ class DistMuonAdamW(MuonAdamW):
     sharded matrices; default the gradient's own. Use MuonAdamW under DistributedDataParallel, which has
     averaged the gradients already.
 
-    Work and state of replicated parameters are split as in ZeRO-2, except that `p.grad` stays whole. These
+    Work and state of replicated parameters are split as in ZeRO-2: mean gradients exist only at their owners.
+    `p.grad` stays, whole. These
     parameters start with rank 0's values (copies of sharded ones must be equal already), and the update uses
     the mean of `p.grad` over ranks, which these collectives compute. With W ranks, parameters of R rows,
     banks of K matrices:

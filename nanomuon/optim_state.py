@@ -177,8 +177,8 @@ def full_state_dict(optimizer):
 
 @torch.no_grad()
 def load_state_dict(optimizer, state_dict, hyperparameters="restore"):
-    """Restore full_state_dict() or named_state_dict(), of any world size or grouping, or state_dict() on the
-    rank that saved it.
+    """Restore full_state_dict(), of any world size or grouping, or what this rank's named_state_dict() or
+    state_dict() returned in the same world.
 
     hyperparameters: "restore" takes lr, all other numbers and what schedulers have written into the groups
     from the groups in which the parameters were saved, as torch's optimizers do; "keep" keeps those of our

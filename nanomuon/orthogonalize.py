@@ -124,7 +124,7 @@ def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dty
     X = X / (1.02 * norm + 1e-6 if coefficients == "polar_express" else norm.clamp(min=1e-7))
     if not exact:
         X = X.to(iteration_dtype)
-    tall = m > n if pieces is None else pieces.dim == 1
+    tall = m > n if pieces is None else pieces.dim == 1  # the cut side is the long one
     iterate = gram_newton_schulz if gram else newton_schulz
     return iterate(X, table, tall, pieces).view(U.shape)
 

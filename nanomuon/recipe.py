@@ -50,7 +50,7 @@ def param_groups(
             lr=matrix_lr * batch_scale * lr_scale,
             momentum=1 - 0.05 * lr_scale,  # short runs average over fewer gradients
             ns_steps=5,  # of Polar Express, arXiv 2505.16932
-            beta2=0.95,  # of the variance reduction, arXiv 2510.05491
+            beta2=0.95,  # of the second moment, arXiv 2510.05491
             # a step decays by the product of rate and decay, and the batch leaves that as it is
             weight_decay=weight_decay * decay_scale / batch_scale,
         ),

@@ -179,7 +179,8 @@ class Run:
             self.runtime.device,
             max_tokens,
         )
-        as_in_training = self.forward is not self.model  # compiled whole: use that graph
+        # Compiled whole: use that graph, unless it multiplies in float8
+        as_in_training = self.forward is not self.model and not self.args.fp8
         value = bits_per_byte(self.forward, batches, self.token_bytes, as_in_training)
         whole_set = max_tokens is None
         self._log({"val_bpb": value, "whole_set": whole_set})

@@ -281,7 +281,7 @@ class Chunk(Bank):
         return self.all_to_all(U.transpose(1, self.dim).flatten(), self.sent, self.received)
 
     def compute_at_owner(self, shards, ok, numbers):
-        """shards: of the owned matrices' momentum, rank after rank, flat. ok: of the owned matrices."""
+        """shards: U of the owned matrices, rank after rank, flat. ok: of the owned matrices."""
         parts = zip(shards.split(self.received), self.lines, strict=True)
         U = torch.cat([part.view(len(ok), lines, self.other) for part, lines in parts], dim=1)
         U = U.transpose(1, self.dim).to(self.dtype)  # (k, m, n)

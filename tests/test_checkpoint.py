@@ -86,7 +86,6 @@ def world(size, tmp_path, work, *args):
 
 def _rank(rank, size, rendezvous, work, args):
     os.environ["NANOMUON_COMPILE"] = "0"
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     work(*args)
 

@@ -32,12 +32,8 @@ TOLERANCE = 1e-8
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    """Like the worlds: no compiling, one thread."""
+    """Like the worlds."""
     monkeypatch.setenv("NANOMUON_COMPILE", "0")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tiny_model(experts):

@@ -3,7 +3,6 @@
 Without torchao, tests that need it are skipped.
 """
 
-import importlib.util
 import sys
 
 import pytest
@@ -12,9 +11,6 @@ import torch
 from nanomuon import fp8
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError, Runtime
-
-has_torchao = importlib.util.find_spec("torchao") is not None
-needs_torchao = pytest.mark.skipif(not has_torchao, reason="needs torchao (the extra fp8)")
 
 
 def build():
@@ -38,8 +34,8 @@ def off(found, exact):
 E4M3, E5M2 = 1 / 28, 1 / 14
 
 
-@needs_torchao
 def test_a_model_trains_almost_as_in_bf16_and_is_the_same_otherwise():
+    pytest.importorskip("torchao", reason="needs torchao (the extra fp8)")
     torch.manual_seed(1)
     tokens, targets = torch.randint(304, (2, 2, 64))
     model, ours = build(), build()
