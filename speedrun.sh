@@ -5,10 +5,10 @@
 #   bash speedrun.sh --plan    print what it would do, with its size and memory, and stop
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
-# Without a GPU it takes 3 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C save the run and end it with exit code 75; the
-# same command carries on. Set these variables to change it:
+# Without a GPU it takes 3 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C end it, a run that has begun its steps is saved and
+# ends with exit code 75; the same command carries on. Set these variables to change it:
 #
-#   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER, hf:ORG/NAME[:CONFIG]
+#   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (seen from here), hf:ORG/NAME[:CONFIG]
 #   VOCAB_SIZE=1024         a smaller vocabulary, for a small corpus
 #   DEPTH=8                 a deeper (and wider) or smaller model
 #   RUN=name                name of the run under $NANOMUON_BASE_DIR/runs
@@ -30,7 +30,7 @@ done
 source scripts/setup.sh train
 
 # Presets by the hardware that will train; a GPU that PyTorch cannot use is an error here
-HARDWARE=$("$PYTHON" -c 'from nanomuon import command, runtime; command.run_command(runtime.print_hardware)')
+HARDWARE=$("$PYTHON" -c 'import scripts; from nanomuon import command, runtime; command.run_command(runtime.print_hardware)')
 read -r GPUS DTYPE <<<"$HARDWARE"
 FLAGS=(--eval-every 250 --save-every 500 --core-bundle https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip)
 WEB=hf:karpathy/climbmix-400b-shuffle # or hf:HuggingFaceFW/fineweb-edu:sample-10BT
@@ -59,14 +59,14 @@ esac
 RUN=${RUN:-d$DEPTH-$(printf %s "$CORPUS" | tr -c 'A-Za-z0-9._-' '-')}
 base_dir=${NANOMUON_BASE_DIR:-$HOME/.cache/nanomuon}
 run_dir=${base_dir/#\~/$HOME}/runs/$RUN
-DATA=(--corpus "$CORPUS" ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"})
-FLAGS+=(--run "$RUN" "${DATA[@]}" --depth "$DEPTH" "$@")
+FLAGS+=(--run "$RUN" --corpus "$CORPUS" ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} --depth "$DEPTH" "$@")
 if [[ " $* " == *" --plan "* ]]; then
     echo "run        $run_dir, trained on $CORPUS"
     exec "${TRAIN[@]}" "${FLAGS[@]}"
 fi
 
 plan=$("${TRAIN[@]}" "${FLAGS[@]}" --plan) # a wrong flag ends here, before data is prepared
+DATA=(--corpus "$CORPUS" --vocab-size "$(sed -n 's/^model .* vocabulary \([0-9]*\).*/\1/p' <<<"$plan")") # of an old run, too
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 case $CORPUS in
     python | path:*) "$PYTHON" -m scripts.data_prep "${DATA[@]}" ;;
@@ -94,5 +94,5 @@ fi
 if [ "$code" -ne 0 ] && [ -n "${data_prep:-}" ] && ! kill -0 "$data_prep" 2>/dev/null && ! wait "$data_prep"; then
     echo "data_prep has failed: $(tail -n 1 "$run_dir.data_prep.log")" >&2
 fi
-[ "$code" -ne 0 ] || echo "done in $SECONDS s. More text: $PYTHON -m scripts.sample --run $RUN --seed 4"
+[ "$code" -ne 0 ] || echo "done in $SECONDS s; samples are in $run_dir/report.md. More text: $PYTHON -m scripts.sample --run $RUN --seed 4"
 exit "$code"

@@ -109,8 +109,8 @@ def with_both_parts(corpus: Corpus) -> Corpus:
     if found[True] and found[False]:  # of the pieces: few, but of both kinds
         return candidate
     raise InputError(
-        f"corpus {corpus.name} is too small: not even cut into pieces of {PIECE:,} characters it has "
-        "documents for training and for validation (one in 20, by its hash); add text"
+        f"corpus {corpus.name} is too small: in pieces of {PIECE:,} characters it has none for training or "
+        "none for validation (one in 20, by its hash); add text"
     )
 
 

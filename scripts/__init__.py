@@ -1,5 +1,6 @@
 """The command lines: python -m scripts.NAME."""
 
+import importlib.util
 import os
 import signal
 import sys
@@ -11,8 +12,14 @@ def _end(number, frame):
 
 
 # PyTorch takes seconds to import, and Ctrl-C meanwhile would print a traceback. sys.argv[0] is "-m" while
-# `python -m scripts.NAME` looks for its script, and never when something else imports one.
+# `python -m scripts.NAME` looks for its script, and "-c" in speedrun.sh.
 # nanomuon.command.run_command takes over from here. bash starts background jobs with SIGINT ignored, also the
 # training of speedrun.sh
-if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN):
+inherited = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)
+if sys.argv[0] in ("-m", "-c") and inherited:
     signal.signal(signal.SIGINT, _end)
+if not importlib.util.find_spec("torch"):
+    print(
+        "error: this Python has no PyTorch: source .venv/bin/activate (speedrun.sh makes it)", file=sys.stderr
+    )
+    sys.exit(2)

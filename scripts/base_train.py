@@ -3,7 +3,8 @@
     python -m scripts.base_train --total-batch-size 4096 --num-iterations 300   # minutes on a CPU
     torchrun --standalone --nproc_per_node=8 -m scripts.base_train -- --depth 24 --corpus hf:ORG/NAME
     torchrun ... -m scripts.base_train -- --depth 48 --shard fsdp --tensor-parallel 2   # larger than a GPU
-    python -m scripts.base_train --corpus path:my_texts --run mine     # your own text
+    python -m scripts.base_train --corpus path:my_texts --run mine --vocab-size 1024 \\
+        --total-batch-size 4096 --num-iterations 300                           # your own text
     python -m scripts.base_train --optimizer-file my_optim.py          # your own: build_optimizer(model)
 
 The -- keeps torchrun from taking --run as its own --run-path. Flags that you leave out follow from --depth

@@ -64,6 +64,11 @@ def test_a_closed_pipe_is_one_line_and_no_traceback(flush, monkeypatch, capfd, h
     assert caught.value.code == 2 and capfd.readouterr().err == "error: [Errno 32] Broken pipe\n"
 
 
+def test_python_without_pytorch_is_told_what_to_do():
+    result = subprocess.run([sys.executable, "-S", "-m", "scripts.sample"], cwd=ROOT, capture_output=True)
+    assert result.returncode == 2 and result.stderr.startswith(b"error: this Python has no PyTorch")
+
+
 @pytest.mark.parametrize("inherited", [signal.SIG_DFL, signal.SIG_IGN])  # bash: ignored in the background
 def test_ctrl_c_while_pytorch_is_imported_is_one_line(tmp_path, inherited):
     (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")

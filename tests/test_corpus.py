@@ -144,7 +144,7 @@ def test_a_few_long_documents_are_cut_into_pieces(tmp_path, training, validation
 @pytest.mark.parametrize("texts", [["one short text", "another"], [None, ""]])
 def test_a_corpus_that_cannot_be_split_is_refused_before_any_work(tmp_path, monkeypatch, texts):
     monkeypatch.setattr(shards.Tokenizer, "train", None)
-    with pytest.raises(InputError, match="is too small: not even cut into pieces .*add text"):
+    with pytest.raises(InputError, match="is too small: in pieces .*add text"):
         shards.prepare(open_corpus(write_corpus(tmp_path / "small", texts)))
 
 

@@ -36,11 +36,10 @@ def run(command, folder):
     assert path == "PYTHONPATH=."
     start = {"python": ["-u"], "torchrun": ["-m", "torch.distributed.run"]}[program]
     arguments = [str(ROOT / each) if each.startswith("examples/") else each for each in arguments]
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), NANOMUON_COMPILE="0")
     result = subprocess.run(
         [sys.executable, *start, *arguments],
         cwd=folder,
-        env=environment,
+        env=dict(os.environ, PYTHONPATH=str(ROOT), NANOMUON_COMPILE="0"),
         capture_output=True,
         text=True,
         timeout=300,

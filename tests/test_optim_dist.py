@@ -442,9 +442,7 @@ def test_state_moves_between_layouts_and_worlds(options, route):
 class LiveBytes(TorchDispatchMode):
     """The peak of live bytes in tensors made inside."""
 
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
+    now = peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
@@ -493,8 +491,8 @@ class SentBytes(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name, leaves = str(function), tree_leaves((args, kwargs))
         if name.startswith("c10d."):
-            group = next(x for x in leaves if isinstance(x, torch.ScriptObject))
-            group = dist.ProcessGroup.unbox(group)
+            boxed = next(x for x in leaves if isinstance(x, torch.ScriptObject))
+            group = dist.ProcessGroup.unbox(boxed)
             size = max(tensor.nbytes for tensor in leaves if torch.is_tensor(tensor))
             if "alltoall_base" in name:
                 sent = args[4]

@@ -112,10 +112,10 @@ class Ranks:
         for process in self.processes:
             os.kill(process.pid, number)
 
-    def join(self, timeout=300):
+    def join(self):
         """Exit codes of the ranks; None for one that does not end."""
         for process in self.processes:
-            process.join(timeout)
+            process.join(300)
         codes = [process.exitcode for process in self.processes]
         for process in self.processes:
             process.kill()
@@ -152,9 +152,9 @@ def losses(base, run):
     return [row["train_loss"] for row in rows(base, run) if "train_loss" in row]
 
 
-def wait_until(condition, alive, seconds=180):
+def wait_until(condition, alive):
     """Return as soon as condition() holds, while alive() does."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 300
     while not condition():
         assert alive(), "ended too early"
         assert time.monotonic() < deadline, "took too long"
