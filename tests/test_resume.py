@@ -158,7 +158,7 @@ def test_a_second_sigint_stops_at_once(base):
     time.sleep(0.2)
     assert ranks.alive()
     ranks.kill(signal.SIGINT)
-    assert ranks.join(5) == [-signal.SIGINT]
+    assert ranks.join() == [-signal.SIGINT]
 
 
 POISON = """
