@@ -30,7 +30,9 @@ done
 source scripts/setup.sh train
 
 # Presets by the hardware that will train; a GPU that PyTorch cannot use is an error here
-HARDWARE=$("$PYTHON" -c 'import scripts; from nanomuon import command, runtime; command.run_command(runtime.print_hardware)')
+HARDWARE=$("$PYTHON" -c 'import sys; sys.argv = ["-m"]; import scripts # for its Ctrl-C
+from nanomuon import command, runtime
+command.run_command(runtime.print_hardware)')
 read -r GPUS DTYPE <<<"$HARDWARE"
 FLAGS=(--eval-every 250 --save-every 500 --core-bundle https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip)
 WEB=hf:karpathy/climbmix-400b-shuffle # or hf:HuggingFaceFW/fineweb-edu:sample-10BT

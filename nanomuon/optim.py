@@ -917,10 +917,9 @@ class DistMuonAdamW(MuonAdamW):
     averaged the gradients already.
 
     Work and state of replicated parameters are split as in ZeRO-2: mean gradients exist only at their owners.
-    `p.grad` stays, whole. These
-    parameters start with rank 0's values (copies of sharded ones must be equal already), and the update uses
-    the mean of `p.grad` over ranks, which these collectives compute. With W ranks, parameters of R rows,
-    banks of K matrices:
+    `p.grad` itself stays whole. These parameters start with rank 0's values (copies of sharded ones must be
+    equal already), and the update uses the mean of `p.grad` over ranks, which these collectives compute. With
+    W ranks, parameters of R rows, banks of K matrices:
 
       parameters            collect                          state on a rank      compute sends
       AdamW, up to SMALL    all_reduce of one vector         all of it            nothing

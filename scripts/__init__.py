@@ -12,11 +12,10 @@ def _end(number, frame):
 
 
 # PyTorch takes seconds to import, and Ctrl-C meanwhile would print a traceback. sys.argv[0] is "-m" while
-# `python -m scripts.NAME` looks for its script, and "-c" in speedrun.sh.
+# `python -m scripts.NAME` looks for its script, and never when something else imports one.
 # nanomuon.command.run_command takes over from here. bash starts background jobs with SIGINT ignored, also the
 # training of speedrun.sh
-inherited = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)
-if sys.argv[0] in ("-m", "-c") and inherited:
+if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN):
     signal.signal(signal.SIGINT, _end)
 if not importlib.util.find_spec("torch"):
     print(

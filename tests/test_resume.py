@@ -135,7 +135,7 @@ def test_a_signal_during_the_start_ends_it_with_a_line(base, processes):
         ranks = Ranks(base, run, 5, "--vocab-size", str(size), *QUIET, processes=processes)
         wait_until(lambda: "waiting for it" in ranks.output(), ranks.alive)
         ranks.kill(signal.SIGTERM)
-        codes = ranks.join()
+        codes = ranks.join(20)
     assert codes == ([STOPPED] if processes == 1 else [0, 0]), ranks.output()
     line = "stopped with nothing to save; the same command carries on\n"
     assert ranks.output().count(line) == 1 and ranks.output().endswith(line)
@@ -158,7 +158,7 @@ def test_a_second_sigint_stops_at_once(base):
     time.sleep(0.2)
     assert ranks.alive()
     ranks.kill(signal.SIGINT)
-    assert ranks.join() == [-signal.SIGINT]
+    assert ranks.join(5) == [-signal.SIGINT]
 
 
 POISON = """

@@ -132,7 +132,7 @@ def test_a_speedrun_that_is_killed_and_stopped_finishes_and_then_skips_everythin
 
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         process, before = subprocess.Popen(command, start_new_session=True, **keywords), trained()
-        wait_until(lambda before=before: trained() > before + 20, lambda p=process: p.poll() is None)
+        wait_until(lambda before=before: trained() > before + 20, lambda p=process: p.poll() is None, 300)
         if number == signal.SIGTERM:
             process.terminate()  # bash alone, which passes it on
         else:
@@ -146,8 +146,8 @@ def test_a_speedrun_that_is_killed_and_stopped_finishes_and_then_skips_everythin
     assert trained() == 300
 
     def written():
-        files = [file for file in tmp_path.glob("**/*") if file.is_file() and file.suffix != ".lock"]
-        return {file: file.stat().st_mtime_ns for file in files}
+        files = tmp_path.glob("**/*")
+        return {file: file.stat().st_mtime_ns for file in files if file.is_file() and file.suffix != ".lock"}
 
     before = written()
     del keywords["env"]["VOCAB_SIZE"]  # the run has recorded it

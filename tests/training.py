@@ -112,10 +112,10 @@ class Ranks:
         for process in self.processes:
             os.kill(process.pid, number)
 
-    def join(self):
+    def join(self, timeout=300):
         """Exit codes of the ranks; None for one that does not end."""
         for process in self.processes:
-            process.join(300)
+            process.join(timeout)
         codes = [process.exitcode for process in self.processes]
         for process in self.processes:
             process.kill()
@@ -152,9 +152,9 @@ def losses(base, run):
     return [row["train_loss"] for row in rows(base, run) if "train_loss" in row]
 
 
-def wait_until(condition, alive):
+def wait_until(condition, alive, seconds=180):
     """Return as soon as condition() holds, while alive() does."""
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + seconds
     while not condition():
         assert alive(), "ended too early"
         assert time.monotonic() < deadline, "took too long"
