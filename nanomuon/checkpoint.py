@@ -175,8 +175,8 @@ def read_manifest(path) -> Contents:
 def load(path, model, optimizer) -> dict[str, int]:
     """Load a checkpoint that find() returned into model and optimizer, at any world size; return its meta.
 
-    Called by all ranks. Model and optimizer keep their dtypes, and a MuonAdamW its hyperparameters. Raises
-    InputError if the tensors are not those of this model and optimizer.
+    Called by all ranks. Model and optimizer keep their dtypes, and a MuonAdamW its options and
+    hyperparameters. Raises InputError if the tensors are not those of this model and optimizer.
     """
     manifest = read_manifest(path)
     if manifest.optimizer_values and not isinstance(optimizer, MuonAdamW):
@@ -186,10 +186,7 @@ def load(path, model, optimizer) -> dict[str, int]:
     _read(path, tensors)
     for name, slots in state["state"].items():
         slots.update(manifest.optimizer_values.get(str(name), {}))
-    if isinstance(optimizer, MuonAdamW):
-        # Its own tensors, which are filled: this compares options. The flags of this call win
-        optimizer.load_state_dict(state, hyperparameters="keep")
-    else:
+    if not isinstance(optimizer, MuonAdamW):  # whose own tensors are filled already
         for group, values in zip(state["param_groups"], manifest.group_values, strict=False):
             group.update(values)  # counters and estimates of some optimizers (Schedule-Free, Prodigy)
         optimizer.load_state_dict(state)

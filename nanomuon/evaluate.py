@@ -42,5 +42,5 @@ def bits_per_byte(
             buffer.copy_(values)
     if dist.is_initialized():
         dist.all_reduce(sums)
-    nats, count = sums.tolist()
-    return nats / (math.log(2) * count)
+    nats, size = sums.tolist()
+    return nats / (math.log(2) * size)

@@ -400,11 +400,13 @@ def direction_of(group, m, n, param, ns_dtype, run_kernel):
 #                     starts its first chunk in its compute and drives the rest in its deliver.) numbers: of
 #                     its group, on the device.
 #
-#                     state on a rank       collect            compute sends   buffers of a step
-#   SmallParameters   all of it, flat       all_reduce         nothing         gradients, parameters, flat
-#   Rows              of its rows           reduce_scatter     all_gather      rows of the gradient, padding
-#   Bank              of matrices it owns   reduce_scatter     all_gather      stacks: gradients and results
-#     fewer than half as many as ranks      reduce to owners   broadcasts
+# With W ranks, parameters of R rows, banks of K matrices:
+#
+#                     state on a rank       collect              compute sends   buffers of a step
+#   SmallParameters   all of it             all_reduce           nothing         gradients, parameters, flat
+#   Rows              of ceil(R/W) rows     reduce_scatter       all_gather      rows of the gradient, padding
+#   Bank              of ceil(K/W) of them  reduce_scatter       all_gather      stacks: gradients and results
+#   Bank, 2K < W      of one, on K ranks    reduce to the owner  broadcast       the same
 
 
 class SmallParameters:
@@ -508,11 +510,11 @@ def matrices(tensors):
     return views
 
 
-def as_batch(matrices):
-    """(k, m, n): a view of one matrix, a copy of several, or the tensor itself."""
-    if isinstance(matrices, torch.Tensor):
-        return matrices
-    return matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(matrices)
+def as_batch(held):
+    """(k, m, n) of a list of matrices: a view of one, a copy of several. A tensor is returned as it is."""
+    if isinstance(held, torch.Tensor):
+        return held
+    return held[0].unsqueeze(0) if len(held) == 1 else torch.stack(held)
 
 
 def batches(count, shape, device):
@@ -593,7 +595,7 @@ class Bank:
         return stack
 
     def collect(self):
-        """Receives the mean gradients of the owned matrices, (k, m, n) and padding, or one process a list."""
+        """Receives the mean gradients of the owned matrices: (k, m, n) and padding; in one process a list."""
         grads = matrices([gradient(param).contiguous() for param in self.params])
         if self.world.size == 1:
             return Transfer(grads)
@@ -685,7 +687,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.skipped_steps = None
         super().__init__(param_groups, {})
         self.skipped_steps = torch.zeros((), dtype=torch.int64)
-        self.broadcast_parameters(self.param_groups)
+        self.check_and_broadcast(self.param_groups)
         # Schedulers check the defaults for what they may cycle: OneCycleLR writes group["momentum"]
         self.defaults["momentum"] = 0.95
 
@@ -715,10 +717,10 @@ class MuonAdamW(torch.optim.Optimizer):
     def add_param_group(self, group):
         super().add_param_group(check_group(group, self.param_groups))
         if self.skipped_steps is not None:  # not while the constructor adds the first ones
-            self.broadcast_parameters(self.param_groups[-1:])
+            self.check_and_broadcast(self.param_groups[-1:])
 
     @torch.no_grad()
-    def broadcast_parameters(self, groups):
+    def check_and_broadcast(self, groups):
         """Give replicated parameters rank 0's values. ValueError if ranks differ in names, shapes, dtypes or
         options.
         """
@@ -876,7 +878,7 @@ class MuonAdamW(torch.optim.Optimizer):
             from nanomuon import sharded  # an extension: imported when it is needed
 
             items += sharded.plan_group(self, group, cut, run_kernel)
-        # The largest matrices choose their owners first
+        # The largest matrices are assigned first
         for alike in sorted(banks, key=lambda alike: -math.prod(alike[0])):
             together = banks[alike]
             direction = direction_of(group, *alike[0], together[0], self.ns_dtype, run_kernel)
@@ -918,18 +920,12 @@ class DistMuonAdamW(MuonAdamW):
 
     Work and state of replicated parameters are split as in ZeRO-2: mean gradients exist only at their owners.
     `p.grad` itself stays whole. These parameters start with rank 0's values (copies of sharded ones must be
-    equal already), and the update uses the mean of `p.grad` over ranks, which these collectives compute. With
-    W ranks, parameters of R rows, banks of K matrices:
+    equal already), and the update uses the mean of `p.grad` over ranks, which the collectives of the work
+    items compute.
 
-      parameters            collect                          state on a rank      compute sends
-      AdamW, up to SMALL    all_reduce of one vector         all of it            nothing
-      AdamW                 reduce_scatter                   ceil(R/W) rows       all_gather
-      Muon                  reduce_scatter, whole matrices   ceil(K/W) matrices   all_gather
-      Muon, 2K < W          reduce of each to its owner      one, on K ranks      broadcast from the owner
-
-    A rank sends 2(W-1)/W times the parameter bytes per step, plus padding. Memory of a step beyond
-    parameters, gradients and state: all gradients are in flight at once, which takes (1 + 1/W) times their
-    padded bytes; a stack of gradients is freed before that of the results is allocated. AdamW rows that
+    With W ranks, each sends 2(W-1)/W times the parameter bytes per step, plus padding. Memory of a step
+    beyond parameters, gradients and state: all gradients are in flight at once, which takes (1 + 1/W) times
+    their padded bytes; a stack of gradients is freed before that of the results is allocated. AdamW rows that
     divide by W take only 1/W: they are sent from `p.grad` and received in the parameter. Then one batch of a
     bank, with its temporaries. After every step all ranks hold bitwise the same parameters; a world of one
     does what MuonAdamW does.

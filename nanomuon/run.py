@@ -305,8 +305,8 @@ def build_optimizer(args, model, plan, runtime) -> tuple[torch.optim.Optimizer, 
     """The optimizer, and the schedule of its groups: the recipe's, or those of the user's file."""
     keywords = {name: getattr(args, name) for name in recipe.param_groups.__kwdefaults__}
     build = functools.partial(recipe.param_groups, **keywords)
-    course = {name: getattr(args, name) for name in recipe.schedule.__kwdefaults__}
-    schedule = functools.partial(recipe.schedule, **course)
+    options = {name: getattr(args, name) for name in recipe.schedule.__kwdefaults__}
+    schedule = functools.partial(recipe.schedule, **options)
     if args.optimizer_file:
         print0(f"running {args.optimizer_file}, SHA-256 {sha256_of(args.optimizer_file)}")
         build, own_schedule = recipe.load_recipe(args.optimizer_file)

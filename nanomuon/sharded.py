@@ -30,6 +30,7 @@ from nanomuon.optim import (
     assign_owners,
     direction_of,
     gradient,
+    gradient_dtype,
     matrices,
     muon_momentum,
     muon_update,
@@ -62,6 +63,11 @@ def cuts(param, world_of):
         if not placement.is_replicate() and mesh.size(axis) > 1:
             found.append(Cut(world_of(mesh.get_group(axis)), placement.dim, is_tensor_parallel(mesh, axis)))
     return found
+
+
+def plain_shards(param):
+    """How many placements are Shard. FSDP2 makes a _StridedShard of what tensor parallelism has cut."""
+    return sum(isinstance(placement, Shard) for placement in param.placements)
 
 
 def is_tensor_parallel(mesh, axis):
@@ -111,7 +117,7 @@ def sharding_of(param, group, cuts_of_param, ns_dtype, run_kernel):
             )
         if not cut.is_tensor_parallel:
             data_parallel, dim = cut.world, cut_dim
-        elif dim == cut_dim and isinstance(param, DTensor) and isinstance(param.placements[0], Shard):
+        elif dim == cut_dim and isinstance(param, DTensor) and plain_shards(param) > 1:
             raise ValueError(
                 "cut by data and then by tensor parallelism: call parallelize_module before fully_shard"
             )
@@ -153,7 +159,7 @@ def plan_group(optimizer, group, params, run_kernel):
         except ValueError as error:
             raise ValueError(f"{names[param]}: {error}") from None
         alone = id(param) if param.ndim == 3 else None  # a batch of matrices is its own bank
-        key = whole_shape(param), tuple(found), param.dtype, param.device, alone
+        key = whole_shape(param), tuple(found), param.dtype, gradient_dtype(param), alone
         alike.setdefault(key, (sharding, []))[1].append(param)
     items, chunks = [], []
     for sharding, together in alike.values():
@@ -162,7 +168,7 @@ def plan_group(optimizer, group, params, run_kernel):
             continue
         size = chunk_size(sharding, together[0].device)
         chunks += [(together[lo : lo + size], sharding) for lo in range(0, len(together), size)]
-    # The most expensive matrices choose their owners first, and go first in the pipeline
+    # The most expensive matrices are assigned first, and go first in the pipeline
     chunks.sort(key=lambda chunk: -chunk[1].direction.cost)
     pipelines = {}  # one per dtype of the state, in which numbers are on the device
     for together, sharding in chunks:
@@ -242,8 +248,8 @@ class Chunk(Bank):
         shares = [self.world.share(length, rank) for rank in ranks]
         self.lines = [hi - lo for lo, hi in shares]  # of a matrix, on each rank
         # Elements sent to each rank: shards of the matrices it owns; and received from it: shards of ours
-        self.sent = [owners.count(rank) * math.prod(self.shape) for rank in ranks]
-        self.received = [owners.count(self.world.rank) * lines * self.other for lines in self.lines]
+        self.send_counts = [owners.count(rank) * math.prod(self.shape) for rank in ranks]
+        self.receive_counts = [owners.count(self.world.rank) * lines * self.other for lines in self.lines]
         if self.dim == 1 and isinstance(self.rule["scale"], torch.Tensor):  # one per row
             lo, hi = shares[self.world.rank]
             self.rule["scale"] = self.rule["scale"][lo:hi]
@@ -278,11 +284,11 @@ class Chunk(Bank):
         """Update the momentum of all shards. grads: (K, ...) shards."""
         U = self.run_kernel(muon_momentum, grads, self.momentum, ok, numbers, nesterov=self.group["nesterov"])
         U = U.to(self.world.comm_dtype or grads.dtype)
-        return self.all_to_all(U.transpose(1, self.dim).flatten(), self.sent, self.received)
+        return self.all_to_all(U.transpose(1, self.dim).flatten(), self.send_counts, self.receive_counts)
 
     def compute_at_owner(self, shards, ok, numbers):
         """shards: U of the owned matrices, rank after rank, flat. ok: of the owned matrices."""
-        parts = zip(shards.split(self.received), self.lines, strict=True)
+        parts = zip(shards.split(self.receive_counts), self.lines, strict=True)
         U = torch.cat([part.view(len(ok), lines, self.other) for part, lines in parts], dim=1)
         U = U.transpose(1, self.dim).to(self.dtype)  # (k, m, n)
         square_weight = numbers[-1].expand_as(ok)
@@ -291,7 +297,8 @@ class Chunk(Bank):
             X, gain = self.direction(U[batch], kept, ok[batch], square_weight[batch])
             torch.mul(X, gain, out=U[batch])  # now the direction of the update
         parts = U.to(shards.dtype).transpose(1, self.dim).split(self.lines, dim=1)
-        return self.all_to_all(torch.cat([part.flatten() for part in parts]), self.received, self.sent)
+        X = torch.cat([part.flatten() for part in parts])
+        return self.all_to_all(X, self.receive_counts, self.send_counts)
 
     def update_shards(self, X, ok, numbers):
         """X: shards of all directions, flat."""

@@ -96,10 +96,11 @@ SPLITS = {  # of 48 rows: those of each part
 
 @functools.cache  # each mesh of two dimensions has process groups of its own
 def mesh_of(group, names):
-    """All ranks of the group in a mesh of these dimensions; two dimensions are 2 x 2."""
+    """All ranks of the group in a mesh of these dimensions; two dimensions are 2 x 2, three 1 x 2 x 2."""
     if len(names) == 1:
         return DeviceMesh.from_group(group, "cpu", mesh_dim_names=names)
-    return DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names)
+    ranks = torch.arange(4).view((2, 2) if len(names) == 2 else (1, 2, 2))
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names)
 
 
 def local(tensor):

@@ -214,6 +214,7 @@ def test_compiled_steps_follow_the_formulas():
 BOTH = ("dp", "tp")
 REFUSED = [  # shape, mesh, placements, options, what the error says
     ((8, 8), BOTH, [ROWS, ROWS], {}, "parallelize_module before fully_shard"),
+    ((8, 8), ("copies", *BOTH), [COPY, ROWS, ROWS], {}, "parallelize_module before fully_shard"),
     ((8, 8), ("a", "b"), [ROWS, COLUMNS], {}, r'must be called "tp" (mesh_dim_names)'),
     ((4, 8, 8), BOTH, [COLUMNS, COPY], {}, "does not support"),
     ((9, 8), BOTH, [COLUMNS, ROWS], dict(tensor_parallel="blockwise"), "use duplicated"),
