@@ -24,7 +24,12 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture
-def environment(base, monkeypatch):
+def eager(monkeypatch):
+    """Nothing is compiled, as in the worlds."""
+    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+
+
+@pytest.fixture
+def environment(base, eager, monkeypatch):
     """Runs write to `base`, without compiling, on one thread per process."""
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(base))
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")

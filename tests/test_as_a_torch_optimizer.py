@@ -22,9 +22,7 @@ MUON = dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.1)
 ADAMW = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
 
 
-@pytest.fixture(autouse=True)
-def eager(monkeypatch):
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 def build(seed=0):

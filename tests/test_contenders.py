@@ -30,10 +30,7 @@ OPTIONS = {"soap": {"every": 2}, "soap_muon": {"every": 2}}
 TOLERANCE = 1e-8
 
 
-@pytest.fixture(autouse=True)
-def eager(monkeypatch):
-    """Like the worlds."""
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 def tiny_model(experts):

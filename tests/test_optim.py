@@ -11,10 +11,7 @@ from nanomuon.optim import MuonAdamW
 from tests.layouts import Run, assert_close, assert_same_everywhere, trained
 from tests.reference import ADAMW, MUON, distance, expected
 
-
-@pytest.fixture(autouse=True)
-def eager(monkeypatch):
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 def parameter(*shape, seed=0):

@@ -38,10 +38,7 @@ FEW = ["one-process", "replicated-1", "replicated-3", "fsdp-1", "fsdp-3"]
 EVERY_KIND = ["one-process", "replicated-2", "fsdp-3", "tp-rows", "fsdp-x-tp-columns"]
 
 
-@pytest.fixture(autouse=True)
-def eager(monkeypatch):
-    """Like the worlds, which do not compile."""
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 # ---- the same trajectory

@@ -31,11 +31,7 @@ from tests.layouts import (
 from tests.reference import ADAMW, MUON, distance, expected, mean_gradient
 from tests.worlds import run_world
 
-
-@pytest.fixture(autouse=True)
-def eager(monkeypatch):
-    """Like the worlds, which do not compile."""
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 # ---- PyTorch's engines
