@@ -178,10 +178,10 @@ def validation_batches(
 ):
     """Yield this rank's (inputs, targets) of the validation set, both (device_batch_size, seq_len) int64.
 
-    Over all ranks every token of the set is a target exactly once; every other target (<|bos|> and padding)
-    is -1. Documents are packed whole; those longer than a row are cut into pieces that begin with <|bos|>.
-    max_tokens: use only the first max_tokens of the set. Every rank yields the same number of batches, on
-    `device`.
+    Over all ranks every token of the set is a target exactly once; every other target, also padding, is
+    <|bos|>, which bits_per_byte does not score. Documents are packed whole; those longer than a row are cut
+    into pieces that begin with <|bos|>. max_tokens: use only the first max_tokens of the set. Every rank
+    yields the same number of batches, on `device`.
     """
     manifest = read_manifest(folder)
     bos_id = manifest.vocab_size - 1
@@ -193,5 +193,4 @@ def validation_batches(
     rows = fill(rows, tokens, seq_len + 1, bos_id)
     for batch in rows.reshape(-1, world_size, device_batch_size, seq_len + 1)[:, rank]:
         batch = to_device(batch, device)
-        targets = batch[:, 1:]
-        yield batch[:, :-1].contiguous(), torch.where(targets == bos_id, -1, targets)
+        yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous()

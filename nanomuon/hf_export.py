@@ -154,18 +154,6 @@ def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | Non
     on_first_rank(write)
 
 
-def export_run(run: str, folder: Path, checkpoint_name: str | None, dtype: str, runtime: Runtime) -> None:
-    """Write the finished model of a run, or that of a checkpoint, to a new folder.
-
-    InputError if there is no such model, or if the folder is not empty.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} exists and is not an empty folder: choose another, or delete it")
-    model, tokenizer, facts = load_run(run, runtime, checkpoint_name)
-    folder.mkdir(parents=True, exist_ok=True)
-    export(folder, model, tokenizer, facts, dtype)
-
-
 def load_model(folder: Path, runtime: Runtime) -> GPT:
     """The model of a folder, from its config.json and model.safetensors: runs no code. InputError if one of
     them is missing or damaged, or if they do not belong together.

@@ -151,14 +151,15 @@ def muon_direction(
 
 
 def muon_update(param, X, gain, ok, numbers, *, scale, cautious):
-    """Weight decay and update in place. param, X: (k, m, n); gain and scale broadcast to them.
+    """Weight decay and update in place. param, X: (k, m, n); gain and scale broadcast to them, gain and X in
+    any dtype.
 
     The update's rate is lr * scale. Cautious decay, the default, has the same rate, decoupled decay lr alone.
     ok: (k, 1, 1).
     """
     lr, weight_decay = numbers[:2]
-    P = param.to(gain.dtype)
-    X = X.to(gain.dtype) * gain
+    P = param.to(ok.dtype)
+    X = X.to(ok.dtype) * gain
     rate = lr * scale * ok
     if cautious:  # decay only what the update also shrinks
         decay = torch.where(X * P >= 0, P, 0) * (rate * weight_decay)
@@ -369,12 +370,15 @@ class Direction:
 
         U: (k, m, n), momentum by Nesterov's rule. kept: the state, {name: (k, *shape)}, updated in place. ok:
         (k, 1, 1), 0 for a matrix that must not change, nor its state. square_weight: (k, 1, 1), 1 - beta2. X:
-        (k, m, n); gain broadcasts to it, in the dtype of the state. pieces: see `muon_direction`.
+        (k, m, n); gain: a tensor that broadcasts to it. pieces: see `muon_direction`.
         """
         if self.function is not None:
             X, gain = self.function(U, types.MappingProxyType(kept), ok, square_weight)
             if X.shape != U.shape:  # it might broadcast
-                raise ValueError(f"{self.function}: X has shape {tuple(X.shape)}, U {tuple(U.shape)}")
+                raise ValueError(
+                    f"{option_name(self.function)} must return (X, gain) with X of the shape of U, "
+                    f"{tuple(U.shape)}, not {tuple(X.shape)}"
+                )
             return X, gain
         second, weight = kept.get("second_momentum_buffer"), square_weight * ok
         if pieces is not None:  # it communicates, so it is not compiled

@@ -316,7 +316,7 @@ def check_params(group, where, others):
     """ValueError for anything but parameters, and for a parameter or name that occurs twice."""
     params, names = group["params"], group["names"]
     if len(names) != len(params):
-        raise ValueError(f"{where}: {len(names)} names for {len(params)} params")
+        raise ValueError(f"{where}: {len(names)} names for {len(params)} params: change both together")
     seen = {param: i for i, other in enumerate(others) for param in other["params"]}
     seen_names = {name for other in others for name in other["names"]}
     for name, param in zip(names, params, strict=True):

@@ -175,6 +175,25 @@ def make_optimizer(build, model, batch, steps, world_size=1, **settings):
         raise InputError(f"no optimizer was built: {error}") from error
 
 
+def values_at(schedule, group, step, steps):
+    """{key: value} that a schedule gives a group, as it was built, at a step. The schedule gets a copy of the
+    group. InputError if it returns anything else, or a key that the group lacks.
+    """
+    values = schedule(dict(group), step, steps)
+    if not isinstance(values, dict) or values.keys() - group.keys():
+        raise InputError(
+            f"schedule(group, step, steps) returned {values!r}: it must return a dict, such as "
+            f"{{'lr': 0.01}}, with keys of the group: {', '.join(map(str, group))}"
+        )
+    return values
+
+
+def untrained(model, optimizer):
+    """The names of parameters that are in no group of the optimizer."""
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    return [name for name, param in model.named_parameters() if param not in held]
+
+
 def switch(optimizer, mode):
     """Call optimizer.train() or optimizer.eval() if it has them, as Schedule-Free optimizers do: eval() puts
     the weights to be judged by in place, train() those that it trains.

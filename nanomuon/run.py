@@ -27,6 +27,7 @@ from nanomuon.plan import (
     Plan,
     Settings,
     choose_compilation,
+    flag_of,
     print_plan,
     refuse_changes,
     sha256_of,
@@ -112,9 +113,7 @@ class Run:
             watch_(self.model, args.qk_clip)
         self.optimizer, self.schedule = build_optimizer(args, self.model, plan, runtime)
         recipe.switch(self.optimizer, "train")
-        held = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
-        frozen = [name for name, param in self.model.named_parameters() if id(param) not in held]
-        if frozen:
+        if frozen := recipe.untrained(self.model, self.optimizer):
             print0(f"warning: {len(frozen)} parameters are in no group and are not trained: {frozen[0]}, ...")
         self.initial_groups = [dict(group) for group in self.optimizer.param_groups]
 
@@ -230,7 +229,10 @@ class Run:
         """
         earlier = [step for step in checkpoint.saved_steps(self.folder) if step < self.step - bad_steps]
         advice = f"--resume step_{earlier[-1]} goes on from there, " if earlier else ""
-        print0(f"error: {why}; {advice}start over with lower rates: --resume never", file=sys.stderr)
+        print0(
+            f"error: {why}; {advice}start over with lower rates, or a corrected rule: --resume never",
+            file=sys.stderr,
+        )
         return 1
 
     def finish(self) -> int:
@@ -310,6 +312,9 @@ def build_optimizer(args, model, plan, runtime) -> tuple[torch.optim.Optimizer, 
     if args.optimizer_file:
         print0(f"running {args.optimizer_file}, SHA-256 {sha256_of(args.optimizer_file)}")
         build, own_schedule = recipe.load_recipe(args.optimizer_file)
+        if own_schedule and options != recipe.schedule.__kwdefaults__:
+            flags = " and ".join(map(flag_of, options))
+            raise InputError(f"{flags} are for the recipe: {args.optimizer_file} has a schedule of its own")
         schedule = own_schedule or schedule
     settings = {"ns_dtype": runtime.compute_dtype}
     if runtime.world_size > 1:

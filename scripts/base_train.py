@@ -169,7 +169,7 @@ def set_hyperparameters(run: Run) -> float | None:
     """
     groups = run.optimizer.param_groups
     for group, initial in zip(groups, run.initial_groups, strict=True):
-        group.update(run.schedule(initial, run.step, run.plan.steps))
+        group.update(recipe.values_at(run.schedule, initial, run.step, run.plan.steps))
     if "lr" not in run.initial_groups[0]:
         return None
     return float(groups[0]["lr"] / (run.initial_groups[0]["lr"] or 1))
@@ -274,6 +274,12 @@ def duration(seconds: float) -> str:
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
 
 
+def python_file(text: str) -> str:
+    if not os.path.isfile(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a file (FILE:key=value is for scripts.optim_race)")
+    return os.path.abspath(text)
+
+
 def bundle_place(text: str) -> str:
     """An address unchanged; a folder or zip as its absolute path, so the run finds it from any folder."""
     if text.startswith(("http://", "https://")):
@@ -351,7 +357,7 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--optimizer-file",
-        type=os.path.abspath,
+        type=python_file,
         help="Python file with build_optimizer(model) or param_groups(model), used instead of the recipe "
         "(see nanomuon/recipe.py); give it again to resume, for it runs only if the command names it",
     )

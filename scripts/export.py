@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nanomuon import hf_export
 from nanomuon.command import ArgumentParser, add_checkpoint_argument, add_run_argument, run_command
-from nanomuon.runtime import start
+from nanomuon.runtime import InputError, start
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -26,10 +26,15 @@ def main(argv: list[str] | None = None) -> None:
         help="dtype of the weights (default: %(default)s, as trained)",
     )
     args = parser.parse_args(argv)
-    hf_export.export_run(args.run, args.to, args.checkpoint, args.dtype, start("float32"))
-    for file in sorted(args.to.iterdir()):
+    folder = args.to
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} exists and is not an empty folder: choose another, or delete it")
+    model, tokenizer, facts = hf_export.load_run(args.run, start("float32"), args.checkpoint)
+    folder.mkdir(parents=True, exist_ok=True)
+    hf_export.export(folder, model, tokenizer, facts, args.dtype)
+    for file in sorted(folder.iterdir()):
         print(f"{file.stat().st_size:13,}  {file.name}")
-    print(f"export: {args.to} ({args.dtype})")
+    print(f"export: {folder} ({args.dtype})")
 
 
 if __name__ == "__main__":

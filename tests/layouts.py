@@ -61,9 +61,9 @@ whitened.state = state_of_whitened
 
 
 def polar(U, kept, ok, square_weight):
-    """A direction without state."""
+    """A direction without state, whose gain has fewer digits than the parameters must keep."""
     assert not kept
-    return orthogonalize(U), torch.full_like(square_weight, 0.1)
+    return orthogonalize(U), torch.full_like(square_weight, 0.125, dtype=torch.bfloat16)
 
 
 def half_the_width(m, n):

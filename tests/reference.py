@@ -4,8 +4,9 @@ models and gradients for the optimizers and the rules to train on.
 
 import torch
 
-MUON = dict(kind="muon", lr=0.02, momentum=0.95, ns_steps=5, beta2=0.9, weight_decay=0.1)
-ADAMW = dict(kind="adamw", lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+MATRICES = dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.9, weight_decay=0.1)
+OTHERS = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+MUON, ADAMW = dict(MATRICES, kind="muon"), dict(OTHERS, kind="adamw")
 POLAR_EXPRESS = [
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),

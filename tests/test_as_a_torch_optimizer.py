@@ -16,11 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.param_groups import build_param_groups
 from tests.layouts import full
+from tests.reference import ADAMW, MATRICES, MUON, OTHERS
 from tests.worlds import run_world
-
-MUON = dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.1)
-ADAMW = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
-
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -31,7 +28,7 @@ def build(seed=0):
 
 
 def groups_of(model):
-    return build_param_groups(model, muon=MUON, adamw=ADAMW, skip_keys=["4"])
+    return build_param_groups(model, muon=MATRICES, adamw=OTHERS, skip_keys=["4"])
 
 
 def loss_of(model, step, rank=0):
@@ -86,21 +83,21 @@ def test_closure_hooks_schedule_and_a_group_added_later():
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.01
     before = late.weight.detach().clone()
-    optimizer.add_param_group(dict(MUON, kind="muon", params=[late.weight], names=["late.weight"]))
+    optimizer.add_param_group(dict(MUON, params=[late.weight], names=["late.weight"]))
     optimizer.step(closure)
     assert not torch.equal(late.weight, before)
     state = optimizer.full_state_dict()
 
     both = nn.ModuleList([build(1), nn.Linear(12, 12, bias=False)])
     other = MuonAdamW(groups_of(both[0]))
-    other.add_param_group(dict(MUON, kind="muon", params=[both[1].weight], names=["late.weight"]))
+    other.add_param_group(dict(MUON, params=[both[1].weight], names=["late.weight"]))
     other.load_state_dict(optimizer.state_dict())
     found = other.full_state_dict()["state"]
     assert found.keys() == state["state"].keys() and "late.weight" in found
     for name, entry in state["state"].items():
         assert all(torch.equal(found[name][key], value) for key, value in entry.items())
     with pytest.raises(ValueError, match="is already in group 2"):
-        optimizer.add_param_group(dict(ADAMW, kind="adamw", params=[late.weight]))
+        optimizer.add_param_group(dict(ADAMW, params=[late.weight]))
 
 
 def on_a_schedule(model, optimizer, scheduler, steps):
@@ -247,7 +244,7 @@ def copied(group, how):
     train(model, optimizer, range(2), rank)
     late = nn.Linear(4, 4, bias=False)
     before = late.weight.detach().clone()
-    optimizer.add_param_group(dict(MUON, kind="muon", params=[late.weight], names=["5.weight"]))
+    optimizer.add_param_group(dict(MUON, params=[late.weight], names=["5.weight"]))
     model.append(late)
     train(model, optimizer, range(2, 4), rank)
     assert (late.weight != before).any()
@@ -271,7 +268,7 @@ def test_a_copy_goes_on_on_all_ranks(how, size):
 def loaded_from_rank_0(group, folder):
     """The error on each rank, or None, when all load what only rank 0 has saved."""
     model = nn.Sequential(nn.Embedding(20_000, 2), nn.Linear(2, 2, bias=False))
-    groups = build_param_groups(model, muon=MUON, adamw=ADAMW)
+    groups = build_param_groups(model, muon=MATRICES, adamw=OTHERS)
     optimizer = DistMuonAdamW(groups, group)
     whole = optimizer.full_state_dict()
     if dist.get_rank(group) == 0:

@@ -17,11 +17,10 @@ TEXT = Path(__file__)  # any text
 
 
 @pytest.fixture
-def main(tmp_path, monkeypatch):
+def main(tmp_path, eager, monkeypatch):
     """main(script, flags) runs a script's main() as without a GPU, in a base folder of its own."""
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "base"))
     monkeypatch.setenv("NANOMUON_DEVICE", "cpu")
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")  # base_train sets it; this restores it
 
     def call(script, flags):
         argv = shlex.split(flags.format(folder=tmp_path, text=TEXT))
@@ -59,6 +58,7 @@ REFUSED = [  # script, flags, message
     ("base_train", "--tensor-parallel 0", "argument --tensor-parallel: must be from 1"),
     ("base_train", "--qk-clip 100", "--qk-clip is for models with --no-qk-norm"),
     ("base_train", "--optimizer-file {text} --matrix-lr 1", "--matrix-lr is for the recipe, not for"),
+    ("base_train", "--optimizer-file {text}:lr=1", ":lr=1 is not a file"),
     ("base_train", "--depth 2 --fp8", "--fp8 needs a GPU"),
     ("base_eval", "--run x --eval bpb,arc", "--eval bpb,arc: choose from bpb, core, sample"),
     ("sample", "--run x --top-p nan", "argument --top-p: must be from 1e-30 to 1"),

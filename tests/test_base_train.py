@@ -124,7 +124,7 @@ LATE = """
             "diverged",
             6,
             ("--matrix-lr", "1e30"),
-            "validation loss is not finite; start over with lower rates: --resume never",
+            "validation loss is not finite; start over with lower rates, or a corrected rule: --resume never",
             [6],
         ),
     ],

@@ -138,7 +138,7 @@ def mean_square(model, step, rank):
 
 
 @pytest.mark.slow  # a launch of two processes
-def test_accelerate_on_two_ranks(tmp_path, monkeypatch):
+def test_accelerate_on_two_ranks(tmp_path, eager):
     """accelerate averages gradients, and saves only rank 0's optimizer state. A resumed run is the
     uninterrupted one bit for bit, on both ranks, and trains the same as one process on the rows of both.
     """
@@ -149,7 +149,6 @@ def test_accelerate_on_two_ranks(tmp_path, monkeypatch):
     for name in ("whole_1", "resumed_0", "resumed_1"):
         same_tensors(torch.load(tmp_path / f"{name}.pt"), expected)
 
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")
     model, optimizer = small(seed=0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
     for step in range(6):
@@ -162,9 +161,8 @@ def test_accelerate_on_two_ranks(tmp_path, monkeypatch):
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
 
 
-def test_the_loop_in_the_readme_learns(monkeypatch):
+def test_the_loop_in_the_readme_learns(eager):
     """Its code unchanged, with a model and a loss instead of the reader's."""
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")
     section = (ROOT / "README.md").read_text().split("## In your own training")[1].split("\n## ")[0]
     (loop,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     torch.manual_seed(0)

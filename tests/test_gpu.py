@@ -23,13 +23,11 @@ from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.moe import grouped_mm
 from nanomuon.optim import DistMuonAdamW, MuonAdamW, adamw_update, muon_direction, muon_momentum, muon_update
 from nanomuon.param_groups import build_param_groups
-from tests.reference import distance
+from tests.reference import MATRICES, OTHERS, distance
 from tests.training import launch, losses
 
 pytestmark = pytest.mark.gpu
 HALF = {"cpu": 1e-4, "cuda": 3e-2}  # tolerance: half precision on a GPU, float32 on a CPU
-MUON = dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.1)
-ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
 @pytest.fixture
@@ -86,7 +84,7 @@ def small_model(device, dtype=torch.float32):
 
 
 def optimizer_of(model, **settings):
-    groups = build_param_groups(model, muon=MUON, adamw=ADAMW)
+    groups = build_param_groups(model, muon=MATRICES, adamw=OTHERS)
     return MuonAdamW(groups, **settings)
 
 
@@ -214,7 +212,7 @@ def on_ranks(rank, how, size, store, folder):
         parallelize_module(model, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
     elif how == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cuda", (size,), mesh_dim_names=("dp",)))
-    groups = build_param_groups(model, muon=MUON, adamw=ADAMW)
+    groups = build_param_groups(model, muon=MATRICES, adamw=OTHERS)
     optimizer = DistMuonAdamW(groups)
     for _ in range(5):
         optimizer.zero_grad()

@@ -10,9 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
 from nanomuon.param_groups import build_param_groups, clean_name, matches, routing_table
-
-MUON = dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.0)
-ADAMW = dict(lr=1e-3, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
+from tests.reference import MATRICES, OTHERS
 
 
 class Named(nn.Module):
@@ -46,7 +44,7 @@ BLOCKS = ["blocks.0.0.weight", "blocks.0.2.weight", "blocks.1.0.weight", "blocks
 
 
 def kinds(model, **options):
-    groups = build_param_groups(model, muon=MUON, adamw=ADAMW, **options)
+    groups = build_param_groups(model, muon=MATRICES, adamw=OTHERS, **options)
     MuonAdamW(groups)  # the optimizer takes them
     return {name: group["kind"] for group in groups for name in group["names"]}
 
@@ -121,9 +119,8 @@ WHOLE_MODELS = {
 
 
 @pytest.mark.parametrize("name", WHOLE_MODELS)
-def test_models_of_other_libraries_are_divided_and_trained(name, monkeypatch):
+def test_models_of_other_libraries_are_divided_and_trained(name, eager):
     """AdamW trains embeddings, heads and non-matrices, Muon the rest; one step trains all of them."""
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")
     torch.manual_seed(0)
     how, of_adamw = WHOLE_MODELS[name]
     if callable(how):
@@ -131,7 +128,7 @@ def test_models_of_other_libraries_are_divided_and_trained(name, monkeypatch):
     else:
         transformers = pytest.importorskip("transformers", reason="transformers is not installed")
         model = getattr(transformers, how[0])(getattr(transformers, how[1])(**how[2]))
-    groups = build_param_groups(model, muon=MUON, adamw=ADAMW)
+    groups = build_param_groups(model, muon=MATRICES, adamw=OTHERS)
     optimizer = MuonAdamW(groups)
     found = set()
     for group in groups:
@@ -205,15 +202,15 @@ def test_the_caller_decides():
     shapes = {"wte.weight": (9, 4), "lm_head.weight": (9, 4), "up.weight": (4, 4), "gate.weight": (4, 4)}
     model = tree({**shapes, "n.s": (3,)})
     roles = {"wte": dict(lr=0.3, betas=(0.9, 0.9)), "gate": dict(weight_decay=0.5)}
-    groups = build_param_groups(model, muon=MUON, adamw=ADAMW, roles=roles)
+    groups = build_param_groups(model, muon=MATRICES, adamw=OTHERS, roles=roles)
     found = {tuple(group["names"]): (group["kind"], group["lr"], group["weight_decay"]) for group in groups}
     assert found == {
-        ("wte.weight",): ("adamw", 0.3, 0.0),
-        ("lm_head.weight", "n.s"): ("adamw", 1e-3, 0.0),
-        ("up.weight",): ("muon", 0.02, 0.0),
+        ("wte.weight",): ("adamw", 0.3, 0.1),
+        ("lm_head.weight", "n.s"): ("adamw", 1e-2, 0.1),
+        ("up.weight",): ("muon", 0.02, 0.1),
         ("gate.weight",): ("muon", 0.02, 0.5),
     }
-    assert groups[0]["betas"] == (0.9, 0.9) and ADAMW["betas"] == (0.8, 0.95)
+    assert groups[0]["betas"] == (0.9, 0.9) and OTHERS["betas"] == (0.9, 0.999)
     assert all(len(group["params"]) == len(group["names"]) for group in groups)
     assert muon_names(model, skip_keys=["up"]) == ["gate.weight"]
     assert rows_of(model, skip_keys=["up"])["up.weight"] == ("4x4", "adamw", "name has up")

@@ -55,10 +55,9 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture
-def lab(text, tmp_path, monkeypatch):
+def lab(text, tmp_path, eager, monkeypatch):
     """lab(*arguments) runs the script in this process; the runs that it trained are in Inline.submitted."""
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
-    monkeypatch.setenv("NANOMUON_COMPILE", "0")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(race, "ProcessPoolExecutor", Inline)
     monkeypatch.setattr(race, "as_completed", list)
@@ -132,9 +131,11 @@ def test_a_contender_that_diverges_is_reported(lab, tmp_path, capsys):
         lab("--contenders", f"{file}:lr=1e30", "adamw", "--seeds", "2")
 
 
-def test_evaluations_use_the_weights_that_eval_puts_in_place(lab, tmp_path):
+def test_evaluations_use_the_weights_that_eval_puts_in_place(lab, tmp_path, capsys):
+    """And the race says that most parameters are not trained."""
     _, file = optimizer_file(tmp_path, "own", STILL)
     lab("--contenders", file, "--seeds", "1")
+    assert f"warning: contender {file} does not train " in capsys.readouterr().out
     _, run = lines_of(tmp_path)
     letters = run["score"]
     assert all(part == pytest.approx(letters, rel=1e-4) for _, part, _ in run["curve"]), "zeros never learn"
@@ -144,7 +145,8 @@ def test_a_sweep_finds_the_best_trial_of_each_contender(lab, tmp_path, capsys):
     trained = lab("--contenders", "adamw:lr_scale=0.01", "muon", "--sweep", "4", "--seeds", "2")
     assert trained == 2 * (5 + 2 + 1) + 4
     out = capsys.readouterr().out
-    assert "tuning: 10 trials of 13 steps" in out and "best trial" in out
+    assert "tuning: 10 trials of 13 steps" in out and "best trial" in out and "0 min left" in out
+    assert "tuning muon: lr_scale, matrix_lr\n" in out
     runs = lines_of(tmp_path)[1:]
     tuning = [run for run in runs if run["stage"] == "sweep"]
     assert {run["seed"] for run in tuning} == {1000, 1001, 1002}, "no seed of the race"

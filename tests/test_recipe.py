@@ -120,6 +120,16 @@ def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, tmp_path
     assert base_train.main(arguments(base, "file", 3, "--optimizer-file", str(file), "--eval-every=-1")) == 0
     multipliers = [row["lr_multiplier"] for row in rows(base, "file") if "train_loss" in row]
     assert multipliers == [1.0, 0.5, pytest.approx(1 / 3)]
+    with pytest.raises(InputError, match="--warmup-ratio and --warmdown-ratio are for the recipe"):
+        base_train.main(arguments(base, "other", 3, "--optimizer-file", str(file), "--warmup-ratio=0.5"))
+
+
+@pytest.mark.parametrize("values", [None, 0.5, {"momentm": 0.9}])
+def test_a_schedule_gets_a_copy_of_its_group_and_returns_values_for_it(values):
+    group = {"lr": 1.0}
+    with pytest.raises(InputError, match="must return a dict"):
+        recipe.values_at(lambda own, *at: own.clear() or values, group, 0, 9)
+    assert group == {"lr": 1.0}
 
 
 def test_functions_that_a_file_imports_from_the_recipe_are_not_its_own(tmp_path):

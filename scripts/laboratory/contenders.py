@@ -12,7 +12,7 @@ from scipy.stats import qmc
 
 from nanomuon import recipe
 from nanomuon.param_groups import build_param_groups
-from nanomuon.recipe import load_recipe, lr_multiplier, make_optimizer, run_file
+from nanomuon.recipe import load_recipe, lr_multiplier, make_optimizer, run_file, untrained, values_at
 from nanomuon.runtime import InputError
 from scripts.laboratory.tasks import digest, empty_model
 
@@ -141,10 +141,7 @@ class Contender:
     def prepare(self, model, setup):
         """(optimizer, its groups as built, schedule) for a model."""
         batch = setup["rows"] * model.config.seq_len
-        try:
-            optimizer = make_optimizer(self.build, model, batch, setup["steps"], ns_dtype=model.compute_dtype)
-        except InputError as error:
-            raise InputError(f"contender {self.name}: {error}") from error
+        optimizer = make_optimizer(self.build, model, batch, setup["steps"], ns_dtype=model.compute_dtype)
         for group in optimizer.param_groups:
             if "lr" in group:
                 group["lr"] *= self.lr_scale
@@ -158,15 +155,22 @@ class Contender:
         return hashlib.sha256(Path(self.source).read_bytes()).hexdigest()
 
     def key(self, setup):
-        """A digest of its file and of its hyperparameters at every step, but not of the file's imports."""
-        steps = setup["steps"]
-        _, groups, schedule = self.prepare(empty_model(setup, "cpu"), setup)
+        """A digest of its file and of its hyperparameters at every step, but not of the file's imports.
+
+        InputError if its functions do not return what they should.
+        """
+        steps, model, course = setup["steps"], empty_model(setup, "cpu"), []
+        try:
+            optimizer, groups, schedule = self.prepare(model, setup)
+            for step in range(steps):
+                course.append([values_at(schedule, group, step, steps) for group in groups])
+        except InputError as error:
+            raise InputError(f"contender {self.name}: {error}") from error
+        if left_out := untrained(model, optimizer):
+            warn(f"contender {self.source} does not train {len(left_out)} parameters: {left_out[0]}, ...")
         described = []
         for group in groups:
             described.append({key: value for key, value in group.items() if key != "params"})
-        course = []
-        for step in range(steps):
-            course.append([schedule(group, step, steps) for group in groups])
         return digest(self.sha256(), described, course)
 
     def dials(self):
@@ -205,6 +209,12 @@ class Contender:
                 options[key] = dial_value(low, high, position)
             chosen.append(self.with_options(options))
         return chosen
+
+
+@functools.cache
+def warn(text):
+    """Print a warning once."""
+    print(f"warning: {text}", flush=True)
 
 
 def dial_value(low, high, position):

@@ -10,6 +10,7 @@ INTRODUCTION = (
 Races of optimizers, each on one task, with the mean loss over seeds and its standard error. Written by
 `python -m scripts.optim_race --leaderboard` from the finished runs in `races/`. Contenders with fewer seeds
 were stopped early, worse than another beyond doubt; their mean is corrected for the luck of their seeds.
+`default` is the recipe on the day of the race; files that are no longer in contenders/ are in the history.
 
 """
     + report.NOTE
@@ -43,8 +44,8 @@ def section(name, header, runs, image):
     title = f"## {header.get('title', name)}"
     about = (
         f"Task `{setup['name']}`: {setup['steps']:,} steps of {setup['rows'] * setup['model']['seq_len']:,} "
-        f"tokens, depth {setup['model']['depth']}, width {setup['model']['width']}, {setup['dtype']}; "
-        f"{len(latest) - tuning} runs and {tuning} of tuning."
+        f"tokens in contexts of {setup['model']['seq_len']}, depth {setup['model']['depth']}, width "
+        f"{setup['model']['width']}, {setup['dtype']}; {len(latest) - tuning} runs and {tuning} of tuning."
     )
     if baseline is None:
         return f"{title}\n\n{about}\n\nThe baseline diverged, or has no run."

@@ -16,7 +16,7 @@ import torch
 from nanomuon import report as run_report
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.parallel import compile_model
-from nanomuon.recipe import switch
+from nanomuon.recipe import switch, values_at
 from nanomuon.runtime import InputError, compile_enabled, start
 from scripts.laboratory import significance
 from scripts.laboratory.contenders import Contender
@@ -88,7 +88,7 @@ class Run:
             return
         began = self.now()
         for group, values in zip(self.optimizer.param_groups, self.built, strict=True):
-            group.update(self.schedule(values, step, self.setup["steps"]))
+            group.update(values_at(self.schedule, values, step, self.setup["steps"]))
         for inputs, targets in batches:
             (self.forward(inputs, targets) / self.accumulation).backward()
         before = self.now()
@@ -199,6 +199,8 @@ class Race:
         of those at full length. Each has a schedule of its own length.
         """
         counts = [int(budget / len(LENGTHS) / length) for length in LENGTHS]
+        for contender in contenders:
+            print(f"tuning {contender.name}: {', '.join(contender.dials())}", flush=True)
         alive = {contender.name: contender.trials(counts[0]) for contender in contenders}
         for rung, (length, count) in enumerate(zip(LENGTHS, counts, strict=True)):
             steps = math.ceil(length * self.setup["steps"])
@@ -227,12 +229,15 @@ class Race:
         if pending:
             first = "; each compiles first" if compile_enabled() else ""
             print(f"{len(pending)} runs, {self.jobs} at a time{first}", flush=True)
-        for number, run in enumerate(self.trained(setup, pending), done + 1):
+        began = time.monotonic()
+        for number, run in enumerate(self.trained(setup, pending), 1):
             self.results.add({"stage": stage, "key": keys[run["contender"]], **run})
             final = "diverged" if run["score"] is None else f"{run['score']:.4f}"
+            each = (time.monotonic() - began) / max(number, self.jobs)
             print(
-                f"[{number}/{len(keys) * len(seeds)}] {run['contender']} seed {run['seed']}: {final}, "
-                f"{run['step_ms']:.0f} ms per step, optimizer {run['optimizer_ms']:.1f}",
+                f"[{done + number}/{len(keys) * len(seeds)}] {run['contender']} seed {run['seed']}: {final}, "
+                f"{run['step_ms']:.0f} ms per step, optimizer {run['optimizer_ms']:.1f}, "
+                f"about {each * (len(pending) - number) / 60:.0f} min left",
                 flush=True,
             )
         found = {}

@@ -12,9 +12,12 @@ import numpy as np
 from nanomuon.runtime import InputError, write_text
 from scripts.laboratory import significance
 
-NOTE = """Differences are taken seed by seed. Each interval stands alone; "better" and "worse" are corrected
-for the number of comparisons: at most 5% of them are expected to be wrong (Benjamini and Hochberg). The
-lowest of many means was lucky as well, so its lead is overstated a little."""
+NOTE = """± is the standard error over seeds. Differences are taken seed by seed; their 95% intervals also use
+the deviations of the other contenders, as a few seeds hardly show their own. "Better" and "worse" are
+corrected for the number of comparisons (Benjamini and Hochberg): at most 5% of them are expected to be wrong,
+and so a difference may be "not distinguishable" although its own interval leaves out zero. The lowest of many
+means was lucky as well, so its lead is overstated a little. "Steps to" is where the mean curve reaches the
+baseline's final loss; its seconds are of training steps alone."""
 
 
 def score(run):
@@ -55,7 +58,7 @@ def judged(results, baseline):
     """
     if not all(math.isfinite(score(run)) for run in results[baseline]):
         raise InputError(
-            f"the baseline {baseline} diverged: lower its learning rates, or put another contender first"
+            f"the baseline {baseline} diverged: lower its rates, or correct its rule, or put another first"
         )
     compared = significance.differences(scores_by_seed(results), baseline)
     ps = significance.benjamini_hochberg([difference.p for difference in compared.values()])
