@@ -71,7 +71,7 @@ def recall(
     """
     given = parser.parse_args(argv)
     check_name("--run", given.run)
-    hash_now = sha256_of(given.optimizer_file)  # a missing file fails here, before any work
+    hash_now = sha256_of(given.optimizer_file)
     file = folder_of(given.run) / "settings.json"
     if given.resume == "never" or not file.exists():
         return given, None

@@ -10,7 +10,6 @@ import glob
 import json
 import os
 import re
-import resource
 import socket
 import sys
 import traceback
@@ -78,6 +77,8 @@ def peak_memory_mb(device: torch.device) -> int:
     """The most memory this process has held: on its GPU, or altogether if it computes on CPUs."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) >> 20
+    import resource  # not on Windows
+
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most >> 20 if sys.platform == "darwin" else most >> 10  # bytes there, else kilobytes
 

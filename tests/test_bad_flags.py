@@ -58,7 +58,7 @@ REFUSED = [  # script, flags, message
     ("base_train", "--tensor-parallel 0", "argument --tensor-parallel: must be from 1"),
     ("base_train", "--qk-clip 100", "--qk-clip is for models with --no-qk-norm"),
     ("base_train", "--optimizer-file {text} --matrix-lr 1", "--matrix-lr is for the recipe, not for"),
-    ("base_train", "--optimizer-file {text}:lr=1", ":lr=1 is not a file"),
+    ("base_train", "--optimizer-file no.py:lr=1", "argument --optimizer-file: no.py:lr=1 is not a file"),
     ("base_train", "--depth 2 --fp8", "--fp8 needs a GPU"),
     ("base_eval", "--run x --eval bpb,arc", "--eval bpb,arc: choose from bpb, core, sample"),
     ("sample", "--run x --top-p nan", "argument --top-p: must be from 1e-30 to 1"),
