@@ -5,7 +5,7 @@
 #   bash speedrun.sh --plan    print what it would do, with its size and memory, and stop
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
-# Without a GPU it takes 3 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C end it, a run that has begun its steps is saved and
+# Without a GPU it takes 5 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C end it, a run that has begun its steps is saved and
 # ends with exit code 75; the same command carries on. Set these variables to change it:
 #
 #   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (seen from here), hf:ORG/NAME[:CONFIG]
@@ -43,7 +43,7 @@ case $GPUS in
         # Threads that sleep instead of spinning: 2% slower alone, a third faster next to a busy process (docs/log.md)
         export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
         FLAGS=(--total-batch-size 4096 --eval-every 100 --eval-tokens 32768 --save-every 50)
-        # As many steps as two idle cores finish within eight minutes (docs/log.md), unless a flag sets the length
+        # As many steps as two cores finish in 5 to 14 minutes (docs/benchmarks.md), unless a flag sets the length
         [[ " ${*/=/ } " == *" --target-"* ]] ||
             FLAGS+=(--num-iterations "$([ "$DTYPE" = bfloat16 ] && echo 480 || echo 300)")
         ;;

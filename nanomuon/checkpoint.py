@@ -184,9 +184,9 @@ def load(path, model, optimizer) -> dict[str, int]:
     state = _local_state(optimizer)
     tensors, _ = _flat_state(model, state)
     _read(path, tensors)
-    for name, slots in state["state"].items():
-        slots.update(manifest.optimizer_values.get(str(name), {}))
     if not isinstance(optimizer, MuonAdamW):  # whose own tensors are filled already
+        for name, slots in state["state"].items():
+            slots.update(manifest.optimizer_values.get(str(name), {}))
         for group, values in zip(state["param_groups"], manifest.group_values, strict=False):
             group.update(values)  # counters and estimates of some optimizers (Schedule-Free, Prodigy)
         optimizer.load_state_dict(state)

@@ -370,7 +370,7 @@ class Direction:
 
         U: (k, m, n), momentum by Nesterov's rule. kept: the state, {name: (k, *shape)}, updated in place. ok:
         (k, 1, 1), 0 for a matrix that must not change, nor its state. square_weight: (k, 1, 1), 1 - beta2. X:
-        (k, m, n); gain: a tensor that broadcasts to it. pieces: see `muon_direction`.
+        (k, m, n); gain: three dimensions, broadcasts to it. pieces: see `muon_direction`.
         """
         if self.function is not None:
             X, gain = self.function(U, types.MappingProxyType(kept), ok, square_weight)

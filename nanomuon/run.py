@@ -314,7 +314,10 @@ def build_optimizer(args, model, plan, runtime) -> tuple[torch.optim.Optimizer, 
         build, own_schedule = recipe.load_recipe(args.optimizer_file)
         if own_schedule and options != recipe.schedule.__kwdefaults__:
             flags = " and ".join(map(flag_of, options))
-            raise InputError(f"{flags} are for the recipe: {args.optimizer_file} has a schedule of its own")
+            raise InputError(
+                f"{flags} are for the recipe, and {args.optimizer_file} has its own schedule: leave them out "
+                "(a run that has recorded them starts over with --resume never)"
+            )
         schedule = own_schedule or schedule
     settings = {"ns_dtype": runtime.compute_dtype}
     if runtime.world_size > 1:

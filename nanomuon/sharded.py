@@ -295,7 +295,7 @@ class Chunk(Bank):
         for batch in self.batches:
             kept = {name: buffer[batch] for name, buffer in self.kept.items()}
             X, gain = self.direction(U[batch], kept, ok[batch], square_weight[batch])
-            torch.mul(X, gain, out=U[batch])  # now the direction of the update
+            torch.mul(X, gain.to(self.dtype), out=U[batch])  # now the direction of the update
         parts = U.to(shards.dtype).transpose(1, self.dim).split(self.lines, dim=1)
         X = torch.cat([part.flatten() for part in parts])
         return self.all_to_all(X, self.receive_counts, self.send_counts)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nanomuon import hf_export
 from nanomuon.command import ArgumentParser, add_checkpoint_argument, add_run_argument, run_command
-from nanomuon.runtime import InputError, start
+from nanomuon.runtime import InputError, rank, start
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -32,9 +32,10 @@ def main(argv: list[str] | None = None) -> None:
     model, tokenizer, facts = hf_export.load_run(args.run, start("float32"), args.checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
     hf_export.export(folder, model, tokenizer, facts, args.dtype)
-    for file in sorted(folder.iterdir()):
-        print(f"{file.stat().st_size:13,}  {file.name}")
-    print(f"export: {folder} ({args.dtype})")
+    if rank() == 0:
+        for file in sorted(folder.iterdir()):
+            print(f"{file.stat().st_size:13,}  {file.name}")
+        print(f"export: {folder} ({args.dtype})")
 
 
 if __name__ == "__main__":

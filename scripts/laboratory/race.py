@@ -237,7 +237,7 @@ class Race:
             print(
                 f"[{done + number}/{len(keys) * len(seeds)}] {run['contender']} seed {run['seed']}: {final}, "
                 f"{run['step_ms']:.0f} ms per step, optimizer {run['optimizer_ms']:.1f}, "
-                f"about {each * (len(pending) - number) / 60:.0f} min left",
+                f"about {each * (len(pending) - number) / 60:.0f} min left of these {len(pending)}",
                 flush=True,
             )
         found = {}
@@ -258,6 +258,8 @@ class Race:
             for future in as_completed(futures):
                 if error := future.exception():
                     error.add_note(f"contender {futures[future]}")
+                    if isinstance(error, InputError):  # is shown without notes
+                        raise InputError(f"contender {futures[future]}: {error}") from error
                 yield future.result()
         except BrokenProcessPool as error:
             raise InputError(
