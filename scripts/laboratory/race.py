@@ -257,9 +257,9 @@ class Race:
             futures = {pool.submit(train, setup, self.place, name, seed): name for name, seed in pending}
             for future in as_completed(futures):
                 if error := future.exception():
-                    error.add_note(f"contender {futures[future]}")
                     if isinstance(error, InputError):  # is shown without notes
                         raise InputError(f"contender {futures[future]}: {error}") from error
+                    error.add_note(f"contender {futures[future]}")
                 yield future.result()
         except BrokenProcessPool as error:
             raise InputError(
