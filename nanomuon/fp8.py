@@ -4,8 +4,6 @@ Input and weight are rounded to e4m3 and the output's gradient to e5m2 (arXiv 22
 its largest entry is the largest number of its format; sums are float32, results in the dtype of the
 activations. The head does not change, as in DeepSeek-V3 (arXiv 2412.19437), nor do parameters, their names,
 the optimizer's state, evaluation and samples.
-
-It has not run on a GPU.
 """
 
 from collections.abc import Callable

@@ -175,7 +175,8 @@ def test_fp8_is_bf16_except_for_its_rounding(gpu):
 
 
 def test_a_run_learns_and_goes_on_after_a_kill(device, base, environment, monkeypatch):
-    monkeypatch.setenv("NANOMUON_DEVICE", device.type)
+    if device.type == "cpu":
+        monkeypatch.setenv("NANOMUON_DEVICE", "cpu")
     monkeypatch.setenv("NANOMUON_COMPILE", "1" if device.type == "cuda" else "0")
     steps, flags = 24, ("--save-every", "4", "--deterministic")
     whole = launch(base, "whole", steps, *flags)
@@ -200,7 +201,7 @@ def test_too_little_memory_is_one_line(gpu):
     assert code == 2 and line.count("\n") == 1 and "--device-batch-size" in line
 
 
-# ---- several GPUs
+# ---- one rank per GPU, up to two
 
 
 def on_ranks(rank, how, size, store, folder):
@@ -226,12 +227,11 @@ def on_ranks(rank, how, size, store, folder):
 
 
 @pytest.mark.parametrize("how", ["replicated", "fsdp", "tp"])
-def test_two_gpus_train_what_one_trains(gpu, how, tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+def test_ranks_train_what_one_process_trains(gpu, how, tmp_path):
+    size = min(2, torch.cuda.device_count())
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (how, 2, f"{folder}/store", tmp_path / "params.pt")
-        torch.multiprocessing.spawn(on_ranks, arguments, nprocs=2)
+        arguments = (how, size, f"{folder}/store", tmp_path / "params.pt")
+        torch.multiprocessing.spawn(on_ranks, arguments, nprocs=size)
     model = small_model(gpu)
     optimizer = optimizer_of(model)
     for _ in range(5):
