@@ -5,8 +5,8 @@
 #   bash speedrun.sh --plan    print what it would do, with its size and memory, and stop
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
-# Without a GPU it takes 5 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C end it, a run that has begun its steps is saved and
-# ends with exit code 75; the same command carries on. Set these variables to change it:
+# Without a GPU it takes 5 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C end it; a run that has begun its steps is saved and ends
+# with exit code 75. The same command carries on. Set these variables to change it:
 #
 #   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (seen from here), hf:ORG/NAME[:CONFIG]
 #   VOCAB_SIZE=1024         a smaller vocabulary, for a small corpus

@@ -1,4 +1,4 @@
-"""CORE: the mean of the centred accuracies of 22 tasks (DCLM, arXiv 2406.11794), by the rules of published
+"""CORE: the mean of the centered accuracies of 22 tasks (DCLM, arXiv 2406.11794), by the rules of published
 figures (nanochat's, after DCLM's):
 
 - Items: all, shuffled by Random(1337), cut to a number if one is given.

@@ -9,7 +9,6 @@ import dataclasses
 import torch
 
 from nanomuon.optim import Direction, muon_direction
-from nanomuon.optim_state import state_dtype
 from nanomuon.param_groups import split_rows
 
 
@@ -47,16 +46,15 @@ class FusedDirection(Direction):
 
     kernel = staticmethod(fused_direction)
 
-    def __init__(self, group, m, n, param, ns_dtype, run_kernel):
-        super().__init__(group, m, n, param, ns_dtype, run_kernel)
+    def __init__(self, group, m, n, ns_dtype, run_kernel):
+        super().__init__(group, m, n, ns_dtype, run_kernel)
         heads, groups, rows = self.options["split"] = split_rows(group["split"], m)
         self.cost, scales, moments = 0, [], 0
         for each in rows:
-            plain = Direction(group, groups * each, n, param, ns_dtype, run_kernel)
+            plain = Direction(group, groups * each, n, ns_dtype, run_kernel)
             scales += [plain.scale] * each
             self.cost += heads * plain.cost
             moments += heads * max(groups * each, n)  # one per element of the long side
-        rows_of_all = scales * (heads * groups)
-        self.scale = torch.tensor(rows_of_all, dtype=state_dtype(param), device=param.device).view(m, 1)
+        self.scale = torch.tensor(scales * (heads * groups), dtype=torch.float64).view(m, 1)
         if self.state:
             self.state = {"second_momentum_buffer": (moments, 1)}

@@ -3,7 +3,7 @@
 Routing: sigmoid scores, the k largest win, no token is dropped. The output is the sum of the chosen experts,
 each times 2 * sigmoid, which is 1 for a logit of 0: k experts of hidden width 4/k * width cost a token as
 much as the dense MLP, and with an untrained router the chosen experts together are such an MLP. Sigmoid
-scores are those of DeepSeek-V3 (arXiv 2412.19437); they are not normalised over the chosen experts, because a
+scores are those of DeepSeek-V3 (arXiv 2412.19437); they are not normalized over the chosen experts, because a
 single one would then always have weight 1 and its router no gradient.
 
 Balance: without an auxiliary loss (arXiv 2408.15664). A bias is added to the scores only to choose experts;

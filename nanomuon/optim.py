@@ -150,9 +150,9 @@ def muon_direction(
     return X, gain if pieces is None else pieces.mine(gain)
 
 
-def muon_update(param, X, gain, ok, numbers, *, scale, cautious):
-    """Weight decay and update in place. param, X: (k, m, n); gain and scale broadcast to them, gain and X in
-    any dtype.
+def muon_update(param, X, gain, ok, numbers, scale, *, cautious):
+    """Weight decay and update in place. param, X: (k, m, n); gain and scale, tensors, broadcast to them, gain
+    and X in any dtype.
 
     The update's rate is lr * scale. Cautious decay, the default, has the same rate, decoupled decay lr alone.
     ok: (k, 1, 1).
@@ -275,7 +275,7 @@ class World:
         return tensor if self.size == 1 else tensor.to(self.comm_dtype or tensor.dtype)
 
     def padded(self, tensor):
-        """(W*c, ...) with `tensor` at the top, or itself if its length fits; nobody reads the padding."""
+        """Contiguous, (W*c, ...), with `tensor` at the top; nobody reads the padding."""
         missing = -len(tensor) % self.size
         if not missing:
             return tensor.contiguous()
@@ -341,10 +341,9 @@ def gradient(param):
 class Direction:
     """From momentum to the direction of the update, for the (m, n) matrices of a Muon group.
 
-    param: one parameter of such matrices. state: {name: shape} of a matrix's state besides its momentum.
-    scale: the factor on the update, or one per row, (m, 1). cost: of Newton-Schulz, to balance owners. shape:
-    of the matrices in the computation, for the size of a batch. Fused and tensor-parallel matrices have
-    directions of their own, with the same attributes.
+    state: {name: shape} of a matrix's state besides its momentum. scale: the factor on the update, or one per
+    row, (m, 1). cost: of Newton-Schulz, to balance owners. shape: of the matrices in the computation, for the
+    size of a batch. Fused and tensor-parallel matrices have their own, with the same attributes.
 
     The group's option `direction` replaces the mathematics: a function like `__call__`, which may have an
     attribute state(m, n) -> {name: shape}.
@@ -352,7 +351,7 @@ class Direction:
 
     kernel = staticmethod(muon_direction)
 
-    def __init__(self, group, m, n, param, ns_dtype, run_kernel):
+    def __init__(self, group, m, n, ns_dtype, run_kernel):
         self.run_kernel, self.function, self.shape = run_kernel, group["direction"], (m, n)
         keys = "coefficients", "ns_steps", "row_equilibrate", "renormalize"
         self.options = {"ns_dtype": ns_dtype, **{key: group[key] for key in keys}}
@@ -386,17 +385,17 @@ class Direction:
         return self.run_kernel(self.kernel, U, second, weight, **self.options)
 
 
-def direction_of(group, m, n, param, ns_dtype, run_kernel):
+def direction_of(group, m, n, ns_dtype, run_kernel):
     """The direction of a group's (m, n) matrices."""
     if group["split"] is not None:
         from nanomuon.fused import FusedDirection  # an extension: imported when it is needed
 
-        return FusedDirection(group, m, n, param, ns_dtype, run_kernel)
-    return Direction(group, m, n, param, ns_dtype, run_kernel)
+        return FusedDirection(group, m, n, ns_dtype, run_kernel)
+    return Direction(group, m, n, ns_dtype, run_kernel)
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The work items. Each has `params`, `group`, `places` {parameter: {name of its state: Place}}, and
+# The work items. Each has `params`, `group`, `dtype`, `places` {parameter: {name of its state: Place}}, and
 #
 #   update(numbers)   a generator that yields twice: after its collect, to be sent `ok` (1 or 0 for each of
 #                     its params, on the device), and after its compute. Across a yield it holds only what is
@@ -462,7 +461,7 @@ class SmallParameters:
 class Rows:
     """A large AdamW parameter by rows: reduce_scatter, update of this rank's rows, all_gather.
 
-    A rank keeps the state of its rows only: all local rows in one process, and for a cut parameter.
+    A rank keeps the state of its rows only; in one process, or for a cut parameter, they are all local rows.
     """
 
     def __init__(self, param, group, world, run_kernel):
@@ -542,7 +541,7 @@ class Bank:
     def __init__(self, params, group, direction, owners, world, run_kernel):
         self.params, self.group, self.world, self.run_kernel = params, group, world, run_kernel
         self.direction, self.owners = direction, owners
-        self.rule = {"scale": direction.scale, "cautious": group["weight_decay_form"] == "cautious"}
+        self.cautious = group["weight_decay_form"] == "cautious"
         self.shape = matrix_shape(local(params[0]))  # (m, n)
 
         first, k = sum(owner < world.rank for owner in owners), owners.count(world.rank)
@@ -554,7 +553,9 @@ class Bank:
             self.slots = [owner * each + i - owners.index(owner) for i, owner in enumerate(owners)]
             self.slot_count = each * world.size
         self.dtype = state_dtype(params[0])
-        zeros = functools.partial(torch.zeros, dtype=self.dtype, device=params[0].device)
+        like_state = dict(dtype=self.dtype, device=params[0].device)
+        self.scale = torch.as_tensor(direction.scale, **like_state)
+        zeros = functools.partial(torch.zeros, **like_state)
         self.momentum = zeros(k if self.momentum_at_owner else len(owners), *self.shape)
         self.kept = {name: zeros(k, *shape) for name, shape in direction.state.items()}
         self.batches = batches(k, direction.shape, params[0].device)
@@ -620,7 +621,7 @@ class Bank:
             kept = {name: buffer[batch] for name, buffer in self.kept.items()}
             U = self.run_kernel(muon_momentum, G, M, ok[batch], numbers, nesterov=self.group["nesterov"])
             X, gain = self.direction(U, kept, ok[batch], square_weight[batch])
-            self.run_kernel(muon_update, P, X, gain, ok[batch], numbers, **self.rule)
+            self.run_kernel(muon_update, P, X, gain, ok[batch], numbers, self.scale, cautious=self.cautious)
             if len(P) > 1:  # P is a copy
                 torch._foreach_copy_(params[batch], P.unbind())
 
@@ -665,8 +666,9 @@ class MuonAdamW(torch.optim.Optimizer):
     weight_decay and any of param_groups.MUON_OPTIONS, for adamw lr, betas, eps, weight_decay. `beta2=None` is
     Muon without a second moment, `ns_steps=None` the coefficient set's own length. `names`, aligned with
     params, or (name, parameter) pairs in params give the names that state is saved by, default group{i}.{j}.
-    Rates, momenta and decays may change at any time; parameters and other options may not after the first
-    step. ValueError at construction for anything unknown, missing or impossible.
+    Rates, momenta, betas, eps and decays may change at any time; parameters, other options and whether there
+    is a beta2 may not after the first step. ValueError at construction for what is unknown or missing, at the
+    first step for parameters cut in unsupported ways.
 
     ns_dtype: the dtype of Newton-Schulz. None: half precision on GPUs, float32 on CPUs; torch.bfloat16 (on
     GPUs float16 in the Gram form) is about twice as fast on CPUs that multiply it natively, and several times
@@ -885,7 +887,7 @@ class MuonAdamW(torch.optim.Optimizer):
         # The largest matrices are assigned first
         for alike in sorted(banks, key=lambda alike: -math.prod(alike[0])):
             together = banks[alike]
-            direction = direction_of(group, *alike[0], together[0], self.ns_dtype, run_kernel)
+            direction = direction_of(group, *alike[0], self.ns_dtype, run_kernel)
             count = len(matrices(map(local, together)))
             if together[0].ndim == 3:  # even blocks, so that its state is cut like DTensor's Shard(0)
                 each = -(-count // self.world.size)
@@ -918,9 +920,9 @@ class DistMuonAdamW(MuonAdamW):
     checks.
 
     process_group: default the whole world; without torch.distributed a world of one. It must contain the
-    ranks of all device meshes. comm_dtype: float32 or bfloat16, of the reduction, and of both transfers of
-    sharded matrices; default the gradient's own. Use MuonAdamW under DistributedDataParallel, which has
-    averaged the gradients already.
+    ranks of all device meshes; the constructor and `add_param_group` are collective. comm_dtype: float32 or
+    bfloat16, of the reduction, and of both transfers of sharded matrices; default the gradient's own. Use
+    MuonAdamW under DistributedDataParallel, which has averaged the gradients already.
 
     Work and state of replicated parameters are split as in ZeRO-2: mean gradients exist only at their owners.
     `p.grad` itself stays whole. These parameters start with rank 0's values (copies of sharded ones must be
@@ -930,9 +932,9 @@ class DistMuonAdamW(MuonAdamW):
     With W ranks, each sends 2(W-1)/W times the parameter bytes per step, plus padding. Memory of a step
     beyond parameters, gradients and state: all gradients are in flight at once, which takes (1 + 1/W) times
     their padded bytes; a stack of gradients is freed before that of the results is allocated. AdamW rows that
-    divide by W take only 1/W: they are sent from `p.grad` and received in the parameter. Then one batch of a
-    bank, with its temporaries. After every step all ranks hold bitwise the same parameters; a world of one
-    does what MuonAdamW does.
+    divide by W take only 1/W unless comm_dtype casts them: they are sent from `p.grad` and received in the
+    parameter. Then one batch of a bank, with its temporaries. After every step all ranks hold bitwise the
+    same parameters; a world of one does what MuonAdamW does.
 
     Parameters that are DTensors cut over a device mesh (FSDP2, tensor parallelism) are updated as pieces, see
     `sharded.py`.

@@ -232,7 +232,7 @@ def state_by_name(state, groups):
 
 
 def matched(name, places, entry):
-    """(place, saved tensor) for every state tensor of a parameter that this rank needs."""
+    """(place, saved tensor) for every state tensor of a parameter in the entry."""
     found = []
     for key, place in places.items():
         if key not in entry:

@@ -78,9 +78,10 @@ def newton_schulz_form(m, n, steps, device_type="cpu", ns_dtype=None):
 
     With short side s and aspect ratio r, five steps of the Gram form take (8r+28) s^3 FLOPs, of the plain
     one (20r+10) s^3. The Gram form is used only up to five steps: with ten (`deepseekv4`) it overflows in
-    half precision and loses 0.44 in float32 at condition 1e6. And never in bf16, whose 8 bits the accumulated
-    polynomial uses up: relative errors of 0.21 and 0.41 at condition 1e2 and 1e4, against 0.03 and 0.11 of
-    the plain form (256 x 1024), and a training run that ended at 2.76 bits per byte instead of 1.17.
+    half precision and has a relative error of 0.44 in float32 at condition 1e6. And never in bf16, whose 8
+    bits the accumulated polynomial uses up: relative errors of 0.21 and 0.41 at condition 1e2 and 1e4,
+    against 0.03 and 0.11 of the plain form (256 x 1024), and a training run that ended at 2.76 bits per byte
+    instead of 1.17.
     GPUs use float16 for it, with 11 bits; CPUs have no fast float16, and keep the plain form: 280-420 GFLOP/s
     in bf16 against 80-190 in float32 on 2 cores with AVX512-BF16, while the Gram form saves at most a factor
     of 1.8.
@@ -120,7 +121,7 @@ def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dty
     norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True)  # (K, 1, 1)
     if pieces is not None:
         norm = pieces.sum(norm.square(), 1, 2).sqrt()
-    # The Frobenius norm bounds the singular values by 1; polar_express wants a margin of 2%
+    # Divided by its Frobenius norm, X has singular values of at most 1; the set of this name wants 2% less
     X = X / (1.02 * norm + 1e-6 if coefficients == "polar_express" else norm.clamp(min=1e-7))
     if not exact:
         X = X.to(iteration_dtype)

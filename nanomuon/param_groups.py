@@ -24,7 +24,7 @@ MUON_OPTIONS = {
     "renormalize": False,  # Muon+, arXiv 2602.21545
     "split": None,  # the parts of a fused matrix, see split_rows
     "direction": None,  # a function of your own instead of the polar factor, see optim.Direction
-    "tensor_parallel": None,  # duplicated | blockwise | distributed, if the shape allows it (None too)
+    "tensor_parallel": None,  # or "duplicated", "distributed", "blockwise", see tensor_parallel
 }
 CHOICES = {
     "weight_decay_form": ("cautious", "decoupled"),

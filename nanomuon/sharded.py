@@ -1,4 +1,4 @@
-"""Muon on parameters that live in pieces (DTensors), after Motif's parallel Muon: an extension of `optim.py`.
+"""Muon on parameters that live in pieces (DTensors), modelled on Motif's parallel Muon; extends `optim.py`.
 
 A DTensor that is not cut anywhere counts as replicated. Otherwise its gradient counts as final (FSDP2 has
 averaged it; in tensor parallelism it is exact, and the loop averages it over data-parallel ranks), and
@@ -124,14 +124,14 @@ def sharding_of(param, group, cuts_of_param, ns_dtype, run_kernel):
         else:
             tp, tp_dim = cut.world, cut_dim
     if tp is None:
-        return Sharding(shape, direction_of(group, m, n, param, ns_dtype, run_kernel), data_parallel, dim)
+        return Sharding(shape, direction_of(group, m, n, ns_dtype, run_kernel), data_parallel, dim)
     mode = tensor_parallel.choose_mode(group, shape, tp_dim, tp)
     lo, hi = tp.share(shape[tp_dim - 1], tp.rank)
     held = (hi - lo, n) if tp_dim == 1 else (m, hi - lo)
     if mode == "blockwise":  # each block is its own matrix
-        direction = direction_of(group, *held, param, ns_dtype, run_kernel)
+        direction = direction_of(group, *held, ns_dtype, run_kernel)
         return Sharding(held, direction, data_parallel, dim, blocks=tp.size)
-    direction = direction_of(group, m, n, param, ns_dtype, run_kernel)
+    direction = direction_of(group, m, n, ns_dtype, run_kernel)
     kind = tensor_parallel.Duplicated if mode == "duplicated" else tensor_parallel.Distributed
     pieces = tensor_parallel.Pieces(tp, tp_dim, shape)
     return Sharding(held, kind(direction, pieces), data_parallel, dim)
@@ -250,9 +250,9 @@ class Chunk(Bank):
         # Elements sent to each rank: shards of the matrices it owns; and received from it: shards of ours
         self.send_counts = [owners.count(rank) * math.prod(self.shape) for rank in ranks]
         self.receive_counts = [owners.count(self.world.rank) * lines * self.other for lines in self.lines]
-        if self.dim == 1 and isinstance(self.rule["scale"], torch.Tensor):  # one per row
+        if self.dim == 1 and self.scale.ndim:  # one per row
             lo, hi = shares[self.world.rank]
-            self.rule["scale"] = self.rule["scale"][lo:hi]
+            self.scale = self.scale[lo:hi]
 
     def place(self, i, name, buffer):
         """Momentum with its shard, the rest at the owner: cut over the ranks of tensor parallelism if they
@@ -306,7 +306,7 @@ class Chunk(Bank):
         X = X.view(lines_first).transpose(1, self.dim)
         params = self.matrices()
         P, one = torch.stack(params), self.momentum.new_ones(1, 1, 1)
-        self.run_kernel(muon_update, P, X, one, ok, numbers, **self.rule)
+        self.run_kernel(muon_update, P, X, one, ok, numbers, self.scale, cautious=self.cautious)
         torch._foreach_copy_(params, P.unbind())
 
     def all_to_all(self, send, send_sizes, receive_sizes):

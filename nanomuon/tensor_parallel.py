@@ -1,11 +1,11 @@
-"""Matrices that the ranks of a tensor-parallel group orthogonalize together, after Megatron's.
+"""Matrices that the ranks of a tensor-parallel group orthogonalize together, modelled on Megatron's.
 
 An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short and its long side. The option
 `tensor_parallel` of a Muon group is one of these modes:
 
   mode         default if                sent by a rank               computed by a rank      result
   distributed  the long side is cut,     2(T-1)/T s^2 per iteration,  products with X: 1/T,   the whole
-               or a square               twice in Gram form           of s x s: all           matrix's
+               or a square               in Gram form two in all      of s x s: all           matrix's
   duplicated   the short side is cut,    (T-1)/T l s                  all of it               the whole
                rows of fused parts, or                                                        matrix's
                a custom `direction`
@@ -98,7 +98,7 @@ class Duplicated:
 
 
 class Distributed(Duplicated):
-    """The same, computed by all ranks together."""
+    """The direction `whole`, computed by all ranks together on their pieces."""
 
     def __call__(self, U, kept, ok, square_weight):
         return self.whole(U, kept, ok, square_weight, self.pieces)

@@ -63,7 +63,7 @@ def kernel_results(device, dtype):
         U = muon_momentum(grad, M, ok, numbers, nesterov=True)
         options = dict(coefficients="polar_express", ns_steps=5, row_equilibrate=False, renormalize=False)
         X, gain = muon_direction(U, second, 0.05 * ok, **options)
-        muon_update(P, X, gain, ok, numbers, scale=1.0, cautious=True)
+        muon_update(P, X, gain, ok, numbers, one, cautious=True)
         results += [M, second, P]
     p, grad, m, v = (seeded(1000, seed=i).abs().to(device, dtype) for i in range(4))
     numbers = torch.tensor([0.01, 0.001, 0.1, 0.05, 1e-8], device=device, dtype=dtype)
