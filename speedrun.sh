@@ -8,7 +8,7 @@
 # Without a GPU it takes 5 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C end it; a run that has begun its steps is saved and ends
 # with exit code 75. The same command carries on. Set these variables to change it:
 #
-#   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (seen from here), hf:ORG/NAME[:CONFIG]
+#   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (from this folder, or absolute), hf:ORG/NAME[:CONFIG]
 #   VOCAB_SIZE=1024         a smaller vocabulary, for a small corpus
 #   DEPTH=8                 a deeper (and wider) or smaller model
 #   RUN=name                name of the run under $NANOMUON_BASE_DIR/runs
@@ -40,8 +40,6 @@ TRAIN=("$PYTHON" -m scripts.base_train)
 case $GPUS in
     0)
         CORPUS=${CORPUS:-python} DEPTH=${DEPTH:-4}
-        # Threads that sleep instead of spinning: 2% slower alone, a third faster next to a busy process (docs/log.md)
-        export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
         FLAGS=(--total-batch-size 4096 --eval-every 100 --eval-tokens 32768 --save-every 50)
         # As many steps as two cores finish in 5 to 14 minutes (docs/benchmarks.md), unless a flag sets the length
         [[ " ${*/=/ } " == *" --target-"* ]] ||
@@ -63,7 +61,8 @@ base_dir=${NANOMUON_BASE_DIR:-$HOME/.cache/nanomuon}
 run_dir=${base_dir/#\~/$HOME}/runs/$RUN
 FLAGS+=(--run "$RUN" --corpus "$CORPUS" ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} --depth "$DEPTH" "$@")
 if [[ " $* " == *" --plan "* ]]; then
-    echo "run        $run_dir, trained on $CORPUS"
+    echo "run        $run_dir, trained on $CORPUS$([ ! -e "$run_dir/settings.json" ] || echo "; it exists and carries on")"
+    [ "$GPUS" != 0 ] || echo "time       5 to 14 minutes on two cores, unless a flag or variable changes the size"
     exec "${TRAIN[@]}" "${FLAGS[@]}"
 fi
 
@@ -96,5 +95,6 @@ fi
 if [ "$code" -ne 0 ] && [ -n "${data_prep:-}" ] && ! kill -0 "$data_prep" 2>/dev/null && ! wait "$data_prep"; then
     echo "data_prep has failed: $(tail -n 1 "$run_dir.data_prep.log")" >&2
 fi
+[ "$code" -ne 137 ] || echo "the training was killed, perhaps because memory ran out: the same command carries on" >&2
 [ "$code" -ne 0 ] || echo "done in $SECONDS s; samples are in $run_dir/report.md. More text: $PYTHON -m scripts.sample --run $RUN --seed 4"
 exit "$code"

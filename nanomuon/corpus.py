@@ -120,7 +120,9 @@ def check_corpus(name: str) -> None:
         if not os.path.exists(_place(name)):
             raise InputError(f"corpus {name}: no such file or folder: {os.path.abspath(_place(name))}")
     elif name != "python" and not HUB_NAME.fullmatch(name):
-        raise InputError(f"unknown corpus {name!r}: use python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG]")
+        raise InputError(
+            f"unknown corpus {name!r}: use python, path:{name} for files, or hf:ORG/NAME[:CONFIG]"
+        )
 
 
 def _place(name):

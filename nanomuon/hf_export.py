@@ -176,13 +176,17 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
     folder = find_run(run)
     if not folder.exists():
         others = sorted(path.parent.name for path in folder.parent.glob("*/settings.json"))
-        raise InputError(f"there is no run {folder}; there are: {', '.join(others) or 'none'}")
+        raise InputError(
+            f"there is no run {folder}; there are: {', '.join(others) or 'none (is NANOMUON_BASE_DIR set?)'}"
+        )
     if checkpoint_name is None and not (folder / "model.safetensors").exists():
         raise InputError(
             f"{folder} holds no finished model (no model.safetensors); if its run has saved a checkpoint, "
             "--checkpoint last takes it"
         )
-    settings = read_json(folder / "settings.json", Settings, "only the folder of a run has it")
+    settings = read_json(
+        folder / "settings.json", Settings, "only a run has it (an exported model is for transformers)"
+    )
     if settings.options.get("dtype") == "float32":
         runtime = replace(runtime, compute_dtype=torch.float32)
     facts = {key: settings.trained_on.get(key) for key in ("corpus", "revision")}

@@ -293,5 +293,5 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
         f"devices    {runtime.world_size} x {runtime.device.type}, {plan.rows} rows x {plan.micro_steps} "
         f"micro-steps per step\n"
         f"dtype      {runtime.dtype_name} (weights float32)\n"
-        f"memory     about {memory / 2**30:.1f} GiB per device"
+        f"memory     about {memory / 2**30:.1f} GiB per device, besides PyTorch itself"
     )

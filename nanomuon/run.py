@@ -36,6 +36,7 @@ from nanomuon.qk_clip import watch_
 from nanomuon.runtime import InputError, Runtime, first_rank_first, folder_of, print0, read_json, write_json
 from nanomuon.tokenizer import Tokenizer
 
+MOST_PASSES = 3  # over the text; then validation loss rises again (docs/data.md)
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
 
 
@@ -79,6 +80,15 @@ class Run:
             self.log = report.MetricsLog(self.folder, resume_step, vars(args) if args.wandb else None)
         checkpoint.remove(self.folder, self.step if found else -1, args.keep_last)
         print_plan(args, self.plan, runtime)
+        manifest = self.loader.manifest
+        if manifest.complete_to is not None:  # else data_prep is still writing
+            text = shards.count_tokens(manifest.train)
+            passes = self.plan.tokens / text
+            print0(f"data       {text:,} tokens, each read about {passes:.1f} times")
+            if passes > MOST_PASSES:
+                print0(
+                    "warning: so small a text is memorized after two or three passes: lower --num-iterations"
+                )
         self.forward = self.model
         if compiles:
             self.forward = parallel.compile_model(self.model, self.mesh)
@@ -274,9 +284,12 @@ class Run:
 def is_complete(folder: Path, steps: int) -> bool:
     """Whether a run of this many steps is complete; then prints its summary."""
     file = folder / "summary.json"
-    if not file.exists() or read_json(file, Summary).steps < steps:
+    done = read_json(file, Summary).steps if file.exists() else -1
+    if done < steps:
         return False
-    print0(f"run {folder.name} is complete: {folder}/report.md (--resume never starts over)")
+    print0(
+        f"run {folder.name} is complete with {done} steps: {folder}/report.md (--resume never starts over)"
+    )
     report.print_summary(read_json(file))
     return True
 

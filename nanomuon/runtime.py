@@ -172,9 +172,7 @@ def start(dtype: str = "auto") -> Runtime:
             device_id=device if gpus else None,
             timeout=timedelta(minutes=10),
         )
-    # A single process is the first, whatever another launch has left in the environment
-    rank = int(os.environ.get("RANK", "0")) if world_size > 1 else 0
-    return Runtime(device, getattr(torch, dtype), rank, world_size)
+    return Runtime(device, getattr(torch, dtype), int(os.environ.get("RANK", "0")), world_size)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -319,7 +317,9 @@ def locked(folder: Path, wait: bool = True):
     except Timeout:
         holder = _lock_file(folder).read_text() or "another process"  # which has not written its name yet
         if not wait:
-            raise InputError(f"{folder} is in use by {holder}: choose another, or stop it") from None
+            raise InputError(
+                f"{folder} is in use by {holder}: wait, stop it, or choose another name"
+            ) from None
         print(f"{holder} is preparing {folder.name}: waiting for it", flush=True)
         lock.acquire()
     try:

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     if rank() == 0:
         for file in sorted(folder.iterdir()):
             print(f"{file.stat().st_size:13,}  {file.name}")
-        print(f"export: {folder} ({args.dtype})")
+        print(f"export: {folder} ({args.dtype}); its README.md shows how to use it with transformers")
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@
 
 A contender is a preset (adamw, muon, normuon, or default: the recipe of base_train) or a Python file with
 
-    def param_groups(model, *, beta=0.9): ...    # groups for MuonAdamW
-    def build_optimizer(model): ...              # or this: any torch optimizer
-    def schedule(group, step, steps): ...        # {"lr": ...}, step counts from 0; default: the recipe's
+    def param_groups(model, batch, steps, *, beta=0.9): ...   # groups for MuonAdamW
+    def build_optimizer(model): ...                           # or this: any torch optimizer
+    def schedule(group, step, steps): ...   # {"lr": ...}, step counts from 0; default: the recipe's
 
-schedule gets a group as it was built. NAME:key=value,key=value hands keywords to these functions; lr_scale=X
-multiplies all learning rates. An optimizer to be judged by other weights than those it trains (such as an
-average) puts them in place in its eval() and restores its own in its train().
+Both builders may take batch (tokens per step) and steps; the recipe's rates follow them, so hand them on to
+recipe.param_groups. schedule gets a group as it was built. NAME:key=value,key=value hands keywords to these
+functions; lr_scale=X multiplies all learning rates. An optimizer to be judged by other weights than those it
+trains (such as an average) puts them in place in its eval() and restores its own in its train().
 
 With one seed all contenders start from the same weights and see the same rows; each is compared with the
 first, seed by seed. Every finished run is a line of races/NAME/results.jsonl under NANOMUON_BASE_DIR: an

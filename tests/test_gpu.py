@@ -175,9 +175,9 @@ def test_fp8_is_bf16_except_for_its_rounding(gpu):
 
 
 def test_a_run_learns_and_goes_on_after_a_kill(device, base, environment, monkeypatch):
-    if device.type == "cpu":
-        monkeypatch.setenv("NANOMUON_DEVICE", "cpu")
-    monkeypatch.setenv("NANOMUON_COMPILE", "1" if device.type == "cuda" else "0")
+    on_gpu = device.type == "cuda"
+    monkeypatch.setenv("NANOMUON_DEVICE", "" if on_gpu else "cpu")
+    monkeypatch.setenv("NANOMUON_COMPILE", "01"[on_gpu])
     steps, flags = 24, ("--save-every", "4", "--deterministic")
     whole = launch(base, "whole", steps, *flags)
     assert whole.wait() == 0, whole.stdout.read()
@@ -204,6 +204,14 @@ def test_too_little_memory_is_one_line(gpu):
 # ---- one rank per GPU, up to two
 
 
+def five_steps(model, kind):
+    optimizer = kind(build_param_groups(model, muon=MATRICES, adamw=OTHERS))
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.arange(50, device="cuda")).square().mean().backward()
+        optimizer.step()
+
+
 def on_ranks(rank, how, size, store, folder):
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -213,13 +221,7 @@ def on_ranks(rank, how, size, store, folder):
         parallelize_module(model, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
     elif how == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cuda", (size,), mesh_dim_names=("dp",)))
-    groups = build_param_groups(model, muon=MATRICES, adamw=OTHERS)
-    optimizer = DistMuonAdamW(groups)
-    for _ in range(5):
-        optimizer.zero_grad()
-        tokens = torch.arange(50, device="cuda")
-        model(tokens).square().mean().backward()
-        optimizer.step()
+    five_steps(model, DistMuonAdamW)
     params = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     if rank == 0:
         torch.save([p.detach().cpu() for p in params], folder)
@@ -233,11 +235,7 @@ def test_ranks_train_what_one_process_trains(gpu, how, tmp_path):
         arguments = (how, size, f"{folder}/store", tmp_path / "params.pt")
         torch.multiprocessing.spawn(on_ranks, arguments, nprocs=size)
     model = small_model(gpu)
-    optimizer = optimizer_of(model)
-    for _ in range(5):
-        optimizer.zero_grad()
-        model(torch.arange(50, device=gpu)).square().mean().backward()
-        optimizer.step()
+    five_steps(model, MuonAdamW)
     trained = torch.load(tmp_path / "params.pt")
     for param, expected in zip(trained, model.parameters(), strict=True):
         assert distance(param, expected.detach().cpu()) < 1e-2

@@ -5,6 +5,8 @@ import itertools
 import json
 import math
 import random
+import subprocess
+import sys
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -98,6 +100,22 @@ def test_a_race_is_interrupted_goes_on_and_grows(lab, tmp_path, capsys, monkeypa
     assert (folder / "race.png").stat().st_size > 5_000 and "| adamw " in (folder / "race.md").read_text()
     with pytest.raises(InputError, match="was run with steps 50, not 20: choose another --name"):
         lab("--contenders", "default", "--steps", "20")
+
+
+KILLED = """
+import multiprocessing, os
+from concurrent.futures import ProcessPoolExecutor
+from scripts.laboratory.race import start_worker
+
+context = multiprocessing.get_context("spawn")
+pool = ProcessPoolExecutor(1, context, start_worker, (context.Value("i", 0),))
+pool.submit(os.getpid).result()
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_workers_of_a_killed_race_end():
+    subprocess.run([sys.executable, "-c", KILLED], capture_output=True, timeout=60)  # they hold its pipes
 
 
 OWN = """

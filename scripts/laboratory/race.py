@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import statistics
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -275,14 +276,21 @@ class Race:
 
 
 def start_worker(counter):
-    """Give this process one thread, and a GPU if there is one. Its parent handles Ctrl-C."""
+    """Give this process one thread, and a GPU if there is one. Its parent handles Ctrl-C; it ends with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
     with counter.get_lock():
         index = counter.value
         counter.value += 1
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         os.environ["LOCAL_RANK"] = str(index % torch.cuda.device_count())
+
+
+def end_with_parent():
+    """A killed parent leaves its workers waiting for the next run, with their memory."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def check_same_start(results):
