@@ -232,10 +232,11 @@ def on_ranks(rank, how, size, store, folder):
 def test_ranks_train_what_one_process_trains(gpu, how, tmp_path):
     size = min(2, torch.cuda.device_count())
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (how, size, f"{folder}/store", tmp_path / "params.pt")
-        torch.multiprocessing.spawn(on_ranks, arguments, nprocs=size)
+        torch.multiprocessing.spawn(
+            on_ranks, (how, size, f"{folder}/store", tmp_path / "params"), nprocs=size
+        )
     model = small_model(gpu)
     five_steps(model, MuonAdamW)
-    trained = torch.load(tmp_path / "params.pt")
+    trained = torch.load(tmp_path / "params")
     for param, expected in zip(trained, model.parameters(), strict=True):
         assert distance(param, expected.detach().cpu()) < 1e-2
