@@ -681,8 +681,8 @@ class MuonAdamW(torch.optim.Optimizer):
     do not change. `p.grad` is never written. If the norm of a gradient is not finite on any rank, the step
     changes nothing, and `skipped_steps`, a 0-D tensor, counts it.
 
-    Memory of a step beyond parameters, gradients and state: one batch of a bank (BATCH_BYTES) and its
-    temporaries, and the small parameters as one vector.
+    Memory of a step beyond parameters, gradients and state: the temporaries of one batch of a bank
+    (BATCH_BYTES) or of one large AdamW parameter, and vectors of the small parameters and their gradients.
     """
 
     def __init__(self, param_groups, *, compile="auto", ns_dtype=None, world=None):
