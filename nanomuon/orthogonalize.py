@@ -121,7 +121,7 @@ def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dty
     norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True)  # (K, 1, 1)
     if pieces is not None:
         norm = pieces.sum(norm.square(), 1, 2).sqrt()
-    # Divided by its Frobenius norm, X has singular values of at most 1; the set of this name wants 2% less
+    # Divided by its Frobenius norm, X has singular values of at most 1; polar_express wants 2% less
     X = X / (1.02 * norm + 1e-6 if coefficients == "polar_express" else norm.clamp(min=1e-7))
     if not exact:
         X = X.to(iteration_dtype)

@@ -137,8 +137,8 @@ def load_recipe(file):
 
     The file defines `param_groups(model)`, a list of groups for MuonAdamW, or `build_optimizer(model)`, any
     torch.optim.Optimizer (what it keeps outside its `state` is lost at a resume), either with the parameters
-    `batch` and `steps` if it likes (see make_optimizer), which param_groups of the recipe should get, too;
-    and if it likes `schedule(group, step, steps)`, else it is None. What the file imports of this one to
+    `batch` and `steps` if it likes (see make_optimizer; hand them on to the recipe's param_groups); and if it
+    likes `schedule(group, step, steps)`, else it is None. What the file imports of this one to
     build on is not its own. InputError if there is no such function.
     """
     names, own = run_file(file), {}

@@ -172,7 +172,7 @@ def start(dtype: str = "auto") -> Runtime:
             device_id=device if gpus else None,
             timeout=timedelta(minutes=10),
         )
-    return Runtime(device, getattr(torch, dtype), int(os.environ.get("RANK", "0")), world_size)
+    return Runtime(device, getattr(torch, dtype), rank(), world_size)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Muon on parameters that live in pieces (DTensors), modelled on Motif's parallel Muon; extends `optim.py`.
+"""Muon on parameters that live in pieces (DTensors), modeled on Motif's parallel Muon; extends `optim.py`.
 
 A DTensor that is not cut anywhere counts as replicated. Otherwise its gradient counts as final (FSDP2 has
 averaged it; in tensor parallelism it is exact, and the loop averages it over data-parallel ranks), and

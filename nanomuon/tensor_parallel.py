@@ -1,4 +1,4 @@
-"""Matrices that the ranks of a tensor-parallel group orthogonalize together, modelled on Megatron's.
+"""Matrices that the ranks of a tensor-parallel group orthogonalize together, modeled on Megatron's.
 
 An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short and its long side. The option
 `tensor_parallel` of a Muon group is one of these modes:
