@@ -8,7 +8,7 @@ import importlib
 _MODULES = {
     "DistMuonAdamW": "nanomuon.optim",
     "MuonAdamW": "nanomuon.optim",
-    "build_param_groups": "nanomuon.param_groups",
+    "build_param_groups": "nanomuon.optim_groups",
 }
 __all__ = ["DistMuonAdamW", "MuonAdamW", "build_param_groups"]
 

@@ -13,9 +13,9 @@ import torch
 from nanomuon import head_loss, recipe
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import BATCH_BYTES, MuonAdamW, World
+from nanomuon.optim_fsdp import Cut, Pipeline
 from nanomuon.optim_state import named_parameters
 from nanomuon.parallel import COLUMNS, ROWS
-from nanomuon.sharded import Cut, Pipeline
 
 FLOAT32 = 4  # bytes of a weight, and of a gradient
 
@@ -116,7 +116,7 @@ class RankPlan:
         self.optimizer.plan()
 
     def parameter(self, parameter: Parameter, layout: Layout) -> torch.nn.Parameter:
-        """This rank's part of it, with its cuts (see sharded.cuts)."""
+        """This rank's part of it, with its cuts (see optim_fsdp.cuts)."""
         shape, cuts = parameter.held(layout), []
         if layout.cuts_rows:
             _, rows = self.data_parallel.share(shape[0], 0)

@@ -16,7 +16,7 @@ another. In one process every transfer passes its input straight through; the ma
 In order: the kernels; a group's numbers on the device; the ranks and their collectives; the direction of a
 Muon update; the work items (SmallParameters, Rows, Bank); who owns which matrix; the optimizers.
 `optim_state.py` saves and loads state. Two extensions import this file, and its planner imports them when
-it meets their parameters: `sharded.py` (FSDP2, with `tensor_parallel.py`) and `fused.py` (split
+it meets their parameters: `optim_fsdp.py` (FSDP2, with `optim_tp.py`) and `optim_fused.py` (split
 matrices). The group's option `direction` takes a rule of your own for matrices; docs/optimizer.md, the page
 to read next to this file, adds Lion.
 """
@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from nanomuon import optim_state
+from nanomuon.optim_groups import MUON_OPTIONS, build_param_groups, check_group, option_name
 from nanomuon.optim_state import (
     Place,
     elements,
@@ -49,7 +50,6 @@ from nanomuon.orthogonalize import (
     orthogonalize,
     update_scale,
 )
-from nanomuon.param_groups import MUON_OPTIONS, build_param_groups, check_group, option_name
 from nanomuon.runtime import compile_enabled
 
 SMALL = 16_384  # elements; AdamW parameters up to this size travel together and every rank updates them
@@ -117,7 +117,7 @@ def muon_direction(
     plain Muon. second_weight: (k, 1, 1), the weight of this step in the second moment, (1 - beta2) * ok.
     Returns X (k, m, n) in the dtype of the iteration and its gain, in the dtype of the state and shaped like
     the second moment or (k, 1, 1): their product is the direction of the update. pieces: a
-    tensor_parallel.Pieces if U and X are this rank's pieces of matrices; sums then include all ranks.
+    optim_tp.Pieces if U and X are this rank's pieces of matrices; sums then include all ranks.
     """
     m, n = U.shape[1:] if pieces is None else pieces.shape
     short = min(m, n)
@@ -388,7 +388,7 @@ class Direction:
 def direction_of(group, m, n, ns_dtype, run_kernel):
     """The direction of a group's (m, n) matrices."""
     if group["split"] is not None:
-        from nanomuon.fused import FusedDirection  # an extension: imported when it is needed
+        from nanomuon.optim_fused import FusedDirection  # an extension: imported when it is needed
 
         return FusedDirection(group, m, n, ns_dtype, run_kernel)
     return Direction(group, m, n, ns_dtype, run_kernel)
@@ -399,7 +399,7 @@ def direction_of(group, m, n, ns_dtype, run_kernel):
 #
 #   update(numbers)   a generator that yields twice: after its collect, to be sent `ok` (1 or 0 for each of
 #                     its params, on the device), and after its compute. Across a yield it holds only what is
-#                     in flight. (A Pipeline of sharded.py needs `ok` before it can collect: it
+#                     in flight. (A Pipeline of optim_fsdp.py needs `ok` before it can collect: it
 #                     starts its first chunk in its compute and drives the rest in its deliver.) numbers: of
 #                     its group, on the device.
 #
@@ -536,7 +536,7 @@ class Bank:
     from it instead.
     """
 
-    momentum_at_owner = True  # sharded.Chunk keeps it with the shards
+    momentum_at_owner = True  # optim_fsdp.Chunk keeps it with the shards
 
     def __init__(self, params, group, direction, owners, world, run_kernel):
         self.params, self.group, self.world, self.run_kernel = params, group, world, run_kernel
@@ -663,7 +663,7 @@ class MuonAdamW(torch.optim.Optimizer):
     """Muon and AdamW in one process. The update rules are the kernels above.
 
     param_groups: dicts with `kind` ("muon" | "adamw"), `params`, for muon lr, momentum, ns_steps, beta2,
-    weight_decay and any of param_groups.MUON_OPTIONS, for adamw lr, betas, eps, weight_decay. `beta2=None` is
+    weight_decay and any of optim_groups.MUON_OPTIONS, for adamw lr, betas, eps, weight_decay. `beta2=None` is
     Muon without a second moment, `ns_steps=None` the coefficient set's own length. `names`, aligned with
     params, or (name, parameter) pairs in params give the names that state is saved by, default group{i}.{j}.
     Rates, momenta, betas, eps and decays may change at any time; parameters, other options and whether there
@@ -705,7 +705,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
         Muon's updates are scaled to the rms of AdamW's (`match_rms_adamw`, Moonlight, arXiv 2502.16982), so
         that one rate serves both; muon_lr: another one for the matrices. Weight decay is AdamW's, decoupled.
-        `param_groups.routing_table(model)` shows how each parameter is trained. settings: further keywords of
+        `optim_groups.routing_table(model)` shows how each parameter is trained. settings: further keywords of
         the constructor.
         """
         muon = dict(
@@ -801,7 +801,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.dtype = torch.float32  # the widest of the work items
         self.work_items = []  # in the order of their collectives, which all ranks share
         self.places = {}  # parameter -> {name of its state: Place}
-        self.worlds = {}  # process group of a device mesh -> World, see sharded.plan_group
+        self.worlds = {}  # process group of a device mesh -> World, see optim_fsdp.plan_group
 
     @torch.no_grad()
     def plan(self):
@@ -881,9 +881,9 @@ class MuonAdamW(torch.optim.Optimizer):
                 banks.setdefault(alike, []).append(param)
         items = []
         if cut:
-            from nanomuon import sharded  # an extension: imported when it is needed
+            from nanomuon import optim_fsdp  # an extension: imported when it is needed
 
-            items += sharded.plan_group(self, group, cut, run_kernel)
+            items += optim_fsdp.plan_group(self, group, cut, run_kernel)
         # The largest matrices are assigned first
         for alike in sorted(banks, key=lambda alike: -math.prod(alike[0])):
             together = banks[alike]
@@ -937,7 +937,7 @@ class DistMuonAdamW(MuonAdamW):
     same parameters; a world of one does what MuonAdamW does.
 
     Parameters that are DTensors cut over a device mesh (FSDP2, tensor parallelism) are updated as pieces, see
-    `sharded.py`.
+    `optim_fsdp.py`.
     """
 
     def __init__(self, param_groups, process_group=None, comm_dtype=None, *, compile="auto", ns_dtype=None):

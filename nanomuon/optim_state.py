@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
 
-from nanomuon.param_groups import MUON_OPTIONS, clean_name, default_names, option_name
+from nanomuon.optim_groups import MUON_OPTIONS, clean_name, default_names, option_name
 
 
 def named_parameters(groups):

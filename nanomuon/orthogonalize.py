@@ -104,7 +104,7 @@ def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dty
     GPUs, is more accurate than the plain one in bf16 (relative errors of .0044 and .0086 on a Gaussian
     matrix, computed on a CPU). Singular values end in about [0.7, 1.15], depending on the set; a zero matrix
     stays zero. Call it outside torch.autocast, which would compute the products in its own dtype (a step of
-    the optimizers does). pieces: a tensor_parallel.Pieces, if U holds this rank's pieces. ValueError for
+    the optimizers does). pieces: a optim_tp.Pieces, if U holds this rank's pieces. ValueError for
     anything but real matrices, and for the Gram form in bf16.
     """
     if U.ndim < 2 or U.is_complex():

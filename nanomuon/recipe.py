@@ -9,7 +9,7 @@ import runpy
 from pathlib import Path
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.param_groups import build_param_groups
+from nanomuon.optim_groups import build_param_groups
 from nanomuon.runtime import InputError
 
 # nanochat trains depth 12 on about this many tokens, with this batch. Rates and decay are given for a run of

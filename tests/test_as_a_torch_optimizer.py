@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.param_groups import build_param_groups
+from nanomuon.optim_groups import build_param_groups
 from tests.layouts import full
 from tests.reference import ADAMW, MATRICES, MUON, OTHERS
 from tests.worlds import run_world

@@ -21,7 +21,7 @@ from nanomuon.command import explain
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.moe import grouped_mm
 from nanomuon.optim import DistMuonAdamW, MuonAdamW, adamw_update, muon_direction, muon_momentum, muon_update
-from nanomuon.param_groups import build_param_groups
+from nanomuon.optim_groups import build_param_groups
 from tests.reference import MATRICES, OTHERS, distance
 from tests.training import launch, losses
 

@@ -13,7 +13,7 @@ import pytest
 
 import nanomuon
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.param_groups import build_param_groups
+from nanomuon.optim_groups import build_param_groups
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,7 +59,7 @@ def test_the_package_has_three_names_which_are_loaded_when_asked_for():
     assert set(nanomuon.__all__) == {"MuonAdamW", "DistMuonAdamW", "build_param_groups"} < set(dir(nanomuon))
     with pytest.raises(AttributeError, match="module 'nanomuon' has no attribute 'Muon'"):
         nanomuon.Muon  # noqa: B018
-    loaded = "print('nanomuon.optim' in sys.modules, 'nanomuon.param_groups' in sys.modules)"
+    loaded = "print('nanomuon.optim' in sys.modules, 'nanomuon.optim_groups' in sys.modules)"
     imports = "import nanomuon.gpt, sys", "from nanomuon import build_param_groups", "from nanomuon import *"
     found = python("\n".join(f"{each}; {loaded}" for each in imports))
     assert found == "False False\nFalse True\nTrue True"

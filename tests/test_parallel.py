@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from nanomuon import checkpoint, hf_export, parallel
 from nanomuon.gpt import GPTConfig
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
+from nanomuon.optim_fsdp import local
+from nanomuon.optim_groups import build_param_groups
 from nanomuon.parallel import build_model
-from nanomuon.param_groups import build_param_groups
 from nanomuon.runtime import Runtime
-from nanomuon.sharded import local
 from tests.reference import distance
 from tests.training import QUIET, Ranks, losses
 from tests.worlds import run_world

@@ -164,7 +164,7 @@ def test_a_second_sigint_stops_at_once(base):
 POISON = """
     import torch.distributed as dist
     from nanomuon.optim import DistMuonAdamW
-    from nanomuon.param_groups import build_param_groups
+    from nanomuon.optim_groups import build_param_groups
     forward, losses, backwards = model.forward, [], []
     def poisoned(*inputs, **options):
         loss = forward(*inputs, **options)

@@ -11,7 +11,7 @@ from pathlib import Path
 from scipy.stats import qmc
 
 from nanomuon import recipe
-from nanomuon.param_groups import build_param_groups
+from nanomuon.optim_groups import build_param_groups
 from nanomuon.recipe import load_recipe, lr_multiplier, make_optimizer, run_file, untrained, values_at
 from nanomuon.runtime import InputError
 from scripts.laboratory.tasks import digest, empty_model

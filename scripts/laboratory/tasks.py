@@ -17,7 +17,7 @@ from nanomuon import shards
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.param_groups import option_name
+from nanomuon.optim_groups import option_name
 from nanomuon.runtime import InputError, usable_gpus
 from nanomuon.tokenizer import Tokenizer
 

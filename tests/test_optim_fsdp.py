@@ -1,4 +1,4 @@
-"""Parameters in pieces (sharded.py, tensor_parallel.py): PyTorch's engines, FSDP2's pipeline, refusals."""
+"""Parameters in pieces (optim_fsdp.py, optim_tp.py): PyTorch's engines, FSDP2's pipeline, refusals."""
 
 import functools
 import os
@@ -12,10 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import nanomuon.sharded as sharded
-from nanomuon import tensor_parallel
+import nanomuon.optim_fsdp as optim_fsdp
+from nanomuon import optim_tp
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.param_groups import build_param_groups
+from nanomuon.optim_groups import build_param_groups
 from tests.layouts import (
     COLUMNS,
     COPY,
@@ -153,7 +153,7 @@ def watched(group, layout, matrices_of_an_owner):
 
     chunk_bytes = matrices_of_an_owner * 4 * 48 * 64
     with (
-        mock.patch.dict(sharded.CHUNK_BYTES, cpu=chunk_bytes),
+        mock.patch.dict(optim_fsdp.CHUNK_BYTES, cpu=chunk_bytes),
         mock.patch.object(dist, "all_to_all_single", launch),
     ):
         run = Run(group, layout, CHUNKED, torch.float32, direction=watched_direction)
@@ -257,11 +257,11 @@ def test_layouts_without_a_transport_are_refused_by_name():
 def test_ranks_orthogonalize_together_if_the_long_side_is_cut(shape, dim, options, mode):
     group = dict(split=None, direction=None, tensor_parallel=None) | options
     world = mock.Mock(size=2)
-    assert tensor_parallel.choose_mode(group, shape, dim, world) == mode
+    assert optim_tp.choose_mode(group, shape, dim, world) == mode
 
 
 @pytest.mark.parametrize("shape, options", [((25, 12), dict()), ((24, 12), dict(split=2))])
 def test_blocks_that_are_uneven_or_cross_parts_are_refused(shape, options):
     group = dict(split=None, direction=None, tensor_parallel="blockwise") | options
     with pytest.raises(ValueError, match="use duplicated"):
-        tensor_parallel.choose_mode(group, shape, 1, mock.Mock(size=2))
+        optim_tp.choose_mode(group, shape, 1, mock.Mock(size=2))

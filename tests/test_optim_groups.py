@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
-from nanomuon.param_groups import build_param_groups, clean_name, matches, routing_table
+from nanomuon.optim_groups import build_param_groups, clean_name, matches, routing_table
 from tests.reference import MATRICES, OTHERS
 
 

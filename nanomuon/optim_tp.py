@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nanomuon.param_groups import split_rows
+from nanomuon.optim_groups import split_rows
 
 
 def choose_mode(group, shape, dim, world):

@@ -6,7 +6,7 @@ momentum and AdamW's moments are cut like it. The dimension of the device mesh t
 how they are updated:
 
   the experts of (E, m, n)    whole matrices on every rank: nothing moves
-  a dimension called "tp"     tensor parallelism: the ranks orthogonalize together (`tensor_parallel.py`)
+  a dimension called "tp"     tensor parallelism: the ranks orthogonalize together (`optim_tp.py`)
   any other (FSDP2)           data parallelism: an all_to_all brings the shards of each matrix to its owner,
                               which keeps its second moment; another one returns the shards of its update
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from nanomuon import tensor_parallel
+from nanomuon import optim_tp
 from nanomuon.optim import (
     Bank,
     World,
@@ -125,15 +125,15 @@ def sharding_of(param, group, cuts_of_param, ns_dtype, run_kernel):
             tp, tp_dim = cut.world, cut_dim
     if tp is None:
         return Sharding(shape, direction_of(group, m, n, ns_dtype, run_kernel), data_parallel, dim)
-    mode = tensor_parallel.choose_mode(group, shape, tp_dim, tp)
+    mode = optim_tp.choose_mode(group, shape, tp_dim, tp)
     lo, hi = tp.share(shape[tp_dim - 1], tp.rank)
     held = (hi - lo, n) if tp_dim == 1 else (m, hi - lo)
     if mode == "blockwise":  # each block is its own matrix
         direction = direction_of(group, *held, ns_dtype, run_kernel)
         return Sharding(held, direction, data_parallel, dim, blocks=tp.size)
     direction = direction_of(group, m, n, ns_dtype, run_kernel)
-    kind = tensor_parallel.Duplicated if mode == "duplicated" else tensor_parallel.Distributed
-    pieces = tensor_parallel.Pieces(tp, tp_dim, shape)
+    kind = optim_tp.Duplicated if mode == "duplicated" else optim_tp.Distributed
+    pieces = optim_tp.Pieces(tp, tp_dim, shape)
     return Sharding(held, kind(direction, pieces), data_parallel, dim)
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import torch
 
 from nanomuon.optim import Direction, muon_direction
-from nanomuon.param_groups import split_rows
+from nanomuon.optim_groups import split_rows
 
 
 def fused_direction(U, second_momentum_buffer, second_weight, split, pieces=None, **options):
