@@ -42,8 +42,8 @@ def aurora(U, iterations, ns_dtype=None):
 def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2, iterations=2):
     groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
 
-    def direction(U, kept, ok, square_weight):
-        return aurora(U, iterations, model.compute_dtype), torch.ones_like(square_weight)
+    def direction(U, buffers, ok, hyper):
+        return aurora(U, iterations, model.compute_dtype), torch.ones_like(ok)
 
     for group in groups:
         if group["kind"] == "muon":

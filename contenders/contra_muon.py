@@ -38,7 +38,7 @@ def contra(U, c, ns_dtype=None):
 def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2, c=0.4):
     groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
 
-    def direction(U, kept, ok, square_weight):
+    def direction(U, buffers, ok, hyper):
         return contra(U, c, model.compute_dtype)
 
     for group in groups:

@@ -25,9 +25,9 @@ def norms(param):
 
 
 def build_optimizer(model, batch=None, steps=None, *, matrix_lr=0.018):
-    def direction(U, kept, ok, square_weight):
+    def direction(U, buffers, ok, hyper):
         """U: (k, m, n)."""
-        X = orthogonalize(U, ns_dtype=model.compute_dtype).to(square_weight.dtype)
+        X = orthogonalize(U, ns_dtype=model.compute_dtype).to(ok.dtype)
         return X, 1 / torch.linalg.matrix_norm(X, keepdim=True).clamp(min=1e-10)
 
     def radius(m, n):

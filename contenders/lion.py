@@ -32,19 +32,19 @@ def param_groups(
 ):
     beta1, beta2 = betas
 
-    def direction(U, kept, ok, square_weight):
-        """U: (k, m, n), the mean gradients, since the group has momentum 0. kept["exp_avg"]: (k, m, n)."""
-        X = kept["exp_avg"].lerp(U, 1 - beta1).sign()
-        kept["exp_avg"].lerp_(U, (1 - beta2) * ok)
-        return X, torch.ones_like(square_weight)
+    def direction(U, buffers, ok, hyper):
+        """U: (k, m, n), the mean gradients: the group has no momentum. buffers["exp_avg"]: (k, m, n)."""
+        X = buffers["exp_avg"].lerp(U, 1 - beta1).sign()
+        buffers["exp_avg"].lerp_(U, (1 - beta2) * ok)
+        return X, torch.ones_like(ok)
 
-    def state(m, n):
+    def buffers_of(m, n):
         return {"exp_avg": (m, n)}
 
-    direction.state = state
+    direction.buffers = buffers_of
     matrices = dict(
         lr=matrix_lr,
-        momentum=0.0,
+        momentum=None,
         ns_steps=5,
         beta2=None,
         weight_decay=weight_decay,

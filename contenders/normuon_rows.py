@@ -15,22 +15,22 @@ from nanomuon import recipe
 from nanomuon.orthogonalize import orthogonalize
 
 
-def state(m, n):
+def buffers_of(m, n):
     return {"second_momentum_buffer": (m, 1)}
 
 
 def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2, beta2=0.95):
-    def direction(U, kept, ok, square_weight):
-        """U: (k, m, n). kept["second_momentum_buffer"]: (k, m, 1)."""
-        X = orthogonalize(U, ns_dtype=model.compute_dtype).to(square_weight.dtype)  # (k, m, n)
-        second = kept["second_momentum_buffer"]
-        second.lerp_(X.square().mean(dim=2, keepdim=True), square_weight * ok)
+    def direction(U, buffers, ok, hyper):
+        """U: (k, m, n). buffers["second_momentum_buffer"]: (k, m, 1)."""
+        X = orthogonalize(U, ns_dtype=model.compute_dtype).to(ok.dtype)  # (k, m, n)
+        second = buffers["second_momentum_buffer"]
+        second.lerp_(X.square().mean(dim=2, keepdim=True), hyper.one_minus_beta2 * ok)
         scaled = X * second.clamp(min=1e-10).rsqrt()
         norm_before = torch.linalg.matrix_norm(X, keepdim=True)  # (k, 1, 1)
         norm_after = torch.linalg.matrix_norm(scaled, keepdim=True)
         return scaled, norm_before / norm_after.clamp(min=1e-10)
 
-    direction.state = state
+    direction.buffers = buffers_of
     groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
     for group in groups:
         if group["kind"] == "muon":

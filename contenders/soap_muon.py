@@ -32,35 +32,37 @@ def turn_basis(Q, gram, V, first, due):
     Q.copy_(torch.where(first, eigenvectors, Q))
 
 
-def state(m, n):
+def buffers_of(m, n):
     grams = {"left_gram": (m, m), "right_gram": (n, n), "left": (m, m), "right": (n, n)}
     return {"exp_avg": (m, n), "exp_avg_sq": (m, n), "count": (1, 1), **grams}
 
 
 def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2, every=10):
-    def direction(U, kept, ok, square_weight):
-        """U: (k, m, n), the mean gradients, since the group has momentum 0."""
-        M, V, count = kept["exp_avg"], kept["exp_avg_sq"], kept["count"]
-        left, right = kept["left"], kept["right"]  # (k, m, m), (k, n, n)
+    def direction(U, buffers, ok, hyper):
+        """U: (k, m, n), the mean gradients, since the group has no momentum."""
+        M, V, count = buffers["exp_avg"], buffers["exp_avg_sq"], buffers["count"]
+        left, right = buffers["left"], buffers["right"]  # (k, m, m), (k, n, n)
         moves = ok * (count > 0)  # (k, 1, 1)
         M.lerp_(U, (1 - BETA1) * moves)
         V.lerp_((left.mT @ U @ right).square(), (1 - BETA2) * moves)
         N = left.mT @ M @ right / (V.sqrt() + EPS)
         X = orthogonalize(left @ N @ right.mT, ns_dtype=model.compute_dtype)
 
-        kept["left_gram"].lerp_(U @ U.mT, (1 - BETA2) * ok)
-        kept["right_gram"].lerp_(U.mT @ U, (1 - BETA2) * ok)
+        buffers["left_gram"].lerp_(U @ U.mT, (1 - BETA2) * ok)
+        buffers["right_gram"].lerp_(U.mT @ U, (1 - BETA2) * ok)
         first = (count == 0) & (ok > 0)
         due = (count > 0) & (count % every == 0) & (ok > 0)
         if first.any() or due.any():  # the host waits for a GPU here
-            turn_basis(left, kept["left_gram"], V, first, due)
-            turn_basis(right, kept["right_gram"], V.mT, first, due)  # a view: its rows are the columns of V
+            turn_basis(left, buffers["left_gram"], V, first, due)
+            turn_basis(
+                right, buffers["right_gram"], V.mT, first, due
+            )  # a view: its rows are the columns of V
         count += ok
         return X, moves
 
-    direction.state = state
+    direction.buffers = buffers_of
     groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
     for group in groups:
         if group["kind"] == "muon":
-            group.update(direction=direction, beta2=None, momentum=0.0)
+            group.update(direction=direction, beta2=None, momentum=None)
     return groups

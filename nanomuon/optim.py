@@ -4,30 +4,49 @@
     adamw = dict(kind="adamw", params=[...], lr=3e-4, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
     optimizer = DistMuonAdamW([muon, adamw])  # under torchrun; in one process MuonAdamW([muon, adamw])
 
-The parameters are divided into work items. Each has a generator `update`, read from top to bottom:
+The parameters are divided into work items. `MuonAdamW.step` takes all of them through the same phases:
 
     collect   send the gradients to the ranks that work on them
-    compute   wait for them, do the mathematics, send the result
-    deliver   wait for the other ranks' results, write them into the parameters
+    compute   the mathematics, where the gradients have arrived
+    send      send the results
+    deliver   write the other ranks' results into the parameters
 
-`step` takes all items through the three phases, so that the transfers of one run during the mathematics of
-another. In one process every transfer passes its input straight through; the mathematics is the same code.
+Every rank has all replicated parameters and its own gradients of them. The collectives of `collect` average
+those over the W ranks; nothing else does. So the mean gradient of a matrix exists only at its owner, which
+alone has its state (ZeRO-2). In each phase the items go in the order of this table:
 
-In order: the kernels; a group's numbers on the device; the ranks and their collectives; the direction of a
-Muon update; the work items (SmallParameters, Rows, Bank); who owns which matrix; the optimizers.
-`optim_state.py` saves and loads state. Two extensions import this file, and its planner imports them when
-it meets their parameters: `optim_fsdp.py` (FSDP2, with `optim_tp.py`) and `optim_fused.py` (split
-matrices). The group's option `direction` takes a rule of your own for matrices; docs/optimizer.md, the page
-to read next to this file, adds Lion.
+    work item        parameters                  collect                send         state on a rank
+    Bank             K matrices of one shape     reduce_scatter         all_gather   ceil(K/W) matrices'
+      if 2K < W      the same                    reduce to each owner   broadcast    one's, on K ranks
+    Rows             a large one of AdamW        reduce_scatter         all_gather   ceil(R/W) rows'
+    SmallParameters  AdamW's up to SMALL         all_reduce             nothing      all
+    Pipeline         matrices sharded by FSDP2   all_to_all             all_to_all   see optim_fsdp.py
+
+A bank sends one stack of all its gradients, padded to a multiple of W, and receives its 1/W of it; later one
+stack of all updated matrices. Rows of a parameter that divides by W are sent from `p.grad` and received in
+the parameter; others are padded. Small parameters travel as one flat vector. All gradients are in flight at
+once, which takes (1 + 1/W) times their padded bytes; a stack of gradients is freed before that of the results
+is made. A step sends 2(W-1)/W times the bytes of the parameters from each rank. Besides, it takes the
+temporaries of one batch of a bank (BATCH_BYTES) or of one large AdamW parameter. In one process every
+transfer hands its input through, and the mathematics is the same code.
+
+In order: the kernels; a group's numbers; the ranks and their collectives; the rule that makes the direction
+of a Muon update; the work items; who owns which matrix; the optimizers. `optim_groups.py` checks the groups,
+`optim_state.py` saves and loads state. Two extensions import this file, and its planner imports them when it
+meets their parameters: `optim_fsdp.py` (FSDP2, with tensor parallelism in `optim_tp.py`) and `optim_fused.py`
+(split matrices). A group's option `direction` takes a rule of your own: docs/optimizer.md, the page to read
+next to this file, adds Lion.
 """
 
+import contextvars
 import functools
-import itertools
 import logging
 import math
 import os
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,21 +54,16 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from nanomuon import optim_state
-from nanomuon.optim_groups import MUON_OPTIONS, build_param_groups, check_group, option_name
-from nanomuon.optim_state import (
-    Place,
-    elements,
-    is_cut,
-    like_param,
-    local,
+from nanomuon.optim_groups import (
+    build_param_groups,
+    check_group,
+    compare_ranks,
     named_parameters,
-    rows_of,
-    state_dtype,
+    option_name,
+    structure,
 )
-from nanomuon.orthogonalize import (
-    orthogonalize,
-    update_scale,
-)
+from nanomuon.optim_state import Place, is_cut, like_param, local, rows_of, state_dtype
+from nanomuon.orthogonalize import orthogonalize, update_scale
 from nanomuon.runtime import compile_enabled
 
 SMALL = 16_384  # elements; AdamW parameters up to this size travel together and every rank updates them
@@ -61,158 +75,176 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # ------------------------------------------------------------------------------------------------------------
-# Kernels. `numbers` is a tensor on the device with the hyperparameters of a group, in the order of
-# `numbers_of`, so a new value recompiles nothing. Options (nesterov, coefficients) are Python values: each
-# choice is compiled once. `ok` is 1, or 0 if the parameter must not change: it has no gradient, or some
-# gradient is not finite. The gradient then counts as 0 and every rate is multiplied by 0; torch.where keeps
-# the parameter, since 0 times infinity is NaN. Arithmetic is in the dtype of the state, except Newton-Schulz.
+# Kernels. `ok` is 1, or 0 if the parameter must not change: it has no gradient, or some gradient is not
+# finite. The gradient then counts as 0 and every rate is multiplied by 0; torch.where keeps the parameter,
+# since 0 times infinity is NaN. `hyper` has a group's numbers as 0-D tensors, so a new value recompiles
+# nothing. Options (nesterov, cautious) are Python values: each choice is compiled once. Arithmetic is in the
+# dtype of the state, except Newton-Schulz.
+
+compiling = contextvars.ContextVar("compiling", default=False)  # whether the optimizer that steps compiles
 
 
-def adamw_update(param, grad, exp_avg, exp_avg_sq, step, ok, numbers):
-    """AdamW (arXiv 1711.05101) in place on tensors of one shape.
-
-    step, including this one, and ok are 0-D or have one value per element.
+def kernel(function):
+    """Decorator: in a step of an optimizer that compiles, call a compiled copy, if the first tensor is large
+    enough to gain from it.
     """
-    lr, lr_times_decay, grad_weight, square_weight, eps = numbers.unbind()
+
+    @functools.wraps(function)
+    def call(*tensors, **options):
+        first = tensors[0]
+        if torch.compiler.is_compiling() or not compiling.get() or first.numel() < COMPILE_FROM:
+            return function(*tensors, **options)
+        return compiled(function, first.shape, first.dtype, *options.items())(*tensors, **options)
+
+    return call
+
+
+@functools.cache
+def compiled(function, *key):
+    """A copy of the function for every key: Dynamo compiles a code object at most eight times."""
+    code, name = function.__code__.replace(), function.__name__
+    copy = types.FunctionType(code, function.__globals__, name, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    logging.getLogger("nanomuon").info("compiling %s: this step takes a while", name)
+    return torch.compile(copy, dynamic=False, fullgraph=True)
+
+
+@kernel
+def adamw_update(
+    param,  # (32768, 768), of any shape; updated in place
+    grad,  # (32768, 768)
+    exp_avg,  # (32768, 768), updated in place
+    exp_avg_sq,  # (32768, 768), updated in place
+    step,  # (), this one included; or one per element, (32768, 768)
+    ok,  # like step
+    hyper,  # AdamWNumbers
+):
+    """AdamW (arXiv 1711.05101)."""
     grad = torch.where(ok > 0, grad, 0).to(exp_avg.dtype)
-    exp_avg.lerp_(grad, grad_weight * ok)
-    exp_avg_sq.lerp_(grad.square(), square_weight * ok)
-    bias1 = -torch.expm1(step * torch.log1p(-grad_weight))  # 1 - beta^t, without the digits that powers lose
-    bias2 = -torch.expm1(step * torch.log1p(-square_weight))
-    update = exp_avg * (lr / bias1 * ok) / (exp_avg_sq.sqrt() * bias2.rsqrt() + eps)
-    new = param.to(exp_avg.dtype) * (1 - lr_times_decay * ok) - update
+    exp_avg.lerp_(grad, hyper.one_minus_beta1 * ok)
+    exp_avg_sq.lerp_(grad.square(), hyper.one_minus_beta2 * ok)
+    bias1 = -torch.expm1(step * torch.log1p(-hyper.one_minus_beta1))  # 1 - beta^t; a power would lose digits
+    bias2 = -torch.expm1(step * torch.log1p(-hyper.one_minus_beta2))
+    update = exp_avg * (hyper.lr / bias1 * ok) / (exp_avg_sq.sqrt() * bias2.rsqrt() + hyper.eps)
+    new = param.to(exp_avg.dtype) * (1 - hyper.lr_times_decay * ok) - update
     param.copy_(torch.where(ok > 0, new.to(param.dtype), param))
 
 
-def muon_momentum(grad, momentum_buffer, ok, numbers, *, nesterov):
-    """Update the momentum in place and return the matrices to orthogonalize, U. ok: (k, 1, 1), the rest
-    (k, m, n).
+@kernel
+def muon_momentum(
+    grad,  # (12, 768, 3072): a batch of matrices
+    momentum_buffer,  # (12, 768, 3072), updated in place; None: no momentum
+    ok,  # (12, 1, 1)
+    hyper,  # MuonNumbers
+    *,
+    nesterov,
+):
+    """The matrices to orthogonalize, U (12, 768, 3072), by Nesterov's rule.
 
     M <- lerp(M, G, 1 - mu) is 1 - mu times the M <- mu M + G of other projects: the same direction at
     constant mu.
     """
-    momentum, grad_weight = numbers[2:4]
-    grad = torch.where(ok > 0, grad, 0).to(momentum_buffer.dtype)
-    momentum_buffer.lerp_(grad, grad_weight * ok)
+    grad = torch.where(ok > 0, grad, 0).to(ok.dtype)
+    if momentum_buffer is None:
+        return grad
+    momentum_buffer.lerp_(grad, hyper.one_minus_momentum * ok)
     if nesterov:
-        return grad.lerp(momentum_buffer, momentum)
+        return grad.lerp(momentum_buffer, hyper.momentum)
     return momentum_buffer.clone()
 
 
-def muon_direction(
-    U,
-    second_momentum_buffer,
-    second_weight,
+@kernel
+def normuon(
+    U,  # (12, 768, 3072)
+    buffers,  # {"second_momentum_buffer": (12, 1, 3072)}, or {} for plain Muon
+    ok,  # (12, 1, 1)
+    hyper,  # MuonNumbers
+    *,
     coefficients,
     ns_steps,
-    row_equilibrate,
-    renormalize,
-    ns_dtype=None,
-    pieces=None,
+    ns_dtype,
 ):
-    """Polar factor and second moment of a batch of matrices: NorMuon (arXiv 2510.05491), but with one
-    value per line along the longer side, as in nanochat.
+    """The direction of the update: polar factor and second moment (NorMuon, arXiv 2510.05491).
 
-    U: (k, m, n). second_momentum_buffer: (k, m, 1) if m >= n, else (k, 1, n), updated in place; None for
-    plain Muon. second_weight: (k, 1, 1), the weight of this step in the second moment, (1 - beta2) * ok.
-    Returns X (k, m, n) in the dtype of the iteration and its gain, in the dtype of the state and shaped like
-    the second moment or (k, 1, 1): their product is the direction of the update. pieces: a
-    optim_tp.Pieces if U and X are this rank's pieces of matrices; sums then include all ranks.
+    Returns X (12, 768, 3072), in the dtype of the iteration, and its gain, (12, 1, 3072) or (12, 1, 1): their
+    product is the direction.
     """
-    m, n = U.shape[1:] if pieces is None else pieces.shape
-    short = min(m, n)
+    X = orthogonalize(U, coefficients, ns_steps, ns_dtype=ns_dtype)
+    if not buffers:
+        return X, torch.ones_like(ok)
+    return X, second_moment_gain(X, buffers["second_momentum_buffer"], ok, hyper)
 
-    def total(values, *dims):
-        partial = values.sum(dim=dims, keepdim=True)
-        return partial if pieces is None else pieces.sum(partial, *dims)
 
-    if row_equilibrate:  # MuonEq, arXiv 2603.28254: rows of equal norm
-        row_norm = total(U.square(), 2).sqrt()  # (k, m, 1)
-        U = U * (total(row_norm, 1) / m / row_norm.clamp(min=1e-7))
-    X = orthogonalize(U, coefficients, ns_steps, ns_dtype=ns_dtype, pieces=pieces)
-    gain = torch.ones_like(second_weight)  # (k, 1, 1)
-    if renormalize:  # Muon+, arXiv 2602.21545: the norm of an exact polar factor
-        norm = total(X.to(gain.dtype).square(), 1, 2).sqrt()
-        gain = math.sqrt(short) / norm.clamp(min=1e-7)
-    if second_momentum_buffer is None:
-        return X, gain
-    # One value per row of a tall matrix, or per column of a wide one. ||X||^2 and ||X s||^2 are sums over
-    # these values, so X is read once.
-    mean_over = 2 if m >= n else 1
-    v = total(X.to(gain.dtype).square(), mean_over) / short * gain.square()
-    if pieces is not None and pieces.dim != mean_over:
-        v = pieces.gathered(v)
-    second_momentum_buffer.lerp_(v, second_weight)
+def second_moment_gain(X, second_momentum_buffer, ok, hyper):
+    """NorMuon's scaling and its correction of the norm, as one factor. Updates the second moment in place.
+
+    One value per line along the longer side, as in nanochat: per row of a tall matrix, (k, m, 1), or per
+    column of a wide one, (k, 1, n).
+    """
+    m, n = X.shape[1:]
+    short, mean_over = min(m, n), 2 if m >= n else 1
+    # ||X||^2 and ||X s||^2 are sums over these values, so X is read once
+    v = X.to(ok.dtype).square().sum(dim=mean_over, keepdim=True) / short
+    second_momentum_buffer.lerp_(v, hyper.one_minus_beta2 * ok)
     s = second_momentum_buffer.clamp(min=1e-10).rsqrt()
     norm_before = (v.sum(dim=(1, 2), keepdim=True) * short).sqrt()  # (k, 1, 1) Frobenius norms
     norm_after = ((v * s.square()).sum(dim=(1, 2), keepdim=True) * short).sqrt()
-    gain = gain * s * norm_before / norm_after.clamp(min=1e-10)
-    return X, gain if pieces is None else pieces.mine(gain)
+    return s * norm_before / norm_after.clamp(min=1e-10)
 
 
-def muon_update(param, X, gain, ok, numbers, scale, *, cautious):
-    """Weight decay and update in place. param, X: (k, m, n); gain and scale, tensors, broadcast to them, gain
-    and X in any dtype.
-
-    The update's rate is lr * scale. Cautious decay, the default, has the same rate, decoupled decay lr alone.
-    ok: (k, 1, 1).
+@kernel
+def muon_update(
+    param,  # (12, 768, 3072), updated in place
+    X,  # (12, 768, 3072), in any dtype
+    gain,  # broadcasts to X, in any dtype
+    scale,  # (), or (768, 1) for a fused matrix
+    ok,  # (12, 1, 1)
+    hyper,  # MuonNumbers
+    *,
+    cautious,
+):
+    """Weight decay and update. The update's rate is lr * scale. Cautious decay, the default, has the same
+    rate, decoupled decay lr alone.
     """
-    lr, weight_decay = numbers[:2]
     P = param.to(ok.dtype)
     X = X.to(ok.dtype) * gain
-    rate = lr * scale * ok
+    rate = hyper.lr * scale * ok
     if cautious:  # decay only what the update also shrinks
-        decay = torch.where(X * P >= 0, P, 0) * (rate * weight_decay)
+        decay = torch.where(X * P >= 0, P, 0) * (rate * hyper.weight_decay)
     else:
-        decay = P * (lr * weight_decay * ok)
+        decay = P * (hyper.lr * hyper.weight_decay * ok)
     new = P - X * rate - decay
     param.copy_(torch.where(ok > 0, new.to(param.dtype), param))
 
 
-def call_kernel(compiles, kernel, *tensors, **options):
-    """Call a kernel, compiled if `compiles` and the tensors are large enough to gain from it."""
-    first = tensors[0]
-    if compiles and first.numel() >= COMPILE_FROM:
-        kernel = compiled(kernel, first.shape, first.dtype, *options.items())
-    return kernel(*tensors, **options)
-
-
-@functools.cache
-def compiled(kernel, *key):
-    """A copy of the kernel for every key: Dynamo compiles a code object at most eight times."""
-    copy = types.FunctionType(
-        kernel.__code__.replace(), kernel.__globals__, kernel.__name__, kernel.__defaults__
-    )
-    logging.getLogger("nanomuon").info("compiling %s: this step takes a while", kernel.__name__)
-    return torch.compile(copy, dynamic=False, fullgraph=True)
-
-
 # ------------------------------------------------------------------------------------------------------------
-# A group's numbers on the device
+# A group's numbers for the kernels
+
+
+class MuonNumbers(NamedTuple):
+    lr: object  # each a float, on the device a 0-D tensor
+    weight_decay: object
+    momentum: object
+    one_minus_momentum: object
+    one_minus_beta2: object
+
+
+class AdamWNumbers(NamedTuple):
+    lr: object
+    lr_times_decay: object
+    one_minus_beta1: object
+    one_minus_beta2: object
+    eps: object
 
 
 def numbers_of(group):
-    """A param group's numbers for the kernels, in Python's float64: float32 loses digits of 1 - beta.
-
-    muon: lr, weight decay, momentum, 1 - momentum, 1 - beta2. adamw: lr, lr times weight decay, 1 - beta1,
-    1 - beta2, eps.
-    """
+    """A param group's numbers, in Python's float64: float32 would lose digits of 1 - beta."""
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     if group["kind"] == "muon":
-        momentum, beta2 = group["momentum"], group["beta2"] or 0  # None: no second moment, nothing reads it
-        return [lr, weight_decay, momentum, 1 - momentum, 1 - beta2]
+        momentum, beta2 = group["momentum"] or 0, group["beta2"] or 0  # nothing reads them if they are None
+        return MuonNumbers(lr, weight_decay, momentum, 1 - momentum, 1 - beta2)
     beta1, beta2 = group["betas"]
-    return [lr, lr * weight_decay, 1 - beta1, 1 - beta2, group["eps"]]
-
-
-def numbers_on_device(items, device, dtype):
-    """The numbers of each work item's group: views of one vector, which is copied to the device once."""
-    of_items = [numbers_of(item.group) for item in items]
-    vector = torch.tensor([number for numbers in of_items for number in numbers], dtype=dtype)
-    # The host does not wait for a copy of so few bytes, even from pageable memory
-    vector = vector.to(device, non_blocking=True)
-    views = vector.split([len(numbers) for numbers in of_items])
-    return [view.to(item.dtype) for view, item in zip(views, items, strict=True)]
+    return AdamWNumbers(lr, lr * weight_decay, 1 - beta1, 1 - beta2, group["eps"])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -221,21 +253,19 @@ def numbers_on_device(items, device, dtype):
 
 @dataclass
 class Transfer:
-    """Collectives in flight; `wait()` returns their result. Until then it keeps what they read and write."""
+    """A collective in flight, with the tensors that it reads and writes. `wait()` returns what it brings."""
 
     received: object  # a tensor, or a list of tensors
     handles: list = ()  # of torch.distributed, or Transfers; none in a single process
     sent: object = None
 
     def wait(self):
-        """The result, once: the transfer then drops its tensors, which a generator would keep alive."""
         for handle in self.handles:
             handle.wait()
-        received = self.received
-        self.received, self.handles, self.sent = None, (), None
-        return received
+        return self.received
 
 
+@dataclass(frozen=True)
 class World:
     """The ranks of a process group; without one, a single process, which sends nothing.
 
@@ -244,31 +274,34 @@ class World:
     for their own.
     """
 
-    def __init__(self, process_group=None, comm_dtype=None):
-        self.process_group, self.comm_dtype = process_group, comm_dtype
-        self.size, self.rank = 1, 0
-        if process_group is not None:
-            self.size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-            if self.rank < 0:
-                raise ValueError(f"rank {dist.get_rank()} is not in the process group of its optimizer")
-        self.owned_cost = [0] * self.size  # of a rank's matrices, without those of 3-D parameters
+    process_group: object = None
+    comm_dtype: torch.dtype | None = None
+    size: int = 1
+    rank: int = 0
+
+    @classmethod
+    def of(cls, process_group, comm_dtype=None):
+        size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        if rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not in the process group of its optimizer")
+        return cls(process_group, comm_dtype, size, rank)
 
     @classmethod
     def default(cls, comm_dtype=None):
         """All ranks, or this process if torch.distributed is not used."""
-        return cls(dist.group.WORLD if dist.is_initialized() else None, comm_dtype)
+        return cls.of(dist.group.WORLD, comm_dtype) if dist.is_initialized() else cls(None, comm_dtype)
 
     def __deepcopy__(self, memo):
-        return World(self.process_group, self.comm_dtype)
+        return self
 
     def __reduce__(self):
         """Unpickled, it is the default process group."""
         return (World, ()) if self.process_group is None else (World.default, (self.comm_dtype,))
 
-    def share(self, rows, rank):
-        """(lo, hi) of a rank's ceil(rows/W) rows, fewer or none on the last ranks, as in DTensor's Shard."""
-        each = -(-rows // self.size)
-        return min(rows, each * rank), min(rows, each * (rank + 1))
+    def span(self, length, rank):
+        """(lo, hi) of a rank's ceil(length/W), less or nothing on the last ranks, as in DTensor's Shard."""
+        each = -(-length // self.size)
+        return min(length, each * rank), min(length, each * (rank + 1))
 
     def as_sent(self, tensor):
         """The tensor in the dtype in which gradients travel."""
@@ -289,21 +322,26 @@ class World:
         return Transfer(received, [handle], sent)
 
     def reduce_scatter(self, tensor):
-        """tensor: (R, ...). Receives the mean over ranks of ceil(R/W) rows, this rank's share and padding."""
+        """tensor: (R, ...). Receives the mean over ranks of this rank's ceil(R/W) rows, and padding."""
         if self.size == 1:
             return Transfer(tensor)
         send = self.padded(self.as_sent(tensor))
         received = send.new_empty(len(send) // self.size, *send.shape[1:])
         return self.start(received, reduce_scatter_single, received, send, dist.ReduceOp.AVG, sent=send)
 
-    def all_gather(self, whole):
-        """whole: (W*c, ...) with this rank's c rows in their place. Receives the same tensor, filled."""
-        mine = whole.chunk(self.size)[self.rank]
-        return self.start(whole, all_gather_single, whole, mine, sent=mine)
+    def all_gather(self, tensor):
+        """tensor: (W*c, ...) with this rank's c rows in their place. Receives the same tensor, filled."""
+        rows = tensor.chunk(self.size)[self.rank]
+        return self.start(tensor, all_gather_single, tensor, rows, sent=rows)
 
     def all_reduce(self, tensor, operation=dist.ReduceOp.AVG):
         """Receives the same tensor, with the mean over ranks, or the result of another operation."""
         return self.start(tensor, dist.all_reduce, tensor, operation)
+
+    def all_to_all(self, tensor, send_sizes, receive_sizes):
+        """tensor: flat, send_sizes[r] elements for rank r. Receives receive_sizes[r] from each r, flat."""
+        received, collective = tensor.new_empty(sum(receive_sizes)), dist.all_to_all_single
+        return self.start(received, collective, received, tensor, receive_sizes, send_sizes, sent=tensor)
 
     def reduce_to(self, owner, tensor):
         """Receives the same tensor: at its owner the mean over ranks, elsewhere undefined."""
@@ -312,6 +350,10 @@ class World:
     def broadcast_from(self, owner, tensor):
         """Receives the same tensor, with the owner's values."""
         return self.start(tensor, dist.broadcast, tensor, group_src=owner)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Parameters and gradients as the work items see them
 
 
 def has_gradient(param):
@@ -324,7 +366,7 @@ def gradient_dtype(param):
 
 
 def gradient(param):
-    """This rank's part of p.grad; zeros if there is none, or only an old one of a frozen parameter."""
+    """This rank's shard of p.grad; zeros if there is none, or only an old one of a frozen parameter."""
     if not has_gradient(param):
         return torch.zeros_like(local(param), dtype=gradient_dtype(param))
     grad = param.grad
@@ -334,141 +376,103 @@ def gradient(param):
     return local(grad)
 
 
+def matrix_shape(param):
+    """(m, n) of each matrix of a Muon parameter: 3-D is a batch of matrices, 4-D is (out, rest)."""
+    return tuple(param.shape[1:]) if param.ndim == 3 else (len(param), param.shape[1:].numel())
+
+
+def as_matrices(tensors):
+    """Views (m, n) of all matrices of Muon parameters, or of tensors like them. RuntimeError for a parameter
+    that has become channels_last: it has no such view, and a copy would be updated instead.
+    """
+    views = []
+    for tensor in tensors:
+        views += tensor.unbind() if tensor.ndim == 3 else [tensor.view(matrix_shape(tensor))]
+    return views
+
+
+def as_batch(matrices):
+    """(k, m, n) of a list of matrices: a view of one, a copy of several. A tensor is returned as it is."""
+    if isinstance(matrices, torch.Tensor):
+        return matrices
+    return matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(matrices)
+
+
+def batches(count, shape, device):
+    """Slices of `count` matrices, each within BATCH_BYTES."""
+    most = max(1, BATCH_BYTES.get(device.type, BATCH_BYTES["cuda"]) // (4 * math.prod(shape)))
+    return [slice(lo, min(lo + most, count)) for lo in range(0, count, most)]
+
+
 # ------------------------------------------------------------------------------------------------------------
-# The direction of a Muon update
+# The rule that makes the direction of a Muon update
 
 
-class Direction:
-    """From momentum to the direction of the update, for the (m, n) matrices of a Muon group.
+@dataclass(frozen=True)
+class Rule:
+    """How the (m, n) matrices of a Muon group get the direction of their update.
 
-    state: {name: shape} of a matrix's state besides its momentum. scale: the factor on the update, or one per
-    row, (m, 1). cost: of Newton-Schulz, to balance owners. shape: of the matrices in the computation, for the
-    size of a batch. Fused and tensor-parallel matrices have their own, with the same attributes.
-
-    The group's option `direction` replaces the mathematics: a function like `__call__`, which may have an
-    attribute state(m, n) -> {name: shape}.
+    function(U, buffers, ok, hyper) -> (X, gain), whose product is the direction. U: (k, m, n), momentum by
+    Nesterov's rule. buffers: {name: (k, *shape)}, its state, updated in place. ok: (k, 1, 1), 0 for a matrix
+    that must not change, nor its state. hyper: MuonNumbers. X: (k, m, n); gain: three dimensions, broadcasts
+    to it.
     """
 
-    kernel = staticmethod(muon_direction)
-
-    def __init__(self, group, m, n, ns_dtype, run_kernel):
-        self.run_kernel, self.function, self.shape = run_kernel, group["direction"], (m, n)
-        keys = "coefficients", "ns_steps", "row_equilibrate", "renormalize"
-        self.options = {"ns_dtype": ns_dtype, **{key: group[key] for key in keys}}
-        self.state = {}
-        if hasattr(self.function, "state"):
-            self.state = self.function.state(m, n)
-        elif self.function is None and group["beta2"] is not None:
-            # nanochat's name for the second moment
-            self.state = {"second_momentum_buffer": (m, 1) if m >= n else (1, n)}
-        self.scale = update_scale(group["scale"], m, n)
-        self.cost = m * n * min(m, n)
-
-    def __call__(self, U, kept, ok, square_weight, pieces=None):
-        """(X, gain), whose product is the direction.
-
-        U: (k, m, n), momentum by Nesterov's rule. kept: the state, {name: (k, *shape)}, updated in place. ok:
-        (k, 1, 1), 0 for a matrix that must not change, nor its state. square_weight: (k, 1, 1), 1 - beta2. X:
-        (k, m, n); gain: three dimensions, broadcasts to it. pieces: see `muon_direction`.
-        """
-        if self.function is not None:
-            X, gain = self.function(U, types.MappingProxyType(kept), ok, square_weight)
-            if X.shape != U.shape:  # it might broadcast
-                raise ValueError(
-                    f"{option_name(self.function)} must return (X, gain) with X of the shape of U, "
-                    f"{tuple(U.shape)}, not {tuple(X.shape)}"
-                )
-            return X, gain
-        second, weight = kept.get("second_momentum_buffer"), square_weight * ok
-        if pieces is not None:  # it communicates, so it is not compiled
-            return self.kernel(U, second, weight, pieces=pieces, **self.options)
-        return self.run_kernel(self.kernel, U, second, weight, **self.options)
+    function: Callable
+    shape: tuple  # (m, n)
+    buffers: dict  # {name: shape of one matrix's state}
+    scale: object  # the factor on the update, or one per row, (m, 1)
+    cost: int  # of Newton-Schulz, to balance owners
 
 
-def direction_of(group, m, n, ns_dtype, run_kernel):
-    """The direction of a group's (m, n) matrices."""
+def rule_of(group, m, n, ns_dtype):
+    """The Rule of a group's (m, n) matrices."""
     if group["split"] is not None:
-        from nanomuon.optim_fused import FusedDirection  # an extension: imported when it is needed
+        from nanomuon import optim_fused  # an extension: imported when it is needed
 
-        return FusedDirection(group, m, n, ns_dtype, run_kernel)
-    return Direction(group, m, n, ns_dtype, run_kernel)
+        return optim_fused.rule_of(group, m, n, ns_dtype)
+    scale, cost = update_scale(group["scale"], m, n), m * n * min(m, n)
+    if group["direction"] is not None:
+        function = functools.partial(call_direction, group["direction"])
+        buffers = getattr(group["direction"], "buffers", None)
+        return Rule(function, (m, n), buffers(m, n) if buffers else {}, scale, cost)
+    options = {key: group[key] for key in ("coefficients", "ns_steps")}
+    buffers = {}
+    if group["beta2"] is not None:  # nanochat's name for the second moment
+        buffers["second_momentum_buffer"] = (m, 1) if m >= n else (1, n)
+    return Rule(functools.partial(normuon, **options, ns_dtype=ns_dtype), (m, n), buffers, scale, cost)
+
+
+def call_direction(direction, U, buffers, ok, hyper):
+    """A user's function, which cannot put other tensors in place of its buffers: they would be lost."""
+    X, gain = direction(U, types.MappingProxyType(buffers), ok, hyper)
+    if X.shape != U.shape:  # it might broadcast
+        raise ValueError(
+            f"{option_name(direction)} must return (X, gain) with X of the shape of U, {tuple(U.shape)}, "
+            f"not {tuple(X.shape)}"
+        )
+    return X, gain
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The work items. Each has `params`, `group`, `dtype`, `places` {parameter: {name of its state: Place}}, and
-#
-#   update(numbers)   a generator that yields twice: after its collect, to be sent `ok` (1 or 0 for each of
-#                     its params, on the device), and after its compute. Across a yield it holds only what is
-#                     in flight. (A Pipeline of optim_fsdp.py needs `ok` before it can collect: it
-#                     starts its first chunk in its compute and drives the rest in its deliver.) numbers: of
-#                     its group, on the device.
-#
-# With W ranks, parameters of R rows, banks of K matrices:
-#
-#                     state on a rank       collect              compute sends   buffers of a step
-#   SmallParameters   all of it             all_reduce           nothing         gradients, parameters, flat
-#   Rows              of ceil(R/W) rows     reduce_scatter       all_gather      rows of the gradient, padding
-#   Bank              of ceil(K/W) of them  reduce_scatter       all_gather      stacks: gradients and results
-#   Bank, 2K < W      of one, on K ranks    reduce to the owner  broadcast       the same
+# The work items. Each has `params`, `group`, `dtype` of its state, `places` {parameter: {name: Place of its
+# state}}, and the four phases. ok: 1 or 0 for each of its params, on the device; hyper: numbers of its group.
+# Between phases an item keeps nothing but state: `step` holds what is in flight.
 
-
-class SmallParameters:
-    """Small AdamW parameters of one group as one flat vector: one all_reduce, updated on every rank.
-
-    world: the ranks to average over; a single process for cut parameters (DTensors).
-    """
-
-    def __init__(self, params, group, world, run_kernel):
-        self.params, self.group, self.world, self.run_kernel = params, group, world, run_kernel
-        pieces = [local(param) for param in params]
-        self.sizes = [piece.numel() for piece in pieces]
-        self.dtype, device = state_dtype(params[0]), pieces[0].device
-        total = sum(self.sizes)
-        self.steps = torch.zeros(len(pieces), device=device)
-        self.exp_avg = torch.zeros(total, dtype=self.dtype, device=device)
-        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
-        self.param_of_element = torch.repeat_interleave(torch.tensor(self.sizes)).to(device)
-        self.places = {}
-        moments = self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes)
-        for param, piece, step, exp_avg, exp_avg_sq in zip(params, pieces, self.steps, *moments, strict=True):
-            self.places[param] = {
-                "step": Place(step),
-                "exp_avg": like_param(param, exp_avg.view_as(piece)),
-                "exp_avg_sq": like_param(param, exp_avg_sq.view_as(piece)),
-            }
-
-    def __str__(self):
-        return f"{len(self.params)} small parameters"
-
-    def update(self, numbers):
-        grads = torch.cat([gradient(param).flatten() for param in self.params])  # in the widest dtype
-        grads = self.world.all_reduce(self.world.as_sent(grads))
-        ok = yield
-        self.compute(grads.wait(), ok, numbers)
-        yield
-
-    def compute(self, grads, ok, numbers):
-        pieces = [local(param) for param in self.params]
-        params = torch.cat([piece.flatten() for piece in pieces])
-        self.steps += ok
-        of_elements = torch.stack([self.steps, ok])[:, self.param_of_element].to(self.dtype)
-        step, ok = of_elements.unbind()
-        self.run_kernel(adamw_update, params, grads, self.exp_avg, self.exp_avg_sq, step, ok, numbers)
-        new = params.split(self.sizes)
-        torch._foreach_copy_(pieces, [part.view_as(piece) for part, piece in zip(new, pieces, strict=True)])
+TURNS = ("Bank", "Rows", "SmallParameters", "Pipeline")  # most to compute first; a pipeline computes last
 
 
 class Rows:
-    """A large AdamW parameter by rows: reduce_scatter, update of this rank's rows, all_gather.
+    """A large AdamW parameter by rows: every rank updates those of its span, and keeps only their state.
 
-    A rank keeps the state of its rows only; in one process, or for a cut parameter, they are all local rows.
+    world: the ranks that share the rows; a single process for a cut parameter (DTensor), whose rows are all
+    local.
     """
 
-    def __init__(self, param, group, world, run_kernel):
-        self.params, self.group, self.world, self.run_kernel = [param], group, world, run_kernel
-        self.dtype = state_dtype(param)
-        self.lo, self.hi = world.share(len(local(param)), world.rank)
-        rows = local(param)[self.lo : self.hi]
+    def __init__(self, param, group, world):
+        self.params, self.group, self.world, self.dtype = [param], group, world, state_dtype(param)
+        self.span = slice(*world.span(len(local(param)), world.rank))
+        rows = local(param)[self.span]
         self.step = torch.zeros((), device=rows.device)
         self.exp_avg = torch.zeros(rows.shape, dtype=self.dtype, device=rows.device)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
@@ -483,158 +487,201 @@ class Rows:
     def __str__(self):
         return f"rows of {tuple(self.params[0].shape)}"
 
-    def update(self, numbers):
-        param = local(self.params[0])
-        grad = self.world.reduce_scatter(gradient(self.params[0]))
-        ok = yield
+    def collect(self, ok, hyper):
+        return self.world.reduce_scatter(gradient(self.params[0]))
+
+    def compute(self, grad, ok, hyper):
+        """grad: this rank's rows, and padding."""
         self.step += ok[0]
-        rows, step = param[self.lo : self.hi], self.step.to(self.dtype)
-        moments = self.exp_avg, self.exp_avg_sq
-        self.run_kernel(adamw_update, rows, grad.wait()[: len(rows)], *moments, step, ok[0], numbers)
-        new = self.world.all_gather(self.world.padded(param))
-        yield
-        new = new.wait()
-        if new is not param:  # it was padded
-            param.copy_(new[: len(param)])
+        rows, step = local(self.params[0])[self.span], self.step.to(self.dtype)
+        adamw_update(rows, grad[: len(rows)], self.exp_avg, self.exp_avg_sq, step, ok[0], hyper)
+
+    def send(self):
+        return self.world.all_gather(self.world.padded(local(self.params[0])))
+
+    def deliver(self, rows):
+        """rows: all of the parameter's, and padding."""
+        param = local(self.params[0])
+        if rows is not param:  # it was padded
+            param.copy_(rows[: len(param)])
 
 
-def matrix_shape(param):
-    """(m, n) of each matrix of a Muon parameter: 3-D is a batch of matrices, 4-D is (out, rest)."""
-    return tuple(param.shape[1:]) if param.ndim == 3 else (len(param), param.shape[1:].numel())
+class SmallParameters:
+    """Small AdamW parameters of one group as one flat vector, updated on every rank.
 
-
-def matrices(tensors):
-    """Views (m, n) of all matrices of Muon parameters, or of tensors like them. RuntimeError for a parameter
-    that has become channels_last: it has no such view, and a copy would be updated instead.
-    """
-    views = []
-    for tensor in tensors:
-        views += tensor.unbind() if tensor.ndim == 3 else [tensor.view(matrix_shape(tensor))]
-    return views
-
-
-def as_batch(held):
-    """(k, m, n) of a list of matrices: a view of one, a copy of several. A tensor is returned as it is."""
-    if isinstance(held, torch.Tensor):
-        return held
-    return held[0].unsqueeze(0) if len(held) == 1 else torch.stack(held)
-
-
-def batches(count, shape, device):
-    """Slices of `count` matrices, each within BATCH_BYTES."""
-    most = max(1, BATCH_BYTES.get(device.type, BATCH_BYTES["cuda"]) // (4 * math.prod(shape)))
-    return [slice(lo, min(lo + most, count)) for lo in range(0, count, most)]
-
-
-class Bank:
-    """Matrices of one Muon group with one shape, dtype and dtype of gradients. Every rank works on those it
-    owns, a batch at a time. A 3-D parameter is its own bank: the ranks share its matrices like rows.
-
-    owners: the rank of each matrix, ascending. On many ranks gradients and results travel as one stack, in
-    which all ranks have equally many slots and fill their first ones: 4 matrices on 8 ranks take 8 slots, 4
-    of them empty. If that would more than double the bytes, each matrix is reduced to its owner and broadcast
-    from it instead.
+    world: the ranks to average over; a single process for cut parameters (DTensors).
     """
 
-    momentum_at_owner = True  # optim_fsdp.Chunk keeps it with the shards
+    def __init__(self, params, group, world):
+        self.params, self.group, self.world, self.dtype = params, group, world, state_dtype(params[0])
+        shards = [local(param) for param in params]
+        self.sizes, device = [shard.numel() for shard in shards], shards[0].device
+        self.steps = torch.zeros(len(shards), device=device)
+        self.exp_avg = torch.zeros(sum(self.sizes), dtype=self.dtype, device=device)
+        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
+        self.param_of_element = torch.repeat_interleave(torch.tensor(self.sizes)).to(device)
+        self.places = {}
+        moments = self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes)
+        for param, shard, step, exp_avg, exp_avg_sq in zip(params, shards, self.steps, *moments, strict=True):
+            self.places[param] = {
+                "step": Place(step),
+                "exp_avg": like_param(param, exp_avg.view_as(shard)),
+                "exp_avg_sq": like_param(param, exp_avg_sq.view_as(shard)),
+            }
 
-    def __init__(self, params, group, direction, owners, world, run_kernel):
-        self.params, self.group, self.world, self.run_kernel = params, group, world, run_kernel
-        self.direction, self.owners = direction, owners
-        self.cautious = group["weight_decay_form"] == "cautious"
-        self.shape = matrix_shape(local(params[0]))  # (m, n)
+    def __str__(self):
+        return f"{len(self.params)} small parameters"
 
-        first, k = sum(owner < world.rank for owner in owners), owners.count(world.rank)
-        self.owned = slice(first, first + k)
+    def collect(self, ok, hyper):
+        grads = torch.cat([gradient(param).flatten() for param in self.params])  # in the widest dtype
+        return self.world.all_reduce(self.world.as_sent(grads))
+
+    def compute(self, grads, ok, hyper):
+        shards = [local(param) for param in self.params]
+        params = torch.cat([shard.flatten() for shard in shards])
+        self.steps += ok
+        of_elements = torch.stack([self.steps, ok])[:, self.param_of_element].to(self.dtype)
+        step, ok = of_elements.unbind()
+        adamw_update(params, grads, self.exp_avg, self.exp_avg_sq, step, ok, hyper)
+        new = params.split(self.sizes)
+        torch._foreach_copy_(shards, [part.view_as(shard) for part, shard in zip(new, shards, strict=True)])
+
+    def send(self):
+        return Transfer(None)
+
+    def deliver(self, nothing):
+        pass
+
+
+class Exchange:
+    """How the matrices of a bank travel to their owners and back, and where their state lives.
+
+    owners: the rank of each matrix, ascending. All travel as one stack, in which all ranks have equally many
+    slots and fill their first ones: 4 matrices on 8 ranks take 8 slots, 4 of them empty; nobody reads those.
+    If that would more than double the bytes, each matrix is reduced to its owner and broadcast from it
+    instead.
+    """
+
+    def __init__(self, params, owners, world):
+        self.params, self.owners, self.world = params, owners, world
+        self.owned = owned_by(world.rank, owners)
         self.one_by_one = 2 * len(owners) < world.size
         self.slots, self.slot_count = list(range(len(owners))), len(owners)
         if not self.one_by_one:
             each = -(-len(owners) // world.size)
             self.slots = [owner * each + i - owners.index(owner) for i, owner in enumerate(owners)]
             self.slot_count = each * world.size
-        self.dtype = state_dtype(params[0])
-        like_state = dict(dtype=self.dtype, device=params[0].device)
-        self.scale = torch.as_tensor(direction.scale, **like_state)
-        zeros = functools.partial(torch.zeros, **like_state)
-        self.momentum = zeros(k if self.momentum_at_owner else len(owners), *self.shape)
-        self.kept = {name: zeros(k, *shape) for name, shape in direction.state.items()}
-        self.batches = batches(k, direction.shape, params[0].device)
-        self.places = {}
-        for i, param in enumerate(params):
-            buffers = dict(momentum_buffer=self.momentum, **self.kept)
-            self.places[param] = {name: self.place(i, name, buffer) for name, buffer in buffers.items()}
 
-    def __str__(self):
-        return f"bank of {len(self.owners)} {'x'.join(map(str, self.shape))}"
-
-    def place(self, i, name, buffer):
-        """Where a state tensor of the i-th parameter lives: with the owner of its matrix."""
-        param, world = self.params[i], self.world
-        if param.ndim == 3:  # the ranks share its matrices like rows
-            return rows_of(param, buffer, world)
-        shape = param.shape if name == "momentum_buffer" else buffer.shape[1:]
-        mine = None
-        if self.owners[i] == world.rank:
-            mine = buffer[i - self.owned.start].view(shape)
-        return Place(mine, shape, world=world, owner=self.owners[i], like=buffer)
-
-    def update(self, numbers):
-        grads = self.collect()
-        ok = yield
-        self.compute(grads.wait(), ok, numbers)
-        results = self.send_results()
-        yield
-        stack = results.wait()
-        if stack is not None:
-            torch._foreach_copy_(self.matrices(), [stack[slot] for slot in self.slots])
-
-    def matrices(self):
-        """Views of all matrices of the parameters, or of this rank's part of them."""
-        return matrices([local(param) for param in self.params])
-
-    def stack(self, tensors, slots, dtype):
-        """(slots, m, n) with these matrices in these slots; nobody reads the others."""
-        stack = self.momentum.new_empty(self.slot_count, *self.shape, dtype=dtype)
-        if tensors:
-            torch._foreach_copy_([stack[slot] for slot in slots], tensors)
+    def stack(self, matrices, slots, like, dtype):
+        """(slots, m, n) with these matrices in these slots. like: any matrix of the bank."""
+        stack = like.new_empty(self.slot_count, *like.shape, dtype=dtype)
+        if matrices:
+            torch._foreach_copy_([stack[slot] for slot in slots], matrices)
         return stack
 
-    def collect(self):
-        """Receives the mean gradients of the owned matrices: (k, m, n) and padding; in one process a list."""
-        grads = matrices([gradient(param).contiguous() for param in self.params])
+    def to_owners(self, grads):
+        """grads: of all matrices. Receives the mean over ranks of this rank's: (k, m, n) and padding; in one
+        process the same list.
+        """
         if self.world.size == 1:
             return Transfer(grads)
-        stack = self.stack(grads, self.slots, self.world.comm_dtype or grads[0].dtype)
+        stack = self.stack(grads, self.slots, grads[0], self.world.comm_dtype or grads[0].dtype)
         if not self.one_by_one:
             return self.world.reduce_scatter(stack)
         transfers = [self.world.reduce_to(owner, stack[i]) for i, owner in enumerate(self.owners)]
         return Transfer(stack[self.owned], transfers, stack)
 
-    def compute(self, grads, ok, numbers):
-        """Update the owned matrices."""
-        params = self.matrices()[self.owned]
+    def from_owners(self, matrices):
+        """matrices: all of the bank, of which this rank's are new. Receives all new ones, in one process
+        none: a list.
+        """
+        if self.world.size == 1:
+            return Transfer([])
+        stack = self.stack(matrices[self.owned], self.slots[self.owned], matrices[0], matrices[0].dtype)
+        if self.one_by_one:
+            transfers = [self.world.broadcast_from(owner, stack[i]) for i, owner in enumerate(self.owners)]
+        else:
+            transfers = [self.world.all_gather(stack)]
+        return Transfer([stack[slot] for slot in self.slots], transfers)
+
+    def place(self, i, name, buffer):
+        """The Place of a state tensor of the i-th parameter. buffer: those of the owned matrices, stacked."""
+        param, world = self.params[i], self.world
+        if param.ndim == 3:  # the ranks share its matrices like rows
+            return rows_of(param, buffer, world)
+        shape = param.shape if name == "momentum_buffer" else buffer.shape[1:]
+        tensor = None
+        if self.owners[i] == world.rank:
+            tensor = buffer[i - self.owned.start].view(shape)
+        return Place(tensor, shape, world=world, owner=self.owners[i], like=buffer)
+
+
+class MuonItem:
+    """Same-shaped matrices of one Muon group with one dtype, and one of gradients: parameters, state, and the
+    rule. `exchange` says how they travel and where the state lives. A 3-D parameter is an item of its own.
+
+    count: the matrices whose state this rank has.
+    """
+
+    def __init__(self, params, group, rule, exchange, count):
+        self.params, self.group, self.rule, self.exchange = params, group, rule, exchange
+        self.shape = matrix_shape(local(params[0]))  # (m, n)
+        self.dtype, self.device = state_dtype(params[0]), params[0].device
+        zeros = functools.partial(torch.zeros, dtype=self.dtype, device=self.device)
+        self.scale = torch.as_tensor(rule.scale, dtype=self.dtype, device=self.device)
+        self.buffers = {name: zeros(count, *shape) for name, shape in rule.buffers.items()}
+        if group["momentum"] is not None:
+            self.buffers["momentum_buffer"] = zeros(count, *self.shape)
+        self.places = {}
+        for i, param in enumerate(params):
+            places = {name: exchange.place(i, name, buffer) for name, buffer in self.buffers.items()}
+            self.places[param] = places
+
+    def __str__(self):
+        return f"bank of {len(self.params)} {'x'.join(map(str, self.shape))}"
+
+    def matrices(self):
+        """Views of all matrices, or of this rank's shards of them."""
+        return as_matrices([local(param) for param in self.params])
+
+    def gradients(self):
+        return as_matrices([gradient(param).contiguous() for param in self.params])
+
+
+class Bank(MuonItem):
+    """Matrices that every rank has whole. It works on those it owns, a batch at a time."""
+
+    def __init__(self, params, group, rule, exchange):
+        owned = exchange.owned.stop - exchange.owned.start
+        super().__init__(params, group, rule, exchange, owned)
+        self.batches = batches(owned, rule.shape, self.device)
+
+    def collect(self, ok, hyper):
+        return self.exchange.to_owners(self.gradients())
+
+    def compute(self, grads, ok, hyper):
+        """grads: mean gradients of the owned matrices."""
+        owned = self.exchange.owned
+        params = self.matrices()[owned]
         # A 3-D parameter is alone in its bank: one number for all of its matrices
-        ok = ok.expand(len(self.owners))[self.owned].view(-1, 1, 1).to(self.dtype)  # (k, 1, 1)
-        square_weight = numbers[-1].expand_as(ok)
+        ok = ok.expand(len(self.exchange.owners))[owned].view(-1, 1, 1).to(self.dtype)  # (k, 1, 1)
+        nesterov, cautious = self.group["nesterov"], self.group["weight_decay_form"] == "cautious"
         for batch in self.batches:
-            G, M, P = as_batch(grads[batch]), self.momentum[batch], as_batch(params[batch])
-            kept = {name: buffer[batch] for name, buffer in self.kept.items()}
-            U = self.run_kernel(muon_momentum, G, M, ok[batch], numbers, nesterov=self.group["nesterov"])
-            X, gain = self.direction(U, kept, ok[batch], square_weight[batch])
-            self.run_kernel(muon_update, P, X, gain, ok[batch], numbers, self.scale, cautious=self.cautious)
+            G, P, of_batch = as_batch(grads[batch]), as_batch(params[batch]), ok[batch]
+            buffers = {name: buffer[batch] for name, buffer in self.buffers.items()}
+            momentum_buffer = buffers.pop("momentum_buffer", None)
+            U = muon_momentum(G, momentum_buffer, of_batch, hyper, nesterov=nesterov)
+            X, gain = self.rule.function(U, buffers, of_batch, hyper)
+            muon_update(P, X, gain, self.scale, of_batch, hyper, cautious=cautious)
             if len(P) > 1:  # P is a copy
                 torch._foreach_copy_(params[batch], P.unbind())
 
-    def send_results(self):
-        """Receives the stack of all matrices, updated; in one process nothing."""
-        if self.world.size == 1:
-            return Transfer(None)
-        params = self.matrices()
-        stack = self.stack(params[self.owned], self.slots[self.owned], params[0].dtype)
-        if not self.one_by_one:
-            return self.world.all_gather(stack)
-        transfers = [self.world.broadcast_from(owner, stack[i]) for i, owner in enumerate(self.owners)]
-        return Transfer(stack, transfers)
+    def send(self):
+        return self.exchange.from_owners(self.matrices())
+
+    def deliver(self, matrices):
+        if matrices:
+            torch._foreach_copy_(self.matrices(), matrices)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -656,19 +703,26 @@ def assign_owners(count, cost, owned_cost):
     return owners
 
 
+def owned_by(rank, owners):
+    """The slice of the matrices that a rank owns. owners: the rank of each, ascending."""
+    first = sum(owner < rank for owner in owners)
+    return slice(first, first + owners.count(rank))
+
+
 # ------------------------------------------------------------------------------------------------------------
 
 
-class MuonAdamW(torch.optim.Optimizer):
+class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     """Muon and AdamW in one process. The update rules are the kernels above.
 
     param_groups: dicts with `kind` ("muon" | "adamw"), `params`, for muon lr, momentum, ns_steps, beta2,
     weight_decay and any of optim_groups.MUON_OPTIONS, for adamw lr, betas, eps, weight_decay. `beta2=None` is
-    Muon without a second moment, `ns_steps=None` the coefficient set's own length. `names`, aligned with
-    params, or (name, parameter) pairs in params give the names that state is saved by, default group{i}.{j}.
-    Rates, momenta, betas, eps and decays may change at any time; parameters, other options and whether there
-    is a beta2 may not after the first step. ValueError at construction for what is unknown or missing, at the
-    first step for parameters cut in unsupported ways.
+    Muon without a second moment, `momentum=None` Muon on the gradients themselves, for rules that keep
+    momentum of their own, `ns_steps=None` the coefficient set's own length. `names`, aligned with params, or
+    (name, parameter) pairs in params give the names that state is saved by, default group{i}.{j}. Rates,
+    momenta, betas, eps and decays may change at any time; parameters, other options and whether there is a
+    momentum or a beta2 may not after the first step. ValueError at construction for what is unknown or
+    missing, at the first step for parameters cut in unsupported ways.
 
     ns_dtype: the dtype of Newton-Schulz. None: half precision on GPUs, float32 on CPUs; torch.bfloat16 (on
     GPUs float16 in the Gram form) is about twice as fast on CPUs that multiply it natively, and several times
@@ -680,9 +734,6 @@ class MuonAdamW(torch.optim.Optimizer):
     Parameters without a gradient, or that no longer require one, are skipped: parameter, state and step count
     do not change. `p.grad` is never written. If the norm of a gradient is not finite on any rank, the step
     changes nothing, and `skipped_steps`, a 0-D tensor, counts it.
-
-    Memory of a step beyond parameters, gradients and state: the temporaries of one batch of a bank
-    (BATCH_BYTES) or of one large AdamW parameter, and vectors of the small parameters and their gradients.
     """
 
     def __init__(self, param_groups, *, compile="auto", ns_dtype=None, world=None):
@@ -693,7 +744,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.skipped_steps = None
         super().__init__(param_groups, {})
         self.skipped_steps = torch.zeros((), dtype=torch.int64)
-        self.check_and_broadcast(self.param_groups)
+        self.equalize_ranks(self.param_groups)
         # Schedulers check the defaults for what they may cycle: OneCycleLR writes group["momentum"]
         self.defaults["momentum"] = 0.95
 
@@ -723,29 +774,18 @@ class MuonAdamW(torch.optim.Optimizer):
     def add_param_group(self, group):
         super().add_param_group(check_group(group, self.param_groups))
         if self.skipped_steps is not None:  # not while the constructor adds the first ones
-            self.check_and_broadcast(self.param_groups[-1:])
+            self.equalize_ranks(self.param_groups[-1:])
 
     @torch.no_grad()
-    def check_and_broadcast(self, groups):
-        """Give replicated parameters rank 0's values. ValueError if ranks differ in names, shapes, dtypes or
-        options.
-        """
-        world = self.world
-        if world.process_group is None:
+    def equalize_ranks(self, groups):
+        """ValueError if these groups differ between ranks. Replicated parameters get rank 0's values."""
+        if self.world.process_group is None:
             return
-        mine = [f"{name} {tuple(p.shape)} {p.dtype}, {options(g)}" for name, p, g in named_parameters(groups)]
-        of_ranks = [None] * world.size
-        dist.all_gather_object(of_ranks, mine, group=world.process_group)
-        for rank, theirs in enumerate(of_ranks):
-            pairs = itertools.zip_longest(of_ranks[0], theirs, fillvalue="nothing")
-            for i, (first, here) in enumerate(pairs):
-                if first != here:
-                    difference = f"number {i} is {first} on rank 0, {here} on rank {rank}"
-                    raise ValueError(f"ranks have different parameters: {difference}")
+        compare_ranks(groups, self.world.process_group)
         for _, param, _ in named_parameters(groups):
             if not is_cut(param):
-                held = local(param)
-                held.copy_(world.broadcast_from(0, held.contiguous()).wait())
+                values = local(param)
+                values.copy_(self.world.broadcast_from(0, values.contiguous()).wait())
 
     # ---- the step
 
@@ -760,30 +800,32 @@ class MuonAdamW(torch.optim.Optimizer):
             loss = closure() if closure else None
         self.plan()
         device = self.skipped_steps.device
+        compiles = device.type == "cuda" if self.compile == "auto" else self.compile
+        compiling.set(compile_enabled(compiles))
         # Autocast would compute Newton-Schulz's products in its own dtype; "meta" has no autocast
         with torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False):
-            flags = self.reduce_flags(finite)
-            numbers = numbers_on_device(self.work_items, device, self.dtype)
-            running = [(item, item.update(now)) for item, now in zip(self.work_items, numbers, strict=True)]
-            for item, update in running:  # start every collect
+            ok, hyper, in_flight = self.agree(finite), self.hyperparameters(), {}
+            # All gradients are under way before any is waited for
+            for item in self.work_items:
                 with record_function(f"collect {item}"):
-                    next(update)
-            bad, *flags_of_items = flags.wait().split([1] + [len(item.params) for item in self.work_items])
-            all_finite = bad == 0  # on the device: the host does not wait for it
-            self.skipped_steps += ~all_finite[0]
-            for (item, update), ok in zip(running, flags_of_items, strict=True):
+                    in_flight[item] = item.collect(ok[item], hyper[item])
+            # Results travel while the next items compute. Transfers of tensor parallelism and of FSDP2's
+            # pipeline, all but its first, run inside `compute`.
+            for item in self.work_items:
                 with record_function(f"compute {item}"):
-                    update.send(ok * all_finite)
-            for item, update in running:
+                    item.compute(in_flight.pop(item).wait(), ok[item], hyper[item])
+                    in_flight[item] = item.send()
+            for item in self.work_items:
                 with record_function(f"deliver {item}"):
-                    next(update, None)
+                    item.deliver(in_flight.pop(item).wait())
         return loss
 
-    def reduce_flags(self, finite):
-        """One small all_reduce of (1 + parameters,) float32, by the maximum over ranks.
+    def agree(self, finite):
+        """{item: 1 for each of its params that this step changes, else 0}, the same on all ranks.
 
-        [0]: 1 if the norm of a gradient is not finite, or the `finite` of step() is false. [1:]: 1 for each
-        parameter with a gradient, in the order of the work items.
+        That is, if any rank has a gradient of it, and no rank has a gradient that is not finite, or a false
+        `finite`. One small all_reduce, by the maximum; the answer stays on the device, and the host does not
+        wait for it.
         """
         params = [param for item in self.work_items for param in item.params]
         device = self.skipped_steps.device
@@ -792,26 +834,42 @@ class MuonAdamW(torch.optim.Optimizer):
         bad = torch.zeros(1, device=device) + (finite == 0)
         if grads:
             bad += ~torch.stack(torch._foreach_norm(grads, dtype=self.dtype)).isfinite().all()
-        return self.world.all_reduce(torch.cat([bad, flags]), dist.ReduceOp.MAX)
+        flags = self.world.all_reduce(torch.cat([bad, flags]), dist.ReduceOp.MAX).wait()
+        all_finite = flags[0] == 0
+        self.skipped_steps += ~all_finite
+        ok = flags[1:] * all_finite
+        of_items = ok.split([len(item.params) for item in self.work_items])
+        return dict(zip(self.work_items, of_items, strict=True))
+
+    def hyperparameters(self):
+        """{item: its group's numbers}, 0-D tensors: views of one vector that is copied to the device once."""
+        of_items = [numbers_of(item.group) for item in self.work_items]
+        vector = torch.tensor([number for numbers in of_items for number in numbers], dtype=self.dtype)
+        # The host does not wait for a copy of so few bytes, even from pageable memory
+        vector = vector.to(self.skipped_steps.device, non_blocking=True)
+        views = vector.split([len(numbers) for numbers in of_items])
+        named = {}
+        for item, numbers, view in zip(self.work_items, of_items, views, strict=True):
+            named[item] = type(numbers)(*view.to(item.dtype).unbind())
+        return named
 
     # ---- the plan: work items, and where state lives
 
     def reset_plan(self):
-        self.planned = []  # (id, options, ids of parameters) of each planned group
+        self.planned = []  # (id, structure, ids of parameters) of each planned group
         self.dtype = torch.float32  # the widest of the work items
         self.work_items = []  # in the order of their collectives, which all ranks share
         self.places = {}  # parameter -> {name of its state: Place}
-        self.worlds = {}  # process group of a device mesh -> World, see optim_fsdp.plan_group
+        self.owned_cost = {}  # World -> what each of its ranks owns, see assign_owners
 
     @torch.no_grad()
     def plan(self):
         """Divide the groups into work items, each group once, when it is first needed.
 
         Before that accelerate may move the model, and FSDP2 replace its parameters in the groups. Afterwards
-        this only compares: ValueError if parameters, options or state are not those that were planned. The
-        order of the items, in which all collectives start, follows from the groups: Muon, then AdamW.
+        this only compares: ValueError if parameters, options or state are not those that were planned.
         """
-        now = [(id(group), options(group), list(map(id, group["params"]))) for group in self.param_groups]
+        now = [(id(group), structure(group), list(map(id, group["params"]))) for group in self.param_groups]
         planned = len(self.planned)
         if now[:planned] != self.planned:
             raise ValueError(
@@ -822,13 +880,7 @@ class MuonAdamW(torch.optim.Optimizer):
         for group, described in zip(self.param_groups[planned:], now[planned:], strict=True):
             self.plan_group(group)
             self.planned.append(described)
-        for name, param, _ in named_parameters(self.param_groups):
-            held = self.state.get(param, {})
-            for key, place in self.places.get(param, {}).items():
-                if held.get(key) is not place.value:
-                    raise ValueError(
-                        f"{key} of {name} was replaced or removed in optimizer.state: write into the tensor"
-                    )
+        optim_state.check_places(self)
 
     def plan_group(self, group):
         """Work items for one group. Owners depend only on this group and those before it, so a copy, or a
@@ -838,106 +890,75 @@ class MuonAdamW(torch.optim.Optimizer):
         for name, param in zip(group["names"], group["params"], strict=True):
             if self.world.size == 1 and is_cut(param):
                 raise ValueError(f"{name} is a sharded DTensor: use DistMuonAdamW")
-            if elements(param):  # without elements there is nothing to train
+            if param.numel():  # without elements there is nothing to train
                 params.append(param)
         if not params:
             return
-        device = params[0].device
-        self.skipped_steps = self.skipped_steps.to(device)
-        compiles = device.type == "cuda" if self.compile == "auto" else self.compile
-        run_kernel = functools.partial(call_kernel, compile_enabled(compiles))
-        plan_kind = self.plan_muon if group["kind"] == "muon" else self.plan_adamw
-        items = plan_kind(group, params, run_kernel)
-        self.work_items += items
-        # Muon first: it has the most to compute while the transfers of the others run
-        self.work_items.sort(key=lambda item: item.group["kind"] != "muon")
+        self.skipped_steps = self.skipped_steps.to(params[0].device)
+        items = self.plan_muon(group, params) if group["kind"] == "muon" else self.plan_adamw(group, params)
+        self.work_items = sorted(self.work_items + items, key=lambda item: TURNS.index(type(item).__name__))
         for item in items:
             self.dtype = torch.promote_types(self.dtype, item.dtype)
             for param, places in item.places.items():
                 self.places[param] = places
                 optim_state.take_over(self.state, param, places)
 
-    def plan_adamw(self, group, params, run_kernel):
+    def plan_adamw(self, group, params):
         items, small = [], {}
-        alone = World()  # each rank updates its piece of a cut parameter by itself
         for param in params:
-            world = alone if is_cut(param) else self.world
-            if elements(param) > SMALL:
-                items.append(Rows(param, group, world, run_kernel))
+            world = World() if is_cut(param) else self.world  # each rank updates its shard by itself
+            if param.numel() > SMALL:
+                items.append(Rows(param, group, world))
             else:
                 small.setdefault((world, state_dtype(param)), []).append(param)
-        for (world, _), together in small.items():
-            items.append(SmallParameters(together, group, world, run_kernel))
+        for (world, _), params_of_one in small.items():
+            items.append(SmallParameters(params_of_one, group, world))
         return items
 
-    def plan_muon(self, group, params, run_kernel):
+    def plan_muon(self, group, params):
+        """A bank for each shape and dtype; the largest matrices are assigned first."""
         banks, cut = {}, []
         for param in params:
             if is_cut(param):
                 cut.append(param)
             else:
-                alone = id(param) if param.ndim == 3 else None  # a batch of matrices is its own bank
-                alike = matrix_shape(param), param.dtype, gradient_dtype(param), alone
-                banks.setdefault(alike, []).append(param)
+                own = id(param) if param.ndim == 3 else None  # a batch of matrices is its own bank
+                key = matrix_shape(param), param.dtype, gradient_dtype(param), own
+                banks.setdefault(key, []).append(param)
         items = []
         if cut:
             from nanomuon import optim_fsdp  # an extension: imported when it is needed
 
-            items += optim_fsdp.plan_group(self, group, cut, run_kernel)
-        # The largest matrices are assigned first
-        for alike in sorted(banks, key=lambda alike: -math.prod(alike[0])):
-            together = banks[alike]
-            direction = direction_of(group, *alike[0], self.ns_dtype, run_kernel)
-            count = len(matrices(map(local, together)))
-            if together[0].ndim == 3:  # even blocks, so that its state is cut like DTensor's Shard(0)
-                each = -(-count // self.world.size)
-                owners = [i // each for i in range(count)]
-            else:
-                owners = assign_owners(count, direction.cost, self.world.owned_cost)
-            items.append(Bank(together, group, direction, owners, self.world, run_kernel))
+            items += optim_fsdp.plan_group(self, group, cut)
+        for key in sorted(banks, key=lambda key: -math.prod(key[0])):
+            rule = rule_of(group, *key[0], self.ns_dtype)
+            owners = self.owners(banks[key], rule.cost)
+            items.append(Bank(banks[key], group, rule, Exchange(banks[key], owners, self.world)))
         return items
 
-    # ---- state. torch's own state_dict() works: {"state": {number: {key: tensor}}, "param_groups": [...]},
-    # the state of this rank, without communication; tensors share memory with the optimizer's, pieces are
-    # DTensors, and state that another rank owns is missing.
-
-    named_state_dict = optim_state.named_state_dict
-    full_state_dict = optim_state.full_state_dict
-    load_state_dict = optim_state.load_state_dict
-
-    def __getstate__(self):
-        """For copy.deepcopy and pickle: without the plan, which the copy makes when it needs it."""
-        kept = ("defaults", "param_groups", "state", "compile", "ns_dtype", "world", "skipped_steps")
-        return {key: self.__dict__[key] for key in kept}
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        self.reset_plan()
+    def owners(self, params, cost):
+        """The owners of a bank's matrices."""
+        size = self.world.size
+        if params[0].ndim == 3:  # even blocks, so that its state is cut like DTensor's Shard(0)
+            count = len(params[0])
+            return [i // -(-count // size) for i in range(count)]
+        return assign_owners(len(params), cost, self.owned_cost.setdefault(self.world, [0] * size))
 
 
 class DistMuonAdamW(MuonAdamW):
-    """MuonAdamW over the ranks of a process group. All ranks must have the same groups, which the constructor
-    checks.
+    """MuonAdamW over the ranks of a process group, as the table at the top of this file says. All ranks must
+    have the same groups, which the constructor checks.
 
-    process_group: default the whole world; without torch.distributed a world of one. It must contain the
-    ranks of all device meshes; the constructor and `add_param_group` are collective. comm_dtype: float32 or
-    bfloat16, of the reduction, and of both transfers of sharded matrices; default the gradient's own. Use
-    MuonAdamW under DistributedDataParallel, which has averaged the gradients already.
+    process_group: default the whole world; without torch.distributed a world of one, which does what
+    MuonAdamW does. It must contain the ranks of all device meshes. The constructor and `add_param_group` are
+    collective. comm_dtype: float32 or bfloat16, of the reduction, and of both transfers of sharded matrices;
+    default the gradient's own. Use MuonAdamW under DistributedDataParallel, which has averaged the gradients
+    already.
 
-    Work and state of replicated parameters are split as in ZeRO-2: mean gradients exist only at their owners.
-    `p.grad` itself stays whole. These parameters start with rank 0's values (copies of sharded ones must be
-    equal already), and the update uses the mean of `p.grad` over ranks, which the collectives of the work
-    items compute.
-
-    With W ranks, each sends 2(W-1)/W times the parameter bytes per step, plus padding. Memory of a step
-    beyond parameters, gradients and state: all gradients are in flight at once, which takes (1 + 1/W) times
-    their padded bytes; a stack of gradients is freed before that of the results is allocated. AdamW rows that
-    divide by W take only 1/W unless comm_dtype casts them: they are sent from `p.grad` and received in the
-    parameter. Then one batch of a bank, with its temporaries. After every step all ranks hold bitwise the
-    same parameters; a world of one does what MuonAdamW does.
-
-    Parameters that are DTensors cut over a device mesh (FSDP2, tensor parallelism) are updated as pieces, see
-    `optim_fsdp.py`.
+    Replicated parameters start with rank 0's values (copies of sharded ones must be equal already), and after
+    every step all ranks hold bitwise the same ones. The update uses the mean of `p.grad` over ranks; `p.grad`
+    itself stays as it is. Parameters that are DTensors cut over a device mesh (FSDP2, tensor parallelism) are
+    updated as shards, see `optim_fsdp.py`.
     """
 
     def __init__(self, param_groups, process_group=None, comm_dtype=None, *, compile="auto", ns_dtype=None):
@@ -945,17 +966,5 @@ class DistMuonAdamW(MuonAdamW):
             raise ValueError(
                 "torchrun started several processes: call torch.distributed.init_process_group first"
             )
-        world = World.default(comm_dtype) if process_group is None else World(process_group, comm_dtype)
+        world = World.default(comm_dtype) if process_group is None else World.of(process_group, comm_dtype)
         super().__init__(param_groups, compile=compile, ns_dtype=ns_dtype, world=world)
-
-
-# ------------------------------------------------------------------------------------------------------------
-
-
-def options(group):
-    """The options of a group that must not differ between ranks, or change after planning."""
-    chosen = {"kind": group["kind"], "second moment": group.get("beta2") is not None}
-    for key, default in {"ns_steps": 5, **MUON_OPTIONS}.items():
-        if group.get(key, default) != default:
-            chosen[key] = option_name(group[key])
-    return chosen

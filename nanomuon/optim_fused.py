@@ -4,57 +4,66 @@ Parts are independent matrices: each has its own second moment and the scale of 
 moments are concatenated, (S, 1), so a fused parameter has one state tensor per name like any other.
 """
 
-import dataclasses
+import functools
+import math
 
 import torch
 
-from nanomuon.optim import Direction, muon_direction
+from nanomuon import optim
 from nanomuon.optim_groups import split_rows
 
 
-def fused_direction(U, second_momentum_buffer, second_weight, split, pieces=None, **options):
-    """`optim.muon_direction` of every part, reassembled. U: (k, m, n). Returns X times the gain of each part,
-    and ones.
+def of_parts(
+    U,  # (12, 2304, 768)
+    buffers,  # {"second_momentum_buffer": (12, 2304, 1)}, or {}
+    ok,  # (12, 1, 1)
+    hyper,  # optim.MuonNumbers
+    *,
+    function,
+    split,
+    shapes,
+    **options,
+):
+    """The directions of all parts, put together: X times the gain of each part, and ones.
 
-    split: (heads, groups, rows) of `split_rows`. pieces: set if U's columns, and so the parts', are cut.
+    function: of the parts' rule, such as `optim.normuon`, with its options. split: (heads, groups, rows) of
+    `split_rows`: `heads` equal matrices, each of `groups` equal blocks, each with rows[i] rows of part i.
+    shapes: of the second moments of parts.
     """
     heads, groups, rows = split
-    k, columns = len(U), U.size(2)
-    n = columns if pieces is None else pieces.shape[1]
-    parts = U.reshape(k * heads, groups, -1, columns).split(rows, dim=2)  # (k*heads, groups, rows, columns)
-    part_weight = second_weight.repeat_interleave(heads, 0)
-    X, start = [], 0
+    k, n = len(U), U.size(2)
+    parts = U.reshape(k * heads, groups, -1, n).split(rows, dim=2)  # (k*heads, groups, rows[i], n)
+    ok_of_heads = ok.repeat_interleave(heads, 0)
+    buffers_of_parts = [{} for _ in parts]
+    if buffers:
+        lines = buffers["second_momentum_buffer"].view(k * heads, -1)
+        moments = lines.split([math.prod(shape) for shape in shapes], dim=1)
+        for part, moment, shape in zip(buffers_of_parts, moments, shapes, strict=True):
+            part["second_momentum_buffer"] = moment.view(k * heads, *shape)
+    directions = []
+    for part, buffers_of_part in zip(parts, buffers_of_parts, strict=True):
+        X, gain = function(part.flatten(1, 2), buffers_of_part, ok_of_heads, hyper, **options)
+        directions.append((X * gain).view(part.shape))
+    return torch.cat(directions, dim=2).view(U.shape), torch.ones_like(ok)
+
+
+def rule_of(group, m, n, ns_dtype):
+    """The optim.Rule of a group with `split`, for parameters of m rows."""
+    heads, groups, rows = split = split_rows(group["split"], m)
+    whole = dict(group, split=None)
+    parts = [optim.rule_of(whole, groups * each, n, ns_dtype) for each in rows]
+    scales, buffers, shapes = [], {}, []
     for each, part in zip(rows, parts, strict=True):
-        m, second = groups * each, None
-        if second_momentum_buffer is not None:
-            of_all_parts = second_momentum_buffer.view(k * heads, -1, 1)
-            second = of_all_parts[:, start : start + max(m, n)]
-            start += max(m, n)
-            if m < n:  # one value per column
-                second = second.mT
-        if pieces is not None:
-            pieces = dataclasses.replace(pieces, shape=(m, n))
-        part_X, gain = muon_direction(part.flatten(1, 2), second, part_weight, pieces=pieces, **options)
-        X.append((part_X * gain).view(part.shape))
-    return torch.cat(X, dim=2).view(U.shape), torch.ones_like(second_weight)
-
-
-class FusedDirection(Direction):
-    """The direction of a group with `split`, for parameters of m rows: `heads` equal matrices, each of
-    `groups` equal blocks, each with rows[i] rows of part i.
-    """
-
-    kernel = staticmethod(fused_direction)
-
-    def __init__(self, group, m, n, ns_dtype, run_kernel):
-        super().__init__(group, m, n, ns_dtype, run_kernel)
-        heads, groups, rows = self.options["split"] = split_rows(group["split"], m)
-        self.cost, scales, moments = 0, [], 0
-        for each in rows:
-            plain = Direction(group, groups * each, n, ns_dtype, run_kernel)
-            scales += [plain.scale] * each
-            self.cost += heads * plain.cost
-            moments += heads * max(groups * each, n)  # one per element of the long side
-        self.scale = torch.tensor(scales * (heads * groups), dtype=torch.float64).view(m, 1)
-        if self.state:
-            self.state = {"second_momentum_buffer": (moments, 1)}
+        scales += [part.scale] * each
+        shapes += part.buffers.values()
+    if shapes:
+        buffers["second_momentum_buffer"] = (heads * sum(map(math.prod, shapes)), 1)
+    function = functools.partial(
+        optim.kernel(of_parts),
+        function=optim.normuon,
+        split=split,
+        shapes=tuple(shapes),
+        **parts[0].function.keywords,
+    )
+    scale = torch.tensor(scales * (heads * groups), dtype=torch.float64).view(m, 1)
+    return optim.Rule(function, (m, n), buffers, scale, heads * sum(part.cost for part in parts))

@@ -1,12 +1,14 @@
-"""Param groups: what each kind needs, and which parameter is trained by which kind.
+"""Param groups: what each kind needs, which parameter is trained by which kind, and whether ranks agree.
 
 Muon takes the matrices between hidden layers; AdamW takes the rest. `route` decides by the module that
 holds a parameter, its name and its shape; `routing_table` prints the decisions for a model.
 """
 
+import itertools
 import math
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nanomuon.orthogonalize import triples, update_scale
@@ -20,11 +22,9 @@ MUON_OPTIONS = {
     "coefficients": "polar_express",  # a name in orthogonalize.COEFFICIENTS, or a list of (a, b, c)
     "scale": "shape",  # see orthogonalize.update_scale
     "weight_decay_form": "cautious",  # or "decoupled"
-    "row_equilibrate": False,  # MuonEq, arXiv 2603.28254
-    "renormalize": False,  # Muon+, arXiv 2602.21545
     "split": None,  # the parts of a fused matrix, see split_rows
-    "direction": None,  # a function of your own instead of the polar factor, see optim.Direction
-    "tensor_parallel": None,  # or "duplicated", "distributed", "blockwise", see tensor_parallel
+    "direction": None,  # a function of your own instead of the polar factor, see optim.Rule
+    "tensor_parallel": None,  # or "duplicated", "distributed", "blockwise", see optim_tp.py
 }
 CHOICES = {
     "weight_decay_form": ("cautious", "decoupled"),
@@ -290,6 +290,13 @@ def check_group(group, others):
     return group
 
 
+def named_parameters(groups):
+    """(name, parameter, group) of param groups, in their order."""
+    for group in groups:
+        for name, param in zip(group["names"], group["params"], strict=True):
+            yield name, param, group
+
+
 def option_name(value):
     """What an option is compared by, between ranks and with saved state: a function, which every process and
     every optimizer may make anew, by its name.
@@ -298,6 +305,32 @@ def option_name(value):
         return value
     value = getattr(value, "func", value)  # of a functools.partial
     return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def structure(group):
+    """The options of a group that must not differ between ranks, or change after planning."""
+    chosen = {"kind": group["kind"], "second moment": group.get("beta2") is not None}
+    chosen["momentum"] = group.get("momentum") is not None
+    for key, default in {"ns_steps": 5, **MUON_OPTIONS}.items():
+        if group.get(key, default) != default:
+            chosen[key] = option_name(group[key])
+    return chosen
+
+
+def compare_ranks(groups, process_group):
+    """ValueError, the same on every rank, if ranks differ in names, shapes, dtypes or options."""
+    described = [
+        f"{name} {tuple(p.shape)} {p.dtype}, {structure(group)}"
+        for name, p, group in named_parameters(groups)
+    ]
+    of_ranks = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(of_ranks, described, group=process_group)
+    for rank, theirs in enumerate(of_ranks):
+        pairs = itertools.zip_longest(of_ranks[0], theirs, fillvalue="nothing")
+        for i, (first, here) in enumerate(pairs):
+            if first != here:
+                difference = f"number {i} is {first} on rank 0, {here} on rank {rank}"
+                raise ValueError(f"ranks have different parameters: {difference}")
 
 
 def check_values(group):

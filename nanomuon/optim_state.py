@@ -1,28 +1,19 @@
-"""Where the state of an optimizer lives, and how it is saved and loaded.
+"""Where the state of an optimizer lives, and how it is saved and loaded. A step is understood without it.
 
-A step of `optim.py` needs only the first few helpers. There each work item makes its state tensors, with
-a Place for each, which says where it lives; this file saves and loads them. `full_state_dict` is whole and
-goes by name, so it loads into any world and layout.
+Each work item of `optim.py` makes its state tensors, with a Place for each, which says where it lives.
+`SavedByName` saves and loads them. `full_state_dict` is whole and goes by name, so it loads into any world
+and layout.
 """
-
-import math
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
 
-from nanomuon.optim_groups import MUON_OPTIONS, clean_name, default_names, option_name
-
-
-def named_parameters(groups):
-    """(name, parameter, group) of param groups, in their order."""
-    for group in groups:
-        for name, param in zip(group["names"], group["params"], strict=True):
-            yield name, param, group
+from nanomuon.optim_groups import MUON_OPTIONS, clean_name, default_names, named_parameters, option_name
 
 
 def local(tensor):
-    """This rank's part of a tensor: its piece of a DTensor, all of any other."""
+    """This rank's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -31,18 +22,13 @@ def whole(tensor):
 
 
 def is_cut(param):
-    """Whether each rank holds only a piece. A DTensor that is whole on every rank counts as replicated."""
+    """Whether each rank has only a shard. A DTensor that is whole on every rank counts as replicated."""
     if not isinstance(param, DTensor):
-        return bool(getattr(param, "planned_cuts", ()))  # footprint.py plans pieces without a process group
+        return False
     for axis, placement in enumerate(param.placements):
         if not placement.is_replicate() and param.device_mesh.size(axis) > 1:
             return True
     return False
-
-
-def elements(param):
-    """Elements of the whole parameter, the same number on every rank."""
-    return math.prod(getattr(param, "planned_shape", param.shape))
 
 
 def state_dtype(param):
@@ -53,10 +39,10 @@ def state_dtype(param):
 class Place:
     """Where one state tensor lives.
 
-    tensor: this rank's part of it, or None. shape: of the whole. mesh, placements: how DTensor cuts the
-    whole, if this rank has a piece. owner: the only rank of `world` that has it, or None; like: a tensor of
-    its dtype and device. value: the tensor in optimizer.state, a DTensor if it is a piece; it shares memory
-    with `tensor`.
+    tensor: this rank's shard of it, or all of it; None if another rank owns it. shape: of the whole. mesh,
+    placements: how DTensor cuts the whole, if it does. owner: the only rank of `world` that has it, or None;
+    like: a tensor of its dtype and device. value: the tensor in optimizer.state, a DTensor if it is a shard;
+    it shares memory with `tensor`.
     """
 
     def __init__(self, tensor, shape=None, mesh=None, placements=(), world=None, owner=None, like=None):
@@ -64,7 +50,7 @@ class Place:
         self.shape = tuple(tensor.shape if shape is None else shape)
         self.mesh, self.placements = mesh, tuple(placements)
         self.world, self.owner, self.like = world, owner, like
-        if mesh is not None and tensor is not None:
+        if mesh is not None:
             self.value = as_dtensor(tensor, self.shape, mesh, self.placements)
 
     def gathered(self):
@@ -77,23 +63,20 @@ class Place:
             value = self.world.broadcast_from(self.owner, value).wait()
         return value
 
-    def piece_of(self, saved):
-        """This rank's part of a saved tensor: its piece if the place is cut, otherwise all of it. Collective
-        if the tensor is a DTensor.
+    def shard_of(self, saved):
+        """This rank's shard of a saved tensor; all of it if the place is not cut. Collective if the tensor is
+        a DTensor.
         """
         if self.mesh is None:
             return whole(saved)
         if isinstance(saved, DTensor) and saved.device_mesh == self.mesh:
             if saved.placements == self.placements:
                 return saved.to_local()
-        full = whole(saved)
-        if self.tensor is None:
-            return full
-        return distribute_tensor(full, self.mesh, self.placements, src_data_rank=None).to_local()
+        return distribute_tensor(whole(saved), self.mesh, self.placements, src_data_rank=None).to_local()
 
 
 def as_dtensor(tensor, shape, mesh, placements):
-    """A DTensor of this rank's piece, in the same memory."""
+    """A DTensor of this rank's shard, in the same memory."""
     if tensor.storage_offset():
         # Make it a storage of its own: with an offset in its bank, a DTensor cannot be copied or pickled
         with torch.cuda.device_of(tensor):
@@ -105,18 +88,16 @@ def as_dtensor(tensor, shape, mesh, placements):
 
 def like_param(param, tensor):
     """The place of a tensor that is cut like its parameter, or whole on every rank."""
-    if isinstance(param, DTensor) and is_cut(param):
+    if is_cut(param):
         return Place(tensor, param.shape, param.device_mesh, param.placements)
     return Place(tensor)
 
 
 def rows_of(param, tensor, world):
-    """The place of a tensor whose rows are divided among the ranks of a world by `World.share`."""
+    """The place of a tensor whose rows are divided among the ranks of a world by `World.span`."""
     if world.size == 1:
         return like_param(param, tensor)
-    mesh = None  # if footprint.py plans
-    if world.process_group is not None:
-        mesh = DeviceMesh.from_group(world.process_group, tensor.device.type)
+    mesh = DeviceMesh.from_group(world.process_group, tensor.device.type)
     return Place(tensor, (len(param), *tensor.shape[1:]), mesh, [Shard(0)])
 
 
@@ -128,20 +109,96 @@ def take_over(state, param, places):
     for key, place in places.items():
         if place.tensor is not None:
             if key in earlier:
-                place.tensor.copy_(place.piece_of(earlier[key]))
+                place.tensor.copy_(place.shard_of(earlier[key]))
             state[param][key] = place.value
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Saving
+def check_places(optimizer):
+    """ValueError if optimizer.state has other tensors than those of the places."""
+    for name, param, _ in named_parameters(optimizer.param_groups):
+        entry = optimizer.state.get(param, {})
+        for key, place in optimizer.places.get(param, {}).items():
+            if entry.get(key) is not place.value:
+                raise ValueError(
+                    f"{key} of {name} was replaced or removed in optimizer.state: write into the tensor"
+                )
 
 
-def saved_groups(optimizer):
+class SavedByName:
+    """Saving, loading and copying of an optimizer that has `places`, `plan()` and `reset_plan()`.
+
+    torch's own state_dict() works: {"state": {number: {key: tensor}}, "param_groups": [...]}, the state of
+    this rank, without communication; tensors share memory with the optimizer's, shards are DTensors, and
+    state that another rank owns is missing.
+    """
+
+    def named_state_dict(self):
+        """state_dict() by name: {"state": {name: {key: tensor}}, "param_groups": groups without params}."""
+        self.plan()
+        state = {}
+        for name, param, _ in named_parameters(self.param_groups):
+            if param in self.state:
+                state[name] = dict(self.state[param])
+        return {"state": state, "param_groups": saved_groups(self.param_groups)}
+
+    def full_state_dict(self):
+        """named_state_dict() with the whole of every tensor on every rank, as copies. Collective."""
+        self.plan()
+        state = {}
+        for name, param, _ in named_parameters(self.param_groups):
+            if param in self.places:
+                state[name] = {key: place.gathered() for key, place in self.places[param].items()}
+        return {"state": state, "param_groups": saved_groups(self.param_groups)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict, hyperparameters="restore"):
+        """Restore full_state_dict(), of any world size or grouping, or what this rank's named_state_dict() or
+        state_dict() returned in the same world.
+
+        hyperparameters: "restore" takes lr, all other numbers and what schedulers have written into the
+        groups from the groups in which the parameters were saved, as torch's optimizers do; "keep" keeps
+        those of our groups. State keeps its dtype. ValueError, before anything is changed, names the first
+        difference: a missing name or key, another shape, a shard that another rank has saved, other options.
+        """
+        if hyperparameters not in ("restore", "keep"):
+            raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
+        groups = state_dict["param_groups"]
+        check_form(groups, self.param_groups)
+        state = state_by_name(state_dict["state"], groups)
+        restored = [{} for _ in self.param_groups]
+        if hyperparameters == "restore":
+            restored = [restored_numbers(i, group, groups) for i, group in enumerate(self.param_groups)]
+        found = []  # (place, what was saved of it)
+        if state:
+            self.plan()
+            for name, param, _ in named_parameters(self.param_groups):
+                found += matched(name, self.places.get(param, {}), state.get(name, {}))
+        shards = [(place, place.shard_of(saved)) for place, saved in found]
+        if not state:  # saved before the first step
+            for places in self.places.values():
+                shards += [(place, torch.zeros(())) for place in places.values()]
+        for place, shard in shards:
+            if place.tensor is not None:
+                place.tensor.copy_(shard)
+        for group, numbers in zip(self.param_groups, restored, strict=True):
+            group.update(numbers)
+
+    def __getstate__(self):
+        """For copy.deepcopy and pickle: without the plan, which the copy makes when it needs it."""
+        kept = ("defaults", "param_groups", "state", "compile", "ns_dtype", "world", "skipped_steps")
+        return {key: self.__dict__[key] for key in kept}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.reset_plan()
+
+
+def saved_groups(groups):
     """The param groups without their parameters, as copies."""
-    groups = []
-    for group in optimizer.param_groups:
-        groups.append({key: copy_of(value) for key, value in group.items() if key != "params"})
-    return groups
+    saved = []
+    for group in groups:
+        saved.append({key: copy_of(value) for key, value in group.items() if key != "params"})
+    return saved
 
 
 def copy_of(value):
@@ -149,64 +206,6 @@ def copy_of(value):
     if isinstance(value, torch.Tensor):
         return value.clone()
     return list(value) if isinstance(value, list) else value
-
-
-def named_state_dict(optimizer):
-    """state_dict() by name: {"state": {name: {key: tensor}}, "param_groups": groups without params}."""
-    optimizer.plan()
-    state = {}
-    for name, param, _ in named_parameters(optimizer.param_groups):
-        if param in optimizer.state:
-            state[name] = dict(optimizer.state[param])
-    return {"state": state, "param_groups": saved_groups(optimizer)}
-
-
-def full_state_dict(optimizer):
-    """named_state_dict() with the whole of every tensor on every rank, as copies. Collective."""
-    optimizer.plan()
-    state = {}
-    for name, param, _ in named_parameters(optimizer.param_groups):
-        if param in optimizer.places:
-            state[name] = {key: place.gathered() for key, place in optimizer.places[param].items()}
-    return {"state": state, "param_groups": saved_groups(optimizer)}
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Loading
-
-
-@torch.no_grad()
-def load_state_dict(optimizer, state_dict, hyperparameters="restore"):
-    """Restore full_state_dict(), of any world size or grouping, or what this rank's named_state_dict() or
-    state_dict() returned in the same world.
-
-    hyperparameters: "restore" takes lr, all other numbers and what schedulers have written into the groups
-    from the groups in which the parameters were saved, as torch's optimizers do; "keep" keeps those of our
-    groups. State keeps its dtype. ValueError, before anything is changed, names the first difference: a
-    missing name or key, another shape, a piece that another rank has saved, other options.
-    """
-    if hyperparameters not in ("restore", "keep"):
-        raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
-    groups = state_dict["param_groups"]
-    check_form(groups, optimizer.param_groups)
-    state = state_by_name(state_dict["state"], groups)
-    restored = [{} for _ in optimizer.param_groups]
-    if hyperparameters == "restore":
-        restored = [restored_numbers(i, group, groups) for i, group in enumerate(optimizer.param_groups)]
-    found = []  # (place, what was saved of it)
-    if state:
-        optimizer.plan()
-        for name, param, _ in named_parameters(optimizer.param_groups):
-            found += matched(name, optimizer.places.get(param, {}), state.get(name, {}))
-    pieces = [(place, place.piece_of(saved)) for place, saved in found]
-    if not state:  # saved before the first step
-        for places in optimizer.places.values():
-            pieces += [(place, torch.zeros(())) for place in places.values()]
-    for place, piece in pieces:
-        if place.tensor is not None:
-            place.tensor.copy_(piece)
-    for group, numbers in zip(optimizer.param_groups, restored, strict=True):
-        group.update(numbers)
 
 
 def check_form(saved, ours):
@@ -247,7 +246,7 @@ def matched(name, places, entry):
             raise ValueError(f"{key} of {name} has shape {tuple(saved.shape)}, expected {place.shape}")
         if isinstance(saved, DTensor) and not is_of_this_rank(saved):
             raise ValueError(
-                f"the loaded {key} of {name} is a piece that another rank has saved: save "
+                f"the loaded {key} of {name} is a shard that another rank has saved: save "
                 "optimizer.full_state_dict()"
             )
         found.append((place, saved))
@@ -255,31 +254,37 @@ def matched(name, places, entry):
 
 
 def is_of_this_rank(saved):
-    """Whether a DTensor's piece is this rank's: one that is read from a file knows which rank wrote it."""
+    """Whether a DTensor's shard is this rank's: one that is read from a file knows which rank wrote it."""
     if not dist.is_initialized():
         return False
     here = (saved.device_mesh.mesh == dist.get_rank()).nonzero().flatten()
     return here.tolist() == list(saved.device_mesh.get_coordinate() or [])
 
 
+GONE = {"row_equilibrate": False, "renormalize": False}  # options of earlier versions, and their defaults
+
+
 def restored_numbers(i, group, saved):
     """The values that our i-th group takes from the saved groups of its parameters: all except options."""
     restored = {}
     ours = set(group["names"])
+    keep = 'load with hyperparameters="keep"'
     for source in saved:
         if ours.isdisjoint(map(clean_name, source["names"])):
             continue
         for key, value in source.items():
             if key in ("params", "names"):
                 continue
-            is_option = key in ("kind", "ns_steps", *MUON_OPTIONS)
-            if is_option and option_name(value) != option_name(group.get(key)):
-                raise ValueError(
-                    f'param group {i} was saved with {key}={value!r}: load with hyperparameters="keep"'
-                )
+            expected = GONE.get(key, group.get(key))
+            is_option = key in ("kind", "ns_steps", *MUON_OPTIONS, *GONE)
+            if is_option and option_name(value) != option_name(expected):
+                raise ValueError(f"param group {i} was saved with {key}={value!r}: {keep}")
             if not is_option and restored.setdefault(key, value) != value:
                 two = f"{restored[key]!r} and {value!r}"
-                raise ValueError(f'param group {i} would get {key}={two}: load with hyperparameters="keep"')
-    if "beta2" in restored and (restored["beta2"] is None) != (group["beta2"] is None):
-        raise ValueError(f'param group {i} was saved with another beta2: load with hyperparameters="keep"')
+                raise ValueError(f"param group {i} would get {key}={two}: {keep}")
+    if restored.get("momentum") == 0 and group["momentum"] is None:
+        restored["momentum"] = None  # its buffer was that of a rule which keeps momentum of its own
+    for key in ("momentum", "beta2"):  # None is another computation
+        if key in restored and (restored[key] is None) != (group[key] is None):
+            raise ValueError(f"param group {i} was saved with another {key}: {keep}")
     return {key: copy_of(value) for key, value in restored.items()}

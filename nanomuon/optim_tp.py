@@ -12,16 +12,20 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
   blockwise    never                     nothing                      its block               each block's
 
 `distributed`, even if requested, becomes `duplicated` wherever that is the default: Gram matrices are sums
-over the long side. `blockwise` needs no class, because each block is a matrix; the other two are the classes
-below. `distributed` is `optim.muon_direction` with sums over ranks whenever it sums over a cut side.
+over the long side. `blockwise` needs nothing, because each block is a matrix; the other two make a rule for
+shards from the rule of whole matrices.
 """
 
+import dataclasses
+import functools
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from nanomuon.optim_fused import of_parts
 from nanomuon.optim_groups import split_rows
+from nanomuon.orthogonalize import gram_newton_schulz, newton_schulz, newton_schulz_form, normalized, triples
 
 
 def choose_mode(group, shape, dim, world):
@@ -48,57 +52,99 @@ def choose_mode(group, shape, dim, world):
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Cut:
     """Matrices cut over the ranks of `world` along `dim` of a batch: 1 rows, 2 columns.
 
-    shape: (m, n) of the whole matrices. A rank's lines are those of `World.share`.
+    length: of that dimension of whole matrices. A rank's lines are those of `World.span`.
     """
 
     world: object  # optim.World
     dim: int
-    shape: tuple
+    length: int
 
-    def sum(self, partial, *dims):
-        """The sum over ranks of their partial sums over these dimensions of their pieces. In place."""
-        if self.dim in dims:
-            self.world.all_reduce(partial, dist.ReduceOp.SUM).wait()
-        return partial
+    def sum(self, partial):
+        """The sum over ranks of their partial sums, over the cut dimension of their shards. In place."""
+        return self.world.all_reduce(partial, dist.ReduceOp.SUM).wait()
 
-    def gathered(self, piece):
+    def gathered(self, shard):
         """A batch of whole matrices."""
-        length, piece = self.shape[self.dim - 1], piece.transpose(0, self.dim)
-        each = -(-length // self.world.size)
-        whole = piece.new_empty(each * self.world.size, *piece.shape[1:])
-        whole[each * self.world.rank :][: len(piece)] = piece
-        return self.world.all_gather(whole).wait()[:length].transpose(0, self.dim).contiguous()
+        shard = shard.transpose(0, self.dim)
+        each = -(-self.length // self.world.size)
+        whole = shard.new_empty(each * self.world.size, *shard.shape[1:])
+        whole[each * self.world.rank :][: len(shard)] = shard
+        return self.world.all_gather(whole).wait()[: self.length].transpose(0, self.dim).contiguous()
 
-    def mine(self, whole):
-        """This rank's piece of a batch; all of it if it has one value for the cut dimension."""
-        length = self.shape[self.dim - 1]
-        if whole.size(self.dim) != length:
+    def shard(self, whole):
+        """This rank's shard of a batch; all of it if it has one value for the cut dimension."""
+        if whole.size(self.dim) != self.length:
             return whole
-        lo, hi = self.world.share(length, self.world.rank)
+        lo, hi = self.world.span(self.length, self.world.rank)
         return whole.narrow(self.dim, lo, hi - lo)
 
 
-class Duplicated:
-    """The direction `whole` for pieces of matrices, which every rank gathers. Every rank keeps the whole
-    state. It has the attributes of `optim.Direction`.
+def duplicated(rule, cut):
+    """The rule for shards of matrices that every rank gathers. Every rank has the whole state."""
+    scale = rule.scale
+    if isinstance(scale, torch.Tensor):  # (m, 1), one per row
+        scale = cut.shard(scale[None])[0]
+
+    def function(U, buffers, ok, hyper):
+        X, gain = rule.function(cut.gathered(U), buffers, ok, hyper)
+        return cut.shard(X), cut.shard(gain)
+
+    return dataclasses.replace(rule, function=function, scale=scale)
+
+
+def distributed(rule, cut):
+    """The rule, `optim.normuon` or that of fused parts, computed by all ranks together on their shards. It
+    communicates, so it is not compiled.
     """
-
-    def __init__(self, whole, pieces):
-        self.whole, self.pieces = whole, pieces
-        self.shape, self.state, self.cost, self.scale = whole.shape, whole.state, whole.cost, whole.scale
-        if isinstance(self.scale, torch.Tensor):  # (m, 1), one per row
-            self.scale = pieces.mine(self.scale[None])[0]
-
-    def __call__(self, U, kept, ok, square_weight):
-        X, gain = self.whole(self.pieces.gathered(U), kept, ok, square_weight)
-        return self.pieces.mine(X), self.pieces.mine(gain)
+    options = dict(rule.function.keywords, cut=cut)
+    if "split" in options:
+        function = functools.partial(of_parts, **dict(options, function=normuon_together))
+    else:
+        function = functools.partial(normuon_together, **options)
+    return dataclasses.replace(rule, function=function)
 
 
-class Distributed(Duplicated):
-    """The direction `whole`, computed by all ranks together on their pieces."""
+def normuon_together(
+    U,  # (12, 768, 1536), this rank's shards of (12, 768, 3072)
+    buffers,  # {"second_momentum_buffer": (12, 1, 3072)}, whole on every rank, or {}
+    ok,  # (12, 1, 1)
+    hyper,  # optim.MuonNumbers
+    *,
+    cut,
+    coefficients,
+    ns_steps,
+    ns_dtype,
+):
+    """`optim.normuon` with sums over ranks where it sums over the cut side. Returns shards of X and gain."""
+    shape = list(U.shape[1:])
+    shape[cut.dim - 1] = cut.length
+    m, n = shape
+    X = orthogonalize_together(U, m, n, cut, coefficients, ns_steps, ns_dtype)
+    if not buffers:
+        return X, torch.ones_like(ok)
+    short, mean_over = min(m, n), 2 if m >= n else 1
+    v = X.to(ok.dtype).square().sum(dim=mean_over, keepdim=True)
+    v = (cut.sum(v) if cut.dim == mean_over else cut.gathered(v)) / short
+    second_momentum_buffer = buffers["second_momentum_buffer"]
+    second_momentum_buffer.lerp_(v, hyper.one_minus_beta2 * ok)
+    s = second_momentum_buffer.clamp(min=1e-10).rsqrt()
+    norm_before = (v.sum(dim=(1, 2), keepdim=True) * short).sqrt()  # (k, 1, 1)
+    norm_after = ((v * s.square()).sum(dim=(1, 2), keepdim=True) * short).sqrt()
+    return X, cut.shard(s * norm_before / norm_after.clamp(min=1e-10))
 
-    def __call__(self, U, kept, ok, square_weight):
-        return self.whole(U, kept, ok, square_weight, self.pieces)
+
+def orthogonalize_together(U, m, n, cut, coefficients, ns_steps, ns_dtype):
+    """This rank's shards of the polar factors of (m, n) matrices; U: (k, ...), its shards of those. The cut
+    side is the long one.
+    """
+    table = triples(coefficients, ns_steps)
+    gram, dtype = newton_schulz_form(m, n, len(table), U.device.type, ns_dtype)
+    norm = torch.linalg.vector_norm(U, dim=(1, 2), keepdim=True)
+    X = normalized(U, cut.sum(norm.square()).sqrt(), coefficients)
+    if X.dtype != torch.float64:
+        X = X.to(dtype)
+    iterate = gram_newton_schulz if gram else newton_schulz
+    return iterate(X, table, tall=cut.dim == 1, complete=cut.sum)

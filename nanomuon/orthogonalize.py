@@ -73,8 +73,7 @@ def newton_schulz_form(m, n, steps, device_type="cpu", ns_dtype=None):
     """(whether to use the Gram form, dtype of the iteration) for float32 matrices of this shape.
 
     ns_dtype: torch.float32, torch.bfloat16, or None for that of the device: bf16 on "cuda", float32
-    elsewhere. On "meta" bf16 plans a GPU's step. Depends on these alone, never on a measurement: all ranks,
-    and a resumed run, must choose alike.
+    elsewhere. Depends on these alone, never on a measurement: all ranks, and a resumed run, must agree.
 
     With short side s and aspect ratio r, five steps of the Gram form take (8r+28) s^3 FLOPs, of the plain
     one (20r+10) s^3. The Gram form is used only up to five steps: with ten (`deepseekv4`) it overflows in
@@ -91,12 +90,12 @@ def newton_schulz_form(m, n, steps, device_type="cpu", ns_dtype=None):
     gram_is_cheaper = max(m, n) > 1.5 * min(m, n) and steps <= 5
     if ns_dtype == torch.float32:
         return gram_is_cheaper, torch.float32
-    if gram_is_cheaper and device_type in ("cuda", "meta"):
+    if gram_is_cheaper and device_type == "cuda":
         return True, torch.float16
     return False, torch.bfloat16
 
 
-def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dtype=None, pieces=None):
+def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dtype=None):
     """Approximate polar factor of each matrix.
 
     U: (..., m, n) float. Returns (..., m, n) in the dtype of the iteration: float64 stays float64, all else
@@ -104,12 +103,11 @@ def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dty
     GPUs, is more accurate than the plain one in bf16 (relative errors of .0044 and .0086 on a Gaussian
     matrix, computed on a CPU). Singular values end in about [0.7, 1.15], depending on the set; a zero matrix
     stays zero. Call it outside torch.autocast, which would compute the products in its own dtype (a step of
-    the optimizers does). pieces: a optim_tp.Pieces, if U holds this rank's pieces. ValueError for
-    anything but real matrices, and for the Gram form in bf16.
+    the optimizers does). ValueError for anything but real matrices, and for the Gram form in bf16.
     """
     if U.ndim < 2 or U.is_complex():
         raise ValueError(f"orthogonalize takes real matrices, not {U.dtype} of shape {tuple(U.shape)}")
-    m, n = U.shape[-2:] if pieces is None else pieces.shape
+    m, n = U.shape[-2:]
     table = triples(coefficients, steps)
     chosen, iteration_dtype = newton_schulz_form(m, n, len(table), U.device.type, ns_dtype)
     if gram is None:
@@ -117,32 +115,35 @@ def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dty
     elif gram and iteration_dtype == torch.bfloat16:
         raise ValueError("the Gram form loses all accuracy in bf16: take float32, or the plain form")
     exact = U.dtype == torch.float64
-    X = U.reshape(math.prod(U.shape[:-2]), *U.shape[-2:]).to(torch.float64 if exact else torch.float32)
-    norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True)  # (K, 1, 1)
-    if pieces is not None:
-        norm = pieces.sum(norm.square(), 1, 2).sqrt()
-    # Divided by its Frobenius norm, X has singular values of at most 1; polar_express wants 2% less
-    X = X / (1.02 * norm + 1e-6 if coefficients == "polar_express" else norm.clamp(min=1e-7))
+    X = U.reshape(math.prod(U.shape[:-2]), m, n).to(torch.float64 if exact else torch.float32)
+    X = normalized(X, torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True), coefficients)
     if not exact:
         X = X.to(iteration_dtype)
-    tall = m > n if pieces is None else pieces.dim == 1  # the cut side is the long one
     iterate = gram_newton_schulz if gram else newton_schulz
-    return iterate(X, table, tall, pieces).view(U.shape)
+    return iterate(X, table, tall=m > n).view(U.shape)
 
 
-def newton_schulz(X, table, tall, pieces=None):
+def normalized(X, norm, coefficients):
+    """X divided by its Frobenius norm, (K, 1, 1), so that singular values are at most 1; polar_express wants
+    2% less.
+    """
+    return X / (1.02 * norm + 1e-6 if coefficients == "polar_express" else norm.clamp(min=1e-7))
+
+
+def newton_schulz(X, table, tall, complete=None):
     """X: (K, m, n) with singular values at most 1; table: triples. The products are over the long side: the
-    rows if `tall`.
+    rows if `tall`. complete: makes whole products of those over a cut side, see `gram_matrix`.
     """
     for a, b, c in table:
-        A = gram_matrix(X, tall, pieces)  # (K, s, s)
+        A = gram_matrix(X, tall, complete)  # (K, s, s)
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)
         X = torch.baddbmm(X, X, B, beta=a) if tall else torch.baddbmm(X, B, X, beta=a)
     return X
 
 
-def gram_matrix(X, of_columns, pieces=None):
-    """Products of all pairs of columns, X^T X, or of rows, XX^T. X: (K, m, n).
+def gram_matrix(X, of_columns, complete=None):
+    """Products of all pairs of columns, X^T X, or of rows, XX^T. X: (K, m, n), or shards, cut along the side
+    over which the products sum; then complete(products) sums them over the shards.
 
     Not by @, which copies transposes: 5.0 ms instead of 2.8 (bf16, 512 x 2048, two cores). Nor is one matrix
     multiplied by bmm: torch.compile gives its transpose stride 0 over the batch, and bmm copies that.
@@ -151,7 +152,7 @@ def gram_matrix(X, of_columns, pieces=None):
         products = products_of_rows(X[0].mT if of_columns else X[0]).unsqueeze(0)
     else:
         products = torch.bmm(X.mT, X) if of_columns else torch.bmm(X, X.mT)
-    return products if pieces is None else pieces.sum(products, 1 if of_columns else 2)
+    return products if complete is None else complete(products)
 
 
 def products_of_rows(rows):
@@ -172,7 +173,7 @@ def products_of_rows(rows):
     return torch.cat(strips)
 
 
-def gram_newton_schulz(X, table, tall, pieces=None):
+def gram_newton_schulz(X, table, tall, complete=None):
     """The same polynomial on the Gram matrix R = XX^T, with four products of the long side in all (Dao-AILab,
     gram-newton-schulz).
 
@@ -182,7 +183,7 @@ def gram_newton_schulz(X, table, tall, pieces=None):
     """
     for part in (table[:2], table[2:]):  # the restart: compute R again from the X so far
         if part:
-            R = gram_matrix(X, tall, pieces)  # (K, s, s)
+            R = gram_matrix(X, tall, complete)  # (K, s, s)
             Q = gram_polynomial(R, part)
             X = X @ Q if tall else Q @ X
     return X

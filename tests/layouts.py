@@ -41,29 +41,29 @@ MODEL += [("muon", shape) for shape in [(1, 8), (20, 3), (8, 3, 3, 3), (5, 12, 8
 MODEL += [("adamw", shape) for shape in [(1019, 17), (3, 700), (1500,), (64, 32), (7,), (), (10, 10)]]
 
 
-def whitened(U, kept, ok, square_weight):
+def whitened(U, buffers, ok, hyper):
     """The momentum times the inverse root of a running mean of its Gram matrix: one side of Shampoo.
 
-    U: (k, m, n). kept["gram"]: (k, m, m), updated in place. kept["count"]: (k,), of the updates.
+    U: (k, m, n). buffers["gram"]: (k, m, m), updated in place. buffers["count"]: (k,), of the updates.
     """
-    kept["count"].add_(ok.view(-1))
-    kept["gram"].lerp_(U @ U.mT / U.size(2), square_weight * ok)
-    values, vectors = torch.linalg.eigh(kept["gram"])  # (k, m), (k, m, m)
+    buffers["count"].add_(ok.view(-1))
+    buffers["gram"].lerp_(U @ U.mT / U.size(2), hyper.one_minus_beta2 * ok)
+    values, vectors = torch.linalg.eigh(buffers["gram"])  # (k, m), (k, m, m)
     roots = (values.clamp(min=0) + 1e-4).rsqrt().unsqueeze(1)  # (k, 1, m)
-    return (vectors * roots) @ vectors.mT @ U, torch.full_like(square_weight, 0.2)  # (k, m, n), (k, 1, 1)
+    return (vectors * roots) @ vectors.mT @ U, torch.full_like(ok, 0.2)  # (k, m, n), (k, 1, 1)
 
 
-def state_of_whitened(m, n):
+def buffers_of_whitened(m, n):
     return {"gram": (m, m), "count": ()}
 
 
-whitened.state = state_of_whitened
+whitened.buffers = buffers_of_whitened
 
 
-def polar(U, kept, ok, square_weight):
+def polar(U, buffers, ok, hyper):
     """A direction without state, whose gain has fewer digits than the parameters must keep."""
-    assert not kept
-    return orthogonalize(U), torch.full_like(square_weight, 0.125, dtype=torch.bfloat16)
+    assert not buffers
+    return orthogonalize(U), torch.full_like(ok, 0.125, dtype=torch.bfloat16)
 
 
 def half_the_width(m, n):
@@ -74,15 +74,16 @@ OPTIONS = {
     "default": dict(),
     "decoupled": dict(weight_decay_form="decoupled"),
     "plain": dict(beta2=None, nesterov=False),
-    "equilibrated": dict(row_equilibrate=True, scale="match_rms_adamw"),
-    "renormalized": dict(renormalize=True, scale="spectral", momentum=0.8),
-    "both": dict(row_equilibrate=True, renormalize=True, beta2=None, scale="unit_rms_norm"),
+    "matched": dict(scale="match_rms_adamw"),
+    "spectral": dict(scale="spectral", momentum=0.8),
+    "without averages": dict(momentum=None, beta2=None, scale="unit_rms_norm"),
     "more steps": dict(ns_steps=7, weight_decay=0.5, scale=half_the_width),
     "simple": dict(coefficients="simple", ns_steps=3, beta2=0.5),
     "own triples": dict(coefficients=((2, -1.5, 0.5),) * 4, ns_steps=None, weight_decay_form="decoupled"),
-    "no averages": dict(momentum=0.0, beta2=0.0, weight_decay=0.0),
+    "averages of one step": dict(momentum=0.0, beta2=0.0, weight_decay=0.0),
     "direction": dict(direction=whitened),
     "direction without state": dict(direction=functools.partial(polar), weight_decay_form="decoupled"),
+    "direction without momentum": dict(direction=whitened, momentum=None),
 }
 
 FUSED = [("muon", (48, 64)), *[("muon", (48, 20))] * 8, ("adamw", (5,))]  # of 3 ranks one owns 2 of a group

@@ -2,6 +2,8 @@
 models and gradients for the optimizers and the rules to train on.
 """
 
+import types
+
 import torch
 
 MATRICES = dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.9, weight_decay=0.1)
@@ -25,7 +27,7 @@ SCALES = {
 
 
 OPTIONS = dict(nesterov=True, weight_decay_form="cautious", scale="shape", coefficients="polar_express")
-OPTIONS |= dict(row_equilibrate=False, renormalize=False, direction=None)
+OPTIONS |= dict(direction=None)
 
 
 class ReferenceMuon:
@@ -34,12 +36,14 @@ class ReferenceMuon:
     def __init__(self, param, group):
         self.P, self.group = param.detach().double().clone(), {**OPTIONS, **group}
         m, n = self.P.shape
-        self.M, self.V, self.kept = torch.zeros_like(self.P), None, {}
+        self.M, self.V, self.kept = None, None, {}
         direction, coefficients, scale = (self.group[key] for key in ("direction", "coefficients", "scale"))
+        if self.group["momentum"] is not None:
+            self.M = torch.zeros_like(self.P)
         if self.group["beta2"] is not None and direction is None:
             self.V = torch.zeros((m, 1) if m >= n else (1, n), dtype=torch.float64)
-        if hasattr(direction, "state"):
-            for name, shape in direction.state(m, n).items():
+        if hasattr(direction, "buffers"):
+            for name, shape in direction.buffers(m, n).items():
                 self.kept[name] = torch.zeros(1, *shape, dtype=torch.float64)
         named = {"polar_express": [*POLAR_EXPRESS, *[LIMIT] * 9], "simple": [SIMPLE] * 5}
         self.triples = named.get(coefficients, coefficients)[: self.group["ns_steps"]]
@@ -47,13 +51,16 @@ class ReferenceMuon:
 
     def step(self, grad):
         G, mu, wd = grad.double(), self.group["momentum"], self.group["weight_decay"]
-        self.M = mu * self.M + (1 - mu) * G
-        U = (1 - mu) * G + mu * self.M if self.group["nesterov"] else self.M
+        U = G
+        if mu is not None:
+            self.M = mu * self.M + (1 - mu) * G
+            U = (1 - mu) * G + mu * self.M if self.group["nesterov"] else self.M
         if self.group["direction"] is None:
             X = self.variance_reduced(self.polar_factor(U))
         else:
             one = torch.ones(1, 1, 1, dtype=torch.float64)
-            X, gain = self.group["direction"](U[None], self.kept, one, one * (1 - self.group["beta2"]))
+            hyper = types.SimpleNamespace(one_minus_beta2=1 - (self.group["beta2"] or 0))
+            X, gain = self.group["direction"](U[None], self.kept, one, hyper)
             X = (X * gain)[0]
         lr = self.group["lr"] * self.scale
         if self.group["weight_decay_form"] == "cautious":
@@ -62,17 +69,12 @@ class ReferenceMuon:
             self.P = self.P * (1 - self.group["lr"] * wd) - lr * X
 
     def polar_factor(self, U):
-        if self.group["row_equilibrate"]:
-            norms = torch.stack([row.norm() for row in U])
-            U = torch.stack([row * norms.mean() / norm for row, norm in zip(U, norms, strict=True)])
         norm = (U**2).sum().sqrt()
         is_polar_express = self.group["coefficients"] == "polar_express"
         X = U / (1.02 * norm + 1e-6) if is_polar_express else U / max(norm, 1e-7)
         for a, b, c in self.triples:
             A = X @ X.T
             X = a * X + b * A @ X + c * A @ A @ X
-        if self.group["renormalize"]:
-            X = X * min(X.shape) ** 0.5 / (X**2).sum().sqrt()
         return X
 
     def variance_reduced(self, X):
@@ -124,7 +126,9 @@ class Reference:
         if self.adamw:
             state = {"step": torch.zeros(()), "exp_avg": self.param * 0, "exp_avg_sq": self.param * 0}
             return self.param, {**state, **self.adamw.state[self.param]}
-        state = {"momentum_buffer": self.joined([matrix.M for matrix in self.matrices])}
+        state = {}
+        if self.matrices[0].M is not None:
+            state["momentum_buffer"] = self.joined([matrix.M for matrix in self.matrices])
         if self.parts == WHOLE:
             kept = [{**matrix.kept} for matrix in self.matrices]
             for each, matrix in zip(kept, self.matrices, strict=True):

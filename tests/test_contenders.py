@@ -23,7 +23,7 @@ from tests.worlds import run_world
 FOLDER = Path(__file__).parent.parent / "contenders"
 FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
 # These only set options and rates of the recipe, whose tests train on ranks and in pieces
-ONLY_OPTIONS = {"aux_adamw", "muon_eq", "plain"}
+ONLY_OPTIONS = {"aux_adamw", "plain"}
 STEPS, BREAK = 4, 2
 # Bases turn every 10 steps by default: with these options they turn within STEPS
 OPTIONS = {"soap": {"every": 2}, "soap_muon": {"every": 2}}
@@ -188,17 +188,17 @@ def polar(M, ns_dtype=None):
 
 
 class Matrix:
-    """One matrix with its direction and kept state, without an optimizer."""
+    """One matrix with its direction and buffers, without an optimizer."""
 
     def __init__(self, direction, m, n):
-        self.direction, self.kept = direction, {}
-        if hasattr(direction, "state"):
-            for name, shape in direction.state(m, n).items():
-                self.kept[name] = torch.zeros(1, *shape, dtype=torch.float64)
+        self.direction, self.buffers = direction, {}
+        if hasattr(direction, "buffers"):
+            for name, shape in direction.buffers(m, n).items():
+                self.buffers[name] = torch.zeros(1, *shape, dtype=torch.float64)
 
-    def ask(self, U, square_weight=0.05):
-        one = torch.ones(1, 1, 1, dtype=torch.float64)
-        X, gain = self.direction(U, self.kept, one, square_weight * one)
+    def ask(self, U):
+        one, hyper = torch.ones(1, 1, 1, dtype=torch.float64), SimpleNamespace(one_minus_beta2=0.05)
+        X, gain = self.direction(U, self.buffers, one, hyper)
         return X * gain
 
 
@@ -231,7 +231,7 @@ def test_aurora_evens_the_norms_of_the_long_side_and_stays_orthogonal():
 def test_soap_is_adam_in_the_basis_of_the_first_gradient():
     matrix = Matrix(direction_of("soap", every=100), 5, 7)
     assert not matrix.ask(random_matrices(1, 5, 7, seed=99)).any()
-    left, right = matrix.kept["left"][0], matrix.kept["right"][0]
+    left, right = matrix.buffers["left"][0], matrix.buffers["right"][0]
     torch.testing.assert_close(left.T @ left, torch.eye(5, dtype=torch.float64))
     torch.testing.assert_close(right.T @ right, torch.eye(7, dtype=torch.float64))
     rotated = torch.nn.Parameter(torch.zeros(5, 7, dtype=torch.float64))
@@ -265,11 +265,11 @@ def test_the_bases_of_soap_turn_to_the_eigenvectors_and_the_second_moments_with_
 
 def test_soap_muon_orthogonalizes_what_soap_would_do():
     matrix = Matrix(direction_of("soap_muon", every=100), 5, 7)
-    kept = matrix.kept
+    buffers = matrix.buffers
     for step in range(4):
         X = matrix.ask(random_matrices(1, 5, 7, seed=step))
-    N = kept["left"].mT @ kept["exp_avg"] @ kept["right"] / kept["exp_avg_sq"].sqrt()
-    torch.testing.assert_close(X, orthogonalize(kept["left"] @ N @ kept["right"].mT))
+    N = buffers["left"].mT @ buffers["exp_avg"] @ buffers["right"] / buffers["exp_avg_sq"].sqrt()
+    torch.testing.assert_close(X, orthogonalize(buffers["left"] @ N @ buffers["right"].mT))
     assert (torch.linalg.svdvals(X) - 1).abs().max() < 0.2
 
 

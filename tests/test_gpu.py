@@ -16,11 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from nanomuon import attention, fp8
+from nanomuon import attention, fp8, optim
 from nanomuon.command import explain
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.moe import grouped_mm
-from nanomuon.optim import DistMuonAdamW, MuonAdamW, adamw_update, muon_direction, muon_momentum, muon_update
+from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.optim_groups import build_param_groups
 from tests.reference import MATRICES, OTHERS, distance
 from tests.training import launch, losses
@@ -58,15 +58,15 @@ def kernel_results(device, dtype):
         grad, M, P = (seeded(3, *shape, seed=i).to(device, dtype) for i in range(3))
         second = torch.zeros(3, *of_second, device=device, dtype=dtype)
         ok = torch.ones(3, 1, 1, device=device, dtype=dtype)
-        numbers = torch.tensor([0.1, 0.1, 0.95, 0.05, 0.05], device=device, dtype=dtype)
-        U = muon_momentum(grad, M, ok, numbers, nesterov=True)
-        options = dict(coefficients="polar_express", ns_steps=5, row_equilibrate=False, renormalize=False)
-        X, gain = muon_direction(U, second, 0.05 * ok, **options)
-        muon_update(P, X, gain, ok, numbers, one, cautious=True)
+        hyper = optim.MuonNumbers(*torch.tensor([0.1, 0.1, 0.95, 0.05, 0.05], device=device, dtype=dtype))
+        U = optim.muon_momentum(grad, M, ok, hyper, nesterov=True)
+        options = dict(coefficients="polar_express", ns_steps=5, ns_dtype=None)
+        X, gain = optim.normuon(U, {"second_momentum_buffer": second}, ok, hyper, **options)
+        optim.muon_update(P, X, gain, one, ok, hyper, cautious=True)
         results += [M, second, P]
     p, grad, m, v = (seeded(1000, seed=i).abs().to(device, dtype) for i in range(4))
-    numbers = torch.tensor([0.01, 0.001, 0.1, 0.05, 1e-8], device=device, dtype=dtype)
-    adamw_update(p, grad, m, v, 3 * one, one, numbers)
+    hyper = optim.AdamWNumbers(*torch.tensor([0.01, 0.001, 0.1, 0.05, 1e-8], device=device, dtype=dtype))
+    optim.adamw_update(p, grad, m, v, 3 * one, one, hyper)
     return [*results, p, m, v]
 
 

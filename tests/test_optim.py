@@ -176,8 +176,8 @@ def test_a_first_step_that_failed_can_be_taken_again():
 
 def test_functions_that_are_made_anew_for_each_optimizer_are_the_same_options():
     def optimizer(scale):
-        def direction(U, kept, ok, square_weight):
-            return U, torch.ones_like(square_weight)
+        def direction(U, buffers, ok, hyper):
+            return U, torch.ones_like(ok)
 
         return MuonAdamW([muon(torch.ones(2, 3), direction=direction, scale=functools.partial(scale, 1))])
 
@@ -190,10 +190,10 @@ def test_functions_that_are_made_anew_for_each_optimizer_are_the_same_options():
 def test_a_direction_cannot_put_another_tensor_in_place_of_its_state():
     """It would be lost with the step."""
 
-    def direction(U, kept, ok, square_weight):
-        kept["mean"] = U
+    def direction(U, buffers, ok, hyper):
+        buffers["mean"] = U
 
-    direction.state = lambda m, n: {"mean": (m, n)}
+    direction.buffers = lambda m, n: {"mean": (m, n)}
     weight = parameter(2, 3)
     weight.grad = torch.ones(2, 3)
     with pytest.raises(TypeError, match="does not support item assignment"):
@@ -315,7 +315,7 @@ BAD_ADAMW = [  # of a group of one vector
 
 
 def test_a_direction_of_another_shape_is_refused():
-    def rows(U, kept, ok, square_weight):  # would broadcast
+    def rows(U, buffers, ok, hyper):  # would broadcast
         return U.mean(dim=2, keepdim=True), torch.ones_like(ok)
 
     p = parameter(48, 20)

@@ -456,12 +456,13 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def without_temporaries(compiles, kernel, *tensors, **options):
-    return tensors[0], tensors[0]
+def without_temporaries(first, *tensors, **options):
+    return first
 
 
 def peak_of_a_step(group, layout, model):
-    with mock.patch.object(optim, "call_kernel", without_temporaries):
+    kernels = dict.fromkeys(("adamw_update", "muon_momentum", "muon_update"), without_temporaries)
+    with mock.patch.multiple(optim, **kernels, normuon=lambda U, *tensors, **options: (U, U)):
         run = Run(group, layout, model, torch.float32)
         run.optimizer.named_state_dict()  # makes the state
         run.set_gradients(0)
@@ -511,7 +512,9 @@ def bytes_of_a_step(group, layout, model, settings):
 @pytest.mark.parametrize("layout", ["replicated-2", "replicated-4", "fsdp-2", "fsdp-4", "experts"])
 @pytest.mark.parametrize("comm_dtype", [None, torch.bfloat16])
 def test_bytes_that_a_rank_sends_in_a_step(layout, comm_dtype):
-    """2(W-1)/W times those of the parameters; gradients, and both ways of a shard, in comm_dtype."""
+    """2(W-1)/W times those of the parameters; gradients, and both ways of a shard, in comm_dtype. With FSDP2
+    also the second moments of the owned matrices, a vector of 16 float32 each, to all others.
+    """
     size = LAYOUTS[layout][0]
     share = (size - 1) / size
     model = [("muon", (16, 16))] * 12 + [("adamw", (1024, 4)), ("adamw", (12,))]  # banks of 4 and 8
@@ -520,6 +523,7 @@ def test_bytes_that_a_rank_sends_in_a_step(layout, comm_dtype):
     sent = share * (collected * (matrices + vectors + 12) + 4 * (matrices + 1024 * 4))
     if layout.startswith("fsdp"):
         sent = share * 2 * collected * matrices / size  # each rank holds this much of them
+        sent += (size - 1) * 12 / size * 16 * 4
     elif layout == "experts":
         model, sent = [("muon", (6, 12, 8)), ("muon", (5, 8, 24))], 0
     facts = 2 * share * 4 * (1 + len(model))  # not finite; whether each parameter has a gradient

@@ -137,9 +137,9 @@ CHUNKED += [("adamw", (1,)), ("muon", (48, 64)), ("muon", (48, 64))] * 6
 EVENTS = []
 
 
-def watched_direction(U, kept, ok, square_weight):
+def watched_direction(U, buffers, ok, hyper):
     EVENTS.append("compute")
-    return U.sign(), torch.full_like(square_weight, 0.1)
+    return U.sign(), torch.full_like(ok, 0.1)
 
 
 def watched(group, layout, matrices_of_an_owner):

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanomuon import footprint, optim
-from nanomuon.gpt import GPTConfig
+from nanomuon import optim, recipe
+from nanomuon.gpt import GPT, GPTConfig
 
 # Operations that launch nothing on a GPU
 VIEWS = ("view", "aten.t.", "transpose", "slice", "select", "expand", "squeeze", "alias", "detach", "split")
@@ -36,15 +36,18 @@ class Launches(TorchDispatchMode):
             self.operations[str(function)] += 1
         return result
 
-    def call_kernel(self, compiles, kernel, *tensors, **options):
-        """Instead of optim.call_kernel: large tensors go to a compiled kernel, which is one call."""
-        is_compiled = tensors[0].numel() >= optim.COMPILE_FROM
-        self.compiled += is_compiled
-        self.inside += is_compiled
-        try:
-            return kernel(*tensors, **options)
-        finally:
-            self.inside -= is_compiled
+    def compiled_call(self, function, *key):
+        """Instead of optim.compiled: a kernel that is one call."""
+
+        def call(*tensors, **options):
+            self.compiled += 1
+            self.inside += 1
+            try:
+                return function(*tensors, **options)
+            finally:
+                self.inside -= 1
+
+        return call
 
     def start(self, world, received, *arguments, **options):
         """Instead of World.start."""
@@ -52,18 +55,25 @@ class Launches(TorchDispatchMode):
         return optim.Transfer(received)
 
 
-@pytest.mark.parametrize("ranks, collectives", [(1, 0), (8, 44)])
-def test_a_step_at_depth_24_launches_no_more_than_it_did(ranks, collectives):
+@pytest.mark.parametrize("ranks, operations, compiled, collectives", [(1, 40, 22, 0), (8, 31, 13, 13)])
+def test_a_step_at_depth_24_launches_no_more_than_it_did(ranks, operations, compiled, collectives):
     launches = Launches()
-    with mock.patch.object(optim, "call_kernel", launches.call_kernel):
-        optimizer = footprint.RankPlan(
-            GPTConfig.from_depth(24, 32768, 2048), footprint.Layout(ranks)
-        ).optimizer
-    for _, param, _ in optim.named_parameters(optimizer.param_groups):
+    with torch.device("meta"):
+        groups = recipe.param_groups(GPT(GPTConfig.from_depth(24, 32768, 2048)))
+    optimizer = optim.MuonAdamW(groups, compile=True, world=optim.World(size=ranks))
+    for _, param, _ in optim.named_parameters(groups):
         param.grad = torch.empty_like(param)
-    with launches, mock.patch.object(optim.World, "start", lambda *args, **kw: launches.start(*args, **kw)):
-        optimizer.step()
-    assert sum(launches.operations.values()) <= 250, launches.operations
-    assert launches.compiled <= 40
+    with (
+        mock.patch.object(optim, "rows_of", lambda param, tensor, world: optim.Place(tensor)),
+        mock.patch.object(optim, "compiled", launches.compiled_call),
+        mock.patch.object(optim.World, "start", lambda *args, **kw: launches.start(*args, **kw)),
+    ):
+        optimizer.plan()
+        with launches:
+            optimizer.step()
+    found = sum(launches.operations.values())
+
+    assert found <= operations, launches.operations
+    assert launches.compiled <= compiled
     assert launches.from_host <= 2, "the numbers of the groups, and which parameters have a gradient"
     assert launches.collectives <= collectives
