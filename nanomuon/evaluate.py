@@ -25,7 +25,7 @@ def bits_per_byte(
     gradients it would compile another graph, which costs more than it saves (docs/log.md). It takes the
     memory of a training step's forward pass.
     """
-    # Training's forward pass also records the load of experts and the largest logits; evaluation must not
+    # Training's forward pass also records the largest logits; evaluation must not
     before = [buffer.clone() for buffer in model.buffers()] if as_in_training else []
     sums = torch.zeros(2, dtype=torch.float64, device=token_bytes.device)  # nats, bytes
     # Not inference_mode: training also uses what FSDP2 gathers here

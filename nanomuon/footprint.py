@@ -176,8 +176,7 @@ def memory_by_kind(config: GPTConfig, layout: Layout, rows: int, compute_bytes: 
     if layout.cuts_rows:
         gathered = gathered_numbers(config, layout)
         # Weights and gradients of two blocks, the embedding and the root's parameters
-        block_bytes = compute_bytes if not config.experts else FLOAT32
-        buffers += 2 * (block_bytes + FLOAT32) * gathered["block"] / config.depth
+        buffers += 2 * (compute_bytes + FLOAT32) * gathered["block"] / config.depth
         buffers += 2 * FLOAT32 * (gathered["embedding"] + gathered["root"])
     return {
         "weights": optimizer["weights"],
@@ -203,17 +202,15 @@ def activations(config: GPTConfig, tokens: int, tensor_parallel: int, compute_by
 
     Per layer and channel, 5 times the residual: before and after attention, twice normalized, and after the
     convolution. Divided by tensor parallelism: queries and keys before and after their norm,
-    values, the output of attention, and 2 times the 4 widths of the MLP; experts are not divided and save the
-    input and output of each expert that a token visits. Outside the blocks, the rows of the head that values
-    take, the last residual and the gradient of its norm, and the gradient of the head's weight, which the
-    forward pass computes (head_loss.py). Below float32 also the weights of the blocks' products, in the lower
+    values, the output of attention, and 2 times the 4 widths of the MLP. Outside the blocks, the rows of the
+    head that values take, the last residual and the gradient of its norm, and the gradient of the head's
+    weight, which the forward pass computes (head_loss.py). Below float32 also the weights of the blocks'
+    products, in the lower
     precision.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     cut = (1 + config.qk_norm) * (queries + keys) + keys + queries
     mlp = 8 * config.width / tensor_parallel
-    if config.experts:
-        mlp = (8 + 2 * config.experts_per_token) * config.width
     channels = config.depth * (5 * config.width + cut / tensor_parallel + mlp) + 3 * config.width
     copies = 0
     if compute_bytes < FLOAT32:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from nanomuon import head_loss
 from nanomuon.attention import attention
-from nanomuon.moe import MoE
 from nanomuon.qk_clip import record_largest_
 
 GATE_INPUTS = 32  # the value gate reads this many residual channels
@@ -41,8 +40,6 @@ class GPTConfig:
     # Tiled over the layers: L sees everything, S the last quarter of a context; the last layer is L
     window_pattern: str = "L"
     qk_norm: bool = True
-    experts: int = 0  # MLPs to choose from, 0: one for all tokens
-    experts_per_token: int = 2
 
     @classmethod
     def from_depth(cls, depth: int, vocab_size: int, seq_len: int, **overrides) -> "GPTConfig":
@@ -64,13 +61,6 @@ class GPTConfig:
             )
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise ValueError(f"window_pattern is a string of S and L, not {self.window_pattern!r}")
-        if self.experts:
-            chosen, hidden = self.experts_per_token, 4 * self.width
-            if not 1 <= chosen <= self.experts or hidden % chosen:
-                raise ValueError(
-                    f"experts_per_token {chosen} must be between 1 and experts {self.experts}, "
-                    f"and divide the {hidden} hidden channels of an MLP"
-                )
 
     @property
     def head_dim(self) -> int:
@@ -193,10 +183,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn = Attention(config, layer)
         self.conv = Convolution(config, layer)
-        if config.experts:
-            self.mlp = MoE(config.width, config.experts, config.experts_per_token)
-        else:
-            self.mlp = MLP(config)
+        self.mlp = MLP(config)
 
     def forward(self, x: Tensor, head_rows: Tensor, rope: tuple[Tensor, Tensor], cache) -> Tensor:
         x = x + self.attn(norm(x), head_rows, rope, cache)
@@ -239,11 +226,8 @@ class GPT(nn.Module):
 
         draw(self.wte.weight, Tensor.normal_, 0, 1)
         for block in self.blocks:
-            attn, mlp = block.attn, block.mlp
-            inward = [attn.q.weight, attn.k.weight, attn.v.weight]
-            inward += [mlp.router, mlp.w1] if self.config.experts else [mlp.up.weight]
-            for weight in inward:
-                draw(weight, Tensor.uniform_, -bound, bound)
+            for inward in (block.attn.q, block.attn.k, block.attn.v, block.mlp.up):
+                draw(inward.weight, Tensor.uniform_, -bound, bound)
         self.x0_scalars.fill_(0.1)
         draw(self.lm_head.weight, Tensor.normal_, 0, 0.001)
         self._fill_rope()
@@ -297,14 +281,9 @@ class GPT(nn.Module):
         return self.wte(tokens).to(self.compute_dtype), head_rows.to(self.compute_dtype)
 
     def multiplied_weights(self) -> int:
-        """Weights that a token is multiplied by: those of all matrices, but of its own experts only."""
-        count = self.lm_head.weight.numel()
-        for p in self.blocks.parameters():
-            if p.ndim == 3:  # (E, m, n)
-                count += self.config.experts_per_token * p.shape[1:].numel()
-            elif p.ndim == 2:
-                count += p.numel()
-        return count
+        """Weights that a token is multiplied by: those of all matrices but the token embedding."""
+        matrices = [p for p in self.blocks.parameters() if p.ndim == 2]
+        return sum(p.numel() for p in [self.lm_head.weight, *matrices])
 
     def estimate_flops(self) -> int:
         """Training FLOPs of a token: 6 for each multiplied weight, 12 for each head channel and visible key.

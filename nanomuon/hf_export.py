@@ -112,6 +112,10 @@ def special_ids(config: GPTConfig) -> dict:
 def read_config(folder: Path) -> GPTConfig:
     """The model's fields in config.json; InputError if they are missing, or no model can have them."""
     config = read_json(folder / "config.json", GPTConfig)
+    if read_json(folder / "config.json").get("experts"):
+        raise InputError(
+            f"{folder}/config.json: this version has no models with experts: use the one that trained it"
+        )
     if config.depth > MOST_LAYERS or config.seq_len > LONGEST_CONTEXT:
         raise InputError(
             f"{folder}/config.json: a model has at most {MOST_LAYERS} layers (depth) and a context of "

@@ -33,8 +33,7 @@ class NanomuonConfig(PretrainedConfig):
 
     vocab_size, depth (layers), width, heads, kv_heads: sizes. seq_len: the context in training; positions
     beyond it were never seen. window_pattern: tiled over the layers, L sees all tokens and S the last quarter
-    of a context; the last layer sees all. qk_norm: on or off. experts: MLPs to choose experts_per_token
-    from; 0 for one MLP for all tokens.
+    of a context; the last layer sees all. qk_norm: on or off.
     """
 
     model_type = "nanomuon"
@@ -113,36 +112,12 @@ def mlp(width):
     return nn.Sequential(layers)
 
 
-class Experts(nn.Module):
-    """The sum of the MLPs with the highest scores for a token, each times 2 * its score, a sigmoid.
-
-    Written for the reader: the others are computed too, with a weight of 0.
-    """
-
-    def __init__(self, config):
-        super().__init__()
-        width, experts = config.width, config.experts
-        self.per_token = config.experts_per_token
-        hidden = 4 * width // self.per_token
-        self.router = nn.Parameter(torch.zeros(experts, width))
-        self.w1 = nn.Parameter(torch.zeros(experts, hidden, width))
-        self.w2 = nn.Parameter(torch.zeros(experts, width, hidden))
-        self.register_buffer("bias", torch.zeros(experts))  # for the choice, not the weight
-
-    def forward(self, x):
-        scores = torch.sigmoid(F.linear(x, self.router))  # (B, T, experts)
-        chosen = (scores + self.bias).topk(self.per_token).indices  # (B, T, per_token)
-        gates = scores * torch.zeros_like(scores).scatter(-1, chosen, 2.0)
-        hidden = F.relu(torch.einsum("btw,ehw->bteh", x, self.w1)).square()
-        return torch.einsum("bteh,ewh->btw", gates[..., None] * hidden, self.w2)
-
-
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.attn = Attention(config, layer)
         self.conv = Convolution(config, layer)
-        self.mlp = Experts(config) if config.experts else mlp(config.width)
+        self.mlp = mlp(config.width)
 
     def forward(self, x, head_rows, rope, visible, cache):
         x = x + self.attn(norm(x), head_rows, rope, visible, cache)

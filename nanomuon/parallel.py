@@ -65,16 +65,14 @@ def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
     """Cut the parameters of a GPT on the meta device, in place."""
     if mesh["tp"].size() > 1:
         styles = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(ROWS, RowwiseParallel())
-        for block in gpt.blocks:  # a block may have experts instead of the MLP
-            present = dict(block.named_modules())
+        for block in gpt.blocks:
             block.attn.register_forward_pre_hook(functools.partial(_as_replicated, mesh["tp"]))
-            parallelize_module(block, mesh["tp"], {name: styles[name] for name in styles if name in present})
+            parallelize_module(block, mesh["tp"], styles)
         gpt.look_up = functools.partial(_with_own_heads, gpt.look_up, mesh["tp"])
     if fsdp:
-        # Blocks are gathered in the dtype they compute in, and their gradients averaged in float32; not with
-        # experts, whose router computes in float32
+        # Blocks are gathered in the dtype they compute in, and their gradients averaged in float32
         policy = MixedPrecisionPolicy()
-        if gpt.compute_dtype.itemsize < 4 and not gpt.config.experts:
+        if gpt.compute_dtype.itemsize < 4:
             policy = MixedPrecisionPolicy(param_dtype=gpt.compute_dtype, reduce_dtype=torch.float32)
         for block in gpt.blocks:
             fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
@@ -142,10 +140,8 @@ def compile_model(gpt: GPT, mesh: DeviceMesh | None) -> Callable:
     """The function that computes the model's loss from now on. mesh: of the parameters, if they are cut.
 
     PyTorch's own kernel looks up embeddings, because its gradient is the same in every run: a compiled one
-    adds it up atomically, in whatever order threads come. Experts are compiled in bf16 only.
+    adds it up atomically, in whatever order threads come.
     """
-    if gpt.config.experts and gpt.compute_dtype != torch.bfloat16:
-        return gpt
     if mesh is not None:
         for block in gpt.blocks:  # FSDP2's work between blocks stays outside
             block.compile(dynamic=False)

@@ -49,6 +49,7 @@ LENGTHS = {"num_iterations", "target_flops", "target_param_data_ratio"}  # a new
 # Flags of a run that may change when it resumes
 MAY_CHANGE = LENGTHS | {"eval_every", "eval_tokens", "save_every", "keep_last", "no_compile"}
 MAY_CHANGE |= {"core_bundle", "core_every", "core_items"}
+GONE = {"experts": 0, "experts_per_token": 2}  # flags that older runs have recorded, and their defaults
 
 
 @dataclass
@@ -77,7 +78,14 @@ def recall(
         return given, None
 
     settings = read_json(file, Settings)
-    flags = as_flags({name: value for name, value in settings.options.items() if name not in OF_THE_LAUNCH})
+    options = {name: value for name, value in settings.options.items() if name not in OF_THE_LAUNCH}
+    for name, default in GONE.items():
+        if options.pop(name, default) != default:
+            raise InputError(
+                f"{file}: this version has no {flag_of(name)}, which run {given.run} was started with: go on "
+                "with the version that made it, or start over: --resume never"
+            )
+    flags = as_flags(options)
     try:
         before = parser.parse_args(flags)
     except InputError as error:
@@ -187,8 +195,6 @@ def model_config(args: argparse.Namespace, vocab_size: int, device: str) -> GPTC
             args.max_seq_len or default_context(on_gpu),
             window_pattern=windows,
             qk_norm=not args.no_qk_norm,
-            experts=args.experts,
-            experts_per_token=args.experts_per_token,
         )
     except ValueError as error:
         raise InputError(str(error)) from error

@@ -35,7 +35,7 @@ def param_groups(
 
     batch: tokens per step; steps: of the run. The rates and the decay are those of 4,096 tokens and about
     2,300 steps, and follow horizon_lr_scale, horizon_decay_scale and matrix_lr_scale from there. The rates
-    of embedding, head and router are those of width 768, and follow adamw_lr_scale. Short runs average
+    of embedding and head are those of width 768, and follow adamw_lr_scale. Short runs average
     gradients over fewer steps: momentum and beta1 are 0.95 and 0.8 at 2,300 steps, 0.90 and 0.62 at 300.
     weight_decay is of Muon's matrices. docs/recipe.md has the measurements.
     """
@@ -43,7 +43,6 @@ def param_groups(
     lr_scale = horizon_lr_scale(steps) if steps else 1
     decay_scale = horizon_decay_scale(steps) if steps else 1
     width_scale = adamw_lr_scale(model.config.width)
-    head_lr = unembedding_lr * width_scale * lr_scale
     return build_param_groups(
         model,
         muon=dict(
@@ -62,12 +61,10 @@ def param_groups(
         ),
         roles={
             "wte": dict(lr=embedding_lr * width_scale * lr_scale),
-            "lm_head": dict(lr=head_lr),
-            "router": dict(lr=head_lr / 10),  # at the head's rate one of 8 experts gets 2.7 times the mean
+            "lm_head": dict(lr=unembedding_lr * width_scale * lr_scale),
             "taps": dict(lr=0.02 * lr_scale),
         },
-        skip_keys=["value_gate", "router"],
-        expert_keys=["mlp.w1", "mlp.w2"],
+        skip_keys=["value_gate"],
     )
 
 

@@ -41,7 +41,6 @@ from nanomuon.command import (
     vocabulary,
 )
 from nanomuon.corpus import check_corpus
-from nanomuon.moe import balance_
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.plan import COMM_DTYPES, flag_of, make_plan, peak_flops, print_plan, recall
 from nanomuon.qk_clip import clip_
@@ -96,7 +95,6 @@ def train(run: Run, signals: StopSignals) -> int | None:
             if finite:
                 optimizer.step()
             skipped = run.skipped + finite.logical_not()
-        balance_(model)
         if args.qk_clip:
             clip_(model, args.qk_clip)
         optimizer.zero_grad(set_to_none=True)
@@ -316,18 +314,6 @@ def make_parser() -> ArgumentParser:
         "--window-pattern",
         help="attention window by layer: L full, S the last quarter of the context (default: SSSL on a GPU, "
         "L on a CPU, where windows save no time)",
-    )
-    add(
-        "--experts",
-        type=number(int, 0, 1 << 12),
-        default=0,
-        help="MLPs per layer for a router to pick from, 0: one MLP (%(default)s)",
-    )
-    add(
-        "--experts-per-token",
-        type=number(int, 1, 1 << 12),
-        default=2,
-        help="how many it picks, each narrower by this factor (%(default)s)",
     )
     add("--no-qk-norm", action="store_true", help="do not normalize queries and keys")
     add(

@@ -64,7 +64,7 @@ def test_deterministic_takes_effect_before_the_start_and_is_remembered(base, mon
         monkeypatch.delenv(name)
     start, found = base_train.start, {}
     monkeypatch.setattr(base_train, "start", lambda dtype: found.update(os.environ) or start(dtype))
-    options = ("--experts", "2", "--window-pattern", "SL", "--deterministic")
+    options = ("--window-pattern", "SL", "--deterministic")
     try:
         assert base_train.main(arguments(base, "deterministic", 4, *QUIET, *options)) == 0
         assert torch.are_deterministic_algorithms_enabled() and asked.items() <= found.items()

@@ -33,15 +33,16 @@ TOLERANCE = 1e-8
 pytestmark = pytest.mark.usefixtures("eager")
 
 
-def tiny_model(experts):
-    """Square, tall and wide matrices, batches of them, and those that start at zero; in float64."""
-    config = GPTConfig(
-        vocab_size=24, seq_len=8, depth=1, width=8, heads=2, kv_heads=1, experts=experts, experts_per_token=1
-    )
+def tiny_model(batches=False):
+    """Square, tall and wide matrices, batches of them if asked for, and those that start at zero; in
+    float64.
+    """
     with torch.device("meta"):
-        model = GPT(config)
+        model = GPT(GPTConfig(vocab_size=24, seq_len=8, depth=1, width=8, heads=2, kv_heads=1))
     model = model.to_empty(device="cpu").double()
     model.init_weights(0)
+    if batches:  # such as a layer's experts
+        model.batches = torch.nn.ParameterList([random_matrices(2, 32, 8), random_matrices(2, 8, 32)])
     return model
 
 
@@ -71,8 +72,8 @@ def mean_gradient(number, shape, step, ranks):
 class Training:
     """A contender at work on a tiny model, with made-up gradients."""
 
-    def __init__(self, file, experts, group=None, in_pieces=False):
-        self.model = tiny_model(experts)
+    def __init__(self, file, batches=False, group=None, in_pieces=False):
+        self.model = tiny_model(batches)
         self.mesh = None
         if in_pieces:
             self.mesh = mesh_over(group)
@@ -103,17 +104,17 @@ class Training:
 
 
 def on_ranks(group, file):
-    """Replicated parameters, with each rank's own gradients; then a model with experts, in pieces."""
+    """Replicated parameters, with each rank's own gradients; then with batches of matrices, in pieces."""
     rank = dist.get_rank(group)
-    replicated = Training(file, 0, group)
+    replicated = Training(file, group=group)
     replicated.run(range(STEPS), lambda number, shape, step: local_gradient(number, shape, step, rank))
-    in_pieces = Training(file, 2, group, in_pieces=True)
+    in_pieces = Training(file, True, group, in_pieces=True)
     in_pieces.run(range(STEPS), lambda number, shape, step: mean_gradient(number, shape, step, 3))
     return replicated.result(), in_pieces.result()
 
 
-def in_one_process(file, experts, steps):
-    training = Training(file, experts)
+def in_one_process(file, steps, batches=False):
+    training = Training(file, batches)
     return training.run(steps, lambda number, shape, step: mean_gradient(number, shape, step, 3))
 
 
@@ -122,9 +123,9 @@ FILES_IN_TIME = [pytest.param(file, marks=[pytest.mark.slow] * (file in ONLY_OPT
 
 @pytest.mark.parametrize("file", FILES_IN_TIME)
 def test_ranks_pieces_and_breaks_make_no_difference(file, tmp_path):
-    expected = in_one_process(file, 0, range(STEPS)).result()
+    expected = in_one_process(file, range(STEPS)).result()
     assert all(weights.isfinite().all() for weights in expected[0])
-    before = list(tiny_model(0).parameters())
+    before = list(tiny_model().parameters())
     moved = [not torch.equal(p, q) for p, q in zip(before, expected[0], strict=True)]
     assert all(moved)
 
@@ -132,11 +133,11 @@ def test_ranks_pieces_and_breaks_make_no_difference(file, tmp_path):
     assert_same_everywhere(replicated)
     assert_close(replicated[0], expected, TOLERANCE)
     assert_same_everywhere(in_pieces)
-    assert_close(in_pieces[0], in_one_process(file, 2, range(STEPS)).result(), TOLERANCE)
+    assert_close(in_pieces[0], in_one_process(file, range(STEPS), batches=True).result(), TOLERANCE)
 
-    first = in_one_process(file, 0, range(BREAK))
+    first = in_one_process(file, range(BREAK))
     checkpoint.save(tmp_path, BREAK, first.model, first.optimizer, {})
-    second = Training(file, 0)
+    second = Training(file)
     checkpoint.load(checkpoint.find(tmp_path), second.model, second.optimizer)
     second.run(range(BREAK, STEPS), lambda number, shape, step: mean_gradient(number, shape, step, 3))
     assert_same_everywhere([expected, second.result()])
@@ -145,14 +146,14 @@ def test_ranks_pieces_and_breaks_make_no_difference(file, tmp_path):
 @pytest.mark.parametrize("file", FILES)
 def test_lr_scale_multiplies_every_rate(file):
     setup = {"rows": 4, "steps": 10}
-    _, scaled, _ = Contender(f"{FOLDER / file}.py:lr_scale=0.5").prepare(tiny_model(0), setup)
-    _, unscaled, _ = Contender(f"{FOLDER / file}.py").prepare(tiny_model(0), setup)
+    _, scaled, _ = Contender(f"{FOLDER / file}.py:lr_scale=0.5").prepare(tiny_model(), setup)
+    _, unscaled, _ = Contender(f"{FOLDER / file}.py").prepare(tiny_model(), setup)
     assert [group["lr"] for group in scaled] == [group["lr"] / 2 for group in unscaled]
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_gradient_that_is_not_finite_leaves_weights_and_state_as_they_were(file):
-    training = in_one_process(file, 0, range(2))
+    training = in_one_process(file, range(2))
     weights, state = training.result()
     before = [weight.clone() for weight in weights], state
     training.params[0].grad.view(-1)[0] = torch.inf
@@ -168,7 +169,7 @@ def module(file):
 
 
 def direction_of(file, **options):
-    groups = module(file).param_groups(tiny_model(0), **options)
+    groups = module(file).param_groups(tiny_model(), **options)
     return next(group["direction"] for group in groups if group["kind"] == "muon")
 
 
@@ -292,7 +293,7 @@ def test_normuon_rows_evens_the_rows_of_a_wide_matrix():
 
 
 def test_hyperball_stays_on_its_sphere_and_lets_matrices_of_zeros_grow():
-    training = Training("hyperball", 0)
+    training = Training("hyperball")
     before = {}
     for group in training.optimizer.param_groups:
         for param in group["params"] if group["kind"] == "muon" else []:

@@ -141,18 +141,18 @@ def merging():
 
 @pytest.mark.parametrize("kind", ("multiple_choice", "schema", "language_modeling"))
 @pytest.mark.parametrize(
-    "shots, delimiter, context, pattern, fields",
+    "shots, delimiter, context, pattern",
     [
-        (0, None, 128, "L", {}),
-        (3, "\nAnswer: ", 128, "SL", {}),
-        (3, "\nAnswer: ", 40, "S", {}),  # most prompts are cut
-        (50, None, 128, "L", {"experts": 4}),  # fewer items than shots
+        (0, None, 128, "L"),
+        (3, "\nAnswer: ", 128, "SL"),
+        (3, "\nAnswer: ", 40, "S"),  # most prompts are cut
+        (50, None, 128, "L"),  # fewer items than shots
     ],
 )
-def test_the_published_rule(tmp_path, merging, kind, shots, delimiter, context, pattern, fields):
+def test_the_published_rule(tmp_path, merging, kind, shots, delimiter, context, pattern):
     records = records_of(kind, 14)
     bundle = write_bundle(tmp_path, {"made-up": (kind, shots, delimiter, 20, records)})
-    model = build(vocab_size=290, seq_len=context, window_pattern=pattern, depth=2, **fields)
+    model = build(vocab_size=290, seq_len=context, window_pattern=pattern, depth=2)
     (task,) = core.open_bundle(str(bundle))
     answers = core.answer_task(model, merging, task, most_items=12, most_tokens=600)
     expected = plain_answers(model, merging, kind, records, shots, delimiter or " ", limit=12)

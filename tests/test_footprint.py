@@ -15,11 +15,10 @@ from tests.worlds import SMALL, run_world
 
 UNEVEN = GPTConfig(vocab_size=67, seq_len=16, depth=3, width=36, heads=2, kv_heads=2)
 GROUPED = GPTConfig(vocab_size=130, seq_len=16, depth=4, width=64, heads=8, kv_heads=4)
-EXPERTS = GPTConfig(vocab_size=130, seq_len=16, depth=2, width=64, heads=8, kv_heads=4, experts=6)
 CASES = [(UNEVEN, Layout(ranks)) for ranks in (1, 2, 3)]
 for fsdp in (False, True):
     CASES += [(GROUPED, Layout(4, fsdp, 4))]
-    for config in (UNEVEN, GROUPED, EXPERTS):
+    for config in (UNEVEN, GROUPED):
         CASES += [(config, Layout(4, fsdp, tensor_parallel)) for tensor_parallel in (1, 2)]
 ROWS = 3
 
@@ -94,7 +93,7 @@ def saved_bytes(group, config, tensor_parallel, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "shape", [dict(), dict(kv_heads=1), dict(qk_norm=False), dict(vocab_size=4000), dict(experts=6)], ids=str
+    "shape", [dict(), dict(kv_heads=1), dict(qk_norm=False), dict(vocab_size=4000)], ids=str
 )
 def test_planned_activations_are_those_that_a_forward_saves(shape, dtype):
     if dtype == torch.bfloat16 and not torch.cuda.is_available():
@@ -104,9 +103,8 @@ def test_planned_activations_are_those_that_a_forward_saves(shape, dtype):
     assert saved_bytes(None, config, 1, dtype) == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.parametrize("experts", [0, 6])
-def test_planned_activations_of_a_tensor_parallel_rank(experts):
-    config = GPTConfig.from_depth(4, 500, 128, heads=4, kv_heads=4, experts=experts)
+def test_planned_activations_of_a_tensor_parallel_rank():
+    config = GPTConfig.from_depth(4, 500, 128, heads=4, kv_heads=4)
     expected = footprint.activations(config, ROWS * 128, 4, 4)
     for found in run_world(4, saved_bytes, config, 4, torch.float32):
         assert found == pytest.approx(expected, rel=0.1)

@@ -45,7 +45,7 @@ def by_itself(model, prompt, steps, seed=0, temperature=0.8, top_k=50):
     "fields, how",  # S sees 4 tokens
     [
         ({}, {"temperature": 0}),
-        ({"window_pattern": "SSL", "experts": 4}, {"temperature": 0}),
+        ({"window_pattern": "SSL"}, {"temperature": 0}),
         ({"window_pattern": "SSL"}, {"temperature": 1.0, "top_k": 97}),
         ({}, {"top_k": 4}),
     ],

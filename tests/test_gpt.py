@@ -64,9 +64,6 @@ def test_estimated_flops_are_those_that_pytorch_counts():
     # Three of the four layers see 8 tokens of 32, and one sees all
     saved = model.estimate_flops() - build(**shape, window_pattern="S").estimate_flops()
     assert saved == 3 * 6 * 2 * (32 - 8) * 64
-    # With experts a token meets as many weights as in the dense MLP, and the router
-    mixed = build(**shape, experts=8, experts_per_token=4)
-    assert mixed.multiplied_weights() == model.multiplied_weights() + 4 * 8 * 64
 
 
 def test_from_depth_makes_a_valid_family():
@@ -81,8 +78,6 @@ IMPOSSIBLE = [
     (dict(width=33), "width"),
     (dict(kv_heads=3), "kv_heads"),
     (dict(window_pattern="SX"), "window_pattern"),
-    (dict(experts=2, experts_per_token=3), "experts_per_token"),
-    (dict(experts=8, experts_per_token=7), "experts_per_token"),
 ]
 
 
@@ -162,10 +157,3 @@ def test_compiled_loss_and_gradients_are_the_eager_ones_and_the_same_in_every_ru
     for eager, first, *others in zip(*results, strict=True):
         torch.testing.assert_close(first, eager, rtol=1e-3, atol=1e-5)
         assert all(torch.equal(other, first) for other in others)
-
-
-def test_a_model_is_compiled_unless_its_experts_compute_in_float32(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda model, **_: "compiled")
-    experts = build(depth=1, experts=2)
-    assert compile_model(build(depth=1), None) == "compiled"
-    assert compile_model(experts, None) is experts

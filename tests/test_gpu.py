@@ -19,7 +19,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from nanomuon import attention, fp8, optim
 from nanomuon.command import explain
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.moe import grouped_mm
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.optim_groups import build_param_groups
 from tests.reference import MATRICES, OTHERS, distance
@@ -146,19 +145,6 @@ def test_attention_is_the_definition(device, window, flash):
     expected = attention.attention(*(x.double().cpu() for x in (q, k, v)), window)
     ours = attention.attention(q, k, v, window)
     assert distance(ours.cpu(), expected) < HALF[device.type]
-
-
-def test_the_products_of_experts_are_the_definition(device):
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    load, results = torch.tensor([0, 7, 0, 3]), []
-    for where, used in ((device, dtype), (torch.device("cpu"), torch.float64)):
-        x, w = (seeded(*shape).to(where, used).requires_grad_() for shape in ((10, 16), (4, 8, 16)))
-        output = grouped_mm(x, w, load.to(where))
-        gradients = torch.autograd.grad((output * seeded(10, 8).to(where, used)).sum(), (x, w))
-        results.append([output.detach().cpu(), *(gradient.cpu() for gradient in gradients)])
-    for ours, expected in zip(*results, strict=True):
-        assert distance(ours, expected) < HALF[device.type]
-    assert not results[0][2][[0, 2]].any()  # of experts without a token
 
 
 def test_fp8_is_bf16_except_for_its_rounding(gpu):

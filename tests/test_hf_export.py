@@ -27,7 +27,6 @@ SHAPES = {
     "plain": dict(depth=3),
     "windows and groups": dict(depth=4, heads=4, kv_heads=2, window_pattern="SL"),
     "no norm of queries and keys": dict(qk_norm=False, width=64, heads=1, kv_heads=1),
-    "experts": dict(experts=4, experts_per_token=2, window_pattern="S"),
 }
 
 
@@ -48,9 +47,6 @@ def exported(tmp_path_factory):
 def write_run(run_dir, **shape):
     """A run folder as base_train leaves it; returns its model."""
     model = build(vocab_size=TOKENIZER.vocab_size, seq_len=32, **shape)
-    for block in model.blocks:
-        if model.config.experts:  # a bias that changes which experts are chosen
-            block.mlp.bias.uniform_(-0.2, 0.2)
     run_dir.mkdir(parents=True)
     facts = {"step": 40, "val_bpb": 1.5, "corpus": "path:/home/someone/texts", "tokens": 123456}
     settings = dict(options={}, compile=False, rows=1, world_size=1, trained_with={})
@@ -139,9 +135,8 @@ def test_token_ids_of_500_strings_are_ours(exported, tmp_path):
     assert len(loaded) == len(every_token) and loaded.decode(every_token) == TOKENIZER.decode(every_token)
 
 
-@pytest.mark.parametrize("shape", ["windows and groups", "experts"])
-def test_the_loss_trains_and_a_model_saved_again_loads_again(exported, shape, tmp_path):
-    ours, folder = exported[shape]
+def test_the_loss_trains_and_a_model_saved_again_loads_again(exported, tmp_path):
+    ours, folder = exported["windows and groups"]
     model = load(folder)
     rows = torch.randint(TOKENIZER.vocab_size - 1, (4, 16))
     labels = rows.clone()
@@ -158,9 +153,9 @@ def test_the_loss_trains_and_a_model_saved_again_loads_again(exported, shape, tm
 
 
 def test_an_export_in_bfloat16_is_the_same_model_rounded(exported, tmp_path, monkeypatch, capsys):
-    ours, folder = exported["experts"]
+    ours, folder = exported["plain"]
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(folder.parent.parent))
-    export.main(["--run", "experts", "--to", str(tmp_path / "new"), "--dtype", "bfloat16"])
+    export.main(["--run", "plain", "--to", str(tmp_path / "new"), "--dtype", "bfloat16"])
     assert f"export: {tmp_path}/new (bfloat16)" in capsys.readouterr().out
     rounded = load(tmp_path / "new").state_dict()
     for name, weight in ours.state_dict().items():
@@ -168,7 +163,7 @@ def test_an_export_in_bfloat16_is_the_same_model_rounded(exported, tmp_path, mon
     assert hf_export.load_model(tmp_path / "new", CPU).config == ours.config
     card = (folder / "README.md").read_text()
     parameters = sum(parameter.numel() for parameter in ours.parameters())
-    for words in ("# experts", f"of {parameters:,} parameters", "| 1.5 |", "123456", "`texts`", "| 40 |"):
+    for words in ("# plain", f"of {parameters:,} parameters", "| 1.5 |", "123456", "`texts`", "| 40 |"):
         assert words in card and "/home" not in card
     names = {path.name for path in (tmp_path / "new").iterdir()}
     assert names == {path.name for path in folder.iterdir()} - {"settings.json", "tokenizer"}

@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from nanomuon.command import STOPPED
 from nanomuon.corpus import open_corpus
 from nanomuon.run import Run
 from nanomuon.runtime import InputError
-from scripts import base_train
+from scripts import base_train, sample
 from tests.training import (
     QUIET,
     Ranks,
@@ -304,10 +305,10 @@ def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
     command = [*arguments(base, "defined", 2, *QUIET), "--corpus", f"path:{tmp_path}/texts"]
     assert base_train.main(command) == 0
     before = settings.read_bytes()
-    changes = "--dtype bfloat16 --total-batch-size 512 --experts 2".split()
+    changes = "--dtype bfloat16 --total-batch-size 512 --depth 3".split()
     with pytest.raises(InputError) as caught:
         base_train.main(["--run", "defined", *changes])
-    for flag in ("--experts 0, not 2", "--total-batch-size 256, not 512", "--dtype float32, not bfloat16"):
+    for flag in ("--depth 2, not 3", "--total-batch-size 256, not 512", "--dtype float32, not bfloat16"):
         assert flag in str(caught.value)
     assert str(caught.value).endswith("--resume never")
     (tmp_path / "texts" / "more.txt").write_text("lorem ipsum " * 200)
@@ -316,6 +317,29 @@ def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
     assert settings.read_bytes() == before and len(losses(base, "defined")) == 2
     assert base_train.main([*command, "--num-iterations=1", "--seed=1", "--resume=never"]) == 0
     assert json.loads(settings.read_text())["options"]["seed"] == 1 and len(losses(base, "defined")) == 1
+
+
+def test_runs_of_the_version_that_had_experts(base):
+    """Its settings.json and config.json, without experts and then with them."""
+    folder, before = base / "runs" / "older", Path(__file__).parent / "before_phases"
+    assert base_train.main(arguments(base, "older", 4, *QUIET)) == 0
+    settings, config = (json.loads((before / name).read_text()) for name in ("settings.json", "config.json"))
+    settings["options"]["corpus"] = f"path:{base}/texts"
+    settings["trained_on"] = json.loads((folder / "settings.json").read_text())["trained_on"]
+
+    def use(**changed):
+        options = {**settings["options"], **changed}
+        (folder / "settings.json").write_text(json.dumps({**settings, "options": options}))
+        (folder / "config.json").write_text(json.dumps({**config, **changed}))
+
+    use()
+    sample.main(["--run", "older", "--max-tokens", "1"])
+    assert base_train.main(["--run", "older", "--num-iterations", "6"]) == 0
+    assert len(losses(base, "older")) == 6
+    use(experts=2)
+    for command in (base_train, sample):
+        with pytest.raises(InputError, match="this version has no .*experts"):
+            command.main(["--run", "older"])
 
 
 RAN = """

@@ -113,7 +113,6 @@ GARBAGE = [
     ("depth", 100_000),
     ("width", 10**6),
     ("heads", 0),
-    ("experts", -1),
 ]
 
 

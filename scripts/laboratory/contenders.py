@@ -27,8 +27,7 @@ def preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr):
         model,
         muon={},
         adamw=dict(adamw, lr=scalar_lr),
-        skip_keys=["value_gate", "router"],
-        expert_keys=["mlp.w1", "mlp.w2"],
+        skip_keys=["value_gate"],
         roles={
             "wte": dict(adamw, lr=embedding_lr),
             "lm_head": dict(adamw, lr=unembedding_lr),
