@@ -79,6 +79,19 @@ def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--text-field",
+        help="field of the records that holds the text (default: the one that data_prep was last given for "
+        "this corpus, else text)",
+    )
+    parser.add_argument(
+        "--skip-unreadable",
+        action="store_true",
+        help="leave out files and records that cannot be read (default: name them and stop)",
+    )
+
+
 def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",

@@ -3,12 +3,14 @@
 A corpus is an ordered list of files, and a file's suffix decides how it is read, so everybody who names the
 same corpus reads the same documents in the same order. A text file is one document; so is each record of
 .jsonl or .parquet, unless its text is null. Empty documents and copies of earlier ones are skipped (hub
-corpora come deduplicated). A file that cannot be read to its end is an error that names it.
+corpora come deduplicated). Files and records that cannot be read are an error that names them, unless they
+are to be skipped.
 """
 
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -19,7 +21,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from nanomuon.runtime import InputError, base_dir, read_json, write_json
+from nanomuon.runtime import InputError, base_dir, print0, read_json, write_json
 from nanomuon.tokenizer import in_pieces
 
 HUB_NAME = re.compile(r"hf:([^:@]+)(?::([^:@]+))?(?:@(.+))?")  # dataset, configuration, revision
@@ -34,6 +36,9 @@ TEXT_SUFFIXES = tuple(
 PACKAGES = {"site-packages", "dist-packages", "__pycache__"}  # folders to skip: installed, compiled
 PIECE = 4096  # characters, see with_both_parts()
 ENOUGH = 8  # documents of a kind, see with_both_parts()
+HASHED = 100 << 20  # bytes; of a larger corpus only the first and last EDGE of each file, see revision_of()
+EDGE = 1 << 16
+OLD_REVISION = 16  # characters of a revision made of times and absolute paths; it is not compared
 
 
 @dataclass(frozen=True)
@@ -45,45 +50,73 @@ class Corpus:
     files: tuple  # of Path; for a corpus on the hub, of names in the repository `repo`
     text_field: str = "text"
     repo: str | None = None
+    skip_unreadable: bool = False
     max_characters: float = math.inf  # longer documents are cut, see with_both_parts()
+    unreadable: dict = field(default_factory=dict, compare=False)  # {place: error}, as they are found
 
     @property
     def slug(self) -> str:
-        """The name of its folders, which changes with the content and the way to read it."""
-        return _file_name(self.name, self.revision, self.text_field)
+        """The name of its folders, which changes with the content and the way to read it, but not if the
+        files move.
+        """
+        name = self.name if self.repo else Path(self.name).name
+        return _file_name(name, self.revision, self.text_field)
 
     def documents(self):
         """Yield (text, whether it is for validation) of every document, in a fixed order.
 
-        One document in 20 is for validation, chosen by its own hash, so it always stays there. InputError for
-        a file that cannot be read.
+        One document in 20 is for validation, chosen by its own hash, so it always stays there. InputError as
+        in `texts`.
         """
         seen = set()
-        for file in self.files:
-            for record in self._records(file):
-                for text in in_pieces(record, self.max_characters):
-                    digest = hashlib.sha256(text.encode()).digest()
-                    if digest in seen:
-                        continue
-                    if not self.repo:
-                        seen.add(digest)
-                    yield text, int.from_bytes(digest[:8], "big") % 20 == 0
+        for whole in self.texts():
+            for text in in_pieces(whole, self.max_characters):
+                digest = hashlib.sha256(text.encode()).digest()
+                if digest in seen:
+                    continue
+                if not self.repo:
+                    seen.add(digest)
+                yield text, int.from_bytes(digest[:8], "big") % 20 == 0
 
-    def _records(self, file):
-        path = self._download(file) if self.repo else file
-        count = 0
-        try:
-            for text in read_texts(path, self.text_field):
-                if text:
+    def texts(self):
+        """Yield every text that is not empty.
+
+        After the first file or record that cannot be read this only looks for the others, so that the
+        InputError at the end counts all of them; on the hub those of the first bad file.
+        """
+        for file in self.files:
+            if self.repo and self._is_refused():
+                break
+            path = self._download(file) if self.repo else file
+            for place, text in read_texts(path, self.text_field):
+                if self.name == "python" and isinstance(text, UnicodeDecodeError):
+                    continue  # some files of the library test other encodings
+                if isinstance(text, Exception):
+                    self.unreadable[place] = text
+                elif text and not self._is_refused():
                     yield text
-                count += 1
-        except (OSError, ValueError) as error:
-            if self.name == "python" and isinstance(error, UnicodeDecodeError):
-                return  # some files of the library test other encodings
-            advice = "delete it, and it is fetched again" if self.repo else "repair it, or move it away"
+        if self._is_refused():
+            repair = "delete a damaged file, and it is fetched again" if self.repo else "repair them"
             raise InputError(
-                f"bad file in corpus {self.name}: {path}, document {count + 1}: {error}; {advice}"
-            ) from error
+                f"corpus {self.name}: {self.describe_unreadable()}; {repair}, or leave them out with "
+                "--skip-unreadable"
+            )
+
+    def _is_refused(self):
+        return self.unreadable and not self.skip_unreadable
+
+    def describe_unreadable(self) -> str:
+        """How many files and records could not be read so far, and the first five; "" if all could."""
+        first = [f"{place}: {error}" for place, error in itertools.islice(self.unreadable.items(), 5)]
+        count = len(self.unreadable)
+        return f"{count:,} files or records cannot be read: {'; '.join(first)}" if count else ""
+
+    def differs(self, name: str, revision: str) -> bool:
+        """Whether these are not the texts of the corpus that a run has recorded by name and revision."""
+        if len(revision) == OLD_REVISION:
+            print0(f"corpus {name}: the run has recorded its times, not its texts, so they are not compared")
+            return False
+        return revision != self.revision or (self.repo is not None and name != self.name)
 
     def _download(self, file) -> Path:
         from huggingface_hub import hf_hub_download
@@ -100,18 +133,26 @@ def with_both_parts(corpus: Corpus) -> Corpus:
     characters, cut at line ends, become the documents. Reads until it has seen ENOUGH of both, about 160
     documents. InputError if pieces do not give both.
     """
+    whole = 0
     for candidate in (corpus, replace(corpus, max_characters=PIECE)):
         found = Counter()
         for _, is_validation in candidate.documents():
             found[is_validation] += 1
             if min(found[True], found[False]) >= ENOUGH:
                 return candidate
+        whole = whole or found.total()
     if found[True] and found[False]:  # of the pieces: few, but of both kinds
         return candidate
-    raise InputError(
-        f"corpus {corpus.name} is too small: in pieces of {PIECE:,} characters it has none for training or "
-        "none for validation (one in 20, by its hash); add text"
+    texts = sum(1 for _ in corpus.texts())
+    problem = (
+        f"is too small: in pieces of {PIECE:,} characters it has none for training or none for validation "
+        "(one in 20, by its hash); add text"
     )
+    if texts == 0:
+        problem = f"has no text: its files are empty, or field {corpus.text_field!r} of every record is"
+    elif texts > whole == 1:
+        problem = f"has the same text {texts:,} times; add others"
+    raise InputError(f"corpus {corpus.name} {problem}")
 
 
 def check_corpus(name: str) -> None:
@@ -138,7 +179,7 @@ class Remembered:
     files: list[str] = field(default_factory=list)
 
 
-def open_corpus(name: str, text_field: str | None = None) -> Corpus:
+def open_corpus(name: str, text_field: str | None = None, skip_unreadable: bool = False) -> Corpus:
     """The corpus called `name`; InputError if there is none.
 
     python          the standard library of the running interpreter: about 30 MB, no download
@@ -147,50 +188,89 @@ def open_corpus(name: str, text_field: str | None = None) -> Corpus:
     hf:ORG/NAME     the train split of a dataset on the hub; also hf:ORG/NAME:CONFIG@REVISION. The revision is
                     pinned when the corpus is first opened; later the hub is asked for missing files only
 
-    `text_field` (default "text") is the field of a record that holds its text. It is remembered for later
-    commands that name the same corpus.
+    text_field: the field of a record that holds its text; without it the one that `remember` was given for
+    this corpus, else "text". skip_unreadable: leave out files and records that cannot be read.
     """
     check_corpus(name)
     root, suffixes = Path(sysconfig.get_path("stdlib")), ".py"
     if name.startswith("path:"):
         root, suffixes = Path(_place(name)).resolve(), TEXT_SUFFIXES + RECORD_SUFFIXES
         name = f"path:{root}"
-    memory = base_dir() / "corpus" / f"{_file_name(name)}.json"
+    memory = _memory(name)
     known = read_json(memory, Remembered, "delete it") if memory.exists() else Remembered()
-    now = replace(known, text_field=text_field or known.text_field)
-    if name.startswith("hf:") and not now.files:
-        now = _resolve(name, now.text_field)
-    if now != known:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        write_json(memory, asdict(now))
+    text_field = text_field or known.text_field
     if name.startswith("hf:"):
-        return Corpus(name, now.revision, tuple(now.files), now.text_field, repo=HUB_NAME.fullmatch(name)[1])
+        if not known.files:
+            known = _resolve(name, known.text_field)
+            _write(memory, known)
+        repo = HUB_NAME.fullmatch(name)[1]
+        return Corpus(name, known.revision, tuple(known.files), text_field, repo, skip_unreadable)
 
     files = _local_files(root, suffixes)
     if not files:
         raise InputError(
-            f"corpus {name} has no file with text: .txt, .md, .py, .c and so on, .jsonl, .parquet"
+            f"corpus {name} has no file with text (.txt, .md, .py and so on, .jsonl, .jsonl.gz, .jsonl.zst, "
+            ".parquet): rename .ndjson to .jsonl, other text to .txt, unpack .txt.gz, convert .csv to .jsonl"
         )
-    # Names, sizes and times: hashing 100 GB at every start is not worth the certainty
-    listing = []
-    for path in files:
-        status = path.stat()
-        listing.append((path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns))
-    return Corpus(name, _digest(listing)[:16], tuple(files), now.text_field)
+    return Corpus(name, revision_of(root, files), tuple(files), text_field, None, skip_unreadable)
+
+
+def remember(corpus: Corpus) -> None:
+    """Make the corpus's text field the default of later commands that name it."""
+    files = list(corpus.files) if corpus.repo else []
+    _write(_memory(corpus.name), Remembered(corpus.text_field, corpus.revision, files))
+
+
+def _memory(name) -> Path:
+    return base_dir() / "corpus" / f"{_file_name(name)}.json"
+
+
+def _write(memory: Path, content: Remembered) -> None:
+    memory.parent.mkdir(parents=True, exist_ok=True)
+    write_json(memory, asdict(content))
 
 
 def _local_files(root, suffixes) -> list[Path]:
-    """The files to read under `root`, sorted; neither hidden ones nor those that we write ourselves."""
-    ours = base_dir().resolve()  # changes with every run
+    """The files to read under `root`, sorted; neither hidden ones nor those that we write ourselves. Follows
+    links, and reads a folder once.
+    """
+    seen = {os.path.realpath(base_dir())}  # ours, which changes with every run
     files = []
-    for folder, subfolders, names in [(root.parent, [], [root.name])] if root.is_file() else os.walk(root):
-        for name in list(subfolders):
-            if name.startswith(".") or name in PACKAGES or Path(folder, name) == ours:
-                subfolders.remove(name)  # os.walk descends into the rest
+    walk = [(root.parent, [], [root.name])] if root.is_file() else os.walk(root, followlinks=True)
+    for folder, subfolders, names in walk:
+        place = os.path.realpath(folder)
+        if place in seen:
+            subfolders.clear()  # os.walk descends into the rest
+            continue
+        seen.add(place)
+        subfolders[:] = sorted(
+            name for name in subfolders if not name.startswith(".") and name not in PACKAGES
+        )
         for name in names:
             if not name.startswith(".") and name.lower().endswith(suffixes):
                 files.append(Path(folder, name))
     return sorted(files)
+
+
+def revision_of(root: Path, files: list[Path]) -> str:
+    """A digest of what the files are: their names under `root`, sizes and bytes; not their times or places.
+
+    Beyond HASHED bytes in all, of the bytes only the first and last EDGE of each file: a change between them
+    that keeps the size is not noticed.
+    """
+    sizes = {}
+    for path in files:
+        with contextlib.suppress(OSError):  # read_texts() will say that it cannot be read
+            sizes[path] = path.stat().st_size
+    all_bytes = sum(sizes.values()) <= HASHED
+    digest = hashlib.sha256()
+    for path, size in sizes.items():
+        digest.update(json.dumps([path.relative_to(root).as_posix(), size]).encode())
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            digest.update(file.read() if all_bytes else file.read(EDGE))
+            file.seek(max(file.tell(), size - EDGE))
+            digest.update(file.read())
+    return digest.hexdigest()[:32]
 
 
 def _resolve(name, text_field) -> Remembered:
@@ -230,23 +310,36 @@ def _file_name(*identity: str) -> str:
 
 
 def read_texts(path: Path, field: str):
-    """Yield the texts of a file, None for records whose text is null. OSError or ValueError if it is bad."""
-    name = path.name.lower()
-    if name.endswith(TEXT_SUFFIXES):
-        yield path.read_bytes().decode("utf-8-sig")  # without a byte order mark
-    elif name.endswith(".parquet"):
+    """Yield (place, text) of every document in a file: None for a null one, an exception for what cannot be
+    read.
+    """
+    place = str(path)
+    try:
+        if path.name.lower().endswith(TEXT_SUFFIXES):
+            yield place, path.read_bytes().decode("utf-8-sig")  # without a byte order mark
+            return
+        for number, record in enumerate(_records(path, field), 1):
+            place = f"{path} line {number}"
+            try:
+                yield place, _text_of(record, field)
+            except (ValueError, RecursionError) as error:
+                yield place, error
+    except (OSError, ValueError) as error:
+        yield place, error
+
+
+def _records(path, field):
+    """Yield the records of a file: dicts of parquet, lines of JSON."""
+    if path.suffix.lower() == ".parquet":
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(path) as file:
             columns = [field] if field in file.schema_arrow.names else None  # all, for the error message
             for batch in file.iter_batches(batch_size=1024, columns=columns):
-                for record in batch.to_pylist():
-                    yield _text_of(record, field)
+                yield from batch.to_pylist()
     else:
         with _open_lines(path) as lines:
-            for line in lines:
-                if line.strip():
-                    yield _text_of(json.loads(line), field)
+            yield from lines
 
 
 def _open_lines(path):
@@ -259,11 +352,13 @@ def _open_lines(path):
 
 
 def _text_of(record, field):
+    """The text of a record, None if it is null or a blank line; ValueError if it has none."""
+    if isinstance(record, bytes):
+        record = json.loads(record) if record.strip() else {field: None}
     text = record.get(field, 0) if isinstance(record, dict) else 0
     if isinstance(text, str):
         return text.encode(errors="replace").decode()  # lone surrogates of JSON become question marks
-    if text is not None:  # null: no document
+    if text is not None:
         raise ValueError(
-            f"no text in field {field!r} of {reprlib.repr(record)}; "
-            "choose another with python -m scripts.data_prep --text-field"
+            f"no text in field {field!r} of {reprlib.repr(record)}; choose another with --text-field"
         )

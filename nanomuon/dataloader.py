@@ -151,9 +151,7 @@ class TrainLoader:
 
     def _pack(self):
         """All rows of the window, waiting for it if need be; after the last one a new epoch begins."""
-        self.manifest = wait_for_window(
-            self.folder, self.window, self.manifest.corpus, self.manifest.vocab_size
-        )
+        self.manifest = wait_for_window(self.folder, self.window)
         if self.window * WINDOW >= len(self.manifest.train):
             self.epoch, self.window = self.epoch + 1, 0
         # NumPy never changes the streams of RandomState; those of Generator may change with a release

@@ -46,8 +46,9 @@ BF16_TFLOPS = {
 OF_THE_LAUNCH = {"run", "resume", "plan", "wandb", "optimizer_file"}
 OF_THE_LAUNCH |= {"shard", "tensor_parallel", "device_batch_size"}
 LENGTHS = {"num_iterations", "target_flops", "target_param_data_ratio"}  # a new one replaces the recorded one
-# Flags of a run that may change when it resumes
+# Flags of a run that may change when it resumes. A corpus may have moved: its texts are compared instead
 MAY_CHANGE = LENGTHS | {"eval_every", "eval_tokens", "save_every", "keep_last", "no_compile"}
+MAY_CHANGE |= {"corpus", "skip_unreadable"}
 MAY_CHANGE |= {"core_bundle", "core_every", "core_items"}
 GONE = {"experts": 0, "experts_per_token": 2}  # flags that older runs have recorded, and their defaults
 
@@ -61,6 +62,7 @@ class Settings:
     world_size: int
     trained_on: dict  # corpus, its revision, shards, tokenizer; SHA-256 of the optimizer file
     trained_with: dict  # versions and commit
+    wandb_id: str | None = None  # of the run at Weights & Biases
 
 
 def recall(

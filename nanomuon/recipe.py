@@ -164,6 +164,11 @@ def make_optimizer(build, model, batch, steps, world_size=1, **settings):
     told = inspect.signature(build).parameters
     built = build(model, **{name: value for name, value in of_run.items() if name in told})
     if hasattr(built, "param_groups"):
+        try:
+            inspect.signature(built.step).bind()
+        except TypeError as error:  # LBFGS
+            name = type(built).__name__
+            raise InputError(f"{name}.step cannot be called without arguments: {error}") from error
         return built
     if built is None:
         raise InputError("no optimizer was built: the function returns nothing")

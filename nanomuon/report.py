@@ -1,45 +1,78 @@
 """A run's metrics.jsonl (and wandb) while it runs, its loss.png and report.md at the end."""
 
-import contextlib
 import json
 import math
 import platform
 import re
 import shlex
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 
 import torch
 
 from nanomuon.core import as_line
-from nanomuon.runtime import Runtime, cores, peak_memory_mb, print0, printable, write_text, write_whole
+from nanomuon.runtime import (
+    InputError,
+    Runtime,
+    base_dir,
+    cores,
+    parse_lines,
+    peak_memory_mb,
+    print0,
+    printable,
+    write_text,
+    write_whole,
+)
+
+
+@dataclass
+class Row:
+    """What is read of a line of metrics.jsonl."""
+
+    step: int
+    tokens: int
+    train_loss: float | None = None
+    val_bpb: float | None = None
+
+
+def start_wandb(name: str, run_id: str | None, config: dict):
+    """A run at Weights & Biases, or the one with this id again. InputError if there can be none."""
+    try:
+        import wandb
+
+        base_dir().mkdir(parents=True, exist_ok=True)
+        return wandb.init(
+            project="nanomuon",
+            name=name,
+            id=run_id,
+            config=config,
+            dir=base_dir(),
+            resume="allow",
+            settings=wandb.Settings(init_timeout=20),
+        )
+    except Exception as error:  # its own, pydantic's, and those of its network client
+        raise InputError(
+            f"--wandb: {error}; try wandb login, WANDB_MODE=offline, or leave out --wandb"
+        ) from error
 
 
 class MetricsLog:
     """Appends rows to metrics.jsonl, one JSON object per line, each whole even if the process dies after it.
 
     folder: of the run. resume_step: None starts the file empty; otherwise it keeps the steps up to this one,
-    and the evaluations before it: those of this step are repeated. wandb_config: the configuration of a
-    Weights & Biases run, None for no such run; WANDB_MODE=offline needs no network.
+    and the evaluations before it: those of this step are repeated. wandb: what start_wandb returns, or None.
     """
 
-    def __init__(self, folder: Path, resume_step: int | None = None, wandb_config: dict | None = None):
+    def __init__(self, folder: Path, resume_step: int | None = None, wandb=None):
         path, kept = folder / "metrics.jsonl", []
         for row in read_rows(path) if resume_step is not None else []:
             if row["step"] < resume_step or (row["step"] == resume_step and "train_loss" in row):
                 kept.append(json.dumps(row) + "\n")
         folder.mkdir(parents=True, exist_ok=True)
         write_text(path, "".join(kept))
-        self.file = path.open("ab", buffering=0)
-        self.wandb = None
-        if wandb_config is not None:
-            import wandb
-
-            name = folder.name
-            self.wandb = wandb.init(
-                project="nanomuon", name=name, id=name, config=wandb_config, dir=folder, resume="allow"
-            )
+        self.file, self.wandb = path.open("ab"), wandb
 
     def log(self, row: dict) -> None:
         """row: a dict of numbers with `step`; JSON has no non-finite ones, so they are written as null."""
@@ -47,6 +80,7 @@ class MetricsLog:
         for key, value in row.items():
             finite[key] = value if value is None or math.isfinite(value) else None
         self.file.write(json.dumps(finite).encode() + b"\n")
+        self.file.flush()
         if self.wandb is not None:
             self.wandb.log(row, step=row["step"])
 
@@ -57,12 +91,11 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl in order; a line that a kill has torn is skipped."""
-    rows = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
+    """The rows of a metrics.jsonl in order, without a last one that a kill has torn. InputError names another
+    line that is not a row.
+    """
+    lines = path.read_bytes() if path.exists() else b""
+    return parse_lines(path, lines.rpartition(b"\n")[0], Row)
 
 
 def read_metrics(path: Path) -> tuple[list[dict], list[dict]]:

@@ -56,8 +56,12 @@ class Run:
     an update, because a loss or gradient was not finite.
     """
 
-    def __init__(self, args: argparse.Namespace, plan: Plan, runtime: Runtime, settings: Settings | None):
-        """Start or resume the run; settings: those that it has recorded, None for a new one."""
+    def __init__(
+        self, args: argparse.Namespace, plan: Plan, runtime: Runtime, settings: Settings | None, wandb=None
+    ):
+        """Start or resume the run. settings: those that it has recorded, None for a new one. wandb: the first
+        rank's run at Weights & Biases, if there is one.
+        """
         self.args, self.plan, self.runtime = args, plan, runtime
         self.folder = folder_of(args.run)
         self.core_tasks = open_core_tasks(args, runtime)
@@ -75,9 +79,9 @@ class Run:
         self._resume(found)
         self.log = None
         if runtime.rank == 0:
-            self._write_folder()
-            resume_step = self.step if found else None
-            self.log = report.MetricsLog(self.folder, resume_step, vars(args) if args.wandb else None)
+            wandb_id = wandb.id if wandb else settings and settings.wandb_id
+            self._write_folder(wandb_id)
+            self.log = report.MetricsLog(self.folder, self.step if found else None, wandb)
         checkpoint.remove(self.folder, self.step if found else -1, args.keep_last)
         print_plan(args, self.plan, runtime)
         manifest = self.loader.manifest
@@ -85,6 +89,8 @@ class Run:
             text = shards.count_tokens(manifest.train)
             passes = self.plan.tokens / text
             print0(f"data       {text:,} tokens, each read about {passes:.1f} times")
+            if manifest.unreadable:
+                print0(f"left out   {manifest.unreadable}")
             if passes > MOST_PASSES:
                 print0(
                     "warning: so small a text is memorized after two or three passes: lower --num-iterations"
@@ -96,18 +102,20 @@ class Run:
 
     def _open_data(self, settings):
         """Open shards and tokenizer. Returns the settings' `trained_on`; InputError if it has changed."""
-        corpus, file = open_corpus(self.args.corpus), self.args.optimizer_file
-        trained_on = {"corpus": self.args.corpus, "revision": corpus.revision, "shards": corpus.slug}
+        args, file = self.args, self.args.optimizer_file
+        corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
+        args.text_field = corpus.text_field
+        trained_on = {"corpus": args.corpus, "revision": corpus.revision, "shards": corpus.slug}
         before = settings.trained_on if settings else trained_on
-        if before.get("revision") != corpus.revision:
+        if corpus.differs(str(before.get("corpus")), str(before.get("revision"))):
             raise InputError(
-                f"the texts of {corpus.name} have changed since run {self.args.run} began: restore them, "
+                f"the texts of {corpus.name} have changed since run {args.run} began: restore them, "
                 "choose another --run, or start over: --resume never"
             )
-        self.data = shards.prepare_for_training(corpus, self.args.vocab_size)
+        self.data = shards.prepare_for_training(corpus, args.vocab_size)
         self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
-        refuse_changes(self.args.run, before, trained_on)
+        refuse_changes(args.run, before, {"tokenizer": self.tokenizer.hash})
         return trained_on | {"optimizer_file": file, "optimizer_file_sha256": sha256_of(file)}
 
     def _build(self):
@@ -133,6 +141,8 @@ class Run:
         self.step = self.skipped = 0
         if found:
             position = checkpoint.load(found, self.model, self.optimizer)
+            if lacking := {"step", "skipped_steps", "epoch", "window", "row"} - position.keys():
+                raise InputError(f"{found}/manifest.json: meta has no {', '.join(lacking)}: take another one")
             self.step, self.skipped = position.pop("step"), position.pop("skipped_steps")
             if isinstance(self.optimizer, MuonAdamW):
                 self.optimizer.skipped_steps.fill_(self.skipped)
@@ -150,7 +160,7 @@ class Run:
             position,
         )
 
-    def _write_folder(self):
+    def _write_folder(self, wandb_id):
         if self.args.resume == "never":
             shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -168,6 +178,7 @@ class Run:
             world_size=self.runtime.world_size,
             trained_on=self.trained_on,
             trained_with=trained_with(),
+            wandb_id=wandb_id,
         )
         write_json(self.folder / "settings.json", asdict(settings))
         hf_export.write_config(self.folder, config)

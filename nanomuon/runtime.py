@@ -283,6 +283,20 @@ def read_json(path, kind=dict, advice: str = ""):
         raise InputError(f"{problem}; {advice}" if advice else problem) from error
 
 
+def parse_lines(path, lines: bytes, kind) -> list[dict]:
+    """JSON objects, one a line, that have what the dataclass `kind` says, and maybe other keys. InputError
+    names the line of the file that has not.
+    """
+    rows = []
+    for number, line in enumerate(lines.splitlines(), 1):
+        try:
+            parse_json(line, kind)
+        except ValueError as error:
+            raise InputError(f"{path} line {number} cannot be read, remove it: {error}") from error
+        rows.append(json.loads(line))
+    return rows
+
+
 @functools.cache  # making one takes 300 times as long as using it
 def reader_of(kind):
     from pydantic import TypeAdapter

@@ -61,6 +61,7 @@ class Manifest:
     val: list[Entry]
     train: list[Entry]
     complete_to: float | None  # requested training tokens, inf for all; None while some of them are missing
+    unreadable: str = ""  # what was left out because it could not be read
 
     def has_window(self, window: int) -> bool:
         """Whether the validation set and this training window are complete."""
@@ -209,6 +210,7 @@ def _write_missing(folder, corpus, vocab_size, tokenizer, max_tokens):
                 write_manifest(folder, manifest)
                 print0(f"{name}: {entries[-1].tokens:,} tokens")
     manifest.complete_to = max_tokens if count_tokens(manifest.train) >= max_tokens else math.inf
+    manifest.unreadable = corpus.describe_unreadable()
     write_manifest(folder, manifest)
 
 
@@ -239,7 +241,7 @@ def prepare_for_training(corpus: Corpus, vocab_size: int | None = None) -> Path:
     folder = shard_folder(corpus, vocab_size)
     if corpus.repo is None:
         prepare(corpus, vocab_size)
-    manifest = wait_for_window(folder, 0, corpus.name, vocab_size)
+    manifest = wait_for_window(folder, 0)
     read_shards(folder, manifest, "val")  # report a damaged one before a run is touched
     return folder
 
@@ -248,7 +250,7 @@ class NobodyWrites(InputError):
     """Shards are missing and no process is writing them. All ranks miss them in the same micro-batch."""
 
 
-def wait_for_window(folder: Path, window: int, corpus: str, vocab_size: int) -> Manifest:
+def wait_for_window(folder: Path, window: int) -> Manifest:
     """The manifest once it has the window; NobodyWrites, with what to do, if nobody writes the folder."""
     busy = 0  # when a process last did: one that starts together with us takes the lock a little later
     for second in itertools.count():
@@ -261,7 +263,7 @@ def wait_for_window(folder: Path, window: int, corpus: str, vocab_size: int) -> 
             busy = second
         elif second - busy > PATIENCE:
             raise NobodyWrites(
-                f"{folder} is incomplete and no process is writing it: run python -m scripts.data_prep "
-                f"--corpus {corpus} --vocab-size {vocab_size} --max-tokens AS_MANY_AS_YOU_TRAIN_ON"
+                f"{folder} is incomplete and no process is writing it: run python -m scripts.data_prep -- "
+                "with the flags of the training"
             )
         time.sleep(1)

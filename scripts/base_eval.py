@@ -19,16 +19,26 @@ from nanomuon.evaluate import bits_per_byte
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT
 from nanomuon.hf_export import load_run
+from nanomuon.plan import Settings
 from nanomuon.run import PROMPTS
-from nanomuon.runtime import InputError, Runtime, find_run, first_rank_first, print0, start, write_json
+from nanomuon.runtime import (
+    InputError,
+    Runtime,
+    find_run,
+    first_rank_first,
+    print0,
+    read_json,
+    start,
+    write_json,
+)
 from nanomuon.tokenizer import Tokenizer
 
 EVALUATIONS = ("bpb", "core", "sample")
 ROWS = 16  # per batch
 
 
-def evaluate_bpb(runtime: Runtime, model: GPT, tokenizer: Tokenizer, corpus: str, facts: dict) -> None:
-    folder = first_rank_first(lambda: validation_folder(corpus, tokenizer, facts), runtime)
+def evaluate_bpb(runtime: Runtime, model: GPT, tokenizer: Tokenizer, corpus: str, run: str) -> None:
+    folder = first_rank_first(lambda: validation_folder(corpus, tokenizer, run), runtime)
     batches = validation_batches(
         folder, model.config.seq_len, ROWS, runtime.rank, runtime.world_size, runtime.device
     )
@@ -36,20 +46,23 @@ def evaluate_bpb(runtime: Runtime, model: GPT, tokenizer: Tokenizer, corpus: str
     print0(f"val_bpb: {value:.4f}")
 
 
-def validation_folder(corpus_name: str, tokenizer: Tokenizer, facts: dict) -> Path:
+def validation_folder(corpus_name: str, tokenizer: Tokenizer, run: str) -> Path:
     """Folder of shards with the validation set of a corpus in the tokens of a run, written if need be.
 
-    tokenizer, facts: as load_run returns them. InputError if the documents are not on this machine.
+    tokenizer: the run's. The run's own corpus is read as the run read it. InputError if the documents are not
+    on this machine.
     """
+    settings = read_json(find_run(run) / "settings.json", Settings)
+    trained_on, how = settings.trained_on, ()
+    its_own = corpus_name == trained_on.get("corpus")
+    if its_own:
+        how = settings.options.get("text_field"), settings.options.get("skip_unreadable", False)
     try:
-        corpus = open_corpus(corpus_name)
+        corpus = open_corpus(corpus_name, *how)
     except InputError as error:
         raise InputError(f"{error}; --corpus NAME evaluates on another corpus") from error
-    if corpus_name == facts["corpus"] and facts["revision"] != corpus.revision:
-        print0(
-            f"corpus {corpus_name} has changed since the run was trained (revision {facts['revision']}, now "
-            f"{corpus.revision}): the figure may differ"
-        )
+    if its_own and corpus.differs(corpus_name, str(trained_on.get("revision"))):
+        print0(f"corpus {corpus_name} has changed since the run was trained: the figure may differ")
     return shards.prepare(corpus, tokenizer=tokenizer, max_tokens=0)
 
 
@@ -83,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     if "core" in wanted:  # first: there may be no such bundle
         tasks = first_rank_first(lambda: core.open_bundle(args.core_bundle), runtime)
     if "bpb" in wanted:
-        evaluate_bpb(runtime, model, tokenizer, corpus, facts)
+        evaluate_bpb(runtime, model, tokenizer, corpus, args.run)
     if "core" in wanted:
         most_tokens = ROWS * model.config.seq_len
         results = core.evaluate(

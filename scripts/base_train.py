@@ -31,6 +31,7 @@ from nanomuon.command import (
     ArgumentParser,
     StopSignals,
     add_dtype_argument,
+    add_text_arguments,
     amount,
     count,
     layers,
@@ -44,6 +45,7 @@ from nanomuon.corpus import check_corpus
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.plan import COMM_DTYPES, flag_of, make_plan, peak_flops, print_plan, recall
 from nanomuon.qk_clip import clip_
+from nanomuon.report import start_wandb
 from nanomuon.run import Run, is_complete
 from nanomuon.runtime import InputError, folder_of, locked, make_deterministic, print0, start
 
@@ -225,11 +227,14 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.resume == "auto" and is_complete(folder, plan.steps):
         return 0
+    wandb = None
+    if args.wandb and runtime.rank == 0:
+        wandb = start_wandb(args.run, settings and settings.wandb_id, vars(args))
     if flash := use_flash_attention(runtime.device):
         print0(f"attention: {flash}")
     # One launch at a time: two would write into each other's checkpoints. The first rank holds the lock
     with locked(folder, wait=False) if runtime.rank == 0 else contextlib.nullcontext():
-        run = Run(args, plan, runtime, settings)
+        run = Run(args, plan, runtime, settings, wandb)
         code = train(run, signals)
         return run.finish() if code is None else code
 
@@ -299,6 +304,7 @@ def make_parser() -> ArgumentParser:
         "--corpus", default="python", help="python, path:FILE_OR_FOLDER or hf:ORG/NAME (default: %(default)s)"
     )
     add("--vocab-size", type=vocabulary, help="tokens in the vocabulary (default: set by the corpus)")
+    add_text_arguments(parser)
     add(
         "--depth",
         type=layers,

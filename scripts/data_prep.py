@@ -11,8 +11,8 @@ starts with the first shards and waits for the next ones (put nice -n 10 in fron
 import math
 
 from nanomuon import shards
-from nanomuon.command import ArgumentParser, number, run_command, vocabulary
-from nanomuon.corpus import open_corpus
+from nanomuon.command import ArgumentParser, add_text_arguments, number, run_command, vocabulary
+from nanomuon.corpus import open_corpus, remember
 from nanomuon.runtime import print0
 
 
@@ -29,10 +29,7 @@ def main(argv=None):
         type=vocabulary,
         help="tokens in the vocabulary (default: 4096, or 32768 for corpora on the hub)",
     )
-    add(
-        "--text-field",
-        help="field of the records that holds the text (default: text), remembered for later commands",
-    )
+    add_text_arguments(parser)
     add(
         "--max-tokens",
         type=number(int, 0, 1 << 60),
@@ -41,9 +38,11 @@ def main(argv=None):
     )
     args = parser.parse_args(argv)
 
-    corpus = open_corpus(args.corpus, args.text_field)
+    corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
     print(f"corpus {corpus.name}: {len(corpus.files):,} files with text")  # others in the folder are skipped
     folder = shards.prepare(corpus, args.vocab_size, max_tokens=args.max_tokens)
+    if args.text_field:
+        remember(corpus)
     manifest = shards.read_manifest(folder)
     for kind, entries in (("train", manifest.train), ("val", manifest.val)):
         documents = sum(entry.documents for entry in entries)

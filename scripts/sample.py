@@ -27,9 +27,16 @@ from nanomuon.tokenizer import Tokenizer
 
 
 def text(argument: str) -> str:
-    """The type of --prompt and --stop: ValueError for bytes that are not text."""
+    """The type of --prompt: ValueError for bytes that are not text."""
     argument.encode()
     return argument
+
+
+def stop_text(argument: str) -> str:
+    """The type of --stop: a text that is not empty, for every text contains that."""
+    if not argument:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text(argument)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -67,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--stop",
-        type=text,
+        type=stop_text,
         action="append",
         default=[],
         metavar="TEXT",

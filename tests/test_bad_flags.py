@@ -65,6 +65,7 @@ REFUSED = [  # script, flags, message
     ("sample", "--run x --temperature -1", "argument --temperature: must be from 0"),
     ("sample", "--run x --seed 99999999999999999999", "argument --seed: must be from 0"),
     ("sample", "--run x --prompt a\udcff", "argument --prompt: invalid text value"),
+    ("sample", "--run x --stop ''", "argument --stop: must not be empty"),
     (
         "sample",
         "--run x --interactive --prompt a",
@@ -77,6 +78,11 @@ REFUSED = [  # script, flags, message
     ("optim_bench", "--peer {text}:main --world 2", "--peer is compared in one process"),
     ("optim_race", "--contenders adamw --seeds 0", "argument --seeds: must be from 1 to"),
     ("optim_race", "--contenders adamw --task speedrun", "the task speedrun trains on 2 billion tokens"),
+    (
+        "optim_race",
+        "--contenders muon:matrix_lr=abc",
+        "contender muon:matrix_lr=abc: matrix_lr must be a num",
+    ),
     ("optim_race", "--contenders adamw --corpus path:x", "--corpus path:x is for --task corpus"),
     ("optim_race", "--contenders adamw --text {text} --model depth=x", "--model: "),
     ("optim_race", "--contenders adamw --text {text} --model vocab_size=5", "--model vocab_size=5: the data"),

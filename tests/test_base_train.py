@@ -2,21 +2,26 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 
 import pytest
 import torch
+import wandb
 from safetensors.torch import load_file
 
 from nanomuon import checkpoint, shards
-from nanomuon.corpus import open_corpus
+from nanomuon.command import explain
+from nanomuon.corpus import open_corpus, remember
 from nanomuon.gpt import GPT
 from nanomuon.plan import recall
 from nanomuon.report import read_metrics
+from nanomuon.runtime import InputError
 from scripts import base_eval, base_train, sample
-from tests.texts import TOKENIZER
-from tests.training import QUIET, STILL, Ranks, arguments, losses, optimizer_file
+from tests.texts import TOKENIZER, random_texts
+from tests.texts import write_corpus as write_texts
+from tests.training import QUIET, SMALL, STILL, Ranks, arguments, losses, optimizer_file
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -212,7 +217,67 @@ def test_a_run_is_compiled_and_evaluated_by_the_same_graph(base, monkeypatch, ca
         assert len(graphs) == compiled == capsys.readouterr().out.count("compiling: the first step")
 
 
-def test_wandb_works_offline(base, monkeypatch):
+def test_wandb_works_offline_and_each_folder_is_a_run_of_its_own(base, monkeypatch):
+    """Whatever its name. A resumed run goes on with its id, one that starts over does not."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert base_train.main(arguments(base, "logged", 3, "--wandb", *QUIET)) == 0
-    assert list((base / "runs" / "logged" / "wandb").glob("offline-run-*"))
+    found, init, name = [], wandb.init, "what?:lr=0.02"
+
+    def noted(**keywords):
+        found.append(init(**keywords))
+        return found[-1]
+
+    monkeypatch.setattr(wandb, "init", noted)
+    for steps, flags in ((3, ()), (4, ()), (2, ("--resume", "never"))):
+        assert base_train.main(arguments(base, name, steps, "--wandb", *QUIET, *flags)) == 0
+    first, resumed, new = [run.id for run in found]
+    assert first == resumed != new and name not in first
+    assert list((base / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.parametrize("variable,value", [("WANDB_MODE", "bad"), ("WANDB_API_KEY", "short")])
+def test_wandb_that_cannot_work_is_one_line_first_thing(base, monkeypatch, tmp_path, variable, value):
+    wandb.teardown()  # it reads its variables once
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "base"))
+    with pytest.raises(InputError) as caught:
+        base_train.main(arguments(base, "logged", 3, "--wandb"))
+    code, message = explain(caught.value)
+    assert code == 2 and message.startswith("error: --wandb: ") and "try wandb login, WANDB_MODE=" in message
+    assert not list(tmp_path.glob("base/[!w]*"))
+
+
+def test_a_run_reads_and_is_evaluated_by_its_own_field_wherever_its_texts_are(base, tmp_path, capsys):
+    """Whatever field data_prep has been given since. Damaged files stay left out."""
+    texts, flags = tmp_path / "texts", ["--skip-unreadable", *QUIET]
+    corpus = write_texts(texts, random_texts(300))
+    (texts / "bad.txt").write_bytes(b"\xff")
+    command = [*SMALL, "--run", "field", "--num-iterations", "2", *flags]
+    assert base_train.main([*command, "--corpus", corpus, "--text-field", "text"]) == 0
+    said = capsys.readouterr().out
+    assert f"left out   1 files or records cannot be read: {texts}/bad.txt: " in said
+    figure = re.search("\nval_bpb: .*", said)[0]
+    remember(open_corpus(corpus, "title"))  # as data_prep does
+    capsys.readouterr()
+    base_eval.main(["--run", "field"])
+    assert figure in capsys.readouterr().out
+    moved = texts.rename(tmp_path / "elsewhere")
+    assert base_train.main(["--run", "field", "--corpus", f"path:{moved}", "--num-iterations", "4"]) == 0
+    assert len(losses(base, "field")) == 4
+    with pytest.raises(InputError, match="--text-field text, not title"):
+        base_train.main(["--run", "field", "--text-field", "title"])
+
+
+def test_a_run_that_recorded_times_instead_of_texts_goes_on(base, capsys):
+    """Runs of older versions recorded 16 characters, and no field of the text."""
+    assert base_train.main(arguments(base, "older", 2, *QUIET)) == 0
+    file = base / "runs" / "older" / "settings.json"
+    settings = json.loads(file.read_text())
+    settings["trained_on"] |= {"revision": "0123456789abcdef", "shards": "texts-01234567"}
+    for option in ("text_field", "skip_unreadable"):
+        del settings["options"][option]
+    file.write_text(json.dumps(settings))
+    assert base_train.main(["--run", "older", "--num-iterations", "4"]) == 0
+    said = (
+        f"corpus path:{base}/texts: the run has recorded its times, not its texts, so they are not compared"
+    )
+    assert said in capsys.readouterr().out and len(losses(base, "older")) == 4

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import random
+import shutil
 import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from nanomuon import shards
+from nanomuon import corpus, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.runtime import InputError
-from tests.texts import TOKENIZER, documents, is_validation, write_corpus
+from scripts import data_prep
+from tests.texts import TOKENIZER, documents, is_validation, random_texts, write_corpus
 
 
 @pytest.fixture(autouse=True)
@@ -72,29 +75,77 @@ def test_which_files_of_a_folder_are_read_and_in_which_order(tmp_path):
     assert read(f"path:{tmp_path}") == [text.removeprefix("\ufeff") for text in texts.values()]
 
 
-def test_text_field_is_remembered_and_content_or_field_change_the_corpus(tmp_path):
-    name, slugs = f"path:{tmp_path}", set()
-    for body, field, expected in (
-        ("b", None, "t"),
-        ("b", "body", "b"),
-        ("b", None, "b"),
-        ("new", None, "new"),
+def test_links_to_folders_are_followed_once(tmp_path):
+    corpus, elsewhere = tmp_path / "corpus", tmp_path / "elsewhere"
+    for folder, text in ((corpus, "here"), (elsewhere / "deep", "there")):
+        folder.mkdir(parents=True)
+        (folder / "a.txt").write_text(text)
+    (corpus / "link").symlink_to(elsewhere)
+    (corpus / "same").symlink_to(elsewhere)
+    (elsewhere / "deep" / "loop").symlink_to(corpus)
+    assert [file.relative_to(corpus).as_posix() for file in open_corpus(f"path:{corpus}").files] == [
+        "a.txt",
+        "link/deep/a.txt",
+    ]
+    assert read(f"path:{corpus}") == ["here", "there"]
+
+
+def test_a_text_field_is_remembered_once_data_prep_has_succeeded(tmp_path, capsys):
+    name = write_corpus(tmp_path / "texts", [])
+    records = [{"text": f"text {i}", "body": f"body {i} " * 9} for i in range(300)]
+    (tmp_path / "texts" / "0.jsonl").write_bytes(lines(records))
+
+    def prep(*flags):
+        data_prep.main(["--corpus", name, "--vocab-size", "270", *flags])
+        return read(name)[0]
+
+    slug = open_corpus(name).slug
+    with pytest.raises(InputError, match="300 files or records .* no text in field 'typo'"):
+        prep("--text-field", "typo")
+    assert prep() == "text 0" and open_corpus(name).slug == slug
+    assert prep("--text-field", "body") == "body 0 " * 9 and open_corpus(name).slug != slug
+    assert prep() == "body 0 " * 9
+
+
+@pytest.mark.parametrize("hashed", [1 << 20, 10])
+def test_the_revision_is_of_the_texts_not_of_times_and_places(tmp_path, monkeypatch, hashed):
+    monkeypatch.setattr(corpus, "HASHED", hashed)
+    monkeypatch.setattr(corpus, "EDGE", 4)
+    first = tmp_path / "first" / "texts"
+    (first / "inside").mkdir(parents=True)
+    (first / "inside" / "a.txt").write_text("0123456789ab")
+    (first / "b.txt").write_text("xyz")
+    revisions = [open_corpus(f"path:{first}").revision]
+    slug = open_corpus(f"path:{first}").slug
+    moved = shutil.move(first, tmp_path / "second" / "texts")
+    os.utime(moved / "b.txt", (1, 1))
+    assert open_corpus(f"path:{moved}").slug == slug
+    for name, text in (
+        ("inside/a.txt", "0123_56789ab"),  # in the middle
+        ("inside/a.txt", "0_23456789ab"),
+        ("inside/a.txt", "0123456789_b"),
+        ("inside/a.txt", "0123456789abc"),
+        ("b.txt", "xyy"),
+        ("c.txt", ""),
     ):
-        if body == "new" or not slugs:
-            (tmp_path / "a.jsonl").write_bytes(lines([{"body": body, "text": "t"}]))
-        assert read(name, text_field=field) == [expected]
-        slugs.add(open_corpus(name).slug)
-    assert len(slugs) == 3
+        (moved / name).write_text(text)
+        revisions.append(open_corpus(f"path:{moved}").revision)
+        if name == "inside/a.txt":
+            (moved / name).write_text("0123456789ab")
+    # Of large files the middle is not read
+    assert len(set(revisions)) == 7 - (hashed == 10)
 
 
 GOOD = lines({"text": random.Random(i).randbytes(100).hex()} for i in range(1000))
 BROKEN = {  # file: (content, what else the message names)
     "latin1.txt": ("déjà".encode("latin1"), "utf-8"),
-    "torn.jsonl": (GOOD[:-5], "document 1000"),
+    "dangling.txt": (None, "No such file"),
+    "torn.jsonl": (GOOD[:-5], " line 1000: "),
     "no_text.jsonl": (
         lines([{"text": "a"}, {"body": "a"}]),
-        "document 2.*'text' of {'body': 'a'}.*--text-field",
+        " line 2: no text in field 'text' of {'body': 'a'}.*--text-field",
     ),
+    "deep.jsonl": (b'{"text": ' + b"[" * 100_000 + b"\n", " line 1: maximum recursion depth"),
     "no_record.jsonl": (b"[1]\n", r"'text' of \[1\]"),
     "torn.jsonl.gz": (gzip.compress(GOOD)[:-50], ""),
     "torn.jsonl.zst": (zstandard.compress(GOOD)[:-50], ""),
@@ -104,11 +155,33 @@ BROKEN = {  # file: (content, what else the message names)
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_bad_file_is_named(tmp_path, name):
+def test_what_cannot_be_read_is_named_or_left_out(tmp_path, name):
     content, named = BROKEN[name]
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=f"bad file in corpus .*{name}.*{named}.*repair it, or move it away"):
+    if content is None:
+        (tmp_path / name).symlink_to("nowhere")
+    else:
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "z.txt").write_text("good")
+    with pytest.raises(InputError, match=f": 1 files .*: .*{name}.*{named}.*; repair .*--skip-unreadable"):
         read(f"path:{tmp_path}")
+    assert read(f"path:{tmp_path}", skip_unreadable=True)[-1] == "good"
+
+
+def test_all_that_cannot_be_read_is_counted_at_once_and_recorded(tmp_path):
+    name = write_corpus(tmp_path / "texts", random_texts(200))
+    for i in range(4):
+        (tmp_path / f"texts/bad{i}.txt").write_bytes(b"\xff")
+    records = [{"text": "a good one"}, {"body": 1}, 7, {"text": "another"}, {"text": None}]
+    (tmp_path / "texts/bad4.jsonl").write_bytes(lines(records) + b"torn\n")
+    with pytest.raises(InputError) as caught:
+        shards.prepare(open_corpus(name), tokenizer=TOKENIZER)
+    said = str(caught.value)
+    assert ": 7 files or records cannot be read: " in said and "line 3" not in said
+    assert all(f"bad{i}.txt: " in said for i in range(4)) and "bad4.jsonl line 2: " in said
+    folder = shards.prepare(open_corpus(name, skip_unreadable=True), tokenizer=TOKENIZER)
+    assert {"a good one", "another"} < {*documents(folder, "train"), *documents(folder, "val")}
+    unreadable = shards.read_manifest(folder).unreadable
+    assert unreadable.startswith("7 files or records") and "bad4.jsonl line 2: " in unreadable
 
 
 def book(number):
@@ -141,11 +214,27 @@ def test_a_few_long_documents_are_cut_into_pieces(tmp_path, training, validation
         assert documents(folder, kind) == [text for text in pieces if is_validation(text) == (kind == "val")]
 
 
-@pytest.mark.parametrize("texts", [["one short text", "another"], [None, ""]])
-def test_a_corpus_that_cannot_be_split_is_refused_before_any_work(tmp_path, monkeypatch, texts):
+@pytest.mark.parametrize(
+    "texts,said",
+    [
+        (["one short text", "another"], "is too small: in pieces .*add text"),
+        ([None, ""], "has no text: .* field 'text' of every record is"),
+        (["all alike"] * 60, "has the same text 60 times; add others"),
+    ],
+)
+def test_a_corpus_that_cannot_be_split_is_refused_before_any_work(tmp_path, monkeypatch, texts, said):
     monkeypatch.setattr(shards.Tokenizer, "train", None)
-    with pytest.raises(InputError, match="is too small: in pieces .*add text"):
+    with pytest.raises(InputError, match=f"^corpus path:.*/small {said}"):
         shards.prepare(open_corpus(write_corpus(tmp_path / "small", texts)))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.ndjson", "a.txt.gz", "LICENSE"])
+def test_files_of_other_kinds_are_refused_with_what_to_make_of_them(tmp_path, name):
+    (tmp_path / name).write_bytes(b"text")
+    advice = "rename .ndjson to .jsonl, other text to .txt, unpack .txt.gz, convert .csv to .jsonl"
+    for place in (tmp_path, tmp_path / name):
+        with pytest.raises(InputError, match=f"corpus path:{place} has no file with text .*: {advice}"):
+            open_corpus(f"path:{place}")
 
 
 def test_unknown_and_empty_corpora_are_refused(tmp_path):
@@ -194,7 +283,7 @@ def test_a_hub_corpus_is_pinned_and_fetched_as_it_is_read(hub, tmp_path):
     assert [text for text, _ in found] == ["everywhere", FILES[1], "everywhere", FILES[2], "everywhere"]
     assert open_corpus("hf:org/set:config@v1") == corpus and len(hub) == 1 + 3
     (tmp_path / FILES[1]).write_bytes(b"damaged")
-    with pytest.raises(InputError, match=f"{FILES[1]}.*delete it, and it is fetched again"):
+    with pytest.raises(InputError, match=f": 1 files.*{FILES[1]}: .*; delete a damaged file, and it is"):
         list(corpus.documents())
 
 

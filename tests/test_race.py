@@ -291,8 +291,18 @@ def test_the_hopeless_stop_and_the_leaderboard_says_what_was_found(lab, tmp_path
     file = tmp_path / "docs/races/shakespeare.jsonl"
     assert race.read_results(file)[0]["baseline"] == "adamw"  # whichever run finishes first
     file.write_text(file.read_text() + '{"contender": "ad')
-    with pytest.raises(InputError, match="shakespeare.jsonl line .* is not JSON, remove it"):
+    with pytest.raises(InputError, match="shakespeare.jsonl line .* cannot be read, remove it"):
         lab(*arguments)
+
+
+@pytest.mark.parametrize(
+    "content, said", [("", "is empty"), ("{}", "line 1 "), ('{"setup": {}}\n[1]', "line 2 ")]
+)
+def test_a_damaged_file_of_a_race_is_one_line(tmp_path, content, said):
+    file = tmp_path / "results.jsonl"
+    file.write_text(content)
+    with pytest.raises(InputError, match=f"{file} {said}.*remove it"):
+        race.read_results(file)
 
 
 def test_the_kept_races_are_readable(tmp_path):

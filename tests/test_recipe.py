@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import pytest
+import torch
 
 from nanomuon import recipe
 from nanomuon.gpt import GPT, GPTConfig
@@ -153,3 +154,8 @@ def test_a_file_that_is_no_recipe_is_refused(text, message, tmp_path):
     with pytest.raises(InputError, match=message):
         build, _ = recipe.load_recipe(tmp_path / "file.py")
         recipe.make_optimizer(build, model(), 4096, 3_000)
+
+
+def test_an_optimizer_whose_step_needs_a_closure_is_refused():
+    with pytest.raises(InputError, match="LBFGS.step cannot be called without .*'closure'"):
+        recipe.make_optimizer(lambda model: torch.optim.LBFGS(model.parameters()), model(), 4096, 3_000)

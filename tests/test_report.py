@@ -2,10 +2,11 @@
 
 import math
 
+import pytest
 import torch
 
 from nanomuon import report
-from nanomuon.runtime import Runtime
+from nanomuon.runtime import InputError, Runtime
 
 
 def write_run(folder):
@@ -21,23 +22,35 @@ def write_run(folder):
 
 def test_a_row_is_on_disk_when_log_returns(tmp_path):
     log = report.MetricsLog(tmp_path)
-    log.log({"step": 1, "train_loss": math.nan})  # which JSON lacks
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train_loss": null}\n'
+    log.log({"step": 1, "tokens": 9, "train_loss": math.nan})  # which JSON lacks
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "tokens": 9, "train_loss": null}\n'
 
 
 def test_resuming_leaves_each_step_once(tmp_path):
     path = tmp_path / "new" / "metrics.jsonl"
     log = report.MetricsLog(path.parent)
     for step in range(1, 6):
-        log.log({"step": step, "train_loss": 1})
-        log.log({"step": step, "val_bpb": 1})
-    log.file.write(b'{"step": 6, "tra')  # and here it was killed
+        log.log({"step": step, "tokens": 9 * step, "train_loss": 1})
+        log.log({"step": step, "tokens": 9 * step, "val_bpb": 1})
+    log.close()
+    path.write_text(path.read_text() + '{"step": 6, "tra')  # and here it was killed
     log = report.MetricsLog(path.parent, resume_step=3)  # whose evaluation is repeated
-    log.log({"step": 3, "val_bpb": 2})
-    log.log({"step": 4, "train_loss": 2})
+    log.log({"step": 3, "tokens": 27, "val_bpb": 2})
+    log.log({"step": 4, "tokens": 36, "train_loss": 2})
     training, evaluation = report.read_metrics(path)
     assert [(row["step"], row["train_loss"]) for row in training] == [(1, 1), (2, 1), (3, 1), (4, 2)]
     assert [(row["step"], row["val_bpb"]) for row in evaluation] == [(1, 1), (2, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("line", ["{}", "[1]", "null", '{"step": "3", "tokens": 9}', "torn", "[" * 100_000])
+def test_a_line_that_is_not_a_row_is_named(tmp_path, line):
+    write_run(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    before = path.read_text()
+    path.write_text(f"{line}\n{before}")
+    with pytest.raises(InputError, match=f"{path} line 1 cannot be read, remove it: "):
+        report.MetricsLog(tmp_path, resume_step=50)
+    assert path.read_text() == f"{line}\n{before}"
 
 
 def test_a_line_joins_evaluations_of_the_same_text_only(tmp_path, monkeypatch):

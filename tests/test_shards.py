@@ -114,6 +114,7 @@ def test_training_waits_for_the_first_window(corpus, monkeypatch, capsys):
     monkeypatch.setattr(shards, "PATIENCE", 1)
     folder = prepare(corpus, 300)
     corpus, whole = replace(corpus, repo="org/name"), read_manifest(folder)
+    monkeypatch.setattr(shards, "shard_folder", lambda *_: folder)
 
     def show(count):
         shards.write_manifest(folder, replace(whole, train=whole.train[:count], complete_to=None))

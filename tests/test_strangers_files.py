@@ -144,6 +144,8 @@ def test_a_place_that_cannot_be_written_is_one_line(made, run_dir):
         ("settings.json", "options", "seed", "x", "--seed"),
         ("settings.json", "options", "fp8", 3, "--fp8"),
         ("settings.json", "options", "corpus", [], "corpus"),
+        ("settings.json", "trained_on", "revision", None, "the texts of path:"),
+        ("settings.json", None, "wandb_id", 7, "settings.json cannot be read: wandb_id: "),
         ("summary.json", None, "steps", "many", "summary.json cannot be read: steps: Input should be"),
         (
             "checkpoints/step_4/manifest.json",
@@ -151,6 +153,13 @@ def test_a_place_that_cannot_be_written_is_one_line(made, run_dir):
             "row",
             "4",
             "manifest.json cannot be read: meta.row: Input",
+        ),
+        (
+            "checkpoints/step_4/manifest.json",
+            None,
+            "meta",
+            {"step": 4, "epoch": 0, "window": 0, "row": 3},
+            "manifest.json: meta has no skipped_steps: take another one",
         ),
     ],
 )

@@ -118,6 +118,9 @@ class Contender:
             raise InputError(
                 f"contender {self.source} has no {', '.join(unknown)}; it has {', '.join(known)}"
             )
+        for key, value in self.options.items():
+            if isinstance(self.keywords.get(key), int | float) and not isinstance(value, int | float):
+                raise InputError(f"contender {text}: {key} must be a number, not {value!r}")
         self.build = self.bound(build, of_build)  # (model)
         self.schedule = self.bound(schedule, of_schedule)  # (group, step, steps)
 

@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +19,7 @@ from nanomuon import report as run_report
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.parallel import compile_model
 from nanomuon.recipe import switch, values_at
-from nanomuon.runtime import InputError, compile_enabled, start
+from nanomuon.runtime import InputError, compile_enabled, parse_lines, start
 from scripts.laboratory import significance
 from scripts.laboratory.contenders import Contender
 from scripts.laboratory.report import score
@@ -121,6 +122,26 @@ class Run:
         return time.perf_counter()
 
 
+@dataclass
+class Header:
+    """The first line of a race's file."""
+
+    setup: dict
+
+
+@dataclass
+class Result:
+    """A finished run, as it is read: see train()."""
+
+    contender: str
+    seed: int
+    steps: int
+    score: float | None
+    curve: list[tuple[int, float | None, float | None]]
+    step_ms: float
+    optimizer_ms: float
+
+
 class Results:
     """The finished runs of a race, in a file whose first line is its setup and every other line a run."""
 
@@ -162,15 +183,11 @@ class Results:
 
 def read_results(file):
     """(first line, runs) of a race's file."""
-    lines = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            lines.append(json.loads(line))
-        except ValueError as error:
-            raise InputError(f"{file} line {number} is not JSON, remove it: {error}") from error
+    lines = file.read_bytes()
     if not lines:
         raise InputError(f"{file} is empty: remove it")
-    return lines[0], lines[1:]
+    header, *runs = parse_lines(file, lines, Header | Result)
+    return header, runs
 
 
 class Race:
