@@ -30,7 +30,8 @@ done
 source scripts/setup.sh train
 
 # Presets by the hardware that will train; a GPU that PyTorch cannot use is an error here
-HARDWARE=$("$PYTHON" -c 'import sys; sys.argv = ["-m"]; import scripts # for its Ctrl-C
+HARDWARE=$("$PYTHON" -c 'import scripts
+scripts.begin()
 from nanomuon import command, runtime
 command.run_command(runtime.print_hardware)')
 read -r GPUS DTYPE <<<"$HARDWARE"
@@ -66,16 +67,14 @@ if [[ " $* " == *" --plan "* ]]; then
     exec "${TRAIN[@]}" "${FLAGS[@]}"
 fi
 
-plan=$("${TRAIN[@]}" "${FLAGS[@]}" --plan) # a wrong flag ends here, before data is prepared
-DATA=(--corpus "$CORPUS" --vocab-size "$(sed -n 's/^model .* vocabulary \([0-9]*\).*/\1/p' <<<"$plan")") # of an old run, too
+# The same words go to both: a wrong flag ends the first, before data is prepared
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 case $CORPUS in
-    python | path:*) "$PYTHON" -m scripts.data_prep "${DATA[@]}" ;;
+    python | path:*) "$PYTHON" -m scripts.data_prep -- "${FLAGS[@]}" ;;
     *) # from the hub: prepared during training, which waits if it must
-        tokens=$(sed -n 's/^training .* = \([0-9,]*\) tokens.*/\1/p' <<<"$plan" | tr -d ,)
         mkdir -p "${run_dir%/*}"
-        echo "data: ${tokens:?} tokens of $CORPUS, progress in $run_dir.data_prep.log"
-        nice -n 10 "$PYTHON" -m scripts.data_prep "${DATA[@]}" --max-tokens "$tokens" >"$run_dir.data_prep.log" 2>&1 &
+        echo "data: $CORPUS, progress in $run_dir.data_prep.log"
+        nice -n 10 "$PYTHON" -m scripts.data_prep -- "${FLAGS[@]}" >"$run_dir.data_prep.log" 2>&1 &
         data_prep=$!
         ;;
 esac

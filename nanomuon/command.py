@@ -114,8 +114,7 @@ def run_command(main) -> None:
     once, so that torchrun ends the others, which may be waiting for this one in a collective: destroying the
     process group would wait for them.
     """
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # scripts/__init__.py handled it until now
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # scripts.begin() handled it until now
     try:
         code = main() or 0
         sys.stdout.flush()

@@ -178,15 +178,18 @@ def validation_batches(
 
     Over all ranks every token of the set is a target exactly once; every other target, also padding, is
     <|bos|>, which bits_per_byte does not score. Documents are packed whole; those longer than a row are cut
-    into pieces that begin with <|bos|>. max_tokens: use only the first max_tokens of the set. Every rank
-    yields the same number of batches, on `device`.
+    into pieces that begin with <|bos|>. max_tokens: only so many rows as hold this many tokens, evenly spread
+    over the packed set, so that their figure is one of the whole set. Every rank yields the same number of
+    batches, on `device`.
     """
     manifest = read_manifest(folder)
     bos_id = manifest.vocab_size - 1
     tokens, starts = read_shards(folder, manifest, "val")
-    tokens = tokens[:max_tokens]
-    pieces = cut_documents(starts[starts < len(tokens)], len(tokens), seq_len)
+    pieces = cut_documents(starts, len(tokens), seq_len)
     rows = pack_rows(pieces, seq_len + 1, cut=False)
+    if max_tokens is not None:
+        count = min(len(rows), -(-max_tokens // seq_len))
+        rows = [rows[(2 * i + 1) * len(rows) // (2 * count)] for i in range(count)]
     rows += [[]] * (-len(rows) % (world_size * device_batch_size))
     rows = fill(rows, tokens, seq_len + 1, bos_id)
     for batch in rows.reshape(-1, world_size, device_batch_size, seq_len + 1)[:, rank]:

@@ -135,14 +135,8 @@ def plot_run(metrics, image) -> None:
     # The loss falls steeply at first: leave the room to the rest of the curve
     curve(loss, training[len(training) // 30 :], "train_loss", color="tab:blue", linewidth=0.8)
     loss.set(title="Training loss", ylabel="nats per token")
-    # A line only joins figures of the same text: the beginning of the set may be easier than all of it
-    on_part = [row for row in evaluation if not row.get("whole_set")]
-    on_whole = [row for row in evaluation if row.get("whole_set")]
-    if on_part:
-        curve(bpb, on_part, "val_bpb", color="tab:orange", marker="o", label="first part of the set")
-    curve(bpb, on_whole, "val_bpb", color="tab:purple", marker="D", label="whole set")
+    curve(bpb, evaluation, "val_bpb", color="tab:orange", marker="o")
     bpb.set(title="Validation", ylabel="bits per byte")
-    bpb.legend(frameon=False)
     for axis in (loss, bpb):
         axis.set_xlabel("tokens trained on")
         axis.locator_params(axis="x", nbins=5)

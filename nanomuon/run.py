@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import functools
 import math
-import os
 import platform
 import shutil
 import subprocess
@@ -68,14 +67,13 @@ class Run:
         self.trained_on = first_rank_first(lambda: self._open_data(settings), runtime)
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes).to(runtime.device)
         compiles = choose_compilation(args, plan, runtime)
-        os.environ["NANOMUON_COMPILE"] = str(int(compiles))  # the optimizer reads it
 
         found = checkpoint.find(self.folder, args.resume)
         if not found and args.resume == "auto" and (self.folder / "summary.json").exists():
             raise InputError(
                 f"run {args.run} is complete and has no checkpoint to resume from: choose another --run"
             )
-        self._build()
+        self._build(compiles)
         self._resume(found)
         self.log = None
         if runtime.rank == 0:
@@ -118,7 +116,7 @@ class Run:
         refuse_changes(args.run, before, {"tokenizer": self.tokenizer.hash})
         return trained_on | {"optimizer_file": file, "optimizer_file_sha256": sha256_of(file)}
 
-    def _build(self):
+    def _build(self, compiles):
         """Model, optimizer, schedule."""
         args, plan, runtime = self.args, self.plan, self.runtime
         self.mesh = None
@@ -129,7 +127,7 @@ class Run:
             train_in_fp8(self.model)
         if args.qk_clip:
             watch_(self.model, args.qk_clip)
-        self.optimizer, self.schedule = build_optimizer(args, self.model, plan, runtime)
+        self.optimizer, self.schedule = build_optimizer(args, self.model, plan, runtime, compiles)
         recipe.switch(self.optimizer, "train")
         if frozen := recipe.untrained(self.model, self.optimizer):
             print0(f"warning: {len(frozen)} parameters are in no group and are not trained: {frozen[0]}, ...")
@@ -327,7 +325,7 @@ def trained_with() -> dict:
     return known
 
 
-def build_optimizer(args, model, plan, runtime) -> tuple[torch.optim.Optimizer, object]:
+def build_optimizer(args, model, plan, runtime, compiles) -> tuple[torch.optim.Optimizer, object]:
     """The optimizer, and the schedule of its groups: the recipe's, or those of the user's file."""
     keywords = {name: getattr(args, name) for name in recipe.param_groups.__kwdefaults__}
     build = functools.partial(recipe.param_groups, **keywords)
@@ -343,7 +341,7 @@ def build_optimizer(args, model, plan, runtime) -> tuple[torch.optim.Optimizer, 
                 "(a run that has recorded them starts over with --resume never)"
             )
         schedule = own_schedule or schedule
-    settings = {"ns_dtype": runtime.compute_dtype}
+    settings = {"ns_dtype": runtime.compute_dtype, "compile": compiles}
     if runtime.world_size > 1:
         settings["comm_dtype"] = COMM_DTYPES[args.comm_dtype]
     optimizer = recipe.make_optimizer(build, model, plan.batch, plan.steps, runtime.world_size, **settings)

@@ -7,6 +7,11 @@ python -m scripts.base_eval --run base --eval core,bpb,sample --core-bundle FOLD
 torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run base --eval core
 """
 
+if __name__ == "__main__":
+    import scripts
+
+    scripts.begin()
+
 from pathlib import Path
 
 import torch

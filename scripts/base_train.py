@@ -14,6 +14,11 @@ exit with 0: torchrun takes any other code for a failure); the file runs/NAME/st
 goes on.
 """
 
+if __name__ == "__main__":
+    import scripts
+
+    scripts.begin()
+
 import argparse
 import contextlib
 import os
@@ -43,11 +48,11 @@ from nanomuon.command import (
 )
 from nanomuon.corpus import check_corpus
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.plan import COMM_DTYPES, flag_of, make_plan, peak_flops, print_plan, recall
+from nanomuon.plan import COMM_DTYPES, Plan, Settings, flag_of, make_plan, peak_flops, print_plan, recall
 from nanomuon.qk_clip import clip_
 from nanomuon.report import start_wandb
 from nanomuon.run import Run, is_complete
-from nanomuon.runtime import InputError, folder_of, locked, make_deterministic, print0, start
+from nanomuon.runtime import InputError, Runtime, folder_of, locked, make_deterministic, print0, start
 
 CORE_ITEMS = 500  # of each CORE task, in evaluations during training
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
@@ -200,11 +205,11 @@ def is_due(every: int, step: int) -> bool:
     return every > 0 and step > 0 and step % every == 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def understand(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | None]:
+    """The arguments, and the settings that the run has recorded if it exists. InputError for flags that do
+    not fit each other, before ranks meet and data is prepared.
+    """
     args, settings = recall(make_parser(), argv)
-    folder = folder_of(args.run)
-    signals = StopSignals(None if args.plan else folder)
-    # Errors in the arguments show before ranks meet and data is prepared
     check_corpus(args.corpus)
     if args.qk_clip and not args.no_qk_norm:
         raise InputError("--qk-clip is for models with --no-qk-norm: the norm bounds attention logits itself")
@@ -212,16 +217,28 @@ def main(argv: list[str] | None = None) -> int:
     for name, default in recipe.param_groups.__kwdefaults__.items():
         if file and getattr(args, name) != default:
             raise InputError(f"{flag_of(name)} is for the recipe, not for {file}: set it there")
-    if args.deterministic:
-        make_deterministic()
-    runtime = start(args.dtype)
+    return args, settings
+
+
+def size_of_run(args: argparse.Namespace, settings: Settings | None, runtime: Runtime) -> Plan:
+    """The plan of the run that the arguments ask for on these processes."""
     if args.fp8:
         fp8.check(runtime, args.tensor_parallel)
     vocab_size = args.vocab_size or shards.default_vocab_size(args.corpus)
     rows = None  # other micro-steps round differently: in the same world a run keeps its first choice
     if settings and settings.world_size == runtime.world_size:
         rows = settings.rows
-    plan = make_plan(args, vocab_size, runtime, rows)
+    return make_plan(args, vocab_size, runtime, rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, settings = understand(argv)
+    folder = folder_of(args.run)
+    signals = StopSignals(None if args.plan else folder)
+    if args.deterministic:
+        make_deterministic()
+    runtime = start(args.dtype)
+    plan = size_of_run(args, settings, runtime)
     if args.plan:
         print_plan(args, plan, runtime)
         return 0
@@ -438,8 +455,8 @@ def make_parser() -> ArgumentParser:
         "--eval-tokens",
         type=count,
         default=131072,
-        help="validation tokens per evaluation during training; the last one takes the whole set "
-        "(default: %(default)s)",
+        help="validation tokens per evaluation during training, from all over the set; the last one takes "
+        "the whole set (default: %(default)s)",
     )
     add(
         "--core-bundle",

@@ -3,20 +3,48 @@
     python -m scripts.data_prep                                            # the Python standard library
     python -m scripts.data_prep --corpus path:my_texts --vocab-size 8192   # your own text
     python -m scripts.data_prep --corpus hf:HuggingFaceFW/fineweb-edu:sample-10BT --max-tokens 2000000000
+    python -m scripts.data_prep -- --run mine --depth 12 ...    # what base_train reads with these flags
 
 The Python standard library needs no download. A corpus on the hub can be prepared during training, which
 starts with the first shards and waits for the next ones (put nice -n 10 in front to leave it the cores).
 """
 
+if __name__ == "__main__":
+    import scripts
+
+    scripts.begin()
+
 import math
+import sys
+from dataclasses import replace
 
 from nanomuon import shards
 from nanomuon.command import ArgumentParser, add_text_arguments, number, run_command, vocabulary
 from nanomuon.corpus import open_corpus, remember
-from nanomuon.runtime import print0
+from nanomuon.runtime import print0, start, usable_gpus
+from scripts import base_train
 
 
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--"]:
+        args = of_training(argv[1:])
+    else:
+        args = make_parser().parse_args(argv)
+    corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
+    print(f"corpus {corpus.name}: {len(corpus.files):,} files with text")  # others in the folder are skipped
+    folder = shards.prepare(corpus, args.vocab_size, max_tokens=args.max_tokens)
+    if args.text_field:
+        remember(corpus)
+    manifest = shards.read_manifest(folder)
+    for kind, entries in (("train", manifest.train), ("val", manifest.val)):
+        documents = sum(entry.documents for entry in entries)
+        tokens = shards.count_tokens(entries)
+        print(f"{kind}: {tokens:,} tokens of {documents:,} documents in {len(entries)} shards")
+    print0(f"shards: {folder}")
+
+
+def make_parser():
     parser = ArgumentParser("python -m scripts.data_prep", __doc__)
     add = parser.add_argument
     add(
@@ -36,19 +64,20 @@ def main(argv=None):
         default=math.inf,
         help="stop once there are this many training tokens (default: the whole corpus)",
     )
-    args = parser.parse_args(argv)
+    return parser
 
-    corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
-    print(f"corpus {corpus.name}: {len(corpus.files):,} files with text")  # others in the folder are skipped
-    folder = shards.prepare(corpus, args.vocab_size, max_tokens=args.max_tokens)
-    if args.text_field:
-        remember(corpus)
-    manifest = shards.read_manifest(folder)
-    for kind, entries in (("train", manifest.train), ("val", manifest.val)):
-        documents = sum(entry.documents for entry in entries)
-        tokens = shards.count_tokens(entries)
-        print(f"{kind}: {tokens:,} tokens of {documents:,} documents in {len(entries)} shards")
-    print0(f"shards: {folder}")
+
+def of_training(flags):
+    """The arguments that prepare what base_train reads with these flags: of a corpus on the hub as many
+    tokens as the run takes on all GPUs of this machine, else all.
+    """
+    args, settings = base_train.understand(flags)
+    runtime = start(args.dtype)
+    ranks = max(usable_gpus(), args.tensor_parallel)
+    plan = base_train.size_of_run(args, settings, replace(runtime, world_size=ranks))
+    args.vocab_size = plan.config.vocab_size
+    args.max_tokens = plan.tokens if args.corpus.startswith("hf:") else math.inf
+    return args
 
 
 if __name__ == "__main__":

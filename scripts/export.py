@@ -7,6 +7,11 @@ transformers also loads the folder of a finished run; this copies only what othe
 and logs.
 """
 
+if __name__ == "__main__":
+    import scripts
+
+    scripts.begin()
+
 from pathlib import Path
 
 from nanomuon import hf_export

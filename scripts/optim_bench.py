@@ -14,6 +14,11 @@ AdamW parameter at the bandwidth of a large copy. torch.optim as shipped iterate
 a CPU without bf16 instructions, where a step would take minutes, that row is left out.
 """
 
+if __name__ == "__main__":
+    import scripts
+
+    scripts.begin()
+
 import json
 import os
 import statistics

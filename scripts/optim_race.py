@@ -37,6 +37,11 @@ Tasks: shakespeare (characters of any --text, 0.8M parameters, 2,000 steps: minu
 width 768, GPUs only).
 """
 
+if __name__ == "__main__":
+    import scripts
+
+    scripts.begin()
+
 import ast
 from pathlib import Path
 

@@ -8,6 +8,11 @@ micro-batch: the largest power of two, up to 64, that fits. `deepest` is the dep
 fits on the same GPUs with one row on each.
 """
 
+if __name__ == "__main__":
+    import scripts
+
+    scripts.begin()
+
 import bisect
 
 from nanomuon import footprint, parallel

@@ -6,6 +6,11 @@ python -m scripts.sample --run base --interactive
 python -m scripts.sample --run base --checkpoint last
 """
 
+if __name__ == "__main__":
+    import scripts
+
+    scripts.begin()
+
 import argparse
 import contextlib
 import sys

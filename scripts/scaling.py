@@ -15,6 +15,11 @@ scaling/NAME/scaling.md, and the runs are runs/NAME-d2-t500000. After an interru
 on; it skips finished runs. Several GPUs share each run, under torchrun.
 """
 
+if __name__ == "__main__":
+    import scripts
+
+    scripts.begin()
+
 import json
 import math
 import signal

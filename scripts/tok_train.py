@@ -3,6 +3,11 @@
 python -m scripts.tok_train --corpus python --vocab-size 4096
 """
 
+if __name__ == "__main__":
+    import scripts
+
+    scripts.begin()
+
 from nanomuon.command import ArgumentParser, run_command, vocabulary
 from nanomuon.corpus import open_corpus, with_both_parts
 from nanomuon.runtime import print0

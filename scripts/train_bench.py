@@ -10,8 +10,12 @@ With --fp8 the floor, and the peak for MFU, stay those of a step without it. The
 TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) makes it start from an empty cache.
 """
 
+if __name__ == "__main__":
+    import scripts
+
+    scripts.begin()
+
 import argparse
-import os
 
 import torch
 
@@ -48,8 +52,6 @@ def main(argv: list[str] | None = None) -> None:
     if args.deterministic:
         make_deterministic()
     runtime = start(args.dtype)
-    if args.no_compile:
-        os.environ["NANOMUON_COMPILE"] = "0"
     if runtime.world_size > 1:
         raise InputError("train_bench measures one process; start it without torchrun")
     if args.fp8:
@@ -90,13 +92,15 @@ def step_table(args, runtime):
     use_flash_attention(device)
     batch, rows = plan.batch, plan.batch // config.seq_len
     model = parallel.build_model(config, runtime, args.seed)
-    optimizer = recipe.make_optimizer(build, model, batch, plan.steps, ns_dtype=runtime.compute_dtype)
+    settings = {"ns_dtype": runtime.compute_dtype, "compile": False if args.no_compile else "auto"}
+    optimizer = recipe.make_optimizer(build, model, batch, plan.steps, **settings)
     loader = TrainLoader(data, config.seq_len, rows, plan.rows, 0, 1, args.seed, device)
     products = floor_of(model, batch, plan.rows)
     if args.fp8:
         fp8.train_in_fp8(model)
     newton_schulz = optim_bench.products(optimizer, device.type)
-    forward = parallel.compile_model(model, None) if compile_enabled() else model
+    compiles = compile_enabled() and not args.no_compile
+    forward = parallel.compile_model(model, None) if compiles else model
     times = {name: [] for name in ("floor", "data", "forward", "backward", "optimizer", "whole step")}
     results = []
 

@@ -137,19 +137,39 @@ def test_packing_neither_loses_nor_repeats(lengths, capacity, cut):
     assert cut or sorted(itertools.chain(*packed)) == pieces
 
 
-@pytest.mark.parametrize("world, limit", [(1, None), (2, 1000), (3, None), (1, 1), (3, 10**9)])
-@pytest.mark.parametrize("seq_len", [16, 64, 500])
-def test_validation_covers_every_token_once(folder, world, seq_len, limit):
-    found, rounds = Counter(), set()
+def scored_rows(folder, seq_len, world, limit=None):
+    """The scored tokens of each row of the validation set, row by row; checks the rows' form."""
+    rounds, rows = [], []
     for rank in range(world):
         batches = list(validation_batches(folder, seq_len, 4, rank, world, max_tokens=limit))
-        rounds.add(len(batches))
-        for inputs, targets in batches:
+        rounds.append(len(batches))
+        for number, (inputs, targets) in enumerate(batches):
             assert inputs.shape == targets.shape == (4, seq_len) and (inputs[:, 0] == TOKENIZER.bos_id).all()
             scored = targets != TOKENIZER.bos_id
-            found.update(targets[scored].tolist())
             assert torch.equal(inputs[:, 1:][scored[:, :-1]], targets[:, :-1][scored[:, :-1]])
-    assert found == Counter(list(itertools.chain(*VALIDATION))[:limit]) and len(rounds) == 1
+            for row in range(4):
+                rows.append(((number, rank, row), targets[row][scored[row]].tolist()))
+    assert len(set(rounds)) == 1
+    return [tokens for _, tokens in sorted(rows) if tokens]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("seq_len", [16, 64, 500])
+def test_validation_covers_every_token_once(folder, world, seq_len):
+    rows = scored_rows(folder, seq_len, world)
+    assert Counter(itertools.chain(*rows)) == Counter(itertools.chain(*VALIDATION))
+    assert scored_rows(folder, seq_len, world, limit=10**9) == rows
+
+
+@pytest.mark.parametrize("world, limit", [(1, 640), (2, 1000), (3, 1)])
+def test_a_part_of_validation_is_rows_from_all_over_the_set(folder, world, limit):
+    """Every k-th row of the whole, the same on any number of ranks, as many as hold that many tokens."""
+    rows, part = scored_rows(folder, T, 1), scored_rows(folder, T, world, limit)
+    assert len(part) == -(-limit // T) and part == scored_rows(folder, T, 1, limit)
+    places = [rows.index(row) for row in part]
+    spacing = len(rows) / len(part)
+    ideal = [spacing * (i + 0.5) for i in range(len(part))]
+    assert all(abs(place - wanted) <= 1 for place, wanted in zip(places, ideal, strict=True))
 
 
 def test_a_corpus_smaller_than_a_step_is_refused(folder):

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import math
 import os
 import re
 import threading
@@ -12,9 +13,10 @@ import pytest
 
 from nanomuon import runtime, shards
 from nanomuon.corpus import open_corpus
+from nanomuon.runtime import InputError
 from nanomuon.shards import prepare, read_manifest, read_shards
 from nanomuon.tokenizer import Tokenizer
-from scripts import data_prep, tok_train
+from scripts import base_train, data_prep, tok_train
 from tests.texts import TOKENIZER, documents, is_validation, random_texts, write_corpus
 
 TEXTS = random_texts(3000)
@@ -133,6 +135,26 @@ def test_a_large_vocabulary_takes_four_bytes_per_token(corpus):
     folders = [prepare(corpus, tokenizer=tokenizer, max_tokens=0) for tokenizer in (TOKENIZER, large)]
     small, wide = (read_shards(folder, read_manifest(folder), "val")[0] for folder in folders)
     assert (small.dtype, wide.dtype) == ("uint16", "uint32") and np.array_equal(small, wide)
+
+
+def test_data_prep_makes_what_a_training_with_the_same_flags_reads(corpus, monkeypatch):
+    """Also what its run has recorded; of a corpus on the hub as many tokens as the run takes."""
+    prepare_shards, calls = shards.prepare, []
+
+    def noted(corpus, vocab_size, max_tokens):
+        calls.append((corpus.skip_unreadable, vocab_size, max_tokens))
+        return prepare_shards(corpus, 301)
+
+    shape = "--depth 1 --max-seq-len 16 --total-batch-size 48 --device-batch-size 1 --dtype float32".split()
+    flags = [*shape, "--run", "mine", "--corpus", corpus.name, "--vocab-size", "301", "--skip-unreadable"]
+    assert base_train.main([*flags, "--num-iterations", "2", "--no-compile"]) == 0
+    monkeypatch.setattr(shards, "prepare", noted)
+    data_prep.main(["--", "--run", "mine", "--num-iterations", "7"])
+    monkeypatch.setattr(data_prep, "open_corpus", lambda *_: corpus)
+    data_prep.main(["--", *shape, "--corpus", "hf:org/name", "--num-iterations", "5"])
+    assert calls == [(True, 301, math.inf), (False, 32768, 240)]
+    with pytest.raises(InputError, match="--num-iterations: must be from 1"):
+        data_prep.main("-- --num-iterations 0".split())
 
 
 def test_data_prep_and_tok_train_print_their_figures(corpus, capsys):
