@@ -57,6 +57,7 @@ from nanomuon import optim_state
 from nanomuon.optim_groups import (
     build_param_groups,
     check_group,
+    check_values,
     compare_ranks,
     named_parameters,
     option_name,
@@ -238,7 +239,13 @@ class AdamWNumbers(NamedTuple):
 
 
 def numbers_of(group):
-    """A param group's numbers, in Python's float64: float32 would lose digits of 1 - beta."""
+    """A param group's numbers, in Python's float64: float32 would lose digits of 1 - beta. ValueError for
+    impossible ones, which a schedule may have written.
+    """
+    try:
+        check_values(group)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"param group of {group['names'][0]}: {error}") from None
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     if group["kind"] == "muon":
         momentum, beta2 = group["momentum"] or 0, group["beta2"] or 0  # nothing reads them if they are None
@@ -381,14 +388,23 @@ def matrix_shape(param):
     return tuple(param.shape[1:]) if param.ndim == 3 else (len(param), param.shape[1:].numel())
 
 
-def as_matrices(tensors):
-    """Views (m, n) of all matrices of Muon parameters, or of tensors like them. RuntimeError for a parameter
-    that has become channels_last: it has no such view, and a copy would be updated instead.
-    """
-    views = []
+def unbound(tensors):
+    """Muon parameters, batches of matrices one by one."""
+    single = []
     for tensor in tensors:
-        views += tensor.unbind() if tensor.ndim == 3 else [tensor.view(matrix_shape(tensor))]
-    return views
+        single += tensor.unbind() if tensor.ndim == 3 else [tensor]
+    return single
+
+
+def as_matrices(tensors):
+    """(m, n) of each of these tensors: views, of a convolution in channels_last a copy."""
+    return [tensor.reshape(matrix_shape(tensor)) for tensor in tensors]
+
+
+def write(matrices, tensors):
+    """Copy matrices into tensors of as many elements."""
+    views = [matrix.view(tensor.shape) for matrix, tensor in zip(matrices, tensors, strict=True)]
+    torch._foreach_copy_(tensors, views)
 
 
 def as_batch(matrices):
@@ -434,8 +450,10 @@ def rule_of(group, m, n, ns_dtype):
     scale, cost = update_scale(group["scale"], m, n), m * n * min(m, n)
     if group["direction"] is not None:
         function = functools.partial(call_direction, group["direction"])
-        buffers = getattr(group["direction"], "buffers", None)
-        return Rule(function, (m, n), buffers(m, n) if buffers else {}, scale, cost)
+        buffers = getattr(group["direction"], "buffers", lambda m, n: {})(m, n)
+        if "momentum_buffer" in buffers:
+            raise ValueError("a direction's own buffer cannot be called momentum_buffer")
+        return Rule(function, (m, n), buffers, scale, cost)
     options = {key: group[key] for key in ("coefficients", "ns_steps")}
     buffers = {}
     if group["beta2"] is not None:  # nanochat's name for the second moment
@@ -473,7 +491,7 @@ class Rows:
         self.params, self.group, self.world, self.dtype = [param], group, world, state_dtype(param)
         self.span = slice(*world.span(len(local(param)), world.rank))
         rows = local(param)[self.span]
-        self.step = torch.zeros((), device=rows.device)
+        self.step = torch.zeros((), dtype=torch.float32, device=rows.device)
         self.exp_avg = torch.zeros(rows.shape, dtype=self.dtype, device=rows.device)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self.places = {
@@ -516,7 +534,7 @@ class SmallParameters:
         self.params, self.group, self.world, self.dtype = params, group, world, state_dtype(params[0])
         shards = [local(param) for param in params]
         self.sizes, device = [shard.numel() for shard in shards], shards[0].device
-        self.steps = torch.zeros(len(shards), device=device)
+        self.steps = torch.zeros(len(shards), dtype=torch.float32, device=device)
         self.exp_avg = torch.zeros(sum(self.sizes), dtype=self.dtype, device=device)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self.param_of_element = torch.repeat_interleave(torch.tensor(self.sizes)).to(device)
@@ -629,9 +647,8 @@ class MuonItem:
         self.dtype, self.device = state_dtype(params[0]), params[0].device
         zeros = functools.partial(torch.zeros, dtype=self.dtype, device=self.device)
         self.scale = torch.as_tensor(rule.scale, dtype=self.dtype, device=self.device)
-        self.buffers = {name: zeros(count, *shape) for name, shape in rule.buffers.items()}
-        if group["momentum"] is not None:
-            self.buffers["momentum_buffer"] = zeros(count, *self.shape)
+        shapes = {} if group["momentum"] is None else {"momentum_buffer": self.shape}
+        self.buffers = {name: zeros(count, *shape) for name, shape in {**shapes, **rule.buffers}.items()}
         self.places = {}
         for i, param in enumerate(params):
             places = {name: exchange.place(i, name, buffer) for name, buffer in self.buffers.items()}
@@ -640,12 +657,12 @@ class MuonItem:
     def __str__(self):
         return f"bank of {len(self.params)} {'x'.join(map(str, self.shape))}"
 
-    def matrices(self):
-        """Views of all matrices, or of this rank's shards of them."""
-        return as_matrices([local(param) for param in self.params])
+    def tensors(self):
+        """The parameters, or this rank's shards of them; batches of matrices one by one."""
+        return unbound([local(param) for param in self.params])
 
     def gradients(self):
-        return as_matrices([gradient(param).contiguous() for param in self.params])
+        return as_matrices(unbound([gradient(param).contiguous() for param in self.params]))
 
 
 class Bank(MuonItem):
@@ -662,7 +679,8 @@ class Bank(MuonItem):
     def compute(self, grads, ok, hyper):
         """grads: mean gradients of the owned matrices."""
         owned = self.exchange.owned
-        params = self.matrices()[owned]
+        tensors = self.tensors()[owned]
+        params = as_matrices(tensors)
         # A 3-D parameter is alone in its bank: one number for all of its matrices
         ok = ok.expand(len(self.exchange.owners))[owned].view(-1, 1, 1).to(self.dtype)  # (k, 1, 1)
         nesterov, cautious = self.group["nesterov"], self.group["weight_decay_form"] == "cautious"
@@ -673,15 +691,15 @@ class Bank(MuonItem):
             U = muon_momentum(G, momentum_buffer, of_batch, hyper, nesterov=nesterov)
             X, gain = self.rule.function(U, buffers, of_batch, hyper)
             muon_update(P, X, gain, self.scale, of_batch, hyper, cautious=cautious)
-            if len(P) > 1:  # P is a copy
-                torch._foreach_copy_(params[batch], P.unbind())
+            if len(P) > 1 or not tensors[batch.start].is_contiguous():  # P is a copy
+                write(P.unbind(), tensors[batch])
 
     def send(self):
-        return self.exchange.from_owners(self.matrices())
+        return self.exchange.from_owners(as_matrices(self.tensors()))
 
     def deliver(self, matrices):
         if matrices:
-            torch._foreach_copy_(self.matrices(), matrices)
+            write(matrices, self.tensors())
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -746,7 +764,8 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         self.skipped_steps = torch.zeros((), dtype=torch.int64)
         self.equalize_ranks(self.param_groups)
         # Schedulers check the defaults for what they may cycle: OneCycleLR writes group["momentum"]
-        self.defaults["momentum"] = 0.95
+        if all(group.get("momentum", 0) is not None for group in self.param_groups):
+            self.defaults["momentum"] = 0.95
 
     @classmethod
     def for_model(cls, model, lr=3e-4, weight_decay=0.01, *, muon_lr=None, **settings):
@@ -829,9 +848,12 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         """
         params = [param for item in self.work_items for param in item.params]
         device = self.skipped_steps.device
-        flags = torch.tensor([float(has_gradient(p)) for p in params]).to(device, non_blocking=True)
+        flags = torch.tensor([has_gradient(param) for param in params], dtype=torch.float32)
+        flags = flags.to(device, non_blocking=True)
         grads = [local(param.grad) for param in params if has_gradient(param)]
-        bad = torch.zeros(1, device=device) + (finite == 0)
+        if any(grad.layout != torch.strided for grad in grads):
+            raise ValueError("a gradient is sparse: make it dense, for example nn.Embedding(sparse=False)")
+        bad = torch.zeros(1, dtype=torch.float32, device=device) + (finite == 0)
         if grads:
             bad += ~torch.stack(torch._foreach_norm(grads, dtype=self.dtype)).isfinite().all()
         flags = self.world.all_reduce(torch.cat([bad, flags]), dist.ReduceOp.MAX).wait()
@@ -871,12 +893,14 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         """
         now = [(id(group), structure(group), list(map(id, group["params"]))) for group in self.param_groups]
         planned = len(self.planned)
-        if now[:planned] != self.planned:
-            raise ValueError(
-                "param groups have other parameters or options than at the first step; only lr, momentum, "
-                "betas, beta2, eps and weight_decay may change: build a new optimizer and load this one's "
-                'state with hyperparameters="keep"'
-            )
+        for i, described in enumerate(self.planned):
+            if now[i : i + 1] != [described]:
+                raise ValueError(
+                    f"param group {i} has other parameters or options than at the first step. Only lr, "
+                    "momentum, betas, beta2, eps and weight_decay may change, and a momentum of None may not "
+                    "(schedulers: cycle_momentum=False). For anything else build a new optimizer and load "
+                    'this one\'s state with hyperparameters="keep"'
+                )
         for group, described in zip(self.param_groups[planned:], now[planned:], strict=True):
             self.plan_group(group)
             self.planned.append(described)

@@ -40,6 +40,8 @@ from nanomuon.optim import (
     muon_update,
     owned_by,
     rule_of,
+    unbound,
+    write,
 )
 from nanomuon.optim_state import Place, like_param, local
 
@@ -195,7 +197,7 @@ class InPlace(Exchange):
 
     def __init__(self, params, sharding):
         self.sharding = sharding
-        super().__init__(params, [0] * len(as_matrices([local(param) for param in params])), World())
+        super().__init__(params, [0] * len(unbound([local(param) for param in params])), World())
 
     def place(self, i, name, buffer):
         return place_of(self.params[i], i, name, buffer, self.sharding)
@@ -307,10 +309,10 @@ class Chunk(MuonItem):
         """Weight decay and update of all shards."""
         X = self.exchange.unpack(received, self.rule_buffers()).transpose(1, self.dim)
         del received
-        params, one = self.matrices(), ok.new_ones(1, 1, 1)
-        P, cautious = torch.stack(params), self.group["weight_decay_form"] == "cautious"
+        tensors, one = self.tensors(), ok.new_ones(1, 1, 1)
+        P, cautious = torch.stack(as_matrices(tensors)), self.group["weight_decay_form"] == "cautious"
         muon_update(P, X, one, self.scale, ok, hyper, cautious=cautious)
-        torch._foreach_copy_(params, P.unbind())
+        write(P.unbind(), tensors)
 
 
 class Pipeline:

@@ -4,8 +4,10 @@ Muon takes the matrices between hidden layers; AdamW takes the rest. `route` dec
 holds a parameter, its name and its shape; `routing_table` prints the decisions for a model.
 """
 
+import difflib
 import itertools
 import math
+import numbers
 
 import torch
 import torch.distributed as dist
@@ -110,6 +112,11 @@ def not_hidden_matrices(model):
             # A head that is tied to an embedding is already in it
             reasons.setdefault(param, f"head: no module takes its {head.out_features} outputs")
     for module in model.modules():
+        if isinstance(module, nn.Linear):
+            continue
+        for param in module.parameters(recurse=False):
+            if param.ndim == 2 and 1 in param.shape:
+                reasons.setdefault(param, "one row or column, outside of an nn.Linear: a vector")
         if not isinstance(module, CONVOLUTIONS):
             continue
         for param in module.parameters():
@@ -127,8 +134,9 @@ def route(name, param, reasons=None, skip_keys=(), expert_keys=()):
     """(kind, why) of one parameter. The first of these that applies decides:
 
     1. a key of the caller's skip_keys is in its name: AdamW;
-    2. it is the weight of an nn.Embedding or tied to one, of a head (see `find_heads`), or of a convolution
-       that is depthwise or 1-D: AdamW. reasons: {parameter: why}, from `not_hidden_matrices`;
+    2. it is the weight of an nn.Embedding or tied to one, of a head (see `find_heads`), of a convolution that
+       is depthwise or 1-D, or has one row or column outside of an nn.Linear, as a bare vector: AdamW.
+       reasons: {parameter: why}, from `not_hidden_matrices`;
     3. a key of NOT_MUON is in its name: AdamW;
     4. its shape is not a matrix's: fewer than 2 dimensions (not counting the leading one if an expert key
        names the parameter), more than 4, or 3 and more with a leading 1, like position embeddings, or with
@@ -264,14 +272,8 @@ def check_group(group, others):
             f"{where}: unknown kind {kind!r}; known: {', '.join(REQUIRED)}; "
             "MuonAdamW.for_model(model, lr=...) and build_param_groups(model, ...) make groups"
         )
-    required = {"params", *REQUIRED[kind]}
-    options = MUON_OPTIONS if kind == "muon" else {}
-    if missing := required - group.keys():
-        raise ValueError(f"{where} ({kind}): missing {', '.join(sorted(missing))}")
-    if unknown := group.keys() - required - options.keys() - {"kind", "names", "initial_lr"}:
-        known = ", ".join(sorted(required | options.keys()))
-        raise ValueError(f"{where} ({kind}): unknown {', '.join(sorted(unknown))}; known: {known}")
-    group = {**options, **group}
+    check_keys(group, where)
+    group = {**(MUON_OPTIONS if kind == "muon" else {}), **group}
     if isinstance(group["params"], set):
         raise ValueError(f"{where}: params are a set, whose order differs between processes: use a list")
     params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
@@ -290,6 +292,22 @@ def check_group(group, others):
     return group
 
 
+def check_keys(group, where):
+    """ValueError for a missing key, a misspelled one, and an option of the other kind. Other keys are the
+    user's own; schedulers write momentum into every group, and AdamW does not read it.
+    """
+    kind = group["kind"]
+    of_muon, of_adamw = REQUIRED["muon"] | MUON_OPTIONS.keys(), REQUIRED["adamw"]
+    known, others = (of_muon, of_adamw) if kind == "muon" else (of_adamw | {"momentum"}, of_muon)
+    for key in group:
+        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.85)
+        if key in others - known or (close and key not in known):
+            meant = f"did you mean {close[0]}?" if close else "an option of the other kind"
+            raise ValueError(f"{where} ({kind}): unknown {key}: {meant}")
+    if missing := (REQUIRED[kind] | {"params"}) - group.keys():
+        raise ValueError(f"{where} ({kind}): missing {', '.join(sorted(missing))}")
+
+
 def named_parameters(groups):
     """(name, parameter, group) of param groups, in their order."""
     for group in groups:
@@ -298,13 +316,18 @@ def named_parameters(groups):
 
 
 def option_name(value):
-    """What an option is compared by, between ranks and with saved state: a function, which every process and
-    every optimizer may make anew, by its name.
+    """What an option is saved as and compared by, between ranks and with saved state: a function, which every
+    process and every optimizer may make anew, by its name; a list as a tuple, because PyTorch makes lists of
+    tuples where it broadcasts state.
     """
+    if isinstance(value, list | tuple):
+        return tuple(map(option_name, value))
     if not callable(value):
         return value
     value = getattr(value, "func", value)  # of a functools.partial
-    return getattr(value, "__qualname__", type(value).__qualname__)
+    if not hasattr(value, "__qualname__"):
+        value = type(value)
+    return f"{value.__module__}.{value.__qualname__}"
 
 
 def structure(group):
@@ -317,12 +340,20 @@ def structure(group):
     return chosen
 
 
+def group_numbers(group):
+    """The numbers of a group that may change between steps, but not between ranks."""
+    return {key: group[key] for key in sorted(REQUIRED[group["kind"]] - {"ns_steps"})}
+
+
 def compare_ranks(groups, process_group):
-    """ValueError, the same on every rank, if ranks differ in names, shapes, dtypes or options."""
-    described = [
-        f"{name} {tuple(p.shape)} {p.dtype}, {structure(group)}"
-        for name, p, group in named_parameters(groups)
-    ]
+    """ValueError, the same on every rank, if ranks differ in names, shapes, dtypes, options or numbers, or
+    divide the parameters into other groups.
+    """
+    described = []
+    for i, group in enumerate(groups):
+        options = f"group {i}, {structure(group)}, {group_numbers(group)}"
+        for name, param, _ in named_parameters([group]):
+            described.append(f"{name} {tuple(param.shape)} {param.dtype}, {options}")
     of_ranks = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(of_ranks, described, group=process_group)
     for rank, theirs in enumerate(of_ranks):
@@ -334,15 +365,20 @@ def compare_ranks(groups, process_group):
 
 
 def check_values(group):
-    """ValueError for hyperparameters with which no step is possible."""
-    for key in ("lr", "weight_decay", "eps"):
-        if key in group and not 0 <= group[key] < math.inf:
-            raise ValueError(f"{key} must be finite and not negative, but is {group[key]}")
-    averages = {"momentum": group.get("momentum"), "beta2": group.get("beta2")}
-    averages["betas[0]"], averages["betas[1]"] = group.get("betas", (None, None))
-    for key, value in averages.items():
-        if value is not None and not 0 <= value < 1:
+    """ValueError for numbers with which no step is possible."""
+    values = {key: group[key] for key in ("lr", "weight_decay", "eps") if key in group}
+    averages = {}
+    if group["kind"] == "muon":  # None: without this average
+        averages = {key: group[key] for key in ("momentum", "beta2") if group[key] is not None}
+    else:
+        averages["betas[0]"], averages["betas[1]"] = group["betas"]
+    for key, value in {**values, **averages}.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
+            raise ValueError(f"{key} must be a number, but is {value!r}")
+        if key in averages and not 0 <= value < 1:
             raise ValueError(f"{key} must be at least 0 and below 1, but is {value}")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{key} must be finite and not negative, but is {value}")
 
 
 def check_params(group, where, others):
@@ -355,6 +391,8 @@ def check_params(group, where, others):
     for name, param in zip(names, params, strict=True):
         if not isinstance(param, torch.Tensor):
             raise ValueError(f"{where}: {name} is a {type(param).__name__}, not a parameter")
+        if not param.is_floating_point() or param.layout != torch.strided:
+            raise ValueError(f"{where}: {name} is {param.dtype}, {param.layout}: neither kind trains this")
         if param in seen:
             raise ValueError(f"{where}: {name} is already in group {seen[param]}")
         if name in seen_names:

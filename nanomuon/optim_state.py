@@ -103,9 +103,9 @@ def rows_of(param, tensor, world):
 
 def take_over(state, param, places):
     """Put the tensors of these places into optimizer.state, with the state that it has so far: a copied
-    optimizer has state, but no plan yet.
+    optimizer has state, but no plan yet. A parameter whose state other ranks own gets an empty entry.
     """
-    earlier = dict(state[param]) if param in state else {}
+    earlier = dict(state[param])
     for key, place in places.items():
         if place.tensor is not None:
             if key in earlier:
@@ -125,19 +125,32 @@ def check_places(optimizer):
 
 
 class SavedByName:
-    """Saving, loading and copying of an optimizer that has `places`, `plan()` and `reset_plan()`.
+    """Saving, loading and copying of an optimizer that has `places`, `plan()` and `reset_plan()`."""
 
-    torch's own state_dict() works: {"state": {number: {key: tensor}}, "param_groups": [...]}, the state of
-    this rank, without communication; tensors share memory with the optimizer's, shards are DTensors, and
-    state that another rank owns is missing.
-    """
+    def state_dict(self):
+        """In torch's layout, {"state": {number: {key: tensor}}, "param_groups": [...]}: this rank's state,
+        without communication. Tensors share memory with the optimizer's, shards are DTensors, and functions
+        among the options are their names. ValueError on every rank if some state has one owner of several.
+        """
+        for name, param, _ in named_parameters(self.param_groups):
+            for key, place in self.places.get(param, {}).items():
+                if place.owner is not None and place.world.size > 1:
+                    raise ValueError(
+                        f"only one of {place.world.size} ranks has {key} of {name}, so state_dict() would "
+                        "lose it: save full_state_dict(), or named_state_dict() with "
+                        "torch.distributed.checkpoint (under DistributedDataParallel use MuonAdamW)"
+                    )
+        saved, groups = super().state_dict(), saved_groups(self.param_groups)
+        for group, packed in zip(groups, saved["param_groups"], strict=True):
+            group["params"] = packed["params"]
+        return {"state": saved["state"], "param_groups": groups}
 
     def named_state_dict(self):
         """state_dict() by name: {"state": {name: {key: tensor}}, "param_groups": groups without params}."""
         self.plan()
         state = {}
         for name, param, _ in named_parameters(self.param_groups):
-            if param in self.state:
+            if self.state.get(param):  # empty if other ranks own all of it
                 state[name] = dict(self.state[param])
         return {"state": state, "param_groups": saved_groups(self.param_groups)}
 
@@ -151,14 +164,15 @@ class SavedByName:
         return {"state": state, "param_groups": saved_groups(self.param_groups)}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict, hyperparameters="restore"):
+    def load_state_dict(self, state_dict, hyperparameters="restore", strict=True):
         """Restore full_state_dict(), of any world size or grouping, or what this rank's named_state_dict() or
-        state_dict() returned in the same world.
+        state_dict() returned in the same world. Frozen parameters may be missing.
 
         hyperparameters: "restore" takes lr, all other numbers and what schedulers have written into the
         groups from the groups in which the parameters were saved, as torch's optimizers do; "keep" keeps
         those of our groups. State keeps its dtype. ValueError, before anything is changed, names the first
         difference: a missing name or key, another shape, a shard that another rank has saved, other options.
+        strict=False: state that is missing stays as it is; returns [(name, key)] of it.
         """
         if hyperparameters not in ("restore", "keep"):
             raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
@@ -168,11 +182,21 @@ class SavedByName:
         restored = [{} for _ in self.param_groups]
         if hyperparameters == "restore":
             restored = [restored_numbers(i, group, groups) for i, group in enumerate(self.param_groups)]
-        found = []  # (place, what was saved of it)
+        found, missing = [], []  # (place, what was saved of it), (name, key)
         if state:
             self.plan()
             for name, param, _ in named_parameters(self.param_groups):
-                found += matched(name, self.places.get(param, {}), state.get(name, {}))
+                entry = state.get(name, {})
+                if not entry and not param.requires_grad:
+                    continue
+                for key, place in self.places.get(param, {}).items():
+                    if key in entry:
+                        found.append((place, checked(entry[key], place, key, name)))
+                    elif place.tensor is not None:
+                        missing.append((name, key))
+        if strict and missing:
+            name, key = missing[0]
+            raise ValueError(f"the loaded state has no {key} of {name}: {why_missing(state.get(name), key)}")
         shards = [(place, place.shard_of(saved)) for place, saved in found]
         if not state:  # saved before the first step
             for places in self.places.values():
@@ -182,6 +206,7 @@ class SavedByName:
                 place.tensor.copy_(shard)
         for group, numbers in zip(self.param_groups, restored, strict=True):
             group.update(numbers)
+        return None if strict else missing
 
     def __getstate__(self):
         """For copy.deepcopy and pickle: without the plan, which the copy makes when it needs it."""
@@ -194,18 +219,20 @@ class SavedByName:
 
 
 def saved_groups(groups):
-    """The param groups without their parameters, as copies."""
+    """Copies of param groups as they are saved, without parameters."""
     saved = []
     for group in groups:
-        saved.append({key: copy_of(value) for key, value in group.items() if key != "params"})
+        saved.append({key: saved_value(value) for key, value in group.items() if key != "params"})
     return saved
 
 
-def copy_of(value):
-    """A copy of a value that could be changed in place: a learning rate that is a tensor, a list."""
+def saved_value(value):
+    """A value of a group as it is saved: a copy if it could be changed in place, a function by its name."""
     if isinstance(value, torch.Tensor):
         return value.clone()
-    return list(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return list(value)
+    return option_name(value)
 
 
 def check_form(saved, ours):
@@ -230,32 +257,32 @@ def state_by_name(state, groups):
     return {clean_name(names.get(key, key)): entry for key, entry in state.items()}
 
 
-def matched(name, places, entry):
-    """(place, saved tensor) for every state tensor of a parameter in the entry."""
-    found = []
-    for key, place in places.items():
-        if key not in entry:
-            if place.tensor is None:
-                continue
-            raise ValueError(
-                f"the loaded state has no {key} of {name}; if another rank has it, save "
-                "optimizer.full_state_dict()"
-            )
-        saved = entry[key]
-        if tuple(saved.shape) != place.shape:
-            raise ValueError(f"{key} of {name} has shape {tuple(saved.shape)}, expected {place.shape}")
-        if isinstance(saved, DTensor) and not is_of_this_rank(saved):
-            raise ValueError(
-                f"the loaded {key} of {name} is a shard that another rank has saved: save "
-                "optimizer.full_state_dict()"
-            )
-        found.append((place, saved))
-    return found
+def checked(saved, place, key, name):
+    """The saved tensor; ValueError if it does not fit the place."""
+    if tuple(saved.shape) != place.shape:
+        raise ValueError(f"{key} of {name} has shape {tuple(saved.shape)}, expected {place.shape}")
+    if isinstance(saved, DTensor) and not is_of_this_rank(saved, place.mesh):
+        raise ValueError(
+            f"the loaded {key} of {name} is a shard that another rank or world has saved: save "
+            "optimizer.full_state_dict()"
+        )
+    return saved
 
 
-def is_of_this_rank(saved):
-    """Whether a DTensor's shard is this rank's: one that is read from a file knows which rank wrote it."""
-    if not dist.is_initialized():
+def why_missing(entry, key):
+    """entry: what was saved of the parameter, or None."""
+    if entry:
+        why = f"it was trained by other options or the other kind, with {', '.join(entry)}"
+    else:
+        why = "it was frozen or not there when this was saved, or another rank has it (full_state_dict())"
+    return f"{why}; strict=False loads the rest"
+
+
+def is_of_this_rank(saved, mesh):
+    """Whether a DTensor's shard is this rank's, of this mesh: one that is read from a file knows which rank
+    wrote it.
+    """
+    if mesh is None or not torch.equal(saved.device_mesh.mesh, mesh.mesh):
         return False
     here = (saved.device_mesh.mesh == dist.get_rank()).nonzero().flatten()
     return here.tolist() == list(saved.device_mesh.get_coordinate() or [])
@@ -276,8 +303,8 @@ def restored_numbers(i, group, saved):
             if key in ("params", "names"):
                 continue
             expected = GONE.get(key, group.get(key))
-            is_option = key in ("kind", "ns_steps", *MUON_OPTIONS, *GONE)
-            if is_option and option_name(value) != option_name(expected):
+            value, is_option = option_name(value), key in ("kind", "ns_steps", *MUON_OPTIONS, *GONE)
+            if is_option and value != option_name(expected):
                 raise ValueError(f"param group {i} was saved with {key}={value!r}: {keep}")
             if not is_option and restored.setdefault(key, value) != value:
                 two = f"{restored[key]!r} and {value!r}"
@@ -287,4 +314,4 @@ def restored_numbers(i, group, saved):
     for key in ("momentum", "beta2"):  # None is another computation
         if key in restored and (restored[key] is None) != (group[key] is None):
             raise ValueError(f"param group {i} was saved with another {key}: {keep}")
-    return {key: copy_of(value) for key, value in restored.items()}
+    return {key: saved_value(value) for key, value in restored.items()}

@@ -292,6 +292,23 @@ def test_normuon_rows_evens_the_rows_of_a_wide_matrix():
         torch.testing.assert_close(matrix.ask(G), scaled * X.norm() / scaled.norm())
 
 
+@pytest.mark.parametrize("equilibrate, renormalize", [(True, False), (False, True), (True, True)])
+def test_muon_eq_evens_rows_before_and_restores_the_norm_after(equilibrate, renormalize):
+    matrix = Matrix(direction_of("muon_eq", equilibrate=equilibrate, renormalize=renormalize), 4, 6)
+    v = torch.zeros(1, 6, dtype=torch.float64)
+    for step in range(3):
+        M = random_matrices(1, 4, 6, seed=step)[0]
+        U, norms = M, [row.norm() for row in M]
+        if equilibrate:
+            U = torch.stack([row * sum(norms) / 4 / norm for row, norm in zip(M, norms, strict=True)])
+        X = orthogonalize(U)
+        if renormalize:
+            X = X * 2 / X.norm()  # ||X||_F of an exact polar factor of 4 x 6
+        v = 0.95 * v + 0.05 * X.square().mean(dim=0, keepdim=True)
+        scaled = X / v.sqrt()
+        torch.testing.assert_close(matrix.ask(M[None])[0], scaled * X.norm() / scaled.norm())
+
+
 def test_hyperball_stays_on_its_sphere_and_lets_matrices_of_zeros_grow():
     training = Training("hyperball")
     before = {}

@@ -1,6 +1,8 @@
 """MuonAdamW in one process: its contract, state and compilation. test_optim_dist.py has the update rules."""
 
 import functools
+import io
+import json
 import math
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 
 import nanomuon.optim as optim
 from nanomuon.optim import MuonAdamW
-from tests.layouts import Run, assert_close, assert_same_everywhere, trained
+from tests.layouts import Run, assert_close, assert_same_everywhere, polar, trained
 from tests.reference import ADAMW, MUON, distance, expected
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -200,6 +202,99 @@ def test_a_direction_cannot_put_another_tensor_in_place_of_its_state():
         MuonAdamW([muon(weight, direction=direction)]).step()
 
 
+def test_state_holds_no_functions():
+    """torch.load opens only what is no code, and PyTorch's utilities refuse functions in groups."""
+    a = parameter(8, 4)
+    optimizer = MuonAdamW([muon(a, scale=lambda m, n: 1.0, direction=polar, split=None)])
+    train(optimizer, [a], 1)
+    for saved in (optimizer.state_dict(), optimizer.full_state_dict(), optimizer.named_state_dict()):
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        loaded = torch.load(file)  # weights_only
+        assert loaded["param_groups"][0]["direction"] == "tests.layouts.polar"
+        other = MuonAdamW([muon(parameter(8, 4), scale=lambda m, n: 1.0, direction=polar)])
+        other.load_state_dict(loaded)
+        assert other.param_groups[0]["direction"] is polar
+    with pytest.raises(ValueError, match="saved with direction='tests.layouts.polar'"):
+        MuonAdamW([muon(a, scale=lambda m, n: 1.0)]).load_state_dict(loaded)
+
+
+def test_lists_that_were_tuples_are_the_same_options():
+    """PyTorch makes lists of tuples where it broadcasts state."""
+    a, b = parameter(8, 4), parameter(3)
+    groups = [muon(a, split=("qkv", (2, 1, 1)), coefficients=[(2, -1.5, 0.5)] * 3), adamw(b)]
+    optimizer = MuonAdamW(groups)
+    train(optimizer, [a, b], 1)
+    saved = json.loads(json.dumps(optimizer.state_dict()["param_groups"]))
+    other = MuonAdamW(groups)
+    other.load_state_dict({**optimizer.state_dict(), "param_groups": saved})
+    train(other, [a, b], 1)
+
+
+def test_a_group_without_momentum_has_no_buffer_and_takes_the_state_of_momentum_0():
+    def state_of(momentum):
+        a = parameter(8, 4)
+        optimizer = MuonAdamW([muon(a, momentum=momentum)])
+        train(optimizer, [a], 2)
+        return optimizer.full_state_dict(), a
+
+    none, zero, half = state_of(None), state_of(0.0), state_of(0.5)
+    assert torch.equal(none[1], zero[1]), "U is the gradient with either"
+    assert none[0]["state"]["group0.0"].keys() == {"second_momentum_buffer"}
+    optimizer = MuonAdamW([muon(parameter(8, 4), momentum=None)])
+    for saved, _ in (none, zero):
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["momentum"] is None
+    for hyperparameters in ("restore", "keep"):
+        with pytest.raises(ValueError, match="momentum"):
+            MuonAdamW([muon(parameter(8, 4))]).load_state_dict(none[0], hyperparameters)
+    with pytest.raises(ValueError, match="param group 0 was saved with another momentum"):
+        optimizer.load_state_dict(half[0])
+    with pytest.raises(ValueError, match="doesn't support|must support momentum"):
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(ValueError, match="param group 0 .* cycle_momentum=False"):
+        optimizer.step()
+
+
+def test_options_that_are_gone_load_at_their_old_default_only():
+    a = parameter(8, 4)
+    optimizer = MuonAdamW([muon(a)])
+    saved = optimizer.state_dict()
+    saved["param_groups"][0].update(row_equilibrate=False, renormalize=False, lr=0.5)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.5 and "renormalize" not in optimizer.param_groups[0]
+    saved["param_groups"][0].update(renormalize=True)
+    with pytest.raises(ValueError, match="param group 0 was saved with renormalize=True"):
+        optimizer.load_state_dict(saved)
+
+
+def test_what_a_load_lacks_is_named_with_its_cause_or_left_as_it_is():
+    params, groups = mixed()
+    optimizer = MuonAdamW(groups)
+    train(optimizer, params, 2)
+    whole = optimizer.full_state_dict()
+    params[0].requires_grad_(False)
+    a = whole["state"].pop("a")  # PyTorch's utilities leave frozen parameters out
+    optimizer.load_state_dict(whole)
+    assert optimizer.state[params[0]]["momentum_buffer"].any()
+    params[0].requires_grad_(True)
+    with pytest.raises(ValueError, match="no momentum_buffer of a: it was frozen or not there"):
+        optimizer.load_state_dict(whole)
+    whole["state"]["b"] = whole["state"]["e"]
+    with pytest.raises(
+        ValueError, match="of b: it was trained by other options or the other kind, with step, exp_avg"
+    ):
+        optimizer.load_state_dict({**whole, "state": {**whole["state"], "a": a}})
+    kept = optimizer.state[params[1]]["momentum_buffer"].clone()
+    whole["state"]["c"] = {key: value + 1 for key, value in whole["state"]["c"].items()}
+    missing = optimizer.load_state_dict(whole, strict=False)
+    assert {name for name, _ in missing} == {"a", "b"} and ("a", "momentum_buffer") in missing
+    assert torch.equal(optimizer.state[params[1]]["momentum_buffer"], kept)
+    assert torch.equal(optimizer.state[params[2]]["momentum_buffer"], whole["state"]["c"]["momentum_buffer"])
+
+
 def test_hyperparameters_are_restored_by_name_into_other_groups():
     a, b, c, d, e, f, g = mixed()[0]
     saved = MuonAdamW(
@@ -286,7 +381,9 @@ def test_state_loads_under_the_names_of_a_wrapped_model():
 # ---- construction
 
 BAD_MUON = [  # of a group of one matrix (48, 20)
-    (dict(nestrov=True), r"\(muon\): unknown nestrov"),
+    (dict(nestrov=True), r"\(muon\): unknown nestrov: did you mean nesterov"),
+    (dict(momentun=0.9), r"\(muon\): unknown momentun: did you mean momentum"),
+    (dict(betas=(0.9, 0.9)), r"\(muon\): unknown betas: an option of the other kind"),
     (dict(names=["a", "b"]), "2 names for 1 params"),
     (dict(coefficients="newton"), "unknown coefficients 'newton'"),
     (dict(coefficients=[(2.0, math.nan, 0.5)]), "coefficients must be finite"),
@@ -297,7 +394,8 @@ BAD_MUON = [  # of a group of one matrix (48, 20)
     (dict(tensor_parallel="both"), "unknown tensor_parallel 'both'"),
     (dict(lr=-0.01), "lr must be finite and not negative, but is -0.01"),
     (dict(lr=torch.tensor(math.nan)), "lr must be finite and not negative, but is nan"),
-    (dict(lr="0.1"), "'<=' not supported between instances of 'int' and 'str'"),
+    (dict(lr="0.1"), "lr must be a number, but is '0.1'"),  # 1e-3 as YAML reads it
+    (dict(lr=None), "lr must be a number, but is None"),
     (dict(weight_decay=math.inf), "weight_decay must be finite"),
     (dict(momentum=1.5), "momentum must be at least 0 and below 1, but is 1.5"),
     (dict(beta2=1.0), "beta2 must be at least 0 and below 1, but is 1.0"),
@@ -307,7 +405,8 @@ BAD_MUON = [  # of a group of one matrix (48, 20)
 SPLITS = (True, 2.0, 0, 7, (10, 20), (-8, 56), (24.0, 24.0), ("qkv", (3, 2, 2)), ("qkv", ()), (), "qk")
 BAD_MUON += [(dict(split=split), "split=") for split in SPLITS]
 BAD_ADAMW = [  # of a group of one vector
-    (dict(momentum=0.9), r"\(adamw\): unknown momentum"),
+    (dict(nesterov=True), r"\(adamw\): unknown nesterov: an option of the other kind"),
+    (dict(weight_dacay=0.1), r"\(adamw\): unknown weight_dacay: did you mean weight_decay"),
     (dict(eps=-1), "eps must be finite and not negative, but is -1"),
     (dict(betas=(0.9, 1.0)), r"betas\[1\] must be at least 0 and below 1, but is 1.0"),
     (dict(betas=0.9), "cannot unpack non-iterable float object"),
@@ -346,6 +445,70 @@ def test_impossible_groups_are_refused_at_construction():
             MuonAdamW(groups)
     with pytest.raises(ValueError, match="ns_dtype is None, torch.float32 or torch.bfloat16"):
         MuonAdamW([muon(p, initial_lr=0.1)], ns_dtype=torch.float16)
+
+
+def test_numbers_that_become_impossible_are_refused_before_they_change_anything():
+    for group, key, value in (
+        ("muon", "lr", math.nan),
+        ("muon", "lr", -0.01),
+        ("muon", "momentum", 1.0),
+        ("adamw", "lr", "1e-3"),
+        ("adamw", "betas", (0.9, math.nan)),
+        ("adamw", "weight_decay", None),
+    ):
+        params, groups = mixed()
+        optimizer = MuonAdamW(groups)
+        train(optimizer, params, 1)
+        before = [param.detach().clone() for param in params]
+        i = 0 if group == "muon" else 1
+        optimizer.param_groups[i][key] = value
+        with pytest.raises(ValueError, match=f"param group of {'ae'[i]}: {key}"):
+            train(optimizer, params, 1)
+        assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+
+
+def test_keys_of_the_users_own_stay_in_the_group():
+    own = dict(lr_mult=0.5, name="matrices", use_muon=True, max_lr=0.1, min_lr=0.0, base_momentum=0.8)
+    p, q = parameter(8, 4), parameter(5)
+    optimizer = MuonAdamW([muon(p, **own), adamw(q, **own, momentum=0.9)])
+    train(optimizer, [p, q], 1)
+    for saved in (optimizer.state_dict(), optimizer.full_state_dict()):
+        for group in (*optimizer.param_groups, *saved["param_groups"]):
+            assert {key: group[key] for key in own} == own
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.bool])
+def test_parameters_that_no_rule_fits_are_refused_by_name(dtype):
+    p = torch.nn.Parameter(torch.ones(4, 4).to(dtype), requires_grad=False)
+    for group in (muon, adamw):
+        with pytest.raises(ValueError, match=f"param group 0: w is {dtype}"):
+            MuonAdamW([group(p, names=["w"])])
+
+
+def test_sparse_gradients_are_refused_in_one_line():
+    embedding = torch.nn.Embedding(9, 4, sparse=True)
+    optimizer = MuonAdamW([adamw(embedding.weight)])
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="gradient is sparse"):
+        optimizer.step()
+
+
+def test_counters_do_not_take_the_default_dtype():
+    """In bfloat16 a count ends at 256: the bias correction of beta2 .999 would stay that of step 256."""
+    p, large, q = (torch.nn.Parameter(torch.ones(size)) for size in ((4,), (1200, 16), (4,)))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        optimizer = MuonAdamW([adamw(p, large, lr=1e-3, weight_decay=0.0)])
+        theirs = torch.optim.AdamW([q], lr=1e-3, weight_decay=0.0)
+        for _ in range(600):
+            for param in (p, large, q):
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            theirs.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[p]["step"] == optimizer.state[large]["step"] == 600
+    assert abs(p[0].item() - 0.4) < 1e-3 and abs(large[0, 0].item() - 0.4) < 1e-3  # 1 - 600 lr
 
 
 def test_no_parameters_and_no_groups():
@@ -392,6 +555,31 @@ def test_as_a_library_a_cpu_runs_eagerly_unless_told_otherwise(monkeypatch, capl
 
 def graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_two_optimizers_keep_each_their_compilation_and_their_dtype(monkeypatch):
+    monkeypatch.delenv("NANOMUON_COMPILE")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    settings = [dict(compile=True), dict(compile=False), dict(compile=False, ns_dtype=torch.bfloat16)]
+
+    def trained_in_turn(chosen):
+        params = [parameter(52, 36) for _ in chosen]
+        optimizers = [MuonAdamW([muon(p)], **each) for p, each in zip(params, chosen, strict=True)]
+        compiled = []
+        for step in range(3):
+            for p, optimizer in zip(params, optimizers, strict=True):
+                before = graphs()
+                train(optimizer, [p], 1, start=step)
+                compiled.append(graphs() - before)
+        return params, compiled
+
+    alone = [trained_in_turn([each])[0][0] for each in settings]
+    torch._dynamo.reset()
+    optim.compiled.cache_clear()
+    together, compiled = trained_in_turn(settings)
+    assert compiled == [3, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert all(torch.equal(p, q) for p, q in zip(together, alone, strict=True))
+    assert not torch.equal(together[1], together[2])
 
 
 def test_compiled_steps_follow_the_formulas_and_a_new_rate_recompiles_nothing(monkeypatch):

@@ -316,6 +316,17 @@ def another_option(groups):
     groups[1]["nesterov"] = False
 
 
+def another_rate(groups):
+    """A scheduler on a rank's own loss would end here, too."""
+    groups[1]["lr"] = 0.01
+
+
+def another_division(groups):
+    """The same parameters, names and options in the same order, in other groups."""
+    for key in ("params", "names"):
+        groups[1][key].insert(0, groups[0][key].pop())
+
+
 def one_group_less(groups):
     del groups[2:]
 
@@ -324,6 +335,8 @@ def one_group_less(groups):
     "change, parts",
     [
         (another_order, ("number 1 is p3 (16, 16)", "on rank 0, p6 (12, 24)")),
+        (another_rate, ("'lr': 0.02", "'lr': 0.01")),
+        (another_division, ("number 4 is p12 (8, 3, 3, 3)", "group 0", "group 1")),
         (another_shape, ("number 5 is p1 (16, 16)", "on rank 0, p1 (3, 4)")),
         (another_option, ("'kind': 'muon'", "on rank 0, p1 (16, 16)", "'nesterov': False")),
         (one_group_less, ("'kind': 'adamw'", "on rank 0, nothing on rank 1")),
@@ -408,7 +421,7 @@ def half_way(group, layout, params, saved, start, options):
     for p, q in zip(run.params, params, strict=True):
         p.data.copy_(run.cut(q))
     run.optimizer.load_state_dict(saved)
-    run.optimizer.load_state_dict(run.optimizer.state_dict())  # a local state fits its own layout
+    run.optimizer.load_state_dict(run.optimizer.named_state_dict())  # a local state fits its own layout
     whole, names = run.optimizer.full_state_dict()["state"], run.optimizer.named_state_dict()["state"]
     for name, entry in names.items():  # this rank's part of the whole
         for key, value in entry.items():

@@ -1,0 +1,204 @@
+"""Every usual way of saving an optimizer, in every layout: it resumes, bit for bit in the same world and to
+rounding in another, or it is refused when it is saved. Nothing is lost silently.
+"""
+
+import os
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from nanomuon.optim import DistMuonAdamW
+from nanomuon.optim_groups import build_param_groups
+from tests.layouts import full, mesh_of, whitened
+from tests.reference import MATRICES, OTHERS
+from tests.worlds import FORKS
+
+pytestmark = [pytest.mark.usefixtures("eager")]
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def model_and_optimizer(layout, group, seed):
+    """Matrices that do not divide by three ranks, one with fewer rows than ranks, a head and biases."""
+    torch.manual_seed(seed)
+    layers = nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 2), nn.Linear(2, 4)
+    model = nn.Sequential(*layers).double()
+    if "tp" in layout:
+        mesh = mesh_of(group, ("tp",)) if layout == "tp" else mesh_of(group, ("dp", "tp"))["tp"]
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if "fsdp" in layout or layout == "hsdp":
+        mesh = mesh_of(group, ("dp",)) if layout.startswith("fsdp") and "tp" not in layout else None
+        if layout == "hsdp":
+            mesh = mesh_of(group, ("copies", "dp"))
+        elif mesh is None:
+            mesh = mesh_of(group, ("dp", "tp"))["dp"]
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=mesh)
+    rule = dict(direction=whitened) if "direction" in layout else {}
+    skip = ["4", "5"] if layout == "tp" else ["5"]  # of what is not cut one rank has the state
+    groups = build_param_groups(model, muon=MATRICES | rule, adamw=OTHERS, skip_keys=skip)
+    return model, DistMuonAdamW(groups, group)
+
+
+def train(model, optimizer, steps):
+    """All ranks see the same rows."""
+    for step in steps:
+        optimizer.zero_grad()
+        rows = torch.randn(4, 12, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        (model(rows) - 1).square().mean().backward()
+        optimizer.step()
+
+
+def save(way, model, optimizer, group, folder):
+    rank = dist.get_rank(group)
+    model_state = get_model_state_dict(model, options=WHOLE)
+    if way == "full":
+        state = get_optimizer_state_dict(model, optimizer, options=WHOLE)
+    elif way == "dcp":
+        state = None
+        dcp.save(
+            {"optimizer": get_optimizer_state_dict(model, optimizer)},
+            checkpoint_id=folder,
+            process_group=group,
+        )
+    elif way == "each rank's":
+        torch.save(optimizer.state_dict(), folder / f"{rank}.pt")
+        state = None
+    else:
+        state = optimizer.full_state_dict()
+    if rank == 0:
+        torch.save((model_state, state), folder / "saved.pt")
+    dist.barrier(group)
+
+
+def load(way, model, optimizer, group, folder):
+    rank = dist.get_rank(group)
+    model_state, state = torch.load(folder / "saved.pt", weights_only=True)
+    set_model_state_dict(model, model_state, options=StateDictOptions(full_state_dict=True))
+    if way == "full":
+        set_optimizer_state_dict(model, optimizer, state if rank == 0 else {}, options=FROM_RANK_0)
+    elif way == "dcp":
+        saved = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(saved, checkpoint_id=folder, process_group=group)
+        set_optimizer_state_dict(model, optimizer, saved["optimizer"])
+    elif way == "each rank's":
+        files = sorted(folder.glob("[0-9].pt"))  # a larger world has ranks without a file
+        optimizer.load_state_dict(torch.load(files[min(rank, len(files) - 1)], weights_only=False))
+    else:
+        optimizer.load_state_dict(state)
+
+
+def interrupted(group, layout, folder):
+    """Of every way: (error of saving, whether what is loaded goes on as the original, its parameters)."""
+    found = {}
+    for way in WAYS:
+        model, optimizer = model_and_optimizer(layout, group, 0)
+        train(model, optimizer, range(3))
+        (folder / way).mkdir(exist_ok=True)
+        try:
+            save(way, model, optimizer, group, folder / way)
+        except ValueError as error:
+            found[way] = str(error), None, None
+            continue
+        other, other_optimizer = model_and_optimizer(layout, group, 1)
+        load(way, other, other_optimizer, group, folder / way)
+        train(model, optimizer, range(3, 6))
+        train(other, other_optimizer, range(3, 6))
+        ours, theirs = full(model.parameters()), full(other.parameters())
+        found[way] = None, all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True)), ours
+    return found
+
+
+def continued(group, layout, folder):
+    """Of every way that is for other worlds, the parameters in the end; of a rank's own file the error."""
+    found = {}
+    for way in WAYS:
+        if not (folder / way / "saved.pt").exists():  # refused when it was saved
+            continue
+        model, optimizer = model_and_optimizer(layout, group, 2)
+        try:
+            load(way, model, optimizer, group, folder / way)
+        except ValueError as error:
+            found[way] = str(error)
+            continue
+        train(model, optimizer, range(3, 6))
+        found[way] = full(model.parameters())
+    return found
+
+
+def rank_main(rank, size, store, function, args, connection):
+    os.environ["NANOMUON_COMPILE"] = "0"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    try:
+        connection.send((None, function(dist.group.WORLD, *args)))
+    except BaseException:
+        connection.send((traceback.format_exc(), None))
+    connection.recv()  # until all have answered
+
+
+def run_default_world(size, function, store, *args):
+    """Like worlds.run_world, but the world is the default process group, which PyTorch's utilities use."""
+    ranks, results = [], []
+    for rank in range(size):
+        ours, theirs = FORKS.Pipe()
+        process = FORKS.Process(
+            target=rank_main, args=(rank, size, store, function, args, theirs), daemon=True
+        )
+        process.start()
+        ranks.append((process, ours))
+    for _, connection in ranks:
+        assert connection.poll(120), "a rank hangs"
+        error, result = connection.recv()
+        assert error is None, error
+        results.append(result)
+    for process, _ in ranks:
+        process.kill()
+        process.join()
+    return results
+
+
+WAYS = ["full", "dcp", "each rank's", "full_state_dict"]
+CASES = [  # a layout, ranks that save, and the layout and ranks that go on
+    ("replicated", 2, "replicated", 3),
+    ("replicated", 3, "replicated", 4),
+    ("fsdp", 2, "fsdp", 3),
+    ("fsdp", 3, "fsdp", 4),
+    ("fsdp", 4, "fsdp", 2),
+    ("fsdp with a direction", 2, "fsdp with a direction", 4),
+    ("fsdp with a direction", 3, "fsdp with a direction", 2),
+    ("hsdp", 4, "fsdp", 3),
+    ("fsdp x tp", 4, "fsdp", 2),
+    ("tp", 2, "tp", 4),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout, size, other_layout, other_size", CASES)
+def test_it_resumes_or_is_refused_when_it_is_saved(layout, size, other_layout, other_size, tmp_path):
+    first, *others = run_default_world(size, interrupted, tmp_path / "store", layout, tmp_path)
+    after = run_default_world(other_size, continued, tmp_path / "other", other_layout, tmp_path)
+    for way, (error, same, params) in first.items():
+        if layout == "replicated" and way != "full_state_dict":
+            for found in (first, *others):
+                assert "only one of" in found[way][0] and "full_state_dict()" in found[way][0]
+            continue
+        assert error is None and same and all(found[way][1] for found in others)
+        for found in after:
+            if way == "each rank's":
+                assert "another rank or world has saved: save optimizer.full_state_dict()" in found[way]
+                continue
+            for p, q in zip(found[way], params, strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
