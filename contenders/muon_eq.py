@@ -41,7 +41,9 @@ def param_groups(
         U = equilibrated(U) if equilibrate else U
         X = orthogonalize(U, ns_dtype=model.compute_dtype).to(ok.dtype)
         X = renormalized(X) if renormalize else X
-        return X, second_moment_gain(X, buffers["second_momentum_buffer"], ok, hyper)
+        m, n = X.shape[1:]
+        v = X.square().mean(dim=2 if m >= n else 1, keepdim=True)
+        return X, second_moment_gain(v, min(m, n), buffers["second_momentum_buffer"], ok, hyper)
 
     direction.buffers = buffers_of
     for group in groups:

@@ -4,7 +4,6 @@ Parts are independent matrices: each has its own second moment and the scale of 
 moments are concatenated, (S, 1), so a fused parameter has one state tensor per name like any other.
 """
 
-import functools
 import math
 
 import torch
@@ -13,11 +12,11 @@ from nanomuon import optim
 from nanomuon.optim_groups import split_rows
 
 
-def of_parts(
+def fused_normuon(
     U,  # (12, 2304, 768)
     buffers,  # {"second_momentum_buffer": (12, 2304, 1)}, or {}
     ok,  # (12, 1, 1)
-    hyper,  # optim.MuonNumbers
+    hyper,  # optim.MuonHyper
     *,
     function,
     split,
@@ -26,9 +25,9 @@ def of_parts(
 ):
     """The directions of all parts, put together: X times the gain of each part, and ones.
 
-    function: of the parts' rule, such as `optim.normuon`, with its options. split: (heads, groups, rows) of
-    `split_rows`: `heads` equal matrices, each of `groups` equal blocks, each with rows[i] rows of part i.
-    shapes: of the second moments of parts.
+    function: `optim.normuon`, or what tensor parallelism has in its place, called for each part with the
+    options. split: (heads, groups, rows) of `split_rows`: `heads` equal matrices, each of `groups` equal
+    blocks, each with rows[i] rows of part i. shapes: of the second moments of the parts.
     """
     heads, groups, rows = split
     k, n = len(U), U.size(2)
@@ -50,20 +49,15 @@ def of_parts(
 def rule_of(group, m, n, ns_dtype):
     """The optim.Rule of a group with `split`, for parameters of m rows."""
     heads, groups, rows = split = split_rows(group["split"], m)
-    whole = dict(group, split=None)
-    parts = [optim.rule_of(whole, groups * each, n, ns_dtype) for each in rows]
+    without_split = dict(group, split=None)
+    parts = [optim.rule_of(without_split, groups * each, n, ns_dtype) for each in rows]
     scales, buffers, shapes = [], {}, []
     for each, part in zip(rows, parts, strict=True):
         scales += [part.scale] * each
         shapes += part.buffers.values()
     if shapes:
         buffers["second_momentum_buffer"] = (heads * sum(map(math.prod, shapes)), 1)
-    function = functools.partial(
-        optim.kernel(of_parts),
-        function=optim.normuon,
-        split=split,
-        shapes=tuple(shapes),
-        **parts[0].function.keywords,
-    )
     scale = torch.tensor(scales * (heads * groups), dtype=torch.float64).view(m, 1)
-    return optim.Rule(function, (m, n), buffers, scale, heads * sum(part.cost for part in parts))
+    options = dict(parts[0].options, function=optim.normuon, split=split, shapes=tuple(shapes))
+    cost = heads * sum(part.cost for part in parts)
+    return optim.Rule(optim.kernel(fused_normuon), options, (m, n), buffers, scale, cost)

@@ -330,7 +330,7 @@ def option_name(value):
     return f"{value.__module__}.{value.__qualname__}"
 
 
-def structure(group):
+def fixed_options(group):
     """The options of a group that must not differ between ranks, or change after planning."""
     chosen = {"kind": group["kind"], "second moment": group.get("beta2") is not None}
     chosen["momentum"] = group.get("momentum") is not None
@@ -340,18 +340,14 @@ def structure(group):
     return chosen
 
 
-def group_numbers(group):
-    """The numbers of a group that may change between steps, but not between ranks."""
-    return {key: group[key] for key in sorted(REQUIRED[group["kind"]] - {"ns_steps"})}
-
-
 def compare_ranks(groups, process_group):
     """ValueError, the same on every rank, if ranks differ in names, shapes, dtypes, options or numbers, or
     divide the parameters into other groups.
     """
     described = []
     for i, group in enumerate(groups):
-        options = f"group {i}, {structure(group)}, {group_numbers(group)}"
+        hyper = {key: group[key] for key in sorted(REQUIRED[group["kind"]] - {"ns_steps"})}
+        options = f"group {i}, {fixed_options(group)}, {hyper}"
         for name, param, _ in named_parameters([group]):
             described.append(f"{name} {tuple(param.shape)} {param.dtype}, {options}")
     of_ranks = [None] * dist.get_world_size(process_group)

@@ -21,7 +21,7 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def is_cut(param):
+def is_sharded(param):
     """Whether each rank has only a shard. A DTensor that is whole on every rank counts as replicated."""
     if not isinstance(param, DTensor):
         return False
@@ -60,7 +60,7 @@ class Place:
         else:
             value = whole(self.value).clone(memory_format=torch.contiguous_format)
         if self.owner is not None:
-            value = self.world.broadcast_from(self.owner, value).wait()
+            value = self.world.broadcast(value, self.owner).wait()
         return value
 
     def shard_of(self, saved):
@@ -88,7 +88,7 @@ def as_dtensor(tensor, shape, mesh, placements):
 
 def like_param(param, tensor):
     """The place of a tensor that is cut like its parameter, or whole on every rank."""
-    if is_cut(param):
+    if is_sharded(param):
         return Place(tensor, param.shape, param.device_mesh, param.placements)
     return Place(tensor)
 

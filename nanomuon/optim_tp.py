@@ -3,27 +3,27 @@
 An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short and its long side. The option
 `tensor_parallel` of a Muon group is one of these modes:
 
-  mode         default if                sent by a rank               computed by a rank      result
-  distributed  the long side is cut,     2(T-1)/T s^2 per iteration,  products with X: 1/T,   the whole
-               or a square               in Gram form two in all      of s x s: all           matrix's
-  duplicated   the short side is cut,    (T-1)/T l s                  all of it               the whole
-               rows of fused parts, or                                                        matrix's
+  mode         default if                sent by a rank               computed by a rank      orthogonal is
+  distributed  the long side is cut,     2(T-1)/T s^2 per iteration,  1/T of the products     the whole matrix
+               or a square               in Gram form two in all      with X, all of s x s
+  duplicated   the short side is cut,    (T-1)/T l s                  everything              the whole matrix
+               rows of fused parts, or
                a custom `direction`
-  blockwise    never                     nothing                      its block               each block's
+  blockwise    never                     nothing                      its block               each block
 
 `distributed`, even if requested, becomes `duplicated` wherever that is the default: Gram matrices are sums
-over the long side. `blockwise` needs nothing, because each block is a matrix; the other two make a rule for
-shards from the rule of whole matrices.
+over the long side. Of the other two, each makes a rule for shards from the rule for whole matrices; blockwise
+needs none, because each block is a matrix (`optim_fsdp.sharding_of`).
 """
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from nanomuon.optim_fused import of_parts
+from nanomuon import optim
+from nanomuon.optim_fused import fused_normuon
 from nanomuon.optim_groups import split_rows
 from nanomuon.orthogonalize import gram_newton_schulz, newton_schulz, newton_schulz_form, normalized, triples
 
@@ -35,9 +35,9 @@ def choose_mode(group, shape, dim, world):
     m, n = shape
     rows, fused_rows = [m], False
     if group["split"] is not None:
-        _, groups, run_rows = split_rows(group["split"], m)
-        rows = [groups * each for each in run_rows]
-        fused_rows = dim == 1  # a rank's rows are not the parts'
+        _, groups, rows = split_rows(group["split"], m)
+        rows = [groups * each for each in rows]
+        fused_rows = dim == 1  # a rank's rows are not those of whole parts
     if group["tensor_parallel"] == "blockwise":
         if fused_rows or shape[dim - 1] % world.size:
             raise ValueError(
@@ -89,57 +89,39 @@ def duplicated(rule, cut):
         scale = cut.shard(scale[None])[0]
 
     def function(U, buffers, ok, hyper):
-        X, gain = rule.function(cut.gathered(U), buffers, ok, hyper)
+        X, gain = rule(cut.gathered(U), buffers, ok, hyper)
         return cut.shard(X), cut.shard(gain)
 
-    return dataclasses.replace(rule, function=function, scale=scale)
+    return dataclasses.replace(rule, function=function, options={}, scale=scale)
 
 
 def distributed(rule, cut):
-    """The rule, `optim.normuon` or that of fused parts, computed by all ranks together on their shards. It
+    """The rule, NorMuon or that of fused parts, computed by all ranks together on their shards. It
     communicates, so it is not compiled.
     """
-    options = dict(rule.function.keywords, cut=cut)
-    if "split" in options:
-        function = functools.partial(of_parts, **dict(options, function=normuon_together))
-    else:
-        function = functools.partial(normuon_together, **options)
-    return dataclasses.replace(rule, function=function)
+    if "split" in rule.options:
+        options = dict(rule.options, function=normuon_together, cut=cut)
+        return dataclasses.replace(rule, function=fused_normuon, options=options)
+    return dataclasses.replace(rule, function=normuon_together, options=dict(rule.options, cut=cut))
 
 
 def normuon_together(
     U,  # (12, 768, 1536), this rank's shards of (12, 768, 3072)
     buffers,  # {"second_momentum_buffer": (12, 1, 3072)}, whole on every rank, or {}
     ok,  # (12, 1, 1)
-    hyper,  # optim.MuonNumbers
+    hyper,  # optim.MuonHyper
     *,
     cut,
     coefficients,
     ns_steps,
     ns_dtype,
 ):
-    """`optim.normuon` with sums over ranks where it sums over the cut side. Returns shards of X and gain."""
+    """`optim.normuon` with sums over ranks where it sums over the cut side, the long one. Returns shards of X
+    and of its gain.
+    """
     shape = list(U.shape[1:])
     shape[cut.dim - 1] = cut.length
     m, n = shape
-    X = orthogonalize_together(U, m, n, cut, coefficients, ns_steps, ns_dtype)
-    if not buffers:
-        return X, torch.ones_like(ok)
-    short, mean_over = min(m, n), 2 if m >= n else 1
-    v = X.to(ok.dtype).square().sum(dim=mean_over, keepdim=True)
-    v = (cut.sum(v) if cut.dim == mean_over else cut.gathered(v)) / short
-    second_momentum_buffer = buffers["second_momentum_buffer"]
-    second_momentum_buffer.lerp_(v, hyper.one_minus_beta2 * ok)
-    s = second_momentum_buffer.clamp(min=1e-10).rsqrt()
-    norm_before = (v.sum(dim=(1, 2), keepdim=True) * short).sqrt()  # (k, 1, 1)
-    norm_after = ((v * s.square()).sum(dim=(1, 2), keepdim=True) * short).sqrt()
-    return X, cut.shard(s * norm_before / norm_after.clamp(min=1e-10))
-
-
-def orthogonalize_together(U, m, n, cut, coefficients, ns_steps, ns_dtype):
-    """This rank's shards of the polar factors of (m, n) matrices; U: (k, ...), its shards of those. The cut
-    side is the long one.
-    """
     table = triples(coefficients, ns_steps)
     gram, dtype = newton_schulz_form(m, n, len(table), U.device.type, ns_dtype)
     norm = torch.linalg.vector_norm(U, dim=(1, 2), keepdim=True)
@@ -147,4 +129,11 @@ def orthogonalize_together(U, m, n, cut, coefficients, ns_steps, ns_dtype):
     if X.dtype != torch.float64:
         X = X.to(dtype)
     iterate = gram_newton_schulz if gram else newton_schulz
-    return iterate(X, table, tall=cut.dim == 1, complete=cut.sum)
+    X = iterate(X, table, tall=cut.dim == 1, complete=cut.sum)
+    if not buffers:
+        return X, torch.ones_like(ok)
+    short, mean_over = min(m, n), 2 if m >= n else 1
+    v = X.to(ok.dtype).square().sum(dim=mean_over, keepdim=True)
+    v = (cut.sum(v) if cut.dim == mean_over else cut.gathered(v)) / short
+    gain = optim.second_moment_gain(v, short, buffers["second_momentum_buffer"], ok, hyper)
+    return X, cut.shard(gain)

@@ -100,14 +100,14 @@ def products(optimizer, device):
         optimizer.plan()
         banks = [item for item in optimizer.work_items if isinstance(item, Bank)]
     for bank in banks:
-        k, (short, long) = bank.batches[0].stop, sorted(bank.shape)
+        k, (short, long) = bank.batches()[0].stop, sorted(bank.shape)
         steps = len(triples(bank.group["coefficients"], bank.group["ns_steps"]))
         gram, dtype = newton_schulz_form(short, long, steps, device, optimizer.ns_dtype)
         X, Y = (torch.randn(k, short, long, device=device, dtype=dtype) / long for _ in range(2))
         A, B = (torch.randn(k, short, short, device=device, dtype=dtype) / short for _ in range(2))
         # The long side takes part 4 times in Gram form (2 products to R, 2 from Q), else twice per step
         sides, shorts = (4, 14) if gram else (2 * steps, steps)
-        for _ in bank.batches:
+        for _ in bank.batches():
             calls += [(X, X.mT, A), (A, X, Y)] * (sides // 2) + [(A, A, B)] * shorts
 
     def run():

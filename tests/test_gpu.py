@@ -57,14 +57,14 @@ def kernel_results(device, dtype):
         grad, M, P = (seeded(3, *shape, seed=i).to(device, dtype) for i in range(3))
         second = torch.zeros(3, *of_second, device=device, dtype=dtype)
         ok = torch.ones(3, 1, 1, device=device, dtype=dtype)
-        hyper = optim.MuonNumbers(*torch.tensor([0.1, 0.1, 0.95, 0.05, 0.05], device=device, dtype=dtype))
+        hyper = optim.MuonHyper(*torch.tensor([0.1, 0.1, 0.95, 0.05, 0.05], device=device, dtype=dtype))
         U = optim.muon_momentum(grad, M, ok, hyper, nesterov=True)
         options = dict(coefficients="polar_express", ns_steps=5, ns_dtype=None)
         X, gain = optim.normuon(U, {"second_momentum_buffer": second}, ok, hyper, **options)
         optim.muon_update(P, X, gain, one, ok, hyper, cautious=True)
         results += [M, second, P]
     p, grad, m, v = (seeded(1000, seed=i).abs().to(device, dtype) for i in range(4))
-    hyper = optim.AdamWNumbers(*torch.tensor([0.01, 0.001, 0.1, 0.05, 1e-8], device=device, dtype=dtype))
+    hyper = optim.AdamWHyper(*torch.tensor([0.01, 0.001, 0.1, 0.05, 1e-8], device=device, dtype=dtype))
     optim.adamw_update(p, grad, m, v, 3 * one, one, hyper)
     return [*results, p, m, v]
 
