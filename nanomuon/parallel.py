@@ -28,6 +28,14 @@ COLUMNS = ("attn.q", "attn.k", "attn.v", "attn.value_gate", "mlp.up")
 ROWS = ("attn.o", "mlp.down")
 
 
+def cut_dim(name: str) -> int | None:
+    """The dimension of a parameter that tensor parallelism cuts."""
+    module = name.split(".", 2)[-1].removesuffix(".weight")
+    if module in COLUMNS:
+        return 0
+    return 1 if module in ROWS else None
+
+
 def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig) -> int:
     """How many ranks see different rows. InputError if the ranks, or the model's heads, do not divide."""
     if world_size % tensor_parallel:

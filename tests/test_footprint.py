@@ -1,4 +1,4 @@
-"""What nanomuon.footprint computes, against small runs: bytes held and saved."""
+"""What nanomuon.footprint computes, against real runs: bytes held and saved."""
 
 import pytest
 import torch
@@ -7,7 +7,8 @@ import torch.distributed as dist
 from nanomuon import footprint, optim, parallel, recipe
 from nanomuon.footprint import Layout
 from nanomuon.gpt import GPTConfig
-from nanomuon.optim import DistMuonAdamW, local
+from nanomuon.optim import DistMuonAdamW
+from nanomuon.optim_state import local
 from nanomuon.parallel import build_model
 from nanomuon.runtime import Runtime
 from scripts import plan
@@ -20,6 +21,8 @@ for fsdp in (False, True):
     CASES += [(GROUPED, Layout(4, fsdp, 4))]
     for config in (UNEVEN, GROUPED):
         CASES += [(config, Layout(4, fsdp, tensor_parallel)) for tensor_parallel in (1, 2)]
+LAYOUTS = [Layout(1), Layout(2), Layout(4), Layout(2, True), Layout(4, True)]
+LAYOUTS += [Layout(2, False, 2), Layout(4, False, 4), Layout(4, False, 2), Layout(4, True, 2)]
 ROWS = 3
 
 
@@ -36,44 +39,69 @@ def nbytes(tensors):
     return sum(local(t).nbytes for t in tensors)
 
 
-def measured(group, config, layout):
+def held(group, config, layout, steps):
+    """Bytes of a rank's weights, gradients (none without a step) and state."""
     mesh = None
     if layout.fsdp or layout.tensor_parallel > 1:
         mesh = parallel.device_mesh("cpu", layout.ranks // layout.tensor_parallel, layout.tensor_parallel)
     runtime = Runtime(torch.device("cpu"), torch.float32, 0, layout.ranks)
     model = build_model(config, runtime, 0, mesh, layout.fsdp)
     optimizer = DistMuonAdamW(recipe.param_groups(model), group)
-    tokens = torch.zeros(ROWS, config.seq_len, dtype=torch.int64)
-    model(tokens, tokens).backward()
-    optimizer.step()
+    optimizer.plan()
+    for _ in range(steps):
+        tokens = torch.zeros(ROWS, config.seq_len, dtype=torch.int64)
+        model(tokens, tokens).backward()
+        optimizer.step()
     return {
         "weights": nbytes(model.parameters()),
-        "gradients": nbytes(p.grad for p in model.parameters()),
+        "gradients": nbytes(p.grad for p in model.parameters() if p.grad is not None),
         "state": nbytes(t for entry in optimizer.state.values() for t in entry.values()),
     }
 
 
-@pytest.mark.parametrize("config, layout", CASES)
-def test_planned_bytes_are_those_of_the_first_rank_which_holds_the_most(config, layout):
-    found = run_world(layout.ranks, measured, config, layout)
+def assert_planned(config, layout, kinds, steps):
+    """The bytes of the rank that holds the most are those of the formula, within 5%."""
+    found = run_world(layout.ranks, held, config, layout, steps)
     planned = footprint.memory_by_kind(config, layout, ROWS, 4)
-    for kind in found[0]:
-        assert found[0][kind] == planned[kind] == max(each[kind] for each in found), kind
+    for kind in kinds:
+        assert planned[kind] == pytest.approx(max(each[kind] for each in found), rel=0.05), kind
+
+
+@pytest.mark.parametrize("config, layout", CASES, ids=str)
+def test_bytes_of_small_models_are_planned_within_a_twentieth(config, layout):
+    assert_planned(config, layout, ("weights", "gradients", "state"), steps=1)
+
+
+# A table of the recipe's models: the larger ones only show that nothing is forgotten that grows with depth
+LARGE = [pytest.param(depth, marks=pytest.mark.slow) for depth in (8, 12)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("depth", [4, *LARGE])
+def test_bytes_of_the_recipes_models_are_planned_within_a_twentieth(depth, layout):
+    config = GPTConfig.from_depth(depth, 1024, 16, heads=4, kv_heads=4)
+    assert_planned(config, layout, ("weights", "state"), steps=0)
 
 
 def test_planned_buffers_of_ranks_hold_the_transfers_of_a_step():
-    """(1 + 1/W) times the gradients, as the docstring of DistMuonAdamW says."""
-    one, two = (footprint.memory_by_kind(UNEVEN, Layout(ranks), ROWS, 4) for ranks in (1, 2))
+    """(1 + 1/W) times the gradients, as the docstring of DistMuonAdamW says, if there are few activations."""
+    config = GPTConfig.from_depth(24, 4096, 16)
+    one, two = (footprint.memory_by_kind(config, Layout(ranks), 1, 2) for ranks in (1, 2))
     assert two["buffers"] - one["buffers"] == 1.5 * one["gradients"]
+
+
+def test_the_peak_of_an_h200_is_planned():
+    """docs/benchmarks.md: 110.0 GiB, of which 2.4 are what train_bench itself holds for its floor."""
+    config = GPTConfig.from_depth(12, 32768, 2048, window_pattern="SSSL")
+    planned = footprint.memory_by_kind(config, Layout(1), 128, 2)
+    assert sum(planned.values()) / 2**30 == pytest.approx(110.0 - 2.4, rel=0.03)
 
 
 def saved_bytes(group, config, tensor_parallel, dtype):
     """Bytes that a forward saves: each storage once, without the parameters."""
-    mesh = (
-        parallel.device_mesh("cpu", dist.get_world_size() // tensor_parallel, tensor_parallel)
-        if group
-        else None
-    )
+    mesh = None
+    if group:
+        mesh = parallel.device_mesh("cpu", dist.get_world_size() // tensor_parallel, tensor_parallel)
     device = torch.device("cuda" if dtype == torch.bfloat16 else "cpu")
     model = build_model(config, Runtime(device, dtype), 0, mesh)
     own = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
@@ -99,13 +127,13 @@ def test_planned_activations_are_those_that_a_forward_saves(shape, dtype):
     if dtype == torch.bfloat16 and not torch.cuda.is_available():
         pytest.skip("CPUs compute in float32")
     config = GPTConfig.from_depth(**{**dict(depth=4, vocab_size=500, seq_len=128), **shape})
-    expected = footprint.activations(config, ROWS * 128, 1, dtype.itemsize)
+    expected = footprint.activations(config, Layout(1), ROWS * 128, dtype.itemsize)
     assert saved_bytes(None, config, 1, dtype) == pytest.approx(expected, rel=0.1)
 
 
 def test_planned_activations_of_a_tensor_parallel_rank():
     config = GPTConfig.from_depth(4, 500, 128, heads=4, kv_heads=4)
-    expected = footprint.activations(config, ROWS * 128, 4, 4)
+    expected = footprint.activations(config, Layout(4, False, 4), ROWS * 128, 4)
     for found in run_world(4, saved_bytes, config, 4, torch.float32):
         assert found == pytest.approx(expected, rel=0.1)
 
