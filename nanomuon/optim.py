@@ -362,7 +362,7 @@ class World:
 
 
 def pad_rows(tensor, multiple):
-    """Contiguous, with `tensor` at the top, its length a multiple of this number; nobody reads the padding."""
+    """Contiguous, `tensor` first, its length a multiple of this number. Nobody reads the padding."""
     missing = -len(tensor) % multiple
     if not missing:
         return tensor.contiguous()
@@ -613,7 +613,7 @@ class MuonItem(WorkItem):
         return f"bank of {len(self.owners)} {'x'.join(map(str, self.shape))}"
 
     def tensors(self, of):
-        """of(param), where `of` is `local` or `gradient`, for every parameter; batches of matrices unbound."""
+        """of(param) of every parameter, where `of` is `local` or `gradient`; batches of matrices unbound."""
         tensors = []
         for param in self.params:
             tensor = of(param)

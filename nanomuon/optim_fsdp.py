@@ -176,8 +176,9 @@ class OfShards:
                 placements[axis] = Shard(batch)
         if all(placement.is_replicate() for placement in placements):
             return Place(tensor)
-        first, *rest = buffer.shape[1:]
-        shape = (first * blocks, *rest)  # the vectors of the blocks, concatenated
+        shape = tuple(buffer.shape[1:])
+        if blocks > 1:  # the vectors of the blocks, concatenated
+            shape = (shape[0] * blocks, *shape[1:])
         if batch:
             shape = (len(param), *shape)
         return Place(tensor, shape, param.device_mesh, placements)
@@ -251,7 +252,8 @@ class Chunk(OfShards, MuonItem):
     def update_shards(self, received, ok, hyper):
         """Weight decay and update of all shards. Stores the rule's state of all matrices."""
         fields = received.view(len(self.params), -1).split(self.bytes_per_matrix(), dim=1)
-        X, *state = [field.clone() for field in fields]  # clones are aligned, as other dtypes need it
+        # Flat copies are aligned, as views of another dtype need it
+        X, *state = [field.clone().flatten() for field in fields]
         del received, fields
         for buffer, values in zip(self.rule_buffers.values(), state, strict=True):
             buffer.copy_(values.view(buffer.dtype).view(buffer.shape))

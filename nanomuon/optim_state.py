@@ -1,4 +1,4 @@
-"""Where the state of an optimizer lives, and how it is saved and loaded. A step is understood without it.
+"""Where the state of an optimizer lives, and how it is saved and loaded.
 
 Each work item of `optim.py` makes its state tensors, with a Place for each, which says where it lives.
 `SavedByName` saves and loads them. `full_state_dict` is whole and goes by name, so it loads into any world
@@ -102,8 +102,8 @@ def rows_of(param, tensor, world):
 
 
 def take_over(state, param, places):
-    """Put the tensors of these places into optimizer.state, with the state that it has so far: a copied
-    optimizer has state, but no plan yet. A parameter whose state other ranks own gets an empty entry.
+    """Put the tensors of these places into optimizer.state. State that is there already, as in a copied
+    optimizer, is copied into them. A parameter whose state other ranks own gets an empty entry.
     """
     earlier = dict(state[param])
     for key, place in places.items():
@@ -130,7 +130,7 @@ class SavedByName:
     def state_dict(self):
         """In torch's layout, {"state": {number: {key: tensor}}, "param_groups": [...]}: this rank's state,
         without communication. Tensors share memory with the optimizer's, shards are DTensors, and functions
-        among the options are their names. ValueError on every rank if some state has one owner of several.
+        among the options are their names. ValueError on every rank if some state is on one of several ranks.
         """
         for name, param, _ in named_parameters(self.param_groups):
             for key, place in self.places.get(param, {}).items():
@@ -279,8 +279,8 @@ def why_missing(entry, key):
 
 
 def is_of_this_rank(saved, mesh):
-    """Whether a DTensor's shard is this rank's, of this mesh: one that is read from a file knows which rank
-    wrote it.
+    """Whether a DTensor's shard is this rank's, of this mesh. A DTensor read from a file has the coordinates
+    of the rank that wrote it.
     """
     if mesh is None or not torch.equal(saved.device_mesh.mesh, mesh.mesh):
         return False
