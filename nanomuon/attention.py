@@ -4,6 +4,8 @@ Windows in bf16 on CUDA use PyTorch's varlen_attn, which skips hidden keys. Ever
 scaled_dot_product_attention, except short rows in bf16 on a CPU (`whole_scores`).
 """
 
+import re
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -69,7 +71,12 @@ def whole_scores(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return (weights @ v).view(B, H, T, D).transpose(1, 2)
 
 
-@torch.library.custom_op("nanomuon::softmax", mutates_args=())
+# Operators of this copy of the file: a process may also have that of an exported model, and a second operator
+# of one name would end the first
+OPERATORS = re.sub(r"\W", "_", __name__)
+
+
+@torch.library.custom_op(f"{OPERATORS}::softmax", mutates_args=())
 def softmax(scores: Tensor) -> Tensor:
     """Over the last dimension. A custom op, because the compiler's bf16 kernels for a CPU take three times as
     long.
@@ -77,7 +84,7 @@ def softmax(scores: Tensor) -> Tensor:
     return scores.softmax(-1)
 
 
-@torch.library.custom_op("nanomuon::softmax_backward", mutates_args=())
+@torch.library.custom_op(f"{OPERATORS}::softmax_backward", mutates_args=())
 def softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
     return torch._softmax_backward_data(grad, weights, -1, weights.dtype)
 

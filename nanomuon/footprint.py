@@ -43,11 +43,11 @@ class Part:
 def parts(config: GPTConfig, layout: Layout) -> list[Part]:
     """Of all parameters of a GPT, in the groups of the recipe."""
     with torch.device("meta"):
-        groups = recipe.param_groups(GPT(config))
+        model = GPT(config)
     found = []
-    for group in groups:
+    for group in recipe.param_groups(model):
         for name, param in zip(group["names"], group["params"], strict=True):
-            held, cut = list(param.shape), cut_dim(name)
+            held, cut = list(param.shape), cut_dim(model.get_submodule(name.rpartition(".")[0]))
             if cut is not None:
                 held[cut] //= layout.tensor_parallel
             if layout.fsdp:

@@ -10,79 +10,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import sdpa_kernel
 
-from nanomuon.attention import WITHOUT_CUDNN, attention, masked
-from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.attention import WITHOUT_CUDNN
+from nanomuon.gpt import GPT
+from nanomuon.kv_cache import KVCache
 from nanomuon.tokenizer import Tokenizer
 
 ROWS = 32  # samples per batch: each takes the memory of a whole context of keys and values
-
-
-class KVCache:
-    """What a model keeps of the tokens it has read: all keys and values, and the last inputs that the next
-    tokens need (of convolutions, halves of keys). It grows with every call of the model.
-
-    lengths: the tokens that each row has read. capacity: the most that fit, None for the context.
-    """
-
-    def __init__(self, config: GPTConfig, rows: int, device: torch.device, capacity: int | None = None):
-        self.lengths, self.device = [0] * rows, device
-        self.context, self.capacity = config.seq_len, capacity or config.seq_len
-        self.kept = {}  # by layer and kind: (B, capacity, Hkv, D)
-        self.recent = {}  # by place in the model: (B, at least as many tokens as the place needs, ...)
-
-    def positions(self, T: int) -> Tensor:
-        """Positions (B, T) of the next T tokens in the context, which go through all layers now."""
-        starts = torch.tensor(self.lengths, device=self.device)[:, None]  # (B, 1)
-        self.queries = starts + torch.arange(T, device=self.device)  # (B, T)
-        self.places = torch.arange(len(starts), device=self.device)[:, None], self.queries
-        self.lengths = [length + T for length in self.lengths]
-        self.end = max(self.lengths)
-        self.masks = {}  # by window
-        return self.queries.clamp(max=self.context - 1)  # padding may lie beyond it
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, normalized: bool
-    ) -> Tensor:
-        """attention() of q over all keys and values of a layer; k and v are the newest."""
-        for kind, new in (("keys", k), ("values", v)):
-            if (layer, kind) not in self.kept:
-                # Not empty(): a mask does not hide a NaN in unused memory
-                self.kept[layer, kind] = new.new_zeros(new.size(0), self.capacity, *new.shape[2:])
-            self.kept[layer, kind][self.places] = new
-        if q.size(1) == self.end:  # nothing came before
-            return attention(q, k, v, window, normalized)
-        keys, values = self.kept[layer, "keys"], self.kept[layer, "values"]
-        return masked(q, keys[:, : self.end], values[:, : self.end], self.mask(window))
-
-    def mask(self, window: int | None) -> Tensor:
-        """(B, 1, T, end), True if a query sees a key."""
-        if window not in self.masks:
-            distance = self.queries[:, :, None] - torch.arange(self.end, device=self.device)
-            self.masks[window] = ((distance >= 0) & (distance < (window or self.end)))[:, None]
-        return self.masks[window]
-
-    def with_recent(self, place: str, x: Tensor, count: int) -> Tensor:
-        """x (B, T, ...) after the `count` inputs before it at this place of the model, zeros at first."""
-        if place not in self.recent:
-            self.recent[place] = x.new_zeros(x.size(0), count, *x.shape[2:])
-        self.recent[place] = torch.cat((self.recent[place][:, -count:], x), dim=1)
-        return self.recent[place]
-
-    def crop(self, lengths: list[int]) -> None:
-        """Forget the padding at the end of rows that the model has read in one call."""
-        ends = torch.tensor(lengths, device=self.device)[:, None]  # (B, 1)
-        rows = torch.arange(len(lengths), device=self.device)[:, None]
-        for place, inputs in self.recent.items():
-            count = inputs.size(1) - self.end
-            self.recent[place] = inputs[rows, ends + torch.arange(count, device=self.device)]
-        self.lengths = lengths
-
-    def select(self, rows: list[int]) -> None:
-        """Row i becomes what row rows[i] was."""
-        self.lengths = [self.lengths[row] for row in rows]
-        index = torch.tensor(rows, device=self.device)
-        self.kept = {name: tensor[index] for name, tensor in self.kept.items()}
-        self.recent = {place: inputs[index] for place, inputs in self.recent.items()}
 
 
 def padded(rows: Sequence[Sequence[int]]) -> Tensor:

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanomuon import head_loss
-from nanomuon.attention import attention
-from nanomuon.qk_clip import record_largest_
+# Relative: these files are also those of an exported model, see hf_export.py
+from .attention import attention
+from .head_loss import capped, mean_loss, mean_loss_without_gradient
+from .qk_clip import record_largest_
 
 GATE_INPUTS = 32  # the value gate reads this many residual channels
 ROPE_BASE = 10_000.0  # of the angles' geometric series, arXiv 2104.09864
@@ -80,13 +81,16 @@ def norm(x: Tensor) -> Tensor:
 class Linear(nn.Linear):
     """No bias; the float32 master weight is cast to the dtype of the activations.
 
+    cut: the side of the product that tensor parallelism divides among ranks, "outputs" (rows of the weight)
+    or "inputs" (its columns). Outputs that are cut go to a Linear whose inputs are.
     training_product: (x, weight) -> output, which takes its place while gradients are enabled; see fp8.py.
     """
 
     training_product = None
 
-    def __init__(self, inputs: int, outputs: int):
+    def __init__(self, inputs: int, outputs: int, cut: str | None = None):
         super().__init__(inputs, outputs, bias=False)
+        self.cut = cut
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training_product is not None and torch.is_grad_enabled():
@@ -116,11 +120,11 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.window, self.qk_norm = layer, config.window(layer), config.qk_norm
         self.head_dim = config.head_dim
-        self.q = Linear(config.width, config.heads * config.head_dim)
-        self.k = Linear(config.width, config.kv_heads * config.head_dim)
-        self.v = Linear(config.width, config.kv_heads * config.head_dim)
-        self.o = Linear(config.heads * config.head_dim, config.width)
-        self.value_gate = Linear(min(GATE_INPUTS, config.width), config.kv_heads)
+        self.q = Linear(config.width, config.heads * config.head_dim, cut="outputs")
+        self.k = Linear(config.width, config.kv_heads * config.head_dim, cut="outputs")
+        self.v = Linear(config.width, config.kv_heads * config.head_dim, cut="outputs")
+        self.o = Linear(config.heads * config.head_dim, config.width, cut="inputs")
+        self.value_gate = Linear(min(GATE_INPUTS, config.width), config.kv_heads, cut="outputs")
         # A tensor once qk_clip.watch_ asks for it
         self.register_buffer("largest_logits", None, persistent=False)
 
@@ -171,8 +175,8 @@ class Convolution(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.up = Linear(config.width, 4 * config.width)
-        self.down = Linear(4 * config.width, config.width)
+        self.up = Linear(config.width, 4 * config.width, cut="outputs")
+        self.down = Linear(4 * config.width, config.width, cut="inputs")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.relu(self.up(x)).square())
@@ -190,6 +194,19 @@ class Block(nn.Module):
         return x + self.mlp(self.conv(norm(x), cache))
 
 
+class ValueChannels(nn.Module):
+    """(B, T, width) -> those channels that the values of attention take, (B, T, Hkv * D). A module, so that
+    tensor parallelism can hand each rank those of its own heads.
+    """
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.count = config.kv_heads * config.head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., : self.count]
+
+
 class GPT(nn.Module):
     """Build on the meta device, then `to_empty(device=...)` and `init_weights(seed)`.
 
@@ -204,10 +221,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
         self.x0_scalars = nn.Parameter(torch.empty(config.depth))
         self.lm_head = Linear(config.width, config.vocab_size)
-        self.mean_loss = head_loss.mean_loss  # parallel.compile_model may put a compiled one here
+        self.value_channels = ValueChannels(config)
+        self.mean_loss = mean_loss  # parallel.compile_model may put a compiled one here
         for name in ("cos", "sin"):  # rotary tables
-            self.register_buffer(name, torch.empty(config.seq_len, 1, config.head_dim // 2), persistent=False)
-        self._fill_rope()  # a model that loads a state dict needs no init_weights
+            table = torch.empty(config.seq_len, 1, config.head_dim // 2, dtype=torch.float32)
+            self.register_buffer(name, table, persistent=False)
+        self.fill_rope()  # a model that loads a state dict needs no init_weights
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0, fill: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
@@ -230,11 +249,11 @@ class GPT(nn.Module):
                 draw(inward.weight, Tensor.uniform_, -bound, bound)
         self.x0_scalars.fill_(0.1)
         draw(self.lm_head.weight, Tensor.normal_, 0, 0.001)
-        self._fill_rope()
+        self.fill_rope()
 
-    def _fill_rope(self) -> None:
-        positions = torch.arange(self.config.seq_len, device=self.cos.device)
-        pairs = torch.arange(self.cos.size(-1), device=self.cos.device)
+    def fill_rope(self) -> None:
+        positions = torch.arange(self.config.seq_len, dtype=torch.float32, device=self.cos.device)
+        pairs = torch.arange(self.cos.size(-1), dtype=torch.float32, device=self.cos.device)
         angles = positions[:, None, None] * ROPE_BASE ** (-pairs / len(pairs))  # (T, 1, D/2)
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
@@ -249,7 +268,7 @@ class GPT(nn.Module):
         """tokens (B, T) int64 -> logits (B, T, V), float32 or better; with targets (B, T) the mean
         cross-entropy in nats.
 
-        Targets of -1 are not predicted. cache: remembers earlier tokens, see generate.KVCache. at (M,) int64:
+        Targets of -1 are not predicted. cache: remembers earlier tokens, see kv_cache.py. at (M,) int64:
         only these of the B * T positions go through the head, for logits (M, V). ValueError for more tokens
         than the context has.
         """
@@ -266,18 +285,17 @@ class GPT(nn.Module):
             x = x.flatten(0, 1)[at]
         hidden = norm(x)
         if targets is None:
-            return head_loss.capped(self.lm_head(hidden))
+            return capped(self.lm_head(hidden))
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         if torch.is_grad_enabled():
             return self.mean_loss(hidden, self.lm_head.weight, targets)
-        return head_loss.mean_loss_without_gradient(hidden, self.lm_head, targets)
+        return mean_loss_without_gradient(hidden, self.lm_head, targets)
 
     def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T) -> the embeddings (B, T, width), and the normalized rows of the head, cut to the channels of
         the values of attention (B, T, Hkv * D).
         """
-        channels = self.config.kv_heads * self.config.head_dim
-        head_rows = norm(F.embedding(tokens, self.lm_head.weight))[..., :channels]
+        head_rows = self.value_channels(norm(F.embedding(tokens, self.lm_head.weight)))
         return self.wte(tokens).to(self.compute_dtype), head_rows.to(self.compute_dtype)
 
     def multiplied_weights(self) -> int:

@@ -1,38 +1,24 @@
 """Export of a run's model: transformers, tokenizers and this repo load the same folder.
 
-Written without either library. `modeling_nanomuon.py`, which computes the model, is copied into the folder:
-transformers runs that file under `trust_remote_code=True`. Nothing here runs it.
+Written without either library. The files that compute the model, gpt.py and what it imports, are copied into
+the folder with `modeling_nanomuon.py`, a wrapper: transformers runs them under `trust_remote_code=True`.
+Nothing here runs it.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 
-from nanomuon import checkpoint
-from nanomuon.checkpoint import tensor_shapes
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim_state import whole
-from nanomuon.parallel import build_model
-from nanomuon.plan import Settings, meta_model
 from nanomuon.report import markdown_table
-from nanomuon.runtime import (
-    InputError,
-    Runtime,
-    find_run,
-    on_first_rank,
-    rank,
-    read_json,
-    write_json,
-    write_text,
-    write_whole,
-)
+from nanomuon.runtime import on_first_rank, rank, write_json, write_text, write_whole
 from nanomuon.tokenizer import BOS, SPLIT_PATTERN, Tokenizer
+from nanomuon.trained import with_relative_imports
 
 MODEL_FILE = Path(__file__).with_name("modeling_nanomuon.py")
-# The most in a stranger's config.json: more layers take minutes to build, longer rotary tables more memory
-MOST_LAYERS, LONGEST_CONTEXT = 1024, 1 << 24
 
 CARD = """---
 library_name: transformers
@@ -60,7 +46,7 @@ prompt = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```
 
-`trust_remote_code=True` runs `modeling_nanomuon.py`, which is in this folder: read it first, it is short. All
+`trust_remote_code=True` runs the Python files of this folder, {code}: read them first, they are short. All
 other files are JSON, text and safetensors, which run no code. Tested with transformers 5.24.
 
 The tokenizer puts `<|bos|>` before a text, as before every document in training; `add_special_tokens=False`
@@ -80,7 +66,7 @@ library.)
 
 ## Licence
 
-`modeling_nanomuon.py` is MIT licensed, as nanomuon is. Whoever trained the weights states here under which
+The Python files are MIT licensed, as nanomuon is. Whoever trained the weights states here under which
 terms they may be used; the terms of the training text bear on it.
 """
 
@@ -109,21 +95,6 @@ def special_ids(config: GPTConfig) -> dict:
     return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), config.vocab_size - 1)
 
 
-def read_config(folder: Path) -> GPTConfig:
-    """The model's fields in config.json; InputError if they are missing, or no model can have them."""
-    config = read_json(folder / "config.json", GPTConfig)
-    if read_json(folder / "config.json").get("experts"):
-        raise InputError(
-            f"{folder}/config.json: this version has no models with experts: use the one that trained it"
-        )
-    if config.depth > MOST_LAYERS or config.seq_len > LONGEST_CONTEXT:
-        raise InputError(
-            f"{folder}/config.json: a model has at most {MOST_LAYERS} layers (depth) and a context of "
-            f"{LONGEST_CONTEXT} tokens (seq_len)"
-        )
-    return config
-
-
 def export(folder: Path, model: GPT, tokenizer: Tokenizer, facts: dict, dtype: str = "float32") -> None:
     """Write model.safetensors and the other files that transformers needs. Called by all ranks.
 
@@ -137,7 +108,8 @@ def export(folder: Path, model: GPT, tokenizer: Tokenizer, facts: dict, dtype: s
     write_json(folder / "generation_config.json", special_ids(model.config))
     write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
     write_json(folder / "tokenizer_config.json", tokenizer_config(model.config))
-    write_text(folder / MODEL_FILE.name, MODEL_FILE.read_text())
+    for file in with_relative_imports(MODEL_FILE):
+        write_text(folder / file.name, file.read_text())
     write_text(folder / "README.md", model_card(folder.resolve().name, model, facts))
 
 
@@ -158,75 +130,6 @@ def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | Non
     on_first_rank(write)
 
 
-def load_model(folder: Path, runtime: Runtime) -> GPT:
-    """The model of a folder, from its config.json and model.safetensors: runs no code. InputError if one of
-    them is missing or damaged, or if they do not belong together.
-    """
-    config, file = read_config(folder), folder / "model.safetensors"
-    check_same_shapes(file, config)
-    model = build_model(config, runtime, seed=0)
-    model.load_state_dict(load_file(file))
-    return model
-
-
-def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> tuple[GPT, Tokenizer, dict]:
-    """(model, tokenizer, facts) of a run, by its name or by the path of its folder (see find_run).
-
-    checkpoint_name: "last" or "step_<n>" for the model of that checkpoint, whether the run has ended or not;
-    then called by all ranks. A float32 run computes in float32, others in the runtime's dtype. facts: step,
-    corpus, revision, and for a finished run the figures of its summary. InputError if there is no such model,
-    or if model and tokenizer do not belong together.
-    """
-    folder = find_run(run)
-    if not folder.exists():
-        others = sorted(path.parent.name for path in folder.parent.glob("*/settings.json"))
-        raise InputError(
-            f"there is no run {folder}; there are: {', '.join(others) or 'none (is NANOMUON_BASE_DIR set?)'}"
-        )
-    if checkpoint_name is None and not (folder / "model.safetensors").exists():
-        raise InputError(
-            f"{folder} holds no finished model (no model.safetensors); if its run has saved a checkpoint, "
-            "--checkpoint last takes it"
-        )
-    settings = read_json(
-        folder / "settings.json", Settings, "only a run has it (an exported model is for transformers)"
-    )
-    if settings.options.get("dtype") == "float32":
-        runtime = replace(runtime, compute_dtype=torch.float32)
-    facts = {key: settings.trained_on.get(key) for key in ("corpus", "revision")}
-    if checkpoint_name is None:
-        model = load_model(folder, runtime)
-        summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
-        facts |= {**summary, "step": summary.get("steps")}
-    else:
-        found = checkpoint.find(folder, "auto" if checkpoint_name == "last" else checkpoint_name)
-        if found is None:
-            raise InputError(f"{folder} has no checkpoint {checkpoint_name}")
-        model = build_model(read_config(folder), runtime, seed=0)
-        facts["step"] = checkpoint.load_model(found, model)
-    tokenizer = Tokenizer.load(folder / "tokenizer")
-    wanted = settings.trained_on.get("tokenizer")
-    if tokenizer.hash != wanted or tokenizer.vocab_size != model.config.vocab_size:
-        raise InputError(
-            f"{folder}/tokenizer is not the one the model was trained with ({wanted}): put that one back"
-        )
-    return model, tokenizer, facts
-
-
-def check_same_shapes(file: Path, config: GPTConfig) -> None:
-    """InputError unless the header of model.safetensors lists exactly the tensors of config.json's model. No
-    model is built before: a few bytes could ask for more memory than there is.
-    """
-    there = tensor_shapes(file)
-    wanted = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
-    for name in sorted(wanted.keys() | there.keys()):
-        if wanted.get(name) != there.get(name):
-            raise InputError(
-                f"{file} does not fit the model of config.json: {name} has shape {there.get(name)}, "
-                f"by the config {wanted.get(name)}"
-            )
-
-
 def model_card(name: str, model: GPT, facts: dict) -> str:
     """README.md, which model hubs show as a model's page. facts: see export."""
     figures = {
@@ -242,6 +145,7 @@ def model_card(name: str, model: GPT, facts: dict) -> str:
         parameters=sum(p.numel() for p in model.parameters()),
         figures=markdown_table(("", ""), figures),
         data=corpus,
+        code=", ".join(f"`{file.name}`" for file in with_relative_imports(MODEL_FILE)),
     )
 
 

@@ -7,7 +7,6 @@ in its backward pass. The gates follow the key heads; token embedding, head and 
 "tp" rank. The ranks of one "dp" coordinate see the same rows of data. Cut parameters are DTensors.
 """
 
-import functools
 import warnings
 from collections.abc import Callable
 
@@ -16,24 +15,26 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from nanomuon import head_loss
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError, Runtime
 
-# outputs cut: rows of the (out, in) weight
-COLUMNS = ("attn.q", "attn.k", "attn.v", "attn.value_gate", "mlp.up")
-# inputs cut: columns of the weight
-ROWS = ("attn.o", "mlp.down")
+# By `Linear.cut`: the dimension of the weight, and how PyTorch cuts the product
+CUTS = {"outputs": (0, ColwiseParallel()), "inputs": (1, RowwiseParallel())}
 
 
-def cut_dim(name: str) -> int | None:
-    """The dimension of a parameter that tensor parallelism cuts."""
-    module = name.split(".", 2)[-1].removesuffix(".weight")
-    if module in COLUMNS:
-        return 0
-    return 1 if module in ROWS else None
+def cut_dim(module: torch.nn.Module) -> int | None:
+    """The dimension of a module's weight that tensor parallelism cuts."""
+    cut = getattr(module, "cut", None)
+    return None if cut is None else CUTS[cut][0]
 
 
 def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig) -> int:
@@ -72,11 +73,7 @@ def build_model(
 def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
     """Cut the parameters of a GPT on the meta device, in place."""
     if mesh["tp"].size() > 1:
-        styles = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(ROWS, RowwiseParallel())
-        for block in gpt.blocks:
-            block.attn.register_forward_pre_hook(functools.partial(_as_replicated, mesh["tp"]))
-            parallelize_module(block, mesh["tp"], styles)
-        gpt.look_up = functools.partial(_with_own_heads, gpt.look_up, mesh["tp"])
+        cut_heads_and_channels(gpt, mesh["tp"])
     if fsdp:
         # Blocks are gathered in the dtype they compute in, and their gradients averaged in float32
         policy = MixedPrecisionPolicy()
@@ -91,18 +88,31 @@ def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
         fully_shard(gpt, mesh=mesh["dp"])
 
 
-def _as_replicated(mesh, module, inputs):
-    """q, k, v and the gate read one DTensor, so that the partial sums of its gradient are added before they
-    are sent.
+def cut_heads_and_channels(gpt: GPT, mesh: DeviceMesh) -> None:
+    """Tensor parallelism: cut the Linears of the blocks as they say. InputError for a matrix that cannot be
+    cut.
     """
-    return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False), *inputs[1:]
-
-
-def _with_own_heads(look_up, mesh, tokens):
-    """The embeddings, and of the head's rows those channels that this rank's key-value heads take."""
-    embed, head_rows = look_up(tokens)
-    head_rows = DTensor.from_local(head_rows, mesh, [Replicate()], run_check=False)
-    return embed, head_rows.redistribute(placements=[Shard(-1)]).to_local()
+    # Of the head's rows a rank takes the channels of its own key-value heads
+    styles = {
+        "value_channels": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(-1))
+    }
+    for name, module in gpt.blocks.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim < 2:
+                continue
+            dim = cut_dim(module)
+            if dim is None or parameter.size(dim) % mesh.size():
+                raise InputError(
+                    f"--tensor-parallel {mesh.size()} cannot divide blocks.{name}.{key}, "
+                    f"{tuple(parameter.shape)}: gpt.py says of each Linear of a block which side to cut, "
+                    'cut="outputs" or cut="inputs"'
+                )
+            styles[f"blocks.{name}"] = CUTS[module.cut][1]
+    # q, k, v and the gate read one DTensor, so that the partial sums of its gradient are added before they
+    # are sent
+    layouts = (Replicate(), None, None, None)
+    reads_one = PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
+    parallelize_module(gpt, mesh, styles | {"blocks.*.attn": reads_one})
 
 
 def fill(param: torch.Tensor, whole: torch.Tensor) -> None:

@@ -61,7 +61,7 @@ class Settings:
     rows: int  # of a micro-step, chosen again in another world
     world_size: int
     trained_on: dict  # corpus, its revision, shards, tokenizer; SHA-256 of the optimizer file
-    trained_with: dict  # versions and commit
+    trained_with: dict  # versions, commit, hashes of the model's code
     wandb_id: str | None = None  # of the run at Weights & Biases
 
 

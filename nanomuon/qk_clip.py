@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from nanomuon.attention import visible_keys
+from .attention import visible_keys
 
 QUERIES = 256  # queries whose logits exist at a time
 

@@ -34,6 +34,7 @@ from nanomuon.plan import (
 from nanomuon.qk_clip import watch_
 from nanomuon.runtime import InputError, Runtime, first_rank_first, folder_of, print0, read_json, write_json
 from nanomuon.tokenizer import Tokenizer
+from nanomuon.trained import model_sources, warn_of_changed_sources
 
 MOST_PASSES = 3  # over the text; then validation loss rises again (docs/data.md)
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
@@ -64,6 +65,8 @@ class Run:
         self.args, self.plan, self.runtime = args, plan, runtime
         self.folder = folder_of(args.run)
         self.core_tasks = open_core_tasks(args, runtime)
+        if settings:
+            warn_of_changed_sources(args.run, settings.trained_with)
         self.trained_on = first_rank_first(lambda: self._open_data(settings), runtime)
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes).to(runtime.device)
         compiles = choose_compilation(args, plan, runtime)
@@ -315,8 +318,8 @@ def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core.Tas
 
 
 def trained_with() -> dict:
-    """Versions, and the commit if this is a checkout."""
-    known = {"python": platform.python_version(), "torch": torch.__version__}
+    """Versions, hashes of the model's code, and the commit if this is a checkout."""
+    known = {"python": platform.python_version(), "torch": torch.__version__, "model": model_sources()}
     checkout = Path(__file__).parents[1]
     if (checkout / ".git").exists():  # else git searches the folders above, perhaps another project
         command = ["git", "-C", checkout, "describe", "--always", "--dirty"]

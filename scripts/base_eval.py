@@ -23,7 +23,6 @@ from nanomuon.dataloader import validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT
-from nanomuon.hf_export import load_run
 from nanomuon.plan import Settings
 from nanomuon.run import PROMPTS
 from nanomuon.runtime import (
@@ -37,6 +36,7 @@ from nanomuon.runtime import (
     write_json,
 )
 from nanomuon.tokenizer import Tokenizer
+from nanomuon.trained import load_run
 
 EVALUATIONS = ("bpb", "core", "sample")
 ROWS = 16  # per batch

@@ -17,6 +17,7 @@ from pathlib import Path
 from nanomuon import hf_export
 from nanomuon.command import ArgumentParser, add_checkpoint_argument, add_run_argument, run_command
 from nanomuon.runtime import InputError, rank, start
+from nanomuon.trained import load_run
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     folder = args.to
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder: choose another, or delete it")
-    model, tokenizer, facts = hf_export.load_run(args.run, start("float32"), args.checkpoint)
+    model, tokenizer, facts = load_run(args.run, start("float32"), args.checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
     hf_export.export(folder, model, tokenizer, facts, args.dtype)
     if rank() == 0:

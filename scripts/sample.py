@@ -26,9 +26,9 @@ from nanomuon.command import (
 )
 from nanomuon.generate import Sample, continue_samples
 from nanomuon.gpt import GPT
-from nanomuon.hf_export import load_run
 from nanomuon.runtime import printable, start
 from nanomuon.tokenizer import Tokenizer
+from nanomuon.trained import load_run
 
 
 def text(argument: str) -> str:

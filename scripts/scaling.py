@@ -33,9 +33,9 @@ from scipy import optimize
 from nanomuon.command import STOPPED, ArgumentParser, amount, exit_when_asked, layers, run_command
 from nanomuon.corpus import check_corpus
 from nanomuon.gpt import GPTConfig
-from nanomuon.hf_export import read_config
 from nanomuon.plan import default_context, meta_model, total_batch_size
 from nanomuon.runtime import InputError, base_dir, check_name, folder_of, locked, usable_gpus, write_text
+from nanomuon.trained import read_config
 from scripts import base_train
 from scripts.laboratory.report import columns
 

@@ -44,7 +44,8 @@ def test_a_finished_run_has_everything(whole_run):
     assert summary["val_bpb"] == round(evaluation[-1]["val_bpb"], 4) and summary["tokens"] == 40 * 256
     figures = "train_loss steps seconds tokens_per_second optimizer_ms peak_memory_mb parameters"
     assert set(summary) >= set(figures.split())
-    names = "report.md loss.png model.safetensors config.json tokenizer.json modeling_nanomuon.py README.md"
+    names = "report.md loss.png model.safetensors config.json tokenizer.json README.md"
+    names += " modeling_nanomuon.py gpt.py attention.py head_loss.py qk_clip.py kv_cache.py"
     assert set(names.split()) <= set(os.listdir(whole_run))
     assert str(summary["val_bpb"]) in (whole_run / "report.md").read_text()
     settings = json.loads((whole_run / "settings.json").read_text())

@@ -1,5 +1,5 @@
 """The model: its shapes, its loss (head_loss.py), and the same numbers compiled. test_hf_export compares it
-with modeling_nanomuon.py.
+with what transformers loads.
 """
 
 import pytest

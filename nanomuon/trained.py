@@ -1,0 +1,131 @@
+"""A trained model opened again: from a run folder, its own or a stranger's, of which no code is run."""
+
+import hashlib
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from nanomuon import checkpoint
+from nanomuon.checkpoint import tensor_shapes
+from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.parallel import build_model
+from nanomuon.plan import Settings, meta_model
+from nanomuon.runtime import InputError, Runtime, find_run, print0, read_json
+from nanomuon.tokenizer import Tokenizer
+
+# The most in a stranger's config.json: more layers take minutes to build, longer rotary tables more memory
+MOST_LAYERS, LONGEST_CONTEXT = 1024, 1 << 24
+
+
+def with_relative_imports(file: Path) -> list[Path]:
+    """A file of this package, and those that it imports as `from .name import ...`, directly or not."""
+    found = [file]
+    for each in found:  # which grows
+        for name in re.findall(r"^from \.(\w+) import", each.read_text(), re.MULTILINE):
+            imported = file.with_name(f"{name}.py")
+            if imported not in found:
+                found.append(imported)
+    return found
+
+
+def model_sources() -> dict[str, str]:
+    """{file: start of its SHA-256} of the code that computes the model."""
+    files = with_relative_imports(Path(__file__).with_name("gpt.py"))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
+
+
+def warn_of_changed_sources(run: str, trained_with: dict) -> None:
+    """Print which files of the model have changed since the run recorded them, if it did."""
+    before, now = trained_with.get("model"), model_sources()
+    if not isinstance(before, dict) or before == now:
+        return
+    changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+    print0(f"warning: the model's code has changed since run {run} used it: {', '.join(changed)}")
+
+
+def read_config(folder: Path) -> GPTConfig:
+    """The model's fields in config.json; InputError if they are missing, or no model can have them."""
+    config = read_json(folder / "config.json", GPTConfig)
+    if read_json(folder / "config.json").get("experts"):
+        raise InputError(
+            f"{folder}/config.json: this version has no models with experts: use the one that trained it"
+        )
+    if config.depth > MOST_LAYERS or config.seq_len > LONGEST_CONTEXT:
+        raise InputError(
+            f"{folder}/config.json: a model has at most {MOST_LAYERS} layers (depth) and a context of "
+            f"{LONGEST_CONTEXT} tokens (seq_len)"
+        )
+    return config
+
+
+def load_model(folder: Path, runtime: Runtime) -> GPT:
+    """The model of a folder, from its config.json and model.safetensors: runs no code. InputError if one of
+    them is missing or damaged, or if they do not belong together.
+    """
+    config, file = read_config(folder), folder / "model.safetensors"
+    check_same_shapes(file, config)
+    model = build_model(config, runtime, seed=0)
+    model.load_state_dict(load_file(file))
+    return model
+
+
+def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> tuple[GPT, Tokenizer, dict]:
+    """(model, tokenizer, facts) of a run, by its name or by the path of its folder (see find_run).
+
+    checkpoint_name: "last" or "step_<n>" for the model of that checkpoint, whether the run has ended or not;
+    then called by all ranks. A float32 run computes in float32, others in the runtime's dtype. facts: step,
+    corpus, revision, and for a finished run the figures of its summary. InputError if there is no such model,
+    or if model and tokenizer do not belong together.
+    """
+    folder = find_run(run)
+    if not folder.exists():
+        others = sorted(path.parent.name for path in folder.parent.glob("*/settings.json"))
+        raise InputError(
+            f"there is no run {folder}; there are: {', '.join(others) or 'none (is NANOMUON_BASE_DIR set?)'}"
+        )
+    if checkpoint_name is None and not (folder / "model.safetensors").exists():
+        raise InputError(
+            f"{folder} holds no finished model (no model.safetensors); if its run has saved a checkpoint, "
+            "--checkpoint last takes it"
+        )
+    settings = read_json(
+        folder / "settings.json", Settings, "only a run has it (an exported model is for transformers)"
+    )
+    warn_of_changed_sources(folder.name, settings.trained_with)
+    if settings.options.get("dtype") == "float32":
+        runtime = replace(runtime, compute_dtype=torch.float32)
+    facts = {key: settings.trained_on.get(key) for key in ("corpus", "revision")}
+    if checkpoint_name is None:
+        model = load_model(folder, runtime)
+        summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
+        facts |= {**summary, "step": summary.get("steps")}
+    else:
+        found = checkpoint.find(folder, "auto" if checkpoint_name == "last" else checkpoint_name)
+        if found is None:
+            raise InputError(f"{folder} has no checkpoint {checkpoint_name}")
+        model = build_model(read_config(folder), runtime, seed=0)
+        facts["step"] = checkpoint.load_model(found, model)
+    tokenizer = Tokenizer.load(folder / "tokenizer")
+    wanted = settings.trained_on.get("tokenizer")
+    if tokenizer.hash != wanted or tokenizer.vocab_size != model.config.vocab_size:
+        raise InputError(
+            f"{folder}/tokenizer is not the one the model was trained with ({wanted}): put that one back"
+        )
+    return model, tokenizer, facts
+
+
+def check_same_shapes(file: Path, config: GPTConfig) -> None:
+    """InputError unless the header of model.safetensors lists exactly the tensors of config.json's model. No
+    model is built before: a few bytes could ask for more memory than there is.
+    """
+    there = tensor_shapes(file)
+    wanted = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
+    for name in sorted(wanted.keys() | there.keys()):
+        if wanted.get(name) != there.get(name):
+            raise InputError(
+                f"{file} does not fit the model of config.json: {name} has shape {there.get(name)}, "
+                f"by the config {wanted.get(name)}"
+            )

@@ -1,0 +1,115 @@
+"""A fork that changes the model changes gpt.py alone."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.parallel import device_mesh, parallelize
+from nanomuon.runtime import InputError
+from scripts import sample
+from tests.training import QUIET, arguments, losses
+from tests.worlds import run_world
+
+transformers = pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[1]
+SWIGLU = {
+    """        self.up = Linear(config.width, 4 * config.width, cut="outputs")
+""": """        self.gate = Linear(config.width, 4 * config.width, cut="outputs")
+        self.up = Linear(config.width, 4 * config.width, cut="outputs")
+""",
+    "F.relu(self.up(x)).square()": "F.silu(self.gate(x)) * self.up(x)",
+    "block.mlp.up)": "block.mlp.up, block.mlp.gate)",
+}
+USE_IT = """
+import sys, torch
+from scripts import base_train, export, sample
+from nanomuon import trained
+from nanomuon.runtime import Runtime
+folder, *flags = sys.argv[1:]
+assert base_train.main([*flags, "--plan"]) == base_train.main(flags) == 0
+assert base_train.main(["--run", "swiglu", "--num-iterations", "10"]) == 0
+sample.main(["--run", "swiglu", "--max-tokens", "4"])
+export.main(["--run", "swiglu", "--to", folder])
+from pathlib import Path
+model = trained.load_model(Path(folder), Runtime(torch.device("cpu"), torch.float32))
+with torch.no_grad():
+    torch.save(model(torch.arange(32)[None]), folder + ".logits")
+"""
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory):
+    """A copy of the repo whose MLP is a SwiGLU."""
+    folder = tmp_path_factory.mktemp("fork")
+    for name in ("nanomuon", "scripts"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    file = folder / "nanomuon" / "gpt.py"
+    text = file.read_text()
+    for old, new in SWIGLU.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    file.write_text(text)
+    return folder
+
+
+def in_fork(fork, *command):
+    environment = os.environ | {"PYTHONPATH": str(fork)}
+    result = subprocess.run(
+        [sys.executable, *command], cwd=fork, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_model_with_another_mlp_is_planned_trained_resumed_sampled_and_exported(
+    fork, base, tmp_path, capsys, monkeypatch
+):
+    folder = tmp_path / "swiglu"
+    printed = in_fork(fork, "-c", USE_IT, str(folder), *arguments(base, "swiglu", 6, *QUIET))
+    parameters = sum(p.numel() for p in GPT(GPTConfig.from_depth(2, 300, 32)).parameters()) + 2 * 4 * 128**2
+    assert f"{parameters / 1e6:.1f}M parameters" in printed and "warning" not in printed
+    assert len(losses(base, "swiglu")) == 10
+
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    with torch.no_grad():
+        found = model(torch.arange(32)[None]).logits
+    torch.testing.assert_close(found, torch.load(f"{folder}.logits"), rtol=0, atol=1e-4)
+    with pytest.raises(InputError, match="blocks.0.mlp.gate.weight"):
+        sample.main(["--run", "swiglu"])
+    line = "warning: the model's code has changed since run swiglu used it: gpt.py\n"
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("environment")
+def test_another_mlp_is_cut_by_tensor_parallelism(fork, base):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    in_fork(fork, "-m", "scripts.base_train", *arguments(base, "whole", 8, *QUIET))
+    flags = arguments(base, "cut", 8, *QUIET, "--tensor-parallel", "2")
+    in_fork(fork, *torchrun, "-m", "scripts.base_train", "--", *flags)
+    assert losses(base, "cut") == pytest.approx(losses(base, "whole"), abs=1e-4)
+
+
+def refused(group, forget):
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=67, seq_len=8, depth=1, width=24, heads=4, kv_heads=4))
+    if forget:
+        model.blocks[0].mlp.up.cut = None
+    try:
+        parallelize(model, device_mesh("cpu", 1, 2), fsdp=False)
+    except InputError as error:
+        return str(error)
+
+
+def test_a_matrix_that_cannot_be_cut_is_named():
+    assert run_world(2, refused, False) == [None, None]
+    for message in run_world(2, refused, True):
+        assert message.startswith("--tensor-parallel 2 cannot divide blocks.0.mlp.up.weight, (96, 24): ")
