@@ -10,31 +10,26 @@ For models without QK norm, which bounds the logits by itself and would undo a s
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
 
 from .attention import visible_keys
 
 QUERIES = 256  # queries whose logits exist at a time
 
 
-@torch.no_grad()
-def clip_qk_(wq: Tensor, wk: Tensor, S: Tensor, tau: float = 100.0, alpha: float = 0.5) -> None:
-    """In place: eta = min(1, tau / S) per head; rows of W_q times eta^alpha, rows of W_k times eta^(1 -
-    alpha).
+def clip_qk_(wq: Tensor, wk: Tensor, S: Tensor, tau: float) -> None:
+    """In place, without gradients: rows of W_q and W_k times sqrt(eta), eta = min(1, tau / S) per head.
 
     wq (H*D, width), wk (Hkv*D, width): whole, or DTensors of any placement, whose pieces each rank scales.
     S (H,): largest scaled logit of each query head, equal on all ranks; one that is not finite scales
     nothing. With grouped queries (Hkv < H) a key head takes the largest S of its group.
     """
     head_dim = len(wq) // len(S)
-    eta = torch.where(S.isfinite(), tau / S.clamp(min=tau), 1)  # (H,)
-    groups = eta.view(len(wk) // head_dim, -1).amin(1)  # (Hkv,)
-    for weight, scale in ((wq, eta**alpha), (wk, groups ** (1 - alpha))):
-        scale = scale.repeat_interleave(head_dim)[:, None]  # (rows, 1)
-        if isinstance(weight, DTensor):  # its shard takes its part of a replicated factor
-            mesh = weight.device_mesh
-            scale = DTensor.from_local(scale, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        weight.mul_(scale)
+    eta = tau / S.nan_to_num(tau, tau).clamp(min=tau)  # (H,)
+    of_keys = eta.view(len(wk) // head_dim, -1).amin(1)  # (Hkv,)
+    with implicit_replication():  # the shard of a DTensor takes its part of a factor that every rank has
+        for weight, factor in ((wq, eta), (wk, of_keys)):
+            weight.mul_(factor.sqrt().repeat_interleave(head_dim)[:, None])
 
 
 def watch_(model: nn.Module, tau: float) -> None:
@@ -42,36 +37,25 @@ def watch_(model: nn.Module, tau: float) -> None:
     `record_largest_`.
     """
     for layer in _layers(model):
-        device = layer.q.weight.device
-        heads = layer.q.weight.size(0) // layer.head_dim
-        layer.largest_logits = torch.full((heads,), tau, device=device)[_computed(layer, heads)]  # (H,)
+        heads = layer.q.out_features // layer.head_dim
+        layer.largest_logits = torch.full((heads,), tau, device=layer.q.weight.device)
 
 
 @torch.no_grad()
-def clip_(model: nn.Module, tau: float, group: dist.ProcessGroup | None = None) -> None:
+def clip_(model: nn.Module, tau: float, tensor_parallel: int = 1, group=None) -> None:
     """After an optimizer step: clip_qk_ on every layer, by the largest logits since the last call, over all
-    ranks and micro-batches. Collective: one MAX all_reduce of one number per head.
+    ranks and micro-batches. tensor_parallel: consecutive ranks that share the heads of a layer. Collective:
+    one MAX all_reduce of one number per head.
     """
     layers = _layers(model)
-    heads = layers[0].q.weight.size(0) // layers[0].head_dim
-    largest = layers[0].largest_logits.new_full((len(layers), heads), tau)
-    for found, layer in zip(largest, layers, strict=True):
-        found[_computed(layer, heads)] = layer.largest_logits
+    largest = torch.stack([layer.largest_logits for layer in layers])  # (layers, H), this rank's heads first
     if dist.is_initialized():
+        place = dist.get_rank(group) % tensor_parallel * largest.size(1) // tensor_parallel
+        largest = largest.roll(place, 1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     for layer, S in zip(layers, largest, strict=True):
         clip_qk_(layer.q.weight, layer.k.weight, S, tau)
         layer.largest_logits.fill_(tau)
-
-
-def _computed(layer, heads):
-    """Which query heads this rank computes: all, or its share in tensor parallelism."""
-    weight = layer.q.weight
-    if not isinstance(weight, DTensor) or "tp" not in weight.device_mesh.mesh_dim_names:
-        return slice(None)
-    each = heads // weight.device_mesh["tp"].size()
-    first = each * weight.device_mesh["tp"].get_local_rank()
-    return slice(first, first + each)
 
 
 def _layers(model):
@@ -79,17 +63,16 @@ def _layers(model):
 
 
 def record_largest_(largest: Tensor, q: Tensor, k: Tensor, window: int | None) -> None:
-    """largest (H,) <- max(largest, the largest q_i k_j / sqrt(D) over all j that i sees in `attention`).
+    """largest[:H] <- max(largest[:H], the largest q_i k_j / sqrt(D) over all j that i sees in `attention`).
 
     q (B, T, H, D); k (B, T, Hkv, D), neither with a gradient. Computes the logits again, because PyTorch's
     kernels for attention do not return them.
     """
-    T, scale = q.size(1), q.size(3) ** -0.5
-    q = q.transpose(1, 2)  # (B, H, T, D)
-    k = k.repeat_interleave(q.size(1) // k.size(2), dim=2).permute(0, 2, 3, 1)  # (B, H, D, T)
+    T, heads, D = q.shape[1:]
+    largest, k = largest[:heads], k.repeat_interleave(heads // k.size(2), dim=2)
     hidden = ~visible_keys(T, T, window, q.device)
     for start in range(0, T, QUERIES):
-        end = min(T, start + QUERIES)
-        logits = q[:, :, start:end] @ k[..., :end]
-        found = logits.masked_fill(hidden[start:end, :end], -torch.inf).amax((0, 2, 3))  # (H,)
-        largest.copy_(largest.maximum(found.float() * scale))
+        end = start + QUERIES
+        logits = torch.einsum("bihd,bjhd->hbij", q[:, start:end], k[:, :end])
+        found = logits.masked_fill(hidden[start:end, :end], -torch.inf).amax((1, 2, 3))  # (H,)
+        largest.copy_(largest.maximum(found.float() * D**-0.5))

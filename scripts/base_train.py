@@ -103,7 +103,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
                 optimizer.step()
             skipped = run.skipped + finite.logical_not()
         if args.qk_clip:
-            clip_(model, args.qk_clip)
+            clip_(model, args.qk_clip, args.tensor_parallel)
         optimizer.zero_grad(set_to_none=True)
         update_ended = Moment(device)
 
