@@ -18,14 +18,14 @@ QUERIES = 256  # queries whose logits exist at a time
 
 
 def clip_qk_(wq: Tensor, wk: Tensor, S: Tensor, tau: float) -> None:
-    """In place, without gradients: rows of W_q and W_k times sqrt(eta), eta = min(1, tau / S) per head.
+    """In place: rows of W_q and W_k times sqrt(eta), eta = min(1, tau / S) per head.
 
     wq (H*D, width), wk (Hkv*D, width): whole, or DTensors of any placement, whose pieces each rank scales.
     S (H,): largest scaled logit of each query head, equal on all ranks; one that is not finite scales
     nothing. With grouped queries (Hkv < H) a key head takes the largest S of its group.
     """
     head_dim = len(wq) // len(S)
-    eta = tau / S.nan_to_num(tau, tau).clamp(min=tau)  # (H,)
+    eta = tau / S.nan_to_num(tau, tau).clamp(tau)  # (H,)
     of_keys = eta.view(len(wk) // head_dim, -1).amin(1)  # (Hkv,)
     with implicit_replication():  # the shard of a DTensor takes its part of a factor that every rank has
         for weight, factor in ((wq, eta), (wk, of_keys)):
@@ -52,7 +52,7 @@ def clip_(model: nn.Module, tau: float, tensor_parallel: int = 1, group=None) ->
     if dist.is_initialized():
         place = dist.get_rank(group) % tensor_parallel * largest.size(1) // tensor_parallel
         largest = largest.roll(place, 1)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     for layer, S in zip(layers, largest, strict=True):
         clip_qk_(layer.q.weight, layer.k.weight, S, tau)
         layer.largest_logits.fill_(tau)
@@ -69,7 +69,7 @@ def record_largest_(largest: Tensor, q: Tensor, k: Tensor, window: int | None) -
     kernels for attention do not return them.
     """
     T, heads, D = q.shape[1:]
-    largest, k = largest[:heads], k.repeat_interleave(heads // k.size(2), dim=2)
+    largest, k = largest[:heads], k.repeat_interleave(heads // k.size(2), 2)
     hidden = ~visible_keys(T, T, window, q.device)
     for start in range(0, T, QUERIES):
         end = start + QUERIES

@@ -27,14 +27,12 @@ from scripts import base_train
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["--"]:
-        args = of_training(argv[1:])
-    else:
-        args = make_parser().parse_args(argv)
+    for_training = argv[:1] == ["--"]
+    args = of_training(argv[1:]) if for_training else make_parser().parse_args(argv)
     corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
     print(f"corpus {corpus.name}: {len(corpus.files):,} files with text")  # others in the folder are skipped
     folder = shards.prepare(corpus, args.vocab_size, max_tokens=args.max_tokens)
-    if args.text_field:
+    if args.text_field and not for_training:  # a run records its field by itself
         remember(corpus)
     manifest = shards.read_manifest(folder)
     for kind, entries in (("train", manifest.train), ("val", manifest.val)):

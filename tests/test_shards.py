@@ -137,7 +137,7 @@ def test_a_large_vocabulary_takes_four_bytes_per_token(corpus):
     assert (small.dtype, wide.dtype) == ("uint16", "uint32") and np.array_equal(small, wide)
 
 
-def test_data_prep_makes_what_a_training_with_the_same_flags_reads(corpus, monkeypatch):
+def test_data_prep_makes_what_a_training_with_the_same_flags_reads(corpus, tmp_path, monkeypatch):
     """Also what its run has recorded; of a corpus on the hub as many tokens as the run takes."""
     prepare_shards, calls = shards.prepare, []
 
@@ -150,6 +150,7 @@ def test_data_prep_makes_what_a_training_with_the_same_flags_reads(corpus, monke
     assert base_train.main([*flags, "--num-iterations", "2", "--no-compile"]) == 0
     monkeypatch.setattr(shards, "prepare", noted)
     data_prep.main(["--", "--run", "mine", "--num-iterations", "7"])
+    assert not (tmp_path / "base" / "corpus").exists(), "the run alone remembers how its texts are read"
     monkeypatch.setattr(data_prep, "open_corpus", lambda *_: corpus)
     data_prep.main(["--", *shape, "--corpus", "hf:org/name", "--num-iterations", "5"])
     assert calls == [(True, 301, math.inf), (False, 32768, 240)]
