@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanomuon.runtime import InputError, base_dir, printable
+from nanomuon.runtime import InputError, base_dir, is_first_rank, printable, write_text
 
 BUG = 1  # exit code of an error that no input caused
 STOPPED = 75  # exit code of a run that was asked to stop early: EX_TEMPFAIL of sysexits.h, try again
@@ -29,11 +29,9 @@ class ArgumentParser(argparse.ArgumentParser):
     argparse would print the usage before the error: 60 lines for base_train.
     """
 
-    def __init__(self, prog: str, description: str, **settings):
+    def __init__(self, prog: str, description: str):
         layout = argparse.RawDescriptionHelpFormatter
-        super().__init__(
-            prog=prog, description=description, formatter_class=layout, allow_abbrev=False, **settings
-        )
+        super().__init__(prog=prog, description=description, formatter_class=layout, allow_abbrev=False)
 
     def error(self, message: str):
         raise InputError(f"{message}; see {self.prog} --help")
@@ -42,12 +40,10 @@ class ArgumentParser(argparse.ArgumentParser):
 def number(kind: type, low: float, high: float):
     """The type of a flag whose value is an int or a float from `low` to `high`, not NaN."""
 
-    bounds = f"from {low:,} to {high:,}" if kind is int else f"from {low:g} to {high:g}"
-
     def parse(text: str):
         value = kind(text)
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be {bounds}, not {text}")
+            raise argparse.ArgumentTypeError(f"must be from {low:,g} to {high:,g}, not {text}")
         return value
 
     parse.__name__ = kind.__name__  # argparse's "invalid int value"
@@ -62,16 +58,13 @@ share = number(float, 0, 1)
 seed = number(int, 0, 1 << 62)
 
 
-def add_run_argument(parser: argparse.ArgumentParser) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run",
         default="base",
         help="a finished run: its name under runs/, or the path of its folder, with a slash (./NAME) "
         "(default: %(default)s)",
     )
-
-
-def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         metavar="last|step_N",
@@ -122,83 +115,64 @@ def run_command(main) -> None:
         code, message = explain(error)
         if isinstance(error, BrokenPipeError):  # else Python would flush the rest again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        if not alone:
-            let_others_speak(error, code)
+        if "RANK" in os.environ:
+            let_others_speak(error)
         sys.stderr.write(message)  # in one write: print() writes the newline separately
-        if not alone:
-            leave(code)
+        if "RANK" in os.environ:
+            os._exit(code)
     if dist.is_initialized():
         dist.destroy_process_group()
-    sys.exit(code)
+    sys.exit(exit_code(code))
 
 
 def explain(error: BaseException) -> tuple[int, str]:
     """The exit code and the user's message for an error that ends this process."""
     message = str(error)
     if isinstance(error, KeyboardInterrupt):
-        return 130, f"{message or 'interrupted'}\n"
+        return 130, "interrupted\n"
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in message:
         less = "try fewer rows (--device-batch-size), a smaller model or --shard fsdp"
         message = f"{message.split('. ')[0]}; {less}"
-    elif isinstance(error, OSError):  # from the system: full disk, no permission, broken pipe
-        if str(base_dir()) in message:
-            message += "; NANOMUON_BASE_DIR=/folder/with/room helps"
-    elif not isinstance(error, InputError):
+    elif isinstance(error, OSError) and str(base_dir()) in message:  # a full disk, no permission
+        message += "; NANOMUON_BASE_DIR=/folder/with/room helps"
+    elif not isinstance(error, InputError | OSError):
         origin = getattr(error, "origin", None)  # see together()
         text = origin or "".join(traceback.format_exception(type(error), error, error.__traceback__))
         return BUG, printable(text)
     return 2, f"error: {printable(' '.join(message.split()))}\n"
 
 
-def let_others_speak(error: BaseException, code: int) -> None:
+def let_others_speak(error: BaseException) -> None:
     """Wait with an error that another rank probably reports, so that torchrun ends this rank meanwhile.
 
     Most errors hit all ranks: then only the first of each node reports it. If another rank has died, this one
     sees a lost connection.
     """
-    first_of_node = os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0"
     lost_connection = isinstance(error, dist.DistError) or "by peer" in str(error)  # gloo's wording
-    if lost_connection or not first_of_node:
-        signal.signal(signal.SIGTERM, lambda number, frame: leave(code))  # torchrun's signal
+    if lost_connection or os.environ.get("LOCAL_RANK", os.environ["RANK"]) != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's signal
         time.sleep(PATIENCE)
 
 
-def leave(code: int) -> None:
-    """End this process at once, without waiting for threads or for other ranks."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def on_signals(handler, *numbers: signal.Signals) -> None:
-    """Call handler(number, frame) on these signals; SIGHUP stays ignored if it is, as under nohup."""
-    for number in numbers:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
-
-
-def exit_when_asked() -> None:
-    """From here on SIGTERM raises SystemExit(STOPPED), and so does SIGHUP, except under nohup."""
-
-    def stop(number, frame):
-        raise SystemExit(STOPPED)
-
-    on_signals(stop, signal.SIGTERM, signal.SIGHUP)
+def exit_code(code: int) -> int:
+    """0 instead of STOPPED for a rank: torchrun treats anything else as a failure."""
+    return 0 if code == STOPPED and "RANK" in os.environ else code
 
 
 class StopSignals:
-    """SIGTERM, SIGHUP and Ctrl-C ask to save and stop after this step; a second Ctrl-C ends at once.
+    """SIGTERM, SIGHUP (not under nohup) and Ctrl-C ask to save and stop after this step; a second Ctrl-C ends
+    at once.
 
     in_steps: whether there is something to save. Before the first step and after the last there is not, and a
-    signal ends this process at once. The first rank records a stop in the file `stopped` of the run's folder,
-    which is None for --plan.
+    signal ends this process at once. The first rank records a stop in the file `stopped` of the run's folder.
     """
 
-    def __init__(self, folder: Path | None):
+    def __init__(self, folder: Path):
         self.folder = folder
         self.asked = self.in_steps = False
-        on_signals(self._receive, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._receive)
 
     def _receive(self, number, frame):
         self.asked = True
@@ -206,21 +180,19 @@ class StopSignals:
         if not self.in_steps:
             # Not an exception: the interrupted code could swallow it, or it could have no effect while this
             # rank leaves a process group in which others wait
-            os._exit(self.stopped("with nothing to save"))
-        if os.environ.get("RANK", "0") == "0":
-            os.write(1, b"stopping after this step; Ctrl-C now ends at once, without saving\n")
+            os._exit(exit_code(self.stopped("with nothing to save")))
+        self._say("stopping after this step; Ctrl-C now ends at once, without saving")
+
+    def _say(self, message):
+        if is_first_rank():
+            os.write(1, f"{message}\n".encode())  # print() fails in a handler that interrupted another
 
     def stopped(self, how: str) -> int:
-        """Print and record that the run stops here. Returns its exit code: 75 in one process; 0 under
-        torchrun, which treats anything else as a failure.
-        """
-        message = f"stopped {how}; the same command carries on\n"
-        if os.environ.get("RANK", "0") == "0":
-            os.write(1, message.encode())  # print() fails in a signal handler that interrupted another
-            with contextlib.suppress(OSError):  # if the disk is full, the exit code has to do
-                if self.folder:
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    (self.folder / "stopped").unlink(missing_ok=True)  # do not write through a link
-                    (self.folder / "stopped").write_text(message)
-        alone = os.environ.get("WORLD_SIZE", "1") == "1" and not dist.is_torchelastic_launched()
-        return STOPPED if alone else 0
+        """Print and record that the run stops here. Returns STOPPED."""
+        message = f"stopped {how}; the same command carries on"
+        self._say(message)
+        with contextlib.suppress(OSError):  # if the disk is full, the exit code has to do
+            if is_first_rank():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_text(self.folder / "stopped", f"{message}\n")
+        return STOPPED

@@ -6,6 +6,7 @@ import platform
 import re
 import shlex
 import statistics
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
@@ -18,13 +19,26 @@ from nanomuon.runtime import (
     Runtime,
     base_dir,
     cores,
-    parse_lines,
-    peak_memory_mb,
+    parse_json,
     print0,
     printable,
     write_text,
     write_whole,
 )
+
+
+def parse_lines(path, lines: bytes, kind) -> list[dict]:
+    """JSON objects, one a line, that have what the dataclass `kind` says, and maybe other keys. InputError
+    names the line of the file that has not.
+    """
+    rows = []
+    for number, line in enumerate(lines.splitlines(), 1):
+        try:
+            parse_json(line, kind)
+        except ValueError as error:
+            raise InputError(f"{path} line {number} cannot be read, remove it: {error}") from error
+        rows.append(json.loads(line))
+    return rows
 
 
 @dataclass
@@ -172,6 +186,16 @@ def write_report(folder: Path, summary: dict, samples: list[str], core: dict | N
         "`settings.json` has the settings, the data and the versions of the run.",
     ]
     write_text(folder / "report.md", printable("\n\n".join(parts)) + "\n")
+
+
+def peak_memory_mb(device: torch.device) -> int:
+    """The most memory this process has held: on its GPU, or altogether if it computes on CPUs."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) >> 20
+    import resource  # not on Windows
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most >> 20 if sys.platform == "darwin" else most >> 10  # bytes there, else kilobytes
 
 
 def machine_description() -> str:

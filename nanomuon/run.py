@@ -42,9 +42,11 @@ PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for
 
 @dataclass
 class Summary:
-    """The part of summary.json that marks a run as complete."""
+    """What is read of summary.json, which marks a run as complete."""
 
     steps: int
+    tokens: int
+    val_bpb: float
 
 
 class Run:
@@ -64,10 +66,10 @@ class Run:
         """
         self.args, self.plan, self.runtime = args, plan, runtime
         self.folder = folder_of(args.run)
-        self.core_tasks = open_core_tasks(args, runtime)
+        self.core_tasks = open_core_tasks(args)
         if settings:
             warn_of_changed_sources(args.run, settings.trained_with)
-        self.trained_on = first_rank_first(lambda: self._open_data(settings), runtime)
+        self.trained_on = first_rank_first(lambda: self._open_data(settings))
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes).to(runtime.device)
         compiles = choose_compilation(args, plan, runtime)
 
@@ -306,12 +308,12 @@ def is_complete(folder: Path, steps: int) -> bool:
     return True
 
 
-def open_core_tasks(args: argparse.Namespace, runtime: Runtime) -> list[core.Task]:
+def open_core_tasks(args: argparse.Namespace) -> list[core.Task]:
     """The tasks of CORE; none if it is not requested, or if its bundle cannot be fetched."""
     if args.core_bundle is None:
         return []
     try:
-        return first_rank_first(lambda: core.open_bundle(args.core_bundle), runtime)
+        return first_rank_first(lambda: core.open_bundle(args.core_bundle))
     except core.Unreachable as error:
         print0(f"warning: {error}; the run goes on without CORE", file=sys.stderr)
         return []

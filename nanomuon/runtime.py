@@ -11,7 +11,6 @@ import json
 import os
 import re
 import socket
-import sys
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,7 +50,7 @@ def check_name(flag: str, name: str) -> None:
 
 def base_dir() -> Path:
     """The folder under which everything is written: $NANOMUON_BASE_DIR, else ~/.cache/nanomuon."""
-    return Path(os.environ.get("NANOMUON_BASE_DIR") or Path.home() / ".cache" / "nanomuon").expanduser()
+    return Path(os.environ.get("NANOMUON_BASE_DIR") or "~/.cache/nanomuon").expanduser()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -71,16 +70,6 @@ def cpu_has_bf16() -> bool:
     """
     capabilities = torch.cpu.get_capabilities()  # {name: whether}
     return any(has for name, has in capabilities.items() if "bf16" in name)
-
-
-def peak_memory_mb(device: torch.device) -> int:
-    """The most memory this process has held: on its GPU, or altogether if it computes on CPUs."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) >> 20
-    import resource  # not on Windows
-
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most >> 20 if sys.platform == "darwin" else most >> 10  # bytes there, else kilobytes
 
 
 def compile_enabled(default: bool = True) -> bool:
@@ -165,7 +154,7 @@ def start(dtype: str = "auto") -> Runtime:
         keep_freed_memory()
     if dtype == "auto":
         dtype = "bfloat16" if has_bf16 else "float32"
-    if world_size > 1:
+    if world_size > 1 and not dist.is_initialized():  # scripts.scaling trains one run after the other
         # device_id binds NCCL to our GPU at once: a wrong mapping fails here, not in the first collective
         dist.init_process_group(
             "nccl" if gpus else "gloo",
@@ -186,10 +175,15 @@ def printable(text: str) -> str:
     return _NOT_SHOWN.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
-def print0(*values, **keywords) -> None:
-    """print() on rank 0 only, with values made printable()."""
-    if os.environ.get("RANK", "0") == "0":
-        print(*(printable(str(value)) for value in values), flush=True, **keywords)
+def is_first_rank() -> bool:
+    """Also before ranks have met."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def print0(text, **keywords) -> None:
+    """print() on the first rank only, with the text made printable()."""
+    if is_first_rank():
+        print(printable(str(text)), flush=True, **keywords)
 
 
 def together(work, group=None) -> list:
@@ -197,16 +191,15 @@ def together(work, group=None) -> list:
 
     The error's attribute `origin` is the traceback of where it happened, as text.
     """
-    result = error = None
     try:
-        result = work()
-    except Exception as caught:
-        error = caught
+        outcome = work(), None
+    except Exception as error:
         error.origin = traceback.format_exc()
-    outcomes = [(result, error)]
+        outcome = None, error
+    outcomes = [outcome]
     if dist.is_initialized():
         outcomes = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, (result, error), group=group)
+        dist.all_gather_object(outcomes, outcome, group=group)
     for _, error in outcomes:
         if error is not None:
             raise error
@@ -223,17 +216,17 @@ def on_first_rank(work, group=None):
     return together(lambda: work() if rank() == 0 else None, group)[0]
 
 
-def first_rank_first(work, runtime: Runtime):
+def first_rank_first(work):
     """work() on the first rank, then on the others, which find what it wrote. Returns each rank's result.
 
     It may take hours, like a download; NCCL would give up after 10 minutes.
     """
-    if runtime.world_size == 1:
+    if not dist.is_initialized():
         return work()
     group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     first = on_first_rank(work, group)
     dist.destroy_process_group(group)  # not after an error, which may have left other ranks in it
-    return first if runtime.rank == 0 else work()
+    return first if rank() == 0 else work()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -283,20 +276,6 @@ def read_json(path, kind=dict, advice: str = ""):
         raise InputError(f"{problem}; {advice}" if advice else problem) from error
 
 
-def parse_lines(path, lines: bytes, kind) -> list[dict]:
-    """JSON objects, one a line, that have what the dataclass `kind` says, and maybe other keys. InputError
-    names the line of the file that has not.
-    """
-    rows = []
-    for number, line in enumerate(lines.splitlines(), 1):
-        try:
-            parse_json(line, kind)
-        except ValueError as error:
-            raise InputError(f"{path} line {number} cannot be read, remove it: {error}") from error
-        rows.append(json.loads(line))
-    return rows
-
-
 @functools.cache  # making one takes 300 times as long as using it
 def reader_of(kind):
     from pydantic import TypeAdapter
@@ -312,8 +291,8 @@ def parse_json(text: bytes | str, kind):
         return reader_of(kind).validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{key or 'the content'}: {first['msg']}") from error
+        key = ".".join(map(str, first["loc"])) or "the content"
+        raise ValueError(f"{key}: {first['msg']}") from error
 
 
 @contextlib.contextmanager
@@ -324,39 +303,24 @@ def locked(folder: Path, wait: bool = True):
     """
     from filelock import FileLock, Timeout
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(_lock_file(folder))
+    file = lock_file(folder)
     try:
-        lock.acquire(timeout=0)
+        lock = FileLock(file).acquire(timeout=0)
     except Timeout:
-        holder = _lock_file(folder).read_text() or "another process"  # which has not written its name yet
+        holder = file.read_text() or "another process"  # which has not written its name yet
         if not wait:
             raise InputError(
                 f"{folder} is in use by {holder}: wait, stop it, or choose another name"
             ) from None
         print(f"{holder} is preparing {folder.name}: waiting for it", flush=True)
-        lock.acquire()
-    try:
-        _lock_file(folder).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        lock = FileLock(file).acquire()
+    with lock:
+        file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         yield
-    finally:
-        lock.release()
 
 
-def being_written(folder: Path) -> bool:
-    """Whether some process holds the folder."""
-    from filelock import FileLock, Timeout
-
-    if not folder.parent.is_dir():
-        return False
-    try:
-        with FileLock(_lock_file(folder)).acquire(timeout=0):
-            return False
-    except Timeout:
-        return True
-
-
-def _lock_file(folder: Path) -> Path:
+def lock_file(folder: Path) -> Path:
+    """The file that `locked` locks."""
     return folder.with_name(f".{folder.name}.lock")
 
 

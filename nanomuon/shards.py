@@ -27,8 +27,8 @@ from nanomuon.corpus import Corpus, with_both_parts
 from nanomuon.runtime import (
     InputError,
     base_dir,
-    being_written,
     cores,
+    lock_file,
     locked,
     print0,
     read_json,
@@ -244,6 +244,17 @@ def prepare_for_training(corpus: Corpus, vocab_size: int | None = None) -> Path:
     manifest = wait_for_window(folder, 0)
     read_shards(folder, manifest, "val")  # report a damaged one before a run is touched
     return folder
+
+
+def being_written(folder: Path) -> bool:
+    """Whether some process holds the folder."""
+    from filelock import FileLock, Timeout
+
+    try:
+        with FileLock(lock_file(folder)).acquire(timeout=0):
+            return False
+    except Timeout:
+        return True
 
 
 class NobodyWrites(InputError):

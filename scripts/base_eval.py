@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from nanomuon import core, shards
-from nanomuon.command import ArgumentParser, add_checkpoint_argument, add_run_argument, count, run_command
+from nanomuon.command import ArgumentParser, add_run_arguments, count, run_command
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import validation_batches
 from nanomuon.evaluate import bits_per_byte
@@ -43,7 +43,7 @@ ROWS = 16  # per batch
 
 
 def evaluate_bpb(runtime: Runtime, model: GPT, tokenizer: Tokenizer, corpus: str, run: str) -> None:
-    folder = first_rank_first(lambda: validation_folder(corpus, tokenizer, run), runtime)
+    folder = first_rank_first(lambda: validation_folder(corpus, tokenizer, run))
     batches = validation_batches(
         folder, model.config.seq_len, ROWS, runtime.rank, runtime.world_size, runtime.device
     )
@@ -73,8 +73,7 @@ def validation_folder(corpus_name: str, tokenizer: Tokenizer, run: str) -> Path:
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser("python -m scripts.base_eval", __doc__)
-    add_run_argument(parser)
-    add_checkpoint_argument(parser)
+    add_run_arguments(parser)
     parser.add_argument("--corpus", help="take the validation set of this corpus (default: the run's)")
     parser.add_argument(
         "--eval",
@@ -99,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
     print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {facts['step']}")
     tasks = []
     if "core" in wanted:  # first: there may be no such bundle
-        tasks = first_rank_first(lambda: core.open_bundle(args.core_bundle), runtime)
+        tasks = first_rank_first(lambda: core.open_bundle(args.core_bundle))
     if "bpb" in wanted:
         evaluate_bpb(runtime, model, tokenizer, corpus, args.run)
     if "core" in wanted:

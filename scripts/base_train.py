@@ -234,7 +234,6 @@ def size_of_run(args: argparse.Namespace, settings: Settings | None, runtime: Ru
 def main(argv: list[str] | None = None) -> int:
     args, settings = understand(argv)
     folder = folder_of(args.run)
-    signals = StopSignals(None if args.plan else folder)
     if args.deterministic:
         make_deterministic()
     runtime = start(args.dtype)
@@ -242,6 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.plan:
         print_plan(args, plan, runtime)
         return 0
+    signals = StopSignals(folder)
     if args.resume == "auto" and is_complete(folder, plan.steps):
         return 0
     wandb = None

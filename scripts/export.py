@@ -15,15 +15,14 @@ if __name__ == "__main__":
 from pathlib import Path
 
 from nanomuon import hf_export
-from nanomuon.command import ArgumentParser, add_checkpoint_argument, add_run_argument, run_command
+from nanomuon.command import ArgumentParser, add_run_arguments, run_command
 from nanomuon.runtime import InputError, rank, start
 from nanomuon.trained import load_run
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser("python -m scripts.export", __doc__)
-    add_run_argument(parser)
-    add_checkpoint_argument(parser)
+    add_run_arguments(parser)
     parser.add_argument("--to", required=True, type=Path, metavar="FOLDER", help="a new folder")
     parser.add_argument(
         "--dtype",

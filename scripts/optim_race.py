@@ -49,7 +49,6 @@ from nanomuon.command import (
     ArgumentParser,
     add_dtype_argument,
     count,
-    exit_when_asked,
     number,
     run_command,
     vocabulary,
@@ -66,7 +65,6 @@ DOCS = Path("docs")
 
 def main(argv=None):
     args = parse_arguments(argv)
-    exit_when_asked()
     if args.contenders:
         run_race(args)
     if args.leaderboard:

@@ -18,8 +18,7 @@ import time
 
 from nanomuon.command import (
     ArgumentParser,
-    add_checkpoint_argument,
-    add_run_argument,
+    add_run_arguments,
     count,
     number,
     run_command,
@@ -46,8 +45,7 @@ def stop_text(argument: str) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser("python -m scripts.sample", __doc__)
-    add_run_argument(parser)
-    add_checkpoint_argument(parser)
+    add_run_arguments(parser)
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(
         "--prompt",

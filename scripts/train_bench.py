@@ -29,7 +29,6 @@ from nanomuon.runtime import (
     InputError,
     compile_enabled,
     make_deterministic,
-    peak_memory_mb,
     start,
     write_json,
 )
@@ -138,7 +137,7 @@ def step_table(args, runtime):
         milliseconds=table,
         compile_seconds=first / 1e3 - seconds,
         tokens_per_second=batch / seconds,
-        peak_memory_mb=peak_memory_mb(device),
+        peak_memory_mb=report.peak_memory_mb(device),
     )
     print(f"{runtime.dtype_name}: {batch / seconds:,.0f} tokens/s", end=", ")
     print(f"peak memory {result['peak_memory_mb']:,} MB")

@@ -66,7 +66,6 @@ def lab(text, tmp_path, eager, monkeypatch):
     monkeypatch.setattr(race, "as_completed", list)
     monkeypatch.setattr(Inline, "submitted", [])
     monkeypatch.setattr(Inline, "stop_after", math.inf)
-    monkeypatch.setattr(optim_race, "exit_when_asked", lambda: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
     def run(*arguments):

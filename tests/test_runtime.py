@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from nanomuon import runtime
-from nanomuon.runtime import InputError, Runtime
+from nanomuon.runtime import InputError
+from nanomuon.shards import being_written
 from tests.worlds import run_world
 
 ROOT = Path(__file__).parent.parent
@@ -91,8 +92,7 @@ def patience(group):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", noted)
-        here = Runtime(torch.device("cpu"), torch.float32, dist.get_rank(), dist.get_world_size())
-        return runtime.first_rank_first(dist.get_rank, here), waits[0]
+        return runtime.first_rank_first(dist.get_rank), waits[0]
 
 
 def test_ranks_wait_for_hours_while_only_the_first_one_works():
@@ -118,7 +118,7 @@ def test_one_process_holds_a_folder_and_a_kill_frees_it(tmp_path, capsys):
     folder = tmp_path / "run"
     process = subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
-    assert runtime.being_written(folder)
+    assert being_written(folder)
     holder = f"process {process.pid} on {socket.gethostname()}"
     with pytest.raises(InputError, match=f"run is in use by {holder}"):
         runtime.locked(folder, wait=False).__enter__()
@@ -127,7 +127,7 @@ def test_one_process_holds_a_folder_and_a_kill_frees_it(tmp_path, capsys):
     with runtime.locked(folder):
         assert process.wait() == -signal.SIGKILL
     assert capsys.readouterr().out == f"{holder} is preparing run: waiting for it\n"
-    assert not runtime.being_written(folder)
+    assert not being_written(folder)
 
 
 def test_a_file_is_whole_or_not_there_and_no_link_is_followed(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanomuon.runtime import being_written
+from nanomuon.shards import being_written
 from tests.training import losses, wait_until, write_corpus
 
 ROOT = Path(__file__).parents[1]

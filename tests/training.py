@@ -94,11 +94,14 @@ class Ranks:
             environment = {
                 "NANOMUON_BASE_DIR": str(base),
                 "NANOMUON_COMPILE": "0",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "WORLD_SIZE": str(processes),
             }
+            if processes > 1:
+                environment |= {
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(processes),
+                }
             argv = arguments(base, run, steps, *more, small=small)
             process = FORKS.Process(target=_train, args=(environment, argv, str(self.file)), daemon=True)
             process.start()

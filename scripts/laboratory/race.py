@@ -19,7 +19,7 @@ from nanomuon import report as run_report
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.parallel import compile_model
 from nanomuon.recipe import switch, values_at
-from nanomuon.runtime import InputError, compile_enabled, parse_lines, start
+from nanomuon.runtime import InputError, compile_enabled, start
 from scripts.laboratory import significance
 from scripts.laboratory.contenders import Contender
 from scripts.laboratory.report import score
@@ -186,7 +186,7 @@ def read_results(file):
     lines = file.read_bytes()
     if not lines:
         raise InputError(f"{file} is empty: remove it")
-    header, *runs = parse_lines(file, lines, Header | Result)
+    header, *runs = run_report.parse_lines(file, lines, Header | Result)
     return header, runs
 
 
