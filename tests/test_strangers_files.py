@@ -215,5 +215,5 @@ def test_nothing_of_a_strangers_folder_is_run(made, run_dir, tmp_path):
 
 
 def test_control_characters_of_strangers_are_shown(capsys):
-    print0("a\x1b[2Jb\x07c\x7fd\x9be\u202ef\rg", "line\n\tend")
+    print0("a\x1b[2Jb\x07c\x7fd\x9be\u202ef\rg line\n\tend")
     assert capsys.readouterr().out == "a\\x1b[2Jb\\x07c\\x7fd\\x9be\\u202ef\\rg line\n\tend\n"
