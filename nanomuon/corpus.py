@@ -114,7 +114,9 @@ class Corpus:
     def differs(self, name: str, revision: str) -> bool:
         """Whether these are not the texts of the corpus that a run has recorded by name and revision."""
         if len(revision) == OLD_REVISION:
-            print0(f"corpus {name}: the run has recorded its times, not its texts, so they are not compared")
+            print0(
+                f"corpus {name} is not compared with what the run has read: it recorded names and times only"
+            )
             return False
         return revision != self.revision or (self.repo is not None and name != self.name)
 

@@ -278,7 +278,5 @@ def test_a_run_that_recorded_times_instead_of_texts_goes_on(base, capsys):
         del settings["options"][option]
     file.write_text(json.dumps(settings))
     assert base_train.main(["--run", "older", "--num-iterations", "4"]) == 0
-    said = (
-        f"corpus path:{base}/texts: the run has recorded its times, not its texts, so they are not compared"
-    )
+    said = f"corpus path:{base}/texts is not compared with what the run has read: it recorded names and times"
     assert said in capsys.readouterr().out and len(losses(base, "older")) == 4
