@@ -74,7 +74,7 @@ def memory_by_kind(config: GPTConfig, layout: Layout, rows: int, compute_bytes: 
     if layout.fsdp:  # gathers weights and gradients of two blocks, the embedding and the head
         of_all = 2 * weights * layout.ranks // layout.tensor_parallel
         in_loss += of_all * 2 // config.depth + 2 * FLOAT32 * 2 * config.vocab_size * config.width
-    elif layout.ranks > 1:  # all gradients and results are in flight at once, see DistMuonAdamW
+    elif layout.ranks > 1:  # all gradients and results are in flight at once, see optim.py
         in_step += weights + weights // layout.ranks
     return {
         "weights": weights,

@@ -14,25 +14,29 @@ The parameters are divided into work items, and `MuonAdamW.step` takes them thro
 
 Each rank has all replicated parameters, and gradients from its own rows of the batch. The collectives of
 `collect` average the gradients over the W ranks; nothing else does. The mean gradient of a matrix exists only
-on the rank that owns the matrix, and so does its state (ZeRO-2). In each phase the items go in this order:
+on the rank that owns the matrix, and so does its state (ZeRO-2). In each phase the items go in the order of
+this table; within a kind in the order of the groups, and within a group from the largest matrices down:
 
     work item         parameters                  collect          send         state on one rank
     Bank              K matrices of one shape     reduce_scatter   all_gather   of at most ceil(K/W) matrices
-    Bank, if 2K < W   the same                    reduce           broadcast    of one matrix, on K ranks
+                      ... if 2K < W               reduce           broadcast    of one matrix, on K ranks
+    BankOfShards      experts, or tensor-parallel shards: see optim_fsdp.py
     Rows              one large AdamW parameter   reduce_scatter   all_gather   of ceil(R/W) of its R rows
     SmallParameters   small AdamW parameters      all_reduce       nothing      of all of them
-    Pipeline          matrices under FSDP2        see optim_fsdp.py
+    Pipeline          matrices under FSDP2: see optim_fsdp.py
 
     work item         buffers of a step
-    Bank              a stack of all gradients, padded to a multiple of W, and the 1/W of it that is received;
-                      both are freed before the stack of all updated matrices is made
+    Bank              a stack of its gradients, padded to a multiple of W, and the 1/W of it that is received;
+                      both are freed before the stack of its updated matrices is made
     Rows              the received 1/W of the gradient; if W does not divide R, padded copies of gradient and
                       parameter; if comm_dtype casts the gradient, a copy of it
     SmallParameters   one flat vector of the gradients, one of the parameters
 
-All gradients are in flight at once: (1 + 1/W) times their padded bytes. The temporaries of one batch of a
-bank (BATCH_BYTES) or of one large AdamW parameter come on top. Each rank sends 2(W-1)/W times the bytes of
-the parameters per step. A single process sends nothing and runs the same mathematics.
+All gradients are in flight at once: (1 + 1/W) times their padded bytes. A bank's are freed when it has
+computed; its stack of updated matrices stays until `deliver`, so in the end all updated matrices are in
+flight. The temporaries of one batch (about four times BATCH_BYTES) or of one large AdamW parameter come on
+top. Each rank sends 2(W-1)/W times the bytes of the parameters per step, plus padding. A single process sends
+nothing and runs the same mathematics.
 
 This file has, in this order: the kernels; the hyperparameters; the ranks and their collectives; parameters
 and gradients; the rule for the direction of a Muon update; the work items; the owners; the optimizers.
@@ -72,7 +76,7 @@ from nanomuon.orthogonalize import orthogonalize, update_scale
 from nanomuon.runtime import compile_enabled
 
 SMALL = 16_384  # elements; AdamW parameters up to this size travel together and every rank updates them
-BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29}  # Muon works on this much of a bank at a time
+BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29}  # of float32 matrices that Muon works on at a time
 COMPILE_FROM = 1024  # elements; compiling a kernel for fewer does not pay
 
 # Since torch 2.13 the collectives on one tensor are called *_single, and the old names warn.
@@ -211,8 +215,8 @@ def muon_update(
     *,
     cautious,
 ):
-    """Weight decay and update. The update's rate is lr * scale. So is that of cautious decay, the default;
-    the rate of decoupled decay is lr alone.
+    """Update, and weight decay of the old values: lr * scale * weight_decay where update and parameter have
+    the same sign (cautious, the default), or lr * weight_decay everywhere (decoupled).
     """
     P = param.to(ok.dtype)
     X = X.to(ok.dtype) * gain
@@ -283,9 +287,9 @@ class Transfer:
 class World:
     """The ranks of a process group; without one, a single process, which sends nothing.
 
-    Its methods are the collectives of torch.distributed. They start at once and return a Transfer of what
-    they are said to receive. reduce_scatter, all_reduce and reduce average over the ranks; all_reduce takes
-    other operations, too. comm_dtype: the dtype in which gradients travel, None for their own.
+    Its methods are the collectives of torch.distributed. They start at once and return a Transfer; "receives"
+    is what its `wait()` returns. reduce_scatter, all_reduce and reduce average over the ranks; all_reduce
+    takes other operations, too. comm_dtype: the dtype in which gradients travel, None for their own.
     """
 
     process_group: object = None
@@ -448,7 +452,7 @@ def rule_of(group, m, n, ns_dtype):
     if group["split"] is not None:
         from nanomuon import optim_fused  # an extension: imported when it is needed
 
-        return optim_fused.rule_of(group, m, n, ns_dtype)
+        return optim_fused.fused_rule(group, m, n, ns_dtype)
     scale, cost = update_scale(group["scale"], m, n), m * n * min(m, n)
     direction = group["direction"]
     if direction is not None:
@@ -477,7 +481,8 @@ def call_direction(U, buffers, ok, hyper, *, direction):
 # ------------------------------------------------------------------------------------------------------------
 # The work items
 
-TURNS = ("Bank", "BankOfShards", "Rows", "SmallParameters", "Pipeline")  # those with most to compute first
+# Most to compute first; a Pipeline comes last, since it sends in its compute
+TURNS = ("Bank", "BankOfShards", "Rows", "SmallParameters", "Pipeline")
 
 
 class WorkItem:
@@ -638,7 +643,7 @@ class Bank(MuonItem):
 
     def __init__(self, params, group, rule, owners, world):
         super().__init__(params, group, rule, owners, world, owners.count(world.rank))
-        self.one_by_one = 2 * len(owners) < world.size
+        self.one_by_one = 2 * len(owners) < world.size  # reduce and broadcast, without padding
         self.slots, self.slot_count = list(range(len(owners))), len(owners)
         if not self.one_by_one:
             each = -(-len(owners) // world.size)
@@ -717,8 +722,8 @@ class Bank(MuonItem):
 def assign_owners(count, cost, owned_cost):
     """The rank that works on each of `count` equal matrices, ascending: as evenly as whole matrices allow.
 
-    cost: of one matrix. owned_cost: of the matrices that each rank owns already; updated. The ranks with the
-    least get the remainder. Depends on these alone, so all ranks find the same owners.
+    cost: of one matrix. owned_cost: the cost that each rank has already, to which this adds. The ranks with
+    the least get the remainder. Depends on these alone, so all ranks find the same owners.
     """
     even, left_over = divmod(count, len(owned_cost))
     ranks = list(range(len(owned_cost)))
@@ -740,9 +745,10 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     no second moment. `momentum=None`: U is the gradient, for rules with momentum of their own.
     `ns_steps=None`: as many as the coefficient set has. `names`, aligned with params, or (name, parameter)
     pairs in params name the state when it is saved; default group{i}.{j}. Other keys are kept for their user.
-    Rates, momenta, betas, eps and decays may change at any time, on all ranks alike; parameters, other
-    options and a None may not after the first step. ValueError at construction for what is misspelled or
-    missing, at the first step for parameters sharded in unsupported ways.
+    Rates, momenta, betas, eps and decays may change at any time, on all ranks alike. After the first step
+    parameters and other options may not, nor may a momentum or beta2 become None or stop being None.
+    ValueError at construction for what is misspelled or missing, at the first step for parameters sharded in
+    unsupported ways.
 
     ns_dtype: the dtype of Newton-Schulz. None: half precision on GPUs, float32 on CPUs; torch.bfloat16 (on
     GPUs float16 in the Gram form) is about twice as fast on CPUs that multiply it natively, and several times
@@ -833,7 +839,8 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
                 with record_function(f"collect {item}"):
                     in_flight[item] = item.collect(ok[item], hyper[item])
             # Results travel while the next items compute. FSDP2's pipeline comes last: its first transfer
-            # runs under all other items, the others, like those of tensor parallelism, run inside `compute`
+            # travels while all other items compute. Its later ones start and end inside its `compute`, and so
+            # do those of tensor parallelism.
             for item in self.work_items:
                 with record_function(f"compute {item}"):
                     item.compute(in_flight.pop(item).wait(), ok[item], hyper[item])
@@ -959,7 +966,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         if sharded:
             from nanomuon import optim_fsdp  # an extension: imported when it is needed
 
-            items += optim_fsdp.plan_group(self, group, sharded)
+            items += optim_fsdp.plan_sharded(self, group, sharded)
         for key in sorted(banks, key=lambda key: -math.prod(key[0])):
             params_together, rule = banks[key], rule_of(group, *key[0], self.ns_dtype)
             if params_together[0].ndim == 3:  # even blocks: its state is divided like DTensor's Shard(0)

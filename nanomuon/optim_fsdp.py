@@ -16,7 +16,8 @@ which needs whole matrices, runs at their owner. With the shards of an update, t
 state as raw bytes, so every rank has the whole state of the rule, and it is saved like a step count: for
 NorMuon a vector per matrix, for a direction of your own W times its bytes in all.
 
-With W ranks, a rank sends 2(W-1)/W times the bytes of its shards, and its matrices' state W-1 times.
+With W ranks, a rank sends 2(W-1)/W times the bytes of its shards, and the state of the matrices that it owns
+to each of the W-1 others.
 """
 
 import math
@@ -115,7 +116,7 @@ def sharding_of(param, group, comm_dtype, ns_dtype):
 # The plan
 
 
-def plan_group(optimizer, group, params):
+def plan_sharded(optimizer, group, params):
     """The work items of the sharded parameters of a Muon group."""
     names = dict(zip(group["params"], group["names"], strict=True))
     same = {}  # what must be equal -> (sharding, parameters)
@@ -275,9 +276,9 @@ def as_bytes(tensor):
 
 
 class Pipeline(WorkItem):
-    """All chunks as one work item. While a chunk computes, the next one's momentum and the previous one's
-    directions travel, so at most three have transfers in memory. The first chunk's momentum travels while the
-    other work items compute.
+    """All chunks as one work item. In round i, chunk i + 1 updates its momentum and sends it, chunk i
+    computes and sends back, and chunk i - 1 is updated: at most three chunks have transfers in memory. The
+    momentum of chunk 0 travels while the other work items compute.
     """
 
     def __init__(self, chunks, group):

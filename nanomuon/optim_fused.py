@@ -46,7 +46,7 @@ def fused_normuon(
     return torch.cat(directions, dim=2).view(U.shape), torch.ones_like(ok)
 
 
-def rule_of(group, m, n, ns_dtype):
+def fused_rule(group, m, n, ns_dtype):
     """The optim.Rule of a group with `split`, for parameters of m rows."""
     heads, groups, rows = split = split_rows(group["split"], m)
     without_split = dict(group, split=None)

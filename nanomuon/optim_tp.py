@@ -5,15 +5,16 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
 
   mode         default if                sent by a rank               computed by a rank      orthogonal is
   distributed  the long side is cut,     2(T-1)/T s^2 per iteration,  1/T of the products     the whole matrix
-               or a square               in Gram form two in all      with X, all of s x s
+               or a square               in Gram form twice; norm,    with X, all of s x s
+                                         second moment
   duplicated   the short side is cut,    (T-1)/T l s                  everything              the whole matrix
                rows of fused parts, or
                a custom `direction`
   blockwise    never                     nothing                      its block               each block
 
 `distributed`, even if requested, becomes `duplicated` wherever that is the default: Gram matrices are sums
-over the long side. Of the other two, each makes a rule for shards from the rule for whole matrices; blockwise
-needs none, because each block is a matrix (`optim_fsdp.sharding_of`).
+over the long side. The functions `duplicated` and `distributed` make a rule for shards from the rule for
+whole matrices; `blockwise` needs none (`optim_fsdp.sharding_of`).
 """
 
 import dataclasses
@@ -116,8 +117,8 @@ def normuon_together(
     ns_steps,
     ns_dtype,
 ):
-    """`optim.normuon` with sums over ranks where it sums over the cut side, the long one. Returns shards of X
-    and of its gain.
+    """`optim.normuon` on shards, cut along the long side: the norm and Gram matrices are summed over ranks,
+    and the mean squares summed or gathered. Returns shards of X and of its gain.
     """
     shape = list(U.shape[1:])
     shape[cut.dim - 1] = cut.length
