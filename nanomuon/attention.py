@@ -4,6 +4,7 @@ Windows in bf16 on CUDA use PyTorch's varlen_attn, which skips hidden keys. Ever
 scaled_dot_product_attention, except short rows in bf16 on a CPU (`whole_scores`).
 """
 
+import contextlib
 import re
 
 import torch
@@ -17,6 +18,9 @@ WHOLE_SCORES = 512
 # The backends for decoding. On Hopper PyTorch prefers cuDNN, which plans a kernel for every length
 # (about 0.4 s each), and every token is a new length
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# PyTorch's names of FlashAttention 3 and 4, in the order of preference, by a GPU's major compute capability:
+# Hopper and the data centres' Blackwell. On other GPUs version 4 activates, too, and its first call fails
+FLASH_ATTENTION = {9: ("FA3", "FA4"), 10: ("FA4",)}
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, normalized: bool = False) -> Tensor:
@@ -97,21 +101,24 @@ softmax.register_autograd(
 )
 
 
-def use_flash_attention(device: torch.device) -> str | None:
-    """Use FlashAttention 3 or 4 from now on, if one is made for this GPU and installed; return its name.
-    Deterministic runs keep PyTorch's own.
+def use_flash_attention(device: torch.device, dtype: torch.dtype) -> None:
+    """Use FlashAttention 3 or 4 from now on, if one is installed and made for this GPU. Deterministic runs,
+    and other dtypes than bf16, keep PyTorch's own kernels.
     """
-    if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
-        return None
-    # PyTorch's names for Hopper's and Blackwell's
-    name = {9: "FA3", 10: "FA4"}.get(torch.cuda.get_device_capability(device)[0])
-    if name not in torch.nn.attention.list_flash_attention_impls():
-        return None
-    try:
-        torch.nn.attention.activate_flash_attention_impl(name)
-    except ImportError:
-        return None
-    return name
+    if device.type != "cuda" or dtype != torch.bfloat16 or torch.are_deterministic_algorithms_enabled():
+        return
+    major, _ = torch.cuda.get_device_capability(device)
+    for name in FLASH_ATTENTION.get(major, ()):
+        # Not installed; installed without its backward pass; not known to this PyTorch
+        with contextlib.suppress(ImportError, RuntimeError, ValueError):
+            torch.nn.attention.activate_flash_attention_impl(name)
+            return
+
+
+def kernels_in_use() -> str:
+    """The name of the kernels that compute attention on a GPU, for people."""
+    name = torch.nn.attention.current_flash_attention_impl()
+    return "PyTorch's own" if name is None else name.replace("FA", "FlashAttention ")
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

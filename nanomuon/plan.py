@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from nanomuon import footprint, parallel
+from nanomuon.attention import kernels_in_use
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.recipe import REFERENCE_BATCH, REFERENCE_TOKENS
 from nanomuon.runtime import InputError, Runtime, check_name, compile_enabled, folder_of, print0, read_json
@@ -188,8 +189,8 @@ def make_plan(args: argparse.Namespace, vocab_size: int, runtime: Runtime, rows:
 def model_config(args: argparse.Namespace, vocab_size: int, device: str) -> GPTConfig:
     """The model that the arguments ask for. InputError for one that cannot be built."""
     on_gpu, windows = device == "cuda", args.window_pattern
-    if windows is None:
-        windows = "SSSL" if on_gpu else "L"
+    if windows is None:  # PyTorch's own kernels gain nothing by them (H200, docs/benchmarks.md)
+        windows = "SSSL" if torch.nn.attention.current_flash_attention_impl() else "L"
     try:
         return GPTConfig.from_depth(
             args.depth,
@@ -296,6 +297,7 @@ def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
     print0(
         f"model      depth {config.depth}, width {config.width}, {config.heads} heads, "
         f"context {config.seq_len}, vocabulary {config.vocab_size}, {parameters / 1e6:.1f}M parameters\n"
+        f"attention  {kernels_in_use()}, window pattern {config.window_pattern}\n"
         f"training   {plan.steps} steps x {plan.batch} tokens = {plan.tokens:,} tokens, "
         f"{flops / 1e6:.0f} MFLOP per token, {plan.tokens * flops:.3g} FLOPs in all\n"
         f"devices    {runtime.world_size} x {runtime.device.type}, {plan.rows} rows x {plan.micro_steps} "

@@ -237,6 +237,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.deterministic:
         make_deterministic()
     runtime = start(args.dtype)
+    use_flash_attention(runtime.device, runtime.compute_dtype)  # first: the default windows depend on it
     plan = size_of_run(args, settings, runtime)
     if args.plan:
         print_plan(args, plan, runtime)
@@ -247,8 +248,6 @@ def main(argv: list[str] | None = None) -> int:
     wandb = None
     if args.wandb and runtime.rank == 0:
         wandb = start_wandb(args.run, settings and settings.wandb_id, vars(args))
-    if flash := use_flash_attention(runtime.device):
-        print0(f"attention: {flash}")
     # One launch at a time: two would write into each other's checkpoints. The first rank holds the lock
     with locked(folder, wait=False) if runtime.rank == 0 else contextlib.nullcontext():
         run = Run(args, plan, runtime, settings, wandb)
@@ -335,8 +334,8 @@ def make_parser() -> ArgumentParser:
     )
     add(
         "--window-pattern",
-        help="attention window by layer: L full, S the last quarter of the context (default: SSSL on a GPU, "
-        "L on a CPU, where windows save no time)",
+        help="attention window by layer: L full, S the last quarter of the context (default: SSSL with "
+        "FlashAttention 3 or 4, else L: without it windows save no time)",
     )
     add("--no-qk-norm", action="store_true", help="do not normalize queries and keys")
     add(

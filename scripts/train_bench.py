@@ -20,7 +20,7 @@ import argparse
 import torch
 
 from nanomuon import fp8, parallel, recipe, report, shards
-from nanomuon.attention import use_flash_attention
+from nanomuon.attention import kernels_in_use, use_flash_attention
 from nanomuon.command import count, run_command
 from nanomuon.corpus import check_corpus, open_corpus
 from nanomuon.dataloader import TrainLoader
@@ -86,9 +86,9 @@ def step_table(args, runtime):
         build, _ = recipe.load_recipe(args.optimizer_file)
     corpus = open_corpus(args.corpus)
     data = shards.prepare_for_training(corpus, args.vocab_size)
+    use_flash_attention(device, runtime.compute_dtype)
     plan = make_plan(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime)
     config = plan.config
-    use_flash_attention(device)
     batch, rows = plan.batch, plan.batch // config.seq_len
     model = parallel.build_model(config, runtime, args.seed)
     settings = {"ns_dtype": runtime.compute_dtype, "compile": False if args.no_compile else "auto"}
@@ -129,6 +129,7 @@ def step_table(args, runtime):
             times[name].append(milliseconds)
 
     print(f"depth {config.depth}, {rows} x {config.seq_len} tokens, first step {first:.0f} ms")
+    print(f"attention: {kernels_in_use()}, window pattern {config.window_pattern}")
     table = optim_bench.report(times)
     seconds = table["whole step"]["median"] / 1e3
     result = dict(

@@ -1,5 +1,6 @@
 """Fixtures for all test files."""
 
+import functools
 import os
 
 import pytest
@@ -33,3 +34,32 @@ def eager(monkeypatch):
 def environment(base, eager, monkeypatch):
     """Runs write to `base`, without compiling, on one thread per process."""
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(base))
+
+
+class Activated:
+    """What PyTorch keeps while a FlashAttention is in use."""
+
+    def remove(self):
+        pass
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """installed("FA4"): the FlashAttentions that can be activated, in PyTorch's own registry. Others raise
+    what PyTorch's own functions raise.
+    """
+    import torch  # after OMP_NUM_THREADS is set
+    from torch.nn.attention import _registry
+
+    def pretend(*names, missing=ModuleNotFoundError):
+        def register(name):
+            if name not in names:
+                raise missing(f"no {name}")
+            return Activated()
+
+        for name in ("FA3", "FA4"):
+            monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, name, functools.partial(register, name))
+
+    yield pretend
+    if torch.nn.attention.current_flash_attention_impl():
+        torch.nn.attention.restore_flash_attention_impl()

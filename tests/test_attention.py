@@ -6,9 +6,10 @@ import itertools
 import pytest
 import torch
 import torch.nn.attention.varlen as varlen_module
+from torch.nn.attention import _registry
 
 from nanomuon import attention as module
-from nanomuon.attention import attention, use_flash_attention, whole_scores
+from nanomuon.attention import attention, kernels_in_use, use_flash_attention, whole_scores
 
 
 def tensors(Tq=48, Tk=48, Hkv=2):
@@ -70,15 +71,46 @@ def test_windows_on_cuda_are_rows_of_a_ragged_batch(monkeypatch):
     torch.testing.assert_close(module.varlen(q, k, v, 10), definition(q, k, v, 10))
 
 
-def test_flash_attention_is_the_gpus_own_version_if_it_is_installed(monkeypatch):
-    def activate(name):
-        if name == "FA4":
-            raise ModuleNotFoundError("No module named 'flash_attn'")
-        active.append(name)
+@pytest.mark.parametrize(
+    "capability, names, chosen",
+    [
+        ((8, 0), ("FA3", "FA4"), None),
+        ((9, 0), ("FA3", "FA4"), "FA3"),
+        ((9, 0), ("FA4",), "FA4"),
+        ((9, 0), (), None),
+        ((10, 0), ("FA3", "FA4"), "FA4"),
+        ((10, 3), ("FA4",), "FA4"),
+        ((10, 0), ("FA3",), None),
+        ((12, 0), ("FA3", "FA4"), None),
+    ],
+)
+# RuntimeError: from PyTorch, of a package without the kernels
+@pytest.mark.parametrize("missing", [ModuleNotFoundError, RuntimeError])
+def test_flash_attention_is_one_that_is_made_for_the_gpu_and_installed(
+    monkeypatch, installed, capability, names, chosen, missing
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    installed(*names, missing=missing)
+    use_flash_attention(torch.device("cuda"), torch.bfloat16)
+    assert torch.nn.attention.current_flash_attention_impl() == chosen
+    assert kernels_in_use() == {"FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}.get(
+        chosen, "PyTorch's own"
+    )
 
-    active = []
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
-    for major, name in (9, "FA3"), (10, None), (8, None):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=major: (found, 0))
-        assert use_flash_attention(torch.device("cuda")) == name
-    assert use_flash_attention(torch.device("cpu")) is None and active == ["FA3"]
+
+def test_flash_attention_that_this_pytorch_does_not_know_is_not_used(monkeypatch, installed):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    installed("FA3", "FA4")
+    monkeypatch.delitem(_registry._FLASH_ATTENTION_IMPLS, "FA3")
+    use_flash_attention(torch.device("cuda"), torch.bfloat16)
+    assert torch.nn.attention.current_flash_attention_impl() == "FA4"
+
+
+def test_cpus_float32_and_deterministic_runs_keep_pytorchs_own_attention(monkeypatch, installed):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    installed("FA3", "FA4")
+    use_flash_attention(torch.device("cpu"), torch.bfloat16)
+    use_flash_attention(torch.device("cuda"), torch.float32)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    use_flash_attention(torch.device("cuda"), torch.bfloat16)
+    assert torch.nn.attention.current_flash_attention_impl() is None

@@ -138,9 +138,11 @@ def test_loss_and_gradients_of_a_model_are_those_of_the_cpu(device):
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("window", [None, 16])
 def test_attention_is_the_definition(device, window, flash):
-    if flash and attention.use_flash_attention(device) is None:
-        pytest.skip("needs a GPU with FlashAttention 3 or 4")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if flash:
+        attention.use_flash_attention(device, dtype)
+        if torch.nn.attention.current_flash_attention_impl() is None:
+            pytest.skip("needs a Hopper or Blackwell GPU with FlashAttention 3 or 4")
     q, k, v = (seeded(2, 64, heads, 64, seed=heads).to(device, dtype) for heads in (4, 2, 2))
     expected = attention.attention(*(x.double().cpu() for x in (q, k, v)), window)
     ours = attention.attention(q, k, v, window)

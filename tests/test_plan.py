@@ -54,16 +54,26 @@ def test_batch_grows_with_the_run_and_divides_evenly():
     assert plan.total_batch_size(1_200_000_000, 3 * 2**15) % (3 * 2**15) == 0
 
 
-def test_windows_are_for_gpus_unless_asked_for():
-    """SSSL with a quarter of the context; an explicit pattern counts on any device."""
-    for device, flags, windows in (
-        ("cuda", "", [512, 512, 512, None] * 2),
-        ("cpu", "--max-seq-len 2048", [None] * 8),
-        ("cuda", "--window-pattern L", [None] * 8),
-        ("cpu", "--window-pattern SL --max-seq-len 64", [16, None] * 4),
-    ):
+def test_windows_are_for_flash_attention_unless_asked_for(installed, capsys):
+    """SSSL with a quarter of the context; an explicit pattern counts everywhere."""
+
+    def check(device, flags, windows):
         config = plan.model_config(parsed(f"--depth 8 {flags}"), 256, device)
         assert [config.window(layer) for layer in range(8)] == windows
+
+    check("cuda", "", [None] * 8)
+    check("cpu", "", [None] * 8)
+    check("cuda", "--window-pattern SL", [512, None] * 4)
+    check("cpu", "--window-pattern SL --max-seq-len 64", [16, None] * 4)
+    plan.print_plan(parsed("--depth 2"), planned("--depth 2"), CPU)
+    assert "\nattention  PyTorch's own, window pattern L\n" in capsys.readouterr().out
+    for name, said in ("FA3", "FlashAttention 3"), ("FA4", "FlashAttention 4"):
+        installed(name)
+        torch.nn.attention.activate_flash_attention_impl(name)
+        check("cuda", "", [512, 512, 512, None] * 2)
+        check("cuda", "--window-pattern L", [None] * 8)
+        plan.print_plan(parsed("--depth 2"), planned("--depth 2"), CPU)
+        assert f"\nattention  {said}, window pattern SSSL\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

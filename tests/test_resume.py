@@ -298,6 +298,32 @@ def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
     assert len(losses(base, "options")) == 3 and not (folder / "core.json").exists()
 
 
+def test_a_run_keeps_the_windows_that_it_began_with(base, monkeypatch, installed, capsys):
+    """Whatever is installed where it goes on."""
+    monkeypatch.setattr(Run, "finish", lambda run: 0)
+    folder = base / "runs" / "windows"
+
+    def patterns():
+        settings, config = (
+            json.loads((folder / f"{name}.json").read_text()) for name in ("settings", "config")
+        )
+        return settings["options"]["window_pattern"], config["window_pattern"]
+
+    installed("FA4")
+    torch.nn.attention.activate_flash_attention_impl("FA4")
+    assert base_train.main(arguments(base, "windows", 2, *QUIET)) == 0
+    assert patterns() == ("SSSL", "SSSL")
+    torch.nn.attention.restore_flash_attention_impl()
+    assert base_train.main(["--run", "windows", "--num-iterations", "3"]) == 0
+    assert patterns() == ("SSSL", "SSSL")
+    assert "attention  PyTorch's own, window pattern SSSL" in capsys.readouterr().out
+    assert base_train.main([*arguments(base, "windows", 1, *QUIET), "--resume", "never"]) == 0
+    assert patterns() == ("L", "L")
+    torch.nn.attention.activate_flash_attention_impl("FA4")
+    assert base_train.main(["--run", "windows", "--num-iterations", "2"]) == 0
+    assert patterns() == ("L", "L")
+
+
 def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
     monkeypatch.setattr(Run, "finish", lambda run: 0)
     write_corpus(tmp_path / "texts")
