@@ -189,7 +189,7 @@ def make_plan(args: argparse.Namespace, vocab_size: int, runtime: Runtime, rows:
 def model_config(args: argparse.Namespace, vocab_size: int, device: str) -> GPTConfig:
     """The model that the arguments ask for. InputError for one that cannot be built."""
     on_gpu, windows = device == "cuda", args.window_pattern
-    if windows is None:  # PyTorch's own kernels gain nothing by them (H200, docs/benchmarks.md)
+    if windows is None:  # PyTorch's own kernels gain no time by them (docs/log.md)
         windows = "SSSL" if torch.nn.attention.current_flash_attention_impl() else "L"
     try:
         return GPTConfig.from_depth(

@@ -317,11 +317,6 @@ def test_a_run_keeps_the_windows_that_it_began_with(base, monkeypatch, installed
     assert base_train.main(["--run", "windows", "--num-iterations", "3"]) == 0
     assert patterns() == ("SSSL", "SSSL")
     assert "attention  PyTorch's own, window pattern SSSL" in capsys.readouterr().out
-    assert base_train.main([*arguments(base, "windows", 1, *QUIET), "--resume", "never"]) == 0
-    assert patterns() == ("L", "L")
-    torch.nn.attention.activate_flash_attention_impl("FA4")
-    assert base_train.main(["--run", "windows", "--num-iterations", "2"]) == 0
-    assert patterns() == ("L", "L")
 
 
 def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
