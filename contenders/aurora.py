@@ -39,8 +39,8 @@ def aurora(U, iterations, ns_dtype=None):
     return orthogonalize(U, ns_dtype=ns_dtype)
 
 
-def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2, iterations=2):
-    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
+def param_groups(model, *, iterations=2, **keywords):
+    groups = recipe.param_groups(model, **keywords)
 
     def direction(U, buffers, ok, hyper):
         return aurora(U, iterations, model.compute_dtype), torch.ones_like(ok)

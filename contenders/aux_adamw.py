@@ -3,7 +3,7 @@
     v <- beta2 v + (1 - beta2) g^2        beta2 .997 for scalars and vectors, .99 for embeddings and the head
 
 In the record a longer memory for the one-dimensional parameters alone, .99 to .997, was worth 45 of 2,875
-steps; the recipe has .95 for all. Rates by role are keywords too.
+steps; the recipe has .95 for all.
 
 Source: modded-nanogpt, track 3, 2026-06-09 (auxiliary beta2 split, 2,750 steps).
 """
@@ -14,29 +14,8 @@ DIAL = ("beta2", 0.95, 0.999)
 SCALARS = ("x0_scalars", "taps")
 
 
-def param_groups(
-    model,
-    batch=None,
-    steps=None,
-    *,
-    matrix_lr=0.02,
-    embedding_lr=0.3,
-    unembedding_lr=0.004,
-    scalar_lr=0.01,
-    weight_decay=0.2,
-    beta2=0.99,
-    scalar_beta2=0.997,
-):
-    groups = recipe.param_groups(
-        model,
-        batch,
-        steps,
-        matrix_lr=matrix_lr,
-        embedding_lr=embedding_lr,
-        unembedding_lr=unembedding_lr,
-        scalar_lr=scalar_lr,
-        weight_decay=weight_decay,
-    )
+def param_groups(model, *, beta2=0.99, scalar_beta2=0.997, **keywords):
+    groups = recipe.param_groups(model, **keywords)
     for group in groups:
         is_scalar = any(name.endswith(SCALARS) for name in group["names"])
         if group["kind"] == "adamw":

@@ -35,8 +35,8 @@ def contra(U, c, ns_dtype=None):
     return X, torch.linalg.matrix_norm(P, keepdim=True) / norm.clamp(min=1e-10)
 
 
-def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2, c=0.4):
-    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
+def param_groups(model, *, c=0.4, **keywords):
+    groups = recipe.param_groups(model, **keywords)
 
     def direction(U, buffers, ok, hyper):
         return contra(U, c, model.compute_dtype)

@@ -3,7 +3,7 @@
     W <- W - lr (sign(beta1 m + (1 - beta1) g) + lambda W)
     m <- beta2 m + (1 - beta2) g
 
-The other parameters are trained as in the presets adamw, muon and normuon.
+The other parameters and the course of rates and decay are the recipe's.
 
 Source: "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675 (betas .9 and .99; rates 3 to 10
 times smaller than AdamW's, decay as many times larger).
@@ -11,25 +11,14 @@ times smaller than AdamW's, decay as many times larger).
 
 import torch
 
-from scripts.laboratory.contenders import plain_schedule, preset_groups
-
-schedule = plain_schedule
+from nanomuon import recipe
 
 
 def unscaled(m, n):
     return 1.0
 
 
-def param_groups(
-    model,
-    *,
-    matrix_lr=0.0008,
-    embedding_lr=0.1,
-    unembedding_lr=0.01,
-    scalar_lr=0.02,
-    weight_decay=0.5,
-    betas=(0.9, 0.99),
-):
+def param_groups(model, *, matrix_lr=0.0008, weight_decay=0.5, betas=(0.9, 0.99), **keywords):
     beta1, beta2 = betas
 
     def direction(U, buffers, ok, hyper):
@@ -42,14 +31,9 @@ def param_groups(
         return {"exp_avg": (m, n)}
 
     direction.buffers = buffers_of
-    matrices = dict(
-        lr=matrix_lr,
-        momentum=None,
-        ns_steps=5,
-        beta2=None,
-        weight_decay=weight_decay,
-        weight_decay_form="decoupled",
-        scale=unscaled,
-        direction=direction,
-    )
-    return preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr)
+    groups = recipe.param_groups(model, **keywords)
+    for group in groups:
+        if group["kind"] == "muon":
+            group.update(lr=matrix_lr, weight_decay=weight_decay, weight_decay_form="decoupled")
+            group.update(direction=direction, momentum=None, beta2=None, scale=unscaled)
+    return groups

@@ -32,10 +32,8 @@ def buffers_of(m, n):
     return {"second_momentum_buffer": (m, 1) if m >= n else (1, n)}
 
 
-def param_groups(
-    model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2, equilibrate=True, renormalize=False
-):
-    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
+def param_groups(model, *, equilibrate=True, renormalize=False, **keywords):
+    groups = recipe.param_groups(model, **keywords)
 
     def direction(U, buffers, ok, hyper):
         U = equilibrated(U) if equilibrate else U

@@ -19,7 +19,7 @@ def buffers_of(m, n):
     return {"second_momentum_buffer": (m, 1)}
 
 
-def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2, beta2=0.95):
+def param_groups(model, *, beta2=0.95, **keywords):
     def direction(U, buffers, ok, hyper):
         """U: (k, m, n). buffers["second_momentum_buffer"]: (k, m, 1)."""
         X = orthogonalize(U, ns_dtype=model.compute_dtype).to(ok.dtype)  # (k, m, n)
@@ -31,7 +31,7 @@ def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=
         return scaled, norm_before / norm_after.clamp(min=1e-10)
 
     direction.buffers = buffers_of
-    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
+    groups = recipe.param_groups(model, **keywords)
     for group in groups:
         if group["kind"] == "muon":
             group.update(direction=direction, beta2=beta2)

@@ -10,8 +10,8 @@ Source: Keller Jordan, https://kellerjordan.github.io/posts/muon (Newton-Schulz 
 from nanomuon import recipe
 
 
-def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2):
-    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
+def param_groups(model, **keywords):
+    groups = recipe.param_groups(model, **keywords)
     for group in groups:
         if group["kind"] == "muon":
             group["beta2"] = None

@@ -4,6 +4,8 @@
     M <- beta1 M + (1 - beta1) G,      V <- beta2 V + (1 - beta2) (Q_L^T G Q_R)^2
     W <- W - lr (Q_L [(Q_L^T M Q_R) / sqrt(V)] Q_R^T + lambda W)        with Adam's bias corrections
 
+The other parameters and the course of rates and decay are the recipe's.
+
 The first gradient only makes the bases (eigh); every tenth step one orthogonal iteration (QR) updates them.
 
 Source: "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv 2409.11321; github.com/nikhilvyas/SOAP
@@ -11,9 +13,8 @@ Source: "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv 2409.11321; 
 
 import torch
 
-from scripts.laboratory.contenders import plain_schedule, preset_groups
+from nanomuon import recipe
 
-schedule = plain_schedule
 BETA1, BETA2, EPS = 0.95, 0.95, 1e-8
 
 
@@ -41,7 +42,7 @@ def buffers_of(m, n):
     return {"exp_avg": (m, n), "exp_avg_sq": (m, n), "count": (1, 1), **grams}
 
 
-def param_groups(model, *, matrix_lr=0.003, weight_decay=0.1, every=10):
+def param_groups(model, *, matrix_lr=0.003, weight_decay=0.1, every=10, **keywords):
     def direction(U, buffers, ok, hyper):
         """U: (k, m, n), the mean gradients, since the group has no momentum."""
         M, V, count = buffers["exp_avg"], buffers["exp_avg_sq"], buffers["count"]
@@ -67,6 +68,9 @@ def param_groups(model, *, matrix_lr=0.003, weight_decay=0.1, every=10):
         return X, moves
 
     direction.buffers = buffers_of
-    matrices = dict(lr=matrix_lr, weight_decay=weight_decay, weight_decay_form="decoupled")
-    matrices |= dict(momentum=None, ns_steps=5, beta2=None, scale=unscaled, direction=direction)
-    return preset_groups(model, matrices, embedding_lr=0.1, unembedding_lr=0.01, scalar_lr=0.02)
+    groups = recipe.param_groups(model, **keywords)
+    for group in groups:
+        if group["kind"] == "muon":
+            group.update(lr=matrix_lr, weight_decay=weight_decay, weight_decay_form="decoupled")
+            group.update(direction=direction, momentum=None, beta2=None, scale=unscaled)
+    return groups

@@ -37,7 +37,7 @@ def buffers_of(m, n):
     return {"exp_avg": (m, n), "exp_avg_sq": (m, n), "count": (1, 1), **grams}
 
 
-def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=0.2, every=10):
+def param_groups(model, *, every=10, **keywords):
     def direction(U, buffers, ok, hyper):
         """U: (k, m, n), the mean gradients, since the group has no momentum."""
         M, V, count = buffers["exp_avg"], buffers["exp_avg_sq"], buffers["count"]
@@ -61,7 +61,7 @@ def param_groups(model, batch=None, steps=None, *, matrix_lr=0.02, weight_decay=
         return X, moves
 
     direction.buffers = buffers_of
-    groups = recipe.param_groups(model, batch, steps, matrix_lr=matrix_lr, weight_decay=weight_decay)
+    groups = recipe.param_groups(model, **keywords)
     for group in groups:
         if group["kind"] == "muon":
             group.update(direction=direction, beta2=None, momentum=None)

@@ -130,22 +130,26 @@ def lr_multiplier(step: int, steps: int, warmup: float, cooldown: float) -> floa
 
 
 def load_recipe(file):
-    """(build, schedule) of a user's Python file, which this runs.
+    """(build, schedule, names) of a user's Python file, which this runs. names: all that it defines.
 
-    The file defines `param_groups(model)`, a list of groups for MuonAdamW, or `build_optimizer(model)`, any
-    torch.optim.Optimizer (what it keeps outside its `state` is lost at a resume), either with the parameters
-    `batch` and `steps` if it likes (see make_optimizer; hand them on to the recipe's param_groups); and if it
-    likes `schedule(group, step, steps)`, else it is None. What the file imports of this one to
-    build on is not its own. InputError if there is no such function.
+    The file defines one or more of these: `param_groups(model)`, a list of groups for MuonAdamW, or
+    `build_optimizer(model)`, any torch.optim.Optimizer (what it keeps outside its `state` is lost at a
+    resume); `schedule(group, step, steps)`; for races `model(config, compute_dtype)`, see scripts.optim_race.
+    The recipe has the rest. A builder may have the parameters `batch` and `steps` (see make_optimizer; hand
+    them on to the recipe's param_groups). InputError if there is no such function.
     """
-    names, own = run_file(file), {}
-    for name in ("param_groups", "build_optimizer", "schedule"):
-        function = names.get(name)
-        own[name] = function if callable(function) and function is not globals().get(name) else None
-    groups, optimizer = own["param_groups"], own["build_optimizer"]
-    if bool(groups) == bool(optimizer):
-        raise InputError(f"{file} has to define either param_groups(model) or build_optimizer(model)")
-    return groups or optimizer, own["schedule"]
+    names = run_file(file)
+    kinds = ("param_groups", "build_optimizer", "schedule", "model")
+    found = [names[kind] for kind in kinds if kind in names]
+    groups, optimizer = names.get("param_groups", param_groups), names.get("build_optimizer")
+    if not found or not all(map(callable, found)):
+        raise InputError(
+            f"{file} has to define a function: param_groups(model) or build_optimizer(model), "
+            "schedule(group, step, steps), or model(config, compute_dtype)"
+        )
+    if optimizer and groups is not param_groups:
+        raise InputError(f"{file} defines both param_groups and build_optimizer: leave one out")
+    return optimizer or groups, names.get("schedule", schedule), names
 
 
 def run_file(file) -> dict:
@@ -157,11 +161,12 @@ def run_file(file) -> dict:
 def make_optimizer(build, model, batch, steps, world_size=1, **settings):
     """MuonAdamW, on one process or many, of the groups that build(model) gives; an optimizer stays as it is.
 
-    A builder with a parameter `batch` is told the tokens of a step, one with `steps` the steps of the run.
-    settings: keywords of the constructor. InputError for what is neither, or not sound.
+    A builder with a parameter `batch` is told the tokens of a step, one with `steps` the steps of the run,
+    one with `**keywords` both. settings: keywords of the constructor. InputError for what is neither, or not
+    sound.
     """
     of_run = {"batch": batch, "steps": steps}
-    told = inspect.signature(build).parameters
+    told = keywords_of(build, of_run)
     built = build(model, **{name: value for name, value in of_run.items() if name in told})
     if hasattr(built, "param_groups"):
         try:
@@ -176,6 +181,17 @@ def make_optimizer(build, model, batch, steps, world_size=1, **settings):
         return (DistMuonAdamW if world_size > 1 else MuonAdamW)(built, **settings)
     except (ValueError, TypeError) as error:
         raise InputError(f"no optimizer was built: {error}") from error
+
+
+def keywords_of(function, known) -> dict:
+    """{parameter: default} of a function; its `**keywords` stand for those in known, {name: default}."""
+    found = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found = {**known, **found}
+        else:
+            found[parameter.name] = parameter.default
+    return found
 
 
 def values_at(schedule, group, step, steps):

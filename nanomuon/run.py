@@ -338,14 +338,20 @@ def build_optimizer(args, model, plan, runtime, compiles) -> tuple[torch.optim.O
     schedule = functools.partial(recipe.schedule, **options)
     if args.optimizer_file:
         print0(f"running {args.optimizer_file}, SHA-256 {sha256_of(args.optimizer_file)}")
-        build, own_schedule = recipe.load_recipe(args.optimizer_file)
-        if own_schedule and options != recipe.schedule.__kwdefaults__:
-            flags = " and ".join(map(flag_of, options))
+        build, own_schedule, names = recipe.load_recipe(args.optimizer_file)
+        if "model" in names:
             raise InputError(
-                f"{flags} are for the recipe, and {args.optimizer_file} has its own schedule: leave them out "
-                "(a run that has recorded them starts over with --resume never)"
+                f"{args.optimizer_file} defines a model, which races can compare; a run trains the one in "
+                "nanomuon/gpt.py: change it there"
             )
-        schedule = own_schedule or schedule
+        if own_schedule is not recipe.schedule:
+            if options != recipe.schedule.__kwdefaults__:
+                flags = " and ".join(map(flag_of, options))
+                raise InputError(
+                    f"{flags} are for the recipe, and {args.optimizer_file} has its own schedule: leave them "
+                    "out (a run that has recorded them starts over with --resume never)"
+                )
+            schedule = own_schedule
     settings = {"ns_dtype": runtime.compute_dtype, "compile": compiles}
     if runtime.world_size > 1:
         settings["comm_dtype"] = COMM_DTYPES[args.comm_dtype]

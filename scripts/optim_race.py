@@ -1,49 +1,45 @@
-"""Race optimizers on a fixed task, over several seeds, and test which differences are significant.
+"""Race optimizers and models on a fixed task, over several seeds, and test which differences are significant.
 
-    python -m scripts.optim_race --text tinyshakespeare.txt --contenders default adamw muon normuon
-    python -m scripts.optim_race --text tinyshakespeare.txt --contenders default default:matrix_lr=0.03 my.py
-    python -m scripts.optim_race --text tinyshakespeare.txt --contenders adamw my.py --sweep 8
-    python -m scripts.optim_race --task corpus --corpus path:my_texts --contenders default adamw --seeds 3
-    python -m scripts.optim_race --task python --contenders adamw default --seeds 3 --leaderboard
+    python -m scripts.optim_race --text tinyshakespeare.txt --contenders default contenders/adamw.py my.py
+    python -m scripts.optim_race --text tinyshakespeare.txt --contenders default default:matrix_lr=0.03
+    python -m scripts.optim_race --task python --contenders default default:heads=4,kv_heads=4 --seeds 3
+    python -m scripts.optim_race --task corpus --corpus path:my_texts --contenders default my.py --sweep 8
 
-A contender is a preset (adamw, muon, normuon, or default: the recipe of base_train) or a Python file with
+A contender is `default`, the recipe and the model of base_train, or a Python file with one or more of
 
-    def param_groups(model, batch, steps, *, beta=0.9): ...   # groups for MuonAdamW
-    def build_optimizer(model): ...                           # or this: any torch optimizer
-    def schedule(group, step, steps): ...   # {"lr": ...}, step counts from 0; default: the recipe's
+    def param_groups(model, **keywords): ...     # groups for MuonAdamW, or instead:
+    def build_optimizer(model, *, lr=0.1): ...   # any torch optimizer
+    def schedule(group, step, steps): ...        # {"lr": ...}, step counts from 0; group: as it was built
+    def model(config, compute_dtype): ...        # a GPT not yet initialized, such as a subclass of that name
 
-Both builders may take batch (tokens per step) and steps; the recipe's rates follow them, so hand them on to
-recipe.param_groups. schedule gets a group as it was built. NAME:key=value,key=value hands keywords to these
-functions; lr_scale=X multiplies all learning rates. An optimizer to be judged by other weights than those it
-trains (such as an average) puts them in place in its eval() and restores its own in its train().
+and the default's for the rest. A builder with parameters `batch` (tokens per step) and `steps` is told them;
+the recipe's rates follow them, so hand them on to recipe.param_groups. `**keywords` hands on both, and all
+keywords of the recipe. NAME:key=value,key=value gives a contender keywords of these functions and fields of
+GPTConfig; lr_scale=X multiplies all its learning rates. --model gives fields to all. An optimizer to be
+judged by other weights than those it trains (such as an average) puts them in place in its eval() and
+restores its own in its train().
 
-With one seed all contenders start from the same weights and see the same rows; each is compared with the
-first, seed by seed. Every finished run is a line of races/NAME/results.jsonl under NANOMUON_BASE_DIR: an
-interrupted race goes on, and one with more seeds or contenders trains only the new runs. A contender whose
-file or hyperparameters have changed runs again; a race on another task, model or data needs another --name.
-After two or more seeds a contender that is hopelessly behind stops, by a rule that rarely stops one of the
-best (significance.hopeless).
+With one seed all contenders see the same rows and start from the same weights: the race calls
+init_weights(seed) on the meta device's model, and parameters with a name and a shape of the default model get
+its values. Each is compared with the first, seed by seed. Every finished run is a line of
+races/NAME/results.jsonl under NANOMUON_BASE_DIR: an interrupted race goes on, and one with more seeds or
+contenders trains only the new runs. A contender whose file or hyperparameters have changed runs again; a race
+on another task, model or data needs another --name.
 
 --sweep 8 first gives each contender the time of eight runs to find its rates, on other seeds: trials of a
 quarter of the length, the best of them at half, the best of those at full length. It searches all rates
 together, the weight decay, and the dial that the file names (DIAL = ("c", 0.1, 0.8)) or else the rate of the
 matrices.
 
---leaderboard keeps the runs in docs/races/NAME.jsonl instead, to be committed, and writes docs/leaderboard.md
-from all such files; without --contenders it only writes the page.
-
 Tasks: shakespeare (characters of any --text, 0.8M parameters, 2,000 steps: minutes on a core), corpus (any
---corpus, depth 4, 300 steps), python (the same on Python's standard library), speedrun (FineWeb, 12 layers of
-width 768, GPUs only).
+--corpus, the model that base_train trains at depth 4, 300 steps of 4,096 tokens), python (the same on
+Python's standard library).
 """
 
 if __name__ == "__main__":
     import scripts
 
     scripts.begin()
-
-import ast
-from pathlib import Path
 
 from nanomuon.command import (
     ArgumentParser,
@@ -55,54 +51,33 @@ from nanomuon.command import (
 )
 from nanomuon.corpus import check_corpus
 from nanomuon.runtime import InputError, base_dir, check_name, cores, locked, start, usable_gpus
-from scripts.laboratory import leaderboard, race, report
-from scripts.laboratory.contenders import Contender
-from scripts.laboratory.tasks import TASKS, empty_model, open_task
+from scripts.laboratory import report
+from scripts.laboratory.contenders import Contender, parse_options
+from scripts.laboratory.race import Race
+from scripts.laboratory.tasks import TASKS, check_fields, open_task
 
 FEWEST_SWEEP = 3  # runs: then one trial has the full length
-DOCS = Path("docs")
 
 
 def main(argv=None):
     args = parse_arguments(argv)
-    if args.contenders:
-        run_race(args)
-    if args.leaderboard:
-        leaderboard.write_leaderboard(DOCS / "races", DOCS / "leaderboard.md")
-        print(DOCS / "leaderboard.md")
-
-
-def run_race(args):
-    contenders = {}
-    for text in args.contenders:
-        contender = Contender(text)
-        contenders[contender.name] = contender
-    contenders = list(contenders.values())
+    contenders = [Contender(text) for text in dict.fromkeys(args.contenders)]
     place, setup = open_task(args)
     setup["dtype"] = start(args.dtype).dtype_name
     folder = base_dir() / "races" / args.name
-    file = DOCS / "races" / f"{args.name}.jsonl" if args.leaderboard else folder / "results.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    model = empty_model(setup, "meta")
-    embedding = model.wte.weight.numel()
-    others = sum(p.numel() for p in model.parameters()) - embedding
-    print(
-        f"{args.task}: {setup['steps']} steps, {others:,} parameters and {embedding:,} in "
-        f"the token embedding, {setup['dtype']}; results in {file}",
-        flush=True,
-    )
-    text = ""
+    print(f"{args.task}: {setup['steps']} steps, {setup['dtype']}; results in {folder}", flush=True)
+    for contender in contenders:
+        parameters = sum(param.numel() for param in contender.model(setup, "meta").parameters())
+        print(f"{contender.name}: {parameters:,} parameters", flush=True)
     with locked(folder):
-        racing = race.Race(race.Results(file, setup, contenders[0].name), setup, place, args.jobs)
+        race = Race(folder / "results.jsonl", setup, place, args.jobs)
         if args.sweep:
-            tuned = racing.sweep(contenders, args.sweep)
-            lines = [["contender", "best trial"]]
-            lines += [[old.name, new.name] for old, new in zip(contenders, tuned, strict=True)]
-            text, contenders = report.columns(lines) + "\n\n", tuned
-        results = racing.run(contenders, range(args.seeds))
+            contenders = race.sweep(contenders, args.sweep)
+        results = race.train(contenders, range(args.seeds), setup["steps"])
     baseline = contenders[0].name
-    text += f"{report.table(results, baseline, setup['unit'])}\n\n{report.NOTE}"
-    report.write_report(folder, results, text, setup["unit"])
+    text = f"{report.table(results, baseline, setup['unit'])}\n\n{report.NOTE}"
+    report.write_report(folder, results, baseline, text, setup["unit"])
     print(f"\n{text}\n\n{folder}/race.md, {folder}/race.png")
 
 
@@ -113,7 +88,7 @@ def parse_arguments(argv):
     add("--text", help="the text of the shakespeare task")
     add("--corpus", default="python", help="of --task corpus, as in base_train (default: %(default)s)")
     add("--vocab-size", type=vocabulary, help="tokens in the vocabulary (default: set by the corpus)")
-    add("--contenders", nargs="+", default=[], metavar="NAME_OR_FILE[:key=value,...]")
+    add("--contenders", nargs="+", required=True, metavar="NAME_OR_FILE[:key=value,...]")
     add("--seeds", type=count, default=5, help="runs of each contender (default: %(default)s)")
     add(
         "--sweep",
@@ -122,30 +97,21 @@ def parse_arguments(argv):
         help="tune each first, in at most the time of this many full runs",
     )
     add("--steps", type=count, help="optimizer steps (default: the task's)")
-    add("--model", nargs="+", default=[], type=assignment, metavar="KEY=VALUE", help="fields of GPTConfig")
+    add("--model", nargs="+", default=[], metavar="KEY=VALUE", help="fields of GPTConfig, for all contenders")
     add("--name", help="name of the race (default: the task)")
-    add("--leaderboard", action="store_true", help="keep the runs in docs/races, write docs/leaderboard.md")
     add_dtype_argument(parser)
     jobs = usable_gpus() or cores()
     add("--jobs", type=count, default=jobs, help="runs at a time (default: one per GPU or core, %(default)s)")
     args = parser.parse_args(argv)
-    if not args.contenders and not args.leaderboard:
-        raise InputError("give --contenders, for example: --contenders default adamw")
     if args.task == "corpus":
         check_corpus(args.corpus)
     elif args.corpus != "python":
         raise InputError(f"--corpus {args.corpus} is for --task corpus")
+    args.model = parse_options("--model", ",".join(args.model))
+    check_fields("--model", args.model)
     args.name = args.name or args.task
     check_name("--name", args.name)
     return args
-
-
-def assignment(text):
-    key, _, value = text.partition("=")
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return key, value
 
 
 if __name__ == "__main__":

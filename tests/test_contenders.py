@@ -21,9 +21,10 @@ from tests.layouts import assert_close, assert_same_everywhere, full
 from tests.worlds import run_world
 
 FOLDER = Path(__file__).parent.parent / "contenders"
-FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
+MODELS = {"no_convolution", "no_head_rows", "no_key_offset", "no_value_gate", "no_x0_scalars", "value_tables"}
+FILES = sorted({path.stem for path in FOLDER.glob("*.py")} - MODELS)
 # These only set options and rates of the recipe, whose tests train on ranks and in pieces
-ONLY_OPTIONS = {"aux_adamw", "plain"}
+ONLY_OPTIONS = {"adamw", "aux_adamw", "flat_momenta", "muon", "plain"}
 STEPS, BREAK = 4, 2
 # Bases turn every 10 steps by default: with these options they turn within STEPS
 OPTIONS = {"soap": {"every": 2}, "soap_muon": {"every": 2}}
@@ -79,8 +80,7 @@ class Training:
             self.mesh = mesh_over(group)
             cut_over(self.model, self.mesh)
         self.params = list(self.model.parameters())
-        build, schedule = load_recipe(FOLDER / f"{file}.py")
-        self.schedule = schedule or recipe.schedule
+        build, self.schedule, _ = load_recipe(FOLDER / f"{file}.py")
         world_size = dist.get_world_size(group) if group else 1
         with mock.patch.object(dist, "group", SimpleNamespace(WORLD=group)):  # the default in optim
             build = functools.partial(build, **OPTIONS.get(file, {}))
@@ -145,9 +145,9 @@ def test_ranks_pieces_and_breaks_make_no_difference(file, tmp_path):
 
 @pytest.mark.parametrize("file", FILES)
 def test_lr_scale_multiplies_every_rate(file):
-    setup = {"rows": 4, "steps": 10}
-    _, scaled, _ = Contender(f"{FOLDER / file}.py:lr_scale=0.5").prepare(tiny_model(), setup)
-    _, unscaled, _ = Contender(f"{FOLDER / file}.py").prepare(tiny_model(), setup)
+    setup = {"rows": 4, "steps": 10, "model": {"seq_len": 8}}
+    _, scaled = Contender(f"{FOLDER / file}.py:lr_scale=0.5").prepare(tiny_model(), setup)
+    _, unscaled = Contender(f"{FOLDER / file}.py").prepare(tiny_model(), setup)
     assert [group["lr"] for group in scaled] == [group["lr"] / 2 for group in unscaled]
 
 
@@ -326,3 +326,117 @@ def test_hyperball_stays_on_its_sphere_and_lets_matrices_of_zeros_grow():
         torch.testing.assert_close(param.detach(), expected, rtol=1e-3, atol=1e-6)
         assert param.norm() <= radius * (1 + 1e-12)
     assert {bool(old.any()) for _, old in before.values()} == {True, False}
+
+
+# ---- models
+
+
+SETUP = {
+    "model": dict(vocab_size=24, seq_len=8, depth=3, width=32, heads=2, kv_heads=2),
+    "dtype": "float32",
+    "rows": 2,
+    "steps": 10,
+}
+
+
+def logits_of(contender, change):
+    """Logits of a model whose parameters, drawn by name, change(model) has changed, and its own model."""
+    model, _ = Contender(contender).initial_model(SETUP, "cpu", 0)
+    for name, param in model.named_parameters():
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        param.data = 0.3 * torch.randn(param.shape, generator=generator)
+    with torch.no_grad():
+        change(model)
+        return model(torch.arange(16).view(2, 8) % 24)
+
+
+def without_taps(model):
+    for block in model.blocks:
+        block.conv.taps.zero_()
+
+
+def without_x0_scalars(model):
+    model.x0_scalars.zero_()
+
+
+def without_gates(model):
+    for block in model.blocks:
+        block.attn.value_gate.weight.zero_()
+
+
+def without_offsets(model):
+    for block in model.blocks:
+        block.attn.offset_half = lambda k, cache: k
+
+
+@pytest.mark.parametrize(
+    "file, off",
+    [
+        ("no_convolution", without_taps),
+        ("no_x0_scalars", without_x0_scalars),
+        ("no_value_gate", without_gates),
+        ("no_key_offset", without_offsets),
+    ],
+)
+def test_a_model_without_an_addition_is_the_default_with_the_addition_off(file, off):
+    without = logits_of(f"{FOLDER / file}.py", lambda model: None)
+    torch.testing.assert_close(without, logits_of("default", off))
+    assert (without - logits_of("default", lambda model: None)).abs().max() > 1e-3
+
+
+def test_without_the_heads_rows_the_head_only_multiplies():
+    """Its logits are odd in the head's weights; the default's, whose values contain them, are not."""
+
+    def odd(contender):
+        plus = logits_of(contender, lambda model: None)
+        minus = logits_of(contender, lambda model: model.lm_head.weight.neg_())
+        return torch.allclose(plus, -minus)
+
+    assert odd(f"{FOLDER}/no_head_rows.py") and odd(f"{FOLDER}/value_tables.py") and not odd("default")
+
+
+def test_value_tables_with_the_rows_of_the_head_are_the_default_in_their_layers():
+    """The last layer and every second before it have one."""
+
+    def give_rows(model):
+        for table in model.values["wte"].values():
+            table.weight.copy_(torch.nn.functional.rms_norm(model.lm_head.weight, (32,)))
+
+    def without_second_layer(model):
+        forward = model.blocks[1].attn.forward
+        model.blocks[1].attn.forward = lambda x, rows, *rest: forward(x, 0 * rows, *rest)
+
+    expected = logits_of("default", without_second_layer)
+    torch.testing.assert_close(logits_of(f"{FOLDER}/value_tables.py", give_rows), expected)
+    contender = Contender(f"{FOLDER}/value_tables.py")
+    model, _ = contender.initial_model(SETUP, "cpu", 0)
+    assert all(0.1 < table.weight.std() < 0.25 for table in model.values["wte"].values())  # 32^-1/2
+    _, groups = contender.prepare(model, SETUP)
+    rates = {name: group["lr"] for group in groups for name in group["names"]}
+    assert rates["values.wte.0.weight"] == rates["values.wte.2.weight"] == rates["wte.weight"]
+
+
+@pytest.mark.parametrize("file", sorted(MODELS))
+def test_every_parameter_of_a_model_gets_a_gradient_and_learns(file):
+    contender = Contender(f"{FOLDER / file}.py")
+    model, _ = contender.initial_model(SETUP, "cpu", 0)
+    optimizer, _ = contender.prepare(model, SETUP)
+    tokens = torch.arange(16).view(2, 8) % 24
+    losses = []
+    for _ in range(6):
+        loss = model(tokens, tokens.roll(-1, dims=1))
+        loss.backward()
+        losses.append(loss.item())
+        untouched = [name for name, param in model.named_parameters() if param.grad is None]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.1
+    assert all("value_gate" in name for name in untouched) and (not untouched or file == "no_head_rows")
+
+
+def test_flat_momenta_are_those_of_long_runs():
+    build, _, _ = load_recipe(FOLDER / "flat_momenta.py")
+    flat, long = build(tiny_model(), batch=4096, steps=300), recipe.param_groups(tiny_model(), 4096, 10_000)
+    for short, longer in zip(flat, long, strict=True):
+        for key in ("momentum", "betas"):
+            assert short.get(key) == longer.get(key)

@@ -125,6 +125,19 @@ def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, tmp_path
         base_train.main(arguments(base, "other", 3, "--optimizer-file", str(file), "--warmup-ratio=0.5"))
 
 
+@pytest.mark.usefixtures("environment")
+def test_base_train_takes_a_schedule_alone_and_refuses_a_model(base, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def schedule(group, step, steps): return {'lr': group['lr'] / (1 + step)}")
+    flags = ("--optimizer-file", str(file), "--eval-every=-1")
+    assert base_train.main(arguments(base, "schedule", 2, *flags)) == 0
+    first, second = [row["lr_multiplier"] for row in rows(base, "schedule") if "train_loss" in row]
+    assert (first, second) == (1.0, 0.5)
+    file.write_text("from nanomuon.gpt import GPT\nmodel = GPT")
+    with pytest.raises(InputError, match=f"{file} defines a model, .* nanomuon/gpt.py: change it there"):
+        base_train.main(arguments(base, "model", 2, *flags))
+
+
 @pytest.mark.parametrize("values", [None, 0.5, {"momentm": 0.9}])
 def test_a_schedule_gets_a_copy_of_its_group_and_returns_values_for_it(values):
     group = {"lr": 1.0}
@@ -136,15 +149,16 @@ def test_a_schedule_gets_a_copy_of_its_group_and_returns_values_for_it(values):
 def test_functions_that_a_file_imports_from_the_recipe_are_not_its_own(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("from nanomuon.recipe import param_groups, schedule\ndef build_optimizer(model): ...")
-    build, own_schedule = recipe.load_recipe(file)
-    assert build.__name__ == "build_optimizer" and own_schedule is None
+    build, schedule, _ = recipe.load_recipe(file)
+    assert build.__name__ == "build_optimizer" and schedule is recipe.schedule
 
 
 @pytest.mark.parametrize(
     "text,message",
     [
-        ("x = 1", "has to define either param_groups.model. or build_optimizer"),
-        ("def param_groups(model): ...\ndef build_optimizer(model): ...", "has to define either"),
+        ("x = 1", "has to define a function: param_groups.model. or build_optimizer"),
+        ("schedule = 1", "has to define a function"),
+        ("def param_groups(model): ...\ndef build_optimizer(model): ...", "defines both"),
         ("def param_groups(model): ...", "no optimizer was built"),
         ("def param_groups(model, steps): return steps and [dict(kind='adamw')]", "no optimizer was built"),
     ],
@@ -152,7 +166,7 @@ def test_functions_that_a_file_imports_from_the_recipe_are_not_its_own(tmp_path)
 def test_a_file_that_is_no_recipe_is_refused(text, message, tmp_path):
     (tmp_path / "file.py").write_text(text)
     with pytest.raises(InputError, match=message):
-        build, _ = recipe.load_recipe(tmp_path / "file.py")
+        build, _, _ = recipe.load_recipe(tmp_path / "file.py")
         recipe.make_optimizer(build, model(), 4096, 3_000)
 
 

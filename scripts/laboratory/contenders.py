@@ -1,179 +1,120 @@
-"""Who races: presets, which stay as they are while the recipe moves on, and users' files."""
+"""Who races: the default, and users' files in its place."""
 
 import ast
 import functools
 import hashlib
 import inspect
-import math
 import re
 from pathlib import Path
 
+import torch
 from scipy.stats import qmc
 
 from nanomuon import recipe
-from nanomuon.optim_groups import build_param_groups
-from nanomuon.recipe import load_recipe, lr_multiplier, make_optimizer, run_file, untrained, values_at
+from nanomuon.gpt import GPT
 from nanomuon.runtime import InputError
-from scripts.laboratory.tasks import digest, empty_model
-
-
-def preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr):
-    """Groups that train a model's matrices by the group `matrices`, the only part in which presets differ.
-
-    AdamW trains the rest, with a rate for each role.
-    """
-    adamw = dict(betas=(0.8, 0.95), eps=1e-8, weight_decay=0.0)
-    groups = build_param_groups(
-        model,
-        muon={},
-        adamw=dict(adamw, lr=scalar_lr),
-        skip_keys=["value_gate"],
-        roles={
-            "wte": dict(adamw, lr=embedding_lr),
-            "lm_head": dict(adamw, lr=unembedding_lr),
-        },
-    )
-    for group in groups:
-        if group["kind"] == "muon":
-            group.update(matrices)
-    return groups
-
-
-def adamw_groups(
-    model,
-    *,
-    matrix_lr=0.004,
-    embedding_lr=0.1,
-    unembedding_lr=0.01,
-    scalar_lr=0.02,
-    weight_decay=0.1,
-):
-    matrices = dict(kind="adamw", lr=matrix_lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay)
-    return preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr)
-
-
-def muon_groups(
-    model,
-    *,
-    matrix_lr=0.02,
-    embedding_lr=0.1,
-    unembedding_lr=0.01,
-    scalar_lr=0.02,
-    beta2=None,
-    weight_decay=0.0,
-):
-    """Muon as its author wrote it (https://kellerjordan.github.io/posts/muon)."""
-    matrices = dict(
-        lr=matrix_lr,
-        momentum=0.95,
-        ns_steps=5,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        coefficients="simple",
-        weight_decay_form="decoupled",
-    )
-    return preset_groups(model, matrices, embedding_lr, unembedding_lr, scalar_lr)
-
-
-normuon_groups = functools.partial(muon_groups, beta2=0.95)  # arXiv 2510.05491
-
-
-def plain_schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
-    return {"lr": group["lr"] * lr_multiplier(step, steps, warmup_ratio, warmdown_ratio)}
-
-
-# build(model) returns param groups, schedule(group, step, steps) their values at a step
-PRESETS = {
-    "adamw": (adamw_groups, plain_schedule),
-    "muon": (muon_groups, plain_schedule),
-    "normuon": (normuon_groups, plain_schedule),
-    "default": (recipe.param_groups, recipe.schedule),
-}
+from scripts.laboratory.tasks import FIELDS, changed_config, check_fields, digest
 
 
 class Contender:
-    """SOURCE[:key=value,...]: a preset or a Python file, with keywords for its two functions and lr_scale.
+    """SOURCE[:key=value,...]: `default` or a Python file; keywords of its two functions, fields of its model,
+    and lr_scale.
 
-    Raises InputError if SOURCE is neither, and for keywords that neither function has.
+    Raises InputError if SOURCE is neither, and for keys that it does not have.
     """
 
     def __init__(self, text):
+        self.name = text
         self.source, _, options = text.partition(":")
-        self.is_preset = self.source in PRESETS
-        if not self.is_preset and not Path(self.source).is_file():
-            raise InputError(f"contender {self.source} is neither a file nor one of {', '.join(PRESETS)}")
-        self.options = parse_options(text, options)
-        self.lr_scale = self.options.get("lr_scale", 1)
-        if not isinstance(self.lr_scale, int | float) or not 0 <= self.lr_scale < math.inf:
+        self.options = parse_options(f"contender {text}", options)
+        build, schedule, names, self.sha256 = recipe.param_groups, recipe.schedule, {}, None
+        if Path(self.source).is_file():
+            build, schedule, names = recipe.load_recipe(self.source)
+            self.sha256 = hashlib.sha256(Path(self.source).read_bytes()).hexdigest()
+        elif self.source != "default":
             raise InputError(
-                f"contender {text}: lr_scale must be a number, not negative, but is {self.lr_scale}"
+                f"contender {self.source} is neither default nor a file; contenders/ has AdamW, Muon and more"
             )
-        build, schedule = PRESETS[self.source] if self.is_preset else load_recipe(self.source)
-        schedule = schedule or recipe.schedule
-        of_build, of_schedule = defaults(build, 1), defaults(schedule, 3)
+        self.build_model, self.dial = names.get("model", GPT), names.get("DIAL")
+        of_build = keywords(build, 1, recipe.param_groups)
+        of_schedule = keywords(schedule, 3, recipe.schedule)
         self.keywords = of_build | of_schedule  # {keyword: default}
-        known = ["lr_scale", *self.keywords]
-        unknown = self.options.keys() - set(known)
-        if unknown:
+        fields = [name for name in FIELDS if name != "seq_len"]  # the rows have the length of the race
+        known = ["lr_scale", *self.keywords, *fields]
+        if unknown := self.options.keys() - set(known):
             raise InputError(
                 f"contender {self.source} has no {', '.join(unknown)}; it has {', '.join(known)}"
             )
+        numbers = {"lr_scale": 1} | self.keywords
         for key, value in self.options.items():
-            if isinstance(self.keywords.get(key), int | float) and not isinstance(value, int | float):
+            if isinstance(numbers.get(key), int | float) and not isinstance(value, int | float):
                 raise InputError(f"contender {text}: {key} must be a number, not {value!r}")
-        self.build = self.bound(build, of_build)  # (model)
-        self.schedule = self.bound(schedule, of_schedule)  # (group, step, steps)
+        self.build = functools.partial(build, **self.chosen(of_build))  # (model)
+        self.schedule = functools.partial(schedule, **self.chosen(of_schedule))  # (group, step, steps)
+        self.fields = self.chosen(set(fields) - self.keywords.keys())
+        check_fields(f"contender {text}", self.fields)
 
-    def bound(self, function, keywords):
-        options = {key: value for key, value in self.options.items() if key in keywords}
-        return functools.partial(function, **options)
-
-    @property
-    def name(self):
-        if not self.options:
-            return self.source
-        options = ",".join(f"{key}={value}".replace(" ", "") for key, value in self.options.items())
-        return f"{self.source}:{options}"
+    def chosen(self, keys):
+        return {key: value for key, value in self.options.items() if key in keys}
 
     def with_options(self, options):
         """The same contender with these options added to its own, or replacing them."""
         text = ",".join(f"{key}={value}" for key, value in {**self.options, **options}.items())
-        return Contender(f"{self.source}:{text}")
+        return Contender(f"{self.source}:{text.replace(' ', '')}")
+
+    def model(self, setup, device):
+        """Its model, with parameters not yet set."""
+        config = changed_config(f"contender {self.name}", setup["model"], self.fields)
+        with torch.device("meta"):
+            model = self.build_model(config, getattr(torch, setup["dtype"]))
+        if not isinstance(model, GPT):
+            raise InputError(f"contender {self.name}: model(config, compute_dtype) must return a GPT")
+        return model.to_empty(device=device)
+
+    def initial_model(self, setup, device, seed):
+        """(its model at the start, digest of the default model's parameters, which it shares).
+
+        Parameters with a name and a shape of the default model have its values.
+        """
+        default, model = Contender("default").model(setup, device), self.model(setup, device)
+        default.init_weights(seed)
+        model.init_weights(seed)
+        values = dict(default.named_parameters())
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if name in values and values[name].shape == param.shape:
+                    param.copy_(values[name])
+        return model, digest(*(value.detach().cpu().numpy().tobytes() for value in values.values()))
 
     def prepare(self, model, setup):
-        """(optimizer, its groups as built, schedule) for a model."""
-        batch = setup["rows"] * model.config.seq_len
-        optimizer = make_optimizer(self.build, model, batch, setup["steps"], ns_dtype=model.compute_dtype)
+        """(optimizer, its groups as built) for a model."""
+        batch = setup["rows"] * setup["model"]["seq_len"]
+        optimizer = recipe.make_optimizer(
+            self.build, model, batch, setup["steps"], ns_dtype=model.compute_dtype
+        )
         for group in optimizer.param_groups:
             if "lr" in group:
-                group["lr"] *= self.lr_scale
-        built = [dict(group) for group in optimizer.param_groups]
-        return optimizer, built, self.schedule
-
-    def sha256(self):
-        """Of its file; None for a preset."""
-        if self.is_preset:
-            return None
-        return hashlib.sha256(Path(self.source).read_bytes()).hexdigest()
+                group["lr"] *= self.options.get("lr_scale", 1)
+        return optimizer, [dict(group) for group in optimizer.param_groups]
 
     def key(self, setup):
         """A digest of its file and of its hyperparameters at every step, but not of the file's imports.
 
         InputError if its functions do not return what they should.
         """
-        steps, model, course = setup["steps"], empty_model(setup, "cpu"), []
+        steps, model, course = setup["steps"], self.model(setup, "cpu"), []
         try:
-            optimizer, groups, schedule = self.prepare(model, setup)
+            optimizer, groups = self.prepare(model, setup)
             for step in range(steps):
-                course.append([values_at(schedule, group, step, steps) for group in groups])
+                course.append([recipe.values_at(self.schedule, group, step, steps) for group in groups])
         except InputError as error:
             raise InputError(f"contender {self.name}: {error}") from error
-        if left_out := untrained(model, optimizer):
+        if left_out := recipe.untrained(model, optimizer):
             warn(f"contender {self.source} does not train {len(left_out)} parameters: {left_out[0]}, ...")
         described = []
         for group in groups:
             described.append({key: value for key, value in group.items() if key != "params"})
-        return digest(self.sha256(), described, course)
+        return digest(self.sha256, described, course)
 
     def dials(self):
         """{keyword: (low, high)} that a sweep searches: all rates together, the weight decay, and one more.
@@ -181,22 +122,27 @@ class Contender:
         The last is the dial that the contender's file names, as in DIAL = ("c", 0.1, 0.8), or else the rate
         of the matrices. A keyword whose value is zero is not searched.
         """
-        own = None if self.is_preset else load_dial(self.source)
         widths = {"lr_scale": 3, "weight_decay": 4}
-        if own is None:
+        if self.dial is None:
             widths["matrix_lr"] = 2
-        elif own[0] not in self.keywords:
-            raise InputError(
-                f"contender {self.source}: its DIAL {own[0]} is not one of {', '.join(self.keywords)}"
-            )
         values = {"lr_scale": 1} | self.keywords | self.options
         found = {}
         for key, width in widths.items():
             value = values.get(key)
             if isinstance(value, int | float) and value > 0:
                 found[key] = value / width, value * width
-        if own is not None:
-            found[own[0]] = own[1:]
+        match self.dial:
+            case None:
+                pass
+            case (str() as key, int() | float() as low, int() | float() as high) if (
+                key in self.keywords and low < high
+            ):
+                found[key] = low, high
+            case _:
+                raise InputError(
+                    f"{self.source}: DIAL has to be (keyword, low, high), low < high, with one of the "
+                    f"keywords {', '.join(self.keywords)}, not {self.dial!r}"
+                )
         return found
 
     def trials(self, count):
@@ -222,42 +168,30 @@ def warn(text):
 def dial_value(low, high, position):
     """The value at a position from 0 to 1: logarithmic if low is positive, else linear; to three digits."""
     if low > 0:
-        value = math.exp(math.log(low) + position * math.log(high / low))
+        value = low * (high / low) ** position
     else:
         value = low + position * (high - low)
     return float(f"{value:.3g}")
 
 
-def defaults(function, given):
+def keywords(function, given, passed_on_to):
     """{keyword: default} of a function, without the first `given` arguments, which are positional, and
-    without batch and steps, which are the race's.
+    without batch and steps, which are the race's. `**keywords` are those of the function `passed_on_to`.
     """
-    keywords = list(inspect.signature(function).parameters.values())[given:]
-    return {each.name: each.default for each in keywords if each.name not in ("batch", "steps")}
+    found = recipe.keywords_of(function, passed_on_to.__kwdefaults__)
+    positional = list(inspect.signature(function).parameters)[:given]
+    return {key: default for key, default in found.items() if key not in (*positional, "batch", "steps")}
 
 
-def parse_options(text, options):
-    """{key: value} of key=value,key=value; text: the whole contender, for the error message."""
-    if not options:
-        return {}
+def parse_options(source, text):
+    """{key: value} of key=value,key=value. source: what an error names."""
     parsed = {}
-    for part in re.split(r",(?![^([]*[)\]])", options):  # not at the comma of betas=(0.9,0.95)
+    for part in re.split(r",(?![^([]*[)\]])", text) if text else []:  # not at the comma of betas=(0.9,0.95)
         key, equals, value = part.partition("=")
         if not equals:
-            raise InputError(f"contender {text}: {part!r} is not key=value")
+            raise InputError(f"{source}: {part!r} is not key=value")
         try:
             parsed[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             parsed[key] = float(value) if value in ("inf", "nan") else value
     return parsed
-
-
-def load_dial(file):
-    """The DIAL of a user's file, (keyword, low, high), or None."""
-    dial = run_file(file).get("DIAL")
-    match dial:
-        case None:
-            return None
-        case (str(), int() | float() as low, int() | float() as high) if low < high:
-            return dial
-    raise InputError(f"{file}: DIAL has to be (keyword, low, high) with low < high, not {dial!r}")

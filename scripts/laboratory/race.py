@@ -1,6 +1,7 @@
 """The laboratory: contenders trained on one task, with the same seeds. scripts/optim_race.py drives it."""
 
 import hashlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -20,10 +21,9 @@ from nanomuon.evaluate import bits_per_byte
 from nanomuon.parallel import compile_model
 from nanomuon.recipe import switch, values_at
 from nanomuon.runtime import InputError, compile_enabled, start
-from scripts.laboratory import significance
 from scripts.laboratory.contenders import Contender
 from scripts.laboratory.report import score
-from scripts.laboratory.tasks import as_text, digest, empty_model, open_data
+from scripts.laboratory.tasks import as_text, open_data
 
 DIGITS = 6  # of a loss in the file
 FIRST_TUNING_SEED = 1000  # seeds that chose the rates must not judge them
@@ -33,93 +33,62 @@ LENGTHS = (0.25, 0.5, 1.0)  # of trials in a sweep, relative to the race; each g
 def train(setup, place, text, seed):
     """Train the contender `text` with one seed and return its result, of JSON types.
 
-    curve: [step, loss on a part of the validation set, loss on all of it or null]; score: the last of these;
-    step_ms and optimizer_ms: medians; initial, rows: digests of the initial parameters and of every row
-    trained on; sha256: of the contender's file.
+    curve: [step, loss on a part of the validation set]; score: the loss on all of it at the end, None if the
+    run diverged; step_ms and optimizer_ms: medians; initial, rows: digests of the default model's initial
+    parameters and of every row trained on.
     """
-    run = Run(setup, place, Contender(text), seed)
-    steps = setup["steps"]
+    contender, steps, device = Contender(text), setup["steps"], start().device
+    torch.manual_seed(seed)
+    model, initial = contender.initial_model(setup, device, seed)
+    optimizer, built = contender.prepare(model, setup)
+    forward = compile_model(model, None) if compile_enabled() else model
+    training, validation, token_bytes = open_data(setup, place, seed, device)
+    part = validation[:: max(1, len(validation) // setup["eval_batches"])]
+    seen, curve, step_ms, optimizer_ms = hashlib.sha256(), [], [], []
+
+    def loss(batches):
+        switch(optimizer, "eval")  # the weights that it wants to be judged by
+        value = bits_per_byte(forward, batches, token_bytes)
+        switch(optimizer, "train")
+        if setup["unit"].startswith("nats"):
+            value *= math.log(2)
+        return round(value, DIGITS) if math.isfinite(value) else None
+
     for step in range(steps):
         if step % setup["eval_every"] == 0:
-            run.evaluate(step, whole=step > 0 and step % setup["whole_every"] == 0)
-        run.train_step(step)
-    run.evaluate(steps, whole=True)
-    _, _, final = run.curve[-1]
+            curve.append((step, loss(part)))
+        inputs, targets = next(training)
+        seen.update(inputs.cpu().numpy())
+        began = now(device)
+        for group, values in zip(optimizer.param_groups, built, strict=True):
+            group.update(values_at(contender.schedule, values, step, steps))
+        forward(inputs, targets).backward()
+        before = now(device)
+        optimizer.step()
+        after = now(device)
+        optimizer.zero_grad()
+        step_ms.append(1000 * (after - began))
+        optimizer_ms.append(1000 * (after - before))
+    curve.append((steps, loss(part)))
     return {
         "contender": text,
         "seed": seed,
         "steps": steps,
-        "score": final,
-        "curve": run.curve,
-        "step_ms": round(statistics.median(run.step_ms), 2),
-        "optimizer_ms": round(statistics.median(run.optimizer_ms), 2),
-        "initial": run.initial,
-        "rows": run.rows.hexdigest()[:12],
-        "sha256": Contender(text).sha256(),
+        "score": loss(validation),
+        "curve": curve,
+        "step_ms": round(statistics.median(step_ms), 2),
+        "optimizer_ms": round(statistics.median(optimizer_ms), 2),
+        "initial": initial,
+        "rows": seen.hexdigest()[:12],
+        "sha256": contender.sha256,
         "machine": run_report.machine_description(),
     }
 
 
-class Run:
-    """A contender at work: its model, optimizer and data, and its measurements so far."""
-
-    def __init__(self, setup, place, contender, seed):
-        self.setup = setup
-        self.device = start().device
-        torch.manual_seed(seed)
-        model = empty_model(setup, self.device)
-        model.init_weights(seed)
-        self.optimizer, self.built, self.schedule = contender.prepare(model, setup)
-        self.initial = digest(*(param.detach().cpu().numpy().tobytes() for param in model.parameters()))
-        self.forward = compile_model(model, None) if compile_enabled() else model
-        self.training, self.validation, self.token_bytes = open_data(setup, place, seed, self.device)
-        self.part = self.validation[:: max(1, len(self.validation) // setup["eval_batches"])]
-        self.accumulation = setup["rows"] // setup["micro_rows"]
-        self.rows = hashlib.sha256()
-        self.curve, self.step_ms, self.optimizer_ms = [], [], []
-        self.diverged = False
-
-    def train_step(self, step):
-        """One step. After divergence it only reads the rows, for the digest that all runs of a seed share."""
-        batches = []
-        for _ in range(self.accumulation):
-            inputs, targets = next(self.training)
-            self.rows.update(inputs.cpu().numpy())
-            batches.append((inputs, targets))
-        if self.diverged:
-            return
-        began = self.now()
-        for group, values in zip(self.optimizer.param_groups, self.built, strict=True):
-            group.update(values_at(self.schedule, values, step, self.setup["steps"]))
-        for inputs, targets in batches:
-            (self.forward(inputs, targets) / self.accumulation).backward()
-        before = self.now()
-        self.optimizer.step()
-        after = self.now()
-        self.optimizer.zero_grad()
-        self.step_ms.append(1000 * (after - began))
-        self.optimizer_ms.append(1000 * (after - before))
-
-    def evaluate(self, step, whole):
-        """Add a point to the curve: the loss on a part of the validation set, and if asked on all of it."""
-        loss = None if self.diverged else self.loss(self.part)
-        self.diverged = loss is None
-        whole_loss = self.loss(self.validation) if whole and not self.diverged else None
-        self.curve.append((step, loss, whole_loss))
-
-    def loss(self, batches):
-        """The loss with the weights that the optimizer wants to be judged by; None if it is not finite."""
-        switch(self.optimizer, "eval")
-        value = bits_per_byte(self.forward, batches, self.token_bytes)
-        switch(self.optimizer, "train")
-        if self.setup["unit"].startswith("nats"):
-            value *= math.log(2)
-        return round(value, DIGITS) if math.isfinite(value) else None
-
-    def now(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+def now(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 @dataclass
@@ -137,30 +106,34 @@ class Result:
     seed: int
     steps: int
     score: float | None
-    curve: list[tuple[int, float | None, float | None]]
+    curve: list[list[float | None]]
     step_ms: float
     optimizer_ms: float
 
 
-class Results:
-    """The finished runs of a race, in a file whose first line is its setup and every other line a run."""
+def read_results(file):
+    """(setup, runs) of a race's file, whose first line is the setup and every other line a run."""
+    lines = file.read_bytes()
+    if not lines:
+        raise InputError(f"{file} is empty: remove it")
+    header, *runs = run_report.parse_lines(file, lines, Header | Result)
+    return header["setup"], runs
 
-    def __init__(self, file, setup, baseline):
-        self.file = file
-        name = file.parent.name if file.name == "results.jsonl" else file.stem
-        header = {"race": name, "baseline": baseline, "setup": setup}
-        self.header, self.runs = header, []
-        if file.exists():
-            self.header, self.runs = read_results(file)
-        else:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self.append(header)
-        before = self.header["setup"]
-        changed = [
-            f"{key} {before.get(key)}, not {value}"
-            for key, value in setup.items()
-            if before.get(key) != value
-        ]
+
+class Race:
+    """Contenders on one task. file: of the finished runs; setup, place: see tasks; jobs: runs at a time."""
+
+    def __init__(self, file, setup, place, jobs):
+        self.file, self.setup, self.place, self.jobs = file, setup, place, jobs
+        self.runs = []
+        if not file.exists():
+            self.append({"setup": setup})
+            return
+        before, self.runs = read_results(file)
+        changed = []
+        for key, value in setup.items():
+            if before.get(key) != value:
+                changed.append(f"{key} {before.get(key)}, not {value}")
         if changed:
             raise InputError(f"race {file} was run with {'; '.join(changed)}: choose another --name")
 
@@ -176,91 +149,53 @@ class Results:
                 return run
         return None
 
-    def add(self, run):
-        self.runs.append(run)
-        self.append(run)
-
-
-def read_results(file):
-    """(first line, runs) of a race's file."""
-    lines = file.read_bytes()
-    if not lines:
-        raise InputError(f"{file} is empty: remove it")
-    header, *runs = run_report.parse_lines(file, lines, Header | Result)
-    return header, runs
-
-
-class Race:
-    """Contenders on one task. setup, place: see tasks; jobs: runs at a time."""
-
-    def __init__(self, results, setup, place, jobs):
-        self.results, self.setup, self.place, self.jobs = results, setup, place, jobs
-
-    def run(self, contenders, seeds):
-        """{name: its runs}, seed by seed. From two seeds on, contenders that are hopeless so far get no more
-        seeds; the first, the baseline, gets all.
-        """
-        racing, found = list(contenders), {}
-        for count in range(min(2, len(seeds)), len(seeds) + 1):
-            found |= self.train(racing, seeds[:count], self.setup["steps"], "race")
-            scores = {name: [score(run) for run in runs] for name, runs in found.items()}
-            stopped = set(significance.hopeless(scores, len(seeds))) - {contenders[0].name}
-            if stopped:
-                print(f"stopped after {count} seeds, hopeless: {', '.join(sorted(stopped))}", flush=True)
-            racing = [contender for contender in racing if contender.name not in stopped]
-        return found
-
     def sweep(self, contenders, budget):
         """The best trial of each contender, by successive halving (arXiv 1502.07943).
 
         Many trials of a quarter of the race's length, the best of them again at half the length, and the best
         of those at full length. Each has a schedule of its own length.
         """
-        counts = [int(budget / len(LENGTHS) / length) for length in LENGTHS]
         for contender in contenders:
             print(f"tuning {contender.name}: {', '.join(contender.dials())}", flush=True)
-        alive = {contender.name: contender.trials(counts[0]) for contender in contenders}
-        for rung, (length, count) in enumerate(zip(LENGTHS, counts, strict=True)):
+        alive = [contender.trials(int(budget / len(LENGTHS) / LENGTHS[0])) for contender in contenders]
+        for rung, length in enumerate(LENGTHS):
+            count = int(budget / len(LENGTHS) / length)
+            alive = [trials[:count] for trials in alive]
             steps = math.ceil(length * self.setup["steps"])
-            wanted = []
-            for name in alive:
-                alive[name] = alive[name][:count]
-                wanted += alive[name]
-            print(f"tuning: {len(wanted)} trials of {steps} steps", flush=True)
-            found = self.train(wanted, [FIRST_TUNING_SEED + rung], steps, "sweep")
-            for trials in alive.values():
+            print(f"tuning: {count} trials each, of {steps} steps", flush=True)
+            found = self.train(itertools.chain(*alive), [FIRST_TUNING_SEED + rung], steps)
+            for trials in alive:
                 trials.sort(key=lambda trial: score(found[trial.name][0]))  # stable: the first stays first
-        return [trials[0] for trials in alive.values()]
+        return [trials[0] for trials in alive]
 
-    def train(self, contenders, seeds, steps, stage):
+    def train(self, contenders, seeds, steps):
         """{name: its runs, one per seed}; trains those that the file lacks."""
         setup = self.setup | {"steps": steps}
         keys = {contender.name: contender.key(setup) for contender in contenders}
         pending = []
         for seed in seeds:
             for name, key in keys.items():
-                if self.results.find(name, key, seed, steps) is None:
+                if self.find(name, key, seed, steps) is None:
                     pending.append((name, seed))
-        done = len(keys) * len(seeds) - len(pending)
-        if done:
-            print(f"{done} of {len(keys) * len(seeds)} runs are done already", flush=True)
-        if pending:
-            first = "; each compiles first" if compile_enabled() else ""
-            print(f"{len(pending)} runs, {self.jobs} at a time{first}", flush=True)
+        runs = len(keys) * len(seeds)
+        if len(pending) < runs:
+            print(f"{runs - len(pending)} of {runs} runs are done already", flush=True)
         began = time.monotonic()
         for number, run in enumerate(self.trained(setup, pending), 1):
-            self.results.add({"stage": stage, "key": keys[run["contender"]], **run})
+            run = {"key": keys[run["contender"]], **run}
+            self.runs.append(run)
+            self.append(run)
             final = "diverged" if run["score"] is None else f"{run['score']:.4f}"
             each = (time.monotonic() - began) / max(number, self.jobs)
             print(
-                f"[{done + number}/{len(keys) * len(seeds)}] {run['contender']} seed {run['seed']}: {final}, "
+                f"[{number}/{len(pending)}] {run['contender']} seed {run['seed']}: {final}, "
                 f"{run['step_ms']:.0f} ms per step, optimizer {run['optimizer_ms']:.1f}, "
                 f"about {each * (len(pending) - number) / 60:.0f} min left of these {len(pending)}",
                 flush=True,
             )
         found = {}
         for name, key in keys.items():
-            found[name] = [self.results.find(name, key, seed, steps) for seed in seeds]
+            found[name] = [self.find(name, key, seed, steps) for seed in seeds]
         check_same_start(found)
         return found
 
@@ -313,11 +248,10 @@ def end_with_parent():
 def check_same_start(results):
     """Raise InputError unless all runs of a seed have the same initial weights and the same rows."""
     start_of_seed = {}
-    for runs in results.values():
-        for run in runs:
-            start_of_run = (run["initial"], run["rows"])
-            if start_of_seed.setdefault(run["seed"], start_of_run) != start_of_run:
-                raise InputError(
-                    f"the contenders of seed {run['seed']} differ in initial weights or rows: does one "
-                    "change them, or has the code changed? Choose another --name"
-                )
+    for run in itertools.chain(*results.values()):
+        start_of_run = (run["initial"], run["rows"])
+        if start_of_seed.setdefault(run["seed"], start_of_run) != start_of_run:
+            raise InputError(
+                f"the contenders of seed {run['seed']} differ in initial weights or rows, as the code has "
+                "changed: choose another --name"
+            )

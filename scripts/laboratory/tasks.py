@@ -16,15 +16,59 @@ import torch
 from nanomuon import shards
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
-from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.gpt import GPTConfig
 from nanomuon.optim_groups import option_name
+from nanomuon.plan import model_config
 from nanomuon.runtime import InputError, usable_gpus
 from nanomuon.tokenizer import Tokenizer
+from scripts import base_train
 
+TASKS = ("shakespeare", "python", "corpus")
 EVAL_ROWS = 64  # windows of a validation batch of the shakespeare task
+BATCH = 4096  # tokens of a step on a corpus
+# {field of the model: its type}; the vocabulary is the data's
+FIELDS = {name: field.type for name, field in GPTConfig.__dataclass_fields__.items() if name != "vocab_size"}
 
 
-def shakespeare_setup(text, steps):
+def open_task(args):
+    """(place, setup) of --task, with --text, --corpus, --vocab-size, --steps and the fields of --model."""
+    if args.task == "shakespeare":
+        place, setup = shakespeare_setup(args.text, args.model)
+    else:
+        place, setup = corpus_setup(args.corpus, args.vocab_size, args.model)
+    steps = args.steps or setup["steps"]
+    setup |= {"steps": steps, "eval_every": max(25, steps // 40)}
+    return place, {"name": args.task, **setup, "device": "cuda" if usable_gpus() else "cpu"}
+
+
+def open_data(setup, place, seed, device):
+    """(training batches, validation batches, bytes of each token); the seed decides the order of training."""
+    if setup["name"] == "shakespeare":
+        return shakespeare_data(setup, place, seed, device)
+    return corpus_data(setup, place, seed, device)
+
+
+def check_fields(source, fields):
+    """InputError for what is no field of the model, or of another type. source: what it names."""
+    for name, value in fields.items():
+        if name not in FIELDS:
+            raise InputError(f"{source}: {name} is not one of {', '.join(FIELDS)}")
+        if not isinstance(value, FIELDS[name]):
+            raise InputError(f"{source}: {name} must be {FIELDS[name].__name__}, not {value!r}")
+
+
+def changed_config(source, model, fields):
+    """The GPTConfig with these fields in place of the model's own."""
+    try:
+        return GPTConfig(**{**model, **fields})
+    except ValueError as error:
+        raise InputError(f"{source}: {error}") from error
+
+
+# ---- characters of a text
+
+
+def shakespeare_setup(text, fields):
     """Characters of a text: trains on the first 90%, scores the loss on the last 10%."""
     if not text:
         raise InputError("the task shakespeare needs --text FILE, a plain text such as tinyshakespeare.txt")
@@ -34,15 +78,13 @@ def shakespeare_setup(text, steps):
         raise InputError(f"--text {text}: {error}") from error
     if len(characters) < 1000:
         raise InputError(f"--text {text} has {len(characters)} characters, too few to train on")
+    model = dict(vocab_size=len(set(characters)), seq_len=64, depth=4, width=128, heads=4, kv_heads=4)
     setup = dict(
         data=digest(characters.encode()),
-        model=dict(vocab_size=len(set(characters)), seq_len=64, depth=4, width=128, heads=4, kv_heads=4),
+        model=asdict(changed_config("--model", model, fields)),
         rows=12,
-        micro_rows=12,
-        steps=steps or 2000,
-        eval_every=50,
+        steps=2000,
         eval_batches=4,
-        whole_every=200,
         unit="nats per character",
     )
     return text, setup
@@ -87,106 +129,37 @@ def validation_windows(inputs, targets):
     return [(inputs[:, i].contiguous(), targets[:, i].contiguous()) for i in range(inputs.size(1))]
 
 
-def corpus_setup(corpus, vocab_size, steps):
-    """Any corpus, with base_train's loader: bits per byte. The shape is that of the races that are kept."""
-    return setup_on_shards(
-        corpus,
-        vocab_size,
-        dict(depth=4, heads=4, kv_heads=4),
-        seq_len=256,
-        rows=16,
-        micro_rows=16,
-        steps=steps or 300,
-        eval_every=25,
-        eval_batches=8,
-        whole_every=steps or 300,
-        unit="bits per byte",
-    )
+# ---- any corpus
 
 
-def speedrun_setup(vocab_size, steps):
-    """The setting of modded-nanogpt's track 3 (records/track_3_optimization): 12 layers, width 768, context
-    1,024, 524,288 tokens a step of FineWeb, steps to 3.28 nats per token; its Muon baseline takes 3,800.
-
-    Two things differ, so its figures are comparable with each other, not with that track's: the tokenizer is
-    our own, of GPT-2's size, and the model is this repo's.
-    """
-    if not usable_gpus():
-        raise InputError(
-            "the task speedrun trains on 2 billion tokens and needs a GPU; shakespeare and python do not"
-        )
-    return setup_on_shards(
-        "hf:HuggingFaceFW/fineweb",
-        vocab_size or 50257,
-        dict(depth=12, heads=6, kv_heads=6),
-        seq_len=1024,
-        rows=512,
-        micro_rows=16,
-        steps=steps or 3800,
-        eval_every=125,
-        eval_batches=64,
-        whole_every=500,
-        unit="nats per token",
-    )
-
-
-def setup_on_shards(corpus, vocab_size, shape, seq_len, **rest):
-    """(place, setup) of a task on a corpus. shape: keywords of GPTConfig.from_depth; rest: of the setup."""
+def corpus_setup(corpus, vocab_size, fields):
+    """The model and the loader of base_train, in steps of 4,096 tokens: bits per byte."""
     folder = shards.prepare_for_training(open_corpus(corpus), vocab_size)
     manifest = shards.read_manifest(folder)
     tokenizer = Tokenizer.load(folder / "tokenizer")
-    config = GPTConfig.from_depth(vocab_size=tokenizer.vocab_size, seq_len=seq_len, **shape)
+    args = base_train.make_parser().parse_args([])
+    args.depth = fields.get("depth", args.depth)  # the width follows
+    model = model_config(args, tokenizer.vocab_size, "cuda" if usable_gpus() else "cpu")
+    config = changed_config("--model", asdict(model), fields)
     # Only the first entries: a corpus on the hub may still be growing
     first = [asdict(entry) for entry in manifest.val[:1] + manifest.train[:1]]
-    setup = dict(data=digest(tokenizer.hash, first), model=asdict(config), **rest)
+    setup = dict(
+        data=digest(tokenizer.hash, first),
+        model=asdict(config),
+        rows=max(1, BATCH // config.seq_len),
+        steps=300,
+        eval_batches=8,
+        unit="bits per byte",
+    )
     return str(folder), setup
 
 
 def corpus_data(setup, folder, seed, device):
-    length = setup["model"]["seq_len"]
-    rows, micro_rows = setup["rows"], setup["micro_rows"]
-    training = TrainLoader(folder, length, rows, micro_rows, seed=seed, device=device)
-    validation = list(validation_batches(folder, length, micro_rows, device=device))
+    length, rows = setup["model"]["seq_len"], setup["rows"]
+    training = TrainLoader(folder, length, rows, rows, seed=seed, device=device)
+    validation = list(validation_batches(folder, length, rows, device=device))
     token_bytes = torch.from_numpy(Tokenizer.load(Path(folder) / "tokenizer").token_bytes).to(device)
-    if setup["unit"] == "nats per token":
-        token_bytes = (token_bytes > 0).float()  # every token but <|bos|> counts as one
     return training, validation, token_bytes
-
-
-TASKS = ("shakespeare", "python", "corpus", "speedrun")
-
-
-def open_task(args):
-    """(place, setup) of --task, with --text, --corpus, --vocab-size, --steps and the fields of --model."""
-    if args.task == "shakespeare":
-        place, setup = shakespeare_setup(args.text, args.steps)
-    elif args.task == "speedrun":
-        place, setup = speedrun_setup(args.vocab_size, args.steps)
-    else:
-        place, setup = corpus_setup(args.corpus, args.vocab_size, args.steps)
-    of_data = setup["model"]["vocab_size"]
-    try:
-        setup["model"] = asdict(GPTConfig(**{**setup["model"], **dict(args.model)}))
-    except (TypeError, ValueError) as error:
-        fields = ", ".join(GPTConfig.__dataclass_fields__)
-        raise InputError(f"--model: {error}; its fields: {fields}") from error
-    if setup["model"]["vocab_size"] < of_data:
-        raise InputError(f"--model vocab_size={setup['model']['vocab_size']}: the data has {of_data} tokens")
-    return place, {"name": args.task, **setup, "device": "cuda" if usable_gpus() else "cpu"}
-
-
-def open_data(setup, place, seed, device):
-    """(training batches, validation batches, bytes of each token); the seed decides the order of training."""
-    if setup["name"] == "shakespeare":
-        return shakespeare_data(setup, place, seed, device)
-    return corpus_data(setup, place, seed, device)
-
-
-def empty_model(setup, device):
-    """The model of a setup, with parameters not yet set."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**setup["model"]), getattr(torch, setup["dtype"]))
-    return model.to_empty(device=device)
 
 
 def digest(*parts):
