@@ -6,7 +6,7 @@
 
 The parameters are divided into work items, and `MuonAdamW.step` takes them through these phases:
 
-    agree     by one small all_reduce: who has a gradient on some rank, and is every gradient finite?
+    agree     one small all_reduce: which parameters have a gradient on some rank, and are all finite?
     collect   send the gradients to the ranks that work on them
     compute   the mathematics, where the gradients have arrived
     send      send the results
@@ -15,10 +15,12 @@ The parameters are divided into work items, and `MuonAdamW.step` takes them thro
 Each rank has all replicated parameters, and gradients from its own rows of the batch. The collectives of
 `collect` average the gradients over the W ranks; nothing else does. The mean gradient of a matrix exists only
 on the rank that owns the matrix, and so does its state (ZeRO-2). In each phase the items go in the order of
-this table; within a kind in the order of the groups, and within a group from the largest matrices down:
+this table; within a kind in the order of the groups, and a group's banks from the largest matrices down:
 
     work item         parameters                  collect          send         state on one rank
-    Bank              K matrices of one shape     reduce_scatter   all_gather   of at most ceil(K/W) matrices
+    Bank              K matrices of one group     reduce_scatter   all_gather   of at most ceil(K/W) matrices
+                      with one shape and dtype;
+                      a 3-D parameter alone
                       ... if 2K < W               reduce           broadcast    of one matrix, on K ranks
     BankOfShards      experts, or tensor-parallel shards: see optim_fsdp.py
     Rows              one large AdamW parameter   reduce_scatter   all_gather   of ceil(R/W) of its R rows
@@ -28,22 +30,23 @@ this table; within a kind in the order of the groups, and within a group from th
     work item         buffers of a step
     Bank              a stack of its gradients, padded to a multiple of W, and the 1/W of it that is received;
                       both are freed before the stack of its updated matrices is made
+                      ... if 2K < W: K gradients, reduced in place, and later K updated matrices
     Rows              the received 1/W of the gradient; if W does not divide R, padded copies of gradient and
                       parameter; if comm_dtype casts the gradient, a copy of it
     SmallParameters   one flat vector of the gradients, one of the parameters
 
-All gradients are in flight at once: (1 + 1/W) times their padded bytes. A bank's are freed when it has
-computed; its stack of updated matrices stays until `deliver`, so in the end all updated matrices are in
-flight. The temporaries of one batch (about four times BATCH_BYTES) or of one large AdamW parameter come on
-top. Each rank sends 2(W-1)/W times the bytes of the parameters per step, plus padding. A single process sends
-nothing and runs the same mathematics.
+All gradients are in flight at once: at most (1 + 1/W) times their padded bytes. A bank's are freed when it
+has computed; its stack of updated matrices stays until `deliver`, so in the end all updated matrices are in
+flight. The temporaries of one batch (about four times BATCH_BYTES) or of this rank's rows of one large AdamW
+parameter come on top. Each rank sends 2(W-1)/W times the bytes of the parameters per step, plus padding. A
+single process sends nothing and runs the same mathematics.
 
 This file has, in this order: the kernels; the hyperparameters; the ranks and their collectives; parameters
 and gradients; the rule for the direction of a Muon update; the work items; the owners; the optimizers.
-`optim_groups.py` checks the param groups, and `optim_state.py` saves and loads state. `plan_muon` imports two
-extensions when it meets their parameters: `optim_fsdp.py` (FSDP2 and, with `optim_tp.py`, tensor parallelism)
-and `optim_fused.py` (matrices with `split`). To add a rule of your own, see docs/optimizer.md, the page to
-read next to this file.
+`optim_groups.py` checks the param groups, and `optim_state.py` saves and loads state. `plan_muon` and
+`rule_of` import extensions when they meet their parameters: `optim_fsdp.py` (FSDP2 and, with `optim_tp.py`,
+tensor parallelism) and `optim_fused.py` (matrices with `split`). To add a rule of your own, see
+docs/optimizer.md, the page to read next to this file.
 """
 
 import contextvars
@@ -335,7 +338,7 @@ class World:
         return Transfer(received, [handle], sent)
 
     def reduce_scatter(self, tensor):
-        """tensor: (R, ...). Receives the first dimension's span of this rank, averaged, and padding."""
+        """tensor: (R, ...). Receives the averages of this rank's span of rows, and padding."""
         if self.size == 1:
             return Transfer(tensor)
         send = pad_rows(tensor.to(self.comm_dtype or tensor.dtype), self.size)

@@ -13,8 +13,8 @@ decides how they are updated:
 The first two are a `Bank` of this rank's shards. The third is a `Pipeline`, one work item made of chunks of
 same-shaped matrices. Momentum, weight decay and update are elementwise and happen on the shards; the rule,
 which needs whole matrices, runs at their owner. With the shards of an update, the owner returns the rule's
-state as raw bytes, so every rank has the whole state of the rule, and it is saved like a step count: for
-NorMuon a vector per matrix, for a direction of your own W times its bytes in all.
+state as raw bytes. So every rank has all of the rule's state, and it is saved like any state that is whole on
+every rank. That costs each rank a vector per matrix for NorMuon, or what a direction of your own declares.
 
 With W ranks, a rank sends 2(W-1)/W times the bytes of its shards, and the state of the matrices that it owns
 to each of the W-1 others.
@@ -216,7 +216,7 @@ class Chunk(OfShards, MuonItem):
         if self.dim == 1 and self.scale.ndim:  # one per row
             self.scale = self.scale[slice(*spans[self.world.rank])]
 
-    def send_momentum(self, ok, hyper):
+    def send_U(self, ok, hyper):
         """Update the momentum of all shards, and send U to the owners. ok: (K, 1, 1). Receives U of the owned
         matrices, a list with the lines (k, lines, length) from each rank.
         """
@@ -231,7 +231,7 @@ class Chunk(OfShards, MuonItem):
         from_ranks = zip(transfer.received.split(receive), self.lines, strict=True)
         return Transfer([part.view(owned, lines, self.length) for part, lines in from_ranks], [transfer])
 
-    def send_directions(self, parts, ok, hyper):
+    def send_back(self, parts, ok, hyper):
         """Apply the rule to the owned matrices, and send each rank its shards of the directions, with the
         rule's state of these matrices. parts: of U. Receives bytes: (K, those of a shard and of its matrix's
         state).
@@ -276,9 +276,9 @@ def as_bytes(tensor):
 
 
 class Pipeline(WorkItem):
-    """All chunks as one work item. In round i, chunk i + 1 updates its momentum and sends it, chunk i
-    computes and sends back, and chunk i - 1 is updated: at most three chunks have transfers in memory. The
-    momentum of chunk 0 travels while the other work items compute.
+    """All chunks of one group and dtype of state as one work item. In round i, chunk i + 1 updates its
+    momentum and sends U, chunk i computes and sends back, and chunk i - 1 is updated: at most three chunks
+    have transfers in memory. U of chunk 0 travels while the other work items compute.
     """
 
     def __init__(self, chunks, group):
@@ -296,7 +296,7 @@ class Pipeline(WorkItem):
         return ok.to(self.dtype).view(-1, 1, 1).split([len(chunk.params) for chunk in self.chunks])
 
     def collect(self, ok, hyper):
-        return self.chunks[0].send_momentum(self.ok_of_chunks(ok)[0], hyper)
+        return self.chunks[0].send_U(self.ok_of_chunks(ok)[0], hyper)
 
     def compute(self, parts, ok, hyper):
         ok, chunks = self.ok_of_chunks(ok), self.chunks
@@ -304,8 +304,8 @@ class Pipeline(WorkItem):
         del parts  # popped below, or the first stack would live to the end
         for i in range(len(chunks) + 1):
             if i + 1 < len(chunks):
-                arriving[i + 1] = chunks[i + 1].send_momentum(ok[i + 1], hyper)
+                arriving[i + 1] = chunks[i + 1].send_U(ok[i + 1], hyper)
             if i < len(chunks):
-                returning[i] = chunks[i].send_directions(arriving.pop(i).wait(), ok[i], hyper)
+                returning[i] = chunks[i].send_back(arriving.pop(i).wait(), ok[i], hyper)
             if i > 0:
                 chunks[i - 1].update_shards(returning.pop(i - 1).wait(), ok[i - 1], hyper)

@@ -132,6 +132,8 @@ class SavedByName:
         without communication. Tensors share memory with the optimizer's, shards are DTensors, and functions
         among the options are their names. ValueError on every rank if some state is on one of several ranks.
         """
+        if self.state:  # a copy has state, but maybe no places yet
+            self.plan()
         for name, param, _ in named_parameters(self.param_groups):
             for key, place in self.places.get(param, {}).items():
                 if place.owner is not None and place.world.size > 1:
@@ -166,7 +168,8 @@ class SavedByName:
     @torch.no_grad()
     def load_state_dict(self, state_dict, hyperparameters="restore", strict=True):
         """Restore full_state_dict(), of any world size or grouping, or what this rank's named_state_dict() or
-        state_dict() returned in the same world. Frozen parameters may be missing.
+        state_dict() returned in the same world, or torch.distributed.checkpoint has filled. Frozen parameters
+        may be missing.
 
         hyperparameters: "restore" takes lr, all other numbers and what schedulers have written into the
         groups from the groups in which the parameters were saved, as torch's optimizers do; "keep" keeps

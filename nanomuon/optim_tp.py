@@ -3,7 +3,7 @@
 An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short and its long side. The option
 `tensor_parallel` of a Muon group is one of these modes:
 
-  mode         default if                sent by a rank               computed by a rank      orthogonal is
+  mode         default if                elements sent by a rank      computed by a rank      polar factor of
   distributed  the long side is cut,     2(T-1)/T s^2 per iteration,  1/T of the products     the whole matrix
                or a square               in Gram form twice; norm,    with X, all of s x s
                                          second moment

@@ -251,6 +251,8 @@ def saved_in_a_world(group):
         with pytest.raises(ValueError) as error:
             save()
         errors.append(str(error.value))
+    with pytest.raises(ValueError, match="only one of 2 ranks"):
+        copy.deepcopy(optimizer).state_dict()  # it has state, but has not planned
     other = build()
     other_optimizer = DistMuonAdamW(groups_of(other), group)
     with pytest.raises(ValueError, match="only one of 2 ranks"):
