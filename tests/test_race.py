@@ -21,7 +21,7 @@ from scripts.laboratory import race, report, tasks
 from scripts.laboratory.contenders import Contender, dial_value
 from tests.training import STILL, optimizer_file
 
-SMALL = "--model depth=1 width=32 heads=2 kv_heads=2 seq_len=16 --steps 50 --jobs 1 --dtype float32".split()
+SMALL = "--model depth=1 width=32 heads=2 kv_heads=2 seq_len=16 --steps 12 --jobs 1 --dtype float32".split()
 ROOT = Path(__file__).parent.parent
 ADAMW, MUON = (f"{ROOT}/contenders/{name}.py" for name in ("adamw", "muon"))
 
@@ -93,13 +93,13 @@ def test_a_race_is_interrupted_goes_on_and_grows(lab, tmp_path, capsys, monkeypa
     out = capsys.readouterr().out
     assert "4 of 6 runs are done already" in out and f"| {ADAMW} " in out
     header, *runs = lines_of(tmp_path)
-    assert header["setup"]["steps"] == 50 and len(runs) == 6
+    assert header["setup"]["steps"] == 12 and len(runs) == 6
     starts = {(run["seed"], run["initial"], run["rows"]) for run in runs}
     assert len(starts) == 2, "the same weights and rows for all contenders of a seed"
     folder = tmp_path / "races/shakespeare"
     assert (folder / "race.png").stat().st_size > 5_000
     assert f"| {ADAMW} " in (folder / "race.md").read_text()
-    with pytest.raises(InputError, match="was run with steps 50, not 20: choose another --name"):
+    with pytest.raises(InputError, match="was run with steps 12, not 20: choose another --name"):
         lab("--contenders", "default", "--steps", "20")
 
 
@@ -167,15 +167,15 @@ def test_a_sweep_finds_the_best_trial_of_each_contender(lab, tmp_path, capsys, m
     trained = lab("--contenders", f"{ADAMW}:lr_scale=0.01", MUON, "--sweep", "4", "--seeds", "2")
     assert trained == 2 * (5 + 2 + 1) + 4
     out = capsys.readouterr().out
-    assert f"tuning {MUON}: lr_scale, matrix_lr\ntuning: 5 trials each, of 13 steps\n" in out
+    assert f"tuning {MUON}: lr_scale, matrix_lr\ntuning: 5 trials each, of 3 steps\n" in out
     assert "about 9 min left of these 10\n" in out
     runs = lines_of(tmp_path)[1:]
     tuning = [run for run in runs if run["seed"] not in (0, 1)]
     assert {run["seed"] for run in tuning} == {1000, 1001, 1002}, "no seed of the race"
     halves = {
-        run["contender"]: run["score"] for run in tuning if run["steps"] == 25 and ADAMW in run["contender"]
+        run["contender"]: run["score"] for run in tuning if run["steps"] == 6 and ADAMW in run["contender"]
     }
-    (best,) = [run["contender"] for run in tuning if run["steps"] == 50 and ADAMW in run["contender"]]
+    (best,) = [run["contender"] for run in tuning if run["steps"] == 12 and ADAMW in run["contender"]]
     assert len(halves) == 2 and best == min(halves, key=halves.get)
     assert best in {run["contender"] for run in runs if run["seed"] == 0}
 
@@ -246,7 +246,7 @@ def test_a_file_may_define_any_one_of_its_functions(code, lab, tmp_path):
     """The default has the rest, to the same loss if the file changes nothing."""
     file = tmp_path / "own.py"
     file.write_text(code)
-    lab("--contenders", "default", str(file), f"{file}:matrix_lr=0.001", "--seeds", "1", "--steps", "6")
+    lab("--contenders", "default", str(file), f"{file}:matrix_lr=0.001", "--seeds", "1")
     _, default, own, slower = lines_of(tmp_path)
     assert (own["score"] == default["score"]) == ("schedule" not in code)
     assert slower["score"] != own["score"]
@@ -273,7 +273,7 @@ def test_models_race_in_pairs(lab, tmp_path, capsys):
     file = tmp_path / "own.py"
     file.write_text(WIDE_MLP)
     fields = "default:heads=4,kv_heads=4"
-    lab("--contenders", "default", str(file), fields, "--seeds", "1", "--steps", "6")
+    lab("--contenders", "default", str(file), fields, "--seeds", "1")
     out = capsys.readouterr().out
     header, *runs = lines_of(tmp_path)
     default = sum(param.numel() for param in model_of(header["setup"]["model"]).parameters())
