@@ -54,7 +54,6 @@ count = number(int, 1, 1 << 40)
 layers = number(int, 1, 1024)
 vocabulary = number(int, 257, 1 << 24)  # 256 bytes and <|bos|>
 amount = number(float, 0, 1e30)
-share = number(float, 0, 1)
 seed = number(int, 0, 1 << 62)
 
 
@@ -69,19 +68,6 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         metavar="last|step_N",
         help="use the model of this checkpoint; the run may still be training (default: the finished model)",
-    )
-
-
-def add_text_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--text-field",
-        help="field of the records that holds the text (default: the one that data_prep was last given for "
-        "this corpus, else text)",
-    )
-    parser.add_argument(
-        "--skip-unreadable",
-        action="store_true",
-        help="leave out files and records that cannot be read (default: name them and stop)",
     )
 
 

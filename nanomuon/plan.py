@@ -1,27 +1,20 @@
-"""A run before it starts: its settings, model, batch and length, and the memory it will take.
-
-settings.json records everything that defines the run; a later launch reads it, and writes it again with the
-values that may change.
-"""
+"""The size of a run before it starts: its model, batch, length and micro-batch, and the memory they take."""
 
 import argparse
-import hashlib
 import math
 import os
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from nanomuon import footprint, parallel
+from nanomuon import parallel
 from nanomuon.attention import kernels_in_use
+from nanomuon.footprint import Layout, memory_by_kind
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.recipe import REFERENCE_BATCH, REFERENCE_TOKENS
-from nanomuon.runtime import InputError, Runtime, check_name, compile_enabled, folder_of, print0, read_json
+from nanomuon.runtime import InputError, Runtime, compile_enabled, print0
 
-# The optimizer's comm_dtype
-COMM_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 FILLED = 0.85  # share of a GPU's memory that a step may take
 FEWEST_COMPILED = 1_000_000  # tokens: shorter runs on a CPU are not compiled
 
@@ -43,105 +36,6 @@ BF16_TFLOPS = {
     "RTX 3090": 71,
 }
 
-# Flags of a launch, not of its run. An optimizer file is one of them: its code runs only if a launch names it
-OF_THE_LAUNCH = {"run", "resume", "plan", "wandb", "optimizer_file"}
-OF_THE_LAUNCH |= {"shard", "tensor_parallel", "device_batch_size"}
-LENGTHS = {"num_iterations", "target_flops", "target_param_data_ratio"}  # a new one replaces the recorded one
-# Flags of a run that may change when it resumes. A corpus may have moved: its texts are compared instead
-MAY_CHANGE = LENGTHS | {"eval_every", "eval_tokens", "save_every", "keep_last", "no_compile"}
-MAY_CHANGE |= {"corpus", "skip_unreadable"}
-MAY_CHANGE |= {"core_bundle", "core_every", "core_items"}
-GONE = {"experts": 0, "experts_per_token": 2}  # flags that older runs have recorded, and their defaults
-
-
-@dataclass
-class Settings:
-    """settings.json."""
-
-    options: dict  # flags of base_train, with the values chosen for those that were not given
-    rows: int  # of a micro-step, chosen again in another world
-    world_size: int
-    trained_on: dict  # corpus, its revision, shards, tokenizer; SHA-256 of the optimizer file
-    trained_with: dict  # versions, commit, hashes of the model's code
-    wandb_id: str | None = None  # of the run at Weights & Biases
-
-
-def recall(
-    parser: argparse.ArgumentParser, argv: list[str] | None
-) -> tuple[argparse.Namespace, Settings | None]:
-    """(arguments, the run's recorded settings if it exists): a flag that is not given has its recorded value.
-
-    InputError lists the given values that differ from those that define the run.
-    """
-    given = parser.parse_args(argv)
-    check_name("--run", given.run)
-    hash_now = sha256_of(given.optimizer_file)
-    file = folder_of(given.run) / "settings.json"
-    if given.resume == "never" or not file.exists():
-        return given, None
-
-    settings = read_json(file, Settings)
-    options = {name: value for name, value in settings.options.items() if name not in OF_THE_LAUNCH}
-    for name, default in GONE.items():
-        if options.pop(name, default) != default:
-            raise InputError(
-                f"{file}: this version has no {flag_of(name)}, which run {given.run} was started with: go on "
-                "with the version that made it, or start over: --resume never"
-            )
-    flags = as_flags(options)
-    try:
-        before = parser.parse_args(flags)
-    except InputError as error:
-        raise InputError(f"{file}: options: {error}") from error
-    recorded = vars(before) | {"resume": given.resume}
-    if any(getattr(given, name) is not None for name in LENGTHS):
-        recorded |= dict.fromkeys(LENGTHS)
-    args = parser.parse_args(argv, argparse.Namespace(**recorded))
-
-    own, sha256 = (settings.trained_on.get(key) for key in ("optimizer_file", "optimizer_file_sha256"))
-    its_hash = f"--optimizer-file {own} of SHA-256"  # a recorded path is never opened
-    refuse_changes(args.run, defining(before) | {its_hash: sha256}, defining(args) | {its_hash: hash_now})
-    return args, settings
-
-
-def defining(args: argparse.Namespace) -> dict:
-    """{flag as it is written: value} of the flags that define a run."""
-    values = {}
-    for name, value in vars(args).items():
-        if name not in OF_THE_LAUNCH | MAY_CHANGE:
-            values[flag_of(name)] = value
-    return values
-
-
-def refuse_changes(run: str, before: dict, now: dict) -> None:
-    """InputError that lists the values of a run that have changed."""
-    changes = [f"{key} {before.get(key)}, not {now[key]}" for key in now if before.get(key) != now[key]]
-    if changes:
-        raise InputError(
-            f"run {run} exists with {'; '.join(changes)}: give the same again, choose another --run, or "
-            "start over: --resume never"
-        )
-
-
-def as_flags(options: dict) -> list[str]:
-    """The command line with these values."""
-    flags = []
-    for name, value in options.items():
-        if value is True:
-            flags.append(flag_of(name))
-        elif value is not None and value is not False:
-            flags.append(f"{flag_of(name)}={value}")
-    return flags
-
-
-def flag_of(name: str) -> str:
-    """An argument as it is written on the command line."""
-    return f"--{name.replace('_', '-')}"
-
-
-def sha256_of(optimizer_file: str | None) -> str | None:
-    return optimizer_file and hashlib.sha256(Path(optimizer_file).read_bytes()).hexdigest()
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -150,6 +44,9 @@ class Plan:
     batch: int  # tokens per optimizer step, over all devices
     steps: int
     data_parallel: int  # how many processes see different rows
+    parameters: int
+    flops_per_token: int  # of the forward and the backward pass
+    memory: int  # bytes that a device holds at the peak of a step
 
     @property
     def micro_steps(self) -> int:
@@ -168,22 +65,32 @@ def make_plan(args: argparse.Namespace, vocab_size: int, runtime: Runtime, rows:
     a model that cannot be built and for a batch that the processes cannot divide.
     """
     config = model_config(args, vocab_size, runtime.device.type)
+    model = meta_model(config)
     data_parallel = parallel.data_parallel_size(runtime.world_size, args.tensor_parallel, config)
-    tokens = asked_tokens(args, config)
+    layout = Layout(runtime.world_size, args.shard == "fsdp", args.tensor_parallel)
+    tokens = asked_tokens(args, model)
     row = config.seq_len * data_parallel  # tokens of one row on every device
     rows = args.device_batch_size or rows
     if rows is None:
         # The batch is a multiple of the rows: if they are a power of two, it can be one too
         most = args.total_batch_size or 2 ** int(math.log2(total_batch_size(tokens, row) / row)) * row
-        rows = rows_that_fit(config, max(1, most // row), args, runtime)
+        rows = rows_that_fit(config, layout, max(1, most // row), runtime)
     batch = args.total_batch_size or total_batch_size(tokens, rows * row)
     if batch % (rows * row):
         raise InputError(
             f"--total-batch-size {batch} is not a multiple of {rows * row} ({rows} rows on every device): "
             "change it, --device-batch-size or the number of processes"
         )
-    steps = args.num_iterations or max(1, tokens // batch)
-    return Plan(config, rows, batch, steps, data_parallel)
+    return Plan(
+        config,
+        rows,
+        batch,
+        args.num_iterations or max(1, tokens // batch),
+        data_parallel,
+        sum(p.numel() for p in model.parameters()),
+        model.estimate_flops(),
+        sum(memory_by_kind(config, layout, rows, runtime.compute_dtype.itemsize).values()),
+    )
 
 
 def model_config(args: argparse.Namespace, vocab_size: int, device: str) -> GPTConfig:
@@ -195,17 +102,12 @@ def model_config(args: argparse.Namespace, vocab_size: int, device: str) -> GPTC
         return GPTConfig.from_depth(
             args.depth,
             vocab_size,
-            args.max_seq_len or default_context(on_gpu),
+            args.max_seq_len or (2048 if on_gpu else 512),
             window_pattern=windows,
             qk_norm=not args.no_qk_norm,
         )
     except ValueError as error:
         raise InputError(str(error)) from error
-
-
-def default_context(on_gpu: bool) -> int:
-    """Tokens per row without --max-seq-len."""
-    return 2048 if on_gpu else 512
 
 
 def meta_model(config: GPTConfig) -> GPT:
@@ -214,13 +116,12 @@ def meta_model(config: GPTConfig) -> GPT:
         return GPT(config)
 
 
-def asked_tokens(args: argparse.Namespace, config: GPTConfig) -> int:
+def asked_tokens(args: argparse.Namespace, model: GPT) -> int:
     """The tokens that --target-flops pays for, else those that --target-param-data-ratio asks for.
 
     20 per parameter are compute-optimal for the models of Hoffmann et al. (arXiv 2203.15556); Muon-trained
     models of this family do best near 10 (nanochat, 2026).
     """
-    model = meta_model(config)
     if args.target_flops is not None:
         return round(args.target_flops / model.estimate_flops())
     return int((args.target_param_data_ratio or 10.5) * model.multiplied_weights())
@@ -237,24 +138,22 @@ def total_batch_size(tokens: int, micro_batch: int) -> int:
     return max(1, round(batch / micro_batch)) * micro_batch
 
 
-def rows_that_fit(config: GPTConfig, most: int, args: argparse.Namespace, runtime: Runtime) -> int:
+def rows_that_fit(config: GPTConfig, layout: Layout, most: int, runtime: Runtime) -> int:
     """Rows of a micro-step: a power of two that divides `most`, the rows of a device per step, and fits into
     a GPU's memory. On a CPU at most 16: more gain nothing.
     """
     rows = most & -most
     if runtime.device.type == "cpu":
         return min(rows, 16)
-    capacity = torch.cuda.mem_get_info(runtime.device)[1]
-    while rows > 1 and memory_of(config, rows, args, runtime) > FILLED * capacity:
+    _, capacity = torch.cuda.mem_get_info(runtime.device)
+    return fewer_rows(config, layout, rows, runtime.compute_dtype.itemsize, FILLED * capacity)
+
+
+def fewer_rows(config: GPTConfig, layout: Layout, rows: int, compute_bytes: int, available: float) -> int:
+    """The rows halved until their memory is available, at least one. available: bytes of a device."""
+    while rows > 1 and sum(memory_by_kind(config, layout, rows, compute_bytes).values()) > available:
         rows //= 2
     return rows
-
-
-def memory_of(config: GPTConfig, rows: int, args: argparse.Namespace, runtime: Runtime) -> float:
-    """Bytes that a device holds at the peak of a step."""
-    layout = footprint.Layout(runtime.world_size, args.shard == "fsdp", args.tensor_parallel)
-    itemsize = runtime.compute_dtype.itemsize
-    return sum(footprint.memory_by_kind(config, layout, rows, itemsize).values())
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -288,20 +187,17 @@ def choose_compilation(args: argparse.Namespace, plan: Plan, runtime: Runtime) -
     return True
 
 
-def print_plan(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> None:
+def print_plan(plan: Plan, runtime: Runtime) -> None:
     """Print how large the run is, and about how much memory it takes."""
-    config, model = plan.config, meta_model(plan.config)
-    flops = model.estimate_flops()  # per token
-    parameters = sum(p.numel() for p in model.parameters())
-    memory = memory_of(config, plan.rows, args, runtime)
+    config, flops = plan.config, plan.flops_per_token
     print0(
         f"model      depth {config.depth}, width {config.width}, {config.heads} heads, "
-        f"context {config.seq_len}, vocabulary {config.vocab_size}, {parameters / 1e6:.1f}M parameters\n"
+        f"context {config.seq_len}, vocabulary {config.vocab_size}, {plan.parameters / 1e6:.1f}M parameters\n"
         f"attention  {kernels_in_use()}, window pattern {config.window_pattern}\n"
         f"training   {plan.steps} steps x {plan.batch} tokens = {plan.tokens:,} tokens, "
         f"{flops / 1e6:.0f} MFLOP per token, {plan.tokens * flops:.3g} FLOPs in all\n"
         f"devices    {runtime.world_size} x {runtime.device.type}, {plan.rows} rows x {plan.micro_steps} "
         f"micro-steps per step\n"
         f"dtype      {runtime.dtype_name} (weights float32)\n"
-        f"memory     about {memory / 2**30:.1f} GiB per device, besides PyTorch itself"
+        f"memory     about {plan.memory / 2**30:.1f} GiB per device, besides PyTorch itself"
     )

@@ -1,11 +1,12 @@
 """The recipe: which parameter is trained how, and how that changes over a run; or a user's file in its place.
 
-The keywords of `param_groups` and `schedule` are flags of base_train. The laboratory (scripts/optim_race.py)
-compares them with others.
+RATES and COURSE declare its hyperparameters: each is a flag of base_train and a keyword of param_groups or
+schedule. The laboratory (scripts/optim_race.py) compares the recipe with others.
 """
 
 import inspect
 import runpy
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
@@ -17,51 +18,79 @@ from nanomuon.runtime import InputError
 REFERENCE_TOKENS = 1.2e9
 REFERENCE_BATCH = 2**19
 REFERENCE_STEPS = REFERENCE_TOKENS / REFERENCE_BATCH  # 2,289
+REFERENCE_WIDTH = 768
 FEWEST_STEPS = 100  # shorter runs were not measured, and use the rates of this length
 
 
-def param_groups(
-    model,
-    batch=None,
-    steps=None,
-    *,
-    matrix_lr=0.02,
-    embedding_lr=0.3,
-    unembedding_lr=0.004,
-    scalar_lr=0.01,
-    weight_decay=0.2,
-):
+@dataclass(frozen=True)
+class Hyperparameter:
+    """Bounds: from 0 to `largest`. A race's sweep searches from default / sweep to default * sweep."""
+
+    default: float
+    meaning: str
+    largest: float = 1e30
+    sweep: float | None = None
+
+
+# Keywords of param_groups
+RATES = {
+    "matrix_lr": Hyperparameter(0.02, "Muon, at 4,096 tokens per step and 2,289 steps", sweep=2),
+    "embedding_lr": Hyperparameter(0.3, "AdamW, embedding, at 2,289 steps and width 768"),
+    "unembedding_lr": Hyperparameter(0.004, "AdamW, head, at 2,289 steps and width 768"),
+    "scalar_lr": Hyperparameter(0.01, "AdamW, scalars and gates, at 2,289 steps"),
+    "weight_decay": Hyperparameter(0.2, "of Muon's matrices at 2,289 steps, falling to 0", sweep=4),
+}
+# Keywords of schedule
+COURSE = {
+    "warmup_ratio": Hyperparameter(0.0, "share of the run with rising rates", largest=1),
+    "warmdown_ratio": Hyperparameter(1.0, "share of the run with falling rates", largest=1),
+}
+
+
+def values_of(declared, given):
+    """{name: value} of the declared hyperparameters, with defaults. TypeError for a name that is not one."""
+    if unknown := given.keys() - declared.keys():
+        raise TypeError(f"the recipe has no {', '.join(unknown)}; it has {', '.join(declared)}")
+    return {name: given.get(name, each.default) for name, each in declared.items()}
+
+
+def param_groups(model, batch=None, steps=None, **rates):
     """Groups of a GPT: Muon for the matrices, AdamW with a learning rate per role for the rest.
 
     batch: tokens per step; steps: of the run. The rates and the decay are those of 4,096 tokens and about
     2,300 steps, and follow horizon_lr_scale, horizon_decay_scale and matrix_lr_scale from there. The rates
     of embedding and head are those of width 768, and follow adamw_lr_scale. Short runs average
     gradients over fewer steps: momentum and beta1 are 0.95 and 0.8 at 2,300 steps, 0.90 and 0.62 at 300.
-    weight_decay is of Muon's matrices. docs/recipe.md has the measurements.
+    rates: see RATES. docs/recipe.md has the measurements.
     """
+    return _scaled_groups(model, values_of(RATES, rates), batch, steps, model.config.width)
+
+
+def _scaled_groups(model, rates, batch, steps, width):
     batch_scale = matrix_lr_scale(batch) if batch else 1
     lr_scale = horizon_lr_scale(steps) if steps else 1
     decay_scale = horizon_decay_scale(steps) if steps else 1
-    width_scale = adamw_lr_scale(model.config.width)
+    width_scale = adamw_lr_scale(width)
     return build_param_groups(
         model,
         muon=dict(
-            lr=matrix_lr * batch_scale * lr_scale,
+            lr=rates["matrix_lr"] * batch_scale * lr_scale,
             momentum=1 - 0.05 * lr_scale,  # short runs average over fewer gradients
             ns_steps=5,  # of Polar Express, arXiv 2505.16932
             beta2=0.95,  # of the second moment, arXiv 2510.05491
             # a step decays by the product of rate and decay, and the batch leaves that as it is
-            weight_decay=weight_decay * decay_scale / batch_scale,
+            weight_decay=rates["weight_decay"] * decay_scale / batch_scale,
         ),
         adamw=dict(
-            lr=scalar_lr * lr_scale,  # of x0 scalars and gates, which ran away at five times this rate
+            lr=rates["scalar_lr"]
+            * lr_scale,  # of x0 scalars and gates, which ran away at five times this rate
             betas=(1 - 0.2 * lr_scale, 0.95),
             eps=1e-6,  # a smaller one makes rounding into updates, and two world sizes into two runs
             weight_decay=0.0,
         ),
         roles={
-            "wte": dict(lr=embedding_lr * width_scale * lr_scale),
-            "lm_head": dict(lr=unembedding_lr * width_scale * lr_scale),
+            "wte": dict(lr=rates["embedding_lr"] * width_scale * lr_scale),
+            "lm_head": dict(lr=rates["unembedding_lr"] * width_scale * lr_scale),
             "taps": dict(lr=0.02 * lr_scale),
         },
         skip_keys=["value_gate"],
@@ -80,7 +109,7 @@ def matrix_lr_scale(batch: int) -> float:
 
 def adamw_lr_scale(width: int) -> float:
     """The rates of embedding and head are tuned at width 768 and follow width^-1/2."""
-    return (width / 768) ** -0.5
+    return (width / REFERENCE_WIDTH) ** -0.5
 
 
 def horizon_lr_scale(steps: int) -> float:
@@ -102,11 +131,15 @@ def horizon_decay_scale(steps: int) -> float:
     return REFERENCE_STEPS / max(steps, FEWEST_STEPS) / horizon_lr_scale(steps)
 
 
-def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
-    """{hyperparameter: value} that a group gets at `step` (from 0) of `steps`. group: as it was built."""
-    values = {}
+def schedule(group, step, steps, **course):
+    """{hyperparameter: value} that a group gets at `step` (from 0) of `steps`. group: as it was built;
+    course: see COURSE.
+    """
+    values, course = {}, values_of(COURSE, course)
     if "lr" in group:
-        values["lr"] = group["lr"] * lr_multiplier(step, steps, warmup_ratio, warmdown_ratio)
+        values["lr"] = group["lr"] * lr_multiplier(
+            step, steps, course["warmup_ratio"], course["warmdown_ratio"]
+        )
     if group.get("kind") == "muon":
         # Linear to zero: at the end of a run decay only adds noise (nanochat, 2026)
         values["weight_decay"] = group["weight_decay"] * (1 - step / steps)
@@ -123,6 +156,46 @@ def lr_multiplier(step: int, steps: int, warmup: float, cooldown: float) -> floa
     if cooldown:
         fall = (steps - step) / (cooldown * steps)
     return min(1.0, rise, fall)
+
+
+def scales(model, batch, steps, rates):
+    """By what param_groups scales the rate and the decay of each group, [{"lr": ["x2.4 by length"]}, ...]: it
+    builds them with one size of the run at a time.
+    """
+    none = dict(batch=None, steps=None, width=REFERENCE_WIDTH)
+    sizes = {"batch": dict(batch=batch), "length": dict(steps=steps), "width": dict(width=model.config.width)}
+    unscaled = _scaled_groups(model, rates, **none)
+    found = [{} for _ in unscaled]
+    for name, size in sizes.items():
+        for by, before, group in zip(
+            found, unscaled, _scaled_groups(model, rates, **(none | size)), strict=True
+        ):
+            for key in ("lr", "weight_decay"):
+                if group[key] != before[key]:
+                    by.setdefault(key, []).append(f"x{group[key] / before[key]:.3g} by {name}")
+    return found
+
+
+def describe(groups, schedule, steps, scales):
+    """A line for each param group: what it holds, and its numbers at step 0. scales: see scales()."""
+    lines = []
+    for group, by in zip(groups, scales, strict=True):
+        numbers = []
+        for key, value in {**group, **values_at(schedule, group, 0, steps)}.items():
+            if type(value) in (int, float, tuple):
+                scale = f" ({', '.join(by[key])})" if key in by else ""
+                numbers.append(f"{key} {shown(value)}{scale}")
+        size = sum(param.numel() for param in group["params"])
+        first = f" from {group['names'][0]}" if "names" in group else ""
+        lines.append(f"{group.get('kind', 'group'):<10} {size:,} parameters{first}: {', '.join(numbers)}")
+    return lines
+
+
+def shown(value):
+    """A number in at most four digits; those of a tuple too."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(shown, value))})"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -20,22 +20,14 @@ from nanomuon.evaluate import bits_per_byte
 from nanomuon.fp8 import train_in_fp8
 from nanomuon.generate import sample_texts
 from nanomuon.optim import MuonAdamW
-from nanomuon.plan import (
-    COMM_DTYPES,
-    OF_THE_LAUNCH,
-    Plan,
-    Settings,
-    choose_compilation,
-    flag_of,
-    print_plan,
-    refuse_changes,
-    sha256_of,
-)
+from nanomuon.plan import Plan, choose_compilation, print_plan
 from nanomuon.qk_clip import watch_
 from nanomuon.runtime import InputError, Runtime, first_rank_first, folder_of, print0, read_json, write_json
+from nanomuon.settings import Settings, flag_of, recorded, refuse_changes, sha256_of
 from nanomuon.tokenizer import Tokenizer
 from nanomuon.trained import model_sources, warn_of_changed_sources
 
+COMM_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}  # the optimizer's
 MOST_PASSES = 3  # over the text; then validation loss rises again (docs/data.md)
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
 
@@ -54,7 +46,7 @@ class Run:
 
     forward: the model, compiled or eager: (inputs, targets) -> mean loss. schedule: (initial group, step,
     steps) -> values of the group at this step. initial_groups: the param groups as they were built. mesh: of
-    cut parameters, or None. log: on the first rank, None on others. step: steps done; skipped: those without
+    cut parameters, or None. step: steps done; skipped: those without
     an update, because a loss or gradient was not finite.
     """
 
@@ -80,13 +72,14 @@ class Run:
             )
         self._build(compiles)
         self._resume(found)
-        self.log = None
+        self.metrics = None
         if runtime.rank == 0:
             wandb_id = wandb.id if wandb else settings and settings.wandb_id
             self._write_folder(wandb_id)
-            self.log = report.MetricsLog(self.folder, self.step if found else None, wandb)
+            self.metrics = report.MetricsLog(self.folder, self.step if found else None, wandb)
         checkpoint.remove(self.folder, self.step if found else -1, args.keep_last)
-        print_plan(args, self.plan, runtime)
+        print_plan(self.plan, runtime)
+        print0("\n".join(self.groups))
         manifest = self.loader.manifest
         if manifest.complete_to is not None:  # else data_prep is still writing
             text = shards.count_tokens(manifest.train)
@@ -137,6 +130,10 @@ class Run:
         if frozen := recipe.untrained(self.model, self.optimizer):
             print0(f"warning: {len(frozen)} parameters are in no group and are not trained: {frozen[0]}, ...")
         self.initial_groups = [dict(group) for group in self.optimizer.param_groups]
+        scales = [{}] * len(self.initial_groups)
+        if not args.optimizer_file:
+            scales = recipe.scales(self.model, plan.batch, plan.steps, of_recipe(args, recipe.RATES))
+        self.groups = recipe.describe(self.initial_groups, self.schedule, plan.steps, scales)
 
     def _resume(self, found: Path | None):
         """Restore a checkpoint, if there is one, and open the loader at its position."""
@@ -174,13 +171,13 @@ class Run:
         chosen = {"total_batch_size": self.plan.batch, "max_seq_len": config.seq_len}
         chosen |= {"vocab_size": config.vocab_size, "window_pattern": config.window_pattern}
         chosen["dtype"] = self.runtime.dtype_name
-        options = {name: value for name, value in vars(self.args).items() if name not in OF_THE_LAUNCH}
         settings = Settings(
-            options=options | chosen,
+            options=recorded(self.args) | chosen,
             rows=self.plan.rows,
             world_size=self.runtime.world_size,
             trained_on=self.trained_on,
             trained_with=trained_with(),
+            groups=self.groups,
             wandb_id=wandb_id,
         )
         write_json(self.folder / "settings.json", asdict(settings))
@@ -206,7 +203,7 @@ class Run:
         as_in_training = self.forward is not self.model and not self.args.fp8
         value = bits_per_byte(self.forward, batches, self.token_bytes, as_in_training)
         whole_set = max_tokens is None
-        self._log({"val_bpb": value, "whole_set": whole_set})
+        self.log({"val_bpb": value, "whole_set": whole_set})
         extent = " (whole set)" if whole_set else ""
         print0(f"step {self.step:5d}/{self.plan.steps} | validation {value:.4f} bits per byte{extent}")
         return value
@@ -224,14 +221,15 @@ class Run:
             self.data_rank,
             self.plan.data_parallel,
         )
-        if self.log:
+        if self.metrics:
             write_json(self.folder / "core.json", {**results, "step": self.step, "most_items": most_items})
-        self._log({key: results[key] for key in ("core", "mean_centered")})
+        self.log({key: results[key] for key in ("core", "mean_centered")})
         return results
 
-    def _log(self, figures):
-        if self.log:
-            self.log.log({"step": self.step, "tokens": self.step * self.plan.batch, **figures})
+    def log(self, figures: dict) -> None:
+        """Add a line to metrics.jsonl, on the first rank."""
+        if self.metrics:
+            self.metrics.log({"step": self.step, "tokens": self.step * self.plan.batch, **figures})
 
     def save(self, position: dict | None = None, is_last: bool = True) -> None:
         """Write a checkpoint. If that fails, InputError for the last one; after any other, training goes on.
@@ -279,9 +277,9 @@ class Run:
         with torch.compiler.set_stance("force_eager"):  # the shapes of samples were not compiled
             prompts = PROMPTS.get(args.corpus, [""] * 3)
             samples = sample_texts(self.model, self.tokenizer, prompts, max_tokens=64, seed=args.seed)
-        if self.log is None:
+        if self.metrics is None:
             return 0
-        self.log.close()
+        self.metrics.close()
         rows, _ = report.read_metrics(self.folder / "metrics.jsonl")
         summary = report.summarize(rows, val_bpb, plan.steps, plan.tokens, self.runtime)
         summary["parameters"] = sum(p.numel() for p in self.model.parameters())
@@ -330,12 +328,16 @@ def trained_with() -> dict:
     return known
 
 
+def of_recipe(args, declared) -> dict:
+    """The values that the arguments give to hyperparameters of the recipe."""
+    return {name: getattr(args, name) for name in declared}
+
+
 def build_optimizer(args, model, plan, runtime, compiles) -> tuple[torch.optim.Optimizer, object]:
     """The optimizer, and the schedule of its groups: the recipe's, or those of the user's file."""
-    keywords = {name: getattr(args, name) for name in recipe.param_groups.__kwdefaults__}
-    build = functools.partial(recipe.param_groups, **keywords)
-    options = {name: getattr(args, name) for name in recipe.schedule.__kwdefaults__}
-    schedule = functools.partial(recipe.schedule, **options)
+    build = functools.partial(recipe.param_groups, **of_recipe(args, recipe.RATES))
+    course = of_recipe(args, recipe.COURSE)
+    schedule = functools.partial(recipe.schedule, **course)
     if args.optimizer_file:
         print0(f"running {args.optimizer_file}, SHA-256 {sha256_of(args.optimizer_file)}")
         build, own_schedule, names = recipe.load_recipe(args.optimizer_file)
@@ -345,8 +347,8 @@ def build_optimizer(args, model, plan, runtime, compiles) -> tuple[torch.optim.O
                 "nanomuon/gpt.py: change it there"
             )
         if own_schedule is not recipe.schedule:
-            if options != recipe.schedule.__kwdefaults__:
-                flags = " and ".join(map(flag_of, options))
+            if course != recipe.values_of(recipe.COURSE, {}):
+                flags = " and ".join(map(flag_of, course))
                 raise InputError(
                     f"{flags} are for the recipe, and {args.optimizer_file} has its own schedule: leave them "
                     "out (a run that has recorded them starts over with --resume never)"

@@ -12,8 +12,9 @@ from nanomuon import checkpoint
 from nanomuon.checkpoint import tensor_shapes
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.parallel import build_model
-from nanomuon.plan import Settings, meta_model
+from nanomuon.plan import meta_model
 from nanomuon.runtime import InputError, Runtime, find_run, print0, read_json
+from nanomuon.settings import Settings
 from nanomuon.tokenizer import Tokenizer
 
 # The most in a stranger's config.json: more layers take minutes to build, longer rotary tables more memory

@@ -23,7 +23,6 @@ from nanomuon.dataloader import validation_batches
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT
-from nanomuon.plan import Settings
 from nanomuon.run import PROMPTS
 from nanomuon.runtime import (
     InputError,
@@ -35,6 +34,7 @@ from nanomuon.runtime import (
     start,
     write_json,
 )
+from nanomuon.settings import Settings
 from nanomuon.tokenizer import Tokenizer
 from nanomuon.trained import load_run
 

@@ -21,133 +21,141 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
-import os
-import re
 import statistics
 import time
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from nanomuon import fp8, parallel, recipe, shards
 from nanomuon.attention import use_flash_attention
-from nanomuon.command import (
-    ArgumentParser,
-    StopSignals,
-    add_dtype_argument,
-    add_text_arguments,
-    amount,
-    count,
-    layers,
-    number,
-    run_command,
-    seed,
-    share,
-    vocabulary,
-)
+from nanomuon.command import StopSignals, run_command
 from nanomuon.corpus import check_corpus
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.plan import COMM_DTYPES, Plan, Settings, flag_of, make_plan, peak_flops, print_plan, recall
+from nanomuon.plan import Plan, make_plan, peak_flops, print_plan
 from nanomuon.qk_clip import clip_
 from nanomuon.report import start_wandb
 from nanomuon.run import Run, is_complete
 from nanomuon.runtime import InputError, Runtime, folder_of, locked, make_deterministic, print0, start
+from nanomuon.settings import RunParser, Settings, flag_of, make_parser, recall
 
 CORE_ITEMS = 500  # of each CORE task, in evaluations during training
 MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
 
 
+def main(argv: list[str] | None = None) -> int:
+    args, settings = understand(make_parser(description=__doc__), argv)
+    folder = folder_of(args.run)
+    if args.deterministic:
+        make_deterministic()
+    runtime = start(args.dtype)
+    use_flash_attention(runtime.device, runtime.compute_dtype)  # first: the default windows depend on it
+    plan = size_of_run(args, settings, runtime)
+    if args.plan:
+        print_plan(plan, runtime)
+        return 0
+    signals = StopSignals(folder)
+    if args.resume == "auto" and is_complete(folder, plan.steps):
+        return 0
+    wandb = None
+    if args.wandb and runtime.rank == 0:
+        wandb = start_wandb(args.run, settings and settings.wandb_id, vars(args))
+    # One launch at a time: two would write into each other's checkpoints. The first rank holds the lock
+    with locked(folder, wait=False) if runtime.rank == 0 else contextlib.nullcontext():
+        run = Run(args, plan, runtime, settings, wandb)
+        code = train(run, signals)
+        return run.finish() if code is None else code
+
+
+def understand(parser: RunParser, argv: list[str] | None) -> tuple[argparse.Namespace, Settings | None]:
+    """The arguments, and the settings that the run has recorded if it exists. InputError for flags that do
+    not fit each other, before ranks meet and data is prepared.
+    """
+    args, settings = recall(parser, argv)
+    check_corpus(args.corpus)
+    if args.qk_clip and not args.no_qk_norm:
+        raise InputError("--qk-clip is for models with --no-qk-norm: the norm bounds attention logits itself")
+    for name, each in recipe.RATES.items():
+        if args.optimizer_file and getattr(args, name) != each.default:
+            raise InputError(
+                f"{flag_of(name)} is for the recipe, not for {args.optimizer_file}: set it there"
+            )
+    return args, settings
+
+
+def size_of_run(args: argparse.Namespace, settings: Settings | None, runtime: Runtime) -> Plan:
+    """The plan of the run that the arguments ask for on these processes."""
+    if args.fp8:
+        fp8.check(runtime, args.tensor_parallel)
+    vocab_size = args.vocab_size or shards.default_vocab_size(args.corpus)
+    rows = None  # other micro-steps round differently: in the same world a run keeps its first choice
+    if settings and settings.world_size == runtime.world_size:
+        rows = settings.rows
+    return make_plan(args, vocab_size, runtime, rows)
+
+
 def train(run: Run, signals: StopSignals) -> int | None:
     """The training loop. Returns None once the run has all of its steps, else the exit code."""
-    args, plan, device = run.args, run.plan, run.runtime.device
-    model, optimizer = run.model, run.optimizer
-    is_ours = isinstance(optimizer, MuonAdamW)  # skips bad steps by itself
-    flops_per_token = model.estimate_flops()
-    peak = peak_flops(device)
+    args, plan, progress = run.args, run.plan, Progress(run.plan.steps)
+    peak = peak_flops(run.runtime.device)
     bad_steps = 0  # in a row, up to now
-    # Milliseconds of the last steps, without the first, which compiles
-    shown_at, times, first = 0.0, deque(maxlen=20), run.step + 1
-
     signals.in_steps = True
     while run.step < plan.steps:
         # Here, not after the last step: a signal need not wait for an evaluation, and a resumed run catches
         # up on one
         evaluate_what_is_due(run)
-        began = time.perf_counter()
         torch.manual_seed(args.seed + run.step)  # an optimizer draws the same numbers after a resume
+        lr_multiplier = set_hyperparameters(
+            run.optimizer, run.schedule, run.initial_groups, run.step, plan.steps
+        )
+        position = run.loader.state_dict()  # of the first row of this step
+        try:
+            done = training_step(
+                run.model,
+                run.forward,
+                run.optimizer,
+                run.loader,
+                plan.micro_steps,
+                run.mesh,
+                args.qk_clip,
+                signals,
+            )
+        except shards.NobodyWrites:  # scripts.data_prep has failed; all ranks come here together
+            run.save(position)
+            print0(f"stopped at step {run.step} and saved; the same command carries on once there is data")
+            raise
 
-        lr_multiplier = set_hyperparameters(run)
-        loss = accumulate_gradients(run)
-        if run.mesh is not None and args.shard == "none":
-            parallel.average_tensor_parallel_gradients(model, run.mesh)
-        if not isinstance(optimizer, DistMuonAdamW):
-            parallel.average_whole_gradients(model)
-        if not is_ours:
-            loss = torch.where(parallel.gradients_finite(model), loss, float("nan"))
-
-        # A signal to one rank, and a loss that is not finite on one, count for all. (2,): the mean loss, and
-        # how many ranks are to stop. Filled on the device: a copy from the host would wait for it
-        agreed = torch.stack([loss, loss.new_full((), signals.asked)])
-        if dist.is_initialized():
-            dist.all_reduce(agreed)
-        agreed[0] /= run.runtime.world_size
-        finite = agreed[0].isfinite()
-        update_began = Moment(device)
-        if is_ours:
-            optimizer.step(finite=finite)
-            skipped = optimizer.skipped_steps
-        else:
-            # The host decides whether such an optimizer may step: one more wait for the device
-            if finite:
-                optimizer.step()
-            skipped = run.skipped + finite.logical_not()
-        if args.qk_clip:
-            clip_(model, args.qk_clip, args.tensor_parallel)
-        optimizer.zero_grad(set_to_none=True)
-        update_ended = Moment(device)
-
-        # The step's one wait for the device: everything that the host needs, in one copy
-        told = torch.cat([agreed.double(), skipped.double().view(1)])
-        train_loss, stops, skipped_steps = told.tolist()
-        step_ms = 1000 * (time.perf_counter() - began)
         run.step += 1
-        if skipped_steps > run.skipped:
-            run.skipped += 1
-            bad_steps += 1
-        else:
-            bad_steps = 0
+        run.skipped += done.skipped
+        bad_steps = bad_steps + 1 if done.skipped else 0
+        tokens_per_second = 1000 * plan.batch / done.milliseconds
         row = {
-            "step": run.step,
-            "tokens": run.step * plan.batch,
-            "train_loss": train_loss,
+            "train_loss": done.loss,
             "lr_multiplier": lr_multiplier,
-            "step_ms": step_ms,
-            "tokens_per_second": 1000 * plan.batch / step_ms,
-            "optimizer_ms": update_ended.milliseconds_since(update_began),
+            "step_ms": done.milliseconds,
+            "tokens_per_second": tokens_per_second,
+            "optimizer_ms": done.optimizer_ms,
             "skipped_steps": run.skipped,
         }
         if peak is not None:
-            row["mfu"] = row["tokens_per_second"] * flops_per_token / run.runtime.world_size / peak
-
-        if run.step > first:
-            times.append(step_ms)
-        if run.log:
-            run.log.log(row)
-        if time.perf_counter() - shown_at > 5 or run.step == plan.steps:
-            shown_at = time.perf_counter()
-            print_progress(row, plan.steps, times)
+            row["mfu"] = tokens_per_second * plan.flops_per_token / run.runtime.world_size / peak
+        run.log(row)
+        progress.show(run.step, row)
         if bad_steps:
-            what = f"loss {train_loss}: the loss or a gradient is not finite, no update"
+            what = f"loss {done.loss}: the loss or a gradient is not finite, no update"
             print0(f"step {run.step}: {what} ({bad_steps} in a row)")
         if bad_steps == MAX_BAD_STEPS:
             return run.give_up(f"{bad_steps} steps in a row had non-finite losses or gradients", bad_steps)
+
         # Only a few checkpoints are kept: those of bad steps must not replace the good ones
         due = is_due(args.save_every, run.step) and bad_steps == 0
-        is_last = bool(stops) or run.step == plan.steps
+        is_last = done.stops or run.step == plan.steps
         if due or is_last:
             run.save(is_last=is_last)
-        if stops:
+        if done.stops:
             return signals.stopped(f"at step {run.step} and saved")
     signals.in_steps = False
     return signals.stopped("before its last evaluation") if signals.asked else None
@@ -168,91 +176,91 @@ def evaluate_what_is_due(run: Run) -> None:
     recipe.switch(run.optimizer, "train")
 
 
-def set_hyperparameters(run: Run) -> float | None:
-    """Set each param group to its values at this step. Returns the multiplier of the first group's rate, or
-    None if a user's optimizer has no rate.
-    """
-    groups = run.optimizer.param_groups
-    for group, initial in zip(groups, run.initial_groups, strict=True):
-        group.update(recipe.values_at(run.schedule, initial, run.step, run.plan.steps))
-    if "lr" not in run.initial_groups[0]:
-        return None
-    return float(groups[0]["lr"] / (run.initial_groups[0]["lr"] or 1))
-
-
-def accumulate_gradients(run: Run) -> torch.Tensor:
-    """Forward and backward of every micro-step. Returns the mean loss over this rank's rows, 0-D, which the
-    host does not read here.
-    """
-    plan = run.plan
-    loss = torch.zeros((), device=run.runtime.device)
-    position = run.loader.state_dict()  # of the first of these rows
-    for _ in range(plan.micro_steps):
-        try:
-            inputs, targets = next(run.loader)  # (rows, seq_len) each
-        except shards.NobodyWrites:  # scripts.data_prep has failed; all ranks come here together
-            run.save(position)
-            print0(f"stopped at step {run.step} and saved; the same command carries on once there is data")
-            raise
-        micro_loss = run.forward(inputs, targets) / plan.micro_steps
-        micro_loss.backward()
-        loss += micro_loss.detach()
-    return loss
-
-
 def is_due(every: int, step: int) -> bool:
     """Whether something done every `every` steps (-1: never) is due after this one."""
     return every > 0 and step > 0 and step % every == 0
 
 
-def understand(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | None]:
-    """The arguments, and the settings that the run has recorded if it exists. InputError for flags that do
-    not fit each other, before ranks meet and data is prepared.
+# ------------------------------------------------------------------------------------------------------------
+# One step, which races and scripts.train_bench take too
+
+
+def set_hyperparameters(
+    optimizer, schedule, initial_groups: list[dict], step: int, steps: int
+) -> float | None:
+    """Set each param group to its values at this step of so many. initial_groups: the groups as they were
+    built. Returns the multiplier of the first group's rate, or None if a user's optimizer has no rate.
     """
-    args, settings = recall(make_parser(), argv)
-    check_corpus(args.corpus)
-    if args.qk_clip and not args.no_qk_norm:
-        raise InputError("--qk-clip is for models with --no-qk-norm: the norm bounds attention logits itself")
-    file = args.optimizer_file
-    for name, default in recipe.param_groups.__kwdefaults__.items():
-        if file and getattr(args, name) != default:
-            raise InputError(f"{flag_of(name)} is for the recipe, not for {file}: set it there")
-    return args, settings
+    groups = optimizer.param_groups
+    for group, initial in zip(groups, initial_groups, strict=True):
+        group.update(recipe.values_at(schedule, initial, step, steps))
+    if "lr" not in initial_groups[0]:
+        return None
+    return float(groups[0]["lr"] / (initial_groups[0]["lr"] or 1))
 
 
-def size_of_run(args: argparse.Namespace, settings: Settings | None, runtime: Runtime) -> Plan:
-    """The plan of the run that the arguments ask for on these processes."""
-    if args.fp8:
-        fp8.check(runtime, args.tensor_parallel)
-    vocab_size = args.vocab_size or shards.default_vocab_size(args.corpus)
-    rows = None  # other micro-steps round differently: in the same world a run keeps its first choice
-    if settings and settings.world_size == runtime.world_size:
-        rows = settings.rows
-    return make_plan(args, vocab_size, runtime, rows)
+@dataclass
+class Step:
+    """What a training step has done. stops: a rank was asked to stop; skipped: it had no update."""
+
+    loss: float
+    stops: bool
+    skipped: bool
+    milliseconds: float
+    optimizer_ms: float
 
 
-def main(argv: list[str] | None = None) -> int:
-    args, settings = understand(argv)
-    folder = folder_of(args.run)
-    if args.deterministic:
-        make_deterministic()
-    runtime = start(args.dtype)
-    use_flash_attention(runtime.device, runtime.compute_dtype)  # first: the default windows depend on it
-    plan = size_of_run(args, settings, runtime)
-    if args.plan:
-        print_plan(args, plan, runtime)
-        return 0
-    signals = StopSignals(folder)
-    if args.resume == "auto" and is_complete(folder, plan.steps):
-        return 0
-    wandb = None
-    if args.wandb and runtime.rank == 0:
-        wandb = start_wandb(args.run, settings and settings.wandb_id, vars(args))
-    # One launch at a time: two would write into each other's checkpoints. The first rank holds the lock
-    with locked(folder, wait=False) if runtime.rank == 0 else contextlib.nullcontext():
-        run = Run(args, plan, runtime, settings, wandb)
-        code = train(run, signals)
-        return run.finish() if code is None else code
+def training_step(
+    model, forward, optimizer, batches, micro_steps, mesh=None, qk_clip=None, signals=None
+) -> Step:
+    """Accumulate the gradients of the next micro-batches, agree with the other ranks, update the parameters.
+
+    forward: the model, compiled or eager: (inputs, targets) -> mean loss. batches: iterator of (inputs,
+    targets), (rows, seq_len) each. mesh: ("dp", "tp") of cut parameters. qk_clip: the limit of attention
+    logits. signals: may ask to stop. All ranks call this together.
+    """
+    began, is_ours = time.perf_counter(), isinstance(optimizer, MuonAdamW)  # ours skips bad steps by itself
+    loss = torch.zeros((), device=next(model.parameters()).device)  # the host does not read it yet
+    for _ in range(micro_steps):
+        inputs, targets = next(batches)
+        micro_loss = forward(inputs, targets) / micro_steps
+        micro_loss.backward()
+        loss += micro_loss.detach()
+    if mesh is not None and not isinstance(model, FSDPModule):
+        parallel.average_tensor_parallel_gradients(model, mesh)
+    if not isinstance(optimizer, DistMuonAdamW):
+        parallel.average_whole_gradients(model)
+    if not is_ours:
+        loss = torch.where(parallel.gradients_finite(model), loss, float("nan"))
+
+    # A signal to one rank, and a loss that is not finite on one, count for all. (2,): the mean loss, and how
+    # many ranks are to stop. Filled on the device: a copy from the host would wait for it
+    agreed = torch.stack([loss, loss.new_full((), signals is not None and signals.asked)])
+    if dist.is_initialized():
+        dist.all_reduce(agreed)
+        agreed[0] /= dist.get_world_size()
+    finite = agreed[0].isfinite()
+    update_began = Moment(loss.device)
+    if is_ours:
+        skipped_before = optimizer.skipped_steps.clone()
+        optimizer.step(finite=finite)
+        skipped = optimizer.skipped_steps - skipped_before
+    else:
+        # The host decides whether such an optimizer may step: one more wait for the device
+        if finite:
+            optimizer.step()
+        skipped = finite.logical_not()
+    if qk_clip:
+        clip_(model, qk_clip, mesh["tp"].size() if mesh else 1)
+    optimizer.zero_grad(set_to_none=True)
+    update_ended = Moment(loss.device)
+
+    # The step's one wait for the device: everything that the host needs, in one copy
+    mean_loss, stops, skipped = torch.cat([agreed.double(), skipped.double().view(1)]).tolist()
+    milliseconds = 1000 * (time.perf_counter() - began)
+    return Step(
+        mean_loss, stops > 0, skipped > 0, milliseconds, update_ended.milliseconds_since(update_began)
+    )
 
 
 class Moment:
@@ -273,17 +281,29 @@ class Moment:
         return earlier.event.elapsed_time(self.event)
 
 
-def print_progress(row: dict, steps: int, times: deque) -> None:
-    """times: milliseconds of the last steps, from which the rest is estimated."""
-    step, left = row["step"], ""
-    if times:
-        left = f" | {duration((steps - step) * statistics.median(times) / 1000)} left"
-    rate = "no lr" if row["lr_multiplier"] is None else f"lr x{row['lr_multiplier']:.2f}"
-    print0(
-        f"step {step:5d}/{steps} | loss {row['train_loss']:.4f} | {rate} | "
-        f"{row['step_ms']:.0f} ms | {row['tokens_per_second']:,.0f} tokens/s | "
-        f"{100 * step / steps:.0f}%{left}"
-    )
+class Progress:
+    """Prints a line every few seconds, and at the end."""
+
+    def __init__(self, steps: int):
+        self.steps, self.shown_at = steps, 0.0
+        self.times = deque(maxlen=20)  # milliseconds of the last steps
+        self.is_first = True  # which compiles
+
+    def show(self, step: int, row: dict) -> None:
+        if not self.is_first:
+            self.times.append(row["step_ms"])
+        self.is_first = False
+        if time.perf_counter() - self.shown_at < 5 and step < self.steps:
+            return
+        self.shown_at, left = time.perf_counter(), ""
+        if self.times:
+            left = f" | {duration((self.steps - step) * statistics.median(self.times) / 1000)} left"
+        rate = "no lr" if row["lr_multiplier"] is None else f"lr x{row['lr_multiplier']:.2f}"
+        print0(
+            f"step {step:5d}/{self.steps} | loss {row['train_loss']:.4f} | {rate} | "
+            f"{row['step_ms']:.0f} ms | {row['tokens_per_second']:,.0f} tokens/s | "
+            f"{100 * step / self.steps:.0f}%{left}"
+        )
 
 
 def duration(seconds: float) -> str:
@@ -291,205 +311,6 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
-
-
-def python_file(text: str) -> str:
-    if not os.path.isfile(text):
-        raise argparse.ArgumentTypeError(f"{text} is not a file (FILE:key=value is for scripts.optim_race)")
-    return os.path.abspath(text)
-
-
-def bundle_place(text: str) -> str:
-    """An address unchanged; a folder or zip as its absolute path, so the run finds it from any folder."""
-    if text.startswith(("http://", "https://")):
-        return text
-    return os.path.abspath(os.path.expanduser(text))
-
-
-def checkpoint_name(text: str) -> str:
-    if not re.fullmatch("auto|never|step_[0-9]+", text):
-        raise argparse.ArgumentTypeError(f"must be auto, never or a checkpoint (step_N), not {text!r}")
-    return text
-
-
-def make_parser() -> ArgumentParser:
-    parser = ArgumentParser("python -m scripts.base_train", __doc__)
-    add = parser.add_argument
-    add("--run", default="base", help="name of the run, a folder under runs/ (default: %(default)s)")
-    add(
-        "--corpus", default="python", help="python, path:FILE_OR_FOLDER or hf:ORG/NAME (default: %(default)s)"
-    )
-    add("--vocab-size", type=vocabulary, help="tokens in the vocabulary (default: set by the corpus)")
-    add_text_arguments(parser)
-    add(
-        "--depth",
-        type=layers,
-        default=4,
-        help="number of layers; width, heads and batch follow (default: %(default)s)",
-    )
-    add(
-        "--max-seq-len",
-        type=number(int, 1, 1 << 20),
-        help="context in tokens (default: 2048 on a GPU, 512 on a CPU)",
-    )
-    add(
-        "--window-pattern",
-        help="attention window by layer: L full, S the last quarter of the context (default: SSSL with "
-        "FlashAttention 3 or 4, else L: without it windows save no time)",
-    )
-    add("--no-qk-norm", action="store_true", help="do not normalize queries and keys")
-    add(
-        "--device-batch-size",
-        type=number(int, 1, 1 << 20),
-        help="rows per device and micro-step (default: a power of two that fits into GPU memory, at most 16 "
-        "on a CPU)",
-    )
-    add(
-        "--total-batch-size",
-        type=number(int, 1, 1 << 28),
-        help="tokens per optimizer step (default: by the length of the run)",
-    )
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--num-iterations", type=count, help="length of the run in optimizer steps")
-    length.add_argument(
-        "--target-flops",
-        type=amount,
-        metavar="FLOPS",
-        help="as many steps as this compute pays for, such as 1e18, counted as in PaLM: forward and backward "
-        "at 6 per weight and token, plus attention",
-    )
-    length.add_argument(
-        "--target-param-data-ratio",
-        type=number(float, 1e-6, 1e6),
-        help="training tokens per parameter of the matrices and the head (default: 10.5)",
-    )
-    add(
-        "--optimizer-file",
-        type=python_file,
-        help="Python file with build_optimizer(model) or param_groups(model), used instead of the recipe "
-        "(see nanomuon/recipe.py); give it again to resume, for it runs only if the command names it",
-    )
-    add(
-        "--shard",
-        default="none",
-        choices=["none", "fsdp"],
-        help="fsdp: shard parameters, gradients and optimizer state over the processes (FSDP2); "
-        "none: whole parameters on each (default: %(default)s)",
-    )
-    add(
-        "--tensor-parallel",
-        type=count,
-        default=1,
-        help="processes that share every matrix and see the same rows; must divide the key-value heads "
-        "(default: %(default)s)",
-    )
-    add_dtype_argument(parser)
-    add(
-        "--fp8",
-        action="store_true",
-        help="train, but do not evaluate, with products in float8 (torchao, tensorwise scales), on GPUs that "
-        "have it; its gain has not been measured",
-    )
-    add(
-        "--comm-dtype",
-        default="auto",
-        choices=COMM_DTYPES,
-        help="dtype in which gradients are sent for averaging; with --shard fsdp that of Muon's momenta and "
-        "updates instead (auto: the gradients' own, float32)",
-    )
-    add(
-        "--seed",
-        type=seed,
-        default=0,
-        help="seed of initial weights, data order and samples (default: %(default)s)",
-    )
-    add(
-        "--deterministic",
-        action="store_true",
-        help="make equal runs bit-identical on GPUs too, more slowly",
-    )
-    add(
-        "--no-compile",
-        action="store_true",
-        help="run eagerly, like NANOMUON_COMPILE=0 (default: compile on a GPU, and on a CPU if the run is "
-        "long enough)",
-    )
-    add(
-        "--qk-clip",
-        type=amount,
-        metavar="TAU",
-        help="with --no-qk-norm: scale heads whose largest attention logit exceeds TAU, such as 100, back to "
-        "it (default: off)",
-    )
-    add(
-        "--matrix-lr",
-        type=amount,
-        default=0.02,
-        help="Muon learning rate at 4,096 tokens per step and 2,289 steps; it follows batch and length of "
-        "the run, the other rates only its length (docs/recipe.md) (default: %(default)s)",
-    )
-    add(
-        "--embedding-lr",
-        type=amount,
-        default=0.3,
-        help="AdamW, embeddings (default: %(default)s)",
-    )
-    add("--unembedding-lr", type=amount, default=0.004, help="AdamW, head (default: %(default)s)")
-    add("--scalar-lr", type=amount, default=0.01, help="AdamW, scalars and gates (default: %(default)s)")
-    add(
-        "--weight-decay",
-        type=amount,
-        default=0.2,
-        help="decay of Muon's matrices, falling to 0 (default: %(default)s)",
-    )
-    add("--warmup-ratio", type=share, default=0.0, help="share of the run with rising rates (%(default)s)")
-    add("--warmdown-ratio", type=share, default=1.0, help="share of the run with falling rates (%(default)s)")
-    add(
-        "--eval-every",
-        type=int,
-        default=100,
-        help="steps between evaluations, -1: only at the end (%(default)s)",
-    )
-    add(
-        "--eval-tokens",
-        type=count,
-        default=131072,
-        help="validation tokens per evaluation during training, from all over the set; the last one takes "
-        "the whole set (default: %(default)s)",
-    )
-    add(
-        "--core-bundle",
-        type=bundle_place,
-        help="CORE tasks: a folder, a zip or its address, fetched once; evaluated at the end of the run "
-        "(default: none)",
-    )
-    add(
-        "--core-every",
-        type=int,
-        default=-1,
-        help="steps between evaluations of CORE, -1: only at the end, if a bundle is given (%(default)s)",
-    )
-    add(
-        "--core-items",
-        type=count,
-        help=f"items per CORE task (default: {CORE_ITEMS} during training; the last evaluation takes all)",
-    )
-    add(
-        "--save-every",
-        type=int,
-        default=100,
-        help="steps between checkpoints, -1: only at the end (%(default)s)",
-    )
-    add("--keep-last", type=count, default=2, help="how many checkpoints to keep (default: %(default)s)")
-    add(
-        "--resume",
-        type=checkpoint_name,
-        default="auto",
-        help="auto: the newest checkpoint; step_N: that one, and later ones are deleted; never: start over",
-    )
-    add("--wandb", action="store_true", help="log to Weights & Biases as well (WANDB_MODE=offline works)")
-    add("--plan", action="store_true", help="print the size of the run and its memory, and stop")
-    return parser
 
 
 if __name__ == "__main__":

@@ -19,16 +19,17 @@ import sys
 from dataclasses import replace
 
 from nanomuon import shards
-from nanomuon.command import ArgumentParser, add_text_arguments, number, run_command, vocabulary
+from nanomuon.command import number, run_command
 from nanomuon.corpus import open_corpus, remember
 from nanomuon.runtime import print0, start, usable_gpus
+from nanomuon.settings import RunParser, add_data_flags, make_parser
 from scripts import base_train
 
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     for_training = argv[:1] == ["--"]
-    args = of_training(argv[1:]) if for_training else make_parser().parse_args(argv)
+    args = of_training(argv[1:]) if for_training else own_parser().parse_args(argv)
     corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
     print(f"corpus {corpus.name}: {len(corpus.files):,} files with text")  # others in the folder are skipped
     folder = shards.prepare(corpus, args.vocab_size, max_tokens=args.max_tokens)
@@ -42,21 +43,10 @@ def main(argv=None):
     print0(f"shards: {folder}")
 
 
-def make_parser():
-    parser = ArgumentParser("python -m scripts.data_prep", __doc__)
-    add = parser.add_argument
-    add(
-        "--corpus",
-        default="python",
-        help="python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG] (default: %(default)s)",
-    )
-    add(
-        "--vocab-size",
-        type=vocabulary,
-        help="tokens in the vocabulary (default: 4096, or 32768 for corpora on the hub)",
-    )
-    add_text_arguments(parser)
-    add(
+def own_parser():
+    parser = RunParser("python -m scripts.data_prep", __doc__)
+    add_data_flags(parser)
+    parser.add_argument(
         "--max-tokens",
         type=number(int, 0, 1 << 60),
         default=math.inf,
@@ -69,7 +59,7 @@ def of_training(flags):
     """The arguments that prepare what base_train reads with these flags: of a corpus on the hub as many
     tokens as the run takes on all GPUs of this machine, else all.
     """
-    args, settings = base_train.understand(flags)
+    args, settings = base_train.understand(make_parser(), flags)
     runtime = start(args.dtype)
     ranks = max(usable_gpus(), args.tensor_parallel)
     plan = base_train.size_of_run(args, settings, replace(runtime, world_size=ranks))

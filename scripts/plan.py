@@ -18,7 +18,7 @@ import bisect
 from nanomuon import footprint, parallel
 from nanomuon.command import ArgumentParser, layers, number, run_command
 from nanomuon.gpt import GPTConfig
-from nanomuon.plan import FILLED, meta_model
+from nanomuon.plan import FILLED, fewer_rows, meta_model
 from scripts.laboratory.report import columns
 
 MEMORY = ("weights", "gradients", "state", "activations", "buffers")
@@ -63,11 +63,8 @@ def model(depth: int) -> GPTConfig:
 
 def describe(config: GPTConfig, layout: footprint.Layout, available: float) -> list[str]:
     """A row of the table. available: bytes."""
-    rows = MOST_ROWS
+    rows = fewer_rows(config, layout, MOST_ROWS, 2, available)
     memory = footprint.memory_by_kind(config, layout, rows, 2)
-    while sum(memory.values()) > available and rows > 1:
-        rows //= 2
-        memory = footprint.memory_by_kind(config, layout, rows, 2)
     together = sum(memory.values())
     return [
         "FSDP2" if layout.fsdp else "replicated (ZeRO-2)",

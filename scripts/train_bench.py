@@ -16,15 +16,18 @@ if __name__ == "__main__":
     scripts.begin()
 
 import argparse
+import itertools
 
 import torch
 
-from nanomuon import fp8, parallel, recipe, report, shards
+from nanomuon import fp8, parallel, report, shards
 from nanomuon.attention import kernels_in_use, use_flash_attention
 from nanomuon.command import count, run_command
 from nanomuon.corpus import check_corpus, open_corpus
 from nanomuon.dataloader import TrainLoader
 from nanomuon.plan import make_plan, peak_flops
+from nanomuon.qk_clip import watch_
+from nanomuon.run import build_optimizer
 from nanomuon.runtime import (
     InputError,
     compile_enabled,
@@ -32,21 +35,21 @@ from nanomuon.runtime import (
     start,
     write_json,
 )
+from nanomuon.settings import make_parser
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_train, optim_bench
 
 
-def make_parser() -> argparse.ArgumentParser:
+def own_parser() -> argparse.ArgumentParser:
     """The flags of base_train, of which only those about a step matter, and two more."""
-    parser = base_train.make_parser()
-    parser.prog, parser.description = "python -m scripts.train_bench", __doc__
+    parser = make_parser("python -m scripts.train_bench", __doc__)
     parser.add_argument("--rounds", type=count, default=7, help="rounds after one to warm up (%(default)s)")
     parser.add_argument("--json", help="also write the numbers to this file")
     return parser
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
+    args = own_parser().parse_args(argv)
     check_corpus(args.corpus)
     if args.deterministic:
         make_deterministic()
@@ -81,9 +84,6 @@ def floor_of(model, batch, rows):
 def step_table(args, runtime):
     """Print and return milliseconds of the parts of base_train's step and of the floor."""
     device = runtime.device
-    build = recipe.param_groups
-    if args.optimizer_file:
-        build, _ = recipe.load_recipe(args.optimizer_file)
     corpus = open_corpus(args.corpus)
     data = shards.prepare_for_training(corpus, args.vocab_size)
     use_flash_attention(device, runtime.compute_dtype)
@@ -91,34 +91,40 @@ def step_table(args, runtime):
     config = plan.config
     batch, rows = plan.batch, plan.batch // config.seq_len
     model = parallel.build_model(config, runtime, args.seed)
-    settings = {"ns_dtype": runtime.compute_dtype, "compile": False if args.no_compile else "auto"}
-    optimizer = recipe.make_optimizer(build, model, batch, plan.steps, **settings)
+    compiles = compile_enabled() and not args.no_compile
+    optimizer, schedule = build_optimizer(args, model, plan, runtime, compiles)
+    initial_groups = [dict(group) for group in optimizer.param_groups]
     loader = TrainLoader(data, config.seq_len, rows, plan.rows, 0, 1, args.seed, device)
     products = floor_of(model, batch, plan.rows)
     if args.fp8:
         fp8.train_in_fp8(model)
     newton_schulz = optim_bench.products(optimizer, device.type)
-    compiles = compile_enabled() and not args.no_compile
+    if args.qk_clip:
+        watch_(model, args.qk_clip)
     forward = parallel.compile_model(model, None) if compiles else model
     times = {name: [] for name in ("floor", "data", "forward", "backward", "optimizer", "whole step")}
-    results = []
 
     def one_step():
-        """{part: milliseconds} of one step, and of its floor."""
+        """{part: milliseconds} of one step, and of its floor. backward: and all that is no other part."""
         spent = dict.fromkeys(times, 0.0)
 
         def timed(part, work):
-            results.clear()
-            spent[part] += optim_bench.timed(lambda: results.append(work()), device.type)
-            return results[0]
+            """work, timed whenever it is called."""
 
-        for _ in range(plan.micro_steps):
-            tokens, targets = timed("data", lambda: next(loader))
-            loss = timed("forward", lambda: forward(tokens, targets) / plan.micro_steps)  # noqa: B023
-            timed("backward", loss.backward)
-        timed("optimizer", optimizer.step)
-        optimizer.zero_grad()
-        spent["whole step"] = sum(spent.values())
+            def call(*inputs):
+                results = []
+                spent[part] += optim_bench.timed(lambda: results.append(work(*inputs)), device.type)
+                return results[0]
+
+            return call
+
+        base_train.set_hyperparameters(optimizer, schedule, initial_groups, 0, plan.steps)
+        step = timed("whole step", base_train.training_step)
+        batches = map(timed("data", next), itertools.repeat(loader))
+        timed_forward = timed("forward", forward)
+        done = step(model, timed_forward, optimizer, batches, plan.micro_steps, None, args.qk_clip)
+        spent["optimizer"] = done.optimizer_ms
+        spent["backward"] = spent["whole step"] - spent["data"] - spent["forward"] - done.optimizer_ms
         spent["floor"] = products() + optim_bench.timed(newton_schulz, device.type)
         return spent
 

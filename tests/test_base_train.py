@@ -15,9 +15,9 @@ from nanomuon import checkpoint, shards
 from nanomuon.command import explain
 from nanomuon.corpus import open_corpus, remember
 from nanomuon.gpt import GPT
-from nanomuon.plan import recall
 from nanomuon.report import read_metrics
 from nanomuon.runtime import InputError
+from nanomuon.settings import recall
 from scripts import base_eval, base_train, sample
 from tests.texts import TOKENIZER, random_texts
 from tests.texts import write_corpus as write_texts
@@ -53,6 +53,10 @@ def test_a_finished_run_has_everything(whole_run):
     head = subprocess.run(describe, capture_output=True, text=True).stdout.strip()  # "" outside a checkout
     assert settings["trained_with"].get("commit", "") == head
     assert settings["trained_with"]["torch"] == torch.__version__
+    (output,) = whole_run.parents[1].glob("whole.*.out")
+    muon = [line for line in settings["groups"] if line.startswith("muon ")]
+    assert len(muon) == 1 and "x2.72 by length" in muon[0]
+    assert "\n".join(settings["groups"]) in output.read_text()
     assert settings["trained_on"]["revision"] == open_corpus(f"path:{whole_run.parents[1]}/texts").revision
 
 

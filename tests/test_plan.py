@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nanomuon import plan
+from nanomuon.footprint import Layout, memory_by_kind
 from nanomuon.runtime import InputError, Runtime
 from scripts import base_train
 from tests.training import arguments
@@ -89,7 +90,7 @@ def test_windows_are_for_flash_attention_unless_asked_for(installed, capsys):
     ],
 )
 def test_rows_are_those_that_fit_into_the_gpu_and_divide_the_batch(monkeypatch, runtime, memory, batch, rows):
-    monkeypatch.setattr(plan, "memory_of", lambda config, rows, *_: 10 * rows)
+    monkeypatch.setattr(plan, "memory_by_kind", lambda config, layout, rows, _: {"weights": 10 * rows})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory / 2, memory))
     flags = f"--depth 2 --max-seq-len 32 --total-batch-size {32 * batch}"
     assert planned(flags, runtime).rows == rows
@@ -154,7 +155,7 @@ def test_a_plan_prints_sizes_and_trains_nothing(base, capsys):
     output = capsys.readouterr().out
     assert "7 steps x 256 tokens" in output and "depth 2, width 128" in output and "0.5M parameters" in output
     assert not (base / "runs" / "planned").exists()
-    large, args = planned("--depth 12", CUDA, 1), parsed("--depth 12")
-    plan.print_plan(args, large, CUDA)
-    gigabytes = plan.memory_of(large.config, 1, args, CUDA) / 2**30
+    large = planned("--depth 12", CUDA, 1)
+    plan.print_plan(large, CUDA)
+    gigabytes = sum(memory_by_kind(large.config, Layout(1), 1, 2).values()) / 2**30
     assert gigabytes > 1 and f"about {gigabytes:.1f} GiB per device" in capsys.readouterr().out

@@ -43,8 +43,15 @@ def test_keywords_are_the_flags_and_reach_their_groups():
     assert found["lm_head.weight"] == (pytest.approx(0.5 * 6**0.5), 0)
     assert (0.125, 0.75) in found.values() and (2.0, 0) in found.values()
     args = base_train.make_parser().parse_args([])
-    for defaults in (recipe.param_groups.__kwdefaults__, recipe.schedule.__kwdefaults__):
-        assert defaults and all(getattr(args, name) == value for name, value in defaults.items())
+    assert rates.keys() == recipe.RATES.keys()
+    for name, each in (recipe.RATES | recipe.COURSE).items():
+        assert getattr(args, name) == each.default
+        with pytest.raises(InputError, match="must be from 0 to"):
+            base_train.make_parser().parse_args([f"--{name.replace('_', '-')}", f"{each.largest * 2}"])
+    with pytest.raises(TypeError, match="the recipe has no matrix_rl; it has matrix_lr, "):
+        recipe.param_groups(model(), matrix_rl=1)
+    with pytest.raises(TypeError, match="the recipe has no warmup; it has warmup_ratio, "):
+        recipe.schedule({}, 0, 1, warmup=1)
 
 
 def of_muon(batch, steps):
@@ -103,6 +110,25 @@ def test_short_runs_average_gradients_over_fewer_steps():
             muon = group["kind"] == "muon"
             found[group["kind"]].add(round(group["momentum"] if muon else group["betas"][0], 3))
         assert found == {"muon": {momentum}, "adamw": {beta1}}
+
+
+def test_a_line_says_what_a_group_uses_and_what_has_scaled_it():
+    """At 1,024 tokens, 150 steps and width 128: computed by hand from docs/recipe.md."""
+    groups = recipe.param_groups(model(), 1024, 150, weight_decay=0.4)
+    scales = recipe.scales(model(), 1024, 150, recipe.values_of(recipe.RATES, {"weight_decay": 0.4}))
+    schedule = functools.partial(recipe.schedule, warmup_ratio=0.1)
+    found = recipe.describe(groups, schedule, 150, scales)
+    lines = {line.split(" from ")[1].split(":")[0]: line for line in found}
+    shorter = 2289 / 150
+    length, fifteenth = shorter**0.32, 1 / 15  # of the rise, which has 15 steps
+    assert lines["blocks.0.attn.q.weight"] == (
+        "muon       393,216 parameters from blocks.0.attn.q.weight: "
+        f"lr {0.02 * 0.5 * length * fifteenth:.4g} (x0.5 by batch, x{length:.3g} by length), "
+        f"momentum {1 - 0.05 * length:.4g}, ns_steps 5, beta2 0.95, "
+        f"weight_decay {0.8 * shorter / length:.4g} (x2 by batch, x{shorter / length:.3g} by length)"
+    )
+    rate = f"lr {0.3 * length * 6**0.5 * fifteenth:.4g} (x{length:.3g} by length, x2.45 by width), betas ("
+    assert rate in lines["wte.weight"] and len(lines) == len(groups)
 
 
 PARAM_GROUPS = """

@@ -11,8 +11,8 @@ import shutil
 import pytest
 
 from nanomuon.command import explain
-from nanomuon.plan import recall
 from nanomuon.runtime import InputError, print0
+from nanomuon.settings import recall
 from scripts import base_eval, base_train, export, sample
 from tests.training import QUIET, Ranks, arguments, little_space
 

@@ -47,11 +47,11 @@ def test_several_processes_are_refused(base, monkeypatch):
 
 def test_the_flags_of_a_run_are_taken():
     flags = vars(base_train.make_parser().parse_args([]))
-    assert flags.keys() <= vars(train_bench.make_parser().parse_args([])).keys()
-    args = train_bench.make_parser().parse_args("--depth 2 --save-every -1 --matrix-lr 0.01 --wandb".split())
+    assert flags.keys() <= vars(train_bench.own_parser().parse_args([])).keys()
+    args = train_bench.own_parser().parse_args("--depth 2 --save-every -1 --matrix-lr 0.01 --wandb".split())
     assert args.depth == 2
     with pytest.raises(InputError, match="unrecognized arguments: --dpeth 2; see .*train_bench --help"):
-        train_bench.make_parser().parse_args(["--dpeth", "2"])
+        train_bench.own_parser().parse_args(["--dpeth", "2"])
 
 
 def test_freed_memory_is_used_again():

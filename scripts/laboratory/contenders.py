@@ -36,8 +36,8 @@ class Contender:
                 f"contender {self.source} is neither default nor a file; contenders/ has AdamW, Muon and more"
             )
         self.build_model, self.dial = names.get("model", GPT), names.get("DIAL")
-        of_build = keywords(build, 1, recipe.param_groups)
-        of_schedule = keywords(schedule, 3, recipe.schedule)
+        of_build = keywords(build, 1, recipe.RATES)
+        of_schedule = keywords(schedule, 3, recipe.COURSE)
         self.keywords = of_build | of_schedule  # {keyword: default}
         fields = [name for name in FIELDS if name != "seq_len"]  # the rows have the length of the race
         known = ["lr_scale", *self.keywords, *fields]
@@ -122,9 +122,9 @@ class Contender:
         The last is the dial that the contender's file names, as in DIAL = ("c", 0.1, 0.8), or else the rate
         of the matrices. A keyword whose value is zero is not searched.
         """
-        widths = {"lr_scale": 3, "weight_decay": 4}
-        if self.dial is None:
-            widths["matrix_lr"] = 2
+        widths = {"lr_scale": 3} | {name: each.sweep for name, each in recipe.RATES.items() if each.sweep}
+        if self.dial is not None:
+            del widths["matrix_lr"]
         values = {"lr_scale": 1} | self.keywords | self.options
         found = {}
         for key, width in widths.items():
@@ -174,11 +174,11 @@ def dial_value(low, high, position):
     return float(f"{value:.3g}")
 
 
-def keywords(function, given, passed_on_to):
+def keywords(function, given, declared):
     """{keyword: default} of a function, without the first `given` arguments, which are positional, and
-    without batch and steps, which are the race's. `**keywords` are those of the function `passed_on_to`.
+    without batch and steps, which are the race's. `**keywords` are the recipe's hyperparameters `declared`.
     """
-    found = recipe.keywords_of(function, passed_on_to.__kwdefaults__)
+    found = recipe.keywords_of(function, recipe.values_of(declared, {}))
     positional = list(inspect.signature(function).parameters)[:given]
     return {key: default for key, default in found.items() if key not in (*positional, "batch", "steps")}
 

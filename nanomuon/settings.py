@@ -1,0 +1,252 @@
+"""The settings of a training run: its flags, and what settings.json records of them.
+
+A later launch reads settings.json, and writes it again with the values that may change.
+"""
+
+import argparse
+import functools
+import hashlib
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nanomuon import recipe
+from nanomuon.command import (
+    ArgumentParser,
+    add_dtype_argument,
+    amount,
+    count,
+    layers,
+    number,
+    seed,
+    vocabulary,
+)
+from nanomuon.runtime import InputError, check_name, folder_of, read_json
+
+# What a flag is to its run: it defines it; it may change when the run resumes; so may the length, of which a
+# new one replaces the one recorded; or it is of the launch: not recorded, with its default unless given again
+SCOPES = DEFINES, MAY_CHANGE, LENGTH, OF_LAUNCH = "defines", "may change", "length", "of launch"
+GONE = {"experts": 0, "experts_per_token": 2}  # flags that older runs have recorded, and their defaults
+
+
+@dataclass
+class Settings:
+    """settings.json."""
+
+    options: dict  # flags of base_train, with the values chosen for those that were not given
+    rows: int  # of a micro-step, chosen again in another world
+    world_size: int
+    trained_on: dict  # corpus, its revision, shards, tokenizer; SHA-256 of the optimizer file
+    trained_with: dict  # versions, commit, hashes of the model's code
+    groups: list = field(default_factory=list)  # see recipe.describe
+    wandb_id: str | None = None  # of the run at Weights & Biases
+
+
+class RunParser(ArgumentParser):
+    """Flags of a run, in sections. scopes: {argument: DEFINES, ...}; a flag without a scope defines it."""
+
+    def __init__(self, prog: str, description: str):
+        super().__init__(prog, description)
+        self.scopes = {}
+
+    def section(self, title: str, one_of: bool = False) -> None:
+        """Begins here. one_of: its flags exclude each other."""
+        self.place = self.add_argument_group(title)
+        if one_of:
+            self.place = self.place.add_mutually_exclusive_group()
+
+    def add(self, scope: str, flag: str, kind, default, meaning: str, **settings) -> None:
+        """kind: bool for a flag without a value, else what reads it."""
+        if kind is bool:
+            settings["action"] = "store_true"
+        else:
+            settings |= {"type": kind, "default": default}
+            meaning += "" if default is None else " (default: %(default)s)"
+        self.scopes[self.place.add_argument(flag, help=meaning, **settings).dest] = scope
+
+    def given(self, words: list[str] | None) -> dict:
+        """{argument: value} of the flags among these words, without defaults."""
+        nothing = argparse.Namespace(**dict.fromkeys(vars(self.parse_args([]))))
+        found = vars(self.parse_args(words, nothing))
+        return {name: value for name, value in found.items() if value is not None}
+
+    def without(self, values: dict, *scopes: str) -> dict:
+        """The arguments that are not of these scopes."""
+        return {name: value for name, value in values.items() if self.scopes.get(name) not in scopes}
+
+
+def make_parser(prog: str = "python -m scripts.base_train", description: str = "") -> RunParser:
+    """Every flag of a run, and what it is to the run."""
+    parser = RunParser(prog, description)
+    defines, may_change, length, of_launch = (functools.partial(parser.add, scope) for scope in SCOPES)
+    rows = number(int, 1, 1 << 20)
+
+    parser.section("launch")
+    of_launch("--run", str, "base", "name of the run, a folder under runs/")
+    of_launch("--resume", checkpoint_name, "auto", "auto: the newest checkpoint; step_N; never: start over")
+    of_launch("--plan", bool, False, "print the size of the run and its memory, and stop")
+    of_launch("--wandb", bool, False, "log to Weights & Biases as well (WANDB_MODE=offline works)")
+
+    add_data_flags(parser)
+
+    parser.section("model")
+    defines("--depth", layers, 4, "number of layers; width, heads and batch follow")
+    defines("--max-seq-len", rows, None, "context in tokens (default: 2048 on a GPU, 512 on a CPU)")
+    windows = "by layer: L full, S the last quarter of the context (default: SSSL with FlashAttention 3 or 4, else L)"
+    defines("--window-pattern", str, None, windows)
+    defines("--no-qk-norm", bool, False, "do not normalize queries and keys")
+
+    parser.section("batch")
+    batch = number(int, 1, 1 << 28)
+    defines("--total-batch-size", batch, None, "tokens per step (default: by the length of the run)")
+    of_launch("--device-batch-size", rows, None, "rows per micro-step (default: as fit into a GPU's memory)")
+
+    parser.section("length", one_of=True)
+    length("--num-iterations", count, None, "optimizer steps")
+    length("--target-flops", amount, None, "as many steps as this compute pays for, such as 1e18")
+    ratio = "training tokens per parameter of the matrices and the head (default: 10.5)"
+    length("--target-param-data-ratio", number(float, 1e-6, 1e6), None, ratio)
+
+    parser.section("optimizer")
+    for name, each in (recipe.RATES | recipe.COURSE).items():
+        defines(flag_of(name), number(float, 0, each.largest), each.default, each.meaning)
+    defines("--qk-clip", amount, None, "with --no-qk-norm: a head's largest attention logit, such as 100")
+    # Its code runs only if a launch names it
+    file = "with build_optimizer(model) or param_groups(model) instead of the recipe; give it again to resume"
+    of_launch("--optimizer-file", python_file, None, file)
+
+    parser.section("computation")
+    add_dtype_argument(parser.place)
+    defines("--fp8", bool, False, "train in float8, on GPUs that have it; its gain has not been measured")
+    defines("--seed", seed, 0, "of initial weights, data order and samples")
+    defines("--deterministic", bool, False, "make equal runs bit-identical on GPUs too, more slowly")
+    may_change("--no-compile", bool, False, "run eagerly (default: compile, on a CPU if the run is long)")
+
+    parser.section("several processes")
+    of_launch("--shard", str, "none", "fsdp: shard parameters, gradients and state", choices=["none", "fsdp"])
+    of_launch("--tensor-parallel", count, 1, "processes that share every matrix; divides the key-value heads")
+    sent = "of gradients that are sent, or with --shard fsdp Muon's momenta and updates (auto: float32)"
+    defines("--comm-dtype", str, "auto", sent, choices=["auto", "float32", "bfloat16"])
+
+    parser.section("evaluation and checkpoints")
+    may_change("--eval-every", int, 100, "steps between evaluations, -1: only at the end")
+    may_change("--eval-tokens", count, 131072, "of the validation set, from all over it; at the end all")
+    may_change("--core-bundle", bundle_place, None, "CORE tasks: folder, zip or its address (default: none)")
+    may_change("--core-every", int, -1, "steps between evaluations of CORE, -1: only at the end")
+    may_change("--core-items", count, None, "items per CORE task (default: 500; at the end all)")
+    may_change("--save-every", int, 100, "steps between checkpoints, -1: only at the end")
+    may_change("--keep-last", count, 2, "how many checkpoints to keep")
+    return parser
+
+
+def add_data_flags(parser: RunParser) -> None:
+    defines, may_change = (functools.partial(parser.add, scope) for scope in (DEFINES, MAY_CHANGE))
+    parser.section("data")
+    # It may have moved: its texts are compared instead
+    may_change("--corpus", str, "python", "python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG]")
+    defines("--vocab-size", vocabulary, None, "tokens (default: 4096, or 32768 for corpora on the hub)")
+    field = "of the records, with the text (default: what data_prep was last given for this corpus, or text)"
+    defines("--text-field", str, None, field)
+    may_change("--skip-unreadable", bool, False, "leave out what cannot be read (default: name it and stop)")
+
+
+def python_file(text: str) -> str:
+    if not os.path.isfile(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a file (FILE:key=value is for scripts.optim_race)")
+    return os.path.abspath(text)
+
+
+def bundle_place(text: str) -> str:
+    """An address unchanged; a folder or zip as its absolute path, so the run finds it from any folder."""
+    if text.startswith(("http://", "https://")):
+        return text
+    return os.path.abspath(os.path.expanduser(text))
+
+
+def checkpoint_name(text: str) -> str:
+    if not re.fullmatch("auto|never|step_[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"must be auto, never or a checkpoint (step_N), not {text!r}")
+    return text
+
+
+def flag_of(name: str) -> str:
+    """An argument as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What is recorded
+
+
+def recall(parser: RunParser, words: list[str] | None) -> tuple[argparse.Namespace, Settings | None]:
+    """(arguments, the run's recorded settings if it exists): a flag that is not given has its recorded value,
+    else its default.
+
+    InputError lists the given values that differ from those that define the run.
+    """
+    given, defaults = parser.given(words), vars(parser.parse_args([]))
+    args = argparse.Namespace(**(defaults | given))
+    check_name("--run", args.run)
+    file = folder_of(args.run) / "settings.json"
+    if args.resume == "never" or not file.exists():
+        return args, None
+
+    settings = read_json(file, Settings)
+    before = defaults | read_options(parser, file, settings.options)
+    if any(parser.scopes.get(name) == LENGTH for name in given):
+        before |= {name: None for name in before if parser.scopes.get(name) == LENGTH}
+    args = argparse.Namespace(**(before | given))
+    own, sha256 = (settings.trained_on.get(key) for key in ("optimizer_file", "optimizer_file_sha256"))
+    its_hash = f"--optimizer-file {own} of SHA-256"  # a recorded path is never opened
+    refuse_changes(
+        args.run,
+        defining(parser, before) | {its_hash: sha256},
+        defining(parser, vars(args)) | {its_hash: sha256_of(args.optimizer_file)},
+    )
+    return args, settings
+
+
+def recorded(args: argparse.Namespace) -> dict:
+    """The options of settings.json."""
+    return make_parser().without(vars(args), OF_LAUNCH)
+
+
+def defining(parser: RunParser, values: dict) -> dict:
+    """{flag as it is written: value} of the flags that define a run."""
+    values = parser.without(values, OF_LAUNCH, MAY_CHANGE, LENGTH)
+    return {flag_of(name): value for name, value in values.items()}
+
+
+def read_options(parser: RunParser, file: Path, options: dict) -> dict:
+    """The options of a settings.json, which may come from a stranger, as their flags read them."""
+    words = []
+    for name, value in parser.without(options, OF_LAUNCH).items():
+        if name in GONE:
+            if value != GONE[name]:
+                raise InputError(
+                    f"{file}: this version has no {flag_of(name)}, which the run was started with: go on "
+                    "with the version that made it, or start over: --resume never"
+                )
+        elif value is True:
+            words.append(flag_of(name))
+        elif value is not None and value is not False:
+            words.append(f"{flag_of(name)}={value}")
+    try:
+        return parser.given(words)
+    except InputError as error:
+        raise InputError(f"{file}: options: {error}") from error
+
+
+def refuse_changes(run: str, before: dict, now: dict) -> None:
+    """InputError that lists the values of a run that have changed."""
+    changes = [f"{key} {before.get(key)}, not {now[key]}" for key in now if before.get(key) != now[key]]
+    if changes:
+        raise InputError(
+            f"run {run} exists with {'; '.join(changes)}: give the same again, choose another --run, or "
+            "start over: --resume never"
+        )
+
+
+def sha256_of(optimizer_file: str | None) -> str | None:
+    return optimizer_file and hashlib.sha256(Path(optimizer_file).read_bytes()).hexdigest()
