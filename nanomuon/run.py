@@ -46,8 +46,8 @@ class Run:
 
     forward: the model, compiled or eager: (inputs, targets) -> mean loss. schedule: (initial group, step,
     steps) -> values of the group at this step. initial_groups: the param groups as they were built. mesh: of
-    cut parameters, or None. step: steps done; skipped: those without
-    an update, because a loss or gradient was not finite.
+    cut parameters, or None. step: steps done; skipped: those without an update, because a loss or gradient
+    was not finite.
     """
 
     def __init__(

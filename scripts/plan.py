@@ -4,16 +4,13 @@
     python -m scripts.plan --depth 64 --gpus 512 --shard fsdp --tensor-parallel 8 --gpu-memory 141
 
 It computes everything from shapes (nanomuon/footprint.py) and needs no GPU, data or weights. `rows` is the
-micro-batch: the largest power of two, up to 64, that fits. `deepest` is the depth of the deepest model that
-fits on the same GPUs with one row on each.
+micro-batch: the largest power of two, up to 64, that fits.
 """
 
 if __name__ == "__main__":
     import scripts
 
     scripts.begin()
-
-import bisect
 
 from nanomuon import footprint, parallel
 from nanomuon.command import ArgumentParser, layers, number, run_command
@@ -23,7 +20,6 @@ from scripts.laboratory.report import columns
 
 MEMORY = ("weights", "gradients", "state", "activations", "buffers")
 CONTEXT, VOCABULARY = 2048, 32768  # base_train's on GPUs
-DEPTHS = range(2, 257, 2)
 MOST_ROWS = 64
 
 
@@ -42,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     add("--gpu-memory", type=number(float, 1, 1e6), default=80, help="GiB per GPU (default: %(default)s)")
     args = parser.parse_args(argv)
-    config = model(args.depth)
+    config = GPTConfig.from_depth(args.depth, VOCABULARY, CONTEXT)
     parallel.data_parallel_size(args.gpus, args.tensor_parallel, config)
     total = sum(p.numel() for p in meta_model(config).parameters())
     print(
@@ -50,15 +46,11 @@ def main(argv: list[str] | None = None) -> None:
         f"{VOCABULARY}: {total / 1e6:,.1f}M parameters\n"
         f"{args.gpus} GPUs of {args.gpu_memory:g} GiB, bf16, {args.tensor_parallel} per matrix\n"
     )
-    table = [["GiB per GPU", "rows", *MEMORY, "total", "fits", "deepest"]]
+    table = [["GiB per GPU", "rows", *MEMORY, "total", "fits"]]
     for shard in [args.shard] if args.shard else ["none", "fsdp"]:
         layout = footprint.Layout(args.gpus, shard == "fsdp", args.tensor_parallel)
         table.append(describe(config, layout, args.gpu_memory * 2**30 * FILLED))
     print(columns(table))
-
-
-def model(depth: int) -> GPTConfig:
-    return GPTConfig.from_depth(depth, VOCABULARY, CONTEXT)
 
 
 def describe(config: GPTConfig, layout: footprint.Layout, available: float) -> list[str]:
@@ -72,19 +64,7 @@ def describe(config: GPTConfig, layout: footprint.Layout, available: float) -> l
         *(f"{memory[kind] / 2**30:.2f}" for kind in MEMORY),
         f"{together / 2**30:.1f}",
         "yes" if together <= available else "no",
-        deepest(layout, available),
     ]
-
-
-def deepest(layout: footprint.Layout, available: float) -> int:
-    """The deepest of DEPTHS that fits with one row, 0 if none does."""
-
-    def is_too_large(depth):
-        memory = footprint.memory_by_kind(model(depth), layout, 1, 2)
-        return sum(memory.values()) > available
-
-    depths = [depth for depth in DEPTHS if model(depth).kv_heads % layout.tensor_parallel == 0]
-    return [0, *depths][bisect.bisect(depths, False, key=is_too_large)]
 
 
 if __name__ == "__main__":

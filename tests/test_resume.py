@@ -17,6 +17,7 @@ from nanomuon.command import STOPPED
 from nanomuon.corpus import open_corpus
 from nanomuon.run import Run
 from nanomuon.runtime import InputError
+from nanomuon.settings import LENGTH, MAY_CHANGE, OF_LAUNCH, recall
 from scripts import base_train, sample
 from tests.training import (
     QUIET,
@@ -354,13 +355,28 @@ def test_runs_of_the_version_that_had_experts(base):
         (folder / "config.json").write_text(json.dumps({**config, **changed}))
 
     use()
+    args, _ = recall(base_train.make_parser(), ["--run", "older"])
+    kept = settings["options"].keys() - {"experts", "experts_per_token"}
+    assert {name: getattr(args, name) for name in kept} == {name: settings["options"][name] for name in kept}
     sample.main(["--run", "older", "--max-tokens", "1"])
     assert base_train.main(["--run", "older", "--num-iterations", "6"]) == 0
-    assert len(losses(base, "older")) == 6
+    assert len(losses(base, "older")) == 6 and json.loads((folder / "settings.json").read_text())["groups"]
     use(experts=2)
     for command in (base_train, sample):
         with pytest.raises(InputError, match="this version has no .*experts"):
             command.main(["--run", "older"])
+
+
+def test_only_these_flags_are_not_part_of_what_defines_a_run():
+    scopes, found = base_train.make_parser().scopes, {}
+    for name, scope in scopes.items():
+        found.setdefault(scope, set()).add(name)
+    assert found[OF_LAUNCH] == set(
+        "run resume plan wandb optimizer_file shard tensor_parallel device_batch_size".split()
+    )
+    assert found[LENGTH] == {"num_iterations", "target_flops", "target_param_data_ratio"}
+    changing = "corpus skip_unreadable no_compile eval_every eval_tokens save_every keep_last"
+    assert found[MAY_CHANGE] == {*changing.split(), "core_bundle", "core_every", "core_items"}
 
 
 RAN = """
