@@ -84,7 +84,8 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
 
     parser.section("launch")
     of_launch("--run", str, "base", "name of the run, a folder under runs/")
-    of_launch("--resume", checkpoint_name, "auto", "auto: the newest checkpoint; step_N; never: start over")
+    resume = "auto: the newest checkpoint; step_N: that one, later ones are deleted; never: start over"
+    of_launch("--resume", checkpoint_name, "auto", resume)
     of_launch("--plan", bool, False, "print the size of the run and its memory, and stop")
     of_launch("--wandb", bool, False, "log to Weights & Biases as well (WANDB_MODE=offline works)")
 
@@ -108,7 +109,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     ratio = "training tokens per parameter of the matrices and the head (default: 10.5)"
     length("--target-param-data-ratio", number(float, 1e-6, 1e6), None, ratio)
 
-    parser.section("optimizer")
+    parser.section("optimizer (rates and decay follow batch, length and width: docs/recipe.md)")
     for name, each in (recipe.RATES | recipe.COURSE).items():
         defines(flag_of(name), number(float, 0, each.largest), each.default, each.meaning)
     defines("--qk-clip", amount, None, "with --no-qk-norm: a head's largest attention logit, such as 100")
