@@ -66,14 +66,14 @@ def test_windows_are_for_flash_attention_unless_asked_for(installed, capsys):
     check("cpu", "", [None] * 8)
     check("cuda", "--window-pattern SL", [512, None] * 4)
     check("cpu", "--window-pattern SL --max-seq-len 64", [16, None] * 4)
-    plan.print_plan(parsed("--depth 2"), planned("--depth 2"), CPU)
+    plan.print_plan(planned("--depth 2"), CPU)
     assert "\nattention  PyTorch's own, window pattern L\n" in capsys.readouterr().out
     for name, said in ("FA3", "FlashAttention 3"), ("FA4", "FlashAttention 4"):
         installed(name)
         torch.nn.attention.activate_flash_attention_impl(name)
         check("cuda", "", [512, 512, 512, None] * 2)
         check("cuda", "--window-pattern L", [None] * 8)
-        plan.print_plan(parsed("--depth 2"), planned("--depth 2"), CPU)
+        plan.print_plan(planned("--depth 2"), CPU)
         assert f"\nattention  {said}, window pattern SSSL\n" in capsys.readouterr().out
 
 
