@@ -41,6 +41,7 @@ if __name__ == "__main__":
 
     scripts.begin()
 
+from nanomuon.attention import use_flash_attention
 from nanomuon.command import (
     ArgumentParser,
     add_dtype_argument,
@@ -62,8 +63,10 @@ FEWEST_SWEEP = 3  # runs: then one trial has the full length
 def main(argv=None):
     args = parse_arguments(argv)
     contenders = [Contender(text) for text in dict.fromkeys(args.contenders)]
+    runtime = start(args.dtype)
+    use_flash_attention(runtime.device, runtime.compute_dtype)  # first: the default windows depend on it
     place, setup = open_task(args)
-    setup["dtype"] = start(args.dtype).dtype_name
+    setup["dtype"] = runtime.dtype_name
     folder = base_dir() / "races" / args.name
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{args.task}: {setup['steps']} steps, {setup['dtype']}; results in {folder}", flush=True)

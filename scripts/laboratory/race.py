@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from nanomuon import report as run_report
+from nanomuon.attention import use_flash_attention
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.parallel import compile_model
 from nanomuon.recipe import switch, values_at
@@ -40,6 +41,7 @@ def train(setup, place, text, seed):
     contender, steps, device = Contender(text), setup["steps"], start().device
     torch.manual_seed(seed)
     model, initial = contender.initial_model(setup, device, seed)
+    use_flash_attention(device, model.compute_dtype)
     optimizer, built = contender.prepare(model, setup)
     forward = compile_model(model, None) if compile_enabled() else model
     training, validation, token_bytes = open_data(setup, place, seed, device)
