@@ -473,10 +473,10 @@ def rule_of(group, m, n, ns_dtype):
 def call_direction(U, buffers, ok, hyper, *, direction):
     """A user's function. It cannot put other tensors in place of its buffers: they would be lost."""
     X, gain = direction(U, types.MappingProxyType(buffers), ok, hyper)
-    if X.shape != U.shape:  # it might broadcast
+    if X.shape != U.shape or gain.ndim != 3:  # they might broadcast in another way than meant
         raise ValueError(
             f"{option_name(direction)} must return (X, gain) with X of the shape of U, {tuple(U.shape)}, "
-            f"not {tuple(X.shape)}"
+            f"not {tuple(X.shape)}, and gain of three dimensions, not {tuple(gain.shape)}"
         )
     return X, gain
 

@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanomuon import recipe
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
+from nanomuon.orthogonalize import orthogonalize
 from tests.reference import distance
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/optimizer.md").read_text()
-RULE, IDEA = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+RULE, IDEA, TWO_MOMENTS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def trained(group, shape, steps, seed=0):
@@ -55,8 +57,25 @@ def test_the_idea_on_the_page_is_lion():
     assert distance(P, expected) < 1e-12
 
 
+def test_the_rule_with_two_moments_is_adams_update_orthogonalized():
+    names = {"torch": torch, "recipe": recipe, "orthogonalize": orthogonalize}
+    exec(TWO_MOMENTS, names)
+    model = GPT(GPTConfig.from_depth(1, vocab_size=64, seq_len=16))
+    group = next(group for group in names["param_groups"](model) if group["kind"] == "muon")
+    P, expected, grads = trained(
+        dict(group, names=["w"], weight_decay=0.0, scale=lambda m, n: 1.0), (6, 9), 5
+    )
+    adam = torch.nn.Parameter(torch.zeros_like(P))
+    theirs = torch.optim.Adam([adam], lr=1.0, betas=(0.9, 0.95))
+    for grad in grads:
+        adam.grad, before = grad, adam.detach().clone()
+        theirs.step()
+        P -= group["lr"] * orthogonalize(before - adam.detach())
+    assert distance(P, expected) < 1e-9
+
+
 def test_the_page_names_what_exists():
-    known = set(re.findall(r"\w+", RULE + IDEA))
+    known = set(re.findall(r"\w+", RULE + IDEA + TWO_MOMENTS))
     for folder in ("nanomuon", "scripts", "contenders"):
         for file in (ROOT / folder).glob("*.py"):
             known |= {file.name, file.stem, folder, *re.findall(r"\w+", file.read_text())}

@@ -417,10 +417,18 @@ def test_a_direction_of_another_shape_is_refused():
     def rows(U, buffers, ok, hyper):  # would broadcast
         return U.mean(dim=2, keepdim=True), torch.ones_like(ok)
 
+    def one_per_matrix(U, buffers, ok, hyper):
+        return U, torch.ones(len(U))
+
     p = parameter(48, 20)
     p.grad = torch.ones_like(p)
     with pytest.raises(ValueError, match=r"rows must return .* shape of U, \(1, 48, 20\), not \(1, 48, 1\)"):
         MuonAdamW([muon(p, direction=rows)]).step()
+    with pytest.raises(ValueError, match=r"per_matrix must return .* gain of three dimensions, not \(1,\)"):
+        MuonAdamW([muon(p, direction=one_per_matrix)]).step()
+    one_per_matrix.buffers = lambda m, n: {"momentum_buffer": (m, n)}
+    with pytest.raises(ValueError, match="buffer cannot be called momentum_buffer"):
+        MuonAdamW([muon(p, direction=one_per_matrix)]).step()
 
 
 def test_impossible_groups_are_refused_at_construction():
