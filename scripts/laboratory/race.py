@@ -20,8 +20,9 @@ from nanomuon import report as run_report
 from nanomuon.attention import use_flash_attention
 from nanomuon.evaluate import bits_per_byte
 from nanomuon.parallel import compile_model
-from nanomuon.recipe import switch, values_at
+from nanomuon.recipe import switch
 from nanomuon.runtime import InputError, compile_enabled, start
+from scripts.base_train import set_hyperparameters, training_step
 from scripts.laboratory.contenders import Contender
 from scripts.laboratory.report import score
 from scripts.laboratory.tasks import as_text, open_data
@@ -61,22 +62,16 @@ def train(setup, place, text, seed):
             curve.append((step, loss(part)))
         inputs, targets = next(training)
         seen.update(inputs.cpu().numpy())
-        began = now(device)
-        for group, values in zip(optimizer.param_groups, built, strict=True):
-            group.update(values_at(contender.schedule, values, step, steps))
-        forward(inputs, targets).backward()
-        before = now(device)
-        optimizer.step()
-        after = now(device)
-        optimizer.zero_grad()
-        step_ms.append(1000 * (after - began))
-        optimizer_ms.append(1000 * (after - before))
+        set_hyperparameters(optimizer, contender.schedule, built, step, steps)
+        done = training_step(model, forward, optimizer, iter([(inputs, targets)]), 1)
+        step_ms.append(done.milliseconds)
+        optimizer_ms.append(done.optimizer_ms)
     curve.append((steps, loss(part)))
     return {
         "contender": text,
         "seed": seed,
         "steps": steps,
-        "score": loss(validation),
+        "score": None if done.skipped else loss(validation),  # its losses are not finite any more
         "curve": curve,
         "step_ms": round(statistics.median(step_ms), 2),
         "optimizer_ms": round(statistics.median(optimizer_ms), 2),
@@ -85,12 +80,6 @@ def train(setup, place, text, seed):
         "sha256": contender.sha256,
         "machine": run_report.machine_description(),
     }
-
-
-def now(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 @dataclass
