@@ -86,16 +86,31 @@ def _stop():
 def _serve(rank, connection, store):
     faulthandler.register(signal.SIGUSR1)
     os.environ["NANOMUON_COMPILE"] = "0"
+    import torch
     import torch.distributed as dist
+    from torch.distributed.tensor import DeviceMesh
 
     from nanomuon import optim, parallel
 
     optim.SMALL = SMALL
-    # Process groups, those of meshes too, live as long as their process, each with threads that wake up all
-    # the time: a hundred take half a core
-    parallel.device_mesh = functools.cache(parallel.device_mesh)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=LARGEST)
     groups = {size: dist.new_group(range(size)) for size in range(1, LARGEST + 1)}
+    own_group = [dist.new_group([each]) for each in range(LARGEST)][rank]
+    mesh_of_all = parallel.device_mesh
+
+    # Process groups, those of meshes too, live as long as their process, each with threads that wake up all
+    # the time: a hundred take half a core
+    @functools.cache
+    def device_mesh(device_type, data_parallel, tensor_parallel):
+        """A new group needs all processes: a mesh of fewer takes the groups that there are."""
+        shape = data_parallel, tensor_parallel
+        if data_parallel * tensor_parallel == LARGEST:
+            return mesh_of_all(device_type, *shape)
+        of_dims = [groups[size] if size > 1 else own_group for size in shape]
+        ranks = torch.arange(max(shape)).view(shape)
+        return DeviceMesh.from_group(of_dims, device_type, mesh=ranks, mesh_dim_names=("dp", "tp"))
+
+    parallel.device_mesh = device_mesh
     while True:
         try:
             size, function, args = connection.recv()
