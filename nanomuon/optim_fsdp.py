@@ -80,8 +80,10 @@ def sharding_of(param, group, comm_dtype, ns_dtype):
     shape = m, n = matrix_shape(param)
     data_parallel, dim, tp = None, 0, None
     for axis, placement in enumerate(param.placements):
-        if placement.is_replicate() or mesh.size(axis) == 1 or (batch and placement.dim == 0):
-            continue  # every rank has whole matrices, all or some of the experts
+        if placement.is_replicate() or mesh.size(axis) == 1:
+            continue
+        if batch and placement.dim == 0:
+            continue  # every rank has some of the experts, whole
         cut_dim, world = placement.dim + 1 - batch, World(mesh.get_group(axis), comm_dtype)
         possible = cut_dim in ((1, 2) if param.ndim < 4 else (1,))  # a convolution is (out, rest)
         if is_tensor_parallel(mesh, axis):

@@ -299,9 +299,9 @@ def check_keys(group, where):
     kind = group["kind"]
     of_muon, of_adamw = REQUIRED["muon"] | MUON_OPTIONS.keys(), REQUIRED["adamw"]
     known, others = (of_muon, of_adamw) if kind == "muon" else (of_adamw | {"momentum"}, of_muon)
-    for key in group:
+    for key in group.keys() - known:
         close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.85)
-        if key in others - known or (close and key not in known):
+        if key in others or close:
             meant = f"did you mean {close[0]}?" if close else "an option of the other kind"
             raise ValueError(f"{where} ({kind}): unknown {key}: {meant}")
     if missing := (REQUIRED[kind] | {"params"}) - group.keys():
