@@ -262,7 +262,7 @@ def hyper_of(group):
         raise ValueError(f"param group of {group['names'][0]}: {error}") from None
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     if group["kind"] == "muon":
-        momentum, beta2 = group["momentum"] or 0, group["beta2"] or 0  # if it is None, nothing reads it
+        momentum, beta2 = group["momentum"] or 0, group["beta2"] or 0  # None: no kernel reads it
         return MuonHyper(lr, weight_decay, momentum, 1 - momentum, 1 - beta2)
     beta1, beta2 = group["betas"]
     return AdamWHyper(lr, lr * weight_decay, 1 - beta1, 1 - beta2, group["eps"])
@@ -698,7 +698,7 @@ class Bank(MuonItem):
             U = muon_momentum(G, momentum_buffer, ok_batch, hyper, nesterov=self.group["nesterov"])
             X, gain = self.rule(U, buffers, ok_batch, hyper)
             muon_update(P, X, gain, self.scale, ok_batch, hyper, cautious=self.cautious)
-            if len(P) > 1 or not tensors[batch.start].is_contiguous():  # P is a copy
+            if len(P) > 1 or not tensors[batch.start].is_contiguous():  # P may be a copy
                 write(P.unbind(), tensors[batch])
 
     def send(self):

@@ -303,7 +303,7 @@ class Pipeline(WorkItem):
     def compute(self, parts, ok, hyper):
         ok, chunks = self.ok_of_chunks(ok), self.chunks
         arriving, returning = {0: Transfer(parts)}, {}
-        del parts  # popped below, or the first stack would live to the end
+        del parts  # `arriving` holds them until they are popped; this name would hold them to the end
         for i in range(len(chunks) + 1):
             if i + 1 < len(chunks):
                 arriving[i + 1] = chunks[i + 1].send_U(ok[i + 1], hyper)

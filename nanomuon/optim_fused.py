@@ -18,16 +18,16 @@ def fused_normuon(
     ok,  # (12, 1, 1)
     hyper,  # optim.MuonHyper
     *,
-    function,
+    of_part,
     split,
     shapes,
     **options,
 ):
     """The directions of all parts, put together: X times the gain of each part, and ones.
 
-    function: `optim.normuon`, or what tensor parallelism has in its place, called for each part with the
-    options. split: (heads, groups, rows) of `split_rows`: `heads` equal matrices, each of `groups` equal
-    blocks, each with rows[i] rows of part i. shapes: of the second moments of the parts.
+    of_part: `optim.normuon`, or `optim_tp.normuon_together`, called for each part with the options. split:
+    (heads, groups, rows) of `split_rows`: `heads` equal matrices, each of `groups` equal blocks, each with
+    rows[i] rows of part i. shapes: of the second moments of the parts.
     """
     heads, groups, rows = split
     k, n = len(U), U.size(2)
@@ -41,7 +41,7 @@ def fused_normuon(
             part["second_momentum_buffer"] = moment.view(k * heads, *shape)
     directions = []
     for part, buffers_of_part in zip(parts, buffers_of_parts, strict=True):
-        X, gain = function(part.flatten(1, 2), buffers_of_part, ok_of_heads, hyper, **options)
+        X, gain = of_part(part.flatten(1, 2), buffers_of_part, ok_of_heads, hyper, **options)
         directions.append((X * gain).view(part.shape))
     return torch.cat(directions, dim=2).view(U.shape), torch.ones_like(ok)
 
@@ -58,6 +58,6 @@ def fused_rule(group, m, n, ns_dtype):
     if shapes:
         buffers["second_momentum_buffer"] = (heads * sum(map(math.prod, shapes)), 1)
     scale = torch.tensor(scales * (heads * groups), dtype=torch.float64).view(m, 1)
-    options = dict(parts[0].options, function=optim.normuon, split=split, shapes=tuple(shapes))
+    options = dict(parts[0].options, of_part=optim.normuon, split=split, shapes=tuple(shapes))
     cost = heads * sum(part.cost for part in parts)
     return optim.Rule(optim.kernel(fused_normuon), options, (m, n), buffers, scale, cost)

@@ -4,14 +4,15 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
 `tensor_parallel` of a Muon group is one of these modes:
 
   mode         default if                elements sent by a rank      computed by a rank      polar factor of
-  distributed  the long side is cut,     2(T-1)/T s^2 per iteration,  1/T of the products     the whole matrix
-               or a square               in Gram form twice; norm,    with X, all of s x s
-                                         second moment
+  distributed  the long side is cut,     2(T-1)/T s^2 for each Gram   1/T of the products     the whole matrix
+               or a square               matrix, and a norm and       with X, all of s x s
+                                         mean squares
   duplicated   the short side is cut,    (T-1)/T l s                  everything              the whole matrix
                rows of fused parts, or
                a custom `direction`
   blockwise    never                     nothing                      its block               each block
 
+Newton-Schulz has a Gram matrix in every iteration, its Gram form two in all (`orthogonalize.py`).
 `distributed`, even if requested, becomes `duplicated` wherever that is the default: Gram matrices are sums
 over the long side. The functions `duplicated` and `distributed` make a rule for shards from the rule for
 whole matrices; `blockwise` needs none (`optim_fsdp.sharding_of`).
@@ -101,7 +102,7 @@ def distributed(rule, cut):
     communicates, so it is not compiled.
     """
     if "split" in rule.options:
-        options = dict(rule.options, function=normuon_together, cut=cut)
+        options = dict(rule.options, of_part=normuon_together, cut=cut)
         return dataclasses.replace(rule, function=fused_normuon, options=options)
     return dataclasses.replace(rule, function=normuon_together, options=dict(rule.options, cut=cut))
 
@@ -117,8 +118,9 @@ def normuon_together(
     ns_steps,
     ns_dtype,
 ):
-    """`optim.normuon` on shards, cut along the long side: the norm and Gram matrices are summed over ranks,
-    and the mean squares summed or gathered. Returns shards of X and of its gain.
+    """`optim.normuon` on shards, cut along the long side: the squared norm and Gram matrices are summed over
+    ranks. So are the mean squares of a square matrix cut by columns, one value per row; otherwise each rank
+    has those of its own lines, and they are gathered. Returns shards of X and of its gain.
     """
     shape = list(U.shape[1:])
     shape[cut.dim - 1] = cut.length

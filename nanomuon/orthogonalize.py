@@ -132,7 +132,8 @@ def normalized(X, norm, coefficients):
 
 def newton_schulz(X, table, tall, complete=None):
     """X: (K, m, n) with singular values at most 1; table: triples. The products are over the long side: the
-    rows if `tall`. complete: makes whole products of those over a cut side, see `gram_matrix`.
+    rows if `tall`. complete: if the long side is cut over ranks, a function that sums the products of their
+    shards; see `gram_matrix`.
     """
     for a, b, c in table:
         A = gram_matrix(X, tall, complete)  # (K, s, s)
@@ -142,8 +143,8 @@ def newton_schulz(X, table, tall, complete=None):
 
 
 def gram_matrix(X, of_columns, complete=None):
-    """Products of all pairs of columns, X^T X, or of rows, XX^T. X: (K, m, n), or shards, cut along the side
-    over which the products sum; then complete(products) sums them over the shards.
+    """Products of all pairs of columns, X^T X, or of rows, XX^T. X: (K, m, n), or a rank's shards, cut along
+    the side over which the products sum; then complete(products) sums them over the ranks.
 
     Not by @, which copies transposes: 5.0 ms instead of 2.8 (bf16, 512 x 2048, two cores). Nor is one matrix
     multiplied by bmm: torch.compile gives its transpose stride 0 over the batch, and bmm copies that.
