@@ -564,7 +564,8 @@ class SmallParameters(WorkItem):
         self.steps = torch.zeros(len(shards), dtype=torch.float32, device=device)
         self.exp_avg = torch.zeros(sum(self.sizes), dtype=self.dtype, device=device)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
-        self.param_of_element = torch.repeat_interleave(torch.tensor(self.sizes)).to(device)
+        sizes = torch.tensor(self.sizes, device="cpu")
+        self.param_of_element = torch.repeat_interleave(sizes).to(device)
         self.places = {}
         moments = self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes)
         for param, shard, step, exp_avg, exp_avg_sq in zip(params, shards, self.steps, *moments, strict=True):
@@ -772,7 +773,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         self.reset_plan()
         self.skipped_steps = None
         super().__init__(param_groups, {})
-        self.skipped_steps = torch.zeros((), dtype=torch.int64)
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.check_and_broadcast(self.param_groups)
         # Schedulers check the defaults for what they may cycle: OneCycleLR writes group["momentum"]
         if all(group.get("momentum", 0) is not None for group in self.param_groups):
@@ -863,7 +864,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         """
         params = [param for item in self.work_items for param in item.params]
         device = self.skipped_steps.device
-        flags = torch.tensor([has_gradient(param) for param in params], dtype=torch.float32)
+        flags = torch.tensor([has_gradient(param) for param in params], dtype=torch.float32, device="cpu")
         flags = flags.to(device, non_blocking=True)
         grads = [local(param.grad) for param in params if has_gradient(param)]
         if any(grad.layout != torch.strided for grad in grads):
@@ -880,7 +881,8 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     def hyperparameters(self):
         """{item: MuonHyper or AdamWHyper of its group}: views of one vector, copied to the device once."""
         hypers = [hyper_of(item.group) for item in self.work_items]
-        vector = torch.tensor([value for hyper in hypers for value in hyper], dtype=self.dtype)
+        values = [value for hyper in hypers for value in hyper]
+        vector = torch.tensor(values, dtype=self.dtype, device="cpu")  # not on the default device
         # The host does not wait for a copy of so few bytes, even from pageable memory
         vector = vector.to(self.skipped_steps.device, non_blocking=True)
         parts = vector.split([len(hyper) for hyper in hypers])

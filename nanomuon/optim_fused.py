@@ -57,7 +57,7 @@ def fused_rule(group, m, n, ns_dtype):
         shapes += part.buffers.values()
     if shapes:
         buffers["second_momentum_buffer"] = (heads * sum(map(math.prod, shapes)), 1)
-    scale = torch.tensor(scales * (heads * groups), dtype=torch.float64).view(m, 1)
+    scale = torch.tensor(scales * (heads * groups), dtype=torch.float64, device="cpu").view(m, 1)
     options = dict(parts[0].options, of_part=optim.normuon, split=split, shapes=tuple(shapes))
     cost = heads * sum(part.cost for part in parts)
     return optim.Rule(optim.kernel(fused_normuon), options, (m, n), buffers, scale, cost)

@@ -145,7 +145,12 @@ class SavedByName:
         saved, groups = super().state_dict(), saved_groups(self.param_groups)
         for group, packed in zip(groups, saved["param_groups"], strict=True):
             group["params"] = packed["params"]
-        return {"state": saved["state"], "param_groups": groups}
+        saved["param_groups"] = groups
+        if not self.state:
+            # torch.distributed.checkpoint fills what is here, so it would leave out the state in its file: it
+            # raises an error if the file lacks this key
+            saved["before_first_step"] = True
+        return saved
 
     def named_state_dict(self):
         """state_dict() by name: {"state": {name: {key: tensor}}, "param_groups": groups without params}."""
@@ -203,7 +208,7 @@ class SavedByName:
         shards = [(place, place.shard_of(saved)) for place, saved in found]
         if not state:  # saved before the first step
             for places in self.places.values():
-                shards += [(place, torch.zeros(())) for place in places.values()]
+                shards += [(place, torch.zeros((), device="cpu")) for place in places.values()]
         for place, shard in shards:
             if place.tensor is not None:
                 place.tensor.copy_(shard)

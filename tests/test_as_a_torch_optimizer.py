@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -182,6 +183,21 @@ def test_a_learning_rate_that_is_a_tensor_is_not_shared_with_saved_state():
     assert saved["param_groups"][0]["lr"].item() == other.param_groups[0]["lr"].item() == pytest.approx(0.02)
     other.param_groups[0]["lr"].mul_(0.5)
     assert saved["param_groups"][0]["lr"].item() == pytest.approx(0.02)
+
+
+def test_a_checkpoint_does_not_load_into_the_empty_state_of_before_the_first_step(tmp_path):
+    """torch.distributed.checkpoint fills what is there, and is silent about the rest of the file."""
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "before")
+    train(model, optimizer, range(2))
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "after")
+    other = MuonAdamW(groups_of(build()))
+    saved = {"optimizer": other.state_dict()}
+    dcp.load(saved, checkpoint_id=tmp_path / "before")
+    other.load_state_dict(saved["optimizer"])
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key .* optimizer.before_first_step"):
+        dcp.load(saved, checkpoint_id=tmp_path / "after")
 
 
 # ---- two processes

@@ -92,11 +92,24 @@ def test_an_example_learns_and_resumes(example, last, needed, tmp_path):
 UNDER_ACCELERATE = """
 import sys
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from nanomuon import DistMuonAdamW, MuonAdamW
+from nanomuon.optim_state import whole
 from tests.test_examples import mean_square, small
 
+def under_fsdp2(state_dict_type):
+    # On CPUs accelerate falls back to DistributedDataParallel
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type=state_dict_type, auto_wrap_policy="size_based_wrap",
+        min_num_params=50, cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    return accelerator
+
 def prepared(seed):
-    model, optimizer = small(seed)
+    model, optimizer = small(seed, DistMuonAdamW if accelerator.is_fsdp2 else MuonAdamW)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6 * accelerator.num_processes)
     return accelerator.prepare(model, optimizer, schedule)
 
@@ -109,27 +122,28 @@ def train(model, optimizer, schedule, steps):
         if step == 2:
             accelerator.save_state("saved")
 
-accelerator = Accelerator(cpu=True)
-whole = prepared(seed=0)
-train(*whole, range(6))
+accelerator = Accelerator(cpu=True) if sys.argv[1] == "DDP" else under_fsdp2(sys.argv[1])
+uninterrupted = prepared(seed=0)
+train(*uninterrupted, range(6))
 accelerator.free_memory()
 resumed = prepared(seed=1)
 accelerator.load_state("saved")
 train(*resumed, range(3, 6))
-names = ("whole", whole), ("resumed", resumed)
-for name, (model, _, _) in names:
-    torch.save(accelerator.unwrap_model(model).state_dict(), f"{name}_{accelerator.process_index}.pt")
+for name, (model, _, _) in ("uninterrupted", uninterrupted), ("resumed", resumed):
+    tensors = accelerator.unwrap_model(model).state_dict()
+    tensors = {key: whole(tensor) for key, tensor in tensors.items()}
+    torch.save(tensors, f"{name}_{accelerator.process_index}.pt")
 accelerator.end_training()
 """
 
 
-def small(seed):
+def small(seed, optimizer=MuonAdamW):
     """A model and its optimizer."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
     muon = dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.01)
     adamw = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    return model, MuonAdamW(build_param_groups(model, muon=muon, adamw=adamw, skip_keys=["4"]))
+    return model, optimizer(build_param_groups(model, muon=muon, adamw=adamw, skip_keys=["4"]))
 
 
 def mean_square(model, step, rank):
@@ -138,15 +152,17 @@ def mean_square(model, step, rank):
 
 
 @pytest.mark.slow  # a launch of two processes
-def test_accelerate_on_two_ranks(tmp_path, eager):
-    """accelerate averages gradients, and saves only rank 0's optimizer state. A resumed run is the
-    uninterrupted one bit for bit, on both ranks, and trains the same as one process on the rows of both.
+@pytest.mark.parametrize("how", ["DDP", "FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_accelerate_on_two_ranks(how, tmp_path, eager):
+    """accelerate averages gradients, and saves only rank 0's optimizer state, or FSDP2's in two ways. A
+    resumed run is the uninterrupted one bit for bit, on both ranks, and trains the same as one process on the
+    rows of both.
     """
     pytest.importorskip("accelerate", reason="needs accelerate")
     (tmp_path / "loop.py").write_text(UNDER_ACCELERATE)
-    run(["PYTHONPATH=.", "torchrun", "--standalone", "--nproc_per_node=2", "loop.py"], tmp_path)
-    expected = torch.load(tmp_path / "whole_0.pt")
-    for name in ("whole_1", "resumed_0", "resumed_1"):
+    run(["PYTHONPATH=.", "torchrun", "--standalone", "--nproc_per_node=2", "loop.py", how], tmp_path)
+    expected = torch.load(tmp_path / "uninterrupted_0.pt")
+    for name in ("uninterrupted_1", "resumed_0", "resumed_1"):
         same_tensors(torch.load(tmp_path / f"{name}.pt"), expected)
 
     model, optimizer = small(seed=0)

@@ -519,6 +519,25 @@ def test_counters_do_not_take_the_default_dtype():
     assert abs(p[0].item() - 0.4) < 1e-3 and abs(large[0, 0].item() - 0.4) < 1e-3  # 1 - 600 lr
 
 
+def test_tensors_do_not_go_to_the_default_device():
+    """Under torch.set_default_device("cuda") the host would wait for copies; "meta" holds no numbers."""
+
+    def trained_under(device):
+        params, groups = mixed()
+        params.append(parameter(8, 4))
+        for param in params:
+            param.grad = torch.ones_like(param)
+        with torch.device(device):
+            optimizer = MuonAdamW([*groups, muon(params[-1], split=(6, 2), names=["fused"])])
+            optimizer.step()
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+            optimizer.step()
+        return [optimizer.skipped_steps, *params]
+
+    for p, q in zip(trained_under("meta"), trained_under("cpu"), strict=True):
+        assert torch.equal(p, q)
+
+
 def test_no_parameters_and_no_groups():
     MuonAdamW([muon(), adamw()]).step()
     model = torch.nn.Linear(4, 4)
