@@ -110,7 +110,10 @@ def remove(run_dir, last_step: int, keep_last: int) -> None:
             # Rename first: a kill may leave half of it
             os.replace(folder / f"step_{step}", folder / f".step_{step}.old")
         for hidden in folder.glob(".step_*"):
-            shutil.rmtree(hidden)
+            if hidden.is_symlink():  # to a checkpoint that the user has put elsewhere
+                hidden.unlink()
+            else:
+                shutil.rmtree(hidden)
 
     on_first_rank(work)
 

@@ -260,7 +260,9 @@ def write_text(path, text: str) -> None:
 
 
 def write_json(path, content) -> None:
-    write_text(path, json.dumps(content, indent=1) + "\n")
+    """What is not Unicode, as a file name may be, becomes question marks, since no reader takes it."""
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    write_text(path, text.encode(errors="replace").decode())
 
 
 def read_json(path, kind=dict, advice: str = ""):

@@ -180,6 +180,15 @@ def test_which_checkpoint_is_resumed_and_which_are_removed(run_dir):
     assert checkpoint.saved_steps(run_dir) == [10, 11, 12]
 
 
+def test_of_a_checkpoint_that_lies_elsewhere_the_link_is_removed(run_dir, tmp_path):
+    folder, elsewhere = run_dir / "checkpoints", tmp_path / "elsewhere"
+    os.replace(folder / "step_2", elsewhere)
+    (folder / "step_2").symlink_to(elsewhere)
+    assert checkpoint.find(run_dir).name == "step_2"
+    checkpoint.remove(run_dir, 1, keep_last=3)
+    assert os.listdir(folder) == ["step_1"] and (elsewhere / FILE).exists()
+
+
 @pytest.mark.parametrize("name", ["lone", "more"])
 def test_another_model_is_refused_by_name(run_dir, name):
     other = Tiny()

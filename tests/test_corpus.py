@@ -171,13 +171,14 @@ def test_all_that_cannot_be_read_is_counted_at_once_and_recorded(tmp_path):
     name = write_corpus(tmp_path / "texts", random_texts(200))
     for i in range(4):
         (tmp_path / f"texts/bad{i}.txt").write_bytes(b"\xff")
+    os.replace(tmp_path / "texts/bad3.txt", os.fsencode(tmp_path) + b"/texts/bad3\xff.txt")
     records = [{"text": "a good one"}, {"body": 1}, 7, {"text": "another"}, {"text": None}]
     (tmp_path / "texts/bad4.jsonl").write_bytes(lines(records) + b"torn\n")
     with pytest.raises(InputError) as caught:
         shards.prepare(open_corpus(name), tokenizer=TOKENIZER)
     said = str(caught.value)
     assert ": 7 files or records cannot be read: " in said and "line 3" not in said
-    assert all(f"bad{i}.txt: " in said for i in range(4)) and "bad4.jsonl line 2: " in said
+    assert all(f"bad{i}.txt: " in said for i in range(3)) and "bad4.jsonl line 2: " in said
     folder = shards.prepare(open_corpus(name, skip_unreadable=True), tokenizer=TOKENIZER)
     assert {"a good one", "another"} < {*documents(folder, "train"), *documents(folder, "val")}
     unreadable = shards.read_manifest(folder).unreadable
