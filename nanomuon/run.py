@@ -161,9 +161,10 @@ class Run:
         )
 
     def _write_folder(self, wandb_id):
+        folder = self.folder.resolve()  # it may be a link, which rmtree does not follow
         if self.args.resume == "never":
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for over in ("summary.json", "stopped"):  # a resumed run is neither complete nor stopped
             (self.folder / over).unlink(missing_ok=True)
         self.tokenizer.save(self.folder / "tokenizer")

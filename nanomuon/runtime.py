@@ -255,14 +255,13 @@ def write_whole(path):
 
 
 def write_text(path, text: str) -> None:
+    """What is not Unicode, as a file name may be, becomes question marks."""
     with write_whole(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="replace"))
 
 
 def write_json(path, content) -> None:
-    """What is not Unicode, as a file name may be, becomes question marks, since no reader takes it."""
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    write_text(path, text.encode(errors="replace").decode())
+    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path, kind=dict, advice: str = ""):

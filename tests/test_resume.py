@@ -295,6 +295,8 @@ def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
         base_train.main("--run options --num-iterations 30".split())
     assert len(losses(base, "options")) == 20
     (folder / "core.json").write_text("{}")
+    folder.rename(base / "elsewhere")
+    folder.symlink_to(base / "elsewhere")  # as to a larger disk
     assert base_train.main(arguments(base, "options", 3, "--resume", "never", *QUIET)) == 0
     assert len(losses(base, "options")) == 3 and not (folder / "core.json").exists()
 

@@ -153,6 +153,15 @@ class Manifest:
     limit: int | None = None
 
 
+def test_file_names_that_are_not_utf8_can_be_written(tmp_path):
+    file = tmp_path / "file"
+    name = os.fsdecode("für".encode() + b"\xff")
+    runtime.write_json(file, {"name": name})
+    assert runtime.read_json(file) == {"name": "für?"}
+    runtime.write_text(file, name)
+    assert file.read_text() == "für?"
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
