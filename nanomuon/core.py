@@ -31,15 +31,12 @@ import json
 import os
 import random
 import shutil
-import stat
 import urllib.request
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -47,15 +44,13 @@ import yaml
 from torch.nn.attention import sdpa_kernel
 
 from nanomuon.attention import WITHOUT_CUDNN
-from nanomuon.generate import padded, read
+from nanomuon.generate import padded
 from nanomuon.gpt import GPT
-from nanomuon.runtime import InputError, base_dir, locked, parse_json, print0, together, write_whole
+from nanomuon.runtime import InputError, base_dir, locked, print0, together, write_whole
 from nanomuon.tokenizer import Tokenizer
 
 # The bundle of the published figures, at nanochat's address
 PUBLIC_BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-# Raised for a damaged zip; RuntimeError for an encrypted one, and for JSON nested too deeply
-DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 CORE_TASKS = frozenset(
     """
     hellaswag_zeroshot jeopardy bigbench_qa_wikidata arc_easy arc_challenge copa commonsense_qa piqa
@@ -64,7 +59,6 @@ CORE_TASKS = frozenset(
     bigbench_language_identification
     """.split()
 )
-MOST_LOGITS = 2**28  # per batch, 1 GB in float32
 
 
 class Unreachable(InputError):
@@ -82,20 +76,13 @@ class Item:
 
 
 @dataclass
-class Entry:
-    """A task in core.yaml."""
-
+class Task:
     label: str
-    icl_task_type: Literal["multiple_choice", "schema", "language_modeling"]
-    dataset_uri: str  # under eval_data
-    num_fewshot: list[int]  # its first entry: how many examples are shown before an item
-    continuation_delimiter: str = " "  # between a context and its continuation
-
-
-@dataclass(kw_only=True)
-class Task(Entry):
-    items: list[Item]  # in the order of their file
+    kind: str  # multiple_choice, schema or language_modeling
+    shots: int  # how many examples are shown before an item
+    delimiter: str  # between a context and its continuation
     baseline: float  # accuracy of guessing, 0 to 1
+    items: list[Item]  # in the order of their file
 
 
 @dataclass(eq=False)
@@ -104,7 +91,6 @@ class Row:
 
     tokens: list[int]  # at most seq_len
     start: int  # the first scored token, at least 1; all tokens from there on are scored
-    shared: int = 0  # length of the common beginning of its item's rows, which is computed once
     mean_loss: float = float("nan")  # in nats
     all_likeliest: bool = False  # every scored token is the model's likeliest
 
@@ -170,14 +156,13 @@ def answer_task(
     for number in range(rank, len(items), ranks):
         choices[number] = ask(task, items, number, tokenizer, model.config.seq_len)
     rows = dict.fromkeys(row for item_rows in choices.values() for row in item_rows)
-    batches = list(make_batches(rows, most_tokens, MOST_LOGITS // model.config.vocab_size))
-    calls = sum(2 if batch[-1].shared else 1 for batch in batches)
-    most_calls = max(together(lambda: calls))
+    batches = list(make_batches(rows, most_tokens))
+    most_batches = max(together(lambda: len(batches)))
 
     def answer_mine() -> dict[int, Answer]:
         for batch in batches:
             score(model, batch)
-        for _ in range(most_calls - calls):  # other ranks may need this one's shards of the model
+        for _ in range(most_batches - len(batches)):  # other ranks may need this one's shards of the model
             model(torch.zeros(1, 1, dtype=torch.int64, device=model.cos.device))
         return {number: decide(task, items[number], rows) for number, rows in choices.items()}
 
@@ -198,80 +183,57 @@ def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_le
     item = items[number]
     others = items[:number] + items[number + 1 :]
     shown = ""
-    for example in random.Random(1234 + number).sample(others, min(task.num_fewshot[0], len(others))):
+    for example in random.Random(1234 + number).sample(others, min(task.shots, len(others))):
         context, continuation = example.pairs[example.gold]
-        shown += f"{context}{task.continuation_delimiter}{continuation}\n\n"
+        shown += f"{context}{task.delimiter}{continuation}\n\n"
     prompts = []
     for context, continuation in item.pairs:
-        text = f"{shown}{context}{task.continuation_delimiter}{continuation}"
+        text = f"{shown}{context}{task.delimiter}{continuation}"
         prompts.append([tokenizer.bos_id, *tokenizer.encode(text)])
 
     common = len(os.path.commonprefix(prompts))
-    if task.icl_task_type == "multiple_choice":
+    if task.kind == "multiple_choice":
         starts = [common] * len(prompts)
-    elif task.icl_task_type == "schema":
+    elif task.kind == "schema":
         common_end = len(os.path.commonprefix([prompt[::-1] for prompt in prompts]))
         starts = [len(prompt) - common_end for prompt in prompts]
     else:
         # A delimiter's final space becomes part of the next token
-        before = f"{shown}{item.pairs[0][0]}{task.continuation_delimiter}".strip()
+        before = f"{shown}{item.pairs[0][0]}{task.delimiter}".strip()
         starts = [len(os.path.commonprefix([[tokenizer.bos_id, *tokenizer.encode(before)], prompts[0]]))]
 
-    rows, by_cut = {}, {}
+    rows = {}
     for prompt, start in zip(prompts, starts, strict=True):
-        if tuple(prompt) not in rows:
-            cut = max(0, len(prompt) - seq_len)  # prompts that are too long keep their end
-            row = rows[tuple(prompt)] = Row(prompt[cut:], max(1, start - cut))
-            by_cut.setdefault(cut, []).append(row)
-    for alike in by_cut.values():  # rows that were cut differently begin with different tokens
-        share(alike)
+        cut = max(0, len(prompt) - seq_len)  # prompts that are too long keep their end
+        rows.setdefault(tuple(prompt), Row(prompt[cut:], max(1, start - cut)))
     return [rows[tuple(prompt)] for prompt in prompts]
 
 
-def share(rows: list[Row]) -> None:
-    """Have the common beginning of rows computed once, if it is at least half of the longest."""
-    common = len(os.path.commonprefix([row.tokens for row in rows]))
-    # The position before the first scored token predicts it, so it is not shared
-    shared = min(common, min(row.start for row in rows) - 1)
-    if len(rows) > 1 and 2 * shared >= max(len(row.tokens) for row in rows):
-        for row in rows:
-            row.shared = shared
-
-
-def make_batches(rows: Iterable[Row], most_tokens: int, most_scored: int) -> Iterator[list[Row]]:
-    """Batch rows of similar length, up to `most_tokens` with padding and `most_scored` scored ones."""
+def make_batches(rows: Iterable[Row], most_tokens: int) -> Iterator[list[Row]]:
+    """Batch rows of similar length, up to `most_tokens` with padding."""
     batch = []
-    for row in sorted(rows, key=lambda row: (row.shared, len(row.tokens))):
-        larger = [*batch, row]
-        longest = row.shared + max(len(other.tokens) - other.shared for other in larger)
-        scored = sum(len(other.tokens) - other.start for other in larger)
-        fits = len(larger) * longest <= most_tokens and scored <= most_scored
-        if batch and not (fits and bool(batch[0].shared) == bool(row.shared)):
+    for row in sorted(rows, key=lambda row: len(row.tokens)):
+        if batch and (len(batch) + 1) * len(row.tokens) > most_tokens:
             yield batch
-            larger = [row]
-        batch = larger
+            batch = []
+        batch.append(row)
     if batch:
         yield batch
 
 
 def score(model: GPT, rows: list[Row]) -> None:
-    """Fill in the results of a batch of rows. The beginnings that rows share are read first, once."""
-    device = model.cos.device
+    """Fill in the results of a batch of rows."""
     # The last token of a row is predicted and predicts nothing
-    inputs = padded([row.tokens[row.shared : -1] for row in rows]).to(device)  # (B, T)
+    inputs = padded([row.tokens[:-1] for row in rows]).to(model.cos.device)  # (B, T)
     at, targets, counts = [], [], []
     for i, row in enumerate(rows):
         scored = row.tokens[row.start :]
-        first = i * inputs.size(1) + row.start - 1 - row.shared
+        first = i * inputs.size(1) + row.start - 1
         at += range(first, first + len(scored))
         targets += scored
         counts.append(len(scored))
-    at, targets = torch.tensor([at, targets], dtype=torch.int64, device=device)  # (M,) each
-
-    cache = None
-    if rows[-1].shared:  # the largest of all
-        cache = read(model, [row.tokens[: row.shared] for row in rows], rows[-1].shared + inputs.size(1))
-    logits = model(inputs, cache=cache, at=at)  # (M, V)
+    at, targets = torch.tensor([at, targets], dtype=torch.int64, device=inputs.device)  # (M,) each
+    logits = model(inputs, at=at)  # (M, V)
     # float64 adds float32 losses without rounding: equal losses in another order have an equal mean
     losses = F.cross_entropy(logits, targets, reduction="none").double().cpu().split(counts)
     hits = (logits.argmax(-1) == targets).cpu().split(counts)
@@ -282,7 +244,7 @@ def score(model: GPT, rows: list[Row]) -> None:
 
 def decide(task: Task, item: Item, rows: list[Row]) -> Answer:
     losses = [row.mean_loss for row in rows]
-    if task.icl_task_type == "language_modeling":
+    if task.kind == "language_modeling":
         return Answer(losses, rows[0].all_likeliest)
     # min() returns a NaN if it comes first, and ignores it otherwise: the published rule
     return Answer(losses, losses.index(min(losses)) == item.gold)
@@ -322,45 +284,11 @@ def fetch(address: str, archive: Path) -> None:
 
 def read_zip(archive: Path) -> list[Task]:
     """The tasks of a zip, which is never unpacked."""
-    listing = None
     with errors_naming(archive), zipfile.ZipFile(archive) as zipped:
-        for member in zipped.infolist():
-            path = PurePosixPath(member.filename.replace("\\", "/"))
-            if path.is_absolute() or ".." in path.parts or stat.S_ISLNK(member.external_attr >> 16):
-                raise ValueError(f"the zip holds {member.filename!a}, which leads out of it")
-            if path.name == "core.yaml":
-                listing = zipfile.Path(zipped, member.filename)
-        if listing is None:
-            raise ValueError("the zip holds no core.yaml")
-        return read_tasks(listing.parent)
-
-
-@dataclass
-class Listing:
-    """core.yaml."""
-
-    icl_tasks: list[Entry]
-
-
-@dataclass
-class MultipleChoice:
-    query: str
-    choices: list[str]
-    gold: int
-
-
-@dataclass
-class Schema:
-    context_options: list[str]
-    continuation: str
-    gold: int
-
-
-@dataclass
-class LanguageModeling:
-    context: str
-    continuation: str
-    gold: int = 0
+        for name in zipped.namelist():
+            if PurePosixPath(name).name == "core.yaml":
+                return read_tasks(zipfile.Path(zipped, name).parent)
+        raise ValueError("the zip holds no core.yaml")
 
 
 @contextmanager
@@ -368,62 +296,50 @@ def errors_naming(place) -> Iterator[None]:
     """Turn an error in a bundle's content into an InputError that names its place."""
     try:
         yield
-    except OSError as error:
-        raise InputError(f"{place}: {error.strerror or 'no such file'}") from error
-    except KeyError as error:
-        raise InputError(f"{place} has no {error}") from error
-    except (ValueError, TypeError, csv.Error, yaml.YAMLError, *DAMAGE) as error:
-        raise InputError(f"{place}: {error}") from error
+    except InputError:  # which has named a place inside this one
+        raise
+    except Exception as error:  # csv, yaml, json, zipfile and zlib have their own
+        raise InputError(f"{place}: {type(error).__name__}: {error}") from error
 
 
 def read_tasks(folder) -> list[Task]:
     """The tasks that core.yaml lists, with their items. folder: a Path, or a zipfile.Path."""
-    meta, listing = folder / "eval_meta_data.csv", folder / "core.yaml"
+    meta, listing, tasks = folder / "eval_meta_data.csv", folder / "core.yaml", []
     with errors_naming(meta), meta.open(encoding="utf-8-sig", newline="") as file:
         baselines = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(file)}
     with errors_naming(listing):
-        entries = parse_json(json.dumps(yaml.safe_load(listing.read_bytes())), Listing).icl_tasks
-        if not entries:
-            raise ValueError("it lists no task")
-    return [read_task(folder, entry, baselines) for entry in entries]
+        for entry in yaml.safe_load(listing.read_bytes())["icl_tasks"]:
+            tasks.append(read_task(folder, entry, baselines))
+    return tasks
 
 
-def read_task(folder, entry: Entry, baselines: dict[str, float]) -> Task:
-    baseline = baselines.get(entry.label, -1)
-    with errors_naming(f"{folder / 'core.yaml'}, task {entry.label}"):
-        path = PurePosixPath(entry.dataset_uri)
-        if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"dataset_uri {entry.dataset_uri!r} leads out of the bundle")
-        if not entry.num_fewshot or entry.num_fewshot[0] < 0:
-            raise ValueError(f"num_fewshot is {entry.num_fewshot}, not a list with a number of examples")
-        if not 0 <= baseline < 1:
-            raise ValueError("eval_meta_data.csv has no random baseline from 0 to below 100")
-    file, items = folder / "eval_data" / entry.dataset_uri, []
+def read_task(folder, entry: dict, baselines: dict[str, float]) -> Task:
+    label, kind = entry["label"], entry["icl_task_type"]
+    file, items = folder / "eval_data" / entry["dataset_uri"], []
     with errors_naming(file), file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 with errors_naming(f"{file} line {number}"):
-                    items.append(parse_item(line, entry.icl_task_type))
+                    items.append(parse_item(json.loads(line), kind))
         if not items:
             raise ValueError("it holds no item")
-    return Task(**vars(entry), items=items, baseline=baseline)
+    delimiter = entry.get("continuation_delimiter", " ")
+    return Task(label, kind, entry["num_fewshot"][0], delimiter, baselines[label], items)
 
 
-def parse_item(line: bytes, kind: str) -> Item:
+def parse_item(item: dict, kind: str) -> Item:
+    pairs = []
     if kind == "multiple_choice":
-        item, pairs = parse_json(line, MultipleChoice), []
-        for choice in item.choices:
-            pairs.append((item.query, choice))
+        for choice in item["choices"]:
+            pairs.append((item["query"], choice))
     elif kind == "schema":
-        item, pairs = parse_json(line, Schema), []
-        for context in item.context_options:
-            pairs.append((context, item.continuation))
+        for context in item["context_options"]:
+            pairs.append((context, item["continuation"]))
+    elif kind == "language_modeling":
+        pairs.append((item["context"].strip(), item["continuation"]))  # strip(): the published rule
     else:
-        item = parse_json(line, LanguageModeling)
-        pairs = [(item.context.strip(), item.continuation)]  # strip(): the published rule
-    gold = item.gold
+        raise ValueError(f"unknown icl_task_type {kind!r}")
+    gold = item.get("gold", 0)
     if not 0 <= gold < len(pairs):
         raise ValueError(f"gold is {gold}, not the number of one of {len(pairs)} choices")
-    if kind != "multiple_choice" and not pairs[0][1].strip():
-        raise ValueError("continuation is empty: nothing can be predicted")
     return Item(pairs, gold)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import sdpa_kernel
+from torch.nn.utils.rnn import pad_sequence
 
 from nanomuon.attention import WITHOUT_CUDNN
 from nanomuon.gpt import GPT
@@ -18,23 +19,17 @@ from nanomuon.tokenizer import Tokenizer
 ROWS = 32  # samples per batch: each takes the memory of a whole context of keys and values
 
 
-def padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Rows of tokens as one tensor (B, T), T at least 1, with any token after the shorter ones."""
-    tensor = torch.zeros(len(rows), max(1, *map(len, rows)), dtype=torch.int64)
-    for i, tokens in enumerate(rows):
-        tensor[i, : len(tokens)] = torch.tensor(tokens)
-    return tensor
+def padded(rows: Sequence[list[int]]) -> Tensor:
+    """Rows of tokens as one tensor (B, T), T at least 1, with zeros after the shorter ones."""
+    return pad_sequence([torch.tensor(tokens or [0]) for tokens in rows], batch_first=True)
 
 
-def read(model: GPT, rows: Sequence[Sequence[int]], capacity: int | None = None) -> KVCache:
-    """A cache whose rows have read these tokens. Equal rows are computed once."""
-    rows = [tuple(tokens) for tokens in rows]
-    distinct = list(dict.fromkeys(rows))
-    cache = KVCache(model.config, len(distinct), model.cos.device, capacity)
+def read(model: GPT, rows: Sequence[list[int]]) -> KVCache:
+    """A cache whose rows have read these tokens."""
+    cache = KVCache(model.config, len(rows), model.cos.device)
     no_position = torch.empty(0, dtype=torch.int64, device=cache.device)  # none goes through the head
-    model(padded(distinct).to(cache.device), cache=cache, at=no_position)
-    cache.crop([len(tokens) for tokens in distinct])
-    cache.select([distinct.index(tokens) for tokens in rows])
+    model(padded(rows).to(cache.device), cache=cache, at=no_position)
+    cache.crop([len(tokens) for tokens in rows])
     return cache
 
 

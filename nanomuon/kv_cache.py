@@ -10,14 +10,13 @@ class KVCache:
     """What a model keeps of the tokens it has read: all keys and values, and the last inputs that the next
     tokens need (of convolutions, halves of keys). It grows with every call of the model.
 
-    config: a GPTConfig. lengths: the tokens that each row has read. capacity: the most that fit, None for
-    the context.
+    config: a GPTConfig. lengths: the tokens that each row has read.
     """
 
-    def __init__(self, config, rows: int, device: torch.device, capacity: int | None = None):
+    def __init__(self, config, rows: int, device: torch.device):
         self.lengths, self.device = [0] * rows, device
-        self.context, self.capacity = config.seq_len, capacity or config.seq_len
-        self.kept = {}  # by layer and kind: (B, capacity, Hkv, D)
+        self.context = config.seq_len
+        self.kept = {}  # by layer and kind: (B, context, Hkv, D)
         self.recent = {}  # by place in the model: (B, at least as many tokens as the place needs, ...)
 
     def positions(self, T: int) -> Tensor:
@@ -37,7 +36,7 @@ class KVCache:
         for kind, new in (("keys", k), ("values", v)):
             if (layer, kind) not in self.kept:
                 # Not empty(): a mask does not hide a NaN in unused memory
-                self.kept[layer, kind] = new.new_zeros(new.size(0), self.capacity, *new.shape[2:])
+                self.kept[layer, kind] = new.new_zeros(new.size(0), self.context, *new.shape[2:])
             self.kept[layer, kind][self.places] = new
         if q.size(1) == self.end:  # nothing came before
             return attention(q, k, v, window, normalized)
