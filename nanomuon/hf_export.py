@@ -13,7 +13,6 @@ from safetensors.torch import save
 
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim_state import whole
-from nanomuon.report import markdown_table
 from nanomuon.runtime import on_first_rank, rank, write_json, write_text, write_whole
 from nanomuon.tokenizer import BOS, SPLIT_PATTERN, Tokenizer
 from nanomuon.trained import with_relative_imports
@@ -52,22 +51,10 @@ other files are JSON, text and safetensors, which run no code. Tested with trans
 The tokenizer puts `<|bos|>` before a text, as before every document in training; `add_special_tokens=False`
 leaves it out. Text that looks like `<|bos|>` is encoded as text.
 
-## Figures
-
-{figures}
-
-Bits per byte are the cross-entropy of all validation text in bits, divided by its UTF-8 bytes, so
-models with different vocabularies can be compared.
-
-## Data
-
-Trained on `{data}`. (`hf:` is a data set of the Hugging Face hub, `python` the code of Python's standard
-library.)
-
 ## Licence
 
-The Python files are MIT licensed, as nanomuon is. Whoever trained the weights states here under which
-terms they may be used; the terms of the training text bear on it.
+The Python files are MIT licensed, as nanomuon is. Whoever trained the weights states here on what, and
+under which terms they may be used; the terms of the training text bear on it.
 """
 
 
@@ -95,11 +82,10 @@ def special_ids(config: GPTConfig) -> dict:
     return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), config.vocab_size - 1)
 
 
-def export(folder: Path, model: GPT, tokenizer: Tokenizer, facts: dict, dtype: str = "float32") -> None:
+def export(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str = "float32") -> None:
     """Write model.safetensors and the other files that transformers needs. Called by all ranks.
 
-    facts: for the model card: step, and if known val_bpb, corpus, tokens. dtype: of the weights, which are
-    float32 in training.
+    dtype: of the weights, which are float32 in training.
     """
     write_weights(folder, model, getattr(torch, dtype))
     if rank() > 0:
@@ -110,7 +96,7 @@ def export(folder: Path, model: GPT, tokenizer: Tokenizer, facts: dict, dtype: s
     write_json(folder / "tokenizer_config.json", tokenizer_config(model.config))
     for file in with_relative_imports(MODEL_FILE):
         write_text(folder / file.name, file.read_text())
-    write_text(folder / "README.md", model_card(folder.resolve().name, model, facts))
+    write_text(folder / "README.md", model_card(folder.resolve().name, model))
 
 
 def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -130,23 +116,11 @@ def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | Non
     on_first_rank(write)
 
 
-def model_card(name: str, model: GPT, facts: dict) -> str:
-    """README.md, which model hubs show as a model's page. facts: see export."""
-    figures = {
-        "steps": facts["step"],
-        "bits per byte (validation)": facts.get("val_bpb"),
-        "training tokens": facts.get("tokens"),
-    }
-    corpus = facts.get("corpus") or "python"
-    if corpus.startswith("path:"):
-        corpus = Path(corpus).name  # the rest is of no use to others
-    return CARD.format(
-        name=name,
-        parameters=sum(p.numel() for p in model.parameters()),
-        figures=markdown_table(("", ""), figures),
-        data=corpus,
-        code=", ".join(f"`{file.name}`" for file in with_relative_imports(MODEL_FILE)),
-    )
+def model_card(name: str, model: GPT) -> str:
+    """README.md, which model hubs show as a model's page."""
+    parameters = sum(p.numel() for p in model.parameters())
+    code = [f"`{file.name}`" for file in with_relative_imports(MODEL_FILE)]
+    return CARD.format(name=name, parameters=parameters, code=", ".join(code))
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict:

@@ -268,13 +268,7 @@ class Run:
         if not math.isfinite(val_bpb):
             return self.give_up(f"run {args.run} has diverged, its validation loss is not finite")
         core_results = self.evaluate_core(args.core_items) if self.core_tasks else None
-        facts = {
-            "step": self.step,
-            "val_bpb": round(val_bpb, 4),
-            "tokens": plan.tokens,
-            "corpus": args.corpus,
-        }
-        hf_export.export(self.folder, self.model, self.tokenizer, facts)
+        hf_export.export(self.folder, self.model, self.tokenizer)
         with torch.compiler.set_stance("force_eager"):  # the shapes of samples were not compiled
             prompts = PROMPTS.get(args.corpus, [""] * 3)
             samples = sample_texts(self.model, self.tokenizer, prompts, max_tokens=64, seed=args.seed)

@@ -17,9 +17,6 @@ from nanomuon.runtime import InputError, Runtime, find_run, print0, read_json
 from nanomuon.settings import Settings
 from nanomuon.tokenizer import Tokenizer
 
-# The most in a stranger's config.json: more layers take minutes to build, longer rotary tables more memory
-MOST_LAYERS, LONGEST_CONTEXT = 1024, 1 << 24
-
 
 def with_relative_imports(file: Path) -> list[Path]:
     """A file of this package, and those that it imports as `from .name import ...`, directly or not."""
@@ -54,11 +51,6 @@ def read_config(folder: Path) -> GPTConfig:
         raise InputError(
             f"{folder}/config.json: this version has no models with experts: use the one that trained it"
         )
-    if config.depth > MOST_LAYERS or config.seq_len > LONGEST_CONTEXT:
-        raise InputError(
-            f"{folder}/config.json: a model has at most {MOST_LAYERS} layers (depth) and a context of "
-            f"{LONGEST_CONTEXT} tokens (seq_len)"
-        )
     return config
 
 
@@ -73,13 +65,12 @@ def load_model(folder: Path, runtime: Runtime) -> GPT:
     return model
 
 
-def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> tuple[GPT, Tokenizer, dict]:
-    """(model, tokenizer, facts) of a run, by its name or by the path of its folder (see find_run).
+def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> tuple[GPT, Tokenizer, int]:
+    """(model, tokenizer, steps done) of a run, by its name or by the path of its folder (see find_run).
 
     checkpoint_name: "last" or "step_<n>" for the model of that checkpoint, whether the run has ended or not;
-    then called by all ranks. A float32 run computes in float32, others in the runtime's dtype. facts: step,
-    corpus, revision, and for a finished run the figures of its summary. InputError if there is no such model,
-    or if model and tokenizer do not belong together.
+    then called by all ranks. A float32 run computes in float32, others in the runtime's dtype. InputError if
+    there is no such model, or if model and tokenizer do not belong together.
     """
     folder = find_run(run)
     if not folder.exists():
@@ -98,24 +89,23 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
     warn_of_changed_sources(folder.name, settings.trained_with)
     if settings.options.get("dtype") == "float32":
         runtime = replace(runtime, compute_dtype=torch.float32)
-    facts = {key: settings.trained_on.get(key) for key in ("corpus", "revision")}
     if checkpoint_name is None:
         model = load_model(folder, runtime)
-        summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
-        facts |= {**summary, "step": summary.get("steps")}
+        summary = folder / "summary.json"
+        step = read_json(summary).get("steps") if summary.exists() else None
     else:
         found = checkpoint.find(folder, "auto" if checkpoint_name == "last" else checkpoint_name)
         if found is None:
             raise InputError(f"{folder} has no checkpoint {checkpoint_name}")
         model = build_model(read_config(folder), runtime, seed=0)
-        facts["step"] = checkpoint.load_model(found, model)
+        step = checkpoint.load_model(found, model)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     wanted = settings.trained_on.get("tokenizer")
     if tokenizer.hash != wanted or tokenizer.vocab_size != model.config.vocab_size:
         raise InputError(
             f"{folder}/tokenizer is not the one the model was trained with ({wanted}): put that one back"
         )
-    return model, tokenizer, facts
+    return model, tokenizer, step
 
 
 def check_same_shapes(file: Path, config: GPTConfig) -> None:

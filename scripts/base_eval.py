@@ -42,7 +42,8 @@ EVALUATIONS = ("bpb", "core", "sample")
 ROWS = 16  # per batch
 
 
-def evaluate_bpb(runtime: Runtime, model: GPT, tokenizer: Tokenizer, corpus: str, run: str) -> None:
+def evaluate_bpb(runtime: Runtime, model: GPT, tokenizer: Tokenizer, corpus: str, run: Settings) -> None:
+    """Print the bits per byte. corpus: its name. run: what the run has recorded."""
     folder = first_rank_first(lambda: validation_folder(corpus, tokenizer, run))
     batches = validation_batches(
         folder, model.config.seq_len, ROWS, runtime.rank, runtime.world_size, runtime.device
@@ -51,22 +52,20 @@ def evaluate_bpb(runtime: Runtime, model: GPT, tokenizer: Tokenizer, corpus: str
     print0(f"val_bpb: {value:.4f}")
 
 
-def validation_folder(corpus_name: str, tokenizer: Tokenizer, run: str) -> Path:
+def validation_folder(corpus_name: str, tokenizer: Tokenizer, run: Settings) -> Path:
     """Folder of shards with the validation set of a corpus in the tokens of a run, written if need be.
 
     tokenizer: the run's. The run's own corpus is read as the run read it. InputError if the documents are not
     on this machine.
     """
-    settings = read_json(find_run(run) / "settings.json", Settings)
-    trained_on, how = settings.trained_on, ()
-    its_own = corpus_name == trained_on.get("corpus")
+    how, its_own = (), corpus_name == run.trained_on.get("corpus")
     if its_own:
-        how = settings.options.get("text_field"), settings.options.get("skip_unreadable", False)
+        how = run.options.get("text_field"), run.options.get("skip_unreadable", False)
     try:
         corpus = open_corpus(corpus_name, *how)
     except InputError as error:
         raise InputError(f"{error}; --corpus NAME evaluates on another corpus") from error
-    if its_own and corpus.differs(corpus_name, str(trained_on.get("revision"))):
+    if its_own and corpus.differs(corpus_name, str(run.trained_on.get("revision"))):
         print0(f"corpus {corpus_name} has changed since the run was trained: the figure may differ")
     return shards.prepare(corpus, tokenizer=tokenizer, max_tokens=0)
 
@@ -93,24 +92,24 @@ def main(argv: list[str] | None = None) -> None:
         raise InputError(f"--eval {args.eval}: choose from {', '.join(EVALUATIONS)}, with commas between")
 
     runtime = start()
-    model, tokenizer, facts = load_run(args.run, runtime, args.checkpoint)
-    corpus = args.corpus or facts["corpus"]
-    print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {facts['step']}")
+    model, tokenizer, step = load_run(args.run, runtime, args.checkpoint)
+    folder = find_run(args.run)
+    settings = read_json(folder / "settings.json", Settings)
+    corpus = args.corpus or settings.trained_on.get("corpus", "")
+    print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {step}")
     tasks = []
     if "core" in wanted:  # first: there may be no such bundle
         tasks = first_rank_first(lambda: core.open_bundle(args.core_bundle))
     if "bpb" in wanted:
-        evaluate_bpb(runtime, model, tokenizer, corpus, args.run)
+        evaluate_bpb(runtime, model, tokenizer, corpus, settings)
     if "core" in wanted:
         most_tokens = ROWS * model.config.seq_len
         results = core.evaluate(
             model, tokenizer, tasks, args.core_items, most_tokens, runtime.rank, runtime.world_size
         )
         if runtime.rank == 0:
-            results |= {"step": facts["step"], "most_items": args.core_items}
-            file = find_run(args.run) / "core.json"
-            write_json(file, results)
-            print0(f"results: {file}")
+            write_json(folder / "core.json", {**results, "step": step, "most_items": args.core_items})
+            print0(f"results: {folder}/core.json")
     if "sample" in wanted and runtime.rank == 0:
         for text in sample_texts(model, tokenizer, PROMPTS.get(corpus, [""] * 3), max_tokens=128):
             print0(f"--- sample\n{text}")

@@ -34,9 +34,9 @@ def main(argv: list[str] | None = None) -> None:
     folder = args.to
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder: choose another, or delete it")
-    model, tokenizer, facts = load_run(args.run, start("float32"), args.checkpoint)
+    model, tokenizer, _ = load_run(args.run, start("float32"), args.checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
-    hf_export.export(folder, model, tokenizer, facts, args.dtype)
+    hf_export.export(folder, model, tokenizer, args.dtype)
     if rank() == 0:
         for file in sorted(folder.iterdir()):
             print(f"{file.stat().st_size:13,}  {file.name}")

@@ -123,7 +123,7 @@ def test_only_final_text_is_shown(tokens, stops, shown):
 def command(monkeypatch, capsys):
     """Runs scripts.sample with a small model; returns what it printed."""
     model = build(vocab_size=257)
-    monkeypatch.setattr(sample, "load_run", lambda run, runtime, checkpoint_name: (model, BYTES, {}))
+    monkeypatch.setattr(sample, "load_run", lambda run, runtime, checkpoint_name: (model, BYTES, 0))
 
     def run(*arguments, stdin=b""):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))

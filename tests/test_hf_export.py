@@ -49,11 +49,10 @@ def write_run(run_dir, **shape):
     """A run folder as base_train leaves it; returns its model."""
     model = build(vocab_size=TOKENIZER.vocab_size, seq_len=32, **shape)
     run_dir.mkdir(parents=True)
-    facts = {"step": 40, "val_bpb": 1.5, "corpus": "path:/home/someone/texts", "tokens": 123456}
     settings = dict(options={}, compile=False, rows=1, world_size=1, trained_with={})
     settings["trained_on"] = {"tokenizer": TOKENIZER.hash}
     write_json(run_dir / "settings.json", settings)
-    hf_export.export(run_dir, model, TOKENIZER, facts)
+    hf_export.export(run_dir, model, TOKENIZER)
     TOKENIZER.save(run_dir / "tokenizer")
     return model.eval()
 
@@ -189,8 +188,8 @@ def test_an_export_in_bfloat16_is_the_same_model_rounded(exported, tmp_path, mon
     assert trained.load_model(tmp_path / "new", CPU).config == ours.config
     card = (folder / "README.md").read_text()
     parameters = sum(parameter.numel() for parameter in ours.parameters())
-    for words in ("# plain", f"of {parameters:,} parameters", "| 1.5 |", "123456", "`texts`", "| 40 |"):
-        assert words in card and "/home" not in card
+    for words in ("# plain", f"of {parameters:,} parameters", "`modeling_nanomuon.py`, `gpt.py`"):
+        assert words in card
     names = {path.name for path in (tmp_path / "new").iterdir()}
     assert names == {path.name for path in folder.iterdir()} - {"settings.json", "tokenizer"}
 
