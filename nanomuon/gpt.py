@@ -83,7 +83,8 @@ class Linear(nn.Linear):
 
     cut: the side of the product that tensor parallelism divides among ranks, "outputs" (rows of the weight)
     or "inputs" (its columns). Outputs that are cut go to a Linear whose inputs are.
-    training_product: (x, weight) -> output, which takes its place while gradients are enabled; see fp8.py.
+    training_product: (x, weight) -> output, which takes its place while gradients are enabled; see
+    parallel.train_in_fp8.
     """
 
     training_product = None

@@ -63,14 +63,11 @@ def param_groups(model, batch=None, steps=None, **rates):
     gradients over fewer steps: momentum and beta1 are 0.95 and 0.8 at 2,300 steps, 0.90 and 0.62 at 300.
     rates: see RATES. docs/recipe.md has the measurements.
     """
-    return _scaled_groups(model, values_of(RATES, rates), batch, steps, model.config.width)
-
-
-def _scaled_groups(model, rates, batch, steps, width):
+    rates = values_of(RATES, rates)
     batch_scale = matrix_lr_scale(batch) if batch else 1
     lr_scale = horizon_lr_scale(steps) if steps else 1
     decay_scale = horizon_decay_scale(steps) if steps else 1
-    width_scale = adamw_lr_scale(width)
+    width_scale = adamw_lr_scale(model.config.width)
     return build_param_groups(
         model,
         muon=dict(
@@ -82,8 +79,7 @@ def _scaled_groups(model, rates, batch, steps, width):
             weight_decay=rates["weight_decay"] * decay_scale / batch_scale,
         ),
         adamw=dict(
-            lr=rates["scalar_lr"]
-            * lr_scale,  # of x0 scalars and gates, which ran away at five times this rate
+            lr=rates["scalar_lr"] * lr_scale,  # x0 scalars and gates ran away at five times this rate
             betas=(1 - 0.2 * lr_scale, 0.95),
             eps=1e-6,  # a smaller one makes rounding into updates, and two world sizes into two runs
             weight_decay=0.0,
@@ -158,33 +154,24 @@ def lr_multiplier(step: int, steps: int, warmup: float, cooldown: float) -> floa
     return min(1.0, rise, fall)
 
 
-def scales(model, batch, steps, rates):
-    """By what param_groups scales the rate and the decay of each group, [{"lr": ["x2.4 by length"]}, ...]: it
-    builds them with one size of the run at a time.
-    """
-    none = dict(batch=None, steps=None, width=REFERENCE_WIDTH)
-    sizes = {"batch": dict(batch=batch), "length": dict(steps=steps), "width": dict(width=model.config.width)}
-    unscaled = _scaled_groups(model, rates, **none)
-    found = [{} for _ in unscaled]
-    for name, size in sizes.items():
-        for by, before, group in zip(
-            found, unscaled, _scaled_groups(model, rates, **(none | size)), strict=True
-        ):
-            for key in ("lr", "weight_decay"):
-                if group[key] != before[key]:
-                    by.setdefault(key, []).append(f"x{group[key] / before[key]:.3g} by {name}")
-    return found
+def describe_scales(batch: int, steps: int, width: int) -> str:
+    """A line: by what param_groups multiplies its rates and decay in a run of these sizes."""
+    of_batch, of_length = matrix_lr_scale(batch), horizon_lr_scale(steps)
+    return (
+        f"scales     rates x{of_length:.3g} by length; of muon x{of_batch:.3g} by batch, of embedding and "
+        f"head x{adamw_lr_scale(width):.3g} by width; decay x{horizon_decay_scale(steps):.3g} by length, "
+        f"x{1 / of_batch:.3g} by batch"
+    )
 
 
-def describe(groups, schedule, steps, scales):
-    """A line for each param group: what it holds, and its numbers at step 0. scales: see scales()."""
+def describe(groups, schedule, steps):
+    """A line for each param group: what it holds, and its numbers at step 0."""
     lines = []
-    for group, by in zip(groups, scales, strict=True):
+    for group in groups:
         numbers = []
         for key, value in {**group, **values_at(schedule, group, 0, steps)}.items():
             if type(value) in (int, float, tuple):
-                scale = f" ({', '.join(by[key])})" if key in by else ""
-                numbers.append(f"{key} {shown(value)}{scale}")
+                numbers.append(f"{key} {shown(value)}")
         size = sum(param.numel() for param in group["params"])
         first = f" from {group['names'][0]}" if "names" in group else ""
         lines.append(f"{group.get('kind', 'group'):<10} {size:,} parameters{first}: {', '.join(numbers)}")

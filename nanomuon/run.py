@@ -8,16 +8,17 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from nanomuon import checkpoint, core, hf_export, parallel, recipe, report, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
-from nanomuon.evaluate import bits_per_byte
-from nanomuon.fp8 import train_in_fp8
 from nanomuon.generate import sample_texts
 from nanomuon.optim import MuonAdamW
 from nanomuon.plan import Plan, choose_compilation, print_plan
@@ -122,7 +123,7 @@ class Run:
             self.mesh = parallel.device_mesh(runtime.device.type, plan.data_parallel, args.tensor_parallel)
         self.model = parallel.build_model(plan.config, runtime, args.seed, self.mesh, args.shard == "fsdp")
         if args.fp8:
-            train_in_fp8(self.model)
+            parallel.train_in_fp8(self.model)
         if args.qk_clip:
             watch_(self.model, args.qk_clip)
         self.optimizer, self.schedule = build_optimizer(args, self.model, plan, runtime, compiles)
@@ -130,10 +131,9 @@ class Run:
         if frozen := recipe.untrained(self.model, self.optimizer):
             print0(f"warning: {len(frozen)} parameters are in no group and are not trained: {frozen[0]}, ...")
         self.initial_groups = [dict(group) for group in self.optimizer.param_groups]
-        scales = [{}] * len(self.initial_groups)
+        self.groups = recipe.describe(self.initial_groups, self.schedule, plan.steps)
         if not args.optimizer_file:
-            scales = recipe.scales(self.model, plan.batch, plan.steps, of_recipe(args, recipe.RATES))
-        self.groups = recipe.describe(self.initial_groups, self.schedule, plan.steps, scales)
+            self.groups.append(recipe.describe_scales(plan.batch, plan.steps, plan.config.width))
 
     def _resume(self, found: Path | None):
         """Restore a checkpoint, if there is one, and open the loader at its position."""
@@ -286,6 +286,45 @@ class Run:
         report.print_summary(summary)
         print0(f"report: {self.folder}/report.md, {self.folder}/loss.png")
         return 0
+
+
+def bits_per_byte(
+    model: torch.nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    token_bytes: Tensor,
+    as_in_training: bool = False,
+) -> float:
+    """Cross-entropy of the text in bits, divided by the UTF-8 bytes of the text: models with different
+    vocabularies can be compared by it.
+
+    model(inputs, targets) returns the mean loss in nats over the targets that are not -1. batches yields
+    (inputs, targets), each (B, T) int64, targets of -1 unscored; token_bytes (V,) is the number of bytes of
+    each token. Special tokens have none and are not scored. Every rank passes its share of the batches and
+    gets the figure for all of them. Waits for the device once, at the end.
+
+    as_in_training: run the forward pass with gradients. A compiled model has compiled it already; without
+    gradients it would compile another graph, which costs more than it saves (docs/log.md). It takes the
+    memory of a training step's forward pass.
+    """
+    # Training's forward pass also records the largest logits; evaluation must not
+    before = [buffer.clone() for buffer in model.buffers()] if as_in_training else []
+    sums = torch.zeros(2, dtype=torch.float64, device=token_bytes.device)  # nats, bytes
+    # Not inference_mode: training also uses what FSDP2 gathers here
+    with torch.set_grad_enabled(as_in_training):
+        for inputs, targets in batches:
+            lengths = torch.where(targets < 0, 0, token_bytes[targets])  # (B, T) bytes
+            scored = lengths > 0
+            mean = model(inputs, torch.where(scored, targets, -1)).detach()  # NaN if nothing is scored
+            count = scored.sum()
+            sums[0] += torch.where(count > 0, mean.double() * count, 0)
+            sums[1] += lengths.sum()
+    if as_in_training:
+        for buffer, values in zip(model.buffers(), before, strict=True):
+            buffer.copy_(values)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    nats, size = sums.tolist()
+    return nats / (math.log(2) * size)
 
 
 def is_complete(folder: Path, steps: int) -> bool:

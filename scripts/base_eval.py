@@ -20,10 +20,9 @@ from nanomuon import core, shards
 from nanomuon.command import ArgumentParser, add_run_arguments, count, run_command
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import validation_batches
-from nanomuon.evaluate import bits_per_byte
 from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT
-from nanomuon.run import PROMPTS
+from nanomuon.run import PROMPTS, bits_per_byte
 from nanomuon.runtime import (
     InputError,
     Runtime,

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from nanomuon import fp8, parallel, recipe, shards
+from nanomuon import parallel, recipe, shards
 from nanomuon.attention import use_flash_attention
 from nanomuon.command import StopSignals, run_command
 from nanomuon.corpus import check_corpus
@@ -89,7 +89,7 @@ def understand(parser: RunParser, argv: list[str] | None) -> tuple[argparse.Name
 def size_of_run(args: argparse.Namespace, settings: Settings | None, runtime: Runtime) -> Plan:
     """The plan of the run that the arguments ask for on these processes."""
     if args.fp8:
-        fp8.check(runtime, args.tensor_parallel)
+        parallel.check_fp8(runtime, args.tensor_parallel)
     vocab_size = args.vocab_size or shards.default_vocab_size(args.corpus)
     rows = None  # other micro-steps round differently: in the same world a run keeps its first choice
     if settings and settings.world_size == runtime.world_size:

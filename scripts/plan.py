@@ -3,7 +3,7 @@
     python -m scripts.plan --depth 24 --gpus 8
     python -m scripts.plan --depth 64 --gpus 512 --shard fsdp --tensor-parallel 8 --gpu-memory 141
 
-It computes everything from shapes (nanomuon/footprint.py) and needs no GPU, data or weights. `rows` is the
+It computes everything from shapes (nanomuon/plan.py) and needs no GPU, data or weights. `rows` is the
 micro-batch: the largest power of two, up to 64, that fits.
 """
 
@@ -12,10 +12,10 @@ if __name__ == "__main__":
 
     scripts.begin()
 
-from nanomuon import footprint, parallel
+from nanomuon import parallel
 from nanomuon.command import ArgumentParser, layers, number, run_command
 from nanomuon.gpt import GPTConfig
-from nanomuon.plan import FILLED, fewer_rows, meta_model
+from nanomuon.plan import FILLED, Layout, fewer_rows, memory_by_kind, meta_model
 from scripts.laboratory.report import columns
 
 MEMORY = ("weights", "gradients", "state", "activations", "buffers")
@@ -48,15 +48,15 @@ def main(argv: list[str] | None = None) -> None:
     )
     table = [["GiB per GPU", "rows", *MEMORY, "total", "fits"]]
     for shard in [args.shard] if args.shard else ["none", "fsdp"]:
-        layout = footprint.Layout(args.gpus, shard == "fsdp", args.tensor_parallel)
+        layout = Layout(args.gpus, shard == "fsdp", args.tensor_parallel)
         table.append(describe(config, layout, args.gpu_memory * 2**30 * FILLED))
     print(columns(table))
 
 
-def describe(config: GPTConfig, layout: footprint.Layout, available: float) -> list[str]:
+def describe(config: GPTConfig, layout: Layout, available: float) -> list[str]:
     """A row of the table. available: bytes."""
     rows = fewer_rows(config, layout, MOST_ROWS, 2, available)
-    memory = footprint.memory_by_kind(config, layout, rows, 2)
+    memory = memory_by_kind(config, layout, rows, 2)
     together = sum(memory.values())
     return [
         "FSDP2" if layout.fsdp else "replicated (ZeRO-2)",

@@ -20,7 +20,7 @@ import itertools
 
 import torch
 
-from nanomuon import fp8, parallel, report, shards
+from nanomuon import parallel, report, shards
 from nanomuon.attention import kernels_in_use, use_flash_attention
 from nanomuon.command import count, run_command
 from nanomuon.corpus import check_corpus, open_corpus
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     if runtime.world_size > 1:
         raise InputError("train_bench measures one process; start it without torchrun")
     if args.fp8:
-        fp8.check(runtime, args.tensor_parallel)
+        parallel.check_fp8(runtime, args.tensor_parallel)
     result = step_table(args, runtime)
     result["machine"] = dict(description=report.machine_description(), threads=torch.get_num_threads())
     if args.json is not None:
@@ -97,7 +97,7 @@ def step_table(args, runtime):
     loader = TrainLoader(data, config.seq_len, rows, plan.rows, 0, 1, args.seed, device)
     products = floor_of(model, batch, plan.rows)
     if args.fp8:
-        fp8.train_in_fp8(model)
+        parallel.train_in_fp8(model)
     newton_schulz = optim_bench.products(optimizer, device.type)
     if args.qk_clip:
         watch_(model, args.qk_clip)

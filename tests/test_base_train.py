@@ -55,7 +55,7 @@ def test_a_finished_run_has_everything(whole_run):
     assert settings["trained_with"]["torch"] == torch.__version__
     (output,) = whole_run.parents[1].glob("whole.*.out")
     muon = [line for line in settings["groups"] if line.startswith("muon ")]
-    assert len(muon) == 1 and "x2.72 by length" in muon[0]
+    assert len(muon) == 1 and "rates x2.72 by length" in settings["groups"][-1]
     assert "\n".join(settings["groups"]) in output.read_text()
     assert settings["trained_on"]["revision"] == open_corpus(f"path:{whole_run.parents[1]}/texts").revision
 
@@ -211,8 +211,8 @@ def test_a_run_is_compiled_and_evaluated_by_the_same_graph(base, monkeypatch, ca
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
     monkeypatch.setenv("NANOMUON_COMPILE", "1")
-    monkeypatch.setattr(base_train.fp8, "check", lambda *_: None)
-    monkeypatch.setattr("nanomuon.run.train_in_fp8", id)
+    monkeypatch.setattr(base_train.parallel, "check_fp8", lambda *_: None)
+    monkeypatch.setattr("nanomuon.parallel.train_in_fp8", id)
     base_train.main(arguments(base, "fp8", 2, "--fp8"))
     assert {grad for _, grad in graphs} == {True, False}  # evaluates without float8
     capsys.readouterr()

@@ -1,17 +1,17 @@
-"""What nanomuon.footprint computes, against real runs: bytes held and saved."""
+"""The memory that nanomuon.plan computes, against real runs: bytes held and saved."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from nanomuon import footprint, optim, parallel, recipe
-from nanomuon.footprint import Layout
+from nanomuon import optim, parallel, plan, recipe
 from nanomuon.gpt import GPTConfig
 from nanomuon.optim import DistMuonAdamW
 from nanomuon.optim_state import local
 from nanomuon.parallel import build_model
+from nanomuon.plan import Layout
 from nanomuon.runtime import Runtime
-from scripts import plan
+from scripts import plan as plan_script
 from tests.worlds import SMALL, run_world
 
 UNEVEN = GPTConfig(vocab_size=67, seq_len=16, depth=3, width=36, heads=2, kv_heads=2)
@@ -62,7 +62,7 @@ def held(group, config, layout, steps):
 def assert_planned(config, layout, kinds, steps):
     """The bytes of the rank that holds the most are those of the formula, within 5%."""
     found = run_world(layout.ranks, held, config, layout, steps)
-    planned = footprint.memory_by_kind(config, layout, ROWS, 4)
+    planned = plan.memory_by_kind(config, layout, ROWS, 4)
     for kind in kinds:
         assert planned[kind] == pytest.approx(max(each[kind] for each in found), rel=0.05), kind
 
@@ -86,14 +86,14 @@ def test_bytes_of_the_recipes_models_are_planned_within_a_twentieth(depth, layou
 def test_planned_buffers_of_ranks_hold_the_transfers_of_a_step():
     """(1 + 1/W) times the gradients, as the docstring of optim.py says, if there are few activations."""
     config = GPTConfig.from_depth(24, 4096, 16)
-    one, two = (footprint.memory_by_kind(config, Layout(ranks), 1, 2) for ranks in (1, 2))
+    one, two = (plan.memory_by_kind(config, Layout(ranks), 1, 2) for ranks in (1, 2))
     assert two["buffers"] - one["buffers"] == 1.5 * one["gradients"]
 
 
 def test_the_peak_of_an_h200_is_planned():
     """docs/benchmarks.md: 110.0 GiB, of which 2.4 are what train_bench itself holds for its floor."""
     config = GPTConfig.from_depth(12, 32768, 2048, window_pattern="SSSL")
-    planned = footprint.memory_by_kind(config, Layout(1), 128, 2)
+    planned = plan.memory_by_kind(config, Layout(1), 128, 2)
     assert sum(planned.values()) / 2**30 == pytest.approx(110.0 - 2.4, rel=0.03)
 
 
@@ -127,20 +127,20 @@ def test_planned_activations_are_those_that_a_forward_saves(shape, dtype):
     if dtype == torch.bfloat16 and not torch.cuda.is_available():
         pytest.skip("CPUs compute in float32")
     config = GPTConfig.from_depth(**{**dict(depth=4, vocab_size=500, seq_len=128), **shape})
-    expected = footprint.activations(config, Layout(1), ROWS * 128, dtype.itemsize)
+    expected = plan.activations(config, Layout(1), ROWS * 128, dtype.itemsize)
     assert saved_bytes(None, config, 1, dtype) == pytest.approx(expected, rel=0.1)
 
 
 def test_planned_activations_of_a_tensor_parallel_rank():
     config = GPTConfig.from_depth(4, 500, 128, heads=4, kv_heads=4)
-    expected = footprint.activations(config, Layout(4, False, 4), ROWS * 128, 4)
+    expected = plan.activations(config, Layout(4, False, 4), ROWS * 128, 4)
     for found in run_world(4, saved_bytes, config, 4, torch.float32):
         assert found == pytest.approx(expected, rel=0.1)
 
 
 def plan_rows(capsys, flags):
     """{layout: {column: cell}} of the table that scripts.plan prints."""
-    plan.main(flags.split())
+    plan_script.main(flags.split())
     header, _, *rows = [
         line.strip("| ").split("|") for line in capsys.readouterr().out.splitlines() if "|" in line
     ]

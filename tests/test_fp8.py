@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from nanomuon import fp8
+from nanomuon import parallel
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError, Runtime
 
@@ -39,7 +39,7 @@ def test_a_model_trains_almost_as_in_bf16_and_is_the_same_otherwise():
     torch.manual_seed(1)
     tokens, targets = torch.randint(304, (2, 2, 64))
     model, ours = build(), build()
-    fp8.train_in_fp8(ours, emulate=True)
+    parallel.train_in_fp8(ours, emulate=True)
     multiply = [module for module in ours.modules() if getattr(module, "training_product", None)]
     assert len(multiply) == 2 * 6  # q, k, v, o, up and down of a block, not the gates
     expected, found = model(tokens, targets), ours(tokens, targets)
@@ -71,4 +71,4 @@ def test_missing_or_conflicting_requirements_are_named(monkeypatch, capability, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(InputError, match=message):
-        fp8.check(Runtime(torch.device("cuda"), torch.bfloat16), tensor_parallel)
+        parallel.check_fp8(Runtime(torch.device("cuda"), torch.bfloat16), tensor_parallel)

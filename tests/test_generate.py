@@ -1,4 +1,4 @@
-"""Sampling, and bits per byte (evaluate.py), against direct computations."""
+"""Sampling, and bits per byte (run.py), against direct computations."""
 
 import io
 import math
@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from nanomuon import generate
-from nanomuon.evaluate import bits_per_byte
 from nanomuon.generate import Sample, continue_samples, draw, sample_texts
+from nanomuon.run import bits_per_byte
 from nanomuon.runtime import printable
 from nanomuon.tokenizer import Tokenizer
 from scripts import sample

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from nanomuon import attention, fp8, optim
+from nanomuon import attention, optim, parallel
 from nanomuon.command import explain
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
@@ -154,7 +154,7 @@ def test_fp8_is_bf16_except_for_its_rounding(gpu):
     tokens, targets = torch.randint(304, (2, 4, 64), device=gpu)
     model = gpt(gpu, torch.bfloat16)
     expected = model(tokens, targets).item()
-    fp8.train_in_fp8(model)
+    parallel.train_in_fp8(model)
     assert model(tokens, targets).item() == pytest.approx(expected, rel=5e-2)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanomuon import plan
-from nanomuon.footprint import Layout, memory_by_kind
+from nanomuon.plan import Layout, memory_by_kind
 from nanomuon.runtime import InputError, Runtime
 from scripts import base_train
 from tests.training import arguments

@@ -10,10 +10,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nanomuon import dataloader
-from nanomuon.evaluate import bits_per_byte
 from nanomuon.qk_clip import watch_
 from nanomuon.report import MetricsLog
-from nanomuon.run import Run
+from nanomuon.run import Run, bits_per_byte
 from scripts import base_train
 from tests.test_gpt import build
 from tests.training import arguments

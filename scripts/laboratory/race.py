@@ -18,9 +18,9 @@ import torch
 
 from nanomuon import report as run_report
 from nanomuon.attention import use_flash_attention
-from nanomuon.evaluate import bits_per_byte
 from nanomuon.parallel import compile_model
 from nanomuon.recipe import switch
+from nanomuon.run import bits_per_byte
 from nanomuon.runtime import InputError, compile_enabled, start
 from scripts.base_train import set_hyperparameters, training_step
 from scripts.laboratory.contenders import Contender
