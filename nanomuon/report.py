@@ -7,7 +7,6 @@ import re
 import shlex
 import statistics
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 
@@ -27,28 +26,15 @@ from nanomuon.runtime import (
 )
 
 
-def parse_lines(path, lines: bytes, kind) -> list[dict]:
-    """JSON objects, one a line, that have what the dataclass `kind` says, and maybe other keys. InputError
-    names the line of the file that has not.
-    """
+def parse_lines(path, lines: bytes) -> list[dict]:
+    """JSON objects, one a line. InputError names a line of the file that is not one."""
     rows = []
     for number, line in enumerate(lines.splitlines(), 1):
         try:
-            parse_json(line, kind)
+            rows.append(parse_json(line, dict))
         except ValueError as error:
             raise InputError(f"{path} line {number} cannot be read, remove it: {error}") from error
-        rows.append(json.loads(line))
     return rows
-
-
-@dataclass
-class Row:
-    """What is read of a line of metrics.jsonl."""
-
-    step: int
-    tokens: int
-    train_loss: float | None = None
-    val_bpb: float | None = None
 
 
 def start_wandb(name: str, run_id: str | None, config: dict):
@@ -105,11 +91,9 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl in order, without a last one that a kill has torn. InputError names another
-    line that is not a row.
-    """
+    """The rows of a metrics.jsonl in order, without a last one that a kill has torn."""
     lines = path.read_bytes() if path.exists() else b""
-    return parse_lines(path, lines.rpartition(b"\n")[0], Row)
+    return parse_lines(path, lines.rpartition(b"\n")[0])
 
 
 def read_metrics(path: Path) -> tuple[list[dict], list[dict]]:
@@ -135,28 +119,23 @@ def summarize(rows: list[dict], val_bpb: float, steps: int, tokens: int, runtime
 
 def plot_run(metrics, image) -> None:
     """Draw the losses of a metrics.jsonl over tokens into a PNG, legible at a README's width."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no global backend, no display
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # not pyplot, which looks for a display
 
     training, evaluation = read_metrics(metrics)
-    figure = Figure(figsize=(9, 3.6), dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
-    loss, bpb = figure.subplots(1, 2)
-
-    def curve(axis, rows, key, **style):
-        axis.plot([row["tokens"] for row in rows], [row[key] for row in rows], **style)
-
     # The loss falls steeply at first: leave the room to the rest of the curve
-    curve(loss, training[len(training) // 30 :], "train_loss", color="tab:blue", linewidth=0.8)
+    training = training[len(training) // 30 :]
+    figure = Figure(figsize=(9, 3.6), dpi=200, layout="constrained")
+    loss, bpb = figure.subplots(1, 2)
+    loss.plot([row["tokens"] for row in training], [row["train_loss"] for row in training], linewidth=0.8)
     loss.set(title="Training loss", ylabel="nats per token")
-    curve(bpb, evaluation, "val_bpb", color="tab:orange", marker="o")
+    bpb.plot([row["tokens"] for row in evaluation], [row["val_bpb"] for row in evaluation], marker="o")
     bpb.set(title="Validation", ylabel="bits per byte")
     for axis in (loss, bpb):
         axis.set_xlabel("tokens trained on")
         axis.locator_params(axis="x", nbins=5)
         axis.grid(alpha=0.3)
-    # a name may have dollar signs
-    figure.suptitle(Path(metrics).resolve().parent.name, fontweight="bold", parse_math=False)
+    # A name may have dollar signs
+    figure.suptitle(Path(metrics).resolve().parent.name, parse_math=False)
     with write_whole(image) as file:
         figure.savefig(file, format="png")
 

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import os
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,12 +65,6 @@ class RunParser(ArgumentParser):
             settings |= {"type": kind, "default": default}
             meaning += "" if default is None else " (default: %(default)s)"
         self.scopes[self.place.add_argument(flag, help=meaning, **settings).dest] = scope
-
-    def given(self, words: list[str] | None) -> dict:
-        """{argument: value} of the flags among these words, without defaults."""
-        nothing = argparse.Namespace(**dict.fromkeys(vars(self.parse_args([]))))
-        found = vars(self.parse_args(words, nothing))
-        return {name: value for name, value in found.items() if value is not None}
 
     def without(self, values: dict, *scopes: str) -> dict:
         """The arguments that are not of these scopes."""
@@ -133,7 +128,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     parser.section("evaluation and checkpoints")
     may_change("--eval-every", int, 100, "steps between evaluations, -1: only at the end")
     may_change("--eval-tokens", count, 131072, "of the validation set, from all over it; at the end all")
-    may_change("--core-bundle", bundle_place, None, "CORE tasks: folder, zip or its address (default: none)")
+    may_change("--core-bundle", str, None, "CORE tasks: folder, zip or its address (default: none)")
     may_change("--core-every", int, -1, "steps between evaluations of CORE, -1: only at the end")
     may_change("--core-items", count, None, "items per CORE task (default: 500; at the end all)")
     may_change("--save-every", int, 100, "steps between checkpoints, -1: only at the end")
@@ -158,13 +153,6 @@ def python_file(text: str) -> str:
     return os.path.abspath(text)
 
 
-def bundle_place(text: str) -> str:
-    """An address unchanged; a folder or zip as its absolute path, so the run finds it from any folder."""
-    if text.startswith(("http://", "https://")):
-        return text
-    return os.path.abspath(os.path.expanduser(text))
-
-
 def checkpoint_name(text: str) -> str:
     if not re.fullmatch("auto|never|step_[0-9]+", text):
         raise argparse.ArgumentTypeError(f"must be auto, never or a checkpoint (step_N), not {text!r}")
@@ -186,24 +174,29 @@ def recall(parser: RunParser, words: list[str] | None) -> tuple[argparse.Namespa
 
     InputError lists the given values that differ from those that define the run.
     """
-    given, defaults = parser.given(words), vars(parser.parse_args([]))
-    args = argparse.Namespace(**(defaults | given))
+    words = sys.argv[1:] if words is None else words
+    args = parser.parse_args(words)
     check_name("--run", args.run)
     file = folder_of(args.run) / "settings.json"
     if args.resume == "never" or not file.exists():
         return args, None
 
     settings = read_json(file, Settings)
-    before = defaults | read_options(parser, file, settings.options)
-    if any(parser.scopes.get(name) == LENGTH for name in given):
-        before |= {name: None for name in before if parser.scopes.get(name) == LENGTH}
-    args = argparse.Namespace(**(before | given))
+    options = parser.without(settings.options, OF_LAUNCH)
+    if any(getattr(args, name) is not None for name, scope in parser.scopes.items() if scope == LENGTH):
+        options = parser.without(options, LENGTH)
+    earlier_words = as_words(file, options)
+    try:
+        before = parser.parse_args(earlier_words)
+    except InputError as error:
+        raise InputError(f"{file}: options: {error}") from error
+    args = parser.parse_args([*earlier_words, *words])
     own, sha256 = (settings.trained_on.get(key) for key in ("optimizer_file", "optimizer_file_sha256"))
     its_hash = f"--optimizer-file {own} of SHA-256"  # a recorded path is never opened
     refuse_changes(
         args.run,
         defining(parser, before) | {its_hash: sha256},
-        defining(parser, vars(args)) | {its_hash: sha256_of(args.optimizer_file)},
+        defining(parser, args) | {its_hash: sha256_of(args.optimizer_file)},
     )
     return args, settings
 
@@ -213,16 +206,16 @@ def recorded(args: argparse.Namespace) -> dict:
     return make_parser().without(vars(args), OF_LAUNCH)
 
 
-def defining(parser: RunParser, values: dict) -> dict:
+def defining(parser: RunParser, args: argparse.Namespace) -> dict:
     """{flag as it is written: value} of the flags that define a run."""
-    values = parser.without(values, OF_LAUNCH, MAY_CHANGE, LENGTH)
+    values = parser.without(vars(args), OF_LAUNCH, MAY_CHANGE, LENGTH)
     return {flag_of(name): value for name, value in values.items()}
 
 
-def read_options(parser: RunParser, file: Path, options: dict) -> dict:
-    """The options of a settings.json, which may come from a stranger, as their flags read them."""
+def as_words(file: Path, options: dict) -> list[str]:
+    """The options of a settings.json, which may come from a stranger, as they are given on a command line."""
     words = []
-    for name, value in parser.without(options, OF_LAUNCH).items():
+    for name, value in options.items():
         if name in GONE:
             if value != GONE[name]:
                 raise InputError(
@@ -233,10 +226,7 @@ def read_options(parser: RunParser, file: Path, options: dict) -> dict:
             words.append(flag_of(name))
         elif value is not None and value is not False:
             words.append(f"{flag_of(name)}={value}")
-    try:
-        return parser.given(words)
-    except InputError as error:
-        raise InputError(f"{file}: options: {error}") from error
+    return words
 
 
 def refuse_changes(run: str, before: dict, now: dict) -> None:

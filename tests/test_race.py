@@ -396,9 +396,7 @@ def test_a_race_on_a_corpus_trains_what_base_train_trains(base, environment, lab
         optim_race.main([*flags, "--model", "depth=2", "seq_len=32", "heads=4", "kv_heads=4"])
 
 
-@pytest.mark.parametrize(
-    "content, said", [("", "is empty"), ("{}", "line 1 "), ('{"setup": {}}\n[1]', "line 2 ")]
-)
+@pytest.mark.parametrize("content, said", [("", "is empty"), ('{"setup": {}}\n[1]', "line 2 ")])
 def test_a_damaged_file_of_a_race_is_one_line(tmp_path, content, said):
     file = tmp_path / "results.jsonl"
     file.write_text(content)
