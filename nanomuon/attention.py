@@ -101,18 +101,19 @@ softmax.register_autograd(
 )
 
 
-def use_flash_attention(device: torch.device, dtype: torch.dtype) -> None:
-    """Use FlashAttention 3 or 4 from now on, if one is installed and made for this GPU. Deterministic runs,
-    and other dtypes than bf16, keep PyTorch's own kernels.
+def use_flash_attention(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Use FlashAttention 3 or 4 from now on, if one is installed and made for this GPU; returns its name.
+    Deterministic runs, and other dtypes than bf16, keep PyTorch's own kernels.
     """
     if device.type != "cuda" or dtype != torch.bfloat16 or torch.are_deterministic_algorithms_enabled():
-        return
+        return None
     major, _ = torch.cuda.get_device_capability(device)
     for name in FLASH_ATTENTION.get(major, ()):
         # Not installed; installed without its backward pass; not known to this PyTorch
         with contextlib.suppress(ImportError, RuntimeError, ValueError):
             torch.nn.attention.activate_flash_attention_impl(name)
-            return
+            return name
+    return None
 
 
 def kernels_in_use() -> str:

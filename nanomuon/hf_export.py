@@ -129,8 +129,9 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict:
     No merge produces <|bos|>, so no text encodes to it, as in our tokenizer. It precedes every text unless
     add_special_tokens=False: in training it begins every row and every document.
     """
-    characters = byte_characters()
-    words = {token: "".join(characters[byte] for byte in token) for token in tokenizer.vocab}
+    characters, words = byte_characters(), {}
+    for token in tokenizer.vocab:
+        words[token] = "".join(characters[byte] for byte in token)
     # tiktoken merges any two neighbours that together are a token, the lowest rank first: so every way to cut
     # a token into two others is a merge
     merges = []

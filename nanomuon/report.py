@@ -67,9 +67,11 @@ class MetricsLog:
 
     def __init__(self, folder: Path, resume_step: int | None = None, wandb=None):
         path, kept = folder / "metrics.jsonl", []
-        for row in read_rows(path) if resume_step is not None else []:
-            if row["step"] < resume_step or (row["step"] == resume_step and "train_loss" in row):
-                kept.append(json.dumps(row) + "\n")
+        if resume_step is not None:
+            for row in read_rows(path):
+                last = resume_step if "train_loss" in row else resume_step - 1
+                if row["step"] <= last:
+                    kept.append(json.dumps(row) + "\n")
         folder.mkdir(parents=True, exist_ok=True)
         write_text(path, "".join(kept))
         self.file, self.wandb = path.open("ab"), wandb

@@ -39,7 +39,16 @@ from nanomuon.plan import Plan, make_plan, peak_flops, print_plan
 from nanomuon.qk_clip import clip_
 from nanomuon.report import start_wandb
 from nanomuon.run import Run, is_complete
-from nanomuon.runtime import InputError, Runtime, folder_of, locked, make_deterministic, print0, start
+from nanomuon.runtime import (
+    InputError,
+    Runtime,
+    folder_of,
+    locked,
+    make_deterministic,
+    on_first_rank,
+    print0,
+    start,
+)
 from nanomuon.settings import RunParser, Settings, flag_of, make_parser, recall
 
 CORE_ITEMS = 500  # of each CORE task, in evaluations during training
@@ -52,7 +61,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.deterministic:
         make_deterministic()
     runtime = start(args.dtype)
-    use_flash_attention(runtime.device, runtime.compute_dtype)  # first: the default windows depend on it
+    # First: the default windows depend on it. All ranks use what the first one does
+    name = on_first_rank(lambda: use_flash_attention(runtime.device, runtime.compute_dtype))
+    if name is not None:
+        torch.nn.attention.activate_flash_attention_impl(name)
     plan = size_of_run(args, settings, runtime)
     if args.plan:
         print_plan(plan, runtime)

@@ -47,9 +47,10 @@ def main(argv: list[str] | None = None) -> None:
         f"{args.gpus} GPUs of {args.gpu_memory:g} GiB, bf16, {args.tensor_parallel} per matrix\n"
     )
     table = [["GiB per GPU", "rows", *MEMORY, "total", "fits"]]
-    for shard in [args.shard] if args.shard else ["none", "fsdp"]:
-        layout = Layout(args.gpus, shard == "fsdp", args.tensor_parallel)
-        table.append(describe(config, layout, args.gpu_memory * 2**30 * FILLED))
+    for shard in ("none", "fsdp"):
+        if args.shard in (None, shard):
+            layout = Layout(args.gpus, shard == "fsdp", args.tensor_parallel)
+            table.append(describe(config, layout, args.gpu_memory * 2**30 * FILLED))
     print(columns(table))
 
 

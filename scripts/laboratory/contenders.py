@@ -179,8 +179,9 @@ def keywords(function, given, declared):
     without batch and steps, which are the race's. `**keywords` are the recipe's hyperparameters `declared`.
     """
     found = recipe.keywords_of(function, recipe.values_of(declared, {}))
-    positional = list(inspect.signature(function).parameters)[:given]
-    return {key: default for key, default in found.items() if key not in (*positional, "batch", "steps")}
+    for name in (*list(inspect.signature(function).parameters)[:given], "batch", "steps"):
+        found.pop(name, None)
+    return found
 
 
 def parse_options(source, text):

@@ -48,8 +48,10 @@ def table(results, baseline, unit):
         elif name != baseline:
             seeds = [str(run["seed"]) for run in runs if score(run) == math.inf]
             verdict = f"diverged with seed {', '.join(seeds)}"
-        times = [f"{median(run[key] for run in runs):.1f}" for key in ("step_ms", "optimizer_ms")]
-        lines.append([name, len(runs), mean_text([score(run) for run in runs]), verdict, *times])
+        line = [name, len(runs), mean_text([score(run) for run in runs]), verdict]
+        for key in ("step_ms", "optimizer_ms"):
+            line.append(f"{median(run[key] for run in runs):.1f}")
+        lines.append(line)
     return columns(lines)
 
 
