@@ -34,7 +34,6 @@ import shutil
 import urllib.request
 import zipfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -46,7 +45,7 @@ from torch.nn.attention import sdpa_kernel
 from nanomuon.attention import WITHOUT_CUDNN
 from nanomuon.generate import padded
 from nanomuon.gpt import GPT
-from nanomuon.runtime import InputError, base_dir, locked, print0, together, write_whole
+from nanomuon.runtime import InputError, base_dir, locked, one_line, print0, together, write_whole
 from nanomuon.tokenizer import Tokenizer
 
 # The bundle of the published figures, at nanochat's address
@@ -284,30 +283,19 @@ def fetch(address: str, archive: Path) -> None:
 
 def read_zip(archive: Path) -> list[Task]:
     """The tasks of a zip, which is never unpacked."""
-    with errors_naming(archive), zipfile.ZipFile(archive) as zipped:
+    with one_line(archive), zipfile.ZipFile(archive) as zipped:
         for name in zipped.namelist():
             if PurePosixPath(name).name == "core.yaml":
                 return read_tasks(zipfile.Path(zipped, name).parent)
         raise ValueError("the zip holds no core.yaml")
 
 
-@contextmanager
-def errors_naming(place) -> Iterator[None]:
-    """Turn an error in a bundle's content into an InputError that names its place."""
-    try:
-        yield
-    except InputError:  # which has named a place inside this one
-        raise
-    except Exception as error:  # csv, yaml, json, zipfile and zlib have their own
-        raise InputError(f"{place}: {type(error).__name__}: {error}") from error
-
-
 def read_tasks(folder) -> list[Task]:
     """The tasks that core.yaml lists, with their items. folder: a Path, or a zipfile.Path."""
     meta, listing, tasks = folder / "eval_meta_data.csv", folder / "core.yaml", []
-    with errors_naming(meta), meta.open(encoding="utf-8-sig", newline="") as file:
+    with one_line(meta), meta.open(encoding="utf-8-sig", newline="") as file:
         baselines = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(file)}
-    with errors_naming(listing):
+    with one_line(listing):
         for entry in yaml.safe_load(listing.read_bytes())["icl_tasks"]:
             tasks.append(read_task(folder, entry, baselines))
     return tasks
@@ -316,10 +304,10 @@ def read_tasks(folder) -> list[Task]:
 def read_task(folder, entry: dict, baselines: dict[str, float]) -> Task:
     label, kind = entry["label"], entry["icl_task_type"]
     file, items = folder / "eval_data" / entry["dataset_uri"], []
-    with errors_naming(file), file.open("rb") as lines:
+    with one_line(file), file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                with errors_naming(f"{file} line {number}"):
+                with one_line(f"{file} line {number}"):
                     items.append(parse_item(json.loads(line), kind))
         if not items:
             raise ValueError("it holds no item")

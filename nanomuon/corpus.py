@@ -21,7 +21,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from nanomuon.runtime import InputError, base_dir, print0, read_json, write_json
+from nanomuon.runtime import InputError, base_dir, one_line, print0, read_json, write_json
 from nanomuon.tokenizer import in_pieces
 
 HUB_NAME = re.compile(r"hf:([^:@]+)(?::([^:@]+))?(?:@(.+))?")  # dataset, configuration, revision
@@ -38,6 +38,7 @@ PIECE = 4096  # characters, see with_both_parts()
 ENOUGH = 8  # documents of a kind, see with_both_parts()
 HASHED = 100 << 20  # bytes; of a larger corpus only the first and last EDGE of each file, see revision_of()
 EDGE = 1 << 16
+OFFLINE = ". Check name and network; offline, CORPUS=python bash speedrun.sh works"
 OLD_REVISION = 16  # characters of a revision made of times and absolute paths; it is not compared
 
 
@@ -123,7 +124,7 @@ class Corpus:
     def _download(self, file) -> Path:
         from huggingface_hub import hf_hub_download
 
-        with _hub_errors(f"fetching {file} of {self.repo}"):
+        with one_line(f"fetching {file} of {self.repo} failed", OFFLINE):
             # Retries, resumes a partial file, checks its size and, if the hub knows it, its hash
             return Path(hf_hub_download(self.repo, file, repo_type="dataset", revision=self.revision))
 
@@ -281,7 +282,7 @@ def _resolve(name, text_field) -> Remembered:
     from huggingface_hub import HfApi
 
     repo, config, revision = HUB_NAME.fullmatch(name).groups()
-    with _hub_errors(f"opening the train split of {name}"):
+    with one_line(f"opening the train split of {name} failed", OFFLINE):
         # Fails at once without a network; the builder alone would try for half a minute
         revision = HfApi().dataset_info(repo, revision=revision, timeout=10).sha
         builder = load_dataset_builder(repo, config, revision=revision)
@@ -289,26 +290,10 @@ def _resolve(name, text_field) -> Remembered:
     return Remembered(text_field, revision, files)
 
 
-@contextlib.contextmanager
-def _hub_errors(what: str):
-    """Turn any error into a one-line InputError: the hub's clients raise their own, httpx's and OSErrors."""
-    try:
-        yield
-    except Exception as error:
-        raise InputError(
-            f"{what} failed: {type(error).__name__}: {error}. Check name and network; offline, "
-            "CORPUS=python bash speedrun.sh works"
-        ) from error
-
-
-def _digest(value) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
 def _file_name(*identity: str) -> str:
     """A file name for these strings, in which the first stays readable."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", identity[0])[-60:]
-    return f"{readable}-{_digest(identity)[:8]}"
+    return f"{readable}-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]}"
 
 
 def read_texts(path: Path, field: str):

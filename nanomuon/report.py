@@ -18,6 +18,7 @@ from nanomuon.runtime import (
     Runtime,
     base_dir,
     cores,
+    one_line,
     parse_json,
     print0,
     printable,
@@ -39,7 +40,7 @@ def parse_lines(path, lines: bytes) -> list[dict]:
 
 def start_wandb(name: str, run_id: str | None, config: dict):
     """A run at Weights & Biases, or the one with this id again. InputError if there can be none."""
-    try:
+    with one_line("--wandb", "; try wandb login, WANDB_MODE=offline, or leave out --wandb"):
         import wandb
 
         base_dir().mkdir(parents=True, exist_ok=True)
@@ -52,10 +53,6 @@ def start_wandb(name: str, run_id: str | None, config: dict):
             resume="allow",
             settings=wandb.Settings(init_timeout=20),
         )
-    except Exception as error:  # its own, pydantic's, and those of its network client
-        raise InputError(
-            f"--wandb: {error}; try wandb login, WANDB_MODE=offline, or leave out --wandb"
-        ) from error
 
 
 class MetricsLog:

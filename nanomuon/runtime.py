@@ -42,6 +42,17 @@ class Runtime:
         return str(self.compute_dtype).removeprefix("torch.")
 
 
+@contextlib.contextmanager
+def one_line(what: str, advice: str = ""):
+    """Turn any error of a library or of a user's file into an InputError that says what failed."""
+    try:
+        yield
+    except InputError:  # which has said it already
+        raise
+    except Exception as error:
+        raise InputError(f"{what}: {type(error).__name__}: {error}{advice}") from error
+
+
 def check_name(flag: str, name: str) -> None:
     """InputError for a name that leads out of its parent folder, is hidden, or breaks a line."""
     if not name.isprintable() or not name or set(name) & set("/\\") or name.startswith("."):
