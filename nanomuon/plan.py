@@ -18,6 +18,8 @@ from nanomuon.attention import kernels_in_use
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import BATCH_BYTES, assign_owners
 from nanomuon.runtime import InputError, Runtime, compile_enabled, print0
+from nanomuon.settings import Settings
+from nanomuon.shards import default_vocab_size
 
 FLOAT32 = 4  # bytes of a weight, of its gradient and of each number that the optimizer keeps
 FILLED = 0.85  # share of a GPU's memory that a step may take
@@ -76,19 +78,24 @@ class Plan:
         return self.batch * self.steps
 
 
-def make_plan(args: argparse.Namespace, vocab_size: int, runtime: Runtime, rows: int | None = None) -> Plan:
-    """The run that the arguments ask for; the rest follows from the depth and the device.
+def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | None = None) -> Plan:
+    """The run that the arguments ask for on these processes; the rest follows from the depth and the device.
 
-    rows: of a micro-step if the arguments do not set them, as chosen at the start of the run. InputError for
-    a model that cannot be built and for a batch that the processes cannot divide.
+    settings: what the run has recorded, if it exists. InputError for a model that cannot be built or trained
+    here, and for a batch that the processes cannot divide.
     """
-    config = model_config(args, vocab_size, runtime.device.type)
+    if args.fp8:
+        parallel.check_fp8(runtime, args.tensor_parallel)
+    config = model_config(args, runtime.device.type)
     model = meta_model(config)
     data_parallel = parallel.data_parallel_size(runtime.world_size, args.tensor_parallel, config)
     layout = Layout(runtime.world_size, args.shard == "fsdp", args.tensor_parallel)
     tokens = asked_tokens(args, model)
     row = config.seq_len * data_parallel  # tokens of one row on every device
-    rows = args.device_batch_size or rows
+    rows = args.device_batch_size
+    # Other micro-steps round differently: in the same world a run keeps its first choice
+    if rows is None and settings and settings.world_size == runtime.world_size:
+        rows = settings.rows
     if rows is None:
         # The batch is a multiple of the rows: if they are a power of two, it can be one too
         most = args.total_batch_size or 2 ** int(math.log2(total_batch_size(tokens, row) / row)) * row
@@ -111,7 +118,7 @@ def make_plan(args: argparse.Namespace, vocab_size: int, runtime: Runtime, rows:
     )
 
 
-def model_config(args: argparse.Namespace, vocab_size: int, device: str) -> GPTConfig:
+def model_config(args: argparse.Namespace, device: str) -> GPTConfig:
     """The model that the arguments ask for. InputError for one that cannot be built."""
     on_gpu, windows = device == "cuda", args.window_pattern
     if windows is None:  # PyTorch's own kernels gain no time by them (docs/log.md)
@@ -119,7 +126,7 @@ def model_config(args: argparse.Namespace, vocab_size: int, device: str) -> GPTC
     try:
         return GPTConfig.from_depth(
             args.depth,
-            vocab_size,
+            args.vocab_size or default_vocab_size(args.corpus),
             args.max_seq_len or (2048 if on_gpu else 512),
             window_pattern=windows,
             qk_norm=not args.no_qk_norm,

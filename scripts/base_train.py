@@ -30,18 +30,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from nanomuon import parallel, recipe, shards
+from nanomuon import parallel, recipe
 from nanomuon.attention import use_flash_attention
 from nanomuon.command import StopSignals, run_command
 from nanomuon.corpus import check_corpus
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.plan import Plan, make_plan, peak_flops, print_plan
+from nanomuon.plan import make_plan, peak_flops, print_plan
 from nanomuon.qk_clip import clip_
 from nanomuon.report import start_wandb
 from nanomuon.run import Run, is_complete
 from nanomuon.runtime import (
     InputError,
-    Runtime,
     folder_of,
     locked,
     make_deterministic,
@@ -65,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     name = on_first_rank(lambda: use_flash_attention(runtime.device, runtime.compute_dtype))
     if name is not None:
         torch.nn.attention.activate_flash_attention_impl(name)
-    plan = size_of_run(args, settings, runtime)
+    plan = make_plan(args, runtime, settings)
     if args.plan:
         print_plan(plan, runtime)
         return 0
@@ -96,17 +95,6 @@ def understand(parser: RunParser, argv: list[str] | None) -> tuple[argparse.Name
                 f"{flag_of(name)} is for the recipe, not for {args.optimizer_file}: set it there"
             )
     return args, settings
-
-
-def size_of_run(args: argparse.Namespace, settings: Settings | None, runtime: Runtime) -> Plan:
-    """The plan of the run that the arguments ask for on these processes."""
-    if args.fp8:
-        parallel.check_fp8(runtime, args.tensor_parallel)
-    vocab_size = args.vocab_size or shards.default_vocab_size(args.corpus)
-    rows = None  # other micro-steps round differently: in the same world a run keeps its first choice
-    if settings and settings.world_size == runtime.world_size:
-        rows = settings.rows
-    return make_plan(args, vocab_size, runtime, rows)
 
 
 def train(run: Run, signals: StopSignals) -> int | None:

@@ -21,6 +21,7 @@ from dataclasses import replace
 from nanomuon import shards
 from nanomuon.command import number, run_command
 from nanomuon.corpus import open_corpus, remember
+from nanomuon.plan import make_plan
 from nanomuon.runtime import print0, start, usable_gpus
 from nanomuon.settings import RunParser, add_data_flags, make_parser
 from scripts import base_train
@@ -62,7 +63,7 @@ def of_training(flags):
     args, settings = base_train.understand(make_parser(), flags)
     runtime = start(args.dtype)
     ranks = max(usable_gpus(), args.tensor_parallel)
-    plan = base_train.size_of_run(args, settings, replace(runtime, world_size=ranks))
+    plan = make_plan(args, replace(runtime, world_size=ranks), settings)
     args.vocab_size = plan.config.vocab_size
     args.max_tokens = plan.tokens if args.corpus.startswith("hf:") else math.inf
     return args

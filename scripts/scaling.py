@@ -32,7 +32,6 @@ from nanomuon.gpt import GPTConfig
 from nanomuon.plan import meta_model, model_config
 from nanomuon.run import Summary
 from nanomuon.runtime import InputError, folder_of, print0, read_json
-from nanomuon.shards import default_vocab_size
 from nanomuon.trained import read_config
 from scripts import base_train
 
@@ -88,7 +87,7 @@ def flags_of(args, depth, tokens):
     flags = ["--run", f"{args.name}-d{depth}-t{tokens}", "--corpus", args.corpus, "--depth", str(depth)]
     flags += ["--eval-every", "-1", *args.flags]
     given = base_train.make_parser().parse_args(flags)
-    model = meta_model(model_config(given, given.vocab_size or default_vocab_size(args.corpus), "cpu"))
+    model = meta_model(model_config(given, "cpu"))
     return [*flags, f"--target-param-data-ratio={(tokens + 0.5) / model.multiplied_weights()}"]
 
 

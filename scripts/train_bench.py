@@ -36,7 +36,6 @@ from nanomuon.runtime import (
     write_json,
 )
 from nanomuon.settings import make_parser
-from nanomuon.tokenizer import Tokenizer
 from scripts import base_train, optim_bench
 
 
@@ -56,8 +55,6 @@ def main(argv: list[str] | None = None) -> None:
     runtime = start(args.dtype)
     if runtime.world_size > 1:
         raise InputError("train_bench measures one process; start it without torchrun")
-    if args.fp8:
-        parallel.check_fp8(runtime, args.tensor_parallel)
     result = step_table(args, runtime)
     result["machine"] = dict(description=report.machine_description(), threads=torch.get_num_threads())
     if args.json is not None:
@@ -87,7 +84,7 @@ def step_table(args, runtime):
     corpus = open_corpus(args.corpus)
     data = shards.prepare_for_training(corpus, args.vocab_size)
     use_flash_attention(device, runtime.compute_dtype)
-    plan = make_plan(args, Tokenizer.load(data / "tokenizer").vocab_size, runtime)
+    plan = make_plan(args, runtime)
     config = plan.config
     batch, rows = plan.batch, plan.batch // config.seq_len
     model = parallel.build_model(config, runtime, args.seed)

@@ -18,8 +18,8 @@ def parsed(flags):
     return base_train.make_parser().parse_args(flags.split())
 
 
-def planned(flags, runtime=CPU, rows=None):
-    return plan.make_plan(parsed(flags), 300, runtime, rows)
+def planned(flags, runtime=CPU):
+    return plan.make_plan(parsed(f"--vocab-size 300 {flags}"), runtime)
 
 
 def test_micro_steps_and_tokens_follow_from_the_batch():
@@ -45,7 +45,7 @@ def test_the_length_follows_from_the_depth_or_from_a_compute_budget():
     assert planned(f"--depth 2 --target-flops {7.999 * step} --total-batch-size {given.batch}").steps == 7
     # The tokens do not depend on the rows that fit
     eight = Runtime(torch.device("cuda"), torch.bfloat16, 0, 8)
-    assert len({planned("--depth 12", eight, rows).tokens for rows in (1, 4, 16)}) == 1
+    assert len({planned(f"--depth 12 --device-batch-size {rows}", eight).tokens for rows in (1, 4, 16)}) == 1
 
 
 def test_batch_grows_with_the_run_and_divides_evenly():
@@ -59,7 +59,7 @@ def test_windows_are_for_flash_attention_unless_asked_for(installed, capsys):
     """SSSL with a quarter of the context; an explicit pattern counts everywhere."""
 
     def check(device, flags, windows):
-        config = plan.model_config(parsed(f"--depth 8 {flags}"), 256, device)
+        config = plan.model_config(parsed(f"--depth 8 {flags}"), device)
         assert [config.window(layer) for layer in range(8)] == windows
 
     check("cuda", "", [None] * 8)
@@ -155,7 +155,7 @@ def test_a_plan_prints_sizes_and_trains_nothing(base, capsys):
     output = capsys.readouterr().out
     assert "7 steps x 256 tokens" in output and "depth 2, width 128" in output and "0.5M parameters" in output
     assert not (base / "runs" / "planned").exists()
-    large = planned("--depth 12", CUDA, 1)
+    large = planned("--depth 12 --device-batch-size 1", CUDA)
     plan.print_plan(large, CUDA)
     gigabytes = sum(memory_by_kind(large.config, Layout(1), 1, 2).values()) / 2**30
     assert gigabytes > 1 and f"about {gigabytes:.1f} GiB per device" in capsys.readouterr().out

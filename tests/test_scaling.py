@@ -75,7 +75,7 @@ def family(base, tmp_path, monkeypatch):
         started.append(args.run)
         if family.codes:
             return family.codes.pop()
-        made = plan.make_plan(args, args.vocab_size, runtime.start("float32"))
+        made = plan.make_plan(args, runtime.start("float32"))
         folder = runtime.folder_of(args.run)
         folder.mkdir(parents=True, exist_ok=True)
         write_config(folder, made.config)
@@ -113,7 +113,7 @@ def test_a_run_has_the_tokens_that_it_is_to_have(family, tokens):
     """As many whole steps as fit."""
     args = SimpleNamespace(name="family", corpus="python", flags=FLAGS)
     given = base_train.make_parser().parse_args(scaling.flags_of(args, 2, tokens))
-    made = plan.make_plan(given, 300, runtime.start("float32"))
+    made = plan.make_plan(given, runtime.start("float32"))
     assert made.steps == tokens // 256 and made.config.depth == 2
 
 

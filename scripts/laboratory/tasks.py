@@ -139,7 +139,8 @@ def corpus_setup(corpus, vocab_size, fields):
     tokenizer = Tokenizer.load(folder / "tokenizer")
     args = base_train.make_parser().parse_args([])
     args.depth = fields.get("depth", args.depth)  # the width follows
-    model = model_config(args, tokenizer.vocab_size, "cuda" if usable_gpus() else "cpu")
+    args.vocab_size = tokenizer.vocab_size
+    model = model_config(args, "cuda" if usable_gpus() else "cpu")
     config = changed_config("--model", asdict(model), fields)
     # Only the first entries: a corpus on the hub may still be growing
     first = [asdict(entry) for entry in manifest.val[:1] + manifest.train[:1]]
