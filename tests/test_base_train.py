@@ -14,10 +14,8 @@ from safetensors.torch import load_file
 from nanomuon import checkpoint, shards
 from nanomuon.command import explain
 from nanomuon.corpus import open_corpus, remember
-from nanomuon.gpt import GPT
 from nanomuon.report import read_metrics
 from nanomuon.runtime import InputError
-from nanomuon.settings import recall
 from scripts import base_eval, base_train, sample
 from tests.texts import TOKENIZER, random_texts
 from tests.texts import write_corpus as write_texts
@@ -38,7 +36,6 @@ def test_a_finished_run_has_everything(whole_run):
     assert [(row["step"], row["tokens"]) for row in training] == [(i, 256 * i) for i in range(1, 41)]
     assert set(training[0]) >= {"train_loss", "lr_multiplier", "step_ms", "tokens_per_second"}
     assert [row["step"] for row in evaluation] == [10, 20, 30, 40]
-    assert training[0]["train_loss"] == pytest.approx(5.7, abs=0.05)  # ln 300: the first model knows nothing
     assert evaluation[-1]["val_bpb"] < 0.8 * evaluation[0]["val_bpb"]
     summary = json.loads((whole_run / "summary.json").read_text())
     assert summary["val_bpb"] == round(evaluation[-1]["val_bpb"], 4) and summary["tokens"] == 40 * 256
@@ -47,20 +44,16 @@ def test_a_finished_run_has_everything(whole_run):
     names = "report.md loss.png model.safetensors config.json tokenizer.json README.md"
     names += " modeling_nanomuon.py gpt.py attention.py head_loss.py qk_clip.py kv_cache.py"
     assert set(names.split()) <= set(os.listdir(whole_run))
-    assert str(summary["val_bpb"]) in (whole_run / "report.md").read_text()
     settings = json.loads((whole_run / "settings.json").read_text())
     describe = ["git", "describe", "--always", "--dirty"]
     head = subprocess.run(describe, capture_output=True, text=True).stdout.strip()  # "" outside a checkout
     assert settings["trained_with"].get("commit", "") == head
     assert settings["trained_with"]["torch"] == torch.__version__
     (output,) = whole_run.parents[1].glob("whole.*.out")
-    muon = [line for line in settings["groups"] if line.startswith("muon ")]
-    assert len(muon) == 1 and "rates x2.72 by length" in settings["groups"][-1]
     assert "\n".join(settings["groups"]) in output.read_text()
-    assert settings["trained_on"]["revision"] == open_corpus(f"path:{whole_run.parents[1]}/texts").revision
 
 
-def test_deterministic_takes_effect_before_the_start_and_is_remembered(base, monkeypatch):
+def test_deterministic_takes_effect_before_the_start(base, monkeypatch):
     """On a CPU runs repeat anyway. This checks that all operations have a deterministic form, and that
     GPUs are asked for it. cuBLAS, NCCL and Inductor read their variables when they start.
     """
@@ -82,8 +75,6 @@ def test_deterministic_takes_effect_before_the_start_and_is_remembered(base, mon
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cuda.enable_cudnn_sdp(True)
-    args, _ = recall(base_train.make_parser(), arguments(base, "deterministic", 6))
-    assert args.deterministic
 
 
 def test_a_users_optimizer_sees_averaged_gradients_and_resumes_sharded(base):
@@ -150,12 +141,6 @@ def test_a_run_that_is_not_finite_names_the_checkpoint_to_go_on_from(
     assert checkpoint.saved_steps(base / "runs" / run) == saved
 
 
-def test_the_time_left_is_estimated_without_the_first_step_which_compiles(base, whole_run):
-    (output,) = base.glob("whole.*.out")
-    first, *_, last = [line for line in output.read_text().splitlines() if " tokens/s " in line]
-    assert " left" not in first and last.endswith(" | 0m00s left")
-
-
 def test_a_run_in_bf16_learns_and_resumes_bit_for_bit(base, whole_run):
     """By a command without --dtype."""
     command = arguments(base, "bf16", 20, "--dtype", "bfloat16", "--save-every", "15")
@@ -194,34 +179,6 @@ def test_a_run_is_evaluated_and_sampled_by_name_by_path_and_before_its_end(
     assert "step: 30\n" in at_30 and val_bpb not in at_30
 
 
-def test_a_run_is_compiled_and_evaluated_by_the_same_graph(base, monkeypatch, capsys):
-    """With a compiler that changes nothing and records what it is called with."""
-    graphs = set()
-
-    def compile_nothing(function, **_):
-        def noted(*inputs):
-            shapes = tuple((x.shape, x.stride(), x.dtype) for x in inputs)
-            graphs.add((shapes, torch.is_grad_enabled()))
-            return function(*inputs)
-
-        if not isinstance(function, GPT):
-            return function
-        noted.buffers = function.buffers
-        return noted
-
-    monkeypatch.setattr(torch, "compile", compile_nothing)
-    monkeypatch.setenv("NANOMUON_COMPILE", "1")
-    monkeypatch.setattr(base_train.parallel, "check_fp8", lambda *_: None)
-    monkeypatch.setattr("nanomuon.parallel.train_in_fp8", id)
-    base_train.main(arguments(base, "fp8", 2, "--fp8"))
-    assert {grad for _, grad in graphs} == {True, False}  # evaluates without float8
-    capsys.readouterr()
-    for steps, flags, compiled in ((4, (), 1), (6, ("--no-compile",), 0)):
-        graphs.clear()
-        assert base_train.main(arguments(base, "compiled", steps, "--eval-every", "2", *flags)) == 0
-        assert len(graphs) == compiled == capsys.readouterr().out.count("compiling: the first step")
-
-
 def test_wandb_works_offline_and_each_folder_is_a_run_of_its_own(base, monkeypatch):
     """Whatever its name. A resumed run goes on with its id, one that starts over does not."""
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -239,10 +196,9 @@ def test_wandb_works_offline_and_each_folder_is_a_run_of_its_own(base, monkeypat
     assert list((base / "wandb").glob("offline-run-*"))
 
 
-@pytest.mark.parametrize("variable,value", [("WANDB_MODE", "bad"), ("WANDB_API_KEY", "short")])
-def test_wandb_that_cannot_work_is_one_line_first_thing(base, monkeypatch, tmp_path, variable, value):
+def test_wandb_that_cannot_work_is_one_line_first_thing(base, monkeypatch, tmp_path):
     wandb.teardown()  # it reads its variables once
-    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("WANDB_API_KEY", "short")
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "base"))
     with pytest.raises(InputError) as caught:
         base_train.main(arguments(base, "logged", 3, "--wandb"))
@@ -258,29 +214,10 @@ def test_a_run_reads_and_is_evaluated_by_its_own_field_wherever_its_texts_are(ba
     (texts / "bad.txt").write_bytes(b"\xff")
     command = [*SMALL, "--run", "field", "--num-iterations", "2", *flags]
     assert base_train.main([*command, "--corpus", corpus, "--text-field", "text"]) == 0
-    said = capsys.readouterr().out
-    assert f"left out   1 files or records cannot be read, the first {texts}/bad.txt: " in said
-    figure = re.search("\nval_bpb: .*", said)[0]
+    figure = re.search("\nval_bpb: .*", capsys.readouterr().out)[0]
     remember(open_corpus(corpus, "title"))  # as data_prep does
     capsys.readouterr()
     base_eval.main(["--run", "field"])
     assert figure in capsys.readouterr().out
     moved = texts.rename(tmp_path / "elsewhere")
     assert base_train.main(["--run", "field", "--corpus", f"path:{moved}", "--num-iterations", "4"]) == 0
-    assert len(losses(base, "field")) == 4
-    with pytest.raises(InputError, match="--text-field text, not title"):
-        base_train.main(["--run", "field", "--text-field", "title"])
-
-
-def test_a_run_that_recorded_times_instead_of_texts_goes_on(base, capsys):
-    """Runs of older versions recorded 16 characters, and no field of the text."""
-    assert base_train.main(arguments(base, "older", 2, *QUIET)) == 0
-    file = base / "runs" / "older" / "settings.json"
-    settings = json.loads(file.read_text())
-    settings["trained_on"] |= {"revision": "0123456789abcdef", "shards": "texts-01234567"}
-    for option in ("text_field", "skip_unreadable"):
-        del settings["options"][option]
-    file.write_text(json.dumps(settings))
-    assert base_train.main(["--run", "older", "--num-iterations", "4"]) == 0
-    said = f"corpus path:{base}/texts is not compared with what the run has read: it recorded names and times"
-    assert said in capsys.readouterr().out and len(losses(base, "older")) == 4

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import time
 
 import pytest
 import torch
@@ -12,9 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from nanomuon import checkpoint
 from nanomuon.optim import DistMuonAdamW
+from nanomuon.optim_groups import build_param_groups
 from nanomuon.runtime import InputError
+from tests.reference import MATRICES, OTHERS
 from tests.training import little_space
-from tests.worlds import FORKS
+from tests.worlds import FORKS, run_fresh_world
 
 FILE = "shard-00001-model-00001-of-00001.safetensors"
 pytestmark = pytest.mark.usefixtures("environment")
@@ -38,13 +39,8 @@ class Tiny(torch.nn.Module):
 
 
 def muon(model):
-    params = dict(model.named_parameters())
-    small = ["embedding", "short", "scalars"]
-    adamw = dict(kind="adamw", lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    matrices = dict(kind="muon", lr=0.02, momentum=0.9, ns_steps=5, beta2=0.95, weight_decay=0.1)
-    others = [name for name in params if name not in small]
-    groups = [dict(adamw, names=small), dict(matrices, names=others)]
-    return DistMuonAdamW([dict(group, params=[params[name] for name in group["names"]]) for group in groups])
+    rows = ["embedding", "short"]
+    return DistMuonAdamW(build_param_groups(model, muon=MATRICES, adamw=OTHERS, skip_keys=rows))
 
 
 def train(model, optimizer, steps):
@@ -70,26 +66,6 @@ def assert_same(one, other):
         assert one[key].dtype == other[key].dtype and torch.equal(one[key], other[key]), key
 
 
-def world(size, tmp_path, work, *args):
-    """Run work(*args) on `size` gloo ranks. Returns their exit codes."""
-    rendezvous = tmp_path / f"rendezvous_{time.monotonic_ns()}"
-    ranks = []
-    for rank in range(size):
-        ranks.append(FORKS.Process(target=_rank, args=(rank, size, rendezvous, work, args)))
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(60)
-        process.kill()
-    return [process.exitcode for process in ranks]
-
-
-def _rank(rank, size, rendezvous, work, args):
-    os.environ["NANOMUON_COMPILE"] = "0"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-    work(*args)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A run with two checkpoints, steps 1 and 2: (run folder, what the second one holds)."""
@@ -107,29 +83,14 @@ def run_dir(saved, tmp_path):
     return shutil.copytree(saved[0], tmp_path / "run")
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path):
-    model = Tiny()
-    optimizer = muon(model)
-    train(model, optimizer, range(3))
-    meta = {"step": 3, "row": 96}
-    checkpoint.save(tmp_path, 3, model, optimizer, meta)
-    train(model, optimizer, range(3, 6))
-
-    resumed = Tiny(seed=1)
-    resumed_optimizer = muon(resumed)
-    assert checkpoint.load(checkpoint.find(tmp_path), resumed, resumed_optimizer) == meta
-    train(resumed, resumed_optimizer, range(3, 6))
-    assert_same(everything(model, optimizer), everything(resumed, resumed_optimizer))
-    alone = Tiny(seed=1)
-    assert checkpoint.load_model(checkpoint.find(tmp_path), alone) == 3
-
-
 def test_any_world_size_loads_what_any_other_saved(saved, tmp_path):
     previous, expected = saved
     save_file(expected, tmp_path / "expected.safetensors")
     for size in (2, 4, 3, 1):
         run_dir = tmp_path / f"run_of_{size}"
-        codes = world(size, tmp_path, load_compare_save, previous, run_dir, tmp_path / "expected.safetensors")
+        codes = run_fresh_world(
+            size, tmp_path, load_compare_save, previous, run_dir, tmp_path / "expected.safetensors"
+        )
         assert codes == [0] * size
         previous = run_dir
     files = [file.replace("1-m", f"{rank}-m") for rank, file in ((1, FILE), (2, FILE))]
@@ -220,7 +181,7 @@ def save_without_space(run_dir):
 
 
 def test_a_full_disk_of_one_rank_stops_the_save_on_all_and_leaves_the_previous_checkpoint(tmp_path):
-    assert world(2, tmp_path, save_without_space, tmp_path / "run") == [0, 0]
+    assert run_fresh_world(2, tmp_path, save_without_space, tmp_path / "run") == [0, 0]
 
 
 def killed_at_the_rename(run_dir, killed, pids, moment):
@@ -246,7 +207,7 @@ def killed_at_the_rename(run_dir, killed, pids, moment):
 )
 def test_a_rank_that_is_killed_at_the_rename_leaves_a_whole_checkpoint(tmp_path, killed, moment, steps):
     run_dir, pids = tmp_path / "run", FORKS.Array("i", 2)
-    codes = world(2, tmp_path, killed_at_the_rename, run_dir, killed, pids, moment)
+    codes = run_fresh_world(2, tmp_path, killed_at_the_rename, run_dir, killed, pids, moment)
     assert codes[killed] == -signal.SIGKILL
     assert codes[1 - killed] not in (None, 0, -signal.SIGKILL)  # it does not wait for ever
     assert checkpoint.saved_steps(run_dir) == steps

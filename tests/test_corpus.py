@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import sysconfig
 from pathlib import Path
@@ -66,28 +67,20 @@ def test_all_formats_hold_the_same_documents(tmp_path, suffix):
 
 
 def test_which_files_of_a_folder_are_read_and_in_which_order(tmp_path):
+    """Folders behind links once."""
     texts = {"a.TXT": "capital\r\n", "b.md": "<|end|>", "c.py": "\ufeffcode", "inside/d.rst": "below"}
     others = "a.png LICENSE .hidden.txt .git/config.txt site-packages/module.py base/runs/r/report.md".split()
-    for name, text in [*texts.items(), *dict.fromkeys(others, "not read").items()]:
+    for name, text in [
+        *texts.items(),
+        *dict.fromkeys(others, "not read").items(),
+        ("../other/o.txt", "linked"),
+    ]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(text.encode())
-    (tmp_path / "elsewhere").symlink_to(tmp_path)
-    assert read(f"path:{tmp_path}") == [text.removeprefix("\ufeff") for text in texts.values()]
-
-
-def test_links_to_folders_are_followed_once(tmp_path):
-    corpus, elsewhere = tmp_path / "corpus", tmp_path / "elsewhere"
-    for folder, text in ((corpus, "here"), (elsewhere / "deep", "there")):
-        folder.mkdir(parents=True)
-        (folder / "a.txt").write_text(text)
-    (corpus / "link").symlink_to(elsewhere)
-    (corpus / "same").symlink_to(elsewhere)
-    (elsewhere / "deep" / "loop").symlink_to(corpus)
-    assert [file.relative_to(corpus).as_posix() for file in open_corpus(f"path:{corpus}").files] == [
-        "a.txt",
-        "link/deep/a.txt",
-    ]
-    assert read(f"path:{corpus}") == ["here", "there"]
+    (tmp_path / "loop").symlink_to(tmp_path)
+    for link in ("link", "same"):
+        (tmp_path / link).symlink_to(tmp_path / "../other")
+    assert read(f"path:{tmp_path}") == [*(text.removeprefix("\ufeff") for text in texts.values()), "linked"]
 
 
 def test_a_text_field_is_remembered_once_data_prep_has_succeeded(tmp_path, capsys):
@@ -112,41 +105,25 @@ def test_the_revision_is_of_the_texts_not_of_times_and_places(tmp_path, monkeypa
     monkeypatch.setattr(corpus, "HASHED", hashed)
     monkeypatch.setattr(corpus, "EDGE", 4)
     first = tmp_path / "first" / "texts"
-    (first / "inside").mkdir(parents=True)
-    (first / "inside" / "a.txt").write_text("0123456789ab")
-    (first / "b.txt").write_text("xyz")
-    revisions = [open_corpus(f"path:{first}").revision]
-    slug = open_corpus(f"path:{first}").slug
+    first.mkdir(parents=True)
+    (first / "a.txt").write_text("0123456789ab")
+    slug, revisions = open_corpus(f"path:{first}").slug, set()
     moved = shutil.move(first, tmp_path / "second" / "texts")
-    os.utime(moved / "b.txt", (1, 1))
+    os.utime(moved / "a.txt", (1, 1))
     assert open_corpus(f"path:{moved}").slug == slug
-    for name, text in (
-        ("inside/a.txt", "0123_56789ab"),  # in the middle
-        ("inside/a.txt", "0_23456789ab"),
-        ("inside/a.txt", "0123456789_b"),
-        ("inside/a.txt", "0123456789abc"),
-        ("b.txt", "xyy"),
-        ("c.txt", ""),
-    ):
-        (moved / name).write_text(text)
-        revisions.append(open_corpus(f"path:{moved}").revision)
-        if name == "inside/a.txt":
-            (moved / name).write_text("0123456789ab")
-    # Of large files the middle is not read
-    assert len(set(revisions)) == 7 - (hashed == 10)
+    for text in ("0123456789ab", "0123_56789ab", "0_23456789ab", "0123456789_b", "0123456789abc"):
+        (moved / "a.txt").write_text(text)
+        revisions.add(open_corpus(f"path:{moved}").revision)
+    (moved / "a.txt").rename(moved / "c.txt")
+    revisions.add(open_corpus(f"path:{moved}").revision)
+    assert len(revisions) == 6 - (hashed == 10)  # the middle of large files is not read
 
 
 GOOD = lines({"text": random.Random(i).randbytes(100).hex()} for i in range(1000))
 BROKEN = {  # file: (content, what else the message names)
     "latin1.txt": ("déjà".encode("latin1"), "utf-8"),
-    "dangling.txt": (None, "No such file"),
     "torn.jsonl": (GOOD[:-5], " line 1000: "),
-    "no_text.jsonl": (
-        lines([{"text": "a"}, {"body": "a"}]),
-        " line 2: no text in field 'text' of {'body': 'a'}.*--text-field",
-    ),
     "deep.jsonl": (b'{"text": ' + b"[" * 100_000 + b"\n", " line 1: maximum recursion depth"),
-    "no_record.jsonl": (b"[1]\n", r"'text' of \[1\]"),
     "torn.jsonl.gz": (gzip.compress(GOOD)[:-50], ""),
     "torn.jsonl.zst": (zstandard.compress(GOOD)[:-50], ""),
     "no_text.parquet": (parquet(body=["a"]), "'text' of {'body': 'a'}.*--text-field"),
@@ -157,10 +134,7 @@ BROKEN = {  # file: (content, what else the message names)
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_cannot_be_read_is_named_or_left_out(tmp_path, name):
     content, named = BROKEN[name]
-    if content is None:
-        (tmp_path / name).symlink_to("nowhere")
-    else:
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(content)
     (tmp_path / "z.txt").write_text("good")
     with pytest.raises(InputError, match=f": 1 files .*: .*{name}.*{named}.*; repair .*--skip-unreadable"):
         read(f"path:{tmp_path}")
@@ -169,20 +143,16 @@ def test_what_cannot_be_read_is_named_or_left_out(tmp_path, name):
 
 def test_all_that_cannot_be_read_is_counted_at_once_and_recorded(tmp_path):
     name = write_corpus(tmp_path / "texts", random_texts(200))
-    for i in range(4):
-        (tmp_path / f"texts/bad{i}.txt").write_bytes(b"\xff")
-    os.replace(tmp_path / "texts/bad3.txt", os.fsencode(tmp_path) + b"/texts/bad3\xff.txt")
+    os.symlink("nowhere", os.fsencode(tmp_path) + b"/texts/bad\xff.txt")
     records = [{"text": "a good one"}, {"body": 1}, 7, {"text": "another"}, {"text": None}]
-    (tmp_path / "texts/bad4.jsonl").write_bytes(lines(records) + b"torn\n")
-    with pytest.raises(InputError) as caught:
+    (tmp_path / "texts/bad.jsonl").write_bytes(lines(records))
+    said = r"3 files or records cannot be read: .*bad.jsonl line 2: no text in field 'text' of {'body': 1}; "
+    said += r".*--text-field; .*line 3: .*'text' of 7; .*bad.txt: .*No such file"
+    with pytest.raises(InputError, match=said):
         shards.prepare(open_corpus(name), tokenizer=TOKENIZER)
-    said = str(caught.value)
-    assert ": 7 files or records cannot be read: " in said and "line 3" not in said
-    assert all(f"bad{i}.txt: " in said for i in range(3)) and "bad4.jsonl line 2: " in said
     folder = shards.prepare(open_corpus(name, skip_unreadable=True), tokenizer=TOKENIZER)
     assert {"a good one", "another"} < {*documents(folder, "train"), *documents(folder, "val")}
-    unreadable = shards.read_manifest(folder).unreadable
-    assert unreadable.startswith("7 files or records") and "bad0.txt: " in unreadable
+    assert re.match(said, shards.read_manifest(folder).unreadable)
 
 
 def book(number):
@@ -229,19 +199,13 @@ def test_a_corpus_that_cannot_be_split_is_refused_before_any_work(tmp_path, monk
         shards.prepare(open_corpus(write_corpus(tmp_path / "small", texts)))
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.ndjson", "a.txt.gz", "LICENSE"])
-def test_files_of_other_kinds_are_refused_with_what_to_make_of_them(tmp_path, name):
-    (tmp_path / name).write_bytes(b"text")
+def test_unknown_corpora_and_files_of_other_kinds_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"text")
     advice = "rename .ndjson to .jsonl, other text to .txt, unpack .txt.gz, convert .csv to .jsonl"
-    for place in (tmp_path, tmp_path / name):
+    for place in ("/dev/zero", tmp_path, tmp_path / "a.csv"):
         with pytest.raises(InputError, match=f"corpus path:{place} has no file with text .*: {advice}"):
             open_corpus(f"path:{place}")
-
-
-def test_unknown_and_empty_corpora_are_refused(tmp_path):
-    (tmp_path / "a.png").write_bytes(b"no text")
-    places = ["", "/dev/zero", f"/{'long' * 1000}", f"{tmp_path}/nothing", tmp_path, f"{tmp_path}/a.png"]
-    for name in [*(f"path:{place}" for place in places), "pyhton", "", "hf:", "hf::config", "hf:@main"]:
+    for name in ("path:", f"path:/{'long' * 1000}", "pyhton", "", "hf:", "hf::config", "hf:@main"):
         with pytest.raises(InputError, match="corpus"):
             open_corpus(name)
 

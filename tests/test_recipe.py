@@ -1,7 +1,6 @@
 """The recipe, and users' files that replace it."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -50,8 +49,6 @@ def test_keywords_are_the_flags_and_reach_their_groups():
             base_train.make_parser().parse_args([f"--{name.replace('_', '-')}", f"{each.largest * 2}"])
     with pytest.raises(TypeError, match="the recipe has no matrix_rl; it has matrix_lr, "):
         recipe.param_groups(model(), matrix_rl=1)
-    with pytest.raises(TypeError, match="the recipe has no warmup; it has warmup_ratio, "):
-        recipe.schedule({}, 0, 1, warmup=1)
 
 
 def of_muon(batch, steps):
@@ -76,21 +73,11 @@ def test_the_rule_of_batch_and_horizon_is_right_where_it_was_measured_and_publis
         assert rate * decay * steps == pytest.approx(0.02 * 0.2 * 2**-19 * 1.2e9)
 
 
-@pytest.mark.parametrize("steps,factor", [(300, (2289 / 300) ** 0.32), (50, 22.89**0.32), (100_000, 1)])
-def test_short_runs_raise_the_rates_of_all_groups_alike(steps, factor):
-    long, other = (by_first_name(recipe.param_groups(model(), 4096, n)) for n in (2289, steps))
-    for name in long:
-        assert other[name][0] / long[name][0] == pytest.approx(factor, rel=1e-3)
-
-
 def test_learning_rate_is_a_trapezoid():
     values = [recipe.lr_multiplier(step, 100, warmup=0.1, cooldown=0.4) for step in range(100)]
     assert values[0] == pytest.approx(0.1) and values[4] == pytest.approx(0.5)  # (step + 1) / 10
     assert values[9:60] == [1.0] * 51
     assert values[80] == pytest.approx(0.5) and values[99] == pytest.approx(1 / 40)
-    for warmup, cooldown in itertools.product([0, 0.8], [0, 1.0]):
-        rates = [recipe.lr_multiplier(step, 10, warmup, cooldown) for step in range(10)]
-        assert min(rates) > 0 and max(rates) <= 1 and (warmup or cooldown or set(rates) == {1.0})
 
 
 def test_rate_and_decay_fall_over_a_run():
@@ -100,16 +87,6 @@ def test_rate_and_decay_fall_over_a_run():
         values = recipe.schedule(group, step, 1000, warmdown_ratio=0.5)
         assert values == pytest.approx(dict(lr=rate, weight_decay=decay))
     assert recipe.schedule(dict(kind="adamw", lr=1.0), 15, 20) == {"lr": 0.25}
-
-
-def test_short_runs_average_gradients_over_fewer_steps():
-    """Published from 2,289 steps on; at 300 a momentum of 0.9 and a beta1 of 0.5 to 0.7 were best."""
-    for steps, momentum, beta1 in ((None, 0.95, 0.8), (10_000, 0.95, 0.8), (300, 0.904, 0.617)):
-        found = {"muon": set(), "adamw": set()}
-        for group in recipe.param_groups(model(), 4096, steps):
-            muon = group["kind"] == "muon"
-            found[group["kind"]].add(round(group["momentum"] if muon else group["betas"][0], 3))
-        assert found == {"muon": {momentum}, "adamw": {beta1}}
 
 
 def test_a_line_says_what_a_group_uses_and_another_what_has_scaled_it():
@@ -151,27 +128,15 @@ def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, tmp_path
     assert multipliers == [1.0, 0.5, pytest.approx(1 / 3)]
     with pytest.raises(InputError, match="--warmup-ratio and --warmdown-ratio are for the recipe"):
         base_train.main(arguments(base, "other", 3, "--optimizer-file", str(file), "--warmup-ratio=0.5"))
-
-
-@pytest.mark.usefixtures("environment")
-def test_base_train_takes_a_schedule_alone_and_refuses_a_model(base, tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text("def schedule(group, step, steps): return {'lr': group['lr'] / (1 + step)}")
-    flags = ("--optimizer-file", str(file), "--eval-every=-1")
-    assert base_train.main(arguments(base, "schedule", 2, *flags)) == 0
-    first, second = [row["lr_multiplier"] for row in rows(base, "schedule") if "train_loss" in row]
-    assert (first, second) == (1.0, 0.5)
     file.write_text("from nanomuon.gpt import GPT\nmodel = GPT")
     with pytest.raises(InputError, match=f"{file} defines a model, .* nanomuon/gpt.py: change it there"):
-        base_train.main(arguments(base, "model", 2, *flags))
+        base_train.main(arguments(base, "model", 3, "--optimizer-file", str(file)))
 
 
-@pytest.mark.parametrize("values", [None, 0.5, {"momentm": 0.9}])
-def test_a_schedule_gets_a_copy_of_its_group_and_returns_values_for_it(values):
-    group = {"lr": 1.0}
+@pytest.mark.parametrize("values", [None, {"momentm": 0.9}])
+def test_a_schedule_returns_values_for_its_group(values):
     with pytest.raises(InputError, match="must return a dict"):
-        recipe.values_at(lambda own, *at: own.clear() or values, group, 0, 9)
-    assert group == {"lr": 1.0}
+        recipe.values_at(lambda own, *at: values, {"lr": 1.0}, 0, 9)
 
 
 def test_functions_that_a_file_imports_from_the_recipe_are_not_its_own(tmp_path):
@@ -184,8 +149,7 @@ def test_functions_that_a_file_imports_from_the_recipe_are_not_its_own(tmp_path)
 @pytest.mark.parametrize(
     "text,message",
     [
-        ("x = 1", "has to define a function: param_groups.model. or build_optimizer"),
-        ("schedule = 1", "has to define a function"),
+        ("schedule = 1", "has to define a function: param_groups.model. or build_optimizer"),
         ("def param_groups(model): ...\ndef build_optimizer(model): ...", "defines both"),
         ("def param_groups(model): ...", "no optimizer was built"),
         ("def param_groups(model, steps): return steps and [dict(kind='adamw')]", "no optimizer was built"),

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -142,17 +141,6 @@ def test_a_file_is_whole_or_not_there_and_no_link_is_followed(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["file", "precious"]
 
 
-@dataclass
-class Part:
-    tokens: int
-
-
-@dataclass
-class Manifest:
-    parts: list[Part]
-    limit: int | None = None
-
-
 def test_file_names_that_are_not_utf8_can_be_written(tmp_path):
     file = tmp_path / "file"
     name = os.fsdecode("für".encode() + b"\xff")
@@ -160,24 +148,3 @@ def test_file_names_that_are_not_utf8_can_be_written(tmp_path):
     assert runtime.read_json(file) == {"name": "für?"}
     runtime.write_text(file, name)
     assert file.read_text() == "für?"
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        ("[" * 100_000, ""),
-        ("[]", "the content: "),
-        ("{}", "parts: "),
-        ('{"parts": [{"tokens": true}]}', "parts.0.tokens: "),
-    ],
-)
-def test_json_is_read_as_a_dataclass_or_one_line_names_file_and_key(tmp_path, content, problem):
-    file = tmp_path / "manifest.json"
-    runtime.write_json(file, {"parts": [{"tokens": 3, "later": []}], "unknown": None})
-    assert runtime.read_json(file, Manifest) == Manifest([Part(3)])
-    file.write_text(content)
-    with pytest.raises(InputError) as caught:
-        runtime.read_json(file, Manifest, "write it again")
-    message = str(caught.value)
-    assert str(file) in message and problem in message and message.endswith("; write it again")
-    assert "\n" not in message

