@@ -6,16 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from nanomuon import checkpoint
-from nanomuon.checkpoint import tensor_shapes
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.parallel import build_model
 from nanomuon.plan import meta_model
 from nanomuon.runtime import InputError, Runtime, find_run, print0, read_json
 from nanomuon.settings import Settings
 from nanomuon.tokenizer import Tokenizer
+
+MESSAGE = 400  # characters; torch lists every tensor that does not fit
 
 
 def with_relative_imports(file: Path) -> list[Path]:
@@ -59,9 +61,15 @@ def load_model(folder: Path, runtime: Runtime) -> GPT:
     them is missing or damaged, or if they do not belong together.
     """
     config, file = read_config(folder), folder / "model.safetensors"
-    check_same_shapes(file, config)
+    try:
+        weights = load_file(file)
+        # First without memory, of which a few bytes of a stranger's could ask for more than there is
+        meta_model(config).load_state_dict(weights, assign=True)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        message = str(error)[:MESSAGE]
+        raise InputError(f"{file} is damaged or does not fit the model of config.json: {message}") from error
     model = build_model(config, runtime, seed=0)
-    model.load_state_dict(load_file(file))
+    model.load_state_dict(weights)
     return model
 
 
@@ -106,17 +114,3 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
             f"{folder}/tokenizer is not the one the model was trained with ({wanted}): put that one back"
         )
     return model, tokenizer, step
-
-
-def check_same_shapes(file: Path, config: GPTConfig) -> None:
-    """InputError unless the header of model.safetensors lists exactly the tensors of config.json's model. No
-    model is built before: a few bytes could ask for more memory than there is.
-    """
-    there = tensor_shapes(file)
-    wanted = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
-    for name in sorted(wanted.keys() | there.keys()):
-        if wanted.get(name) != there.get(name):
-            raise InputError(
-                f"{file} does not fit the model of config.json: {name} has shape {there.get(name)}, "
-                f"by the config {wanted.get(name)}"
-            )

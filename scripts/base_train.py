@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from nanomuon import parallel, recipe
+from nanomuon import parallel, recipe, shards
 from nanomuon.attention import use_flash_attention
 from nanomuon.command import StopSignals, run_command
 from nanomuon.corpus import check_corpus
