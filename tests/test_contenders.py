@@ -22,7 +22,8 @@ from tests.layouts import assert_close, assert_same_everywhere, full
 from tests.worlds import run_world
 
 FOLDER = Path(__file__).parent.parent / "contenders"
-MODELS = {"no_convolution", "no_head_rows", "no_key_offset", "no_value_gate", "no_x0_scalars", "value_tables"}
+MODELS = {"no_convolution", "no_head_rows", "no_key_offset", "no_value_gate", "no_x0_scalars"}
+MODELS |= {"value_tables", "rows_and_tables", "bigrams"}
 FILES = sorted({path.stem for path in FOLDER.glob("*.py")} - MODELS)
 # These only set options and rates of the recipe, whose tests train on ranks and in pieces
 ONLY_OPTIONS = {"adamw", "aux_adamw", "flat_momenta", "muon", "plain"}
