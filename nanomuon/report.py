@@ -7,6 +7,7 @@ import re
 import shlex
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 
@@ -27,15 +28,28 @@ from nanomuon.runtime import (
 )
 
 
-def parse_lines(path, lines: bytes) -> list[dict]:
-    """JSON objects, one a line. InputError names a line of the file that is not one."""
+def parse_lines(path, lines: bytes, kind) -> list[dict]:
+    """JSON objects, one a line, with the keys of the dataclass `kind` and perhaps others. InputError names a
+    line that lacks one.
+    """
     rows = []
     for number, line in enumerate(lines.splitlines(), 1):
         try:
-            rows.append(parse_json(line, dict))
+            parse_json(line, kind)
         except ValueError as error:
             raise InputError(f"{path} line {number} cannot be read, remove it: {error}") from error
+        rows.append(json.loads(line))
     return rows
+
+
+@dataclass
+class Row:
+    """What is read of a line of metrics.jsonl."""
+
+    step: int
+    tokens: int
+    train_loss: float | None = None
+    val_bpb: float | None = None
 
 
 def start_wandb(name: str, run_id: str | None, config: dict):
@@ -90,9 +104,11 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl in order, without a last one that a kill has torn."""
+    """The rows of a metrics.jsonl in order, without a last one that a kill has torn. InputError names another
+    line that is not a row.
+    """
     lines = path.read_bytes() if path.exists() else b""
-    return parse_lines(path, lines.rpartition(b"\n")[0])
+    return parse_lines(path, lines.rpartition(b"\n")[0], Row)
 
 
 def read_metrics(path: Path) -> tuple[list[dict], list[dict]]:

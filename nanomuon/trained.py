@@ -17,6 +17,8 @@ from nanomuon.runtime import InputError, Runtime, find_run, print0, read_json
 from nanomuon.settings import Settings
 from nanomuon.tokenizer import Tokenizer
 
+# The most in a stranger's config.json: more layers take minutes to build, longer rotary tables more memory
+MOST_LAYERS, LONGEST_CONTEXT = 1024, 1 << 24
 MESSAGE = 400  # characters; torch lists every tensor that does not fit
 
 
@@ -52,6 +54,11 @@ def read_config(folder: Path) -> GPTConfig:
     if read_json(folder / "config.json").get("experts"):
         raise InputError(
             f"{folder}/config.json: this version has no models with experts: use the one that trained it"
+        )
+    if config.depth > MOST_LAYERS or config.seq_len > LONGEST_CONTEXT:
+        raise InputError(
+            f"{folder}/config.json: a model has at most {MOST_LAYERS} layers (depth) and a context of "
+            f"{LONGEST_CONTEXT} tokens (seq_len)"
         )
     return config
 

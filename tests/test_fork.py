@@ -86,6 +86,16 @@ def test_a_model_with_another_mlp_is_planned_trained_resumed_sampled_and_exporte
     assert line in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("environment")
+def test_another_mlp_is_cut_by_tensor_parallelism(fork, base):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    in_fork(fork, "-m", "scripts.base_train", *arguments(base, "whole", 8, *QUIET))
+    flags = arguments(base, "cut", 8, *QUIET, "--tensor-parallel", "2")
+    in_fork(fork, *torchrun, "-m", "scripts.base_train", "--", *flags)
+    assert losses(base, "cut") == pytest.approx(losses(base, "whole"), abs=1e-4)
+
+
 def refused(group, forget):
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=67, seq_len=8, depth=1, width=24, heads=4, kv_heads=4))

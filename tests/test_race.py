@@ -336,3 +336,44 @@ def test_the_table_says_what_the_runs_say():
     assert list(rows) == ["b", "a", "c"], "the lowest mean first"
     assert "1.4101 ± 0.0058" in rows["b"] and "better by 0.0999 (95% CI -0.1001 to -0.0997)" in rows["b"]
     assert "diverged with seed 1, 2" in rows["c"] and "| 10.0    | 2.0 " in rows["a"]
+
+
+@pytest.mark.parametrize(
+    "content, said", [("", "is empty"), ("{}", "line 1 "), ('{"setup": {}}\n[1]', "line 2 ")]
+)
+def test_a_damaged_file_of_a_race_is_one_line(tmp_path, content, said):
+    file = tmp_path / "results.jsonl"
+    file.write_text(content)
+    with pytest.raises(InputError, match=f"{file} {said}.*remove it"):
+        race.read_results(file)
+
+
+def kept_race(name, steps):
+    """The text and unit of a race in docs/races, and its runs by contender without those of tuning."""
+    setup, runs = race.read_results(ROOT / f"docs/races/{name}.jsonl")
+    results = {}
+    for run in runs:
+        if run["steps"] == steps and run["stage"] == "race":
+            results.setdefault(run["contender"], {})[run["seed"]] = run  # the later one counts
+    return setup["unit"], {contender: list(seeds.values()) for contender, seeds in results.items()}
+
+
+@pytest.mark.parametrize(
+    "name, steps, baseline",
+    [
+        ("finals", 2000, "default"),
+        ("finals-python", 300, "default"),
+        ("screening", 500, "default:lr_scale=0.76,weight_decay=0.141,matrix_lr=0.0238"),
+    ],
+)
+def test_the_kept_races_say_what_their_page_says(name, steps, baseline):
+    unit, results = kept_race(name, steps)
+    page = (ROOT / "docs/leaderboard.md").read_text().split(f"## {name}\n")[1].split("\n## ")[0]
+    on_page = {}
+    for line in page.splitlines():
+        if line.startswith("|"):
+            on_page[line.split()[1]] = [cell.strip() for cell in line.split("|")[2:5]]
+    lines = report.table(results, baseline, unit).splitlines()[2:]
+    assert len(lines) == len(on_page) - 2 == len(results)
+    for line in lines:
+        assert [cell.strip() for cell in line.split("|")[2:5]] == on_page[line.split()[1]]

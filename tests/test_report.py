@@ -20,7 +20,7 @@ def write_run(folder):
     log.close()
 
 
-@pytest.mark.parametrize("line", ["[1]", "null", "torn", "[" * 100_000])
+@pytest.mark.parametrize("line", ["{}", "[1]", "null", '{"step": "3", "tokens": 9}', "torn", "[" * 100_000])
 def test_a_line_that_is_not_a_row_is_named(tmp_path, line):
     write_run(tmp_path)
     path = tmp_path / "metrics.jsonl"

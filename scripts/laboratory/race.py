@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 
 import torch
 
@@ -81,12 +82,32 @@ def train(setup, place, text, seed):
     }
 
 
+@dataclass
+class Header:
+    """The first line of a race's file."""
+
+    setup: dict
+
+
+@dataclass
+class Result:
+    """A finished run, as it is read: see train()."""
+
+    contender: str
+    seed: int
+    steps: int
+    score: float | None
+    curve: list[list[float | None]]
+    step_ms: float
+    optimizer_ms: float
+
+
 def read_results(file):
     """(setup, runs) of a race's file, whose first line is the setup and every other line a run."""
     lines = file.read_bytes()
     if not lines:
         raise InputError(f"{file} is empty: remove it")
-    header, *runs = run_report.parse_lines(file, lines)
+    header, *runs = run_report.parse_lines(file, lines, Header | Result)
     return header["setup"], runs
 
 
