@@ -9,8 +9,7 @@ Source: modded-nanogpt, pull requests 339 and 340 (from step 1,000 of 2,690 on).
 import torch
 
 from nanomuon import recipe
-from nanomuon.optim import second_moment_gain
-from nanomuon.orthogonalize import orthogonalize
+from nanomuon.optim import normuon
 
 FAST, SLOW = 0.85, 0.98
 FAST_WEIGHT = 0.4385
@@ -32,10 +31,9 @@ def param_groups(model, *, start=0.37, steps=2000, **keywords):
         mixed = nesterov["slow"].lerp(nesterov["fast"], FAST_WEIGHT)
         buffers["count"].add_(ok)
         U = torch.where(buffers["count"] > start * steps, mixed, nesterov["usual"])
-        X = orthogonalize(U, ns_dtype=model.compute_dtype)
-        m, n = X.shape[1:]
-        v = X.to(ok.dtype).square().mean(dim=2 if m >= n else 1, keepdim=True)
-        return X, second_moment_gain(v, min(m, n), buffers["second_momentum_buffer"], ok, hyper)
+        second_moment = {"second_momentum_buffer": buffers["second_momentum_buffer"]}
+        options = dict(coefficients="polar_express", ns_steps=5, ns_dtype=model.compute_dtype)
+        return normuon(U, second_moment, ok, hyper, **options)
 
     direction.buffers = buffers_of
     for group in groups:

@@ -28,8 +28,8 @@ FILES = sorted({path.stem for path in FOLDER.glob("*.py")} - MODELS)
 # These only set options and rates of the recipe, whose tests train on ranks and in pieces
 ONLY_OPTIONS = {"adamw", "aux_adamw", "flat_momenta", "muon", "plain"}
 STEPS, BREAK = 4, 2
-# Bases turn every 10 steps by default: with these options they turn within STEPS
-OPTIONS = {"soap": {"every": 2}, "soap_muon": {"every": 2}}
+# Bases turn every 10 steps by default, and momenta change after a third: with these options within STEPS
+OPTIONS = {"soap": {"every": 2}, "soap_muon": {"every": 2}, "two_momenta": {"start": 1 / 3000}}
 TOLERANCE = 1e-8
 
 
