@@ -128,7 +128,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     parser.section("evaluation and checkpoints")
     may_change("--eval-every", int, 100, "steps between evaluations, -1: only at the end")
     may_change("--eval-tokens", count, 131072, "of the validation set, from all over it; at the end all")
-    may_change("--core-bundle", str, None, "CORE tasks: folder, zip or its address (default: none)")
+    may_change("--core-bundle", bundle_place, None, "CORE tasks: folder, zip or its address (default: none)")
     may_change("--core-every", int, -1, "steps between evaluations of CORE, -1: only at the end")
     may_change("--core-items", count, None, "items per CORE task (default: 500; at the end all)")
     may_change("--save-every", int, 100, "steps between checkpoints, -1: only at the end")
@@ -151,6 +151,13 @@ def python_file(text: str) -> str:
     if not os.path.isfile(text):
         raise argparse.ArgumentTypeError(f"{text} is not a file (FILE:key=value is for scripts.optim_race)")
     return os.path.abspath(text)
+
+
+def bundle_place(text: str) -> str:
+    """An address unchanged; a folder or zip as its absolute path, so the run finds it from any folder."""
+    if text.startswith(("http://", "https://")):
+        return text
+    return os.path.abspath(os.path.expanduser(text))
 
 
 def checkpoint_name(text: str) -> str:

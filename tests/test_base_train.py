@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from nanomuon import checkpoint, shards
 from nanomuon.command import explain
 from nanomuon.corpus import open_corpus, remember
+from nanomuon.gpt import GPT
 from nanomuon.report import read_metrics
 from nanomuon.runtime import InputError
 from scripts import base_eval, base_train, sample
@@ -221,3 +222,31 @@ def test_a_run_reads_and_is_evaluated_by_its_own_field_wherever_its_texts_are(ba
     assert figure in capsys.readouterr().out
     moved = texts.rename(tmp_path / "elsewhere")
     assert base_train.main(["--run", "field", "--corpus", f"path:{moved}", "--num-iterations", "4"]) == 0
+
+
+def test_a_run_is_compiled_and_evaluated_by_the_same_graph(base, monkeypatch, capsys):
+    """With a compiler that changes nothing and records what it is called with."""
+    graphs = set()
+
+    def compile_nothing(function, **_):
+        def noted(*inputs):
+            shapes = tuple((x.shape, x.stride(), x.dtype) for x in inputs)
+            graphs.add((shapes, torch.is_grad_enabled()))
+            return function(*inputs)
+
+        if not isinstance(function, GPT):
+            return function
+        noted.buffers = function.buffers
+        return noted
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    monkeypatch.setenv("NANOMUON_COMPILE", "1")
+    monkeypatch.setattr(base_train.parallel, "check_fp8", lambda *_: None)
+    monkeypatch.setattr("nanomuon.parallel.train_in_fp8", id)
+    base_train.main(arguments(base, "fp8", 2, "--fp8"))
+    assert {grad for _, grad in graphs} == {True, False}  # evaluates without float8
+    capsys.readouterr()
+    for steps, flags, compiled in ((4, (), 1), (6, ("--no-compile",), 0)):
+        graphs.clear()
+        assert base_train.main(arguments(base, "compiled", steps, "--eval-every", "2", *flags)) == 0
+        assert len(graphs) == compiled == capsys.readouterr().out.count("compiling: the first step")

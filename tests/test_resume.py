@@ -17,7 +17,7 @@ from nanomuon.command import STOPPED
 from nanomuon.corpus import open_corpus
 from nanomuon.run import Run
 from nanomuon.runtime import InputError
-from nanomuon.settings import recall
+from nanomuon.settings import LENGTH, MAY_CHANGE, OF_LAUNCH, recall
 from scripts import base_train, sample
 from tests.training import (
     QUIET,
@@ -384,3 +384,15 @@ def test_an_optimizer_file_runs_only_when_it_is_named(base, tmp_path, capsys):
     assert ran.read_text() == "x"
     (tmp_path / "moved.py").write_text(text)  # the text counts, not the name
     assert train(4, flag, str(tmp_path / "moved.py")) == 0
+
+
+def test_only_these_flags_are_not_part_of_what_defines_a_run():
+    scopes, found = base_train.make_parser().scopes, {}
+    for name, scope in scopes.items():
+        found.setdefault(scope, set()).add(name)
+    assert found[OF_LAUNCH] == set(
+        "run resume plan wandb optimizer_file shard tensor_parallel device_batch_size".split()
+    )
+    assert found[LENGTH] == {"num_iterations", "target_flops", "target_param_data_ratio"}
+    changing = "corpus skip_unreadable no_compile eval_every eval_tokens save_every keep_last"
+    assert found[MAY_CHANGE] == {*changing.split(), "core_bundle", "core_every", "core_items"}
