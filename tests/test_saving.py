@@ -157,6 +157,8 @@ WAYS = ["full", "dcp", "each rank's", "full_state_dict"]
 # A layout, ranks that save, and the layout and ranks that go on
 CASES = [("replicated", 2, "replicated", 3), ("fsdp with a direction", 2, "fsdp with a direction", 3)]
 SLOW = [("fsdp", 4, "fsdp", 2), ("hsdp", 4, "fsdp", 3), ("fsdp x tp", 4, "fsdp", 2), ("tp", 2, "tp", 4)]
+SLOW += [("replicated", 3, "replicated", 4), ("fsdp", 2, "fsdp", 3), ("fsdp", 3, "fsdp", 4)]
+SLOW += [("fsdp with a direction", 3, "fsdp with a direction", 2)]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
