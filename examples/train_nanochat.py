@@ -1,0 +1,115 @@
+"""nanochat on the rows of a run of this repo: its model, optimizer, schedules and loop; our loader, tokenizer
+and validation set. Both read the same tokens in the same order and are scored on the same bytes.
+
+    git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4
+    CORPUS=python RUN=ours bash speedrun.sh
+    PYTHONPATH=. python examples/train_nanochat.py --run ours --nanochat nanochat --rates 0.6
+
+Under torchrun it trains on several GPUs. Flags after -- are nanochat's own and override these. The last lines
+are both results in bits per byte of the whole validation set. nanochat keeps its files in NANOCHAT_BASE_DIR.
+"""
+
+import argparse
+import itertools
+import os
+import runpy
+import sys
+import types
+from pathlib import Path
+
+import torch
+
+from nanomuon.corpus import open_corpus
+from nanomuon.dataloader import TrainLoader, validation_batches
+from nanomuon.runtime import base_dir, find_run, read_json
+from nanomuon.settings import Settings
+from nanomuon.shards import prepare_for_training
+from nanomuon.tokenizer import Tokenizer
+from nanomuon.trained import read_config
+
+# For runs of a few hundred steps, falling to zero from the first on. nanochat multiplies them by
+# sqrt(batch / 2^19), which is 0.09 at 4,096 tokens a step
+RATES = {"matrix": 0.34, "embedding": 3.4, "unembedding": 0.09, "scalar": 1.0}
+
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+)
+parser.add_argument("--run", required=True, help="a finished run, whose rows, batch and length this takes")
+parser.add_argument("--nanochat", type=Path, required=True, help="a checkout of nanochat")
+parser.add_argument("--rates", type=float, help="times the rates above (default: nanochat's own values)")
+parser.add_argument("flags", nargs="*", help="after --: flags of nanochat's base_train")
+args = parser.parse_args()
+
+folder = find_run(args.run)
+settings, config = read_json(folder / "settings.json", Settings), read_config(folder)
+summary = read_json(folder / "summary.json")
+options = settings.options
+corpus = open_corpus(options["corpus"], options["text_field"], options["skip_unreadable"])
+shards = prepare_for_training(corpus, options["vocab_size"])
+tokenizer = Tokenizer.load(folder / "tokenizer")
+batch, rows = options["total_batch_size"], settings.rows
+rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+micro_batch = world_size * rows * config.seq_len
+batches = sum(1 for _ in validation_batches(shards, config.seq_len, rows, rank, world_size))
+
+
+class OurTokenizer:
+    def get_vocab_size(self):
+        return tokenizer.vocab_size
+
+    def get_bos_token_id(self):
+        return tokenizer.vocab_size - 1
+
+
+def training_batches(_, device_rows, context, split, device="cpu", **unused):
+    loader = TrainLoader(
+        shards, context, batch // context, device_rows, rank, world_size, options["seed"], device
+    )
+    while True:
+        inputs, targets = next(loader)
+        yield inputs, targets, {"epoch": loader.epoch, "pq_idx": loader.window, "rg_idx": loader.row}
+
+
+def whole_validation_set(_, device_rows, context, split, device="cpu", **unused):
+    return itertools.cycle(validation_batches(shards, context, device_rows, rank, world_size, device))
+
+
+# nanochat's own packages `scripts` and `nanochat`, not ours. It imports wandb and rustbpe and uses neither here
+checkout = args.nanochat.resolve()
+sys.path.insert(0, str(checkout))
+sys.modules["scripts"] = types.ModuleType("scripts")
+sys.modules["scripts"].__path__ = [str(checkout / "scripts")]
+for name in ("wandb", "rustbpe"):
+    sys.modules[name] = types.ModuleType(name)
+os.environ.setdefault("NANOCHAT_DTYPE", options["dtype"])
+os.environ.setdefault("NANOCHAT_BASE_DIR", str(base_dir() / "nanochat"))
+
+import nanochat.dataloader  # noqa: E402
+import nanochat.tokenizer  # noqa: E402
+
+nanochat.tokenizer.get_tokenizer = OurTokenizer
+nanochat.tokenizer.get_token_bytes = lambda device="cpu": torch.from_numpy(tokenizer.token_bytes).to(device)
+nanochat.dataloader.tokenizing_distributed_data_loader_with_state_bos_bestfit = training_batches
+nanochat.dataloader.tokenizing_distributed_data_loader_bos_bestfit = whole_validation_set
+
+flags = {
+    "depth": config.depth,
+    "head-dim": config.head_dim,
+    "window-pattern": config.window_pattern,
+    "max-seq-len": config.seq_len,
+    "device-batch-size": rows,
+    "total-batch-size": batch,
+    "num-iterations": summary["steps"],
+    "eval-every": summary["steps"],
+    "eval-tokens": batches * micro_batch,
+    "core-metric-every": -1,
+    "sample-every": -1,
+}
+if args.rates:
+    flags |= {f"{role}-lr": args.rates * rate for role, rate in RATES.items()}
+    flags |= {"warmdown-ratio": 1, "final-lr-frac": 0}
+sys.argv = ["base_train", *(f"--{name}={value}" for name, value in flags.items()), *args.flags]
+its_names = runpy.run_path(str(checkout / "scripts" / "base_train.py"), run_name="__main__")
+if rank == 0:
+    print(f"nanochat {its_names['val_bpb']:.4f} bits per byte, {its_names['num_params']:,} parameters")
+    print(f"{args.run} {summary['val_bpb']:.4f} bits per byte, {summary['parameters']:,} parameters")
