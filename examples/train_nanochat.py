@@ -74,7 +74,7 @@ def whole_validation_set(_, device_rows, context, split, device="cpu", **unused)
     return itertools.cycle(validation_batches(shards, context, device_rows, rank, world_size, device))
 
 
-# nanochat's own packages `scripts` and `nanochat`, not ours. It imports wandb and rustbpe and uses neither here
+# Its own package `scripts`, not ours. It imports wandb and rustbpe, and uses neither here
 checkout = args.nanochat.resolve()
 sys.path.insert(0, str(checkout))
 sys.modules["scripts"] = types.ModuleType("scripts")

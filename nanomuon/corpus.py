@@ -234,7 +234,7 @@ def _write(memory: Path, content: Remembered) -> None:
 
 
 def _local_files(root, suffixes) -> list[Path]:
-    """The files to read under `root`, sorted; neither hidden ones nor those that we write ourselves. Follows
+    """The files to read under `root`, sorted; no hidden ones, no pipes, none that we write ourselves. Follows
     links, and reads a folder once.
     """
     seen = {os.path.realpath(base_dir())}  # ours, which changes with every run
@@ -250,8 +250,9 @@ def _local_files(root, suffixes) -> list[Path]:
             name for name in subfolders if not name.startswith(".") and name not in PACKAGES
         )
         for name in names:
-            if not name.startswith(".") and name.lower().endswith(suffixes):
-                files.append(Path(folder, name))
+            file = Path(folder, name)
+            if not name.startswith(".") and name.lower().endswith(suffixes) and not file.is_fifo():
+                files.append(file)
     return sorted(files)
 
 

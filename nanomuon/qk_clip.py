@@ -38,7 +38,7 @@ def watch_(model: nn.Module, tau: float) -> None:
     """
     for layer in _layers(model):
         heads = layer.q.out_features // layer.head_dim
-        layer.largest_logits = torch.full((heads,), tau, device=layer.q.weight.device)
+        layer.largest_logits = torch.full((heads,), tau, dtype=torch.float32, device=layer.q.weight.device)
 
 
 @torch.no_grad()

@@ -67,7 +67,7 @@ def test_all_formats_hold_the_same_documents(tmp_path, suffix):
 
 
 def test_which_files_of_a_folder_are_read_and_in_which_order(tmp_path):
-    """Folders behind links once."""
+    """Folders behind links once; a pipe would keep a reader waiting."""
     texts = {"a.TXT": "capital\r\n", "b.md": "<|end|>", "c.py": "\ufeffcode", "inside/d.rst": "below"}
     others = "a.png LICENSE .hidden.txt .git/config.txt site-packages/module.py base/runs/r/report.md".split()
     for name, text in [
@@ -77,6 +77,7 @@ def test_which_files_of_a_folder_are_read_and_in_which_order(tmp_path):
     ]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(text.encode())
+    os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "loop").symlink_to(tmp_path)
     for link in ("link", "same"):
         (tmp_path / link).symlink_to(tmp_path / "../other")

@@ -16,6 +16,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nanomuon import MuonAdamW, build_param_groups
+from nanomuon.dataloader import TrainLoader, validation_batches
+from nanomuon.tokenizer import Tokenizer
+from scripts import base_train
+from tests.training import QUIET, arguments
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -193,3 +197,49 @@ def test_the_loop_in_the_readme_learns(eager):
     names = {"model": model, "loss_of": loss_of, "batches": [(inputs, inputs[:, :4])] * 200}
     exec(loop, names)
     assert losses[-1] < 0.3 * losses[0]
+
+
+NANOCHAT = """
+import argparse
+import torch
+from nanochat import dataloader, tokenizer
+
+parser = argparse.ArgumentParser()
+for name in "device-batch-size max-seq-len total-batch-size num-iterations eval-tokens".split():
+    parser.add_argument(f"--{name}", type=int)
+parser.add_argument("--matrix-lr", type=float)
+args, _ = parser.parse_known_args()
+shape = args.device_batch_size, args.max_seq_len
+batches = dataloader.tokenizing_distributed_data_loader_with_state_bos_bestfit(None, *shape, split="train")
+steps = args.num_iterations * args.total_batch_size // (shape[0] * shape[1])
+trained = [torch.stack(next(batches)[:2]) for _ in range(steps)]
+batches = dataloader.tokenizing_distributed_data_loader_bos_bestfit(None, *shape, split="val")
+judged = [torch.stack(next(batches)) for _ in range(args.eval_tokens // (shape[0] * shape[1]))]
+torch.save([args.matrix_lr, trained, judged, tokenizer.get_token_bytes()], "read.pt")
+val_bpb, num_params = 1.5, 7
+"""
+
+
+def test_nanochat_reads_the_rows_of_the_run_beside_it(base, environment, tmp_path):
+    """A stand-in for its checkout records what it is given."""
+    for name, code in (
+        ("nanochat/dataloader", ""),
+        ("nanochat/tokenizer", ""),
+        ("scripts/base_train", NANOCHAT),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(code)
+    base_train.main(arguments(base, "ours", 3, *QUIET))
+    run(
+        "PYTHONPATH=. python examples/train_nanochat.py --run ours --nanochat . --rates 0.5".split(), tmp_path
+    )
+    matrix_lr, trained, judged, token_bytes = torch.load(tmp_path / "read.pt")
+    assert matrix_lr == 0.17
+    (shards,) = (base / "shards").glob("texts-*")
+    loader = TrainLoader(shards, seq_len=32, rows_per_step=8, device_batch_size=8)
+    for step in range(3):
+        expected = torch.stack(next(loader))
+        assert torch.equal(torch.cat(trained[2 * step : 2 * step + 2], dim=1), expected)
+    expected = [torch.stack(batch) for batch in validation_batches(shards, 32, 4)]
+    assert len(judged) == len(expected) and all(map(torch.equal, judged, expected))
+    assert token_bytes.tolist() == Tokenizer.load(shards / "tokenizer").token_bytes.tolist()
