@@ -6,47 +6,47 @@
 
 The parameters are divided into work items, and `MuonAdamW.step` takes them through these phases:
 
-    agree     one small all_reduce: which parameters have a gradient on some rank, and are all finite?
-    collect   send the gradients to the ranks that work on them
-    compute   the mathematics, where the gradients have arrived
-    send      send the results
-    deliver   write the other ranks' results into the parameters
+    agree     one small all_reduce: which parameters have a gradient on some rank? Is every gradient finite?
+    collect   send the gradients to the ranks that need them
+    compute   update state and parameters from the gradients that have arrived
+    send      send the updated parameters
+    deliver   copy what the other ranks have updated into the parameters
 
 Each rank has all replicated parameters, and gradients from its own rows of the batch. The collectives of
-`collect` average the gradients over the W ranks; nothing else does. The mean gradient of a matrix exists only
-on the rank that owns the matrix, and so does its state (ZeRO-2). In each phase the items go in the order of
-this table; within a kind in the order of the groups, and a group's banks from the largest matrices down:
+`collect` average the gradients over the W ranks; nothing else does. A matrix's mean gradient and state exist
+only on the rank that owns the matrix (ZeRO-2). Each phase visits the items in the order of this table, then
+in the order of the groups, and the banks of a group from the largest matrices to the smallest:
 
     work item         parameters                  collect          send         state on one rank
-    Bank              K matrices of one group     reduce_scatter   all_gather   of at most ceil(K/W) matrices
-                      with one shape and dtype;
-                      a 3-D parameter alone
-                      ... if 2K < W               reduce           broadcast    of one matrix, on K ranks
+    Bank              K matrices of one group     reduce_scatter   all_gather   for at most ceil(K/W) matrices
+                      with one shape and dtype,
+                      or one 3-D parameter
+                      ... if 2K < W               reduce           broadcast    for one matrix, on K ranks
     BankOfShards      experts, or tensor-parallel shards: see optim_fsdp.py
-    Rows              one large AdamW parameter   reduce_scatter   all_gather   of ceil(R/W) of its R rows
-    SmallParameters   small AdamW parameters      all_reduce       nothing      of all of them
+    Rows              one large AdamW parameter   reduce_scatter   all_gather   for ceil(R/W) of its R rows
+    SmallParameters   small AdamW parameters      all_reduce       nothing      for all of them
     Pipeline          matrices under FSDP2: see optim_fsdp.py
 
-    work item         buffers of a step
-    Bank              a stack of its gradients, padded to a multiple of W, and the 1/W of it that is received;
-                      both are freed before the stack of its updated matrices is made
+    work item         buffers during a step
+    Bank              a stack of its gradients, padded to a multiple of W, and the 1/W of it that this rank
+                      receives; both are freed before the stack of updated matrices is allocated
                       ... if 2K < W: K gradients, reduced in place, and later K updated matrices
-    Rows              the received 1/W of the gradient; if W does not divide R, padded copies of gradient and
-                      parameter; if comm_dtype casts the gradient, a copy of it
+    Rows              the 1/W of the gradient that this rank receives; if W does not divide R, padded copies
+                      of gradient and parameter; if comm_dtype casts the gradient, a copy of it
     SmallParameters   one flat vector of the gradients, one of the parameters
 
-All gradients are in flight at once: at most (1 + 1/W) times their padded bytes. A bank's are freed when it
-has computed; its stack of updated matrices stays until `deliver`, so in the end all updated matrices are in
-flight. The temporaries of one batch (about four times BATCH_BYTES) or of this rank's rows of one large AdamW
-parameter come on top. Each rank sends 2(W-1)/W times the bytes of the parameters per step, plus padding. A
-single process sends nothing and runs the same mathematics.
+All gradients are in flight at once, in at most (1 + 1/W) times their padded bytes. A bank's gradients are
+freed once it has computed; its stack of updated matrices stays until `deliver`, so at the end all updated
+matrices are in flight. Add the temporaries of one batch (about four times BATCH_BYTES) or of this rank's rows
+of one large AdamW parameter. Each rank sends 2(W-1)/W times the parameters' bytes per step, plus padding. A
+single process sends nothing and runs the same math.
 
-This file has, in this order: the kernels; the hyperparameters; the ranks and their collectives; parameters
+This file contains, in order: the kernels; the hyperparameters; the ranks and their collectives; parameters
 and gradients; the rule for the direction of a Muon update; the work items; the owners; the optimizers.
 `optim_groups.py` checks the param groups, and `optim_state.py` saves and loads state. `plan_muon` and
-`rule_of` import extensions when they meet their parameters: `optim_fsdp.py` (FSDP2 and, with `optim_tp.py`,
-tensor parallelism) and `optim_fused.py` (matrices with `split`). To add a rule of your own, see
-docs/optimizer.md, the page to read next to this file.
+`rule_of` import extensions only for the parameters that need them: `optim_fsdp.py` (FSDP2 and, with
+`optim_tp.py`, tensor parallelism) and `optim_fused.py` (matrices with `split`). docs/optimizer.md is the
+companion page to this file; it also shows how to add your own rule.
 """
 
 import contextvars
@@ -78,28 +78,28 @@ from nanomuon.optim_state import Place, is_sharded, like_param, local, rows_of, 
 from nanomuon.orthogonalize import orthogonalize, update_scale
 from nanomuon.runtime import compile_enabled
 
-SMALL = 16_384  # elements; AdamW parameters up to this size travel together and every rank updates them
-BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29}  # of float32 matrices that Muon works on at a time
-COMPILE_FROM = 1024  # elements; compiling a kernel for fewer does not pay
+SMALL = 16_384  # elements; AdamW parameters up to this size share a collective, and every rank updates them
+BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29}  # of float32 matrices that Muon processes at a time
+COMPILE_FROM = 1024  # elements; compiling a kernel for fewer does not pay off
 
-# Since torch 2.13 the collectives on one tensor are called *_single, and the old names warn.
+# Since torch 2.13 the single-tensor collectives are called *_single, and the old names warn.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # ------------------------------------------------------------------------------------------------------------
-# Kernels. The shapes beside their arguments are examples, such as a bank of 12 matrices of 768 x 3072. `ok`
-# is 1, or 0 if the parameter must not change: it has no gradient, or some gradient is not finite. The
-# gradient then counts as 0, and every rate is multiplied by 0. That alone would not do, since 0 times
-# infinity is NaN: torch.where keeps the old parameter. `hyper` has a group's hyperparameters as 0-D tensors,
-# so a new value recompiles nothing; options (nesterov, cautious) are Python values, and each choice is
-# compiled once. All arithmetic is in the dtype of the state, except Newton-Schulz.
+# Kernels. The shapes next to the arguments are examples, such as a bank of 12 matrices of 768 x 3072. `ok` is
+# 1, or 0 if the parameter must not change because it has no gradient or some gradient is not finite. The
+# gradient then counts as 0, and every rate is multiplied by 0. That is not enough, since 0 times infinity is
+# NaN, so torch.where keeps the old parameter. `hyper` has a group's hyperparameters as 0-D tensors, so a new
+# value triggers no recompilation; options (nesterov, cautious) are Python values, and each combination is
+# compiled once. All arithmetic except Newton-Schulz is in the dtype of the state.
 
 compile_kernels = contextvars.ContextVar("compile_kernels", default=False)  # each step sets it
 
 
 def kernel(function):
-    """Decorator. If the optimizer that is stepping compiles, and the first tensor is large enough to gain
-    from it, a compiled copy is called.
+    """Decorator: calls a compiled copy if the optimizer that is stepping compiles its kernels, and the first
+    tensor is large enough to benefit.
     """
 
     @functools.wraps(function)
@@ -114,7 +114,7 @@ def kernel(function):
 
 @functools.cache
 def compiled(function, *key):
-    """A copy of the function for every key: Dynamo compiles a code object at most eight times."""
+    """A copy of the function for each key, because Dynamo compiles a code object at most eight times."""
     code, name = function.__code__.replace(), function.__name__
     copy = types.FunctionType(code, function.__globals__, name, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -128,7 +128,7 @@ def adamw_update(
     grad,  # (32768, 768)
     exp_avg,  # (32768, 768), updated in place
     exp_avg_sq,  # (32768, 768), updated in place
-    step,  # (), this one included; or one per element, (32768, 768)
+    step,  # (), counting this step; or one per element, (32768, 768)
     ok,  # like step
     hyper,  # AdamWHyper
 ):
@@ -154,8 +154,8 @@ def muon_momentum(
 ):
     """Update the momentum, and return the matrices to orthogonalize, U (12, 768, 3072).
 
-    M <- lerp(M, G, 1 - mu) is 1 - mu times the M <- mu M + G of other projects: the same direction at
-    constant mu.
+    M <- lerp(M, G, 1 - mu) is (1 - mu) times the M <- mu M + G of other projects, so at constant mu the
+    direction is the same.
     """
     grad = torch.where(ok > 0, grad, 0).to(ok.dtype)
     if momentum_buffer is None:
@@ -179,7 +179,7 @@ def normuon(
 ):
     """The direction of the update: polar factor and second moment (NorMuon, arXiv 2510.05491).
 
-    Returns X (12, 768, 3072), in the dtype of the iteration, and its gain, (12, 1, 3072) or (12, 1, 1): their
+    Returns X (12, 768, 3072), in the dtype of the iteration, and its gain, (12, 1, 3072) or (12, 1, 1). Their
     product is the direction.
     """
     X = orthogonalize(U, coefficients, ns_steps, ns_dtype=ns_dtype)
@@ -192,16 +192,16 @@ def normuon(
 
 
 def second_moment_gain(
-    v,  # (12, 1, 3072), the mean squares of X, one per line along its longer side, as in nanochat
-    short,  # 768, the shorter side
+    v,  # (12, 1, 3072), mean squares of X, one per index of its long side, as in nanochat
+    short,  # 768, the short side
     second_momentum_buffer,  # (12, 1, 3072), updated in place
     ok,  # (12, 1, 1)
     hyper,  # MuonHyper
 ):
-    """NorMuon's scaling of X and its correction of the norm, as one factor (12, 1, 3072)."""
+    """NorMuon's scaling of X and its norm correction, combined into one factor (12, 1, 3072)."""
     second_momentum_buffer.lerp_(v, hyper.one_minus_beta2 * ok)
     s = second_momentum_buffer.clamp(min=1e-10).rsqrt()
-    # ||X||^2 and ||X s||^2 are sums over the mean squares, so X is read once
+    # ||X||^2 and ||X s||^2 are sums over the mean squares, so X is read only once
     norm_before = (v.sum(dim=(1, 2), keepdim=True) * short).sqrt()  # (12, 1, 1) Frobenius norms
     norm_after = ((v * s.square()).sum(dim=(1, 2), keepdim=True) * short).sqrt()
     return s * norm_before / norm_after.clamp(min=1e-10)
@@ -218,13 +218,13 @@ def muon_update(
     *,
     cautious,
 ):
-    """Update, and weight decay of the old values: lr * scale * weight_decay where update and parameter have
-    the same sign (cautious, the default), or lr * weight_decay everywhere (decoupled).
+    """Apply the update, and decay the old values by lr * scale * weight_decay where update and parameter have
+    the same sign (cautious, the default), or by lr * weight_decay everywhere (decoupled).
     """
     P = param.to(ok.dtype)
     X = X.to(ok.dtype) * gain
     rate = hyper.lr * scale * ok
-    if cautious:  # decay only what the update also shrinks
+    if cautious:  # decay only the entries that the update also shrinks
         decay = torch.where(X * P >= 0, P, 0) * (rate * hyper.weight_decay)
     else:
         decay = P * (hyper.lr * hyper.weight_decay * ok)
@@ -233,7 +233,7 @@ def muon_update(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Hyperparameters as the kernels get them
+# Hyperparameters, in the form that the kernels take
 
 
 class MuonHyper(NamedTuple):
@@ -253,8 +253,8 @@ class AdamWHyper(NamedTuple):
 
 
 def hyper_of(group):
-    """A param group's hyperparameters in Python's float64: float32 would lose digits of 1 - beta. ValueError
-    for impossible ones, which a schedule may have written.
+    """A param group's hyperparameters as Python floats, since float32 would lose digits of 1 - beta.
+    ValueError for invalid values, which a schedule may have written.
     """
     try:
         check_values(group)
@@ -274,10 +274,10 @@ def hyper_of(group):
 
 @dataclass
 class Transfer:
-    """A collective in flight. `wait()` returns `received`; until then it keeps alive what is sent."""
+    """A collective in flight. `wait()` returns `received`; `sent` is only kept alive until then."""
 
     received: object  # a tensor, or a list of tensors
-    handles: list = ()  # of torch.distributed, or Transfers; none in a single process
+    handles: list = ()  # from torch.distributed, or Transfers; none in a single process
     sent: object = None
 
     def wait(self):
@@ -288,11 +288,11 @@ class Transfer:
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a process group; without one, a single process, which sends nothing.
+    """The ranks of a process group, or without one a single process, which sends nothing.
 
-    Its methods are the collectives of torch.distributed. They start at once and return a Transfer; "receives"
-    is what its `wait()` returns. reduce_scatter, all_reduce and reduce average over the ranks; all_reduce
-    takes other operations, too. comm_dtype: the dtype in which gradients travel, None for their own.
+    Its methods are the collectives of torch.distributed. They start at once and return a Transfer, whose
+    `wait()` returns what "Receives" describes. reduce_scatter, all_reduce and reduce average over the ranks;
+    all_reduce also takes other operations. comm_dtype: the dtype of sent gradients, None for their own.
     """
 
     process_group: object = None
@@ -308,24 +308,24 @@ class World:
             raise ValueError(f"rank {dist.get_rank()} is not in the process group of its optimizer")
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "size", dist.get_world_size(self.process_group))
-        if self.size == 1:  # it casts nothing, like a single process
+        if self.size == 1:  # no casting, as in a single process
             object.__setattr__(self, "comm_dtype", None)
 
     @classmethod
     def default(cls, comm_dtype=None):
-        """All ranks, or this process if torch.distributed is not used."""
+        """All ranks, or a single process if torch.distributed is not initialized."""
         return cls(dist.group.WORLD, comm_dtype) if dist.is_initialized() else cls()
 
     def __deepcopy__(self, memo):
         return self
 
     def __reduce__(self):
-        """Unpickled, it is the default process group."""
+        """A process group unpickles as the default one."""
         return (World, ()) if self.process_group is None else (World.default, (self.comm_dtype,))
 
     def span(self, length, rank):
-        """(lo, hi): the ceil(length/W) of `length` rows or columns that belong to a rank. The last ranks have
-        fewer or none, as in DTensor's Shard.
+        """(lo, hi): the ceil(length/W) of `length` rows or columns that belong to a rank. The last ranks may
+        have fewer or none, as in DTensor's Shard.
         """
         each = -(-length // self.size)
         return min(length, each * rank), min(length, each * (rank + 1))
@@ -338,7 +338,7 @@ class World:
         return Transfer(received, [handle], sent)
 
     def reduce_scatter(self, tensor):
-        """tensor: (R, ...). Receives the averages of this rank's span of rows, and padding."""
+        """tensor: (R, ...). Receives the averages of this rank's span of rows, plus padding."""
         if self.size == 1:
             return Transfer(tensor)
         send = pad_rows(tensor.to(self.comm_dtype or tensor.dtype), self.size)
@@ -346,7 +346,7 @@ class World:
         return self.start(received, reduce_scatter_single, received, send, dist.ReduceOp.AVG, sent=send)
 
     def all_gather(self, tensor):
-        """tensor: (W*c, ...) with this rank's c rows in their place. Receives the same tensor, filled."""
+        """tensor: (W*c, ...) with this rank's c rows filled in. Receives the same tensor, with all rows."""
         rows = tensor.chunk(self.size)[self.rank]
         return self.start(tensor, all_gather_single, tensor, rows, sent=rows)
 
@@ -369,7 +369,7 @@ class World:
 
 
 def pad_rows(tensor, multiple):
-    """Contiguous, `tensor` first, its length a multiple of this number. Nobody reads the padding."""
+    """`tensor`, contiguous, with rows appended up to a multiple of this number. The padding is never read."""
     missing = -len(tensor) % multiple
     if not missing:
         return tensor.contiguous()
@@ -377,7 +377,7 @@ def pad_rows(tensor, multiple):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Parameters and gradients as the work items see them
+# Parameters and gradients, as the work items see them
 
 
 def has_gradient(param):
@@ -385,12 +385,12 @@ def has_gradient(param):
 
 
 def gradient_dtype(param):
-    """The dtype of a parameter's gradient, the same on ranks that have none."""
+    """The dtype of a parameter's gradient, also on a rank that has no gradient."""
     return getattr(param, "grad_dtype", None) or param.dtype  # grad_dtype: in newer PyTorch
 
 
 def gradient(param):
-    """This rank's shard of p.grad, contiguous; zeros if there is none, or only an old one of a frozen
+    """This rank's shard of p.grad, contiguous; zeros if there is no gradient, or only a stale one of a frozen
     parameter.
     """
     if not has_gradient(param):
@@ -408,19 +408,19 @@ def matrix_shape(param):
 
 
 def as_matrices(tensors):
-    """Each tensor viewed as a matrix, or copied: a convolution in channels_last has no such view."""
+    """Each tensor viewed as a matrix, or copied: a channels_last convolution has no such view."""
     return [tensor.reshape(matrix_shape(tensor)) for tensor in tensors]
 
 
 def as_batch(matrices):
-    """(k, m, n): a view of one matrix, a copy of several. A tensor is returned as it is."""
+    """(k, m, n): a view of one matrix, or a copy of several. A tensor is returned as is."""
     if isinstance(matrices, torch.Tensor):
         return matrices
     return matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(matrices)
 
 
 def write(matrices, tensors):
-    """Copy matrices into tensors with the same numbers of elements."""
+    """Copy matrices into tensors with the same number of elements."""
     views = [matrix.view(tensor.shape) for matrix, tensor in zip(matrices, tensors, strict=True)]
     torch._foreach_copy_(tensors, views)
 
@@ -431,12 +431,12 @@ def write(matrices, tensors):
 
 @dataclass(frozen=True)
 class Rule:
-    """How the (m, n) matrices of a Muon group get the direction of their update.
+    """How a Muon group computes the direction of the update of its (m, n) matrices.
 
     function(U, buffers, ok, hyper, **options) -> (X, gain), whose product is the direction. U: (k, m, n),
     what `muon_momentum` returns. buffers: {name: (k, *shape)}, the rule's state, updated in place. ok: (k, 1,
-    1), 0 for a matrix that must not change, nor its state. hyper: MuonHyper. X: (k, m, n). gain: three
-    dimensions, broadcasts to X.
+    1), 0 if a matrix and its state must not change. hyper: MuonHyper. X: (k, m, n). gain: 3-D, broadcasts to
+    X.
     """
 
     function: Callable
@@ -444,7 +444,7 @@ class Rule:
     shape: tuple  # (m, n)
     buffers: dict  # {name: shape of one matrix's state}
     scale: object  # the factor on the update, or one per row, (m, 1)
-    cost: int  # of Newton-Schulz, to balance owners
+    cost: int  # of Newton-Schulz on one matrix, to balance the owners
 
     def __call__(self, U, buffers, ok, hyper):
         return self.function(U, buffers, ok, hyper, **self.options)
@@ -453,7 +453,7 @@ class Rule:
 def rule_of(group, m, n, ns_dtype):
     """The Rule of a group's (m, n) matrices."""
     if group["split"] is not None:
-        from nanomuon import optim_fused  # an extension: imported when it is needed
+        from nanomuon import optim_fused  # an extension, imported only if needed
 
         return optim_fused.fused_rule(group, m, n, ns_dtype)
     scale, cost = update_scale(group["scale"], m, n), m * n * min(m, n)
@@ -471,12 +471,12 @@ def rule_of(group, m, n, ns_dtype):
 
 
 def call_direction(U, buffers, ok, hyper, *, direction):
-    """A user's function. It cannot put other tensors in place of its buffers: they would be lost."""
+    """Call a user's direction. The dict of buffers is read-only: a tensor put into it would be lost."""
     X, gain = direction(U, types.MappingProxyType(buffers), ok, hyper)
-    if X.shape != U.shape or gain.ndim != 3:  # they might broadcast in another way than meant
+    if X.shape != U.shape or gain.ndim != 3:  # other shapes might broadcast in an unintended way
         raise ValueError(
             f"{option_name(direction)} must return (X, gain) with X of the shape of U, {tuple(U.shape)}, "
-            f"not {tuple(X.shape)}, and gain of three dimensions, not {tuple(gain.shape)}"
+            f"not {tuple(X.shape)}, and a gain of three dimensions, not {tuple(gain.shape)}"
         )
     return X, gain
 
@@ -484,21 +484,21 @@ def call_direction(U, buffers, ok, hyper, *, direction):
 # ------------------------------------------------------------------------------------------------------------
 # The work items
 
-# Most to compute first; a Pipeline comes last, since it sends in its compute
+# The most expensive first; a Pipeline comes last because its `compute` communicates
 TURNS = ("Bank", "BankOfShards", "Rows", "SmallParameters", "Pipeline")
 
 
 class WorkItem:
-    """Parameters of one group that take a step together. An item has `params`, `group`, `places` {parameter:
+    """Parameters of one group that are updated together. An item has `params`, `group`, `places` {parameter:
     {name of its state: Place}}, the `dtype` of its state, and these phases:
 
-      collect(ok, hyper)             start to send gradients; returns a Transfer
+      collect(ok, hyper)             start sending the gradients; returns a Transfer
       compute(received, ok, hyper)   update the state, and the parameters that this rank works on
-      send()                         start to send these parameters; returns a Transfer
-      deliver(received)              write those of other ranks
+      send()                         start sending these parameters; returns a Transfer
+      deliver(received)              write the parameters that other ranks worked on
 
-    ok: 1 or 0 for each of its params, on the device. hyper: of its group. Between phases an item keeps
-    nothing but state: `step` holds what is in flight.
+    ok: 1 or 0 for each of its params, on the device. hyper: its group's. Between phases an item holds only
+    state; `MuonAdamW.step` holds the Transfers.
     """
 
     def send(self):
@@ -509,9 +509,10 @@ class WorkItem:
 
 
 class Rows(WorkItem):
-    """A large AdamW parameter. Each rank updates the rows of its span, and has state for these alone.
+    """A large AdamW parameter. Each rank updates the rows of its span, and has state for only those.
 
-    world: the ranks that share the rows; a single process for a DTensor, whose local rows are all its own.
+    world: the ranks that share the rows; a single process for a sharded DTensor, whose local rows each rank
+    updates by itself.
     """
 
     def __init__(self, param, group, world):
@@ -536,7 +537,7 @@ class Rows(WorkItem):
         return self.world.reduce_scatter(gradient(self.params[0]))
 
     def compute(self, grad, ok, hyper):
-        """grad: of this rank's rows, and padding."""
+        """grad: this rank's rows of it, plus padding."""
         self.step += ok[0]
         rows, step = local(self.params[0])[self.span], self.step.to(self.dtype)
         adamw_update(rows, grad[: len(rows)], self.exp_avg, self.exp_avg_sq, step, ok[0], hyper)
@@ -545,7 +546,7 @@ class Rows(WorkItem):
         return self.world.all_gather(pad_rows(local(self.params[0]), self.world.size))
 
     def deliver(self, rows):
-        """rows: all of the parameter's, and padding."""
+        """rows: all rows of the parameter, plus padding."""
         param = local(self.params[0])
         if rows is not param:  # it was padded
             param.copy_(rows[: len(param)])
@@ -554,7 +555,7 @@ class Rows(WorkItem):
 class SmallParameters(WorkItem):
     """Small AdamW parameters of one group as one flat vector. Every rank updates all of them.
 
-    world: the ranks to average over; a single process for DTensors, whose gradients are averaged already.
+    world: the ranks to average over; a single process for sharded DTensors, whose gradients are final.
     """
 
     def __init__(self, params, group, world):
@@ -594,17 +595,17 @@ class SmallParameters(WorkItem):
 
 
 class MuonItem(WorkItem):
-    """Matrices of one Muon group that share shape, dtype and dtype of gradients: parameters, state and the
-    rule. How they travel is up to the subclasses: `Bank`, and `Chunk` of optim_fsdp.py. A 3-D parameter is an
-    item of its own.
+    """Matrices of one Muon group with the same shape, dtype and gradient dtype: their parameters, state and
+    rule. The subclasses communicate them: `Bank`, and `Chunk` of optim_fsdp.py. A 3-D parameter is an item of
+    its own.
 
-    owners: the rank that works on each matrix, ascending. count: the matrices whose state this rank has.
+    owners: the owner of each matrix, ascending. count: the number of matrices whose state this rank has.
     """
 
     def __init__(self, params, group, rule, owners, world, count):
         self.params, self.group, self.rule, self.owners, self.world = params, group, rule, owners, world
         first = sum(owner < world.rank for owner in owners)
-        self.owned = slice(first, first + owners.count(world.rank))  # of the matrices, this rank's
+        self.owned = slice(first, first + owners.count(world.rank))  # this rank's matrices
         self.shape = matrix_shape(local(params[0]))  # (m, n)
         self.dtype, self.device = state_dtype(params[0]), params[0].device
         self.cautious = group["weight_decay_form"] == "cautious"
@@ -622,7 +623,7 @@ class MuonItem(WorkItem):
         return f"bank of {len(self.owners)} {'x'.join(map(str, self.shape))}"
 
     def tensors(self, of):
-        """of(param) of every parameter, where `of` is `local` or `gradient`; batches of matrices unbound."""
+        """of(param) for every parameter, where `of` is `local` or `gradient`; 3-D ones become matrices."""
         tensors = []
         for param in self.params:
             tensor = of(param)
@@ -630,7 +631,7 @@ class MuonItem(WorkItem):
         return tensors
 
     def batches(self):
-        """Slices of the owned matrices, each within BATCH_BYTES."""
+        """Slices of the owned matrices, each of at most BATCH_BYTES or of one matrix."""
         count = self.owned.stop - self.owned.start
         batch_bytes = BATCH_BYTES.get(self.device.type, BATCH_BYTES["cuda"])
         most = max(1, batch_bytes // (4 * math.prod(self.rule.shape)))
@@ -640,9 +641,9 @@ class MuonItem(WorkItem):
 class Bank(MuonItem):
     """A MuonItem whose owners receive the mean gradients of whole matrices.
 
-    All matrices travel as one stack, in which each rank has ceil(K/W) slots; its matrices fill the first
-    ones, and nobody reads the others. If that would more than double the bytes, as with 3 matrices on 8
-    ranks, each matrix is reduced to its owner and broadcast from it instead.
+    All matrices are sent as one stack, in which each rank has ceil(K/W) slots; its matrices fill the first
+    ones, and the others are never read. If that would more than double the bytes, as with 3 matrices on 8
+    ranks, each matrix is instead reduced to its owner and broadcast from it.
     """
 
     def __init__(self, params, group, rule, owners, world):
@@ -651,12 +652,12 @@ class Bank(MuonItem):
         self.slots, self.slot_count = list(range(len(owners))), len(owners)
         if not self.one_by_one:
             each = -(-len(owners) // world.size)
-            # The owner's first slot, and the matrix's position among the owner's
+            # The owner's first slot, plus the matrix's position among the owner's matrices
             self.slots = [owner * each + i - owners.index(owner) for i, owner in enumerate(owners)]
             self.slot_count = each * world.size
 
     def place(self, i, name, buffer):
-        """The Place of a state tensor of the i-th parameter. buffer: the tensors of the owned matrices."""
+        """The Place of a state tensor of the i-th parameter. buffer: this state of all owned matrices."""
         param, world = self.params[i], self.world
         if param.ndim == 3:  # its matrices are divided among the ranks like rows
             return rows_of(param, buffer, world)
@@ -674,8 +675,8 @@ class Bank(MuonItem):
         return stack
 
     def collect(self, ok, hyper):
-        """A Transfer of the mean gradients of the owned matrices: (k, m, n) and padding; in one process a
-        list.
+        """A Transfer of the mean gradients of the owned matrices: (k, m, n) plus padding, or a list in a
+        single process.
         """
         grads = as_matrices(self.tensors(gradient))
         if self.world.size == 1:
@@ -687,10 +688,10 @@ class Bank(MuonItem):
         return Transfer(stack[self.owned], transfers, stack)
 
     def compute(self, grads, ok, hyper):
-        """The mathematics of the owned matrices, a batch at a time."""
+        """Update the owned matrices, one batch at a time."""
         tensors = self.tensors(local)[self.owned]
         params = as_matrices(tensors)
-        # A 3-D parameter is alone in its bank: one number for all of its matrices
+        # A 3-D parameter has a bank of its own, with one number for all of its matrices
         ok = ok.expand(len(self.owners))[self.owned].view(-1, 1, 1).to(self.dtype)  # (k, 1, 1)
         for batch in self.batches():
             G, P, ok_batch = as_batch(grads[batch]), as_batch(params[batch]), ok[batch]
@@ -703,7 +704,7 @@ class Bank(MuonItem):
                 write(P.unbind(), tensors[batch])
 
     def send(self):
-        """A Transfer of all matrices, updated: a list, in one process empty."""
+        """A Transfer of all updated matrices: a list, empty in a single process."""
         if self.world.size == 1:
             return Transfer([])
         params = as_matrices(self.tensors(local))
@@ -724,10 +725,10 @@ class Bank(MuonItem):
 
 
 def assign_owners(count, cost, owned_cost):
-    """The rank that works on each of `count` equal matrices, ascending: as evenly as whole matrices allow.
+    """The owner of each of `count` equal matrices, ascending: as evenly divided as whole matrices allow.
 
-    cost: of one matrix. owned_cost: the cost that each rank has already, to which this adds. The ranks with
-    the least get the remainder. Depends on these alone, so all ranks find the same owners.
+    cost: of one matrix. owned_cost: what each rank already owns, updated in place. The ranks with the least
+    get the remainder. The result depends only on these arguments, so all ranks find the same owners.
     """
     even, left_over = divmod(count, len(owned_cost))
     ranks = list(range(len(owned_cost)))
@@ -744,51 +745,49 @@ def assign_owners(count, cost, owned_cost):
 class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     """Muon and AdamW in one process.
 
-    param_groups: dicts with `kind` ("muon" | "adamw"), `params`, for muon lr, momentum, ns_steps, beta2,
-    weight_decay and any of optim_groups.MUON_OPTIONS, for adamw lr, betas, eps, weight_decay. `beta2=None`:
-    no second moment. `momentum=None`: U is the gradient, for rules with momentum of their own.
+    param_groups: dicts with `kind` ("muon" | "adamw") and `params`; for muon also lr, momentum, ns_steps,
+    beta2, weight_decay and any of optim_groups.MUON_OPTIONS; for adamw lr, betas, eps, weight_decay.
+    `beta2=None`: no second moment. `momentum=None`: U is the gradient, for rules with their own momentum.
     `ns_steps=None`: as many as the coefficient set has. `names`, aligned with params, or (name, parameter)
-    pairs in params name the state when it is saved; default group{i}.{j}. Other keys are kept for their user.
-    Rates, momenta, betas, eps and decays may change at any time, on all ranks alike. After the first step
-    parameters and other options may not, nor may a momentum or beta2 become None or stop being None.
-    ValueError at construction for what is misspelled or missing, at the first step for parameters sharded in
-    unsupported ways.
+    pairs in params name the saved state; default group{i}.{j}. Other keys are yours to use. Rates, momenta,
+    betas, eps and decays may change at any time, identically on all ranks. After the first step parameters
+    and other options may not change, nor may a momentum or beta2 become None or stop being None.
+    ValueError at construction for misspelled or missing keys, and at the first step for unsupported sharding.
 
-    ns_dtype: the dtype of Newton-Schulz. None: half precision on GPUs, float32 on CPUs; torch.bfloat16 (on
+    ns_dtype: the dtype of Newton-Schulz. None: half precision on GPUs, float32 on CPUs. torch.bfloat16 (on
     GPUs float16 in the Gram form) is about twice as fast on CPUs that multiply it natively, and several times
     slower on others. All other arithmetic is float32, or float64 for float64 parameters.
 
-    compile: whether to compile the kernels: True, False, or "auto", on GPUs only. The environment variable
+    compile: whether to compile the kernels: True, False, or "auto" (on GPUs only). The environment variable
     NANOMUON_COMPILE overrides it. world: the ranks that share the work (DistMuonAdamW).
 
-    Parameters without a gradient, or that no longer require one, are skipped: parameter, state and step count
-    do not change. `p.grad` is never written. If the norm of a gradient is not finite on some rank, the step
-    changes nothing on any, and `skipped_steps`, a 0-D tensor, counts it.
+    A parameter that has no gradient, or no longer requires one, is skipped: parameter, state and step count
+    do not change. `p.grad` is never modified. If the norm of a gradient is not finite on some rank, the step
+    changes nothing on any rank, and `skipped_steps`, a 0-D tensor, counts it.
     """
 
     def __init__(self, param_groups, *, compile="auto", ns_dtype=None, world=None):
         if ns_dtype not in (None, torch.float32, torch.bfloat16):
-            raise ValueError(f"ns_dtype is None, torch.float32 or torch.bfloat16, not {ns_dtype!r}")
+            raise ValueError(f"ns_dtype must be None, torch.float32 or torch.bfloat16, not {ns_dtype!r}")
         self.compile, self.ns_dtype, self.world = compile, ns_dtype, world or World()
         self.reset_plan()
         self.skipped_steps = None
         super().__init__(param_groups, {})
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.check_and_broadcast(self.param_groups)
-        # Schedulers check the defaults for what they may cycle: OneCycleLR writes group["momentum"]
+        # Schedulers look in the defaults for what they may cycle: OneCycleLR writes group["momentum"]
         if all(group.get("momentum", 0) is not None for group in self.param_groups):
             self.defaults["momentum"] = 0.95
 
     @classmethod
     def for_model(cls, model, lr=3e-4, weight_decay=0.01, *, muon_lr=None, **settings):
-        """An optimizer of all parameters that require gradients, with defaults for transformers of any width.
-
-        Parameters that are unfrozen later go to `add_param_group`.
+        """An optimizer for all parameters that require gradients, with defaults for transformers of any
+        width. If you unfreeze parameters later, pass them to `add_param_group`.
 
         Muon's updates are scaled to the rms of AdamW's (`match_rms_adamw`, Moonlight, arXiv 2502.16982), so
-        that one rate serves both; muon_lr: another one for the matrices. Weight decay is AdamW's, decoupled.
-        `optim_groups.routing_table(model)` shows how each parameter is trained. settings: further keywords of
-        the constructor.
+        that one rate serves both; muon_lr sets another rate for the matrices. Weight decay is decoupled, as
+        in AdamW. `optim_groups.routing_table(model)` shows how each parameter is trained. settings: other
+        keywords of the constructor.
         """
         muon = dict(
             lr=lr if muon_lr is None else muon_lr,
@@ -804,7 +803,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
 
     def add_param_group(self, group):
         super().add_param_group(check_group(group, self.param_groups))
-        if self.skipped_steps is not None:  # not while the constructor adds the first ones
+        if self.skipped_steps is not None:  # not while the constructor adds the first groups
             self.check_and_broadcast(self.param_groups[-1:])
 
     @torch.no_grad()
@@ -824,8 +823,8 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     def step(self, closure=None, *, finite=True):
         """One update from the gradients in `p.grad`. Returns the closure's loss, if there is one.
 
-        finite: whether the loss is finite, a bool or a 0-D tensor, for which the host does not wait. False on
-        some rank skips the step on all, as a gradient that is not finite does.
+        finite: whether the loss is finite, a bool or a 0-D tensor, which the host does not wait for. False on
+        some rank skips the step on all ranks, as a gradient that is not finite does.
         """
         with torch.enable_grad():
             loss = closure() if closure else None
@@ -838,13 +837,13 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
             ok = self.agree(finite)
             hyper = self.hyperparameters()
             in_flight = {}
-            # All gradients are under way before any is waited for
+            # Start sending all gradients before waiting for any
             for item in self.work_items:
                 with record_function(f"collect {item}"):
                     in_flight[item] = item.collect(ok[item], hyper[item])
-            # Results travel while the next items compute. FSDP2's pipeline comes last: its first transfer
-            # travels while all other items compute. Its later ones start and end inside its `compute`, and so
-            # do those of tensor parallelism.
+            # Results are in flight while the next items compute. FSDP2's pipeline comes last, so that its
+            # first transfer is in flight while all other items compute. Its later transfers start and end
+            # inside its `compute`, and so do those of tensor parallelism.
             for item in self.work_items:
                 with record_function(f"compute {item}"):
                     item.compute(in_flight.pop(item).wait(), ok[item], hyper[item])
@@ -858,9 +857,9 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         """{item: one number for each of its params, on the device}, the same on all ranks: 1 if this step
         changes the parameter, else 0.
 
-        A step changes a parameter that has a gradient on some rank, but only if every gradient on every rank
-        is finite, and so is every loss (`finite`). This comes before `collect` because FSDP2 updates momentum
-        before it sends. A GPU's host does not wait for the answer.
+        A step changes a parameter that has a gradient on some rank, but only if every gradient and every loss
+        (`finite`) on every rank is finite. This comes before `collect` because FSDP2's pipeline updates
+        momentum before it sends. With a GPU, the host does not wait for the answer.
         """
         params = [param for item in self.work_items for param in item.params]
         device = self.skipped_steps.device
@@ -883,7 +882,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         hypers = [hyper_of(item.group) for item in self.work_items]
         values = [value for hyper in hypers for value in hyper]
         vector = torch.tensor(values, dtype=self.dtype, device="cpu")  # not on the default device
-        # The host does not wait for a copy of so few bytes, even from pageable memory
+        # The host does not wait for such a small copy, even from pageable memory
         vector = vector.to(self.skipped_steps.device, non_blocking=True)
         parts = vector.split([len(hyper) for hyper in hypers])
         on_device = {}
@@ -895,16 +894,16 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
 
     def reset_plan(self):
         self.planned = []  # (id, fixed options, ids of parameters) of each planned group
-        self.dtype = torch.float32  # the widest of the work items
-        self.work_items = []  # in the order of their collectives, which all ranks share
+        self.dtype = torch.float32  # the widest dtype of the work items
+        self.work_items = []  # in the order of their collectives, the same on all ranks
         self.places = {}  # parameter -> {name of its state: Place}
-        self.owned_cost = {}  # World -> what each of its ranks owns, see assign_owners
+        self.owned_cost = {}  # World -> the cost of what each of its ranks owns, see assign_owners
 
     @torch.no_grad()
     def plan(self):
         """Divide the groups into work items, each group once, when it is first needed.
 
-        Before that accelerate may move the model, and FSDP2 replace its parameters in the groups. Afterwards
+        Until then accelerate may move the model, and FSDP2 may replace parameters in the groups. Afterwards
         this only compares: ValueError if parameters, options or state are not those that were planned.
         """
         now = [
@@ -925,14 +924,14 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         optim_state.check_places(self)
 
     def plan_group(self, group):
-        """Work items for one group. Owners depend only on this group and earlier ones, so a copy, or a
-        resumed run to which groups were added later, finds the same ones.
+        """Plan the work items of one group. Owners depend only on this group and earlier ones, so a copy, or
+        a resumed run that adds groups later, finds the same owners.
         """
         params = []
         for name, param in zip(group["names"], group["params"], strict=True):
             if self.world.size == 1 and is_sharded(param):
                 raise ValueError(f"{name} is a sharded DTensor: use DistMuonAdamW")
-            if param.numel():  # without elements there is nothing to train
+            if param.numel():  # an empty parameter has nothing to train
                 params.append(param)
         if not params:
             return
@@ -948,7 +947,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     def plan_adamw(self, group, params):
         items, small = [], {}
         for param in params:
-            world = World() if is_sharded(param) else self.world  # each rank updates its shard by itself
+            world = World() if is_sharded(param) else self.world  # each rank updates its own shard
             if param.numel() > SMALL:
                 items.append(Rows(param, group, world))
             else:
@@ -964,17 +963,17 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
             if is_sharded(param):
                 sharded.append(param)
             else:
-                alone = id(param) if param.ndim == 3 else None  # a batch of matrices is its own bank
+                alone = id(param) if param.ndim == 3 else None  # a 3-D parameter has its own bank
                 key = matrix_shape(param), param.dtype, gradient_dtype(param), alone
                 banks.setdefault(key, []).append(param)
         items = []
         if sharded:
-            from nanomuon import optim_fsdp  # an extension: imported when it is needed
+            from nanomuon import optim_fsdp  # an extension, imported only if needed
 
             items += optim_fsdp.plan_sharded(self, group, sharded)
         for key in sorted(banks, key=lambda key: -math.prod(key[0])):
             params_together, rule = banks[key], rule_of(group, *key[0], self.ns_dtype)
-            if params_together[0].ndim == 3:  # even blocks: its state is divided like DTensor's Shard(0)
+            if params_together[0].ndim == 3:  # blocks of matrices, like DTensor's Shard(0), as is its state
                 count = len(params_together[0])
                 owners = [i // -(-count // self.world.size) for i in range(count)]
             else:
@@ -985,19 +984,19 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
 
 
 class DistMuonAdamW(MuonAdamW):
-    """MuonAdamW over the ranks of a process group, as the table at the top of this file says. All ranks must
-    have the same groups, which the constructor checks.
+    """MuonAdamW over the ranks of a process group, as described at the top of this file. All ranks must have
+    the same groups, which the constructor checks.
 
-    process_group: default all ranks; without torch.distributed a world of one, which does what MuonAdamW
-    does. It must contain the ranks of all device meshes. The constructor and `add_param_group` are
-    collective. comm_dtype: float32 or bfloat16, in which gradients are reduced, and in which FSDP2's matrices
-    travel both ways; default the gradient's own. Under DistributedDataParallel, which averages the gradients,
+    process_group: defaults to all ranks; without torch.distributed it is a world of one, which does what
+    MuonAdamW does. It must contain the ranks of all device meshes. The constructor and `add_param_group` are
+    collective. comm_dtype: float32 or bfloat16, in which gradients are reduced, and FSDP2's matrices are sent
+    both ways; defaults to the gradient's own. Under DistributedDataParallel, which averages the gradients,
     use MuonAdamW.
 
-    Replicated parameters start with rank 0's values (copies of sharded ones must be equal already), and after
+    Replicated parameters start with rank 0's values (copies of sharded ones must already be equal), and after
     every step they are bitwise the same on all ranks, as long as all ranks give a group the same
-    hyperparameters. The update uses the mean of `p.grad` over ranks; `p.grad` itself stays as it is. DTensors
-    that are sharded over a device mesh (FSDP2, tensor parallelism) are updated as shards, see optim_fsdp.py.
+    hyperparameters. The update uses the mean of `p.grad` over ranks; `p.grad` itself does not change.
+    DTensors sharded over a device mesh (FSDP2, tensor parallelism) are updated as shards, see optim_fsdp.py.
     """
 
     def __init__(self, param_groups, process_group=None, comm_dtype=None, *, compile="auto", ns_dtype=None):

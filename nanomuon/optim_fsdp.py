@@ -1,20 +1,20 @@
 """Muon on parameters that are sharded (DTensors), modeled on Motif's parallel Muon; extends `optim.py`.
 
-A DTensor that is whole on every rank counts as replicated. Otherwise its gradient counts as final (FSDP2 has
-averaged it; in tensor parallelism it is exact, and the loop averages it over data-parallel ranks), and
-momentum and AdamW's moments are sharded like it. The dimension of the device mesh that shards the matrices
-decides how they are updated:
+A DTensor that is whole on every rank counts as replicated. The gradient of any other DTensor counts as final
+(FSDP2 has averaged it; in tensor parallelism it is exact, and the loop averages it over data-parallel ranks),
+and its momentum or AdamW moments are sharded like the parameter. How its matrices are updated depends on what
+is sharded, and by which dimension of the device mesh:
 
-  the experts of (E, m, n)    whole matrices on every rank: nothing moves
-  a dimension called "tp"     tensor parallelism: the ranks orthogonalize together (`optim_tp.py`)
-  any other (FSDP2)           data parallelism: each matrix has an owner, to which an all_to_all brings its
-                              shards; a second one returns the shards of its update
+  the experts of (E, m, n)       every rank has whole matrices: nothing is sent
+  matrices, by one called "tp"   tensor parallelism: the ranks orthogonalize jointly (`optim_tp.py`)
+  matrices, by another (FSDP2)   data parallelism: each matrix has an owner; an all_to_all sends it the
+                                 shards, and a second one returns the shards of the update
 
 The first two are a `Bank` of this rank's shards. The third is a `Pipeline`, one work item made of chunks of
 same-shaped matrices. Momentum, weight decay and update are elementwise and happen on the shards; the rule,
-which needs whole matrices, runs at their owner. With the shards of an update, the owner returns the rule's
-state as raw bytes. So every rank has all of the rule's state, and it is saved like any state that is whole on
-every rank. That costs each rank a vector per matrix for NorMuon, or what a direction of your own declares.
+which needs whole matrices, runs on their owner. Along with the shards of an update, the owner returns the
+rule's state as raw bytes. So every rank has all of the rule's state, and it is saved like any replicated
+state. For NorMuon that costs each rank a vector per matrix, and for your own direction the state it declares.
 
 With W ranks, a rank sends 2(W-1)/W times the bytes of its shards, and the state of the matrices that it owns
 to each of the W-1 others.
@@ -60,11 +60,11 @@ def is_tensor_parallel(mesh, axis):
 
 @dataclass
 class Sharding:
-    """How a Muon parameter is sharded, and what is computed of its matrices.
+    """How a Muon parameter is sharded, and the rule for its matrices.
 
     shape: (m, n) of the rule's input: the whole matrix, or a tensor-parallel rank's shard of it.
-    data_parallel: the World of FSDP2, or None; dim: what FSDP2 shards, 1 for rows, 2 for columns. blocks: how
-    many blocks tensor parallelism orthogonalizes separately; 1 unless its mode is blockwise.
+    data_parallel: FSDP2's World, or None; dim: what FSDP2 shards, 1 for rows, 2 for columns. blocks: how many
+    blocks tensor parallelism orthogonalizes separately; 1 unless its mode is blockwise.
     """
 
     shape: tuple
@@ -75,7 +75,7 @@ class Sharding:
 
 
 def sharding_of(param, group, comm_dtype, ns_dtype):
-    """The Sharding of a Muon parameter. ValueError for an unsupported one."""
+    """The Sharding of a Muon parameter. ValueError if it is not supported."""
     batch, mesh = int(param.ndim == 3), param.device_mesh
     shape = m, n = matrix_shape(param)
     data_parallel, dim, tp = None, 0, None
@@ -87,10 +87,10 @@ def sharding_of(param, group, comm_dtype, ns_dtype):
         cut_dim, world = placement.dim + 1 - batch, World(mesh.get_group(axis), comm_dtype)
         possible = cut_dim in ((1, 2) if param.ndim < 4 else (1,))  # a convolution is (out, rest)
         if is_tensor_parallel(mesh, axis):
-            # After tensor parallelism FSDP2 makes a _StridedShard, which is no Shard
+            # FSDP2 after tensor parallelism makes a _StridedShard, which is not a Shard
             if dim == cut_dim and sum(isinstance(each, Shard) for each in param.placements) > 1:
                 raise ValueError(
-                    "sharded by data and then by tensor parallelism: call parallelize_module before "
+                    "sharded by data parallelism before tensor parallelism: call parallelize_module before "
                     "fully_shard"
                 )
             tp = optim_tp.Cut(world, cut_dim, shape[cut_dim - 1])
@@ -107,7 +107,7 @@ def sharding_of(param, group, comm_dtype, ns_dtype):
     mode = optim_tp.choose_mode(group, shape, tp.dim, tp.world)
     lo, hi = tp.world.span(tp.length, tp.world.rank)
     held = (hi - lo, n) if tp.dim == 1 else (m, hi - lo)
-    if mode == "blockwise":  # each block is its own matrix
+    if mode == "blockwise":  # each block is a matrix of its own
         rule = rule_of(group, *held, ns_dtype)
         return Sharding(held, rule, data_parallel, dim, blocks=tp.world.size)
     make_rule = optim_tp.duplicated if mode == "duplicated" else optim_tp.distributed
@@ -121,13 +121,13 @@ def sharding_of(param, group, comm_dtype, ns_dtype):
 def plan_sharded(optimizer, group, params):
     """The work items of the sharded parameters of a Muon group."""
     names = dict(zip(group["params"], group["names"], strict=True))
-    same = {}  # what must be equal -> (sharding, parameters)
+    same = {}  # what must be the same -> (sharding, parameters)
     for param in params:
         try:
             sharding = sharding_of(param, group, optimizer.world.comm_dtype, optimizer.ns_dtype)
         except ValueError as error:
             raise ValueError(f"{names[param]}: {error}") from None
-        alone = id(param) if param.ndim == 3 else None  # a batch of matrices is its own bank
+        alone = id(param) if param.ndim == 3 else None  # a 3-D parameter has its own bank
         layout = param.device_mesh, tuple(param.placements)
         key = matrix_shape(param), layout, param.dtype, gradient_dtype(param), alone
         same.setdefault(key, (sharding, []))[1].append(param)
@@ -138,7 +138,7 @@ def plan_sharded(optimizer, group, params):
             continue
         size = chunk_size(sharding, params_together[0].device)
         chunks += [(params_together[lo : lo + size], sharding) for lo in range(0, len(params_together), size)]
-    # The most expensive matrices are assigned first, and go first in the pipeline
+    # The most expensive matrices get their owners first, and are first in the pipeline
     chunks.sort(key=lambda chunk: -chunk[1].rule.cost)
     pipelines = {}  # one per dtype of the state, since an item has one dtype
     for params_together, sharding in chunks:
@@ -162,15 +162,15 @@ def chunk_size(sharding, device):
 
 
 class OfShards:
-    """Where the state of sharded matrices lives."""
+    """Mixin that knows where the state of sharded matrices lives."""
 
     def place(self, i, name, buffer):
-        """The Place of a state tensor of the i-th parameter; buffer: those of all parameters."""
+        """The Place of a state tensor of the i-th parameter. buffer: this state of all parameters."""
         param, blocks = self.params[i], self.sharding.blocks
         tensor, batch = (buffer, 1) if param.ndim == 3 else (buffer[i], 0)
         if name == "momentum_buffer":
             return like_param(param, tensor.view(local(param).shape))
-        # The rule's state: whole on every rank, unless the ranks have different experts, or blocks
+        # The rule's state is whole on every rank, unless the ranks have different experts or blocks
         placements = [Replicate()] * param.device_mesh.ndim
         for axis, placement in enumerate(param.placements):
             if batch and not placement.is_replicate() and placement.dim == 0:
@@ -188,8 +188,8 @@ class OfShards:
 
 
 class BankOfShards(OfShards, Bank):
-    """A bank in which every rank works on what it has: whole experts, or shards of matrices that tensor
-    parallelism orthogonalizes together.
+    """A bank in which every rank works on what it has: whole experts, or its shards of matrices that the
+    ranks of tensor parallelism orthogonalize jointly.
     """
 
     def __init__(self, params, group, sharding):
@@ -201,8 +201,8 @@ class BankOfShards(OfShards, Bank):
 class Chunk(OfShards, MuonItem):
     """K matrices that go through the pipeline together, of which this rank owns k.
 
-    A shard is some lines of its matrix: rows, or columns if `dim` is 2. In transfers, matrices and shards
-    have their lines first: (matrices, lines, length of a line).
+    A shard consists of lines of its matrix: rows, or columns if `dim` is 2. Transfers are laid out line by
+    line: (matrices, lines, length of a line).
     """
 
     def __init__(self, params, group, sharding, owners):
@@ -220,7 +220,7 @@ class Chunk(OfShards, MuonItem):
 
     def send_U(self, ok, hyper):
         """Update the momentum of all shards, and send U to the owners. ok: (K, 1, 1). Receives U of the owned
-        matrices, a list with the lines (k, lines, length) from each rank.
+        matrices, as a list of the lines (k, lines, length) from each rank.
         """
         grads = torch.stack(as_matrices(self.tensors(gradient)))
         buffer = self.buffers.get("momentum_buffer")
@@ -235,8 +235,8 @@ class Chunk(OfShards, MuonItem):
 
     def send_back(self, parts, ok, hyper):
         """Apply the rule to the owned matrices, and send each rank its shards of the directions, with the
-        rule's state of these matrices. parts: of U. Receives bytes: (K, those of a shard and of its matrix's
-        state).
+        rule's state of these matrices. parts: U, as `send_U` received it. Receives flat bytes: for each of
+        the K matrices, this rank's shard and the matrix's state.
         """
         U = torch.cat(parts, dim=1).transpose(1, self.dim).to(self.dtype)  # (k, m, n)
         owned = {name: buffer[self.owned] for name, buffer in self.rule_buffers.items()}
@@ -253,9 +253,9 @@ class Chunk(OfShards, MuonItem):
         return self.world.all_to_all(torch.cat(to_ranks), [len(each) for each in to_ranks], receive)
 
     def update_shards(self, received, ok, hyper):
-        """Weight decay and update of all shards. Stores the rule's state of all matrices."""
+        """Apply weight decay and update to all shards, and store the rule's state of all matrices."""
         fields = received.view(len(self.params), -1).split(self.bytes_per_matrix(), dim=1)
-        # Flat copies are aligned, as views of another dtype need it
+        # Flat copies are aligned, as a view in another dtype requires
         X, *state = [field.clone().flatten() for field in fields]
         del received, fields
         for buffer, values in zip(self.rule_buffers.values(), state, strict=True):
@@ -267,20 +267,20 @@ class Chunk(OfShards, MuonItem):
         write(P.unbind(), tensors)
 
     def bytes_per_matrix(self):
-        """Of this rank's shard in transfers, and of each buffer of the rule."""
+        """The bytes of this rank's shard in a transfer, and of each buffer of the rule."""
         shard = self.lines[self.world.rank] * self.length * self.wire_dtype.itemsize
         return [shard, *[buffer[:1].nbytes for buffer in self.rule_buffers.values()]]
 
 
 def as_bytes(tensor):
-    """(k, bytes) of a tensor (k, ...)."""
+    """A tensor (k, ...) as (k, bytes)."""
     return tensor.reshape(len(tensor), math.prod(tensor.shape[1:])).view(torch.uint8)
 
 
 class Pipeline(WorkItem):
-    """All chunks of one group and dtype of state as one work item. In round i, chunk i + 1 updates its
-    momentum and sends U, chunk i computes and sends back, and chunk i - 1 is updated: at most three chunks
-    have transfers in memory. U of chunk 0 travels while the other work items compute.
+    """All chunks of one group and state dtype as one work item. In round i, chunk i + 1 updates its momentum
+    and sends U, chunk i computes and sends back, and chunk i - 1 is updated, so at most three chunks have
+    transfers in memory. U of chunk 0 is in flight while the other work items compute.
     """
 
     def __init__(self, chunks, group):
@@ -303,7 +303,7 @@ class Pipeline(WorkItem):
     def compute(self, parts, ok, hyper):
         ok, chunks = self.ok_of_chunks(ok), self.chunks
         arriving, returning = {0: Transfer(parts)}, {}
-        del parts  # `arriving` holds them until they are popped; this name would hold them to the end
+        del parts  # `arriving` holds them until they are popped; this name would hold them until the end
         for i in range(len(chunks) + 1):
             if i + 1 < len(chunks):
                 arriving[i + 1] = chunks[i + 1].send_U(ok[i + 1], hyper)

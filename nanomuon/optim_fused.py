@@ -1,7 +1,7 @@
-"""Fused matrices (QKV, heads), whose parts are orthogonalized one by one: an extension of `optim.py`.
+"""Fused matrices (QKV, heads), whose parts are orthogonalized separately: an extension of `optim.py`.
 
-Parts are independent matrices: each has its own second moment and the scale of its own shape. Their second
-moments are concatenated, (S, 1), so a fused parameter has one state tensor per name like any other.
+Parts are independent matrices: each has its own second moment, and the scale for its own shape. Their second
+moments are concatenated, (S, 1), so a fused parameter has one state tensor per name, like any other.
 """
 
 import math
@@ -23,11 +23,11 @@ def fused_normuon(
     shapes,
     **options,
 ):
-    """The directions of all parts, put together: X times the gain of each part, and ones.
+    """The directions of all parts, concatenated: X times the gain of each part, with a gain of ones.
 
     of_part: `optim.normuon`, or `optim_tp.normuon_together`, called for each part with the options. split:
-    (heads, groups, rows) of `split_rows`: `heads` equal matrices, each of `groups` equal blocks, each with
-    rows[i] rows of part i. shapes: of the second moments of the parts.
+    (heads, groups, rows) from `split_rows`: `heads` equal matrices, each of `groups` equal blocks, each with
+    rows[i] rows of part i. shapes: the shapes of the parts' second moments.
     """
     heads, groups, rows = split
     k, n = len(U), U.size(2)
@@ -47,7 +47,7 @@ def fused_normuon(
 
 
 def fused_rule(group, m, n, ns_dtype):
-    """The optim.Rule of a group with `split`, for parameters of m rows."""
+    """The optim.Rule of a group with `split`, for (m, n) parameters."""
     heads, groups, rows = split = split_rows(group["split"], m)
     without_split = dict(group, split=None)
     parts = [optim.rule_of(without_split, groups * each, n, ns_dtype) for each in rows]

@@ -1,7 +1,7 @@
-"""Param groups: what each kind needs, which parameter is trained by which kind, and whether ranks agree.
+"""Param groups: what each kind requires, which kind trains which parameter, and whether ranks agree.
 
-Muon takes the matrices between hidden layers; AdamW takes the rest. `route` decides by the module that
-holds a parameter, its name and its shape; `routing_table` prints the decisions for a model.
+Muon trains the matrices between hidden layers; AdamW trains the rest. `route` decides by a parameter's
+module, name and shape; `routing_table` lists the decisions for a model.
 """
 
 import difflib
@@ -20,12 +20,12 @@ REQUIRED = {
     "adamw": frozenset({"lr", "betas", "eps", "weight_decay"}),
 }
 MUON_OPTIONS = {
-    "nesterov": True,  # False: orthogonalize the momentum itself, without looking ahead
+    "nesterov": True,  # False: orthogonalize the momentum itself, without the look-ahead
     "coefficients": "polar_express",  # a name in orthogonalize.COEFFICIENTS, or a list of (a, b, c)
     "scale": "shape",  # see orthogonalize.update_scale
     "weight_decay_form": "cautious",  # or "decoupled"
     "split": None,  # the parts of a fused matrix, see split_rows
-    "direction": None,  # a function of your own instead of the polar factor, see optim.Rule
+    "direction": None,  # your own function instead of the polar factor, see optim.Rule
     "tensor_parallel": None,  # or "duplicated", "distributed", "blockwise", see optim_tp.py
 }
 CHOICES = {
@@ -40,12 +40,12 @@ NOT_MUON = (
     "wte",
     "value_embeds",
     "lm_head",
-    "output.weight",  # a head if it is a layer by itself; BERT's `output.dense` is a hidden one
+    "output.weight",  # a layer called `output` is a head; BERT's `output.dense` is a hidden layer
     "mhc_attn",
     "mhc_ffn",
     "lambda_proj",
-    "A_log",  # Mamba's decay per channel and state, which multiplies element by element
-    # The magnitudes of torch's weight_norm, (m, 1), new and old
+    "A_log",  # Mamba's decay per channel and state, which multiplies elementwise
+    # The (m, 1) magnitudes of torch's weight_norm, new and old
     "parametrizations.weight.original0",
     "weight_g",
 )
@@ -60,8 +60,8 @@ CONVOLUTIONS = (
 
 
 def clean_name(name):
-    """The name without wrapper components: `a._orig_mod.b` and `a.b` are the same parameter, and so is
-    `module.a.b`, as DistributedDataParallel calls it.
+    """The name without components that wrappers add: `a._orig_mod.b` and `a.b` are the same parameter, and so
+    is `module.a.b`, as DistributedDataParallel calls it.
     """
     parts = [part for part in name.split(".") if part not in WRAPPERS]
     while parts[0] == "module" and len(parts) > 1:
@@ -77,11 +77,11 @@ def matches(name, key):
 
 
 def find_heads(model):
-    """The nn.Linear modules whose output is the vocabulary or the classes.
+    """The nn.Linear modules whose outputs are the vocabulary or the classes.
 
-    A linear layer is a head if no module takes its m outputs (none has in_features, embedding_dim or
+    A linear layer with m outputs is a head if no module takes them (none has in_features, embedding_dim or
     normalized_shape m), and m is the number of rows of an nn.Embedding or the layer has the last matrix of
-    the model. Convolutions do not count: an image with 3 colours does not take the outputs of 3 classes.
+    the model. Convolutions are ignored: one on 3 color channels does not take the outputs of a 3-class head.
     """
     widths, vocabularies = set(), set()
     for module in model.modules():
@@ -102,14 +102,14 @@ def find_heads(model):
 
 
 def not_hidden_matrices(model):
-    """{parameter: why} of those whose module keeps them from Muon."""
+    """{parameter: why}: the parameters that Muon must not train because of their module."""
     reasons = {}
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             reasons.update(dict.fromkeys(module.parameters(), "weight of an nn.Embedding"))
     for head in find_heads(model):
         for param in head.parameters():
-            # A head that is tied to an embedding is already in it
+            # A head that is tied to an embedding already has its reason
             reasons.setdefault(param, f"head: no module takes its {head.out_features} outputs")
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -125,23 +125,23 @@ def not_hidden_matrices(model):
             if 1 < module.groups == module.in_channels:
                 reasons[param] = "depthwise convolution: each channel by itself"
             elif param.ndim == 3:
-                # (out, in, k) would be taken for `out` matrices
-                reasons[param] = "1-D convolution: 3 dimensions, but no batch of matrices"
+                # (out, in, k) would be mistaken for `out` matrices
+                reasons[param] = "1-D convolution: 3 dimensions, but not a batch of matrices"
     return reasons
 
 
 def route(name, param, reasons=None, skip_keys=(), expert_keys=()):
-    """(kind, why) of one parameter. The first of these that applies decides:
+    """(kind, why) of one parameter. The first of these rules that applies decides:
 
     1. a key of the caller's skip_keys is in its name: AdamW;
-    2. it is the weight of an nn.Embedding or tied to one, of a head (see `find_heads`), of a convolution that
-       is depthwise or 1-D, or has one row or column outside of an nn.Linear, as a bare vector: AdamW.
+    2. it is the weight of an nn.Embedding or tied to one, of a head (see `find_heads`), or of a depthwise or
+       1-D convolution, or it has one row or column outside of an nn.Linear, like a bare vector: AdamW.
        reasons: {parameter: why}, from `not_hidden_matrices`;
     3. a key of NOT_MUON is in its name: AdamW;
-    4. its shape is not a matrix's: fewer than 2 dimensions (not counting the leading one if an expert key
-       names the parameter), more than 4, or 3 and more with a leading 1, like position embeddings, or with
-       one number per leading index, like a scale per head; or its name is a bias's, which for experts has 2
-       dimensions: AdamW;
+    4. it does not have the shape of matrices: fewer than 2 dimensions (not counting the leading one if an
+       expert key matches its name), more than 4, or at least 3 with a leading 1, like position embeddings, or
+       with one number per leading index, like a scale per head; or it is named like a bias, which for experts
+       has 2 dimensions: AdamW;
     5. Muon. 3 dimensions are a batch of matrices, 4 a convolution's matrix (out, in * height * width).
     """
     for key in skip_keys:
@@ -160,9 +160,9 @@ def route(name, param, reasons=None, skip_keys=(), expert_keys=()):
     if expert:
         return "muon", f"matrices of {expert}"
     if param.ndim > 2 and param.size(0) == 1:
-        return "adamw", "leading dimension of 1: no batch of matrices"
+        return "adamw", "leading dimension of 1: not a batch of matrices"
     if param.ndim > 2 and param.size(0) == param.numel():
-        return "adamw", "one number for each of the first dimension: a vector"
+        return "adamw", "one number per leading index: a vector"
     own_name = name.split(".")[-1]
     if own_name == "bias" or own_name.endswith("_bias"):
         return "adamw", "a bias"
@@ -176,13 +176,13 @@ def build_param_groups(model, *, muon, adamw, roles=None, skip_keys=(), expert_k
 
     muon:   hyperparameters of the Muon group: lr, momentum, ns_steps, beta2, weight_decay and any option
     adamw:  lr, betas, eps, weight_decay of everything else: embeddings, heads, non-matrices (`route`)
-    roles:  {key: overrides}; a parameter whose name matches a key (the first one that does) gets a group of
-            its own kind with these hyperparameters on top, e.g. {"wte": dict(lr=0.3)}
-    skip_keys: more names that are never Muon.  expert_keys: names whose leading dimension counts matrices,
-    (E, m, n). is_muon: a predicate (name, parameter) -> bool that decides instead of the rules. Each group
-    carries `names`, without wrapper components, and is in the order of the model. A parameter that two
-    modules share is trained once, under the name that comes first. ValueError for a model sharded by
-    FullyShardedDataParallel (FSDP1).
+    roles:  {key: overrides}; parameters whose names match a key (the first that matches counts) get a group
+            of their kind with these hyperparameters on top, e.g. {"wte": dict(lr=0.3)}
+    skip_keys: more names that Muon must not train. expert_keys: names whose leading dimension counts
+    matrices, (E, m, n). is_muon: a predicate (name, parameter) -> bool that replaces the rules. Each group
+    has `names`, without wrapper components, in the order of the model. A parameter that two modules share is
+    trained once, under the name that comes first. ValueError for a model sharded by FullyShardedDataParallel
+    (FSDP1).
     """
     roles = roles or {}
     groups = {}  # (kind, role) -> group
@@ -198,7 +198,7 @@ def build_param_groups(model, *, muon, adamw, roles=None, skip_keys=(), expert_k
 
 
 def routing_table(model, *, skip_keys=(), expert_keys=(), is_muon=None):
-    """The decision for every trained parameter as text: parameter, shape, kind, why."""
+    """A text table of the decision for every trained parameter: name, shape, kind, why."""
     lines = [f"{'parameter':44}  {'shape':14}  {'kind':5}  why"]
     for name, param, kind, why in _routed(model, skip_keys, expert_keys, is_muon):
         shape = "x".join(map(str, param.shape)) or "scalar"
@@ -222,8 +222,8 @@ def _routed(model, skip_keys, expert_keys, is_muon):
 
 
 def refuse_flat_parameters(model):
-    """ValueError for FullyShardedDataParallel (FSDP1), whose parameters are runs of a flat tensor: neither
-    matrices nor DTensors, which would say which run they are.
+    """ValueError for FullyShardedDataParallel (FSDP1), whose parameters are slices of a flat tensor: they are
+    not matrices, nor DTensors that say which part of a matrix they are.
     """
     for module in model.modules():
         is_fsdp1 = type(module).__name__ == "FullyShardedDataParallel"
@@ -237,19 +237,19 @@ def split_rows(split, m):
     """The parts of a fused matrix of m rows as (heads, groups, rows): `heads` equal matrices, each of
     `groups` equal blocks, each with rows[i] rows of part i.
 
-    split: ("qkv", (q, k, v)), the rows of each per query group; a tuple of row counts, one per part; or the
-    number of heads, each a part. ValueError if it does not divide m rows.
+    split: ("qkv", (q, k, v)), their row counts in each query group; a tuple of row counts, one per part; or
+    the number of heads, each of which is a part. ValueError if it does not divide m rows.
     """
     heads, grouped, rows = 1, False, split
     if isinstance(split, bool) or not isinstance(split, int | tuple | list):
-        raise ValueError(f"split={split!r}: neither a number of heads nor row counts")
+        raise ValueError(f"split={split!r} is neither a number of heads nor row counts")
     if isinstance(split, int):
         heads, rows = split, (m // max(split, 1),)
     elif len(split) == 2 and split[0] == "qkv":
         grouped, rows = True, split[1]
     rows = tuple(rows)
     if not rows or not all(isinstance(each, int) and each > 0 for each in rows):
-        raise ValueError(f"split={split!r}: neither a number of heads nor row counts")
+        raise ValueError(f"split={split!r} is neither a number of heads nor row counts")
     groups = m // sum(rows) if grouped else 1
     if heads * groups * sum(rows) != m:
         raise ValueError(f"split={split!r} does not divide {m} rows")
@@ -261,26 +261,26 @@ def default_names(index, count):
 
 
 def check_group(group, others):
-    """A copy of a user's group with options and names filled in.
+    """A copy of a user's group, with options and names filled in.
 
-    params may be (name, parameter) pairs, as in torch's optimizers. others: the groups before it. ValueError
-    that names the group and the parameter.
+    params may be (name, parameter) pairs, as in torch's optimizers. others: the groups before it. A
+    ValueError names the group and the parameter.
     """
     group, where, kind = dict(group), f"param group {len(others)}", group.get("kind")
     if kind not in REQUIRED:
         raise ValueError(
             f"{where}: unknown kind {kind!r}; known: {', '.join(REQUIRED)}; "
-            "MuonAdamW.for_model(model, lr=...) and build_param_groups(model, ...) make groups"
+            "MuonAdamW.for_model(model, lr=...) and build_param_groups(model, ...) build groups"
         )
     check_keys(group, where)
     group = {**(MUON_OPTIONS if kind == "muon" else {}), **group}
     if isinstance(group["params"], set):
-        raise ValueError(f"{where}: params are a set, whose order differs between processes: use a list")
+        raise ValueError(f"{where}: params is a set, whose order differs between processes: use a list")
     params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
     names = group.get("names") or default_names(len(others), len(params))
-    if params and all(isinstance(param, tuple) for param in params):  # of model.named_parameters()
+    if params and all(isinstance(param, tuple) for param in params):  # from model.named_parameters()
         names, params = zip(*params, strict=True)
-    # Loading state looks up clean names
+    # Saved state is looked up by clean names
     group["params"], group["names"] = list(params), [clean_name(name) for name in names]
     check_params(group, where, others)
     try:
@@ -293,8 +293,8 @@ def check_group(group, others):
 
 
 def check_keys(group, where):
-    """ValueError for a missing key, a misspelled one, and an option of the other kind. Other keys are the
-    user's own; schedulers write momentum into every group, and AdamW does not read it.
+    """ValueError for a missing key, a misspelled one, or an option of the other kind. Other keys are the
+    user's own. Schedulers write momentum into every group; AdamW does not read it.
     """
     kind = group["kind"]
     of_muon, of_adamw = REQUIRED["muon"] | MUON_OPTIONS.keys(), REQUIRED["adamw"]
@@ -316,9 +316,9 @@ def named_parameters(groups):
 
 
 def option_name(value):
-    """What an option is saved as and compared by, between ranks and with saved state: a function, which every
-    process and every optimizer may make anew, by its name; a list as a tuple, because PyTorch makes lists of
-    tuples where it broadcasts state.
+    """The form in which an option is saved, and compared between ranks and with saved state: a function by
+    its name, because every process and every optimizer may create it anew; a list as a tuple, because PyTorch
+    turns tuples into lists when it broadcasts state.
     """
     if isinstance(value, list | tuple):
         return tuple(map(option_name, value))
@@ -331,7 +331,7 @@ def option_name(value):
 
 
 def fixed_options(group):
-    """The options of a group that must not differ between ranks, or change after planning."""
+    """The options of a group, which must not differ between ranks or change after planning."""
     chosen = {"kind": group["kind"], "second moment": group.get("beta2") is not None}
     chosen["momentum"] = group.get("momentum") is not None
     for key, default in {"ns_steps": 5, **MUON_OPTIONS}.items():
@@ -341,8 +341,8 @@ def fixed_options(group):
 
 
 def compare_ranks(groups, process_group):
-    """ValueError, the same on every rank, if ranks differ in names, shapes, dtypes, options or numbers, or
-    divide the parameters into other groups.
+    """ValueError, the same on every rank, if ranks differ in names, shapes, dtypes, options, numbers, or how
+    parameters are grouped.
     """
     described = []
     for i, group in enumerate(groups):
@@ -361,10 +361,10 @@ def compare_ranks(groups, process_group):
 
 
 def check_values(group):
-    """ValueError for numbers with which no step is possible."""
+    """ValueError for hyperparameters with which no step is possible."""
     values = {key: group[key] for key in ("lr", "weight_decay", "eps") if key in group}
     averages = {}
-    if group["kind"] == "muon":  # None: without this average
+    if group["kind"] == "muon":  # None: not used
         averages = {key: group[key] for key in ("momentum", "beta2") if group[key] is not None}
     else:
         averages["betas[0]"], averages["betas[1]"] = group["betas"]
@@ -381,7 +381,7 @@ def check_params(group, where, others):
     """ValueError for anything but parameters, and for a parameter or name that occurs twice."""
     params, names = group["params"], group["names"]
     if len(names) != len(params):
-        raise ValueError(f"{where}: {len(names)} names for {len(params)} params: change both together")
+        raise ValueError(f"{where}: {len(names)} names for {len(params)} params: keep them aligned")
     seen = {param: i for i, other in enumerate(others) for param in other["params"]}
     seen_names = {name for other in others for name in other["names"]}
     for name, param in zip(names, params, strict=True):
@@ -414,7 +414,7 @@ def check_muon_group(group):
         for param in group["params"]:
             split_rows(group["split"], param.size(1 if param.ndim == 3 else 0))
         if group["direction"] is not None:
-            raise ValueError("the parts of a fused matrix (split) are orthogonalized; they take no direction")
+            raise ValueError("split orthogonalizes the parts of a fused matrix: it takes no direction")
     if group["direction"] is not None and not callable(group["direction"]):
         raise ValueError(f"direction={group['direction']!r} is not a function")
     for key, known in CHOICES.items():

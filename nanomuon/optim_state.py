@@ -1,7 +1,7 @@
 """Where the state of an optimizer lives, and how it is saved and loaded.
 
-Each work item of `optim.py` makes its state tensors, with a Place for each, which says where it lives.
-`SavedByName` saves and loads them. `full_state_dict` is whole and goes by name, so it loads into any world
+Each work item of `optim.py` creates its state tensors, and a Place for each that says where it lives.
+`SavedByName` saves and loads them. `full_state_dict` has whole tensors by name, so it loads into any world
 and layout.
 """
 
@@ -13,7 +13,7 @@ from nanomuon.optim_groups import MUON_OPTIONS, clean_name, default_names, named
 
 
 def local(tensor):
-    """This rank's shard of a DTensor; any other tensor as it is."""
+    """This rank's shard of a DTensor; any other tensor as is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -32,17 +32,17 @@ def is_sharded(param):
 
 
 def state_dtype(param):
-    """float32 whatever the parameter's dtype, float64 for float64."""
+    """float64 for a float64 parameter, float32 for any other."""
     return torch.promote_types(param.dtype, torch.float32)
 
 
 class Place:
     """Where one state tensor lives.
 
-    tensor: this rank's shard of it, or all of it; None if another rank owns it. shape: of the whole. mesh,
-    placements: how DTensor cuts the whole, if it does. owner: the only rank of `world` that has it, or None;
-    like: a tensor of its dtype and device. value: the tensor in optimizer.state, a DTensor if it is a shard;
-    it shares memory with `tensor`.
+    tensor: this rank's shard of it, or all of it; None if another rank owns it. shape: that of the whole.
+    mesh, placements: how the whole is cut as a DTensor, if it is. owner: the only rank of `world` that has
+    it, or None; like: a tensor of its dtype and device. value: the tensor in optimizer.state, a DTensor if it
+    is a shard; it shares memory with `tensor`.
     """
 
     def __init__(self, tensor, shape=None, mesh=None, placements=(), world=None, owner=None, like=None):
@@ -54,7 +54,7 @@ class Place:
             self.value = as_dtensor(tensor, self.shape, mesh, self.placements)
 
     def gathered(self):
-        """A copy of the whole, on every rank. Collective."""
+        """A copy of the whole tensor, on every rank. Collective."""
         if self.tensor is None:
             value = self.like.new_empty(self.shape)
         else:
@@ -64,8 +64,8 @@ class Place:
         return value
 
     def shard_of(self, saved):
-        """This rank's shard of a saved tensor; all of it if the place is not cut. Collective if the tensor is
-        a DTensor.
+        """This rank's shard of a saved tensor, or all of it if this place is not cut. Collective if the saved
+        tensor is a DTensor.
         """
         if self.mesh is None:
             return whole(saved)
@@ -76,9 +76,9 @@ class Place:
 
 
 def as_dtensor(tensor, shape, mesh, placements):
-    """A DTensor of this rank's shard, in the same memory."""
+    """This rank's shard as a DTensor, in the same memory."""
     if tensor.storage_offset():
-        # Make it a storage of its own: with an offset in its bank, a DTensor cannot be copied or pickled
+        # Give it a storage of its own: with an offset into its bank, a DTensor cannot be copied or pickled
         with torch.cuda.device_of(tensor):
             tensor = torch.from_dlpack(tensor)
     stride = torch.empty(shape, device="meta").stride()
@@ -102,8 +102,8 @@ def rows_of(param, tensor, world):
 
 
 def take_over(state, param, places):
-    """Put the tensors of these places into optimizer.state. State that is there already, as in a copied
-    optimizer, is copied into them. A parameter whose state other ranks own gets an empty entry.
+    """Put the tensors of these places into optimizer.state. State that is already there, as in a copied
+    optimizer, is first copied into them. A parameter whose state other ranks own gets an empty entry.
     """
     earlier = dict(state[param])
     for key, place in places.items():
@@ -114,13 +114,13 @@ def take_over(state, param, places):
 
 
 def check_places(optimizer):
-    """ValueError if optimizer.state has other tensors than those of the places."""
+    """ValueError if optimizer.state no longer has the tensors of the places."""
     for name, param, _ in named_parameters(optimizer.param_groups):
         entry = optimizer.state.get(param, {})
         for key, place in optimizer.places.get(param, {}).items():
             if entry.get(key) is not place.value:
                 raise ValueError(
-                    f"{key} of {name} was replaced or removed in optimizer.state: write into the tensor"
+                    f"{key} of {name} was replaced or removed in optimizer.state: write into it in place"
                 )
 
 
@@ -128,9 +128,9 @@ class SavedByName:
     """Saving, loading and copying of an optimizer that has `places`, `plan()` and `reset_plan()`."""
 
     def state_dict(self):
-        """In torch's layout, {"state": {number: {key: tensor}}, "param_groups": [...]}: this rank's state,
+        """This rank's state in torch's layout, {"state": {number: {key: tensor}}, "param_groups": [...]},
         without communication. Tensors share memory with the optimizer's, shards are DTensors, and functions
-        among the options are their names. ValueError on every rank if some state is on one of several ranks.
+        among the options become names. ValueError on every rank if only one of several ranks has some state.
         """
         if self.state:  # a copy has state, but maybe no places yet
             self.plan()
@@ -147,8 +147,8 @@ class SavedByName:
             group["params"] = packed["params"]
         saved["param_groups"] = groups
         if not self.state:
-            # torch.distributed.checkpoint fills what is here, so it would leave out the state in its file: it
-            # raises an error if the file lacks this key
+            # torch.distributed.checkpoint fills only what is here, so it would ignore the state in its file.
+            # This key makes it raise an error, because the file lacks it
             saved["before_first_step"] = True
         return saved
 
@@ -162,7 +162,7 @@ class SavedByName:
         return {"state": state, "param_groups": saved_groups(self.param_groups)}
 
     def full_state_dict(self):
-        """named_state_dict() with the whole of every tensor on every rank, as copies. Collective."""
+        """named_state_dict() with whole tensors on every rank, as copies. Collective."""
         self.plan()
         state = {}
         for name, param, _ in named_parameters(self.param_groups):
@@ -172,25 +172,25 @@ class SavedByName:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict, hyperparameters="restore", strict=True):
-        """Restore full_state_dict(), of any world size or grouping, or what this rank's named_state_dict() or
-        state_dict() returned in the same world, or torch.distributed.checkpoint has filled. Frozen parameters
+        """Restore a full_state_dict() of any world size and grouping, or a named_state_dict() or state_dict()
+        that this rank saved in the same world or torch.distributed.checkpoint has filled. Frozen parameters
         may be missing.
 
         hyperparameters: "restore" takes lr, all other numbers and what schedulers have written into the
         groups from the groups in which the parameters were saved, as torch's optimizers do; "keep" keeps
-        those of our groups. State keeps its dtype. ValueError, before anything is changed, names the first
+        those of our groups. State keeps its dtype. ValueError, before anything changes, for the first
         difference: a missing name or key, another shape, a shard that another rank has saved, other options.
-        strict=False: state that is missing stays as it is; returns [(name, key)] of it.
+        strict=False: missing state is left unchanged; returns its [(name, key)].
         """
         if hyperparameters not in ("restore", "keep"):
-            raise ValueError(f'hyperparameters is "restore" or "keep", not {hyperparameters!r}')
+            raise ValueError(f'hyperparameters must be "restore" or "keep", not {hyperparameters!r}')
         groups = state_dict["param_groups"]
         check_form(groups, self.param_groups)
         state = state_by_name(state_dict["state"], groups)
         restored = [{} for _ in self.param_groups]
         if hyperparameters == "restore":
             restored = [restored_numbers(i, group, groups) for i, group in enumerate(self.param_groups)]
-        found, missing = [], []  # (place, what was saved of it), (name, key)
+        found, missing = [], []  # (place, its saved tensor), (name, key)
         if state:
             self.plan()
             for name, param, _ in named_parameters(self.param_groups):
@@ -217,7 +217,7 @@ class SavedByName:
         return None if strict else missing
 
     def __getstate__(self):
-        """For copy.deepcopy and pickle: without the plan, which the copy makes when it needs it."""
+        """For copy.deepcopy and pickle: omits the plan, which the copy makes again when it needs it."""
         kept = ("defaults", "param_groups", "state", "compile", "ns_dtype", "world", "skipped_steps")
         return {key: self.__dict__[key] for key in kept}
 
@@ -227,7 +227,7 @@ class SavedByName:
 
 
 def saved_groups(groups):
-    """Copies of param groups as they are saved, without parameters."""
+    """Copies of param groups, without parameters, as they are saved."""
     saved = []
     for group in groups:
         saved.append({key: saved_value(value) for key, value in group.items() if key != "params"})
@@ -235,7 +235,7 @@ def saved_groups(groups):
 
 
 def saved_value(value):
-    """A value of a group as it is saved: a copy if it could be changed in place, a function by its name."""
+    """A group's value as it is saved: a copy if it is mutable, the name of a function."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, list):
@@ -244,7 +244,7 @@ def saved_value(value):
 
 
 def check_form(saved, ours):
-    """ValueError for groups of another optimizer, and for default names that would mean another parameter."""
+    """ValueError for groups of another optimizer, and for default names that may mean other parameters."""
     for i, group in enumerate(saved):
         if "kind" not in group or "names" not in group:
             raise ValueError(f"group {i} of the loaded state has no kind or names: MuonAdamW did not save it")
@@ -253,12 +253,12 @@ def check_form(saved, ours):
         names = group["names"]
         if names and names == default_names(i, len(names)) and (i >= len(theirs) or theirs[i] != names):
             raise ValueError(
-                "parameters without names load only into the same groups: give every group names=[...]"
+                "state without names loads only into the same groups: give every group names=[...]"
             )
 
 
 def state_by_name(state, groups):
-    """{name: entry} of state by name, or by the numbers in the groups' `params`."""
+    """{name: entry} from state by name, or by the numbers in the groups' `params`."""
     names = {}
     for group in groups:
         names |= dict(zip(group.get("params", group["names"]), group["names"], strict=True))
@@ -272,22 +272,22 @@ def checked(saved, place, key, name):
     if isinstance(saved, DTensor) and not is_of_this_rank(saved, place.mesh):
         raise ValueError(
             f"the loaded {key} of {name} is a shard that another rank or world has saved: save "
-            "optimizer.full_state_dict()"
+            "optimizer.full_state_dict() instead"
         )
     return saved
 
 
 def why_missing(entry, key):
-    """entry: what was saved of the parameter, or None."""
+    """entry: the saved state of the parameter, or None."""
     if entry:
-        why = f"it was trained by other options or the other kind, with {', '.join(entry)}"
+        why = f"it was trained with other options or the other kind, and has {', '.join(entry)}"
     else:
-        why = "it was frozen or not there when this was saved, or another rank has it (full_state_dict())"
+        why = "it was frozen or did not exist when this was saved, or another rank has it (full_state_dict())"
     return f"{why}; strict=False loads the rest"
 
 
 def is_of_this_rank(saved, mesh):
-    """Whether a DTensor's shard is this rank's, of this mesh. A DTensor read from a file has the coordinates
+    """Whether a DTensor's shard is this rank's, on this mesh. A DTensor read from a file has the coordinates
     of the rank that wrote it.
     """
     if mesh is None or not torch.equal(saved.device_mesh.mesh, mesh.mesh):
@@ -318,8 +318,8 @@ def restored_numbers(i, group, saved):
                 two = f"{restored[key]!r} and {value!r}"
                 raise ValueError(f"param group {i} would get {key}={two}: {keep}")
     if restored.get("momentum") == 0 and group["momentum"] is None:
-        restored["momentum"] = None  # its buffer was that of a rule which keeps momentum of its own
-    for key in ("momentum", "beta2"):  # None is another computation
+        restored["momentum"] = None  # its buffer belonged to a rule with its own momentum
+    for key in ("momentum", "beta2"):  # None means another computation
         if key in restored and (restored[key] is None) != (group[key] is None):
             raise ValueError(f"param group {i} was saved with another {key}: {keep}")
     return {key: saved_value(value) for key, value in restored.items()}

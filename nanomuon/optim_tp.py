@@ -1,21 +1,21 @@
-"""Matrices that the ranks of a tensor-parallel group orthogonalize together, modeled on Megatron's.
+"""Matrices that the ranks of a tensor-parallel group orthogonalize jointly, modeled on Megatron's.
 
-An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short and its long side. The option
+An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short and long side. The option
 `tensor_parallel` of a Muon group is one of these modes:
 
-  mode         default if                elements sent by a rank      computed by a rank      polar factor of
-  distributed  the long side is cut,     2(T-1)/T s^2 for each Gram   1/T of the products     the whole matrix
-               or a square               matrix, and a norm and       with X, all of s x s
-                                         mean squares
+  mode         default if                elements a rank sends        a rank computes         polar factor of
+  distributed  the long side, or a       2(T-1)/T s^2 for each Gram   1/T of the products     the whole matrix
+               square, is cut            matrix, a norm, and mean     with X, and all s x s
+                                         squares                      products
   duplicated   the short side is cut,    (T-1)/T l s                  everything              the whole matrix
                rows of fused parts, or
                a custom `direction`
   blockwise    never                     nothing                      its block               each block
 
-Newton-Schulz has a Gram matrix in every iteration, its Gram form two in all (`orthogonalize.py`).
-`distributed`, even if requested, becomes `duplicated` wherever that is the default: Gram matrices are sums
-over the long side. The functions `duplicated` and `distributed` make a rule for shards from the rule for
-whole matrices; `blockwise` needs none (`optim_fsdp.sharding_of`).
+Newton-Schulz computes a Gram matrix in every iteration; its Gram form computes only two (`orthogonalize.py`).
+Where `duplicated` is the default, it replaces `distributed` even if that is requested, because Gram matrices
+are sums over the long side. The functions `duplicated` and `distributed` turn the rule for whole matrices
+into one for shards; `blockwise` needs no such function (`optim_fsdp.sharding_of`).
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ from nanomuon.orthogonalize import gram_newton_schulz, newton_schulz, newton_sch
 
 
 def choose_mode(group, shape, dim, world):
-    """The mode that the group requests, else `distributed`, which becomes `duplicated` unless the cut side is
-    the long one, over which Gram matrices sum. ValueError for an impossible `blockwise`.
+    """The mode that the group requests, or `distributed`. The latter becomes `duplicated` unless the long
+    side is cut, over which Gram matrices sum. ValueError for an impossible `blockwise`.
     """
     m, n = shape
     rows, fused_rows = [m], False
@@ -43,7 +43,7 @@ def choose_mode(group, shape, dim, world):
     if group["tensor_parallel"] == "blockwise":
         if fused_rows or shape[dim - 1] % world.size:
             raise ValueError(
-                "tensor_parallel=blockwise takes neither split rows nor uneven blocks: use duplicated"
+                "tensor_parallel=blockwise supports neither split rows nor uneven blocks: use duplicated"
             )
         return "blockwise"
     long_side_is_cut = all(each >= n if dim == 1 else each <= n for each in rows)
@@ -57,7 +57,7 @@ def choose_mode(group, shape, dim, world):
 class Cut:
     """Matrices cut over the ranks of `world` along `dim` of a batch: 1 rows, 2 columns.
 
-    length: of that dimension of whole matrices. A rank's lines are those of `World.span`.
+    length: the size of that dimension in the whole matrix. A rank has the lines of its `World.span`.
     """
 
     world: object  # optim.World
@@ -65,11 +65,11 @@ class Cut:
     length: int
 
     def sum(self, partial):
-        """The sum over ranks of their partial sums, over the cut dimension of their shards. In place."""
+        """Add up the ranks' partial sums, each over the cut dimension of a shard. In place."""
         return self.world.all_reduce(partial, dist.ReduceOp.SUM).wait()
 
     def gathered(self, shard):
-        """A batch of whole matrices."""
+        """The batch of whole matrices, gathered from the ranks."""
         shard = shard.transpose(0, self.dim)
         each = -(-self.length // self.world.size)
         whole = shard.new_empty(each * self.world.size, *shard.shape[1:])
@@ -77,7 +77,7 @@ class Cut:
         return self.world.all_gather(whole).wait()[: self.length].transpose(0, self.dim).contiguous()
 
     def shard(self, whole):
-        """This rank's shard of a batch; all of it if it has one value for the cut dimension."""
+        """This rank's shard of a batch, or all of it if its cut dimension is broadcast (size 1)."""
         if whole.size(self.dim) != self.length:
             return whole
         lo, hi = self.world.span(self.length, self.world.rank)
@@ -85,7 +85,7 @@ class Cut:
 
 
 def duplicated(rule, cut):
-    """The rule for shards of matrices that every rank gathers. Every rank has the whole state."""
+    """The rule for shards, where every rank gathers the whole matrices. Every rank has the whole state."""
     scale = rule.scale
     if isinstance(scale, torch.Tensor):  # (m, 1), one per row
         scale = cut.shard(scale[None])[0]
@@ -98,8 +98,8 @@ def duplicated(rule, cut):
 
 
 def distributed(rule, cut):
-    """The rule, NorMuon or that of fused parts, computed by all ranks together on their shards. It
-    communicates, so it is not compiled.
+    """The rule, NorMuon's or that of fused parts, computed jointly by all ranks on their shards. It is not
+    compiled, since it communicates.
     """
     if "split" in rule.options:
         options = dict(rule.options, of_part=normuon_together, cut=cut)
@@ -118,9 +118,9 @@ def normuon_together(
     ns_steps,
     ns_dtype,
 ):
-    """`optim.normuon` on shards, cut along the long side: the squared norm and Gram matrices are summed over
+    """`optim.normuon` on shards cut along the long side: the squared norm and Gram matrices are summed over
     ranks. So are the mean squares of a square matrix cut by columns, one value per row; otherwise each rank
-    has those of its own lines, and they are gathered. Returns shards of X and of its gain.
+    has the mean squares of its own lines, and they are gathered. Returns shards of X and of its gain.
     """
     shape = list(U.shape[1:])
     shape[cut.dim - 1] = cut.length

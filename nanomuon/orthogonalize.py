@@ -1,8 +1,8 @@
 """The polar factor of a matrix by odd polynomials: Newton-Schulz, Polar Express, and their Gram form.
 
-A step maps X to aX + b(XX^T)X + c(XX^T)^2 X, which acts on every singular value s as as + bs^3 + cs^5 and
-leaves the singular vectors alone. A few steps push all singular values towards 1, and X towards UV^T, the
-orthogonal matrix nearest to it.
+A step maps X to aX + b(XX^T)X + c(XX^T)^2 X, which maps every singular value s to as + bs^3 + cs^5 and does
+not change the singular vectors. A few steps push all singular values towards 1, and X towards UV^T, the
+nearest orthogonal matrix.
 """
 
 import math
@@ -20,9 +20,9 @@ COEFFICIENTS = {
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ),
-    # Keller Jordan, https://kellerjordan.github.io/posts/muon: steepest slope at zero, settles in .68-1.13
+    # Keller Jordan, https://kellerjordan.github.io/posts/muon: steepest slope at zero, ends in .68-1.13
     "simple": ((3.4445, -4.7750, 2.0315),) * 5,
-    # Jiacheng You: six-figure fit of five different steps
+    # Jiacheng You: five different steps, optimized numerically
     "quintic": (
         (4.0848, -6.8946, 2.9270),
         (3.9505, -6.3029, 2.6377),
@@ -46,8 +46,8 @@ COEFFICIENTS = {
 def triples(coefficients, steps=None):
     """The (a, b, c) of each step of a named set, or of any sequence of triples.
 
-    `steps=None` is the set's own length; fewer truncates; more repeats the last triple, which for
-    polar_express is the limit of its sequence, (1.875, -1.25, 0.375). ValueError for an unknown name or no
+    `steps=None` is the set's own length. Fewer steps truncate it; more repeat its last triple, or for
+    polar_express the limit of its sequence, (1.875, -1.25, 0.375). ValueError for an unknown name or no
     steps.
     """
     if isinstance(coefficients, str):
@@ -60,7 +60,7 @@ def triples(coefficients, steps=None):
     too_few = not table or (steps if steps is not None else 1) < 1
     if too_few or any(len(triple) != 3 for triple in table):
         raise ValueError(
-            f"coefficients must be (a, b, c) triples, at least one step: {coefficients!r}, {steps=}"
+            f"coefficients must be (a, b, c) triples, with at least one step: {coefficients!r}, {steps=}"
         )
     if not all(math.isfinite(value) for triple in table for value in triple):
         raise ValueError(f"coefficients must be finite: {coefficients!r}")
@@ -72,17 +72,18 @@ def triples(coefficients, steps=None):
 def newton_schulz_form(m, n, steps, device_type="cpu", ns_dtype=None):
     """(whether to use the Gram form, dtype of the iteration) for float32 matrices of this shape.
 
-    ns_dtype: torch.float32, torch.bfloat16, or None for that of the device: bf16 on "cuda", float32
-    elsewhere. Depends on these alone, never on a measurement: all ranks, and a resumed run, must agree.
+    ns_dtype: torch.float32, torch.bfloat16, or None for the device's default: bf16 on "cuda", float32
+    elsewhere. The choice depends only on the arguments, never on a measurement, because all ranks and a
+    resumed run must agree.
 
-    With short side s and aspect ratio r, five steps of the Gram form take (8r+28) s^3 FLOPs, of the plain
-    one (20r+10) s^3. The Gram form is used only up to five steps: with ten (`deepseekv4`) it overflows in
-    half precision and has a relative error of 0.44 in float32 at condition 1e6. And never in bf16, whose 8
-    bits the accumulated polynomial uses up: relative errors of 0.21 and 0.41 at condition 1e2 and 1e4,
-    against 0.03 and 0.11 of the plain form (256 x 1024), and a training run that ended at 2.76 bits per byte
-    instead of 1.17.
-    GPUs use float16 for it, with 11 bits; CPUs have no fast float16, and keep the plain form: 280-420 GFLOP/s
-    in bf16 against 80-190 in float32 on 2 cores with AVX512-BF16, while the Gram form saves at most a factor
+    With short side s and aspect ratio r, five steps take (8r+28) s^3 FLOPs in the Gram form and (20r+10) s^3
+    in the plain form. The Gram form is used only up to five steps: with ten (`deepseekv4`) it overflows in
+    half precision and has a relative error of 0.44 in float32 at condition number 1e6. It is never used in
+    bf16, because the accumulated polynomial exhausts its 8 bits: relative errors of 0.21 and 0.41 at
+    condition numbers 1e2 and 1e4, against 0.03 and 0.11 in the plain form (256 x 1024), and a training run
+    that ended at 2.76 bits per byte instead of 1.17.
+    GPUs run it in float16, with 11 bits. CPUs have no fast float16, and in bf16 use the plain form: 280-420
+    GFLOP/s against 80-190 in float32 on 2 cores with AVX512-BF16, while the Gram form saves at most a factor
     of 1.8.
     """
     if ns_dtype is None:
@@ -98,12 +99,13 @@ def newton_schulz_form(m, n, steps, device_type="cpu", ns_dtype=None):
 def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dtype=None):
     """Approximate polar factor of each matrix.
 
-    U: (..., m, n) float. Returns (..., m, n) in the dtype of the iteration: float64 stays float64, all else
-    iterates as `newton_schulz_form` says, unless `gram` decides the form. The Gram form in float16, used on
-    GPUs, is more accurate than the plain one in bf16 (relative errors of .0044 and .0086 on a Gaussian
-    matrix, computed on a CPU). Singular values end in about [0.7, 1.15], depending on the set; a zero matrix
-    stays zero. Call it outside torch.autocast, which would compute the products in its own dtype (a step of
-    the optimizers does). ValueError for anything but real matrices, and for the Gram form in bf16.
+    U: (..., m, n) float. Returns (..., m, n) in the dtype of the iteration: float64 stays float64, and
+    `newton_schulz_form` chooses for all other dtypes. `gram` overrides its choice of the form. The Gram form
+    in float16, used on GPUs, is more accurate than the plain form in bf16 (relative errors of .0044 and .0086
+    on a Gaussian matrix, computed on a CPU). Singular values end in about [0.7, 1.15], depending on the set;
+    a zero matrix stays zero. Call this outside torch.autocast (as the optimizers' step does), which would
+    compute the products in its own dtype. ValueError for anything but real matrices, and for the Gram form in
+    bf16.
     """
     if U.ndim < 2 or U.is_complex():
         raise ValueError(f"orthogonalize takes real matrices, not {U.dtype} of shape {tuple(U.shape)}")
@@ -113,7 +115,7 @@ def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dty
     if gram is None:
         gram = chosen
     elif gram and iteration_dtype == torch.bfloat16:
-        raise ValueError("the Gram form loses all accuracy in bf16: take float32, or the plain form")
+        raise ValueError("the Gram form loses all accuracy in bf16: use float32, or the plain form")
     exact = U.dtype == torch.float64
     X = U.reshape(math.prod(U.shape[:-2]), m, n).to(torch.float64 if exact else torch.float32)
     X = normalized(X, torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True), coefficients)
@@ -124,16 +126,16 @@ def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dty
 
 
 def normalized(X, norm, coefficients):
-    """X divided by its Frobenius norm, (K, 1, 1), so that singular values are at most 1; polar_express wants
+    """X divided by its Frobenius norm, (K, 1, 1), so that singular values are at most 1; polar_express needs
     2% less.
     """
     return X / (1.02 * norm + 1e-6 if coefficients == "polar_express" else norm.clamp(min=1e-7))
 
 
 def newton_schulz(X, table, tall, complete=None):
-    """X: (K, m, n) with singular values at most 1; table: triples. The products are over the long side: the
-    rows if `tall`. complete: if the long side is cut over ranks, a function that sums the products of their
-    shards; see `gram_matrix`.
+    """X: (K, m, n) with singular values at most 1; table: triples. The products sum over the long side, which
+    is the rows if `tall`. complete: if the long side is sharded over ranks, a function that sums the products
+    of their shards; see `gram_matrix`.
     """
     for a, b, c in table:
         A = gram_matrix(X, tall, complete)  # (K, s, s)
@@ -146,8 +148,8 @@ def gram_matrix(X, of_columns, complete=None):
     """Products of all pairs of columns, X^T X, or of rows, XX^T. X: (K, m, n), or a rank's shards, cut along
     the side over which the products sum; then complete(products) sums them over the ranks.
 
-    Not by @, which copies transposes: 5.0 ms instead of 2.8 (bf16, 512 x 2048, two cores). Nor is one matrix
-    multiplied by bmm: torch.compile gives its transpose stride 0 over the batch, and bmm copies that.
+    It avoids @, which copies transposes: 5.0 ms instead of 2.8 (bf16, 512 x 2048, two cores). It avoids bmm
+    for a single matrix: torch.compile gives its transpose stride 0 over the batch, and bmm copies that.
     """
     if len(X) == 1:
         products = products_of_rows(X[0].mT if of_columns else X[0]).unsqueeze(0)
@@ -157,9 +159,9 @@ def gram_matrix(X, of_columns, complete=None):
 
 
 def products_of_rows(rows):
-    """XX^T of one matrix X (s, l). It is symmetric: a CPU copies the right of the diagonal from the left, in
-    four strips. That saves a quarter of the time at 512 x 2048, with the same bits, and nothing below 512
-    rows; two, three, five or six strips save less.
+    """XX^T of one matrix X (s, l). Since it is symmetric, a CPU copies the part right of the diagonal from
+    the left one, in four strips. That saves a quarter of the time at 512 x 2048, with bitwise the same
+    result, and nothing below 512 rows; two, three, five or six strips save less.
     """
     if rows.device.type != "cpu" or len(rows) < 512:
         return torch.mm(rows, rows.mT)
@@ -175,12 +177,12 @@ def products_of_rows(rows):
 
 
 def gram_newton_schulz(X, table, tall, complete=None):
-    """The same polynomial on the Gram matrix R = XX^T, with four products of the long side in all (Dao-AILab,
+    """The same polynomial on the Gram matrix R = XX^T, with only four products with the long side (Dao-AILab,
     gram-newton-schulz).
 
-    Q accumulates the polynomial of R, so that each step costs only products of the short side. Two things
-    make half precision work: one restart before the third step, and one baddbmm for each of Z, Q and R (a
-    separate add loses three times as much).
+    Q accumulates the polynomial of R, so a step costs only products of (s, s) matrices. Two things make half
+    precision work: a restart before the third step, and one baddbmm for each of Z, Q and R (a separate
+    addition loses three times as much accuracy).
     """
     for part in (table[:2], table[2:]):  # the restart: compute R again from the X so far
         if part:
@@ -191,7 +193,7 @@ def gram_newton_schulz(X, table, tall, complete=None):
 
 
 def gram_polynomial(R, table):
-    """Q (K, s, s), such that these steps are the product QX (XQ if X is tall). R (K, s, s): Gram matrices."""
+    """Q (K, s, s), such that these steps map X to QX (XQ if X is tall). R (K, s, s): Gram matrices."""
     a, b, c = table[0]
     Z = torch.baddbmm(R, R, R, beta=b, alpha=c)
     Q = Z + a * torch.eye(R.size(1), dtype=R.dtype, device=R.device)
@@ -205,12 +207,12 @@ def gram_polynomial(R, table):
 
 
 def update_scale(rule, m, n):
-    """Factor on a Muon update of an (m, n) matrix, whose rms is otherwise 1/sqrt(max(m, n)).
+    """Factor on the Muon update of an (m, n) matrix, whose rms is 1/sqrt(max(m, n)) without it.
 
     "shape": sqrt(max(1, m/n)) (Keller Jordan, nanochat). "match_rms_adamw": 0.2*sqrt(max(m, n)) (Moonlight,
     arXiv 2502.16982). "spectral": sqrt(max(m, n)) (Megatron; the word names other formulas elsewhere).
-    "unit_rms_norm": sqrt(m/n). Or a callable (m, n) -> float, for the shape of the matrix, (out, in * height
-    * width) for a convolution, or of a part from `split`. ValueError for anything else.
+    "unit_rms_norm": sqrt(m/n). Or a callable (m, n) -> float that gets the shape of the matrix, (out, in *
+    height * width) for a convolution, or of a part made by `split`. ValueError for anything else.
     """
     if callable(rule):
         return float(rule(m, n))

@@ -217,7 +217,7 @@ def test_hyperparameters_are_restored_unless_the_caller_keeps_its_own():
         optimizer = MuonAdamW(groups)
         optimizer.load_state_dict(saved, hyperparameters)
         assert optimizer.param_groups[0]["lr"] == lr and optimizer.param_groups[1]["betas"] == betas
-    with pytest.raises(ValueError, match="hyperparameters is"):
+    with pytest.raises(ValueError, match="hyperparameters must be"):
         optimizer.load_state_dict(saved, hyperparameters="ours")
 
 
@@ -349,11 +349,11 @@ def test_what_a_load_lacks_is_named_with_its_cause_or_left_as_it_is():
     optimizer.load_state_dict(whole)
     assert optimizer.state[params[0]]["momentum_buffer"].any()
     params[0].requires_grad_(True)
-    with pytest.raises(ValueError, match="no momentum_buffer of a: it was frozen or not there"):
+    with pytest.raises(ValueError, match="no momentum_buffer of a: it was frozen or did not exist"):
         optimizer.load_state_dict(whole)
     whole["state"]["b"] = whole["state"]["e"]
     with pytest.raises(
-        ValueError, match="of b: it was trained by other options or the other kind, with step, exp_avg"
+        ValueError, match="of b: it was trained with other options or the other kind, and has step, exp_avg"
     ):
         optimizer.load_state_dict({**whole, "state": {**whole["state"], "a": a}})
     kept = optimizer.state[params[1]]["momentum_buffer"].clone()
@@ -469,7 +469,7 @@ BAD_MUON = [  # of a group of one matrix (48, 20)
     (dict(momentum=1.5), "momentum must be at least 0 and below 1, but is 1.5"),
     (dict(beta2=1.0), "beta2 must be at least 0 and below 1, but is 1.0"),
     (dict(direction="polar"), "direction='polar' is not a function"),
-    (dict(direction=len, split=6), ".*they take no direction"),
+    (dict(direction=len, split=6), ".*it takes no direction"),
 ]
 SPLITS = (True, 2.0, 0, 7, (10, 20), (-8, 56), (24.0, 24.0), ("qkv", (3, 2, 2)), ("qkv", ()), (), "qk")
 BAD_MUON += [(dict(split=split), "split=") for split in SPLITS]
@@ -515,12 +515,12 @@ def test_impossible_groups_are_refused_at_construction():
         ([muon(p, q, names=["w", "bias"])], r"group 0: bias has shape \(8,\)"),
         ([muon(parameter(2, 2, 2, 2, 2))], r"group 0: group0.0 has shape \(2, 2, 2, 2, 2\)"),
         ([muon(torch.nn.Linear(3, 3))], "group 0: group0.0 is a Linear, not a parameter"),
-        ([dict(ADAMW, params={p, q})], "group 0: params are a set, whose order differs between processes"),
+        ([dict(ADAMW, params={p, q})], "group 0: params is a set, whose order differs between processes"),
     ]
     for groups, message in cases:
         with pytest.raises(ValueError, match=message):
             MuonAdamW(groups)
-    with pytest.raises(ValueError, match="ns_dtype is None, torch.float32 or torch.bfloat16"):
+    with pytest.raises(ValueError, match="ns_dtype must be None, torch.float32 or torch.bfloat16"):
         MuonAdamW([muon(p, initial_lr=0.1)], ns_dtype=torch.float16)
 
 
