@@ -5,7 +5,7 @@
 #   bash speedrun.sh --plan    print what it would do, with its size and memory, and stop
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
-# Without a GPU it takes 5 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C end it; a run that has begun its steps is saved and ends
+# Without a GPU it takes 4 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C end it; a run that has begun its steps is saved and ends
 # with exit code 75. The same command carries on. Set these variables to change it:
 #
 #   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (from this folder, or absolute), hf:ORG/NAME[:CONFIG]
@@ -42,7 +42,7 @@ case $GPUS in
     0)
         CORPUS=${CORPUS:-python} DEPTH=${DEPTH:-4}
         FLAGS=(--total-batch-size 4096 --eval-every 100 --eval-tokens 32768 --save-every 50)
-        # As many steps as two cores finish in 5 to 14 minutes (docs/benchmarks.md), unless a flag sets the length
+        # As many steps as two cores finish in 4 to 14 minutes (docs/benchmarks.md), unless a flag sets the length
         [[ " ${*/=/ } " == *" --target-"* ]] ||
             FLAGS+=(--num-iterations "$([ "$DTYPE" = bfloat16 ] && echo 480 || echo 300)")
         ;;
@@ -63,7 +63,7 @@ run_dir=${base_dir/#\~/$HOME}/runs/$RUN
 FLAGS+=(--run "$RUN" --corpus "$CORPUS" ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} --depth "$DEPTH" "$@")
 if [[ " $* " == *" --plan "* ]]; then
     echo "run        $run_dir, trained on $CORPUS$([ ! -e "$run_dir/settings.json" ] || echo "; it exists, and carries on if it is not complete")"
-    [ "$GPUS" != 0 ] || echo "time       5 to 14 minutes on two cores, unless a flag or variable changes the size"
+    [ "$GPUS" != 0 ] || echo "time       4 to 14 minutes on two cores, unless a flag or variable changes the size"
     exec "${TRAIN[@]}" "${FLAGS[@]}"
 fi
 

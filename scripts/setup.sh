@@ -20,7 +20,7 @@ if not missing and [int(n) for n in re.findall(r"\d+", importlib.metadata.versio
 print(*missing)' $needed 2>/dev/null) || missing="Python"
     if [ -n "$missing" ]; then
         echo "error: NANOMUON_PYTHON=$PYTHON has no $missing; install it there, or unset NANOMUON_PYTHON" >&2
-        exit 2
+        return 2
     fi
 else
     PYTHON=.venv/bin/python
@@ -30,13 +30,13 @@ else
         echo "environment: installing into .venv (a minute or two)"
         if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             echo "error: Python 3.10 or newer is needed; install it and its venv module" >&2
-            exit 2
+            return 2
         fi
         rm -f .venv/installed # until the installation is complete
         { "$PYTHON" -m pip --version >/dev/null 2>&1 || python3 -m venv .venv; } &&
             "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[$extra]" || {
             echo "error: the installation failed (see above); run the command again to continue it" >&2
-            exit 2
+            return 2
         }
         # Bytecode on all cores; pip would use one, for half of the whole time. Errors do not matter: some packages carry
         # templates that are not Python, and a module without bytecode is compiled when it is imported
