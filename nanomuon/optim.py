@@ -13,14 +13,16 @@ The parameters are divided into work items, and `MuonAdamW.step` takes them thro
     deliver   copy what the other ranks have updated into the parameters
 
 Each rank has all replicated parameters, and gradients from its own rows of the batch. The collectives of
-`collect` average the gradients over the W ranks; nothing else does. A matrix's mean gradient and state exist
-only on the rank that owns the matrix (ZeRO-2). Each phase visits the items in the order of this table, then
-in the order of the groups, and the banks of a group from the largest matrices to the smallest:
+`collect` average the gradients over the W ranks, by `ReduceOp.AVG` in the methods of `World`; nothing else
+does. A matrix's mean gradient and state exist only on the rank that owns the matrix (ZeRO-2): its owner has
+K // W consecutive matrices of the bank, or one more. Each phase visits the items in the order of this table,
+then in the order of the groups, and the banks of a group from the largest matrices to the smallest:
 
     work item         parameters                  collect          send         state on one rank
     Bank              K matrices of one group     reduce_scatter   all_gather   for at most ceil(K/W) matrices
-                      with one shape and dtype,
-                      or one 3-D parameter
+                      with one shape, dtype and
+                      gradient dtype, or one 3-D
+                      parameter
                       ... if 2K < W               reduce           broadcast    for one matrix, on K ranks
     BankOfShards      experts, or tensor-parallel shards: see optim_fsdp.py
     Rows              one large AdamW parameter   reduce_scatter   all_gather   for ceil(R/W) of its R rows
@@ -32,8 +34,9 @@ in the order of the groups, and the banks of a group from the largest matrices t
                       receives; both are freed before the stack of updated matrices is allocated
                       ... if 2K < W: K gradients, reduced in place, and later K updated matrices
     Rows              the 1/W of the gradient that this rank receives; if W does not divide R, padded copies
-                      of gradient and parameter; if comm_dtype casts the gradient, a copy of it
-    SmallParameters   one flat vector of the gradients, one of the parameters
+                      of the gradient and, until `deliver`, of the parameter; if comm_dtype casts the
+                      gradient, a copy of it
+    SmallParameters   one flat vector of the gradients and, inside `compute`, one of the parameters
 
 All gradients are in flight at once, in at most (1 + 1/W) times their padded bytes. A bank's gradients are
 freed once it has computed; its stack of updated matrices stays until `deliver`, so at the end all updated
@@ -274,7 +277,9 @@ def hyper_of(group):
 
 @dataclass
 class Transfer:
-    """A collective in flight. `wait()` returns `received`; `sent` is only kept alive until then."""
+    """A collective in flight. `wait()` returns `received`. `sent` only has to live until then: `step` and
+    `Pipeline` drop a Transfer when they wait for it.
+    """
 
     received: object  # a tensor, or a list of tensors
     handles: list = ()  # from torch.distributed, or Transfers; none in a single process
@@ -484,7 +489,8 @@ def call_direction(U, buffers, ok, hyper, *, direction):
 # ------------------------------------------------------------------------------------------------------------
 # The work items
 
-# The most expensive first; a Pipeline comes last because its `compute` communicates
+# The most expensive first. A Pipeline comes last, so that its first transfer is in flight while the others
+# compute; like BankOfShards, it also communicates inside its `compute`
 TURNS = ("Bank", "BankOfShards", "Rows", "SmallParameters", "Pipeline")
 
 
@@ -691,7 +697,7 @@ class Bank(MuonItem):
         """Update the owned matrices, one batch at a time."""
         tensors = self.tensors(local)[self.owned]
         params = as_matrices(tensors)
-        # A 3-D parameter has a bank of its own, with one number for all of its matrices
+        # One number per parameter: K of them, or one for all matrices of a 3-D parameter
         ok = ok.expand(len(self.owners))[self.owned].view(-1, 1, 1).to(self.dtype)  # (k, 1, 1)
         for batch in self.batches():
             G, P, ok_batch = as_batch(grads[batch]), as_batch(params[batch]), ok[batch]
@@ -700,7 +706,7 @@ class Bank(MuonItem):
             U = muon_momentum(G, momentum_buffer, ok_batch, hyper, nesterov=self.group["nesterov"])
             X, gain = self.rule(U, buffers, ok_batch, hyper)
             muon_update(P, X, gain, self.scale, ok_batch, hyper, cautious=self.cautious)
-            if len(P) > 1 or not tensors[batch.start].is_contiguous():  # P may be a copy
+            if len(P) > 1 or not tensors[batch.start].is_contiguous():  # P is a copy, see as_batch and as_matrices
                 write(P.unbind(), tensors[batch])
 
     def send(self):
@@ -733,7 +739,7 @@ def assign_owners(count, cost, owned_cost):
     even, left_over = divmod(count, len(owned_cost))
     ranks = list(range(len(owned_cost)))
     idlest = sorted(ranks, key=owned_cost.__getitem__)[:left_over]
-    owners = sorted(ranks * even + idlest)
+    owners = sorted(ranks * even + idlest)  # a rank's matrices are consecutive; the idlest have one more
     for owner in owners:
         owned_cost[owner] += cost
     return owners
@@ -897,7 +903,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         self.dtype = torch.float32  # the widest dtype of the work items
         self.work_items = []  # in the order of their collectives, the same on all ranks
         self.places = {}  # parameter -> {name of its state: Place}
-        self.owned_cost = {}  # World -> the cost of what each of its ranks owns, see assign_owners
+        self.owned_cost = {}  # World (all ranks, or FSDP2's) -> the cost of what each of its ranks owns
 
     @torch.no_grad()
     def plan(self):

@@ -180,7 +180,7 @@ class OfShards:
         if all(placement.is_replicate() for placement in placements):
             return Place(tensor)
         shape = tuple(buffer.shape[1:])
-        if blocks > 1:  # the vectors of the blocks, concatenated
+        if blocks > 1:  # the blocks' vectors one below the other: T of (1, n/T) are recorded as (T, n/T)
             shape = (shape[0] * blocks, *shape[1:])
         if batch:
             shape = (len(param), *shape)
@@ -189,7 +189,7 @@ class OfShards:
 
 class BankOfShards(OfShards, Bank):
     """A bank in which every rank works on what it has: whole experts, or its shards of matrices that the
-    ranks of tensor parallelism orthogonalize jointly.
+    ranks of tensor parallelism orthogonalize jointly. Its world is a single process: only its rule may send.
     """
 
     def __init__(self, params, group, sharding):
@@ -201,8 +201,9 @@ class BankOfShards(OfShards, Bank):
 class Chunk(OfShards, MuonItem):
     """K matrices that go through the pipeline together, of which this rank owns k.
 
-    A shard consists of lines of its matrix: rows, or columns if `dim` is 2. Transfers are laid out line by
-    line: (matrices, lines, length of a line).
+    A shard consists of lines of its matrix: rows, or columns if `dim` is 2. The first all_to_all is laid out
+    line by line: (matrices, lines, length of a line). The second has, for each matrix, the bytes of its shard
+    in this layout, then those of each buffer of the rule.
     """
 
     def __init__(self, params, group, sharding, owners):
@@ -212,7 +213,7 @@ class Chunk(OfShards, MuonItem):
         self.counts = [owners.count(rank) for rank in ranks]  # of matrices that each rank owns
         spans = [self.world.span(sharding.shape[self.dim - 1], rank) for rank in ranks]
         self.lines = [hi - lo for lo, hi in spans]  # of a matrix, on each rank
-        self.length = sharding.shape[2 - self.dim]
+        self.line_length = sharding.shape[2 - self.dim]  # the dimension that is not cut
         self.wire_dtype = self.world.comm_dtype or gradient_dtype(params[0])
         self.rule_buffers = {name: self.buffers[name] for name in self.rule.buffers}  # (K, *shape) each
         if self.dim == 1 and self.scale.ndim:  # one per row
@@ -227,11 +228,11 @@ class Chunk(OfShards, MuonItem):
         U = muon_momentum(grads, buffer, ok, hyper, nesterov=self.group["nesterov"])
         U = U.transpose(1, self.dim).to(self.wire_dtype)
         owned, lines = self.counts[self.world.rank], self.lines[self.world.rank]
-        send = [count * lines * self.length for count in self.counts]
-        receive = [owned * lines * self.length for lines in self.lines]
+        send = [count * lines * self.line_length for count in self.counts]
+        receive = [owned * lines * self.line_length for lines in self.lines]
         transfer = self.world.all_to_all(U.flatten(), send, receive)
         from_ranks = zip(transfer.received.split(receive), self.lines, strict=True)
-        return Transfer([part.view(owned, lines, self.length) for part, lines in from_ranks], [transfer])
+        return Transfer([part.view(owned, lines, self.line_length) for part, lines in from_ranks], [transfer])
 
     def send_back(self, parts, ok, hyper):
         """Apply the rule to the owned matrices, and send each rank its shards of the directions, with the
@@ -244,7 +245,7 @@ class Chunk(OfShards, MuonItem):
         for batch in self.batches():
             buffers = {name: buffer[batch] for name, buffer in owned.items()}
             X, gain = self.rule(U[batch], buffers, ok[batch], hyper)
-            torch.mul(X, gain.to(self.dtype), out=U[batch])  # now the direction of the update
+            torch.mul(X, gain.to(self.dtype), out=U[batch])  # U now holds the directions
         state = [as_bytes(buffer) for buffer in owned.values()]
         to_ranks = []
         for shards in U.transpose(1, self.dim).to(self.wire_dtype).split(self.lines, dim=1):
@@ -260,7 +261,7 @@ class Chunk(OfShards, MuonItem):
         del received, fields
         for buffer, values in zip(self.rule_buffers.values(), state, strict=True):
             buffer.copy_(values.view(buffer.dtype).view(buffer.shape))
-        X = X.view(self.wire_dtype).view(len(self.params), -1, self.length).transpose(1, self.dim)
+        X = X.view(self.wire_dtype).view(len(self.params), -1, self.line_length).transpose(1, self.dim)
         tensors, one = self.tensors(local), ok.new_ones(1, 1, 1)
         P = torch.stack(as_matrices(tensors))
         muon_update(P, X, one, self.scale, ok, hyper, cautious=self.cautious)
@@ -268,7 +269,7 @@ class Chunk(OfShards, MuonItem):
 
     def bytes_per_matrix(self):
         """The bytes of this rank's shard in a transfer, and of each buffer of the rule."""
-        shard = self.lines[self.world.rank] * self.length * self.wire_dtype.itemsize
+        shard = self.lines[self.world.rank] * self.line_length * self.wire_dtype.itemsize
         return [shard, *[buffer[:1].nbytes for buffer in self.rule_buffers.values()]]
 
 
@@ -302,7 +303,7 @@ class Pipeline(WorkItem):
 
     def compute(self, parts, ok, hyper):
         ok, chunks = self.ok_of_chunks(ok), self.chunks
-        arriving, returning = {0: Transfer(parts)}, {}
+        arriving, returning = {0: Transfer(parts)}, {}  # `collect` has sent chunk 0, and `step` waited for it
         del parts  # `arriving` holds them until they are popped; this name would hold them until the end
         for i in range(len(chunks) + 1):
             if i + 1 < len(chunks):

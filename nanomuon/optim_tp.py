@@ -12,6 +12,7 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
                a custom `direction`
   blockwise    never                     nothing                      its block               each block
 
+In `distributed` and `duplicated` every rank stores the whole second moment, in `blockwise` that of its block.
 Newton-Schulz computes a Gram matrix in every iteration; its Gram form computes only two (`orthogonalize.py`).
 Where `duplicated` is the default, it replaces `distributed` even if that is requested, because Gram matrices
 are sums over the long side. The functions `duplicated` and `distributed` turn the rule for whole matrices
@@ -31,8 +32,8 @@ from nanomuon.orthogonalize import gram_newton_schulz, newton_schulz, newton_sch
 
 
 def choose_mode(group, shape, dim, world):
-    """The mode that the group requests, or `distributed`. The latter becomes `duplicated` unless the long
-    side is cut, over which Gram matrices sum. ValueError for an impossible `blockwise`.
+    """The mode that the group requests, or `distributed`. This one, requested or not, becomes `duplicated`
+    unless the long side is cut, over which Gram matrices sum. ValueError for an impossible `blockwise`.
     """
     m, n = shape
     rows, fused_rows = [m], False
@@ -119,8 +120,9 @@ def normuon_together(
     ns_dtype,
 ):
     """`optim.normuon` on shards cut along the long side: the squared norm and Gram matrices are summed over
-    ranks. So are the mean squares of a square matrix cut by columns, one value per row; otherwise each rank
-    has the mean squares of its own lines, and they are gathered. Returns shards of X and of its gain.
+    ranks. The mean squares, one per line of the long side, are gathered: each rank has those of its lines.
+    Only if a square is cut by columns is each of them, one per row, a sum over ranks. Returns shards of X and
+    of its gain.
     """
     shape = list(U.shape[1:])
     shape[cut.dim - 1] = cut.length
