@@ -706,7 +706,7 @@ class Bank(MuonItem):
             U = muon_momentum(G, momentum_buffer, ok_batch, hyper, nesterov=self.group["nesterov"])
             X, gain = self.rule(U, buffers, ok_batch, hyper)
             muon_update(P, X, gain, self.scale, ok_batch, hyper, cautious=self.cautious)
-            if len(P) > 1 or not tensors[batch.start].is_contiguous():  # P is a copy, see as_batch and as_matrices
+            if len(P) > 1 or not tensors[batch.start].is_contiguous():  # P is a copy
                 write(P.unbind(), tensors[batch])
 
     def send(self):
