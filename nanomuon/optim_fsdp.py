@@ -15,7 +15,17 @@ same-shaped matrices. Momentum, weight decay and update are elementwise and happ
 which needs whole matrices, runs on their owner. Along with the shards of an update, the owner returns the
 rule's state as raw bytes. So every rank has all of the rule's state, and it is saved like any replicated
 state. For NorMuon that costs each rank a vector per matrix, and for your own direction the state it declares.
+One matrix (m, n), its rows on four ranks, in float32 parameters:
 
+    rank            0        1        2        3
+    send_U          rows     rows     rows     rows     momentum and U of the shard, (m/4, n), float32
+    all_to_all                                          U, in comm_dtype or the gradient's dtype
+    send_back                (m, n)                     its owner applies the rule, in float32
+    all_to_all                                          the direction, in the same dtype as U, and the
+                                                        rule's state, unconverted
+    update_shards   rows     rows     rows     rows     decay and update of the shard; all copy the state
+
+A chunk has W * max(1, CHUNK_BYTES // 4mn) matrices, and at most three chunks are in memory (see `Pipeline`).
 With W ranks, a rank sends 2(W-1)/W times the bytes of its shards, and the state of the matrices that it owns
 to each of the W-1 others.
 """
@@ -216,6 +226,9 @@ class Chunk(OfShards, MuonItem):
         self.line_length = sharding.shape[2 - self.dim]  # the dimension that is not cut
         self.wire_dtype = self.world.comm_dtype or gradient_dtype(params[0])
         self.rule_buffers = {name: self.buffers[name] for name in self.rule.buffers}  # (K, *shape) each
+        # In the second all_to_all: of this rank's shard, and of each buffer of the rule
+        of_shard = self.lines[self.world.rank] * self.line_length * self.wire_dtype.itemsize
+        self.bytes_per_matrix = [of_shard, *[buffer[:1].nbytes for buffer in self.rule_buffers.values()]]
         if self.dim == 1 and self.scale.ndim:  # one per row
             self.scale = self.scale[slice(*spans[self.world.rank])]
 
@@ -250,12 +263,12 @@ class Chunk(OfShards, MuonItem):
         to_ranks = []
         for shards in U.transpose(1, self.dim).to(self.wire_dtype).split(self.lines, dim=1):
             to_ranks.append(torch.cat([as_bytes(shards), *state], dim=1).flatten())
-        receive = [count * sum(self.bytes_per_matrix()) for count in self.counts]
+        receive = [count * sum(self.bytes_per_matrix) for count in self.counts]
         return self.world.all_to_all(torch.cat(to_ranks), [len(each) for each in to_ranks], receive)
 
     def update_shards(self, received, ok, hyper):
         """Apply weight decay and update to all shards, and store the rule's state of all matrices."""
-        fields = received.view(len(self.params), -1).split(self.bytes_per_matrix(), dim=1)
+        fields = received.view(len(self.params), -1).split(self.bytes_per_matrix, dim=1)
         # Flat copies are aligned, as a view in another dtype requires
         X, *state = [field.clone().flatten() for field in fields]
         del received, fields
@@ -266,11 +279,6 @@ class Chunk(OfShards, MuonItem):
         P = torch.stack(as_matrices(tensors))
         muon_update(P, X, one, self.scale, ok, hyper, cautious=self.cautious)
         write(P.unbind(), tensors)
-
-    def bytes_per_matrix(self):
-        """The bytes of this rank's shard in a transfer, and of each buffer of the rule."""
-        shard = self.lines[self.world.rank] * self.line_length * self.wire_dtype.itemsize
-        return [shard, *[buffer[:1].nbytes for buffer in self.rule_buffers.values()]]
 
 
 def as_bytes(tensor):
