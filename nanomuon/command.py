@@ -102,7 +102,7 @@ def run_command(main) -> None:
         if isinstance(error, BrokenPipeError):  # else Python would flush the rest at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if "RANK" in os.environ:
-            let_others_speak(error)
+            defer_to_other_ranks(error)
         sys.stderr.write(message)  # in one write: print() writes the newline separately
         if "RANK" in os.environ:
             os._exit(code)
@@ -128,7 +128,7 @@ def explain(error: BaseException) -> tuple[int, str]:
     return 2, f"error: {printable(' '.join(message.split()))}\n"
 
 
-def let_others_speak(error: BaseException) -> None:
+def defer_to_other_ranks(error: BaseException) -> None:
     """Wait before reporting an error that another rank probably reports: torchrun may end this one first.
 
     Most errors occur on all ranks: only the first rank of each node reports them. If another rank has died,

@@ -90,7 +90,7 @@ def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | N
     model = meta_model(config)
     data_parallel = parallel.data_parallel_size(runtime.world_size, args.tensor_parallel, config)
     layout = Layout(runtime.world_size, args.shard == "fsdp", args.tensor_parallel)
-    tokens = asked_tokens(args, model)
+    tokens = requested_tokens(args, model)
     row = config.seq_len * data_parallel  # tokens in one row on every device
     rows = args.device_batch_size
     # Other micro-steps round differently, so in the same world a run keeps its first choice
@@ -141,7 +141,7 @@ def meta_model(config: GPTConfig) -> GPT:
         return GPT(config)
 
 
-def asked_tokens(args: argparse.Namespace, model: GPT) -> int:
+def requested_tokens(args: argparse.Namespace, model: GPT) -> int:
     """The number of tokens that --target-flops allows, else that --target-param-data-ratio requests.
 
     20 per parameter are compute-optimal for the models of Hoffmann et al. (arXiv 2203.15556); Muon-trained

@@ -227,8 +227,8 @@ def make_optimizer(build, model, batch, steps, world_size=1, **settings):
     something invalid.
     """
     of_run = {"batch": batch, "steps": steps}
-    told = keywords_of(build, of_run)
-    built = build(model, **{name: value for name, value in of_run.items() if name in told})
+    accepted = keywords_of(build, of_run)
+    built = build(model, **{name: value for name, value in of_run.items() if name in accepted})
     if hasattr(built, "param_groups"):
         try:
             inspect.signature(built.step).bind()
