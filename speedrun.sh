@@ -2,15 +2,15 @@
 # From nothing to a trained GPT, on the hardware at hand:
 #
 #   bash speedrun.sh           environment -> corpus, tokenizer, shards -> train, evaluate, sample, report
-#   bash speedrun.sh --plan    print what it would do, with its size and memory, and stop
+#   bash speedrun.sh --plan    print what it would do, with size and memory, and exit
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
-# Without a GPU it takes 4 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C end it; a run that has begun its steps is saved and ends
-# with exit code 75. The same command carries on. Set these variables to change it:
+# Without a GPU it takes 4 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C end it. A run that has started its steps is saved, and
+# exits with code 75. The same command carries on. Set these variables to change it:
 #
-#   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (from this folder, or absolute), hf:ORG/NAME[:CONFIG]
+#   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (relative to here, or absolute), hf:ORG/NAME[:CONFIG]
 #   VOCAB_SIZE=1024         a smaller vocabulary, for a small corpus
-#   DEPTH=8                 a deeper (and wider) or smaller model
+#   DEPTH=8                 a deeper (and wider) or a smaller model
 #   RUN=name                name of the run under $NANOMUON_BASE_DIR/runs
 #   NANOMUON_BASE_DIR=...   where everything is written (~/.cache/nanomuon), except downloads from the hub (HF_HOME)
 #   NANOMUON_PYTHON=...     an interpreter that already has every package (PyTorch 2.11 or newer); nothing is installed
@@ -22,14 +22,14 @@ for flag in "$@"; do
         -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "${0##*/}"; exit 0 ;;
         --run | --corpus | --depth | --vocab-size) # the other stages need these too
             variable=$(tr a-z- A-Z_ <<<"${flag%%=*}")
-            echo "error: instead of ${flag%%=*} set the variable: ${variable#__}=... bash speedrun.sh" >&2
+            echo "error: instead of ${flag%%=*}, set the variable: ${variable#__}=... bash speedrun.sh" >&2
             exit 2
             ;;
     esac
 done
 source scripts/setup.sh train
 
-# Presets by the hardware that will train; a GPU that PyTorch cannot use is an error here
+# Presets for the hardware that will train; a GPU that PyTorch cannot use is an error here
 HARDWARE=$("$PYTHON" -c 'import scripts
 scripts.begin()
 from nanomuon import command, runtime
@@ -42,18 +42,18 @@ case $GPUS in
     0)
         CORPUS=${CORPUS:-python} DEPTH=${DEPTH:-4}
         FLAGS=(--total-batch-size 4096 --eval-every 100 --eval-tokens 32768 --save-every 50)
-        # As many steps as two cores finish in 4 to 14 minutes (docs/benchmarks.md), unless a flag sets the length
+        # As many steps as two cores can do in 4 to 14 minutes (docs/benchmarks.md), unless a flag sets the length
         [[ " ${*/=/ } " == *" --target-"* ]] ||
             FLAGS+=(--num-iterations "$([ "$DTYPE" = bfloat16 ] && echo 480 || echo 300)")
         ;;
     1) CORPUS=${CORPUS:-$WEB} DEPTH=${DEPTH:-12} ;;
     *)
         CORPUS=${CORPUS:-$WEB} DEPTH=${DEPTH:-24}
-        # --local_addr: not every container resolves the machine's name. Without the last --, torchrun takes --run as its own
+        # --local_addr, as not every container resolves the machine's name. Without the last --, torchrun takes --run as its own
         TRAIN=("$PYTHON" -m torch.distributed.run --standalone --local_addr=localhost --nproc_per_node="$GPUS"
             -m scripts.base_train --)
         export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300} # seconds to save
-        # Without this torchrun would end with the terminal even under nohup
+        # Without this, torchrun would end with the terminal even under nohup
         [ -z "$(trap -p HUP)" ] || export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGQUIT}
         ;;
 esac
@@ -67,11 +67,11 @@ if [[ " $* " == *" --plan "* ]]; then
     exec "${TRAIN[@]}" "${FLAGS[@]}"
 fi
 
-# The same words go to both: a wrong flag ends the first, before data is prepared
+# Both get the same flags: a wrong flag ends data_prep before it prepares any data
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 case $CORPUS in
     python | path:*) "$PYTHON" -m scripts.data_prep -- "${FLAGS[@]}" ;;
-    *) # from the hub: prepared during training, which waits if it must
+    *) # from the hub: prepared during training, which waits if necessary
         mkdir -p "${run_dir%/*}"
         echo "data: $CORPUS, progress in $run_dir.data_prep.log"
         nice -n 10 "$PYTHON" -m scripts.data_prep -- "${FLAGS[@]}" >"$run_dir.data_prep.log" 2>&1 &
@@ -82,18 +82,18 @@ esac
 rm -f "$run_dir/stopped"
 "${TRAIN[@]}" "${FLAGS[@]}" <&0 &
 training=$! stopped=no code=0
-# Without a trap bash would die and leave the training running; a terminal sends INT and HUP to the training too
+# Without a trap, bash would die and leave the training running; a terminal sends INT and HUP to the training too
 trap 'stopped=yes; kill -TERM "$training" 2>/dev/null || true' TERM
 trap stopped=yes INT HUP
-until code=0; wait "$training" || code=$?; ! kill -0 "$training" 2>/dev/null; do :; done # a signal ends a wait too
-# torchrun does not pass on the exit codes of its ranks; they leave a file
+until code=0; wait "$training" || code=$?; ! kill -0 "$training" 2>/dev/null; do :; done # a signal also ends a wait
+# torchrun does not pass on the exit codes of its ranks, so they leave a file
 if [ -e "$run_dir/stopped" ] || { [ "$stopped" = yes ] && [ "$code" -ne 0 ]; }; then
     echo "the run was stopped before its end: the same command carries on"
     exit 75
 fi
 if [ "$code" -ne 0 ] && [ -n "${data_prep:-}" ] && ! kill -0 "$data_prep" 2>/dev/null && ! wait "$data_prep"; then
-    echo "data_prep has failed: $(tail -n 1 "$run_dir.data_prep.log")" >&2
+    echo "data_prep failed: $(tail -n 1 "$run_dir.data_prep.log")" >&2
 fi
 [ "$code" -ne 137 ] || echo "the training was killed, perhaps because memory ran out: the same command carries on" >&2
-[ "$code" -ne 0 ] || echo "done in $SECONDS s; samples are in $run_dir/report.md. More text: $PYTHON -m scripts.sample --run $RUN --seed 4"
+[ "$code" -ne 0 ] || echo "done in $SECONDS s; samples are in $run_dir/report.md. For more: $PYTHON -m scripts.sample --run $RUN --seed 4"
 exit "$code"

@@ -1,9 +1,9 @@
 """AdamW for the matrices too, the baseline of most papers.
 
-The rest has fixed rates by role, and all rates fall linearly to zero. These values stay as they are while the
-recipe moves on, so that old races can be compared with new ones.
+The other parameters have fixed rates by role, and all rates fall linearly to zero. These values do not change
+when the recipe does, so that old races can be compared with new ones.
 
-Source: arXiv 1711.05101; betas and decay of the matrices as usual in language models.
+Source: arXiv 1711.05101; betas and decay of the matrices are the usual ones for language models.
 """
 
 from nanomuon import recipe

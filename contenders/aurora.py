@@ -1,11 +1,11 @@
-"""Aurora: a polar factor whose rows have equal norms, so that no neuron of a tall matrix is left behind.
+"""Aurora: a polar factor whose rows have equal norm, so that no neuron of a tall matrix is left behind.
 
     D = diag(1 / row norm of M)
     X = P(D M);  D <- D (n/m / row norm of X ^ 2)^(1/2);  X = P(D M)        m >= n
     W <- W - lr s X
 
-n/m is the squared norm of each of m rows if all are equal and the columns orthonormal. A wide matrix is
-transposed first. The polar factor of a square one has rows of norm 1 already, so there it is plain Muon.
+n/m is the squared norm of each of the m rows if all are equal and the columns orthonormal. A wide matrix is
+first transposed. The polar factor of a square matrix already has rows of norm 1, so there it is plain Muon.
 
 Source: "Aurora: A Leverage-Aware Spectral Optimizer", arXiv 2606.27715, and
 https://github.com/tilde-research/aurora-release (two iterations, exponent 1/2).

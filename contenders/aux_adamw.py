@@ -1,9 +1,9 @@
-"""The recipe with a longer memory of AdamW's second moments, by role.
+"""The recipe with longer averages of AdamW's second moments, by role.
 
     v <- beta2 v + (1 - beta2) g^2        beta2 .997 for scalars and vectors, .99 for embeddings and the head
 
-In the record a longer memory for the one-dimensional parameters alone, .99 to .997, was worth 45 of 2,875
-steps; the recipe has .95 for all.
+In the record, a longer average for only the one-dimensional parameters, .99 to .997, saved 45 of 2,875 steps.
+The recipe has .95 for all.
 
 Source: modded-nanogpt, track 3, 2026-06-09 (auxiliary beta2 split, 2,750 steps).
 """

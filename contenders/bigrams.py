@@ -1,4 +1,4 @@
-"""A table of embeddings for pairs of neighbouring tokens, found by a hash and added to the token's own.
+"""A table of embeddings for pairs of adjacent tokens, found by a hash and added to the token's own embedding.
 
     x_t = wte[token t] + E[hash(token t-1, token t) mod rows]        rows = 5 x the vocabulary
 
@@ -20,7 +20,7 @@ class Bigrams(GPT):
     def __init__(self, config, compute_dtype=torch.float32):
         super().__init__(config, compute_dtype)
         table = nn.Embedding(ROWS * config.vocab_size, config.width)
-        self.bigrams = nn.ModuleDict({"wte": table})  # by this name the recipe finds the rate
+        self.bigrams = nn.ModuleDict({"wte": table})  # the recipe finds the rate by this name
 
     def look_up(self, tokens):
         embed, head_rows = super().look_up(tokens)

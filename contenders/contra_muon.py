@@ -1,12 +1,12 @@
-"""Contra-Muon: minus a little of the momentum itself, so that weak directions get more than strong ones.
+"""Contra-Muon subtracts a little of the momentum itself, so that weak directions get more than strong ones.
 
     X = P(M) - c/2 M / ||M||_2          ||M||_2 the largest singular value, by power iteration
     W <- W - lr s X ||P(M)||_F / ||X||_F
 
-Singular values become 1 - c/2 sigma / sigma_max, times one common factor. c = 0.4 as in the record.
+Singular values become 1 - c/2 sigma / sigma_max, times a common factor. c = 0.4 as in the record.
 
-Source: https://github.com/nilin/contra-muon; modded-nanogpt, track 3, 2026-05-01 (3,225 steps), where
-variance reduction by row came after it.
+Source: https://github.com/nilin/contra-muon; modded-nanogpt, track 3, 2026-05-01 (3,225 steps), where it was
+followed by variance reduction by row.
 """
 
 import torch

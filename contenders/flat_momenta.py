@@ -1,6 +1,6 @@
-"""Momentum and beta1 that do not follow the length of the run.
+"""Momentum and beta1 that do not depend on the length of the run.
 
-Short runs of the recipe average over fewer gradients: 0.90 and 0.62 at 300 steps, 0.95 and 0.8 from 2,289 on.
+The recipe's short runs average over fewer gradients: 0.90 and 0.62 at 300 steps, 0.95 and 0.8 from 2,289 on.
 
 Source: modded-nanogpt and nanochat (momentum .95, beta1 .8 at every length).
 """

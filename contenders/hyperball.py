@@ -4,7 +4,7 @@
 
 R = sqrt(m n / width) is the norm of a matrix of this shape that the model initializes at random. Matrices
 that start at zero grow until they reach R. Norms never fall, so the others are on their sphere from the first
-steps. No weight decay.
+steps on. There is no weight decay.
 
 Source: "Fantastic Pretraining Optimizers and Where to Find Them II: Hyperball Optimization", arXiv
 2606.16899; modded-nanogpt, track 3, 2026-04-30 (rate .018; there no matrix starts at zero).
@@ -20,7 +20,7 @@ from nanomuon.orthogonalize import orthogonalize
 
 
 def norms(param):
-    """Frobenius norms of its matrices: (1, 1), or (E, 1, 1) of (E, m, n)."""
+    """Frobenius norms of a parameter's matrices: (1, 1), or (E, 1, 1) for (E, m, n)."""
     return torch.linalg.vector_norm(param, dim=(-2, -1), keepdim=True)
 
 

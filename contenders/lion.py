@@ -3,7 +3,7 @@
     W <- W - lr (sign(beta1 m + (1 - beta1) g) + lambda W)
     m <- beta2 m + (1 - beta2) g
 
-The other parameters and the course of rates and decay are the recipe's.
+The other parameters and the schedules of rates and decay are the recipe's.
 
 Source: "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675 (betas .9 and .99; rates 3 to 10
 times smaller than AdamW's, decay as many times larger).

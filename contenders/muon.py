@@ -1,9 +1,9 @@
-"""Muon as its author wrote it; with beta2=0.95 NorMuon.
+"""Muon as its author published it; with beta2=0.95, NorMuon.
 
     M <- mu M + (1 - mu) G,  U = (1 - mu) G + mu M,  W <- W - lr s P(U)        P in five quintic steps
 
-The rest is trained as in adamw.py. These values stay as they are while the recipe moves on, so that old races
-can be compared with new ones.
+The rest is trained as in adamw.py. These values do not change when the recipe does, so that old races can be
+compared with new ones.
 
 Source: Keller Jordan, https://kellerjordan.github.io/posts/muon; NorMuon, arXiv 2510.05491.
 """

@@ -1,9 +1,9 @@
 """MuonEq: the rows of the momentum get equal norms before Newton-Schulz. Muon+: the norm is restored after.
 
-    W <- W - lr s P(D M)      D = diag(mean row norm / row norm);  Muon+: ||P|| snapped to sqrt(min(m, n))
+    W <- W - lr s P(D M)      D = diag(mean row norm / row norm);  Muon+: ||P|| set to sqrt(min(m, n))
 
-The second moment comes after both. Together they are nanochat's default since July 2026; no race has told
-them from the default here.
+The second moment comes after both. Together they are nanochat's default since July 2026; here no race has
+distinguished them from the default.
 
 Source: "MuonEq: Balancing Before Orthogonalization with Lightweight Equilibration", arXiv 2603.28254, and
 "Muon+", arXiv 2602.21545.

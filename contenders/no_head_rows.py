@@ -2,9 +2,9 @@
 
     v_t = W_v x_t        instead of W_v x_t + gate(x_t) norm(row of lm_head of token t)
 
-The gates have nothing to scale and stay as they are.
+The gates have nothing to scale, and do not train.
 
-Source: an ablation of `GPT.look_up`; tables of value embeddings (modded-nanogpt) came before the rows.
+Source: an ablation of `GPT.look_up`; the rows replaced tables of value embeddings (modded-nanogpt).
 """
 
 from nanomuon.gpt import GPT

@@ -1,4 +1,4 @@
-"""The model without the key offset: a key comes from its own token alone.
+"""The model without the key offset: a key comes only from its own token.
 
     k_t = W_k x_t        instead of half of its channels from W_k x_(t-1)
 

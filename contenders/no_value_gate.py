@@ -1,4 +1,4 @@
-"""The model without the gate of the head's rows in the values: they are added as they are.
+"""The model without the gate of the head's rows: they are added to the values unscaled.
 
     v_t = W_v x_t + row_t        instead of W_v x_t + 2 sigmoid(W_g x_t[:32]) row_t, a gate for each head
 
@@ -14,7 +14,7 @@ from nanomuon.gpt import GPT
 
 
 class Open(nn.Module):
-    """Logits of gates that are always 1."""
+    """Gate logits of zero, which make the gates 1."""
 
     def __init__(self, heads):
         super().__init__()

@@ -14,7 +14,7 @@ class NoX0Scalars(GPT):
     def __init__(self, config, compute_dtype=torch.float32):
         super().__init__(config, compute_dtype)
         del self.x0_scalars
-        self.register_buffer("x0_scalars", torch.empty(config.depth))  # zeros that nothing trains
+        self.register_buffer("x0_scalars", torch.empty(config.depth))  # zeros that are not trained
 
     def init_weights(self, seed=0, fill=torch.Tensor.copy_):
         super().init_weights(seed, fill)

@@ -1,10 +1,10 @@
-"""NorMuon as published: a second moment for every output row, of wide matrices too.
+"""NorMuon as published: a second moment for every output row, also in wide matrices.
 
     X = P(M)                          the polar factor of the momentum
     v <- beta2 v + (1 - beta2) mean over columns of X^2       (m, 1)
     W <- W - lr s X / sqrt(v), scaled back to the norm of X
 
-The recipe instead has one value for each row or column along the longer side: for a wide matrix, columns.
+The recipe instead has one value per index of the longer side: in a wide matrix, per column.
 
 Source: "NorMuon", arXiv 2510.05491.
 """

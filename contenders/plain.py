@@ -2,7 +2,7 @@
 
     W <- W - lr s P(M)        P(U S V^T) = U V^T, s the scale by shape
 
-The files that change P without variance reduction are compared with this one.
+It is the baseline for the files that change P and have no variance reduction.
 
 Source: Keller Jordan, https://kellerjordan.github.io/posts/muon (Newton-Schulz by Polar Express).
 """

@@ -1,8 +1,8 @@
-"""Tables of value embeddings in every other layer, the last one included, beside the head's rows.
+"""Tables of value embeddings in every other layer, including the last one, in addition to the head's rows.
 
     v_t = W_v x_t + gate(x_t) (norm(row of lm_head of token t) + E_layer[token t])
 
-in layers with a table; the others have the rows alone. Tables start at zero, with the rate of the token
+in layers with a table; the others have only the rows. Tables start at zero, and have the rate of the token
 embedding.
 
 Source: modded-nanogpt and nanochat for the tables (see value_tables.py); the rows are the default's.

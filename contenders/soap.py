@@ -4,9 +4,10 @@
     M <- beta1 M + (1 - beta1) G,      V <- beta2 V + (1 - beta2) (Q_L^T G Q_R)^2
     W <- W - lr (Q_L [(Q_L^T M Q_R) / sqrt(V)] Q_R^T + lambda W)        with Adam's bias corrections
 
-The other parameters and the course of rates and decay are the recipe's.
+The other parameters and the schedules of rates and decay are the recipe's.
 
-The first gradient only makes the bases (eigh); every tenth step one orthogonal iteration (QR) updates them.
+The first gradient only initializes the bases (eigh); every tenth step one orthogonal iteration (QR) updates
+them.
 
 Source: "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv 2409.11321; github.com/nikhilvyas/SOAP
 """
@@ -23,9 +24,9 @@ def unscaled(m, n):
 
 
 def turn_basis(Q, gram, V, first, due):
-    """Update Q (k, s, s), and V's rows with it, in place: to eigenvectors, or by one iteration, sorted."""
-    # The first gradients leave most of the space of a long side undetermined: without this ramp, rounding
-    # would choose its basis, differently on each number of ranks
+    """Update Q (k, s, s) in place: to eigenvectors, or by one iteration, sorted, as V's rows then are too."""
+    # The first gradients leave most of the space of a long side undetermined. Without this ramp rounding
+    # would choose its basis, a different one for each number of ranks
     ramp = torch.linspace(0, 1e-4, gram.size(1), dtype=gram.dtype, device=gram.device)
     gram = gram + torch.diag(ramp) * gram.diagonal(dim1=1, dim2=2).mean(dim=1).view(-1, 1, 1)
     estimates = (Q * (gram @ Q)).sum(dim=1, keepdim=True)  # (k, 1, s) eigenvalues
@@ -59,7 +60,7 @@ def param_groups(model, *, matrix_lr=0.003, weight_decay=0.1, every=10, **keywor
         buffers["right_gram"].lerp_(U.mT @ U, (1 - BETA2) * ok)
         first = (count == 0) & (ok > 0)
         due = (count > 0) & (count % every == 0) & (ok > 0)
-        if first.any() or due.any():  # the host waits for a GPU here
+        if first.any() or due.any():  # here the host waits for the GPU
             turn_basis(left, buffers["left_gram"], V, first, due)
             turn_basis(
                 right, buffers["right_gram"], V.mT, first, due

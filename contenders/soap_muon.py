@@ -1,12 +1,13 @@
-"""SOAP before Newton-Schulz: the momentum is scaled in the eigenbasis of Shampoo, then orthogonalized.
+"""SOAP before Newton-Schulz: the momentum is scaled in Shampoo's eigenbasis, then orthogonalized.
 
     L, R, M, V and the eigenvectors Q_L, Q_R as in soap.py
     W <- W - lr s P(Q_L [(Q_L^T M Q_R) / sqrt(V)] Q_R^T)
 
-QR every 10 steps (every step in the record of 2,750 steps). The first gradient only makes the bases.
+QR runs every 10 steps (every step in the record of 2,750 steps). The first gradient only initializes the
+bases.
 
 Source: https://github.com/nikhilvyas/SOAP_MUON (betas .95 and .98; its version for modded-nanogpt also takes
-signed roots of the entries, which this does not); modded-nanogpt, track 3, 2026-05-04 and 2026-06-09.
+signed roots of the entries, which is left out here); modded-nanogpt, track 3, 2026-05-04 and 2026-06-09.
 """
 
 import torch
@@ -18,9 +19,9 @@ BETA1, BETA2, EPS = 0.95, 0.98, 1e-15
 
 
 def turn_basis(Q, gram, V, first, due):
-    """Update Q (k, s, s), and V's rows with it, in place: to eigenvectors, or by one iteration, sorted."""
-    # The first gradients leave most of the space of a long side undetermined: without this ramp, rounding
-    # would choose its basis, differently on each number of ranks
+    """Update Q (k, s, s) in place: to eigenvectors, or by one iteration, sorted, as V's rows then are too."""
+    # The first gradients leave most of the space of a long side undetermined. Without this ramp rounding
+    # would choose its basis, a different one for each number of ranks
     ramp = torch.linspace(0, 1e-4, gram.size(1), dtype=gram.dtype, device=gram.device)
     gram = gram + torch.diag(ramp) * gram.diagonal(dim1=1, dim2=2).mean(dim=1).view(-1, 1, 1)
     estimates = (Q * (gram @ Q)).sum(dim=1, keepdim=True)  # (k, 1, s) eigenvalues
@@ -52,7 +53,7 @@ def param_groups(model, *, every=10, **keywords):
         buffers["right_gram"].lerp_(U.mT @ U, (1 - BETA2) * ok)
         first = (count == 0) & (ok > 0)
         due = (count > 0) & (count % every == 0) & (ok > 0)
-        if first.any() or due.any():  # the host waits for a GPU here
+        if first.any() or due.any():  # here the host waits for the GPU
             turn_basis(left, buffers["left_gram"], V, first, due)
             turn_basis(
                 right, buffers["right_gram"], V.mT, first, due

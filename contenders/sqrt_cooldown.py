@@ -1,4 +1,4 @@
-"""Rates flat at first, then falling as 1 - sqrt to zero.
+"""Rates that are flat at first, then fall as 1 - sqrt to zero.
 
     lr = lr_0 (1 - sqrt(max(0, (t - t_0) / (T - t_0))))        t_0 = 0.4 T
 
@@ -8,7 +8,7 @@ modded-nanogpt, pull request 343.
 
 from nanomuon import recipe
 
-FLAT = 0.4  # of the run
+FLAT = 0.4  # fraction of the run
 
 
 def schedule(group, step, steps):

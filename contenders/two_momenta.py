@@ -1,4 +1,4 @@
-"""A fast and a slow momentum in one from a share of the run on (bi-Maxwell), the usual one before.
+"""The usual momentum up to a fraction of the run, then a mix of a fast and a slow one (bi-Maxwell).
 
     M_i <- lerp(M_i, G, 1 - mu_i)        mu = .95, .85, .98
     U = G + mu_0 (M_0 - G) before `start`, then the same sum over i = 1, 2 with weights .4385, .5615

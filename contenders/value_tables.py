@@ -1,4 +1,4 @@
-"""Tables of value embeddings in every other layer, the last one included, instead of the head's rows.
+"""Tables of value embeddings in every other layer, including the last one, instead of the head's rows.
 
     v_t = W_v x_t + gate(x_t) E_layer[token t]        in layers with a table, W_v x_t in the others
 
@@ -14,7 +14,7 @@ from nanomuon.gpt import GPT, Attention
 
 
 class OwnRows(Attention):
-    """Takes the rows of its layer."""
+    """Attention that gets the rows of its own layer."""
 
     def forward(self, x, rows, rope, cache):
         return super().forward(x, rows[self.layer], rope, cache)
@@ -29,7 +29,7 @@ class ValueTables(GPT):
             block.attn = OwnRows(config, layer)
             if (config.depth - 1 - layer) % 2 == 0:
                 tables[str(layer)] = nn.Embedding(config.vocab_size, self.channels)
-        self.values = nn.ModuleDict({"wte": tables})  # by this name the recipe finds the rate
+        self.values = nn.ModuleDict({"wte": tables})  # the recipe finds the rate by this name
 
     def init_weights(self, seed=0, fill=torch.Tensor.copy_):
         super().init_weights(seed, fill)

@@ -1,10 +1,10 @@
-"""A Llama of transformers under FSDP2: parameters, gradients and optimizer state stay sharded.
+"""A Llama from transformers under FSDP2: parameters, gradients and optimizer state stay sharded.
 
     PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/fsdp2_llama.py --folder fsdp2_llama
     PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/fsdp2_llama.py --folder resumed \
         --resume fsdp2_llama/step_20
 
-Every process writes and reads its own shards; any number of processes may resume.
+Every process writes and reads its own shards; any number of processes can resume.
 """
 
 import argparse

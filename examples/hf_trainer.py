@@ -1,10 +1,10 @@
-"""MuonAdamW in the Trainer of transformers: `optimizers=(optimizer, scheduler)`, save and resume.
+"""MuonAdamW in transformers' Trainer: `optimizers=(optimizer, scheduler)`, save and resume.
 
     PYTHONPATH=. python examples/hf_trainer.py --folder hf_trainer
     PYTHONPATH=. python examples/hf_trainer.py --folder resumed --resume hf_trainer/checkpoint-20
 
-Both end with the same parameters, bit for bit. Under torchrun use MuonAdamW as well: the Trainer averages the
-gradients itself and saves only the first process's optimizer state, which must be complete.
+Both end with the same parameters, bit for bit. Use MuonAdamW under torchrun too: the Trainer averages the
+gradients itself, and saves only the first process's optimizer state, which must be complete.
 """
 
 import argparse

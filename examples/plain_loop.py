@@ -1,4 +1,4 @@
-"""MuonAdamW in a training loop of your own: param groups, a scheduler, a checkpoint to resume from.
+"""MuonAdamW in your own training loop: param groups, a scheduler, a checkpoint to resume from.
 
     PYTHONPATH=. python examples/plain_loop.py --folder plain_loop
     PYTHONPATH=. python examples/plain_loop.py --folder resumed --resume plain_loop/step_100.pt

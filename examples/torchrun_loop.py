@@ -1,11 +1,11 @@
-"""DistMuonAdamW under torchrun: it averages the gradients, and ranks share the step's work and state.
+"""DistMuonAdamW under torchrun: it averages the gradients, and the ranks share the step's work and state.
 
     PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/torchrun_loop.py \
         --folder torchrun_loop
     PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/torchrun_loop.py \
         --folder resumed --resume torchrun_loop/step_50.pt
 
-A checkpoint of two processes resumes on any number of them.
+A checkpoint from two processes resumes on any number of processes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ torch.manual_seed(0)
 teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))  # the model learns to imitate it
 model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 8))
 groups = build_param_groups(model, muon=MUON, adamw=ADAMW)
-optimizer = DistMuonAdamW(groups)  # no DistributedDataParallel: this averages by itself
+optimizer = DistMuonAdamW(groups)  # no DistributedDataParallel: this averages the gradients itself
 done = 0
 if args.resume:
     checkpoint = torch.load(args.resume)
@@ -49,7 +49,7 @@ for step in range(done + 1, 101):
         print(f"step {step} loss {loss.item():.5f}", flush=True)
     if step % 50 == 0:
         checkpoint = {"step": step, "model": model.state_dict(), "optimizer": optimizer.full_state_dict()}
-        if rank == 0:  # full_state_dict() has gathered the state of all ranks; one writes
+        if rank == 0:  # full_state_dict() has gathered the state of all ranks; only one writes it
             torch.save(checkpoint, args.folder / f"step_{step}.pt")
 del optimizer  # gloo's threads end with the last reference to the process group
 dist.destroy_process_group()

@@ -1,12 +1,12 @@
-"""nanochat on the rows of a run of this repo: its model, optimizer, schedules and loop; our loader, tokenizer
-and validation set. Both read the same tokens in the same order and are scored on the same bytes.
+"""nanochat's model, optimizer, schedules and loop, fed with the rows of one of this repo's runs: our loader,
+tokenizer and validation set. Both read the same tokens in the same order, and are scored on the same bytes.
 
     git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4
     CORPUS=python RUN=ours bash speedrun.sh
     PYTHONPATH=. python examples/train_nanochat.py --run ours --nanochat nanochat --rates 0.6
 
-Under torchrun it trains on several GPUs. Flags after -- are nanochat's own and override these. The last lines
-are both results in bits per byte of the whole validation set. nanochat keeps its files in NANOCHAT_BASE_DIR.
+Under torchrun it trains on several GPUs. Flags after -- go to nanochat and override ours. The last lines are
+both results, in bits per byte on the whole validation set. nanochat keeps its files in NANOCHAT_BASE_DIR.
 """
 
 import argparse
@@ -27,16 +27,16 @@ from nanomuon.shards import prepare_for_training
 from nanomuon.tokenizer import Tokenizer
 from nanomuon.trained import read_config
 
-# For runs of a few hundred steps, falling to zero from the first on. nanochat multiplies them by
-# sqrt(batch / 2^19), which is 0.09 at 4,096 tokens a step
+# For runs of a few hundred steps, falling to zero from the first step on. nanochat multiplies them by
+# sqrt(batch / 2^19), which is 0.09 at 4,096 tokens per step
 RATES = {"matrix": 0.34, "embedding": 3.4, "unembedding": 0.09, "scalar": 1.0}
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
 )
-parser.add_argument("--run", required=True, help="a finished run, whose rows, batch and length this takes")
+parser.add_argument("--run", required=True, help="a finished run, whose rows, batch and length are used")
 parser.add_argument("--nanochat", type=Path, required=True, help="a checkout of nanochat")
-parser.add_argument("--rates", type=float, help="times the rates above (default: nanochat's own values)")
+parser.add_argument("--rates", type=float, help="factor on the rates above (default: nanochat's own rates)")
 parser.add_argument("flags", nargs="*", help="after --: flags of nanochat's base_train")
 args = parser.parse_args()
 
@@ -74,7 +74,7 @@ def whole_validation_set(_, device_rows, context, split, device="cpu", **unused)
     return itertools.cycle(validation_batches(shards, context, device_rows, rank, world_size, device))
 
 
-# Its own package `scripts`, not ours. It imports wandb and rustbpe, and uses neither here
+# nanochat's own package `scripts`, not ours. It imports wandb and rustbpe, but uses neither
 checkout = args.nanochat.resolve()
 sys.path.insert(0, str(checkout))
 sys.modules["scripts"] = types.ModuleType("scripts")

@@ -15,11 +15,11 @@ from torch.nn.attention import SDPBackend
 # Up to this many tokens, a CPU in bf16 computes all scores of a row, hidden ones too: at 256 tokens, a
 # training step of depth 4 takes 12% less time than with PyTorch's fused kernel
 WHOLE_SCORES = 512
-# The backends for decoding. On Hopper PyTorch prefers cuDNN, which plans a kernel for every length
-# (about 0.4 s each), and every token is a new length
+# The backends for decoding. On Hopper PyTorch prefers cuDNN, which plans a kernel for every length (about
+# 0.4 s each), and every new token is a new length
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# PyTorch's names of FlashAttention 3 and 4, in the order of preference, by a GPU's major compute capability:
-# Hopper and the data centres' Blackwell. On other GPUs version 4 activates, too, and its first call fails
+# PyTorch's names for FlashAttention 3 and 4, in order of preference, by a GPU's major compute capability:
+# Hopper and data-center Blackwell. On other GPUs version 4 activates, too, but its first call fails
 FLASH_ATTENTION = {9: ("FA3", "FA4"), 10: ("FA4",)}
 
 
@@ -28,7 +28,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, normal
     None).
 
     q (B, Tq, H, D); k, v (B, Tk, Hkv, D) with Hkv dividing H: query head h reads key head h * Hkv // H. If
-    Tq < Tk, the queries are the last Tq positions, as when decoding with a cache. Returns (B, Tq, H, D).
+    Tq < Tk, the queries are the last Tq positions, as in decoding with a cache. Returns (B, Tq, H, D).
     normalized: queries and keys have norm sqrt(D), so that scores are small and may be rounded to bf16.
     """
     Tq, Tk = q.size(1), k.size(1)
@@ -43,15 +43,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, normal
 
 
 def visible_keys(Tq: int, Tk: int, window: int | None, device: torch.device) -> Tensor:
-    """(Tq, Tk), True if a query, one of the last Tq positions, sees a key."""
+    """(Tq, Tk), True if a query sees a key. The queries are the last Tq positions."""
     keys = torch.arange(Tk, device=device)
     distance = keys[Tk - Tq :, None] - keys
     return (distance >= 0) & (distance < (window or Tk))
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
-    """PyTorch's fused kernel in the layout of this file: mask (Tq, Tk) or (B, 1, Tq, Tk), True if a query
-    sees a key. A mask saves no work.
+    """PyTorch's fused kernel in the layout of this file. mask: (Tq, Tk) or (B, 1, Tq, Tk), True if a query
+    sees a key; it saves no work.
     """
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -65,7 +65,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
 
 
 def whole_scores(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """All scores at once, in the queries' dtype: T^2 numbers per head, kept for the backward pass."""
+    """All scores at once, in the queries' dtype: T^2 numbers per head, saved for the backward pass."""
     B, T, H, D = q.shape
     k, v = (x.repeat_interleave(H // x.size(2), dim=2) for x in (k, v))
     q, k, v = (x.transpose(1, 2).reshape(B * H, T, D) for x in (q, k, v))
@@ -75,15 +75,15 @@ def whole_scores(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return (weights @ v).view(B, H, T, D).transpose(1, 2)
 
 
-# Operators of this copy of the file: a process may also have that of an exported model, and a second operator
-# of one name would end the first
+# A namespace for this copy of the file: the process may also import an exported model's copy, and a second
+# operator with the same name would disable the first
 OPERATORS = re.sub(r"\W", "_", __name__)
 
 
 @torch.library.custom_op(f"{OPERATORS}::softmax", mutates_args=())
 def softmax(scores: Tensor) -> Tensor:
-    """Over the last dimension. A custom op, because the compiler's bf16 kernels for a CPU take three times as
-    long.
+    """Softmax over the last dimension. A custom op, because the compiler's bf16 kernels for a CPU take three
+    times as long.
     """
     return scores.softmax(-1)
 
@@ -102,14 +102,14 @@ softmax.register_autograd(
 
 
 def use_flash_attention(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Use FlashAttention 3 or 4 from now on, if one is installed and made for this GPU; returns its name.
-    Deterministic runs, and other dtypes than bf16, keep PyTorch's own kernels.
+    """Use FlashAttention 3 or 4 from now on, if one is installed that supports this GPU. Returns its name.
+    Deterministic runs, and dtypes other than bf16, keep PyTorch's own kernels.
     """
     if device.type != "cuda" or dtype != torch.bfloat16 or torch.are_deterministic_algorithms_enabled():
         return None
     major, _ = torch.cuda.get_device_capability(device)
     for name in FLASH_ATTENTION.get(major, ()):
-        # Not installed; installed without its backward pass; not known to this PyTorch
+        # Not installed, installed without its backward pass, or unknown to this PyTorch
         with contextlib.suppress(ImportError, RuntimeError, ValueError):
             torch.nn.attention.activate_flash_attention_impl(name)
             return name
@@ -117,18 +117,18 @@ def use_flash_attention(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def kernels_in_use() -> str:
-    """The name of the kernels that compute attention on a GPU, for people."""
+    """A readable name of the kernels that compute attention on a GPU."""
     name = torch.nn.attention.current_flash_attention_impl()
     return "PyTorch's own" if name is None else name.replace("FA", "FlashAttention ")
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Every row is one sequence of a ragged batch."""
-    from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo: a second, for GPUs only
+    """attention() as a ragged batch, in which every row is one sequence."""
+    from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo: 1 s, which only GPUs need
 
     B, T, H = q.shape[:3]
     ends = torch.arange(0, (B + 1) * T, T, device=q.device, dtype=torch.int32)
-    if k.size(2) != H:  # its enable_gqa came with PyTorch 2.12
+    if k.size(2) != H:  # PyTorch has its enable_gqa only since 2.12
         k, v = (x.repeat_interleave(H // x.size(2), dim=2) for x in (k, v))
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (B * T, heads, D)
     return varlen_attn(q, k, v, ends, ends, T, T, window_size=(window - 1, 0)).unflatten(0, (B, T))

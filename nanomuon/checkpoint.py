@@ -1,13 +1,13 @@
-"""Checkpoints that survive kills, full disks and a new world size; opening one executes nothing.
+"""Checkpoints that survive kills, full disks and a new world size; opening one runs no code.
 
     runs/<name>/checkpoints/step_500/
         shard-00001-model-00001-of-00001.safetensors   written by the first rank; one file per rank
         manifest.json                                  step, meta, the names of the other files
 
 Tensors go through torch.distributed.checkpoint with its safetensors storage: each rank writes its share of
-the tensors and reads those it needs, so W ranks load what V ranks saved, row slices (DTensor) included.
+the tensors and reads those it needs, so W ranks can load what V ranks saved, row slices (DTensors) included.
 Ranks share one file system. A checkpoint is written to a hidden folder, which is renamed after every rank has
-finished: what a kill leaves behind is never taken for a checkpoint.
+finished, so what a killed process leaves behind is never taken for a checkpoint.
 """
 
 import os
@@ -37,14 +37,14 @@ class Contents:
     """manifest.json."""
 
     step: int
-    meta: dict[str, int]  # what else resuming needs
+    meta: dict[str, int]  # whatever else resuming needs
     optimizer_values: dict[str, dict]  # per parameter: the numbers and strings in its state
     group_values: list[dict]  # per param group: its numbers and strings
     files: list[str]
 
 
 def saved_steps(run_dir) -> list[int]:
-    """Steps of the run's finished checkpoints, ascending; does not open them."""
+    """Steps of the run's finished checkpoints, ascending. Does not open them."""
     folders = (Path(run_dir) / "checkpoints").glob("step_*")
     return sorted(int(folder.name[5:]) for folder in folders if re.fullmatch(r"step_\d+", folder.name))
 
@@ -58,10 +58,11 @@ class NotWritten(InputError):
 
 
 def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: int = 2) -> None:
-    """Write runs/<name>/checkpoints/step_<step> and keep only the newest keep_last; do nothing if it exists.
+    """Write runs/<name>/checkpoints/step_<step>, and keep only the newest keep_last. Does nothing if it
+    exists.
 
-    Called by all ranks. meta: what else resuming needs (loader state, ...); the first rank's is kept. Raises
-    NotWritten on every rank if the disk is full or not writable; earlier checkpoints stay intact.
+    Called by all ranks. meta: whatever else resuming needs (loader state, ...); the first rank's is saved.
+    Raises NotWritten on every rank if the disk is full or not writable; earlier checkpoints stay intact.
     """
     final = Path(run_dir) / "checkpoints" / f"step_{step}"
     hidden = final.with_name(f".{final.name}")
@@ -71,7 +72,7 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
     tensors, values = _flat_state(model, state)
 
     def publish():
-        """Write the manifest, then make the checkpoint visible. Every file is on disk already."""
+        """Write the manifest, then make the checkpoint visible. All other files are already on disk."""
         groups = []
         for group in state["param_groups"]:
             groups.append({key: value for key, value in group.items() if isinstance(value, PLAIN)})
@@ -82,7 +83,7 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
 
     try:
         _without_warning()
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}  # safetensors needs it
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}  # for safetensors
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(hidden, save_distributed=True))
         on_first_rank(publish)
         remove(run_dir, step, keep_last)
@@ -93,7 +94,7 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
             raise
         on_first_rank(lambda: shutil.rmtree(hidden, ignore_errors=True))
         raise NotWritten(
-            f"checkpoint {final} was not written: {error}; earlier checkpoints are intact, make room"
+            f"checkpoint {final} was not written: {error}; earlier checkpoints are intact, free some space"
         ) from error
 
 
@@ -107,10 +108,10 @@ def remove(run_dir, last_step: int, keep_last: int) -> None:
         steps = saved_steps(run_dir)
         current = [step for step in steps if step <= last_step]
         for step in set(steps) - set(current[-keep_last:]):
-            # Rename first: a kill may leave half of it
+            # Rename it first: a kill may leave half of it
             os.replace(folder / f"step_{step}", folder / f".step_{step}.old")
         for hidden in folder.glob(".step_*"):
-            if hidden.is_symlink():  # to a checkpoint that the user has put elsewhere
+            if hidden.is_symlink():  # to a checkpoint that the user has moved
                 hidden.unlink()
             else:
                 shutil.rmtree(hidden)
@@ -125,8 +126,8 @@ def remove(run_dir, last_step: int, keep_last: int) -> None:
 def find(run_dir, resume: str = "auto") -> Path | None:
     """The checkpoint to resume from, None if there is none. Called by all ranks.
 
-    resume: "auto" for the newest whole one (a damaged one is skipped with a line), "step_<n>" for that one,
-    "never". Raises InputError if the requested one is missing or damaged, or if all that exist are damaged.
+    resume: "auto" for the newest undamaged one (each damaged one prints a warning), "step_<n>" for that one,
+    or "never". Raises InputError if the requested one is missing or damaged, or if all are damaged.
     """
     return None if resume == "never" else on_first_rank(lambda: _find(Path(run_dir), resume))
 
@@ -136,7 +137,7 @@ def _find(run_dir: Path, resume: str) -> Path | None:
     if resume != "auto":
         if resume not in names:
             have = ", ".join(names) or "none"
-            raise InputError(f"{run_dir} has no checkpoint {resume} (it has: {have})")
+            raise InputError(f"{run_dir} has no checkpoint {resume}; it has: {have}")
         return _whole(run_dir / "checkpoints" / resume)
     damage = None
     for name in reversed(names):
@@ -146,7 +147,7 @@ def _find(run_dir: Path, resume: str) -> Path | None:
             damage = error
             print0(f"warning: checkpoint {name} is damaged and not used: {error}")
     if damage is not None:
-        raise InputError(f"no undamaged checkpoint: {damage}; to start over: --resume never")
+        raise InputError(f"there is no undamaged checkpoint: {damage}; to start over: --resume never")
     return None
 
 
@@ -154,7 +155,7 @@ def _whole(path: Path) -> Path:
     """The path; InputError if a file of this checkpoint is missing, truncated, or not safetensors."""
     for name in read_manifest(path).files:
         try:
-            with safe_open(path / name, "pt"):  # compares the size of the file with its header
+            with safe_open(path / name, "pt"):  # checks the file's size against its header
                 pass
         except (OSError, SafetensorError) as error:
             raise InputError(f"{path / name} is not a readable safetensors file: {error}") from error
@@ -163,7 +164,7 @@ def _whole(path: Path) -> Path:
 
 def read_manifest(path) -> Contents:
     """A checkpoint's manifest; InputError if it is damaged."""
-    return read_json(Path(path) / "manifest.json", Contents, "take another checkpoint")
+    return read_json(Path(path) / "manifest.json", Contents, "use another checkpoint")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -173,8 +174,8 @@ def read_manifest(path) -> Contents:
 def load(path, model, optimizer) -> dict[str, int]:
     """Load a checkpoint that find() returned into model and optimizer, at any world size; return its meta.
 
-    Called by all ranks. Model and optimizer keep their dtypes, and a MuonAdamW its options and
-    hyperparameters. Raises InputError if the tensors are not those of this model and optimizer.
+    Called by all ranks. Model and optimizer keep their dtypes, and a MuonAdamW keeps its options and
+    hyperparameters. Raises InputError if the tensors do not belong to this model and optimizer.
     """
     manifest = read_manifest(path)
     if manifest.optimizer_values and not isinstance(optimizer, MuonAdamW):
@@ -182,7 +183,7 @@ def load(path, model, optimizer) -> dict[str, int]:
     state = _local_state(optimizer)
     tensors, _ = _flat_state(model, state)
     _read(path, tensors)
-    if not isinstance(optimizer, MuonAdamW):  # whose own tensors are filled already
+    if not isinstance(optimizer, MuonAdamW):  # MuonAdamW's own tensors are already filled
         for name, slots in state["state"].items():
             slots.update(manifest.optimizer_values.get(str(name), {}))
         for group, values in zip(state["param_groups"], manifest.group_values, strict=False):
@@ -192,7 +193,7 @@ def load(path, model, optimizer) -> dict[str, int]:
 
 
 def load_model(path, model) -> int:
-    """Load the model alone, whatever the optimizer was; return how many steps it was trained for."""
+    """Load only the model, whatever the optimizer was; return how many steps it was trained for."""
     _read(path, _model_tensors(model))
     return read_manifest(path).step
 
@@ -215,7 +216,7 @@ def _local_state(optimizer):
 
 
 def _make_state(optimizer, names):
-    """Have a torch optimizer create the state of these parameters by a step on zero gradients: this state,
+    """Make a torch optimizer create the state of these parameters, by a step on zero gradients. This state,
     and what the step does to the parameters, will be overwritten.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -257,5 +258,5 @@ def _flat_state(model, optimizer_state):
 
 
 def _without_warning():
-    """torch.distributed.checkpoint warns about a single process, which is fine here."""
+    """Silence torch.distributed.checkpoint's warning about a single process, which is fine here."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -1,4 +1,4 @@
-"""How a command line begins and ends: flags, one-line errors, signals."""
+"""How a command starts and ends: flags, one-line errors, signals."""
 
 import argparse
 import contextlib
@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from nanomuon.runtime import InputError, base_dir, is_first_rank, printable, write_text
 
-BUG = 1  # exit code of an error that no input caused
+BUG = 1  # exit code of an error that the user did not cause
 STOPPED = 75  # exit code of a run that was asked to stop early: EX_TEMPFAIL of sysexits.h, try again
-PATIENCE = 2  # seconds that a rank waits before it reports an error that others probably report
+PATIENCE = 2  # seconds that a rank waits before it reports an error that others probably report too
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         metavar="last|step_N",
-        help="use the model of this checkpoint; the run may still be training (default: the finished model)",
+        help="use the model in this checkpoint; the run may still be training (default: the finished model)",
     )
 
 
@@ -76,8 +76,8 @@ def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         default="auto",
         choices=["auto", "bfloat16", "float32"],
-        help="of activations and matrix products; weights are float32. auto: bfloat16 if the device has "
-        "instructions for it (default: %(default)s)",
+        help="dtype of activations and matrix products; weights are float32. auto: bfloat16 if the device "
+        "has instructions for it (default: %(default)s)",
     )
 
 
@@ -89,20 +89,20 @@ def run_command(main) -> None:
     """Run a script's main() and exit with the code it returns, or with 2 and one line on stderr for an error
     that the user can fix.
 
-    Other exceptions are bugs and show their traceback. In a world of several ranks an error ends its rank at
-    once, so that torchrun ends the others, which may be waiting for this one in a collective: destroying the
+    Other exceptions are bugs and show their traceback. With several ranks, an error exits its rank at once,
+    so that torchrun ends the others, which may be waiting for this one in a collective. Destroying the
     process group would wait for them.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # scripts.begin() handled it until now
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # until now scripts.begin() handled it
     try:
         code = main() or 0
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
         code, message = explain(error)
-        if isinstance(error, BrokenPipeError):  # else Python would flush the rest again at exit
+        if isinstance(error, BrokenPipeError):  # else Python would flush the rest at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if "RANK" in os.environ:
-            let_others_speak(error)
+            defer_to_other_ranks(error)
         sys.stderr.write(message)  # in one write: print() writes the newline separately
         if "RANK" in os.environ:
             os._exit(code)
@@ -112,7 +112,7 @@ def run_command(main) -> None:
 
 
 def explain(error: BaseException) -> tuple[int, str]:
-    """The exit code and the user's message for an error that ends this process."""
+    """The exit code and the message to the user for an error that ends this process."""
     message = str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted\n"
@@ -120,7 +120,7 @@ def explain(error: BaseException) -> tuple[int, str]:
         less = "try fewer rows (--device-batch-size), a smaller model or --shard fsdp"
         message = f"{message.split('. ')[0]}; {less}"
     elif isinstance(error, OSError) and str(base_dir()) in message:  # a full disk, no permission
-        message += "; NANOMUON_BASE_DIR=/folder/with/room helps"
+        message += "; set NANOMUON_BASE_DIR=/folder/with/room"
     elif not isinstance(error, InputError | OSError):
         origin = getattr(error, "origin", None)  # see together()
         text = origin or "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -128,11 +128,11 @@ def explain(error: BaseException) -> tuple[int, str]:
     return 2, f"error: {printable(' '.join(message.split()))}\n"
 
 
-def let_others_speak(error: BaseException) -> None:
-    """Wait with an error that another rank probably reports, so that torchrun ends this rank meanwhile.
+def defer_to_other_ranks(error: BaseException) -> None:
+    """Wait before reporting an error that another rank probably reports: torchrun may end this one first.
 
-    Most errors hit all ranks: then only the first of each node reports it. If another rank has died, this one
-    sees a lost connection.
+    Most errors occur on all ranks: only the first rank of each node reports them. If another rank has died,
+    this one sees a lost connection.
     """
     lost_connection = isinstance(error, dist.DistError) or "by peer" in str(error)  # gloo's wording
     if lost_connection or os.environ.get("LOCAL_RANK", os.environ["RANK"]) != "0":
@@ -146,11 +146,12 @@ def exit_code(code: int) -> int:
 
 
 class StopSignals:
-    """SIGTERM, SIGHUP (not under nohup) and Ctrl-C ask to save and stop after this step; a second Ctrl-C ends
-    at once.
+    """SIGTERM, SIGHUP (not under nohup) and Ctrl-C request to save and stop after this step; a second Ctrl-C
+    ends at once.
 
-    in_steps: whether there is something to save. Before the first step and after the last there is not, and a
-    signal ends this process at once. The first rank records a stop in the file `stopped` of the run's folder.
+    in_steps: whether there is something to save. Before the first step and after the last one there is not,
+    and a signal ends this process at once. The first rank records the stop in the file `stopped` in the run's
+    folder.
     """
 
     def __init__(self, folder: Path):
@@ -171,13 +172,13 @@ class StopSignals:
 
     def _say(self, message):
         if is_first_rank():
-            os.write(1, f"{message}\n".encode())  # print() fails in a handler that interrupted another
+            os.write(1, f"{message}\n".encode())  # print() fails in a handler that has interrupted a print()
 
     def stopped(self, how: str) -> int:
         """Print and record that the run stops here. Returns STOPPED."""
         message = f"stopped {how}; the same command carries on"
         self._say(message)
-        with contextlib.suppress(OSError):  # if the disk is full, the exit code has to do
+        with contextlib.suppress(OSError):  # if the disk is full, the exit code must do
             if is_first_rank():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_text(self.folder / "stopped", f"{message}\n")

@@ -1,19 +1,19 @@
-"""CORE: the mean of the centered accuracies of 22 tasks (DCLM, arXiv 2406.11794), by the rules of published
-figures (nanochat's, after DCLM's):
+"""CORE: the mean of the centered accuracies on 22 tasks (DCLM, arXiv 2406.11794), by the rules behind the
+published figures (nanochat's, after DCLM's):
 
-- Items: all, shuffled by Random(1337), cut to a number if one is given.
-- Examples before item i: sampled by Random(1234 + i) from the other kept items.
-- Scored tokens. Multiple choice: those after the common beginning of all choices. Schema: the common end of
-  all choices. Language modelling: those of the continuation.
-- Right: the choice with the lowest mean loss, the first of equals; in language modelling, a continuation
-  whose every token is the likeliest one. A choice without a token of its own (all others begin with it) has
-  no mean loss: as in the published code, it wins as the first choice, and never as another.
+- Items: all, shuffled by Random(1337), then cut to a number if one is given.
+- Examples before item i: sampled by Random(1234 + i) from the other items that are left.
+- Scored tokens. Multiple choice: those after the common prefix of all choices. Schema: the common suffix of
+  all choices. Language modeling: those of the continuation.
+- Correct: the choice with the lowest mean loss, the first one in a tie; in language modeling, a continuation
+  whose every token is the most likely one. A choice without a token of its own (a prefix of all others) has
+  no mean loss: as in the published code, it wins if it is the first choice, and never otherwise.
 
-Where the published code fails, this one goes on: if there are fewer other items than examples, all are shown;
-a continuation that does not fit into the context is scored from its second remaining token on; if a
-continuation changes the tokens before it, the changed ones are scored too.
+Where the published code fails, this code goes on: if there are fewer other items than examples, all are
+shown; a continuation that does not fit into the context is scored from its second remaining token on; if a
+continuation changes the tokens before it, the changed tokens are scored too.
 
-The tasks are a folder, a zip of one, or the address of such a zip, laid out like DCLM's public bundle:
+The tasks are a folder, a zip of one, or the URL of such a zip, laid out like DCLM's public bundle:
 
     core.yaml                 icl_tasks, each with label, dataset_uri, num_fewshot, icl_task_type and
                               continuation_delimiter (default: a space)
@@ -48,7 +48,7 @@ from nanomuon.gpt import GPT
 from nanomuon.runtime import InputError, base_dir, locked, one_line, print0, together, write_whole
 from nanomuon.tokenizer import Tokenizer
 
-# The bundle of the published figures, at nanochat's address
+# The bundle behind the published figures, at nanochat's URL
 PUBLIC_BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 CORE_TASKS = frozenset(
     """
@@ -61,13 +61,13 @@ CORE_TASKS = frozenset(
 
 
 class Unreachable(InputError):
-    """An address returned no bundle: a training run goes on without it."""
+    """A URL returned no bundle. A training run goes on without it."""
 
 
 @dataclass
 class Item:
-    """A question: pairs (context, continuation), of which number `gold` is right. A multiple choice has one
-    context, a schema one continuation, and language modelling one pair.
+    """A question: pairs (context, continuation), of which number `gold` is correct. Multiple choice has one
+    context, a schema has one continuation, and language modeling has one pair.
     """
 
     pairs: list[tuple[str, str]]
@@ -80,8 +80,8 @@ class Task:
     kind: str  # multiple_choice, schema or language_modeling
     shots: int  # how many examples are shown before an item
     delimiter: str  # between a context and its continuation
-    baseline: float  # accuracy of guessing, 0 to 1
-    items: list[Item]  # in the order of their file
+    baseline: float  # accuracy of random guessing, 0 to 1
+    items: list[Item]  # in the order of the file
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class Row:
     tokens: list[int]  # at most seq_len
     start: int  # the first scored token, at least 1; all tokens from there on are scored
     mean_loss: float = float("nan")  # in nats
-    all_likeliest: bool = False  # every scored token is the model's likeliest
+    all_likeliest: bool = False  # whether every scored token is the model's most likely one
 
 
 @dataclass
@@ -113,10 +113,10 @@ def evaluate(
     ranks: int = 1,
 ) -> dict:
     """{"core", "mean_centered", "tasks": {label: {"accuracy", "centered", "items"}}}. "core" is
-    None unless the tasks are those of CORE. Prints a table row by row.
+    None unless the tasks are those of CORE. Prints a table, row by row.
 
-    most_items: per task, None for all. most_tokens: per batch. The `ranks` ranks score different items; every
-    rank gets all results. Collective.
+    most_items: at most this many per task, None for all. most_tokens: at most this many per batch. Each of
+    the `ranks` ranks scores different items; every rank gets all results. Collective.
     """
     print0(f"{'task':36} accuracy  centered  items")
     results = {}
@@ -133,7 +133,7 @@ def evaluate(
 
 
 def as_line(results: dict) -> str:
-    """One line: the mean under its proper name."""
+    """One line: the mean, called CORE only if it is."""
     name = "CORE" if results["core"] is not None else f"mean over {len(results['tasks'])} tasks (not CORE)"
     return f"{name}: {results['mean_centered']:.4f}"
 
@@ -147,7 +147,7 @@ def answer_task(
     rank: int = 0,
     ranks: int = 1,
 ) -> list[Answer]:
-    """The answer to each kept item of a task, in their shuffled order. For the arguments see evaluate()."""
+    """The answer to each item of a task that is used, in shuffled order. For the arguments see evaluate()."""
     items = list(task.items)
     random.Random(1337).shuffle(items)
     items = items[:most_items]
@@ -161,11 +161,11 @@ def answer_task(
     def answer_mine() -> dict[int, Answer]:
         for batch in batches:
             score(model, batch)
-        for _ in range(most_batches - len(batches)):  # other ranks may need this one's shards of the model
+        for _ in range(most_batches - len(batches)):  # other ranks may need this rank's shards of the model
             model(torch.zeros(1, 1, dtype=torch.int64, device=model.cos.device))
         return {number: decide(task, items[number], rows) for number, rows in choices.items()}
 
-    # Shapes change from batch to batch: a model compiled for training would be recompiled for each
+    # Shapes change from batch to batch: a model compiled for training would be recompiled for each one
     eager = torch.compiler.set_stance("force_eager")
     # Not inference_mode: training also uses what FSDP2 gathers here
     with torch.no_grad(), sdpa_kernel(WITHOUT_CUDNN), eager:
@@ -176,7 +176,7 @@ def answer_task(
 
 
 def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_len: int) -> list[Row]:
-    """The row of each choice of an item, with the examples before it. Equal choices share a row, so that
+    """The row of each choice of an item, preceded by the examples. Equal choices share a row, so that
     rounding cannot decide between them.
     """
     item = items[number]
@@ -203,13 +203,13 @@ def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_le
 
     rows = {}
     for prompt, start in zip(prompts, starts, strict=True):
-        cut = max(0, len(prompt) - seq_len)  # prompts that are too long keep their end
+        cut = max(0, len(prompt) - seq_len)  # prompts that are too long lose their beginning
         rows.setdefault(tuple(prompt), Row(prompt[cut:], max(1, start - cut)))
     return [rows[tuple(prompt)] for prompt in prompts]
 
 
 def make_batches(rows: Iterable[Row], most_tokens: int) -> Iterator[list[Row]]:
-    """Batch rows of similar length, up to `most_tokens` with padding."""
+    """Batches of rows of similar length, up to `most_tokens` including padding."""
     batch = []
     for row in sorted(rows, key=lambda row: len(row.tokens)):
         if batch and (len(batch) + 1) * len(row.tokens) > most_tokens:
@@ -222,7 +222,7 @@ def make_batches(rows: Iterable[Row], most_tokens: int) -> Iterator[list[Row]]:
 
 def score(model: GPT, rows: list[Row]) -> None:
     """Fill in the results of a batch of rows."""
-    # The last token of a row is predicted and predicts nothing
+    # The last token of a row is only a target
     inputs = padded([row.tokens[:-1] for row in rows]).to(model.cos.device)  # (B, T)
     at, targets, counts = [], [], []
     for i, row in enumerate(rows):
@@ -233,7 +233,7 @@ def score(model: GPT, rows: list[Row]) -> None:
         counts.append(len(scored))
     at, targets = torch.tensor([at, targets], dtype=torch.int64, device=inputs.device)  # (M,) each
     logits = model(inputs, at=at)  # (M, V)
-    # float64 adds float32 losses without rounding: equal losses in another order have an equal mean
+    # float64 adds float32 losses without rounding, so equal losses in a different order have an equal mean
     losses = F.cross_entropy(logits, targets, reduction="none").double().cpu().split(counts)
     hits = (logits.argmax(-1) == targets).cpu().split(counts)
     for row, row_losses, row_hits in zip(rows, losses, hits, strict=True):
@@ -255,8 +255,8 @@ def decide(task: Task, item: Item, rows: list[Row]) -> Answer:
 def open_bundle(place: str) -> list[Task]:
     """The tasks of a bundle, in its order.
 
-    place: a folder, a zip, or the http(s) address of a zip, which is fetched once and kept under the base
-    folder. InputError if it is not a bundle, Unreachable if an address returns none.
+    place: a folder, a zip, or the http(s) URL of a zip, which is fetched once and stored under the base
+    folder. InputError if it is not a bundle, Unreachable if a URL returns none.
     """
     if place.startswith(("http://", "https://")):
         archive = base_dir() / "core" / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.zip"
@@ -269,10 +269,10 @@ def open_bundle(place: str) -> list[Task]:
 
 
 def fetch(address: str, archive: Path) -> None:
-    """Download a zip, which appears once every line of it has been read."""
+    """Download a zip, which appears at `archive` once all of it has been read and checked."""
     print(f"fetching {address}", flush=True)
     try:
-        # A server may be silent for 10 seconds
+        # A server may stay silent for up to 10 seconds
         with urllib.request.urlopen(address, timeout=10) as answer, write_whole(archive) as copy:
             shutil.copyfileobj(answer, copy)
             copy.flush()
@@ -282,12 +282,12 @@ def fetch(address: str, archive: Path) -> None:
 
 
 def read_zip(archive: Path) -> list[Task]:
-    """The tasks of a zip, which is never unpacked."""
+    """The tasks in a zip, which is never unpacked."""
     with one_line(archive), zipfile.ZipFile(archive) as zipped:
         for name in zipped.namelist():
             if PurePosixPath(name).name == "core.yaml":
                 return read_tasks(zipfile.Path(zipped, name).parent)
-        raise ValueError("the zip holds no core.yaml")
+        raise ValueError("the zip has no core.yaml")
 
 
 def read_tasks(folder) -> list[Task]:
@@ -310,7 +310,7 @@ def read_task(folder, entry: dict, baselines: dict[str, float]) -> Task:
                 with one_line(f"{file} line {number}"):
                     items.append(parse_item(json.loads(line), kind))
         if not items:
-            raise ValueError("it holds no item")
+            raise ValueError("it has no items")
     delimiter = entry.get("continuation_delimiter", " ")
     return Task(label, kind, entry["num_fewshot"][0], delimiter, baselines[label], items)
 

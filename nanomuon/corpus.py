@@ -3,8 +3,8 @@
 A corpus is an ordered list of files, and a file's suffix decides how it is read, so everybody who names the
 same corpus reads the same documents in the same order. A text file is one document; so is each record of
 .jsonl or .parquet, unless its text is null. Empty documents and copies of earlier ones are skipped (hub
-corpora come deduplicated). Files and records that cannot be read are an error that names them, unless they
-are to be skipped.
+corpora are assumed to be deduplicated). Files and records that cannot be read cause an error that names them,
+unless unreadable ones are to be skipped.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ TEXT_SUFFIXES = tuple(
     ".rb .php .lua .r .jl .f .f90 .f95 .for .pas .hs .ml .mli .erl .ex .exs .clj .el .lisp .scm .rkt .sql "
     ".proto .cmake .s .asm".split()
 )
-PACKAGES = {"site-packages", "dist-packages", "__pycache__"}  # folders to skip: installed, compiled
+PACKAGES = {"site-packages", "dist-packages", "__pycache__"}  # folders to skip: installed or compiled code
 PIECE = 4096  # characters, see with_both_parts()
 ENOUGH = 8  # documents of a kind, see with_both_parts()
-HASHED = 100 << 20  # bytes; of a larger corpus only the first and last EDGE of each file, see revision_of()
-EDGE = 1 << 16
-OFFLINE = ". Check name and network; offline, CORPUS=python bash speedrun.sh works"
+HASHED = 100 << 20  # bytes; in a larger corpus only both ends of each file are hashed, see revision_of()
+EDGE = 1 << 16  # bytes
+OFFLINE = ". Check the name and the network; offline, CORPUS=python bash speedrun.sh works"
 OLD_REVISION = 16  # characters of a revision made of times and absolute paths; it is not compared
 
 
@@ -48,25 +48,25 @@ class Corpus:
 
     name: str
     revision: str
-    files: tuple  # of Path; for a corpus on the hub, of names in the repository `repo`
+    files: tuple  # Paths; for a corpus on the hub, names in the repository `repo`
     text_field: str = "text"
     repo: str | None = None
     skip_unreadable: bool = False
     max_characters: float = math.inf  # longer documents are cut, see with_both_parts()
-    unreadable: dict = field(default_factory=dict, compare=False)  # {place: error}, as they are found
+    unreadable: dict = field(default_factory=dict, compare=False)  # {place: error}, filled while reading
 
     @property
     def slug(self) -> str:
-        """The name of its folders, which changes with the content and the way to read it, but not if the
+        """The name of its folders, which changes with the content and with how it is read, but not if the
         files move.
         """
         name = self.name if self.repo else Path(self.name).name
         return _file_name(name, self.revision, self.text_field)
 
     def documents(self):
-        """Yield (text, whether it is for validation) of every document, in a fixed order.
+        """Yield (text, whether it is for validation) for every document, in a fixed order.
 
-        One document in 20 is for validation, chosen by its own hash, so it always stays there. InputError as
+        One document in 20 is for validation. Its own hash decides, so it never changes sides. InputError as
         in `texts`.
         """
         seen = set()
@@ -82,8 +82,8 @@ class Corpus:
     def texts(self):
         """Yield every text that is not empty.
 
-        After the first file or record that cannot be read this only looks for the others, so that the
-        InputError at the end counts all of them; on the hub those of the first bad file.
+        After the first file or record that cannot be read, this only looks for more, so that the InputError
+        at the end counts all of them, or on the hub those in the first bad file.
         """
         for file in self.files:
             if self.repo and self._is_refused():
@@ -91,13 +91,13 @@ class Corpus:
             path = self._download(file) if self.repo else file
             for place, text in read_texts(path, self.text_field):
                 if self.name == "python" and isinstance(text, UnicodeDecodeError):
-                    continue  # some files of the library test other encodings
+                    continue  # some files of the library are tests of other encodings
                 if isinstance(text, Exception):
                     self.unreadable[place] = text
                 elif text and not self._is_refused():
                     yield text
         if self._is_refused():
-            repair = "delete a damaged file, and it is fetched again" if self.repo else "repair them"
+            repair = "delete a damaged file to fetch it again" if self.repo else "repair them"
             raise InputError(
                 f"corpus {self.name}: {self.describe_unreadable()}; {repair}, or leave them out with "
                 "--skip-unreadable"
@@ -107,16 +107,16 @@ class Corpus:
         return self.unreadable and not self.skip_unreadable
 
     def describe_unreadable(self) -> str:
-        """How many files and records could not be read so far, and the first five; "" if all could."""
+        """How many files and records could not be read so far, and the first five; "" if there are none."""
         first = [f"{place}: {error}" for place, error in itertools.islice(self.unreadable.items(), 5)]
         count = len(self.unreadable)
         return f"{count:,} files or records cannot be read: {'; '.join(first)}" if count else ""
 
     def differs(self, name: str, revision: str) -> bool:
-        """Whether these are not the texts of the corpus that a run has recorded by name and revision."""
+        """Whether the texts differ from those of the corpus that a run recorded by this name and revision."""
         if len(revision) == OLD_REVISION:
             print0(
-                f"corpus {name} is not compared with what the run has read: it recorded names and times only"
+                f"corpus {name} is not compared with what the run has read: it recorded only names and times"
             )
             return False
         return revision != self.revision or (self.repo is not None and name != self.name)
@@ -125,16 +125,16 @@ class Corpus:
         from huggingface_hub import hf_hub_download
 
         with one_line(f"fetching {file} of {self.repo} failed", OFFLINE):
-            # Retries, resumes a partial file, checks its size and, if the hub knows it, its hash
+            # This retries, resumes a partial file, and checks its size and, if the hub has one, its hash
             return Path(hf_hub_download(self.repo, file, repo_type="dataset", revision=self.revision))
 
 
 def with_both_parts(corpus: Corpus) -> Corpus:
-    """The corpus if it has ENOUGH documents for training and for validation, else the same in pieces.
+    """The corpus if it has ENOUGH documents for training and for validation, else the same corpus in pieces.
 
-    A few books may all be for training, or the smallest one alone for validation: then their pieces of PIECE
+    A few books may all be for training, or only the smallest one for validation. Then their pieces of PIECE
     characters, cut at line ends, become the documents. Reads until it has seen ENOUGH of both, about 160
-    documents. InputError if pieces do not give both.
+    documents. InputError if the pieces, too, are all for training or all for validation.
     """
     whole = 0
     for candidate in (corpus, replace(corpus, max_characters=PIECE)):
@@ -144,22 +144,22 @@ def with_both_parts(corpus: Corpus) -> Corpus:
             if min(found[True], found[False]) >= ENOUGH:
                 return candidate
         whole = whole or found.total()
-    if found[True] and found[False]:  # of the pieces: few, but of both kinds
+    if found[True] and found[False]:  # few pieces, but of both kinds
         return candidate
     texts = sum(1 for _ in corpus.texts())
     problem = (
-        f"is too small: in pieces of {PIECE:,} characters it has none for training or none for validation "
+        f"is too small: of its pieces of {PIECE:,} characters none is for training or none for validation "
         "(one in 20, by its hash); add text"
     )
     if texts == 0:
-        problem = f"has no text: its files are empty, or field {corpus.text_field!r} of every record is"
+        problem = f"has no text: its files are empty, or the field {corpus.text_field!r} of every record is"
     elif texts > whole == 1:
-        problem = f"has the same text {texts:,} times; add others"
+        problem = f"has the same text {texts:,} times: add other texts"
     raise InputError(f"corpus {corpus.name} {problem}")
 
 
 def check_corpus(name: str) -> None:
-    """InputError if no corpus can have this name. Quick: reads no file and does not ask the hub."""
+    """InputError if no corpus can have this name. Quick: it reads no file and does not query the hub."""
     if name.startswith("path:"):
         if not os.path.exists(_place(name)):
             raise InputError(f"corpus {name}: no such file or folder: {os.path.abspath(_place(name))}")
@@ -175,7 +175,7 @@ def _place(name):
 
 @dataclass(frozen=True)
 class Remembered:
-    """NAME.json: how a corpus's records are read; for one on the hub, its revision and files too."""
+    """NAME.json: how a corpus's records are read; for a hub corpus also its revision and files."""
 
     text_field: str = "text"
     revision: str = ""
@@ -189,10 +189,10 @@ def open_corpus(name: str, text_field: str | None = None, skip_unreadable: bool 
     path:PLACE      a text file (prose, markup, source code), .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or a
                     folder of them (sorted)
     hf:ORG/NAME     the train split of a dataset on the hub; also hf:ORG/NAME:CONFIG@REVISION. The revision is
-                    pinned when the corpus is first opened; later the hub is asked for missing files only
+                    pinned when the corpus is first opened; later only missing files are fetched
 
-    text_field: the field of a record that holds its text; without it the one that `remember` was given for
-    this corpus, else "text". skip_unreadable: leave out files and records that cannot be read.
+    text_field: the field of a record that has its text; by default the one that `remember` stored for this
+    corpus, else "text". skip_unreadable: leave out files and records that cannot be read.
     """
     check_corpus(name)
     root, suffixes = Path(sysconfig.get_path("stdlib")), ".py"
@@ -234,16 +234,16 @@ def _write(memory: Path, content: Remembered) -> None:
 
 
 def _local_files(root, suffixes) -> list[Path]:
-    """The files to read under `root`, sorted; no hidden ones, no pipes, none that we write ourselves. Follows
-    links, and reads a folder once.
+    """The files to read under `root`, sorted, without hidden ones, pipes and those that we write ourselves.
+    Follows links, and visits each folder once.
     """
-    seen = {os.path.realpath(base_dir())}  # ours, which changes with every run
+    seen = {os.path.realpath(base_dir())}  # our own folder, which changes with every run
     files = []
     walk = [(root.parent, [], [root.name])] if root.is_file() else os.walk(root, followlinks=True)
     for folder, subfolders, names in walk:
         place = os.path.realpath(folder)
         if place in seen:
-            subfolders.clear()  # os.walk descends into the rest
+            subfolders.clear()  # os.walk descends into what is left in this list
             continue
         seen.add(place)
         subfolders[:] = sorted(
@@ -257,14 +257,14 @@ def _local_files(root, suffixes) -> list[Path]:
 
 
 def revision_of(root: Path, files: list[Path]) -> str:
-    """A digest of what the files are: their names under `root`, sizes and bytes; not their times or places.
+    """A digest of the files' names under `root`, sizes and bytes, but not of their times or places.
 
-    Beyond HASHED bytes in all, of the bytes only the first and last EDGE of each file: a change between them
-    that keeps the size is not noticed.
+    Above HASHED bytes in total, only the first and last EDGE bytes of each file count, so a change between
+    them that keeps the size is not noticed.
     """
     sizes = {}
     for path in files:
-        with contextlib.suppress(OSError):  # read_texts() will say that it cannot be read
+        with contextlib.suppress(OSError):  # read_texts() will report that it cannot be read
             sizes[path] = path.stat().st_size
     all_bytes = sum(sizes.values()) <= HASHED
     digest = hashlib.sha256()
@@ -278,13 +278,13 @@ def revision_of(root: Path, files: list[Path]) -> str:
 
 
 def _resolve(name, text_field) -> Remembered:
-    """Ask the hub for the revision and the files of a dataset."""
+    """Query the hub for the revision and the files of a dataset."""
     from datasets import load_dataset_builder
     from huggingface_hub import HfApi
 
     repo, config, revision = HUB_NAME.fullmatch(name).groups()
     with one_line(f"opening the train split of {name} failed", OFFLINE):
-        # Fails at once without a network; the builder alone would try for half a minute
+        # This fails at once without a network; the builder would keep trying for half a minute
         revision = HfApi().dataset_info(repo, revision=revision, timeout=10).sha
         builder = load_dataset_builder(repo, config, revision=revision)
         files = [file.split(f"@{revision}/", 1)[-1] for file in builder.config.data_files["train"]]
@@ -292,14 +292,14 @@ def _resolve(name, text_field) -> Remembered:
 
 
 def _file_name(*identity: str) -> str:
-    """A file name for these strings, in which the first stays readable."""
+    """A file name for these strings, in which the first one stays readable."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", identity[0])[-60:]
     return f"{readable}-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]}"
 
 
 def read_texts(path: Path, field: str):
-    """Yield (place, text) of every document in a file: None for a null one, an exception for what cannot be
-    read.
+    """Yield (place, text) for every document in a file. The text is None for a null one, and an exception if
+    it cannot be read.
     """
     place = str(path)
     try:
@@ -317,7 +317,7 @@ def read_texts(path: Path, field: str):
 
 
 def _records(path, field):
-    """Yield the records of a file: dicts of parquet, lines of JSON."""
+    """Yield the records of a file: dicts from parquet, lines of JSON."""
     if path.suffix.lower() == ".parquet":
         import pyarrow.parquet as pq
 
@@ -335,12 +335,12 @@ def _open_lines(path):
         return path.open("rb")
     import pyarrow as pa
 
-    # Decompresses by suffix, and raises an error for a truncated stream
+    # This decompresses by suffix, and raises an error for a truncated stream
     return io.BufferedReader(pa.input_stream(str(path), compression="detect"), 1 << 20)
 
 
 def _text_of(record, field):
-    """The text of a record, None if it is null or a blank line; ValueError if it has none."""
+    """The text of a record, None if it is null or the line is blank; ValueError if there is none."""
     if isinstance(record, bytes):
         record = json.loads(record) if record.strip() else {field: None}
     text = record.get(field, 0) if isinstance(record, dict) else 0
@@ -348,5 +348,5 @@ def _text_of(record, field):
         return text.encode(errors="replace").decode()  # lone surrogates of JSON become question marks
     if text is not None:
         raise ValueError(
-            f"no text in field {field!r} of {reprlib.repr(record)}; choose another with --text-field"
+            f"no text in field {field!r} of {reprlib.repr(record)}; choose another field with --text-field"
         )

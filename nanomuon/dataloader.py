@@ -1,10 +1,10 @@
-"""Packed batches in one global order, exact resume.
+"""Packed batches in one global order, with exact resume.
 
-The training rows of an epoch come window by window, a window being WINDOW consecutive shards. Within a window
+The training rows of an epoch come window by window; a window is WINDOW consecutive shards. Within a window
 the documents are shuffled and packed into rows of seq_len + 1 tokens without padding, and the rows are
 shuffled. All of this depends only on the shards, the seed, the epoch and seq_len. Ranks and micro-batches
-merely deal the rows out: the position in the data is (epoch, window, row) of the next row, the same on every
-rank.
+only divide the rows among them: the position in the data is the (epoch, window, row) of the next row, the
+same on every rank.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from nanomuon.shards import WINDOW, count_tokens, read_manifest, read_shards, wa
 
 
 def cut_documents(starts, end, seq_len):
-    """The pieces (start, tokens) of documents, none longer than a row.
+    """Cut documents into pieces (start, tokens), none longer than a row.
 
     starts: where each document begins; the last one ends at `end`.
     """
@@ -35,12 +35,12 @@ def pack_rows(pieces, capacity, cut):
     pieces: (start, tokens of text), at most capacity - 1 tokens each. Returns the rows, each a list of
     segments (start, tokens); a segment fills tokens + 1 places.
 
-    With `cut` every row is full: if no piece fits the rest of a row, the longest piece is cut in two and its
+    With `cut` every row is full: if no piece fits the rest of a row, the longest piece is cut in two, and its
     second part goes back, to get its own <|bos|>. Only the last pieces, less than a row, are left out.
-    Without `cut` every piece is in some row, whole, and rows may have room at the end.
+    Without `cut` every piece is in some row, uncut, and rows may have room at the end.
 
-    The lengths of the remaining pieces are the bits of one integer: a mask and bit_length find the longest
-    piece that fits.
+    The lengths of the remaining pieces are stored as the bits of one integer: a mask and bit_length find the
+    longest piece that fits.
     """
     buckets = [[] for _ in range(capacity)]  # buckets[n]: starts of the pieces of n tokens
     lengths = 0
@@ -71,7 +71,7 @@ def pack_rows(pieces, capacity, cut):
 
 
 def fill(rows, tokens, capacity, bos_id) -> np.ndarray:
-    """(rows, capacity) tokens of the rows from pack_rows, with <|bos|> in empty places."""
+    """The tokens (rows, capacity) of the rows from pack_rows, with <|bos|> in empty places."""
     filled = np.full((len(rows), capacity), bos_id, tokens.dtype)
     for segments, row in zip(rows, filled, strict=True):
         place = 1
@@ -82,24 +82,25 @@ def fill(rows, tokens, capacity, bos_id) -> np.ndarray:
 
 
 def to_device(rows, device) -> torch.Tensor:
-    """NumPy's rows as int64 on the device."""
+    """NumPy rows as an int64 tensor on the device."""
     batch = torch.from_numpy(rows.astype(np.int64))
     if torch.device(device).type == "cuda":
-        # Pinned memory goes back to PyTorch's pool, which hands it out again only after this copy has run
+        # Pinned memory returns to PyTorch's pool, which reuses it only after this copy has run
         batch = batch.pin_memory()
     return batch.to(device, non_blocking=True)
 
 
 class TrainLoader:
-    """Micro-batches of packed training rows; the batch of a step is the same however many ranks share it.
+    """Micro-batches of packed training rows. The batch of a step does not depend on the number of ranks.
 
-    folder: of the shards. Each `next()` returns (inputs, targets), both (device_batch_size, seq_len) int64 on
-    `device`. Step s trains on rows s * rows_per_step ... of one endless sequence of rows that depends on
-    (shards, seed, seq_len) alone; rows_per_step counts rows over all ranks and micro-batches. InputError
-    if the corpus is smaller than one step, or if a shard of the first window cannot be read.
+    folder: that of the shards. Each `next()` returns (inputs, targets), both (device_batch_size, seq_len)
+    int64 on `device`. Step s trains on the rows from s * rows_per_step on, of one endless sequence of rows
+    that depends only on (shards, seed, seq_len); rows_per_step counts the rows of all ranks and
+    micro-batches. InputError if the corpus is smaller than one step, or if a shard of the first window cannot
+    be read.
 
-    `state_dict()` is the position after the last micro-batch returned. Passed as `state`, it resumes there at
-    once, on any number of ranks. Packing a window takes 0.06 s at a length of 2048, 0.2 s at 256.
+    `state_dict()` is the position after the last micro-batch returned. Passed as `state`, it resumes there
+    immediately, on any number of ranks. Packing a window takes 0.06 s at a length of 2048, 0.2 s at 256.
     """
 
     def __init__(
@@ -128,9 +129,9 @@ class TrainLoader:
                 f"fewer than one step of {rows_per_step} rows of {seq_len}: "
                 "use more text, a smaller --total-batch-size or a smaller --max-seq-len"
             )
-        state = state or {"epoch": 0, "window": 0, "row": 0}  # of the next row
+        state = state or {"epoch": 0, "window": 0, "row": 0}  # the next row
         self.epoch, self.window, self.row = state["epoch"], state["window"], state["row"]
-        self._rows = self._pack()  # now: report a damaged shard before a run is touched
+        self._rows = self._pack()  # now, to report a damaged shard before a run is touched
 
     def state_dict(self) -> dict:
         """{epoch, window, row}: three ints, the same on every rank."""
@@ -150,11 +151,11 @@ class TrainLoader:
         return self._rows[self.row - 1]
 
     def _pack(self):
-        """All rows of the window, waiting for it if need be; after the last one a new epoch begins."""
+        """All rows of the window, waiting for it if necessary; after the last one a new epoch begins."""
         self.manifest = wait_for_window(self.folder, self.window)
         if self.window * WINDOW >= len(self.manifest.train):
             self.epoch, self.window = self.epoch + 1, 0
-        # NumPy never changes the streams of RandomState; those of Generator may change with a release
+        # NumPy never changes the streams of RandomState; those of Generator may change in a new release
         seeds = np.random.SeedSequence([self.seed, self.epoch, self.window])
         rng = np.random.RandomState(np.random.MT19937(seeds))
         tokens, starts = read_shards(self.folder, self.manifest, "train", self.window)
@@ -176,10 +177,10 @@ def validation_batches(
 ):
     """Yield this rank's (inputs, targets) of the validation set, both (device_batch_size, seq_len) int64.
 
-    Over all ranks every token of the set is a target exactly once; every other target, also padding, is
+    Over all ranks every token of the set is a target exactly once; every other target, including padding, is
     <|bos|>, which bits_per_byte does not score. Documents are packed whole; those longer than a row are cut
-    into pieces that begin with <|bos|>. max_tokens: only so many rows as hold this many tokens, evenly spread
-    over the packed set, so that their figure is one of the whole set. Every rank yields the same number of
+    into pieces that begin with <|bos|>. max_tokens: use only as many rows as have this many tokens, evenly
+    spread over the packed set, so that they represent the whole set. Every rank yields the same number of
     batches, on `device`.
     """
     manifest = read_manifest(folder)

@@ -1,5 +1,5 @@
-"""Sampling text from a trained model: samples grow together, one token per step, with a cache of keys and
-values.
+"""Sampling text from a trained model: a batch of samples grows by one token per step, with a cache of keys
+and values.
 """
 
 import codecs
@@ -16,22 +16,22 @@ from nanomuon.gpt import GPT
 from nanomuon.kv_cache import KVCache
 from nanomuon.tokenizer import Tokenizer
 
-ROWS = 32  # samples per batch: each takes the memory of a whole context of keys and values
+ROWS = 32  # samples per batch: each takes the memory for a whole context of keys and values
 
 
 def padded(rows: Sequence[list[int]]) -> Tensor:
-    """Rows of tokens as one tensor (B, T), T at least 1, with zeros after the shorter ones."""
+    """Rows of tokens as one tensor (B, T), T at least 1, padded with zeros at the end."""
     return pad_sequence([torch.tensor(tokens or [0]) for tokens in rows], batch_first=True)
 
 
 def read(model: GPT, rows: Sequence[list[int]]) -> KVCache:
-    """A cache whose rows have read these tokens. Equal rows are computed once."""
+    """A cache whose rows have read these tokens. Equal rows are computed only once."""
     distinct = []
     for tokens in rows:
         if tokens not in distinct:
             distinct.append(tokens)
     cache = KVCache(model.config, len(distinct), model.cos.device)
-    no_position = torch.empty(0, dtype=torch.int64, device=cache.device)  # none goes through the head
+    no_position = torch.empty(0, dtype=torch.int64, device=cache.device)  # no logits needed
     model(padded(distinct).to(cache.device), cache=cache, at=no_position)
     cache.crop([len(tokens) for tokens in distinct])
     cache.select([distinct.index(tokens) for tokens in rows])
@@ -43,19 +43,19 @@ def draw(
 ) -> list[int]:
     """One token for each row of logits (B, V).
 
-    Temperature 0 takes the likeliest. Otherwise one is drawn from the softmax of logits / temperature over
-    the `top_k` likeliest tokens, and of these from the fewest whose probabilities sum to at least `top_p`
-    (nucleus sampling, arXiv 1904.09751). Row b uses the random numbers of generators[b].
+    Temperature 0 takes the most likely token. Otherwise one is drawn from the softmax of logits / temperature
+    over the `top_k` most likely tokens, and of these from the fewest whose probabilities sum to at least
+    `top_p` (nucleus sampling, arXiv 1904.09751). Row b uses the random numbers of generators[b].
     """
-    values, tokens = logits.topk(min(top_k, logits.size(-1)))  # (B, K), the likeliest first
+    values, tokens = logits.topk(min(top_k, logits.size(-1)))  # (B, K), most likely first
     if temperature == 0:
         return tokens[:, 0].tolist()
     probabilities = torch.softmax(values / temperature, -1)
     if top_p < 1:
         of_likelier_tokens = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities.masked_fill(of_likelier_tokens >= top_p, 0)
-    # A token has the largest p / e, with e exponentially distributed, with probability p. torch.multinomial
-    # draws one number this way too, but with one generator for all rows.
+    # With e exponentially distributed, a token of probability p has the largest p / e with probability p.
+    # torch.multinomial draws one number this way too, but with one generator for all rows
     noise = torch.empty_like(probabilities)
     for row, generator in zip(noise, generators, strict=True):
         row.exponential_(generator=generator)
@@ -66,8 +66,8 @@ def draw(
 class Sample:
     """A prompt, as the beginning of a document, and its `continuation` by a model. `tokens` has both.
 
-    The continuation holds only text that will not change: whole characters, without an end that may begin a
-    stop string.
+    The continuation has only text that is final: whole characters, without an end that may be the beginning
+    of a stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: str, seed: int, stop_strings: Sequence[str] = ()):
@@ -81,7 +81,7 @@ class Sample:
         self._decoded = ""
 
     def add(self, token: int) -> None:
-        """Take one more token. The sample ends if this completes a stop string or begins another document."""
+        """Add a token. The sample ends if this completes a stop string or begins another document."""
         self.tokens.append(token)
         if token == self.tokenizer.bos_id:
             self.end()
@@ -95,15 +95,15 @@ class Sample:
         self.continuation = self._decoded[: certain if self.ended else max(0, certain - waits)]
 
     def end(self) -> None:
-        """Take no more tokens. Bytes that are not a whole character become U+FFFD."""
+        """End the sample. Bytes that are not a whole character become U+FFFD."""
         if not self.ended:
             self.continuation = self._decoded + self._decoder.decode(b"", final=True)
             self.ended = True
 
 
 def tokens_before(count: int, context: int) -> int:
-    """How many tokens the newest one of `count` sees before it: all of them until the context is full, then
-    those of its newer half, until it is full again.
+    """How many earlier tokens the newest of `count` sees: all of them until the context is full, then those
+    of its newer half, until it is full again.
     """
     half = max(1, context // 2)
     if count <= context:
@@ -120,14 +120,14 @@ def continue_samples(
     top_k: int = 50,
     top_p: float = 1.0,
 ) -> Iterator[None]:
-    """Let the samples grow by up to `max_tokens` tokens each, in batches of ROWS, until all have ended.
+    """Grow the samples by up to `max_tokens` tokens each, in batches of ROWS, until all have ended.
 
     Yields after every step, so that the text so far can be shown. `draw` chooses the tokens. Up to rounding,
-    a sample depends on its prompt and its seed alone, not on other samples. It can grow to any length, see
+    a sample depends only on its prompt and its seed, not on other samples. It can grow to any length, see
     `tokens_before`.
     """
     device = model.cos.device
-    # inference_mode shows a DTensor whole linear layers, which take it 20 times as long as their products
+    # In inference_mode a DTensor sees whole linear layers, which take it 20 times as long as plain products
     cut = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     for start in range(0, len(samples), ROWS):
         growing, cache = samples[start : start + ROWS], None
@@ -157,9 +157,9 @@ def continue_samples(
 def sample_texts(
     model: GPT, tokenizer: Tokenizer, prompts: Sequence[str], max_tokens: int, seed: int = 0, **how
 ) -> list[str]:
-    """Each prompt with its continuation. `how` goes to `continue_samples`.
+    """Each prompt with its continuation. `how`: keywords of `continue_samples`.
 
-    The i-th text is drawn with seed + i, so that equal prompts continue differently.
+    The i-th text is drawn with seed + i, so that equal prompts get different continuations.
     """
     samples = [Sample(tokenizer, prompt, seed + i) for i, prompt in enumerate(prompts)]
     for _ in continue_samples(model, samples, max_tokens, **how):

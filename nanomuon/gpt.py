@@ -1,12 +1,12 @@
 """The model: a decoder-only transformer that knows nothing of optimizers, ranks or files.
 
 Pre-norm residual blocks with rotary positions, normalized queries and keys, parameter-free RMSNorm, a ReLU^2
-MLP, an untied head with capped logits and no biases. Learned scalars add the embedding to every block's input
-(modded-nanogpt). Three additions help it to copy from earlier text: half of every key comes from the previous
-token, so a query finds what followed its own token earlier in the text; to the values of attention a token
-adds its row of lm_head, gated, so that what is found can be copied; and the input of every MLP goes through
-a short causal convolution (Primer, arXiv 2109.08668; Canon layers, Allen-Zhu 2025). docs/recipe.md has their
-gains.
+MLP, an untied head with capped logits, and no biases. Learned scalars add the embedding to every block's
+input (modded-nanogpt). Three additions help it copy from earlier text: half of every key comes from the
+previous token, so a query finds what followed its own token earlier in the text; a token's gated row of
+lm_head is added to its attention values, so that what is found can be copied; and the input of every MLP goes
+through a short causal convolution (Primer, arXiv 2109.08668; Canon layers, Allen-Zhu 2025). docs/recipe.md
+has their gains.
 """
 
 from collections.abc import Callable
@@ -16,21 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Relative: these files are also those of an exported model, see hf_export.py
+# Relative imports, because these files are also part of an exported model, see hf_export.py
 from .attention import attention
 from .head_loss import capped, mean_loss, mean_loss_without_gradient
 from .qk_clip import record_largest_
 
 GATE_INPUTS = 32  # the value gate reads this many residual channels
 ROPE_BASE = 10_000.0  # of the angles' geometric series, arXiv 2104.09864
-TAPS = 4  # tokens that the convolution of an MLP's input spans, its own included
+TAPS = 4  # tokens that the convolution of an MLP's input spans, including the current one
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of the model. `from_depth` gives the family that one dial spans; any field may also be set by
-    hand.
-    """
+    """Shape of the model. `from_depth` derives it from a single dial; any field may also be set by hand."""
 
     vocab_size: int
     seq_len: int  # longest context in tokens
@@ -38,13 +36,13 @@ class GPTConfig:
     width: int  # residual channels, a multiple of heads
     heads: int
     kv_heads: int  # grouped-query attention: divides heads
-    # Tiled over the layers: L sees everything, S the last quarter of a context; the last layer is L
+    # Repeated over the layers: L sees everything, S the last quarter of a context; the last layer is L
     window_pattern: str = "L"
     qk_norm: bool = True
 
     @classmethod
     def from_depth(cls, depth: int, vocab_size: int, seq_len: int, **overrides) -> "GPTConfig":
-        """Width 64 per layer. Heads of 128 channels from width 256 on if they fill it, otherwise of 64."""
+        """Width 64 per layer. Heads have 128 channels if they fill a width of at least 256, else 64."""
         width = 64 * depth
         head_dim = 128 if width >= 256 and width % 128 == 0 else 64
         heads = width // head_dim
@@ -61,14 +59,14 @@ class GPTConfig:
                 f"and heads a multiple of kv_heads {self.kv_heads}"
             )
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
-            raise ValueError(f"window_pattern is a string of S and L, not {self.window_pattern!r}")
+            raise ValueError(f"window_pattern must consist of S and L, not {self.window_pattern!r}")
 
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
 
     def window(self, layer: int) -> int | None:
-        """Keys that a query of a layer sees, its own included; None: the whole context."""
+        """How many keys a query of a layer sees, including its own; None: the whole context."""
         if layer == self.depth - 1 or self.window_pattern[layer % len(self.window_pattern)] == "L":
             return None
         return max(1, self.seq_len // 4)
@@ -82,8 +80,8 @@ class Linear(nn.Linear):
     """No bias; the float32 master weight is cast to the dtype of the activations.
 
     cut: the side of the product that tensor parallelism divides among ranks, "outputs" (rows of the weight)
-    or "inputs" (its columns). Outputs that are cut go to a Linear whose inputs are.
-    training_product: (x, weight) -> output, which takes its place while gradients are enabled; see
+    or "inputs" (its columns). A Linear with cut outputs feeds one with cut inputs. training_product: a
+    function (x, weight) -> output that replaces the product while gradients are enabled, see
     parallel.train_in_fp8.
     """
 
@@ -100,16 +98,16 @@ class Linear(nn.Linear):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE (arXiv 2104.09864): channel pairs (i, i + D/2) of x (B, T, H, D) turned by the tables of (T, 1,
-    D/2), or of (B, T, 1, D/2) if each row has its own positions.
+    """RoPE (arXiv 2104.09864): rotate the channel pairs (i, i + D/2) of x (B, T, H, D) by tables (T, 1, D/2),
+    or (B, T, 1, D/2) if each row has its own positions.
     """
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
 def with_recent(x: Tensor, count: int, cache, place: str) -> Tensor:
-    """x (B, T, ...) with the `count` tokens before it in front: what the cache kept at this place of the
-    model, or zeros.
+    """x (B, T, ...) preceded by the `count` tokens before it, from the cache for this place in the model, or
+    zeros.
     """
     if cache is not None:
         return cache.with_recent(place, x, count)
@@ -126,7 +124,7 @@ class Attention(nn.Module):
         self.v = Linear(config.width, config.kv_heads * config.head_dim, cut="outputs")
         self.o = Linear(config.heads * config.head_dim, config.width, cut="inputs")
         self.value_gate = Linear(min(GATE_INPUTS, config.width), config.kv_heads, cut="outputs")
-        # A tensor once qk_clip.watch_ asks for it
+        # qk_clip.watch_ makes it a tensor
         self.register_buffer("largest_logits", None, persistent=False)
 
     def forward(self, x: Tensor, head_rows: Tensor, rope: tuple[Tensor, Tensor], cache) -> Tensor:
@@ -148,22 +146,22 @@ class Attention(nn.Module):
         return self.o(mixed.flatten(2))
 
     def offset_half(self, k: Tensor, cache) -> Tensor:
-        """k (B, T, Hkv, D) with half of its channels from the token before, 0 at the first one: those that
-        `rotate` turns slowest, so they compare what tokens are, not where.
+        """k (B, T, Hkv, D) with half of its channels from the previous token, or 0 for the first one: those
+        that `rotate` rotates slowest, so they compare what tokens are, not where they are.
         """
-        pairs = k.unflatten(-1, (2, -1))  # (B, T, Hkv, 2, D/2), slower and slower
+        pairs = k.unflatten(-1, (2, -1))  # (B, T, Hkv, 2, D/2), ever slower along the last dimension
         own, shown_to_next = pairs.tensor_split(2, dim=-1)
         before = with_recent(shown_to_next, 1, cache, f"keys {self.layer}")[:, :-1]
         return torch.cat((own, before), dim=-1).flatten(-2)
 
 
 class Convolution(nn.Module):
-    """x_t + sum over j < TAPS of taps_j * x_(t-j), channel by channel: the identity at the start."""
+    """x_t + sum over j < TAPS of taps_j * x_(t-j), per channel. It starts as the identity."""
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.layer = layer
-        self.taps = nn.Parameter(torch.empty(TAPS * config.width))  # flat: no matrix for Muon
+        self.taps = nn.Parameter(torch.empty(TAPS * config.width))  # flat, so that Muon does not train it
 
     def forward(self, x: Tensor, cache) -> Tensor:
         padded = with_recent(x, TAPS - 1, cache, f"mlp {self.layer}")  # (B, TAPS - 1 + T, width)
@@ -196,8 +194,8 @@ class Block(nn.Module):
 
 
 class ValueChannels(nn.Module):
-    """(B, T, width) -> those channels that the values of attention take, (B, T, Hkv * D). A module, so that
-    tensor parallelism can hand each rank those of its own heads.
+    """(B, T, width) -> the channels that are added to attention's values, (B, T, Hkv * D). A module, so that
+    tensor parallelism can give each rank those of its own heads.
     """
 
     def __init__(self, config: GPTConfig):
@@ -209,9 +207,9 @@ class ValueChannels(nn.Module):
 
 
 class GPT(nn.Module):
-    """Build on the meta device, then `to_empty(device=...)` and `init_weights(seed)`.
+    """Build it on the meta device, then call `to_empty(device=...)` and `init_weights(seed)`.
 
-    Parameters are float32 whatever `compute_dtype`, the dtype of activations and matrix products; logits are
+    Parameters are float32. `compute_dtype` is the dtype of activations and matrix products; logits are
     float32.
     """
 
@@ -223,7 +221,7 @@ class GPT(nn.Module):
         self.x0_scalars = nn.Parameter(torch.empty(config.depth))
         self.lm_head = Linear(config.width, config.vocab_size)
         self.value_channels = ValueChannels(config)
-        self.mean_loss = mean_loss  # parallel.compile_model may put a compiled one here
+        self.mean_loss = mean_loss  # parallel.compile_model may replace it with a compiled one
         for name in ("cos", "sin"):  # rotary tables
             table = torch.empty(config.seq_len, 1, config.head_dim // 2, dtype=torch.float32)
             self.register_buffer(name, table, persistent=False)
@@ -233,12 +231,12 @@ class GPT(nn.Module):
     def init_weights(self, seed: int = 0, fill: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
         """Projections into the residual stream start at zero, so every block starts as the identity.
 
-        fill(parameter, values) writes what was drawn, all of it, into a parameter.
+        fill(parameter, values) writes the values of the whole parameter into it.
         """
         for tensor in (*self.parameters(), *self.buffers()):
             tensor.zero_()
         generator = torch.Generator(device=self.cos.device).manual_seed(seed)
-        bound = (3 / self.config.width) ** 0.5  # of a uniform with deviation 1/sqrt(width): no outliers
+        bound = (3 / self.config.width) ** 0.5  # uniform, with deviation 1/sqrt(width): it has no outliers
 
         def draw(param, distribution, *numbers):
             values = torch.empty(param.shape, dtype=param.dtype, device=param.device)
@@ -266,12 +264,12 @@ class GPT(nn.Module):
         cache=None,
         at: Tensor | None = None,
     ) -> Tensor:
-        """tokens (B, T) int64 -> logits (B, T, V), float32 or better; with targets (B, T) the mean
+        """tokens (B, T) int64 -> logits (B, T, V), float32 or better; with targets (B, T), the mean
         cross-entropy in nats.
 
-        Targets of -1 are not predicted. cache: remembers earlier tokens, see kv_cache.py. at (M,) int64:
-        only these of the B * T positions go through the head, for logits (M, V). ValueError for more tokens
-        than the context has.
+        Targets of -1 are not scored. cache: remembers earlier tokens, see kv_cache.py. at (M,) int64: only
+        these of the B * T positions go through the head, for logits (M, V). ValueError for more tokens than
+        the context has.
         """
         T = tokens.size(1)
         if cache is None and T > self.config.seq_len:
@@ -293,22 +291,22 @@ class GPT(nn.Module):
         return mean_loss_without_gradient(hidden, self.lm_head, targets)
 
     def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T) -> the embeddings (B, T, width), and the normalized rows of the head, cut to the channels of
-        the values of attention (B, T, Hkv * D).
+        """(B, T) -> the embeddings (B, T, width), and the tokens' normalized rows of the head, cut to the
+        channels of attention's values (B, T, Hkv * D).
         """
         head_rows = self.value_channels(norm(F.embedding(tokens, self.lm_head.weight)))
         return self.wte(tokens).to(self.compute_dtype), head_rows.to(self.compute_dtype)
 
     def multiplied_weights(self) -> int:
-        """Weights that a token is multiplied by: those of all matrices but the token embedding."""
+        """How many weights a token is multiplied by: those of all matrices except the token embedding."""
         matrices = [p for p in self.blocks.parameters() if p.ndim == 2]
         return sum(p.numel() for p in [self.lm_head.weight, *matrices])
 
     def estimate_flops(self) -> int:
-        """Training FLOPs of a token: 6 for each multiplied weight, 12 for each head channel and visible key.
+        """Training FLOPs per token: 6 per multiplied weight, 12 per head channel and visible key.
 
-        The convention of PaLM (arXiv 2204.02311, appendix B), with a causal mask counted as if every key were
-        visible.
+        This is PaLM's convention (arXiv 2204.02311, appendix B), which counts causal attention as if every
+        key were visible.
         """
         config = self.config
         keys = sum(config.window(i) or config.seq_len for i in range(config.depth))

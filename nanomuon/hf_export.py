@@ -1,7 +1,7 @@
-"""Export of a run's model: transformers, tokenizers and this repo load the same folder.
+"""Export of a run's model to a folder that transformers, tokenizers and this repo can all load.
 
-Written without either library. The files that compute the model, gpt.py and what it imports, are copied into
-the folder with `modeling_nanomuon.py`, a wrapper: transformers runs them under `trust_remote_code=True`.
+It is written without either library. The files that compute the model, gpt.py and what it imports, are copied
+into the folder with `modeling_nanomuon.py`, a wrapper that transformers runs under `trust_remote_code=True`.
 Nothing here runs it.
 """
 
@@ -45,23 +45,23 @@ prompt = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```
 
-`trust_remote_code=True` runs the Python files of this folder, {code}: read them first, they are short. All
+`trust_remote_code=True` runs the Python files in this folder, {code}: read them first, they are short. All
 other files are JSON, text and safetensors, which run no code. Tested with transformers 5.24.
 
 The tokenizer puts `<|bos|>` before a text, as before every document in training; `add_special_tokens=False`
-leaves it out. Text that looks like `<|bos|>` is encoded as text.
+leaves it out. Text that looks like `<|bos|>` is encoded as ordinary text.
 
-## Licence
+## License
 
-The Python files are MIT licensed, as nanomuon is. Whoever trained the weights states here on what, and
-under which terms they may be used; the terms of the training text bear on it.
+The Python files have the MIT license, like nanomuon. Whoever trained the weights should state here what they
+were trained on, and under which terms they may be used, which depend on the terms of the training text.
 """
 
 
 def write_config(folder: Path, config: GPTConfig, dtype: str = "float32") -> None:
     """Write config.json: the fields of GPTConfig, and where transformers finds the model's code.
 
-    dtype: of the weights next to it.
+    dtype: that of the weights next to it.
     """
     content = {
         "architectures": ["NanomuonForCausalLM"],
@@ -85,7 +85,7 @@ def special_ids(config: GPTConfig) -> dict:
 def export(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str = "float32") -> None:
     """Write model.safetensors and the other files that transformers needs. Called by all ranks.
 
-    dtype: of the weights, which are float32 in training.
+    dtype: that of the exported weights, which are float32 in training.
     """
     write_weights(folder, model, getattr(torch, dtype))
     if rank() > 0:
@@ -100,12 +100,12 @@ def export(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str = "float32
 
 
 def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Write model.safetensors, whole or not at all, in `dtype` or the model's. Called by all ranks."""
+    """Write model.safetensors, whole or not at all, in `dtype` or the model's own. Called by all ranks."""
     weights = {}
     for name, tensor in model.state_dict().items():
         tensor = whole(tensor)
         if rank() == 0:
-            # A copy: the format has neither transposes nor two names for one tensor
+            # A copy, because the format supports neither transposes nor two names for one tensor
             tensor = tensor.to("cpu", dtype or tensor.dtype)
             weights[name] = tensor.clone(memory_format=torch.contiguous_format)
 
@@ -117,23 +117,23 @@ def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | Non
 
 
 def model_card(name: str, model: GPT) -> str:
-    """README.md, which model hubs show as a model's page."""
+    """The README.md, which model hubs show as the model's page."""
     parameters = sum(p.numel() for p in model.parameters())
     code = [f"`{file.name}`" for file in with_relative_imports(MODEL_FILE)]
     return CARD.format(name=name, parameters=parameters, code=", ".join(code))
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict:
-    """tokenizer.json for the tokenizers library: the byte-level BPE of GPT-2 with our split pattern.
+    """tokenizer.json for the tokenizers library: GPT-2's byte-level BPE with our split pattern.
 
     No merge produces <|bos|>, so no text encodes to it, as in our tokenizer. It precedes every text unless
-    add_special_tokens=False: in training it begins every row and every document.
+    add_special_tokens=False, because in training it begins every row and every document.
     """
     characters, words = byte_characters(), {}
     for token in tokenizer.vocab:
         words[token] = "".join(characters[byte] for byte in token)
-    # tiktoken merges any two neighbours that together are a token, the lowest rank first: so every way to cut
-    # a token into two others is a merge
+    # tiktoken merges any two neighbors whose concatenation is a token, the lowest rank first. So every way to
+    # split a token into two others is a merge
     merges = []
     for token in words:
         for cut in range(1, len(token)):
@@ -158,7 +158,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict:
         "decoder": byte_level,
         "model": {
             "type": "BPE",
-            "ignore_merges": True,  # as in tiktoken, a piece of text that is a token needs no merges
+            "ignore_merges": True,  # as in tiktoken, a piece of text that is itself a token needs no merges
             "vocab": {word: rank for rank, word in enumerate([*words.values(), BOS])},
             "merges": merges,
         },
@@ -166,8 +166,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict:
 
 
 def byte_characters() -> list[str]:
-    """The 256 printable characters by which GPT-2's byte-level BPE writes bytes: Latin-1's, except that those
-    from U+0100 on, in order, replace spaces and unprintable ones.
+    """The 256 printable characters that stand for bytes in GPT-2's byte-level BPE: those of Latin-1, except
+    that characters from U+0100 on, in order, replace spaces and unprintable ones.
     """
     characters = []
     stand_ins = 0

@@ -1,4 +1,4 @@
-"""What a model keeps of the tokens it has read, while it generates text."""
+"""What a model remembers of the tokens it has read, while it generates text."""
 
 import torch
 from torch import Tensor
@@ -7,20 +7,20 @@ from .attention import attention, masked
 
 
 class KVCache:
-    """What a model keeps of the tokens it has read: all keys and values, and the last inputs that the next
-    tokens need (of convolutions, halves of keys). It grows with every call of the model.
+    """What a model remembers of the tokens it has read: all keys and values, and the last inputs that the
+    next tokens need (for convolutions and halves of keys). It grows with every call of the model.
 
-    config: a GPTConfig. lengths: the tokens that each row has read.
+    config: a GPTConfig. lengths: how many tokens each row has read.
     """
 
     def __init__(self, config, rows: int, device: torch.device):
         self.lengths, self.device = [0] * rows, device
         self.context = config.seq_len
         self.kept = {}  # by layer and kind: (B, context, Hkv, D)
-        self.recent = {}  # by place in the model: (B, at least as many tokens as the place needs, ...)
+        self.recent = {}  # by place in the model: (B, at least as many tokens as it needs, ...)
 
     def positions(self, T: int) -> Tensor:
-        """Positions (B, T) of the next T tokens in the context, which go through all layers now."""
+        """Positions (B, T) in the context of the next T tokens, which are about to go through all layers."""
         starts = torch.tensor(self.lengths, device=self.device)[:, None]  # (B, 1)
         self.queries = starts + torch.arange(T, device=self.device)  # (B, T)
         self.places = torch.arange(len(starts), device=self.device)[:, None], self.queries
@@ -32,7 +32,7 @@ class KVCache:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, normalized: bool
     ) -> Tensor:
-        """attention() of q over all keys and values of a layer; k and v are the newest."""
+        """attention() of q over all keys and values of a layer. k and v: the newest ones."""
         for kind, new in (("keys", k), ("values", v)):
             if (layer, kind) not in self.kept:
                 # Not empty(): a mask does not hide a NaN in unused memory
@@ -51,14 +51,14 @@ class KVCache:
         return self.masks[window]
 
     def with_recent(self, place: str, x: Tensor, count: int) -> Tensor:
-        """x (B, T, ...) after the `count` inputs before it at this place of the model, zeros at first."""
+        """x (B, T, ...) preceded by the last `count` inputs at this place in the model, zeros at first."""
         if place not in self.recent:
             self.recent[place] = x.new_zeros(x.size(0), count, *x.shape[2:])
         self.recent[place] = torch.cat((self.recent[place][:, -count:], x), dim=1)
         return self.recent[place]
 
     def crop(self, lengths: list[int]) -> None:
-        """Forget the padding at the end of rows that the model has read in one call."""
+        """Forget the padding at the end of rows that the model has just read, in one call."""
         ends = torch.tensor(lengths, device=self.device)[:, None]  # (B, 1)
         rows = torch.arange(len(lengths), device=self.device)[:, None]
         for place, inputs in self.recent.items():
@@ -67,7 +67,7 @@ class KVCache:
         self.lengths = lengths
 
     def select(self, rows: list[int]) -> None:
-        """Row i becomes what row rows[i] was."""
+        """Row i becomes the former row rows[i]."""
         self.lengths = [self.lengths[row] for row in rows]
         index = torch.tensor(rows, device=self.device)
         self.kept = {name: tensor[index] for name, tensor in self.kept.items()}

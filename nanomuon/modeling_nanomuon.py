@@ -1,6 +1,6 @@
 """A language model trained with nanomuon, for the transformers library.
 
-This file is copied next to the weights, with those that compute the model (gpt.py and what it imports);
+This file is copied next to the weights, with the files that compute the model (gpt.py and what it imports).
 `trust_remote_code=True` makes transformers run them. They need only torch and transformers.
 """
 
@@ -22,7 +22,7 @@ class NanomuonConfig(PretrainedConfig):
 
 
 class Cache(KVCache):
-    """Under the names by which generate() uses it. columns: tokens read, padding included."""
+    """A KVCache with the names that generate() uses. columns: tokens read, including padding."""
 
     is_compileable = False
     columns = 0
@@ -36,7 +36,7 @@ class Cache(KVCache):
 
 class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanomuonConfig
-    base_model_prefix = "model"  # which the names in model.safetensors lack
+    base_model_prefix = "model"  # the names in model.safetensors lack it
     _no_split_modules = ["Block"]
     _input_embed_layer = "wte"
 
@@ -48,14 +48,14 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module):
         if isinstance(module, GPT):
-            module.fill_rope()  # not among the weights
+            module.fill_rope()  # the tables are not among the weights
 
     def save_pretrained(self, folder, state_dict=None, **others):
         super().save_pretrained(folder, state_dict=state_dict or self.model.state_dict(), **others)
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
-        """Has generate() leave the cache to forward()."""
+        """False makes generate() leave the cache to forward()."""
         return False
 
     def forward(
@@ -72,9 +72,9 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         """input_ids (B, T) -> logits (B, T, V) in float32, and with labels (B, T) the mean loss in nats.
 
         attention_mask (B, K): 0 for padding on the left or on the right, which only a first call may have.
-        labels are the input_ids, -100 for tokens that are not scored; the loss shifts them. logits_to_keep:
-        return only this many last logits, 0 for all. cache: past_key_values, as transformers 5.24 and later
-        call it. ValueError for more tokens than the context has.
+        labels are the input_ids, or -100 for tokens that are not scored; the loss shifts them.
+        logits_to_keep: return only this many of the last logits, 0 for all. cache: what transformers 5.24 and
+        later call past_key_values. ValueError for more tokens than the context has.
         """
         model, (B, T), device = self.model, input_ids.shape, input_ids.device
         model.compute_dtype = model.wte.weight.dtype
@@ -83,10 +83,10 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is None and use_cache:
             cache = Cache(model.config, B, device)
         is_text = input_ids.new_ones(B, T) if attention_mask is None else attention_mask[:, -T:].long()
-        # The model reads rows from their first token on: padding goes to the end, where no text sees it
+        # The model reads rows from their first token on, so move padding to the end, where no text sees it
         order = is_text.argsort(dim=1, descending=True, stable=True)  # (B, T)
         rows = torch.arange(B, device=device)[:, None]
-        at = (order.argsort(dim=1) + T * rows)[:, -logits_to_keep:]  # where the columns have gone
+        at = (order.argsort(dim=1) + T * rows)[:, -logits_to_keep:]  # where the columns were moved
         if cache is not None:
             ends = [read + new for read, new in zip(cache.lengths, is_text.sum(1).tolist(), strict=True)]
             if max(ends) > model.config.seq_len:

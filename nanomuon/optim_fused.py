@@ -25,7 +25,7 @@ def fused_normuon(
 ):
     """The directions of all parts, concatenated: X times the gain of each part, with a gain of ones.
 
-    of_part: `optim.normuon`, or `optim_tp.normuon_together`, called for each part with the options. split:
+    of_part: `optim.normuon`, or `optim_tp.normuon_on_shards`, called for each part with the options. split:
     (heads, groups, rows) from `split_rows`: `heads` equal matrices, each of `groups` equal blocks, each with
     rows[i] rows of part i. shapes: the shapes of the parts' second moments.
     """

@@ -103,12 +103,12 @@ def distributed(rule, cut):
     compiled, since it communicates.
     """
     if "split" in rule.options:
-        options = dict(rule.options, of_part=normuon_together, cut=cut)
+        options = dict(rule.options, of_part=normuon_on_shards, cut=cut)
         return dataclasses.replace(rule, function=fused_normuon, options=options)
-    return dataclasses.replace(rule, function=normuon_together, options=dict(rule.options, cut=cut))
+    return dataclasses.replace(rule, function=normuon_on_shards, options=dict(rule.options, cut=cut))
 
 
-def normuon_together(
+def normuon_on_shards(
     U,  # (12, 768, 1536), this rank's shards of (12, 768, 3072)
     buffers,  # {"second_momentum_buffer": (12, 1, 3072)}, whole on every rank, or {}
     ok,  # (12, 1, 1)

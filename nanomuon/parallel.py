@@ -1,10 +1,11 @@
-"""Models by PyTorch's own engines: in pieces on a mesh ("dp", "tp") of devices, compiled, in float8.
+"""What PyTorch's own engines do to a model: shard it over a device mesh ("dp", "tp"), compile it, use float8.
 
-FSDP2 (`fully_shard`) cuts every parameter by rows over "dp" and gathers a block's whenever the block runs.
-Tensor parallelism (arXiv 1909.08053) cuts the heads and the MLP's channels over "tp": q, k, v and up by rows,
-o and down by columns, so that a block needs one all_reduce after its attention and one after its MLP, and two
-in its backward pass. The gates follow the key heads; token embedding, head and scalars stay whole on every
-"tp" rank. The ranks of one "dp" coordinate see the same rows of data. Cut parameters are DTensors.
+FSDP2 (`fully_shard`) cuts every parameter by rows over "dp", and gathers a block's parameters when the block
+runs. Tensor parallelism (arXiv 1909.08053) cuts the heads and the MLP's channels over "tp": q, k, v and up by
+rows, o and down by columns, so that a block needs one all_reduce after its attention and one after its MLP,
+and two in its backward pass. The gates are cut like the key heads; token embedding, head and scalars are
+whole on every "tp" rank. Ranks with the same "dp" coordinate see the same rows of data. Cut parameters are
+DTensors.
 """
 
 import warnings
@@ -29,8 +30,8 @@ from nanomuon import head_loss
 from nanomuon.gpt import GPT, GPTConfig, Linear
 from nanomuon.runtime import InputError, Runtime
 
-MULTIPLE = 16  # every side of a product in float8 must be a multiple of it (cuBLAS)
-# By `Linear.cut`: the dimension of the weight, and how PyTorch cuts the product
+MULTIPLE = 16  # every side of a float8 product must be a multiple of this (cuBLAS)
+# By `Linear.cut`: the dimension of the weight to cut, and how PyTorch cuts the product
 CUTS = {"outputs": (0, ColwiseParallel()), "inputs": (1, RowwiseParallel())}
 
 
@@ -41,11 +42,11 @@ def cut_dim(module: torch.nn.Module) -> int | None:
 
 
 def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig) -> int:
-    """How many ranks see different rows. InputError if the ranks, or the model's heads, do not divide."""
+    """How many ranks see different rows. InputError if the ranks, or the model's heads, cannot be divided."""
     if world_size % tensor_parallel:
         raise InputError(
             f"--tensor-parallel {tensor_parallel} does not divide {world_size} processes: "
-            "start a multiple of it"
+            "start a multiple of that number"
         )
     if config.kv_heads % tensor_parallel:
         raise InputError(
@@ -56,14 +57,14 @@ def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig)
 
 
 def device_mesh(device_type: str, data_parallel: int, tensor_parallel: int) -> DeviceMesh:
-    """("dp", "tp"): consecutive ranks, which share a machine, are tensor parallel."""
+    """("dp", "tp"): consecutive ranks, which share a machine, are one tensor-parallel group."""
     return init_device_mesh(device_type, (data_parallel, tensor_parallel), mesh_dim_names=("dp", "tp"))
 
 
 def build_model(
     config: GPTConfig, runtime: Runtime, seed: int, mesh: DeviceMesh | None = None, fsdp=False
 ) -> GPT:
-    """The initial model, whole or cut over a mesh ("dp", "tp"): the same numbers."""
+    """The initial model, whole or cut over a mesh ("dp", "tp"), with the same weights."""
     with torch.device("meta"):
         model = GPT(config, runtime.compute_dtype)
     if mesh:
@@ -78,13 +79,13 @@ def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
     if mesh["tp"].size() > 1:
         cut_heads_and_channels(gpt, mesh["tp"])
     if fsdp:
-        # Blocks are gathered in the dtype they compute in, and their gradients averaged in float32
+        # Blocks are gathered in the compute dtype, and their gradients are averaged in float32
         policy = MixedPrecisionPolicy()
         if gpt.compute_dtype.itemsize < 4:
             policy = MixedPrecisionPolicy(param_dtype=gpt.compute_dtype, reduce_dtype=torch.float32)
         for block in gpt.blocks:
             fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
-        # with tensor parallelism an embedding's output is a view, which only matters to operations in place
+        # with tensor parallelism an embedding's output is a view, which only matters to in-place operations
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         fully_shard(gpt.wte, mesh=mesh["dp"])
         gpt.wte.set_unshard_in_backward(False)  # its gradient needs only the tokens
@@ -92,10 +93,10 @@ def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
 
 
 def cut_heads_and_channels(gpt: GPT, mesh: DeviceMesh) -> None:
-    """Tensor parallelism: cut the Linears of the blocks as they say. InputError for a matrix that cannot be
-    cut.
+    """Tensor parallelism: cut each Linear of the blocks along its `cut` side. InputError for a matrix that
+    cannot be cut.
     """
-    # Of the head's rows a rank takes the channels of its own key-value heads
+    # From the head's rows, a rank takes the channels of its own key-value heads
     styles = {
         "value_channels": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(-1))
     }
@@ -107,39 +108,39 @@ def cut_heads_and_channels(gpt: GPT, mesh: DeviceMesh) -> None:
             if dim is None or parameter.size(dim) % mesh.size():
                 raise InputError(
                     f"--tensor-parallel {mesh.size()} cannot divide blocks.{name}.{key}, "
-                    f"{tuple(parameter.shape)}: gpt.py says of each Linear of a block which side to cut, "
+                    f"{tuple(parameter.shape)}: in gpt.py each Linear of a block says which side to cut, "
                     'cut="outputs" or cut="inputs"'
                 )
             styles[f"blocks.{name}"] = CUTS[module.cut][1]
-    # q, k, v and the gate read one DTensor, so that the partial sums of its gradient are added before they
-    # are sent
+    # q, k, v and the gate read the same DTensor, so that the partial sums of its gradient are added up before
+    # they are sent
     layouts = (Replicate(), None, None, None)
     reads_one = PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
     parallelize_module(gpt, mesh, styles | {"blocks.*.attn": reads_one})
 
 
 def fill(param: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy a tensor that every rank holds into a parameter, or this rank's piece of it into a cut one."""
+    """Copy a tensor that every rank has into a parameter, or this rank's shard of it into a cut parameter."""
     if isinstance(param, DTensor):
         param, whole = param.to_local(), cut(whole, param).to_local()
     param.copy_(whole)
 
 
 def cut(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """A tensor that every rank holds, placed like `like`; no communication."""
+    """A tensor that every rank has, as a DTensor placed like `like`. No communication."""
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def average_tensor_parallel_gradients(gpt: GPT, mesh: DeviceMesh) -> None:
-    """Average the gradients of tensor-parallel parameters over "dp"; without FSDP2 nothing else does."""
+    """Average the gradients of tensor-parallel parameters over "dp". Without FSDP2 nothing else does it."""
     for parameter in gpt.parameters():
         if isinstance(parameter, DTensor) and parameter.grad is not None:
             dist.all_reduce(parameter.grad.to_local(), dist.ReduceOp.AVG, group=mesh["dp"].get_group())
 
 
 def average_whole_gradients(gpt: GPT) -> None:
-    """Average the gradients of whole parameters over all ranks, for an optimizer that does not. A missing
-    gradient counts as zero.
+    """Average the gradients of whole parameters over all ranks, for an optimizer that does not do it. A
+    missing gradient counts as zero.
     """
     if not dist.is_initialized():
         return
@@ -158,13 +159,13 @@ def gradients_finite(gpt: GPT) -> torch.Tensor:
 
 
 def compile_model(gpt: GPT, mesh: DeviceMesh | None) -> Callable:
-    """The function that computes the model's loss from now on. mesh: of the parameters, if they are cut.
+    """The function that computes the model's loss from now on. mesh: that of the parameters, if they are cut.
 
-    PyTorch's own kernel looks up embeddings, because its gradient is the same in every run: a compiled one
-    adds it up atomically, in whatever order threads come.
+    Embedding lookup is not compiled, because the gradient of PyTorch's own kernel is the same in every run: a
+    compiled kernel adds it up atomically, in whatever order the threads arrive.
     """
     if mesh is not None:
-        for block in gpt.blocks:  # FSDP2's work between blocks stays outside
+        for block in gpt.blocks:  # FSDP2's work between blocks is not compiled
             block.compile(dynamic=False)
         gpt.mean_loss = torch.compile(head_loss.mean_loss, dynamic=False)
         return gpt
@@ -173,11 +174,11 @@ def compile_model(gpt: GPT, mesh: DeviceMesh | None) -> Callable:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Float8: the products of the blocks in training, by torchao, with one scale per matrix. Input and weight are
-# rounded to e4m3 and the output's gradient to e5m2 (arXiv 2209.05433), each scaled so that its largest entry
-# is the largest number of its format; sums are float32, results in the dtype of the activations. The head
-# does not change, as in DeepSeek-V3 (arXiv 2412.19437), nor do parameters, their names, the optimizer's
-# state, evaluation and samples.
+# Float8: in training torchao computes the products of the blocks, with one scale per matrix. Input and weight
+# are rounded to e4m3 and the output's gradient to e5m2 (arXiv 2209.05433), each scaled so that its largest
+# entry is the largest number of its format; sums are float32, results in the dtype of the activations. The
+# head stays as it is, as in DeepSeek-V3 (arXiv 2412.19437), and so do parameters, their names, the
+# optimizer's state, evaluation and samples.
 
 
 def check_fp8(runtime: Runtime, tensor_parallel: int) -> None:
@@ -185,7 +186,7 @@ def check_fp8(runtime: Runtime, tensor_parallel: int) -> None:
     if runtime.device.type != "cuda" or torch.cuda.get_device_capability(runtime.device) < (8, 9):
         raise InputError("--fp8 needs a GPU of compute capability 8.9 or higher (Ada, Hopper or newer)")
     if tensor_parallel > 1:
-        raise InputError("--fp8 and --tensor-parallel do not go together: leave one of them out")
+        raise InputError("--fp8 and --tensor-parallel cannot be combined: leave one of them out")
     try:
         import torchao.float8  # noqa: F401
     except ImportError as error:
@@ -194,10 +195,10 @@ def check_fp8(runtime: Runtime, tensor_parallel: int) -> None:
 
 
 def train_in_fp8(model: GPT, emulate: bool = False) -> None:
-    """Let the Linears of the blocks multiply in float8 while gradients are enabled.
+    """Make the Linears of the blocks multiply in float8 while gradients are enabled.
 
-    Those with a side that is not a multiple of 16 do not change: most gates of the values. emulate:
-    round as a GPU would and multiply in float32, on any device.
+    Linears with a side that is not a multiple of 16 do not change, such as most value gates. emulate: round
+    as a GPU would, and multiply in float32, on any device.
     """
     product = training_product(emulate)
     for module in model.blocks.modules():
@@ -211,14 +212,14 @@ def training_product(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
     from torchao import float8
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
-    # torchao's module would hold the parameter, and use float8 in evaluation too. So take only its product,
+    # torchao's module would own the parameter, and use float8 in evaluation too. So use only its product,
     # with the settings of a module that it has converted
     linear = nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta")
     config = float8.Float8LinearConfig(emulate=emulate)  # one scale per matrix
     converted = float8.convert_to_float8_training(linear, config=config)
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
-        if x[..., 0].numel() % MULTIPLE:  # tokens: the weight's gradient sums over them
+        if x[..., 0].numel() % MULTIPLE:  # number of tokens: the weight's gradient sums over them
             return F.linear(x, weight.to(x.dtype))
         return matmul_with_hp_or_float8_args.apply(
             x, weight.t(), converted.linear_mm_config, converted.config

@@ -21,12 +21,12 @@ from nanomuon.runtime import InputError, Runtime, compile_enabled, print0
 from nanomuon.settings import Settings
 from nanomuon.shards import default_vocab_size
 
-FLOAT32 = 4  # bytes of a weight, of its gradient and of each number that the optimizer keeps
+FLOAT32 = 4  # bytes of a weight, of its gradient and of each number in the optimizer's state
 FILLED = 0.85  # share of a GPU's memory that a step may take
 FEWEST_COMPILED = 1_000_000  # tokens: shorter runs on a CPU are not compiled
 
-# Dense peak in TFLOP/s of bf16 products accumulated in float32, from NVIDIA's data sheets and white papers
-# (half of a figure "with sparsity"), by words of a GPU's name: the last match counts
+# Dense peak TFLOP/s of bf16 products accumulated in float32, from NVIDIA's data sheets and white papers (half
+# of a figure "with sparsity"), by words in a GPU's name; the last match counts
 BF16_TFLOPS = {
     "B200": 2250,
     "GH200": 989,
@@ -48,8 +48,8 @@ BF16_TFLOPS = {
 class Layout:
     """How many devices there are, and what they share.
 
-    ranks: devices in all, in sets of `tensor_parallel` that see the same rows. fsdp: parameters are cut
-    across the sets (FSDP2).
+    ranks: the number of devices, in sets of `tensor_parallel` that see the same rows. fsdp: whether
+    parameters are sharded across the sets (FSDP2).
     """
 
     ranks: int
@@ -60,13 +60,13 @@ class Layout:
 @dataclass(frozen=True)
 class Plan:
     config: GPTConfig
-    rows: int  # of a micro-step on a device
+    rows: int  # per micro-step and device
     batch: int  # tokens per optimizer step, over all devices
     steps: int
     data_parallel: int  # how many processes see different rows
     parameters: int
-    flops_per_token: int  # of the forward and the backward pass
-    memory: int  # bytes that a device holds at the peak of a step
+    flops_per_token: int  # in the forward and the backward pass
+    memory: int  # bytes on a device at the peak of a step
 
     @property
     def micro_steps(self) -> int:
@@ -79,7 +79,7 @@ class Plan:
 
 
 def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | None = None) -> Plan:
-    """The run that the arguments ask for on these processes; the rest follows from the depth and the device.
+    """The run that the arguments request on these processes; the rest follows from the depth and the device.
 
     settings: what the run has recorded, if it exists. InputError for a model that cannot be built or trained
     here, and for a batch that the processes cannot divide.
@@ -90,14 +90,14 @@ def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | N
     model = meta_model(config)
     data_parallel = parallel.data_parallel_size(runtime.world_size, args.tensor_parallel, config)
     layout = Layout(runtime.world_size, args.shard == "fsdp", args.tensor_parallel)
-    tokens = asked_tokens(args, model)
-    row = config.seq_len * data_parallel  # tokens of one row on every device
+    tokens = requested_tokens(args, model)
+    row = config.seq_len * data_parallel  # tokens in one row on every device
     rows = args.device_batch_size
-    # Other micro-steps round differently: in the same world a run keeps its first choice
+    # Other micro-steps round differently, so in the same world a run keeps its first choice
     if rows is None and settings and settings.world_size == runtime.world_size:
         rows = settings.rows
     if rows is None:
-        # The batch is a multiple of the rows: if they are a power of two, it can be one too
+        # The batch is a multiple of the rows: if they are a power of two, it can be one as well
         most = args.total_batch_size or 2 ** int(math.log2(total_batch_size(tokens, row) / row)) * row
         rows = rows_that_fit(config, layout, max(1, most // row), runtime)
     batch = args.total_batch_size or total_batch_size(tokens, rows * row)
@@ -119,9 +119,9 @@ def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | N
 
 
 def model_config(args: argparse.Namespace, device: str) -> GPTConfig:
-    """The model that the arguments ask for. InputError for one that cannot be built."""
+    """The model that the arguments request. InputError for one that cannot be built."""
     on_gpu, windows = device == "cuda", args.window_pattern
-    if windows is None:  # PyTorch's own kernels gain no time by them (docs/log.md)
+    if windows is None:  # windows do not make PyTorch's own kernels faster (docs/log.md)
         windows = "SSSL" if torch.nn.attention.current_flash_attention_impl() else "L"
     try:
         return GPTConfig.from_depth(
@@ -141,8 +141,8 @@ def meta_model(config: GPTConfig) -> GPT:
         return GPT(config)
 
 
-def asked_tokens(args: argparse.Namespace, model: GPT) -> int:
-    """The tokens that --target-flops pays for, else those that --target-param-data-ratio asks for.
+def requested_tokens(args: argparse.Namespace, model: GPT) -> int:
+    """The number of tokens that --target-flops allows, else that --target-param-data-ratio requests.
 
     20 per parameter are compute-optimal for the models of Hoffmann et al. (arXiv 2203.15556); Muon-trained
     models of this family do best near 10 (nanochat, 2026).
@@ -153,10 +153,10 @@ def asked_tokens(args: argparse.Namespace, model: GPT) -> int:
 
 
 def total_batch_size(tokens: int, micro_batch: int) -> int:
-    """Tokens per optimizer step for a run of `tokens`; micro_batch: those of all devices in one micro-step.
+    """Tokens per optimizer step for a run of `tokens`. micro_batch: tokens per micro-step on all devices.
 
-    The critical batch grows as tokens^0.383 (arXiv 2505.13738). Rounded to the nearest power of two, then to
-    the nearest multiple of a micro-batch.
+    The critical batch size grows as tokens^0.383 (arXiv 2505.13738). It is rounded to the nearest power of
+    two, then to the nearest multiple of a micro-batch.
     """
     ideal = recipe.REFERENCE_BATCH * (tokens / recipe.REFERENCE_TOKENS) ** 0.383
     batch = 2 ** round(math.log2(max(ideal, 1)))
@@ -164,8 +164,8 @@ def total_batch_size(tokens: int, micro_batch: int) -> int:
 
 
 def rows_that_fit(config: GPTConfig, layout: Layout, most: int, runtime: Runtime) -> int:
-    """Rows of a micro-step: a power of two that divides `most`, the rows of a device per step, and fits into
-    a GPU's memory. On a CPU at most 16: more gain nothing.
+    """Rows of a micro-step: a power of two that divides `most`, a device's rows per step, and fits into a
+    GPU's memory. On a CPU it is at most 16, since more gain nothing.
     """
     rows = most & -most
     if runtime.device.type == "cpu":
@@ -175,14 +175,14 @@ def rows_that_fit(config: GPTConfig, layout: Layout, most: int, runtime: Runtime
 
 
 def fewer_rows(config: GPTConfig, layout: Layout, rows: int, compute_bytes: int, available: float) -> int:
-    """The rows halved until their memory is available, at least one. available: bytes of a device."""
+    """The rows, halved until they fit into `available` bytes of a device, but at least one."""
     while rows > 1 and sum(memory_by_kind(config, layout, rows, compute_bytes).values()) > available:
         rows //= 2
     return rows
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of a GPU by its data sheet; None for a CPU and for a GPU that is not in the table."""
+    """Dense bf16 FLOP/s of a GPU per its data sheet; None for a CPU, and for a GPU not in the table."""
     if device.type != "cuda":
         return None
     words = set(torch.cuda.get_device_name(device).upper().replace("-", " ").split())
@@ -194,16 +194,16 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def choose_compilation(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> bool:
-    """Whether a run compiles its model and its optimizer: on a GPU, and on a CPU if it is long; not with
-    --no-compile, with NANOMUON_COMPILE=0, or on a CPU without a compiler.
+    """Whether a run compiles its model and its optimizer: on a GPU, and on a CPU if the run is long; but not
+    with --no-compile, with NANOMUON_COMPILE=0, or on a CPU without a C++ compiler.
 
-    On a CPU compiling takes 8 s plus 8 s per layer, and makes the steps 1.2 times as fast (docs/log.md).
+    On a CPU, compiling takes 8 s plus 8 s per layer, and makes steps 1.2 times as fast (docs/log.md).
     """
     if args.no_compile or not compile_enabled():
         return False
     on_cpu = runtime.device.type == "cpu"
     if on_cpu and plan.tokens < FEWEST_COMPILED and "NANOMUON_COMPILE" not in os.environ:
-        print0(f"running eagerly: compiling does not pay for fewer than {FEWEST_COMPILED:,} tokens")
+        print0(f"running eagerly: compiling does not pay off for fewer than {FEWEST_COMPILED:,} tokens")
         return False
     compiler = os.environ.get("CXX", "g++")
     if on_cpu and not shutil.which(compiler):
@@ -213,18 +213,18 @@ def choose_compilation(args: argparse.Namespace, plan: Plan, runtime: Runtime) -
 
 
 def print_plan(plan: Plan, runtime: Runtime) -> None:
-    """Print how large the run is, and about how much memory it takes."""
+    """Print how large the run is, and roughly how much memory it takes."""
     config, flops = plan.config, plan.flops_per_token
     print0(
         f"model      depth {config.depth}, width {config.width}, {config.heads} heads, "
         f"context {config.seq_len}, vocabulary {config.vocab_size}, {plan.parameters / 1e6:.1f}M parameters\n"
         f"attention  {kernels_in_use()}, window pattern {config.window_pattern}\n"
         f"training   {plan.steps} steps x {plan.batch} tokens = {plan.tokens:,} tokens, "
-        f"{flops / 1e6:.0f} MFLOP per token, {plan.tokens * flops:.3g} FLOPs in all\n"
+        f"{flops / 1e6:.0f} MFLOP per token, {plan.tokens * flops:.3g} FLOPs in total\n"
         f"devices    {runtime.world_size} x {runtime.device.type}, {plan.rows} rows x {plan.micro_steps} "
         f"micro-steps per step\n"
         f"dtype      {runtime.dtype_name} (weights float32)\n"
-        f"memory     about {plan.memory / 2**30:.1f} GiB per device, besides PyTorch itself"
+        f"memory     about {plan.memory / 2**30:.1f} GiB per device, without PyTorch itself"
     )
 
 
@@ -234,16 +234,16 @@ def print_plan(plan: Plan, runtime: Runtime) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """What the first rank, which holds as much as any, has of a parameter."""
+    """What the first rank, which has as much as any, holds of a parameter."""
 
     kind: str  # of its param group: muon or adamw
     whole: torch.Size  # the parameter's shape
-    held: torch.Size  # the part's
+    held: torch.Size  # the part's shape
 
 
 @functools.cache
 def parts(config: GPTConfig, layout: Layout) -> list[Part]:
-    """Of all parameters of a GPT, in the groups of the recipe."""
+    """The parts of all parameters of a GPT, in the recipe's groups."""
     model, found = meta_model(config), []
     for group in recipe.param_groups(model):
         for name, param in zip(group["names"], group["params"], strict=True):
@@ -257,21 +257,20 @@ def parts(config: GPTConfig, layout: Layout) -> list[Part]:
 
 
 def memory_by_kind(config: GPTConfig, layout: Layout, rows: int, compute_bytes: int) -> dict[str, int]:
-    """Bytes on the first device.
+    """Bytes on the first device: `weights`, `gradients`, `state` (of the optimizer), `activations` (saved for
+    the backward pass of a micro-step) and `buffers` (what else the loss or the optimizer's step needs,
+    whichever peaks higher; during the latter there are no activations).
 
-    rows: sequences per device and micro-step. compute_bytes: per activation, 2 in bf16. `weights`,
-    `gradients`, `state` (of the optimizer), `activations` (saved for the backward pass of a micro-step) and
-    `buffers`: what else the larger of two moments needs, the loss or the optimizer's step, in which there are
-    no activations.
+    rows: sequences per device and micro-step. compute_bytes: per activation, 2 in bf16.
     """
     tokens = rows * config.seq_len
     weights = FLOAT32 * sum(part.held.numel() for part in parts(config, layout))
     saved = activations(config, layout, tokens, compute_bytes)
-    # In its code for GPUs, Inductor makes the logits of all chunks, then one gradient after the other
+    # On GPUs, Inductor's code computes the logits of all chunks, then one gradient after the other
     in_loss = compute_bytes * config.vocab_size * (tokens + head_loss.chunk_rows(tokens, config.vocab_size))
-    # A step's temporaries are about four times a batch of matrices
+    # The temporaries of a step take about four times a batch of matrices
     in_step = 4 * min(BATCH_BYTES["cuda"], weights)
-    if layout.fsdp:  # gathers weights and gradients of two blocks, the embedding and the head
+    if layout.fsdp:  # it gathers weights and gradients of two blocks, the embedding and the head
         of_all = 2 * weights * layout.ranks // layout.tensor_parallel
         in_loss += of_all * 2 // config.depth + 2 * FLOAT32 * 2 * config.vocab_size * config.width
     elif layout.ranks > 1:  # all gradients and results are in flight at once, see optim.py
@@ -288,9 +287,9 @@ def memory_by_kind(config: GPTConfig, layout: Layout, rows: int, compute_bytes: 
 def optimizer_state(config: GPTConfig, layout: Layout) -> int:
     """Bytes of moments on the rank that has the most.
 
-    A matrix has its momentum and one number per line of its long side, an AdamW parameter two moments. The
-    ranks divide whole parameters: each matrix has an owner, and AdamW's rows go to all alike, but not its
-    vectors. Moments of a part of a parameter are with it, but every rank has all lines.
+    A matrix has its momentum and one number per index of its long side, an AdamW parameter two moments. The
+    state of whole parameters is divided: each matrix has an owner, and AdamW's rows are split evenly, but not
+    its vectors. State of a sharded parameter is sharded like it, but every rank has the whole second moment.
     """
     numbers, banks = 0, Counter()
     for part in parts(config, layout):
@@ -312,12 +311,12 @@ def optimizer_state(config: GPTConfig, layout: Layout) -> int:
 def activations(config: GPTConfig, layout: Layout, tokens: int, compute_bytes: int) -> int:
     """Bytes saved for the backward pass of `tokens` tokens, run eagerly or compiled.
 
-    In a block, five times the residual: before and after attention, normalized for each, and after the
-    convolution. Divided by tensor parallelism: queries and keys before and after their norm, values, the
-    output of attention, and the hidden channels of the MLP twice. Outside the blocks, the embedding, the rows
-    of the head (in float32, and those channels that values take), the gradient of the last residual and that
-    of the head's weight, which the forward pass computes (head_loss.py). Below float32 also the weights of
-    the blocks' products, in the lower precision.
+    In a block, five times the residual: before attention and before the MLP, normalized for each, and after
+    the convolution. Divided by tensor parallelism: queries and keys before and after their norm, values, the
+    output of attention, and the hidden channels of the MLP twice. Outside the blocks: the embedding, the
+    tokens' rows of the head (in float32, and the channels added to values), the gradient of the last residual
+    and that of the head's weight, which the forward pass computes (head_loss.py). Below float32 also the
+    blocks' weights in the lower precision.
     """
     width, keys = config.width, config.kv_heads * config.head_dim
     cut = (1 + config.qk_norm) * (width + keys) + keys + 9 * width

@@ -4,7 +4,7 @@
     optimizer.step()
     clip_(model, tau)            # every step: scale the rows of W_q and W_k of heads above tau, then reset
 
-For models without QK norm, which bounds the logits by itself and would undo a scaling.
+For models without QK norm, which would bound the logits by itself and undo the scaling.
 """
 
 import torch
@@ -20,20 +20,20 @@ QUERIES = 256  # queries whose logits exist at a time
 def clip_qk_(wq: Tensor, wk: Tensor, S: Tensor, tau: float) -> None:
     """In place: rows of W_q and W_k times sqrt(eta), eta = min(1, tau / S) per head.
 
-    wq (H*D, width), wk (Hkv*D, width): whole, or DTensors of any placement, whose pieces each rank scales.
-    S (H,): largest scaled logit of each query head, equal on all ranks; one that is not finite scales
-    nothing. With grouped queries (Hkv < H) a key head takes the largest S of its group.
+    wq (H*D, width), wk (Hkv*D, width): whole, or DTensors of any placement, whose shards each rank scales.
+    S (H,): largest scaled logit of each query head, equal on all ranks; a value that is not finite scales
+    nothing. With grouped queries (Hkv < H) a key head uses the largest S of its group.
     """
     head_dim = len(wq) // len(S)
     eta = tau / S.nan_to_num(tau, tau).clamp(tau)  # (H,)
     of_keys = eta.view(len(wk) // head_dim, -1).amin(1)  # (Hkv,)
-    with implicit_replication():  # the shard of a DTensor takes its part of a factor that every rank has
+    with implicit_replication():  # each shard of a DTensor uses its part of the factor, which all ranks have
         for weight, factor in ((wq, eta), (wk, of_keys)):
             weight.mul_(factor.sqrt().repeat_interleave(head_dim)[:, None])
 
 
 def watch_(model: nn.Module, tau: float) -> None:
-    """Let every attention layer (a module with a buffer `largest_logits`) record from now on, see
+    """Make every attention layer (a module with a buffer `largest_logits`) record from now on, see
     `record_largest_`.
     """
     for layer in _layers(model):
@@ -43,9 +43,9 @@ def watch_(model: nn.Module, tau: float) -> None:
 
 @torch.no_grad()
 def clip_(model: nn.Module, tau: float, tensor_parallel: int = 1, group=None) -> None:
-    """After an optimizer step: clip_qk_ on every layer, by the largest logits since the last call, over all
-    ranks and micro-batches. tensor_parallel: consecutive ranks that share the heads of a layer. Collective:
-    one MAX all_reduce of one number per head.
+    """After an optimizer step, call clip_qk_ on every layer with the largest logits since the last call, over
+    all ranks and micro-batches. tensor_parallel: how many consecutive ranks share the heads of a layer.
+    Collective: one MAX all_reduce of one number per head.
     """
     layers = _layers(model)
     largest = torch.stack([layer.largest_logits for layer in layers])  # (layers, H), this rank's heads first
@@ -65,8 +65,8 @@ def _layers(model):
 def record_largest_(largest: Tensor, q: Tensor, k: Tensor, window: int | None) -> None:
     """largest[:H] <- max(largest[:H], the largest q_i k_j / sqrt(D) over all j that i sees in `attention`).
 
-    q (B, T, H, D); k (B, T, Hkv, D), neither with a gradient. Computes the logits again, because PyTorch's
-    kernels for attention do not return them.
+    q (B, T, H, D); k (B, T, Hkv, D), both detached. Recomputes the logits, because PyTorch's attention
+    kernels do not return them.
     """
     T, heads, D = q.shape[1:]
     largest, k = largest[:heads], k.repeat_interleave(heads // k.size(2), 2)

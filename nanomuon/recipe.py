@@ -1,7 +1,7 @@
-"""The recipe: which parameter is trained how, and how that changes over a run; or a user's file in its place.
+"""The recipe: how each parameter is trained, and how that changes over a run; or a user's file in its place.
 
 RATES and COURSE declare its hyperparameters: each is a flag of base_train and a keyword of param_groups or
-schedule. The laboratory (scripts/optim_race.py) compares the recipe with others.
+schedule. Races (scripts/optim_race.py) compare the recipe with others.
 """
 
 import inspect
@@ -13,18 +13,18 @@ from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.optim_groups import build_param_groups
 from nanomuon.runtime import InputError
 
-# nanochat trains depth 12 on about this many tokens, with this batch. Rates and decay are given for a run of
-# that many steps
+# nanochat trains depth 12 on about this many tokens, with this batch size. Rates and decay are specified for
+# a run of the resulting number of steps
 REFERENCE_TOKENS = 1.2e9
 REFERENCE_BATCH = 2**19
 REFERENCE_STEPS = REFERENCE_TOKENS / REFERENCE_BATCH  # 2,289
 REFERENCE_WIDTH = 768
-FEWEST_STEPS = 100  # shorter runs were not measured, and use the rates of this length
+FEWEST_STEPS = 100  # shorter runs were not measured, and use the rates for this length
 
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """Bounds: from 0 to `largest`. A race's sweep searches from default / sweep to default * sweep."""
+    """Allowed from 0 to `largest`. A race's sweep searches from default / sweep to default * sweep."""
 
     default: float
     meaning: str
@@ -34,21 +34,21 @@ class Hyperparameter:
 
 # Keywords of param_groups
 RATES = {
-    "matrix_lr": Hyperparameter(0.02, "Muon, at 4,096 tokens per step and 2,289 steps", sweep=2),
-    "embedding_lr": Hyperparameter(0.3, "AdamW, embedding, at 2,289 steps and width 768"),
-    "unembedding_lr": Hyperparameter(0.004, "AdamW, head, at 2,289 steps and width 768"),
-    "scalar_lr": Hyperparameter(0.01, "AdamW, scalars and gates, at 2,289 steps"),
-    "weight_decay": Hyperparameter(0.2, "of Muon's matrices at 2,289 steps, falling to 0", sweep=4),
+    "matrix_lr": Hyperparameter(0.02, "rate of Muon, at 4,096 tokens per step and 2,289 steps", sweep=2),
+    "embedding_lr": Hyperparameter(0.3, "AdamW's rate for the embedding, at 2,289 steps and width 768"),
+    "unembedding_lr": Hyperparameter(0.004, "AdamW's rate for the head, at 2,289 steps and width 768"),
+    "scalar_lr": Hyperparameter(0.01, "AdamW's rate for scalars and gates, at 2,289 steps"),
+    "weight_decay": Hyperparameter(0.2, "decay of Muon's matrices at 2,289 steps, falling to 0", sweep=4),
 }
 # Keywords of schedule
 COURSE = {
-    "warmup_ratio": Hyperparameter(0.0, "share of the run with rising rates", largest=1),
-    "warmdown_ratio": Hyperparameter(1.0, "share of the run with falling rates", largest=1),
+    "warmup_ratio": Hyperparameter(0.0, "fraction of the run with rising rates", largest=1),
+    "warmdown_ratio": Hyperparameter(1.0, "fraction of the run with falling rates", largest=1),
 }
 
 
 def values_of(declared, given):
-    """{name: value} of the declared hyperparameters, with defaults. TypeError for a name that is not one."""
+    """{name: value} of the declared hyperparameters, with defaults. TypeError for an undeclared name."""
     if unknown := given.keys() - declared.keys():
         raise TypeError(f"the recipe has no {', '.join(unknown)}; it has {', '.join(declared)}")
     return {name: given.get(name, each.default) for name, each in declared.items()}
@@ -57,11 +57,11 @@ def values_of(declared, given):
 def param_groups(model, batch=None, steps=None, **rates):
     """Groups of a GPT: Muon for the matrices, AdamW with a learning rate per role for the rest.
 
-    batch: tokens per step; steps: of the run. The rates and the decay are those of 4,096 tokens and about
-    2,300 steps, and follow horizon_lr_scale, horizon_decay_scale and matrix_lr_scale from there. The rates
-    of embedding and head are those of width 768, and follow adamw_lr_scale. Short runs average
-    gradients over fewer steps: momentum and beta1 are 0.95 and 0.8 at 2,300 steps, 0.90 and 0.62 at 300.
-    rates: see RATES. docs/recipe.md has the measurements.
+    batch: tokens per step; steps: those of the run. The rates and the decay are given for 4,096 tokens and
+    about 2,300 steps, and scaled by horizon_lr_scale, horizon_decay_scale and matrix_lr_scale. The rates of
+    embedding and head are given for width 768, and scaled by adamw_lr_scale. Short runs average gradients
+    over fewer steps: momentum and beta1 are 0.95 and 0.8 at 2,300 steps, 0.90 and 0.62 at 300. rates: see
+    RATES. docs/recipe.md has the measurements.
     """
     rates = values_of(RATES, rates)
     batch_scale = matrix_lr_scale(batch) if batch else 1
@@ -75,13 +75,13 @@ def param_groups(model, batch=None, steps=None, **rates):
             momentum=1 - 0.05 * lr_scale,  # short runs average over fewer gradients
             ns_steps=5,  # of Polar Express, arXiv 2505.16932
             beta2=0.95,  # of the second moment, arXiv 2510.05491
-            # a step decays by the product of rate and decay, and the batch leaves that as it is
+            # a step decays by rate times decay, and this product does not depend on the batch
             weight_decay=rates["weight_decay"] * decay_scale / batch_scale,
         ),
         adamw=dict(
-            lr=rates["scalar_lr"] * lr_scale,  # x0 scalars and gates ran away at five times this rate
+            lr=rates["scalar_lr"] * lr_scale,  # x0 scalars and gates diverged at five times this rate
             betas=(1 - 0.2 * lr_scale, 0.95),
-            eps=1e-6,  # a smaller one makes rounding into updates, and two world sizes into two runs
+            eps=1e-6,  # a smaller one turns rounding into updates, which differ between world sizes
             weight_decay=0.0,
         ),
         roles={
@@ -94,42 +94,42 @@ def param_groups(model, batch=None, steps=None, **rates):
 
 
 def matrix_lr_scale(batch: int) -> float:
-    """Muon's learning rate by the tokens of a step: the square-root rule (arXiv 2205.10287) at both ends.
+    """Factor on Muon's rate by tokens per step: the square-root rule (arXiv 2205.10287) at both ends.
 
-    Published for batches above REFERENCE_BATCH (nanochat, 2026). Below 4,096 tokens: at 768, rates of 0.01
-    and 0.02 were alike and 0.04 was worse (docs/log.md). The best rate is the same at 4,096 and at
-    REFERENCE_BATCH, so it is held between them.
+    It is published for batches above REFERENCE_BATCH (nanochat, 2026). Below 4,096 tokens: at 768, rates of
+    0.01 and 0.02 were equally good and 0.04 was worse (docs/log.md). The best rate is the same at 4,096 and
+    at REFERENCE_BATCH, so it is constant between them.
     """
     return min(1.0, (batch / 4096) ** 0.5) * max(1.0, (batch / REFERENCE_BATCH) ** 0.5)
 
 
 def adamw_lr_scale(width: int) -> float:
-    """The rates of embedding and head are tuned at width 768 and follow width^-1/2."""
+    """Factor on the rates of embedding and head, which are tuned at width 768 and scale as width^-1/2."""
     return (width / REFERENCE_WIDTH) ** -0.5
 
 
 def horizon_lr_scale(steps: int) -> float:
-    """Learning rates relative to those of REFERENCE_STEPS: short runs want larger ones.
+    """Learning rates relative to those at REFERENCE_STEPS: short runs need larger ones.
 
-    The best rate falls with the horizon to the power -0.32 (arXiv 2409.19913, AdamW in language models),
-    which our short runs of Muon and AdamW follow (docs/recipe.md). Longer runs keep the published rates of
-    that length (nanochat, 2026).
+    The best rate scales as the number of steps to the power -0.32 (arXiv 2409.19913, AdamW in language
+    models); our short runs of Muon and AdamW agree (docs/recipe.md). Longer runs keep the rates published for
+    REFERENCE_STEPS (nanochat, 2026).
     """
     return max(1.0, (REFERENCE_STEPS / max(steps, FEWEST_STEPS)) ** 0.32)
 
 
 def horizon_decay_scale(steps: int) -> float:
-    """Weight decay relative to that of REFERENCE_STEPS.
+    """Weight decay relative to that at REFERENCE_STEPS.
 
-    Rate times decay times steps is what a run decays by in all, and stays the same (arXiv 2405.13698; the
-    published rule of nanochat for longer runs).
+    It keeps the total decay of a run, rate times decay times steps, constant (arXiv 2405.13698; nanochat's
+    published rule for longer runs).
     """
     return REFERENCE_STEPS / max(steps, FEWEST_STEPS) / horizon_lr_scale(steps)
 
 
 def schedule(group, step, steps, **course):
-    """{hyperparameter: value} that a group gets at `step` (from 0) of `steps`. group: as it was built;
-    course: see COURSE.
+    """{hyperparameter: value} of a group at `step` (from 0) of `steps`. group: as it was built; course: see
+    COURSE.
     """
     values, course = {}, values_of(COURSE, course)
     if "lr" in group:
@@ -143,8 +143,8 @@ def schedule(group, step, steps, **course):
 
 
 def lr_multiplier(step: int, steps: int, warmup: float, cooldown: float) -> float:
-    """Trapezoid: linear rise over the first `warmup` share of `steps`, flat, linear fall to 0 over the last
-    `cooldown` share. Step counts from 0; the first step is never 0.
+    """Trapezoid: a linear rise over the first fraction `warmup` of `steps`, then flat, then a linear fall to
+    0 over the last fraction `cooldown`. Step counts from 0. The first step's multiplier is never 0.
     """
     rise = fall = 1.0
     if warmup:
@@ -155,7 +155,7 @@ def lr_multiplier(step: int, steps: int, warmup: float, cooldown: float) -> floa
 
 
 def describe_scales(batch: int, steps: int, width: int) -> str:
-    """A line: by what param_groups multiplies its rates and decay in a run of these sizes."""
+    """A line with the factors by which param_groups scales its rates and decay in a run of this size."""
     of_batch, of_length = matrix_lr_scale(batch), horizon_lr_scale(steps)
     return (
         f"scales     rates x{of_length:.3g} by length; of muon x{of_batch:.3g} by batch, of embedding and "
@@ -165,7 +165,7 @@ def describe_scales(batch: int, steps: int, width: int) -> str:
 
 
 def describe(groups, schedule, steps):
-    """A line for each param group: what it holds, and its numbers at step 0."""
+    """A line for each param group: its parameters, and its hyperparameters at step 0."""
     lines = []
     for group in groups:
         numbers = []
@@ -179,7 +179,7 @@ def describe(groups, schedule, steps):
 
 
 def shown(value):
-    """A number in at most four digits; those of a tuple too."""
+    """A number, or those of a tuple, with at most four digits."""
     if isinstance(value, tuple):
         return f"({', '.join(map(shown, value))})"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -190,13 +190,13 @@ def shown(value):
 
 
 def load_recipe(file):
-    """(build, schedule, names) of a user's Python file, which this runs. names: all that it defines.
+    """(build, schedule, names) from a user's Python file, which this runs. names: everything it defines.
 
     The file defines one or more of these: `param_groups(model)`, a list of groups for MuonAdamW, or
-    `build_optimizer(model)`, any torch.optim.Optimizer (what it keeps outside its `state` is lost at a
+    `build_optimizer(model)`, any torch.optim.Optimizer (what it stores outside its `state` is lost on
     resume); `schedule(group, step, steps)`; for races `model(config, compute_dtype)`, see scripts.optim_race.
-    The recipe has the rest. A builder may have the parameters `batch` and `steps` (see make_optimizer; hand
-    them on to the recipe's param_groups). InputError if there is no such function.
+    The recipe supplies the rest. A builder may have the parameters `batch` and `steps` (see make_optimizer;
+    pass them on to the recipe's param_groups). InputError if there is no such function.
     """
     names = run_file(file)
     kinds = ("param_groups", "build_optimizer", "schedule", "model")
@@ -204,7 +204,7 @@ def load_recipe(file):
     groups, optimizer = names.get("param_groups", param_groups), names.get("build_optimizer")
     if not found or not all(map(callable, found)):
         raise InputError(
-            f"{file} has to define a function: param_groups(model) or build_optimizer(model), "
+            f"{file} must define a function: param_groups(model) or build_optimizer(model), "
             "schedule(group, step, steps), or model(config, compute_dtype)"
         )
     if optimizer and groups is not param_groups:
@@ -213,21 +213,22 @@ def load_recipe(file):
 
 
 def run_file(file) -> dict:
-    """What a Python file defines, by name; what it raises is the user's to see whole."""
-    # Not by an import, which takes what an earlier one has left in __pycache__
+    """What a Python file defines, by name. The user sees its exceptions with their tracebacks."""
+    # Not with an import, which may use an outdated copy in __pycache__
     return runpy.run_path(str(file), run_name=Path(file).stem)
 
 
 def make_optimizer(build, model, batch, steps, world_size=1, **settings):
-    """MuonAdamW, on one process or many, of the groups that build(model) gives; an optimizer stays as it is.
+    """MuonAdamW, for one process or many, from the groups that build(model) returns; or the optimizer that it
+    returns.
 
-    A builder with a parameter `batch` is told the tokens of a step, one with `steps` the steps of the run,
-    one with `**keywords` both. settings: keywords of the constructor. InputError for what is neither, or not
-    sound.
+    A builder with a parameter `batch` gets the tokens per step, one with `steps` the steps of the run, and
+    one with `**keywords` both. settings: keywords of the constructor. InputError if it returns neither, or
+    something invalid.
     """
     of_run = {"batch": batch, "steps": steps}
-    told = keywords_of(build, of_run)
-    built = build(model, **{name: value for name, value in of_run.items() if name in told})
+    accepted = keywords_of(build, of_run)
+    built = build(model, **{name: value for name, value in of_run.items() if name in accepted})
     if hasattr(built, "param_groups"):
         try:
             inspect.signature(built.step).bind()
@@ -236,7 +237,7 @@ def make_optimizer(build, model, batch, steps, world_size=1, **settings):
             raise InputError(f"{name}.step cannot be called without arguments: {error}") from error
         return built
     if built is None:
-        raise InputError("no optimizer was built: the function returns nothing")
+        raise InputError("no optimizer was built: the function returned None")
     try:
         return (DistMuonAdamW if world_size > 1 else MuonAdamW)(built, **settings)
     except (ValueError, TypeError) as error:
@@ -244,7 +245,7 @@ def make_optimizer(build, model, batch, steps, world_size=1, **settings):
 
 
 def keywords_of(function, known) -> dict:
-    """{parameter: default} of a function; its `**keywords` stand for those in known, {name: default}."""
+    """{parameter: default} of a function; `**keywords` stands for all of known, {name: default}."""
     found = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -255,8 +256,8 @@ def keywords_of(function, known) -> dict:
 
 
 def values_at(schedule, group, step, steps):
-    """{key: value} that a schedule gives a group, as it was built, at a step. The schedule gets a copy of the
-    group. InputError if it returns anything else, or a key that the group lacks.
+    """{key: value} that a schedule returns for a group, as it was built, at a step. The schedule gets a copy
+    of the group. InputError if it returns anything but a dict, or a key that the group lacks.
     """
     values = schedule(dict(group), step, steps)
     if not isinstance(values, dict) or values.keys() - group.keys():
@@ -274,7 +275,7 @@ def untrained(model, optimizer):
 
 
 def switch(optimizer, mode):
-    """Call optimizer.train() or optimizer.eval() if it has them, as Schedule-Free optimizers do: eval() puts
-    the weights to be judged by in place, train() those that it trains.
+    """Call optimizer.train() or optimizer.eval() if it has them, as Schedule-Free optimizers do: eval() swaps
+    in the weights to evaluate, train() those to train.
     """
     getattr(optimizer, mode, lambda: None)()

@@ -1,4 +1,4 @@
-"""A run's metrics.jsonl (and wandb) while it runs, its loss.png and report.md at the end."""
+"""A run's metrics.jsonl (and wandb) while it runs, and its loss.png and report.md at the end."""
 
 import json
 import math
@@ -29,8 +29,8 @@ from nanomuon.runtime import (
 
 
 def parse_lines(path, lines: bytes, kind) -> list[dict]:
-    """JSON objects, one a line, with the keys of the dataclass `kind` and perhaps others. InputError names a
-    line that lacks one.
+    """JSON objects, one per line, with the keys of the dataclass `kind` and possibly others. InputError names
+    a line that does not have them.
     """
     rows = []
     for number, line in enumerate(lines.splitlines(), 1):
@@ -44,7 +44,7 @@ def parse_lines(path, lines: bytes, kind) -> list[dict]:
 
 @dataclass
 class Row:
-    """What is read of a line of metrics.jsonl."""
+    """The fields of a line of metrics.jsonl that are read."""
 
     step: int
     tokens: int
@@ -53,7 +53,7 @@ class Row:
 
 
 def start_wandb(name: str, run_id: str | None, config: dict):
-    """A run at Weights & Biases, or the one with this id again. InputError if there can be none."""
+    """A new run at Weights & Biases, or the one with this id again. InputError if that fails."""
     with one_line("--wandb", "; try wandb login, WANDB_MODE=offline, or leave out --wandb"):
         import wandb
 
@@ -70,10 +70,11 @@ def start_wandb(name: str, run_id: str | None, config: dict):
 
 
 class MetricsLog:
-    """Appends rows to metrics.jsonl, one JSON object per line, each whole even if the process dies after it.
+    """Appends rows to metrics.jsonl, one JSON object per line. A row survives if the process dies after it.
 
-    folder: of the run. resume_step: None starts the file empty; otherwise it keeps the steps up to this one,
-    and the evaluations before it: those of this step are repeated. wandb: what start_wandb returns, or None.
+    folder: the run's. resume_step: None empties the file; otherwise it keeps the steps up to this one, and
+    the evaluations before it, since those at this step are repeated. wandb: what start_wandb returns, or
+    None.
     """
 
     def __init__(self, folder: Path, resume_step: int | None = None, wandb=None):
@@ -88,7 +89,7 @@ class MetricsLog:
         self.file, self.wandb = path.open("ab"), wandb
 
     def log(self, row: dict) -> None:
-        """row: a dict of numbers with `step`; JSON has no non-finite ones, so they are written as null."""
+        """row: a dict of numbers with `step`. JSON has no non-finite numbers, so they are written as null."""
         finite = {}
         for key, value in row.items():
             finite[key] = value if value is None or math.isfinite(value) else None
@@ -104,8 +105,8 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl in order, without a last one that a kill has torn. InputError names another
-    line that is not a row.
+    """The rows of a metrics.jsonl in order, without an incomplete last one, as a kill may leave it.
+    InputError names any other line that is not a row.
     """
     lines = path.read_bytes() if path.exists() else b""
     return parse_lines(path, lines.rpartition(b"\n")[0], Row)
@@ -118,7 +119,7 @@ def read_metrics(path: Path) -> tuple[list[dict], list[dict]]:
 
 
 def summarize(rows: list[dict], val_bpb: float, steps: int, tokens: int, runtime: Runtime) -> dict:
-    """The figures of a run. rows: its training rows of metrics.jsonl."""
+    """The figures of a run. rows: its training rows in metrics.jsonl."""
     recent = [row["train_loss"] for row in rows[-20:] if row["train_loss"] is not None]
     return {
         "val_bpb": round(val_bpb, 4),
@@ -133,11 +134,11 @@ def summarize(rows: list[dict], val_bpb: float, steps: int, tokens: int, runtime
 
 
 def plot_run(metrics, image) -> None:
-    """Draw the losses of a metrics.jsonl over tokens into a PNG, legible at a README's width."""
+    """Plot the losses in a metrics.jsonl over tokens as a PNG that is legible at a README's width."""
     from matplotlib.figure import Figure  # not pyplot, which looks for a display
 
     training, evaluation = read_metrics(metrics)
-    # The loss falls steeply at first: leave the room to the rest of the curve
+    # The loss falls steeply at first: leave room for the rest of the curve
     training = training[len(training) // 30 :]
     figure = Figure(figsize=(9, 3.6), dpi=200, layout="constrained")
     loss, bpb = figure.subplots(1, 2)
@@ -149,16 +150,16 @@ def plot_run(metrics, image) -> None:
         axis.set_xlabel("tokens trained on")
         axis.locator_params(axis="x", nbins=5)
         axis.grid(alpha=0.3)
-    # A name may have dollar signs
+    # A name may contain dollar signs
     figure.suptitle(Path(metrics).resolve().parent.name, parse_math=False)
     with write_whole(image) as file:
         figure.savefig(file, format="png")
 
 
 def write_report(folder: Path, summary: dict, samples: list[str], core: dict | None = None) -> None:
-    """Draw loss.png and write report.md, which shows it, from the files in a run's folder.
+    """Draw loss.png, and write report.md, which shows it, from the files in a run's folder.
 
-    summary: its figures. samples: generated texts. core: what core.evaluate returns, or None.
+    summary: the run's figures. samples: generated texts. core: what core.evaluate returns, or None.
     """
     plot_run(folder / "metrics.jsonl", folder / "loss.png")
     name = folder.resolve().name
@@ -183,7 +184,7 @@ def write_report(folder: Path, summary: dict, samples: list[str], core: dict | N
 
 
 def peak_memory_mb(device: torch.device) -> int:
-    """The most memory this process has held: on its GPU, or altogether if it computes on CPUs."""
+    """The peak memory of this process: on its GPU, or in total if it computes on CPUs."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) >> 20
     import resource  # not on Windows
@@ -193,7 +194,7 @@ def peak_memory_mb(device: torch.device) -> int:
 
 
 def machine_description() -> str:
-    """One line: processor, GPUs, versions: "2 x AMD EPYC, no GPU, torch 2.13.0, Python 3.11.7"."""
+    """Processor, GPUs and versions in a line, like "2 x AMD EPYC, no GPU, torch 2.13.0, Python 3.11.7"."""
     cpu_info = Path("/proc/cpuinfo")
     named = re.search("model name.*: (.*)", cpu_info.read_text()) if cpu_info.exists() else None
     processor = named[1] if named else platform.machine()
@@ -205,7 +206,7 @@ def machine_description() -> str:
 
 
 def markdown_table(header: tuple[str, str], values: dict) -> str:
-    """{name: value} as a Markdown table, without None."""
+    """{name: value} as a Markdown table, without rows of None."""
     lines = []
     for name, value in (header, ("---", "---"), *values.items()):
         if value is not None:

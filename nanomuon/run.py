@@ -28,14 +28,14 @@ from nanomuon.settings import Settings, flag_of, recorded, refuse_changes, sha25
 from nanomuon.tokenizer import Tokenizer
 from nanomuon.trained import model_sources, warn_of_changed_sources
 
-COMM_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}  # the optimizer's
-MOST_PASSES = 3  # over the text; then validation loss rises again (docs/data.md)
+COMM_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}  # for the optimizer
+MOST_PASSES = 3  # over the text; after that the validation loss rises again (docs/data.md)
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
 
 
 @dataclass
 class Summary:
-    """What is read of summary.json, which marks a run as complete."""
+    """The fields that are read of summary.json, which marks a run as complete."""
 
     steps: int
     tokens: int
@@ -43,18 +43,18 @@ class Summary:
 
 
 class Run:
-    """The same on all ranks, except for the loader's rows. All ranks call its methods together.
+    """The same on all ranks, except for the loader's rows. All ranks must call its methods.
 
     forward: the model, compiled or eager: (inputs, targets) -> mean loss. schedule: (initial group, step,
-    steps) -> values of the group at this step. initial_groups: the param groups as they were built. mesh: of
-    cut parameters, or None. step: steps done; skipped: those without an update, because a loss or gradient
-    was not finite.
+    steps) -> values of the group at this step. initial_groups: the param groups as they were built. mesh:
+    that of cut parameters, or None. step: steps done; skipped: those without an update, because a loss or
+    gradient was not finite.
     """
 
     def __init__(
         self, args: argparse.Namespace, plan: Plan, runtime: Runtime, settings: Settings | None, wandb=None
     ):
-        """Start or resume the run. settings: those that it has recorded, None for a new one. wandb: the first
+        """Start or resume the run. settings: those that it has recorded, None for a new run. wandb: the first
         rank's run at Weights & Biases, if there is one.
         """
         self.args, self.plan, self.runtime = args, plan, runtime
@@ -90,7 +90,7 @@ class Run:
                 print0(f"left out   {manifest.unreadable}")
             if passes > MOST_PASSES:
                 print0(
-                    "warning: so small a text is memorized after two or three passes: lower --num-iterations"
+                    "warning: a text so small is memorized after two or three passes: lower --num-iterations"
                 )
         self.forward = self.model
         if compiles:
@@ -142,11 +142,11 @@ class Run:
         if found:
             position = checkpoint.load(found, self.model, self.optimizer)
             if lacking := {"step", "skipped_steps", "epoch", "window", "row"} - position.keys():
-                raise InputError(f"{found}/manifest.json: meta has no {', '.join(lacking)}: take another one")
+                raise InputError(f"{found}/manifest.json: meta has no {', '.join(lacking)}: use another one")
             self.step, self.skipped = position.pop("step"), position.pop("skipped_steps")
             if isinstance(self.optimizer, MuonAdamW):
                 self.optimizer.skipped_steps.fill_(self.skipped)
-            self.plan = replace(plan, steps=max(plan.steps, self.step))  # steps are never undone
+            self.plan = replace(plan, steps=max(plan.steps, self.step))  # steps cannot be undone
             print0(f"resuming run {self.args.run} at step {self.step} of {self.plan.steps}")
         self.loader = TrainLoader(
             self.data,
@@ -165,7 +165,7 @@ class Run:
         if self.args.resume == "never":
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-        for over in ("summary.json", "stopped"):  # a resumed run is neither complete nor stopped
+        for over in ("summary.json", "stopped"):  # a running run is neither complete nor stopped
             (self.folder / over).unlink(missing_ok=True)
         self.tokenizer.save(self.folder / "tokenizer")
         config = self.plan.config
@@ -186,11 +186,11 @@ class Run:
 
     @property
     def data_rank(self) -> int:
-        """This rank's number among those that see different rows: tensor-parallel ranks see the same."""
+        """This rank's number among those that see different rows. Tensor-parallel ranks see the same rows."""
         return self.runtime.rank // self.args.tensor_parallel
 
     def evaluate(self, max_tokens: int | None) -> float:
-        """Bits per byte of that many validation tokens, None for all; printed and logged."""
+        """Bits per byte on that many validation tokens, None for all. Prints and logs it."""
         batches = validation_batches(
             self.data,
             self.plan.config.seq_len,
@@ -200,7 +200,7 @@ class Run:
             self.runtime.device,
             max_tokens,
         )
-        # Compiled whole: use that graph, unless it multiplies in float8
+        # If the whole model is compiled, use that graph, unless it multiplies in float8
         as_in_training = self.forward is not self.model and not self.args.fp8
         value = bits_per_byte(self.forward, batches, self.token_bytes, as_in_training)
         whole_set = max_tokens is None
@@ -210,8 +210,8 @@ class Run:
         return value
 
     def evaluate_core(self, most_items: int | None) -> dict:
-        """What core.evaluate returns for that many items per task, None for all; printed, logged and written
-        to core.json.
+        """What core.evaluate returns for that many items per task, None for all. Prints and logs it, and
+        writes core.json.
         """
         results = core.evaluate(
             self.model,
@@ -233,9 +233,9 @@ class Run:
             self.metrics.log({"step": self.step, "tokens": self.step * self.plan.batch, **figures})
 
     def save(self, position: dict | None = None, is_last: bool = True) -> None:
-        """Write a checkpoint. If that fails, InputError for the last one; after any other, training goes on.
+        """Write a checkpoint. If that fails, InputError for the last one; otherwise training goes on.
 
-        position: of the loader, to repeat the rows of a step that could not be taken.
+        position: the loader's, to repeat the rows of a step that could not be taken.
         """
         meta = {"step": self.step, "skipped_steps": self.skipped}
         meta |= position or self.loader.state_dict()
@@ -247,11 +247,11 @@ class Run:
             print0(f"warning: {error}")
 
     def give_up(self, why: str, bad_steps: int = 0) -> int:
-        """Print why the run has diverged, and the checkpoint to resume from: one before the bad steps.
+        """Print why the run has diverged, and the checkpoint to resume from, one before the bad steps.
         Returns the exit code.
         """
         earlier = [step for step in checkpoint.saved_steps(self.folder) if step < self.step - bad_steps]
-        advice = f"--resume step_{earlier[-1]} goes on from there, " if earlier else ""
+        advice = f"--resume step_{earlier[-1]} goes on from there, or " if earlier else ""
         print0(
             f"error: {why}; {advice}start over with lower rates, or a corrected rule: --resume never",
             file=sys.stderr,
@@ -259,14 +259,14 @@ class Run:
         return 1
 
     def finish(self) -> int:
-        """Evaluate on the whole validation set, export, report. Returns the exit code: 1 if the model has
-        diverged.
+        """Evaluate on the whole validation set, export, and write the report. Returns the exit code: 1 if the
+        model has diverged.
         """
         args, plan = self.args, self.plan
         recipe.switch(self.optimizer, "eval")
         val_bpb = self.evaluate(None)
         if not math.isfinite(val_bpb):
-            return self.give_up(f"run {args.run} has diverged, its validation loss is not finite")
+            return self.give_up(f"run {args.run} has diverged: its validation loss is not finite")
         core_results = self.evaluate_core(args.core_items) if self.core_tasks else None
         hf_export.export(self.folder, self.model, self.tokenizer)
         with torch.compiler.set_stance("force_eager"):  # the shapes of samples were not compiled
@@ -294,15 +294,15 @@ def bits_per_byte(
     token_bytes: Tensor,
     as_in_training: bool = False,
 ) -> float:
-    """Cross-entropy of the text in bits, divided by the UTF-8 bytes of the text: models with different
-    vocabularies can be compared by it.
+    """Cross-entropy of the text in bits, divided by its UTF-8 bytes, which makes models with different
+    vocabularies comparable.
 
     model(inputs, targets) returns the mean loss in nats over the targets that are not -1. batches yields
-    (inputs, targets), each (B, T) int64, targets of -1 unscored; token_bytes (V,) is the number of bytes of
-    each token. Special tokens have none and are not scored. Every rank passes its share of the batches and
+    (inputs, targets), each (B, T) int64; targets of -1 are not scored. token_bytes (V,): the number of bytes
+    of each token; special tokens have none and are not scored. Every rank passes its share of the batches and
     gets the figure for all of them. Waits for the device once, at the end.
 
-    as_in_training: run the forward pass with gradients. A compiled model has compiled it already; without
+    as_in_training: run the forward pass with gradients, which a compiled model has already compiled. Without
     gradients it would compile another graph, which costs more than it saves (docs/log.md). It takes the
     memory of a training step's forward pass.
     """
@@ -328,7 +328,7 @@ def bits_per_byte(
 
 
 def is_complete(folder: Path, steps: int) -> bool:
-    """Whether a run of this many steps is complete; then prints its summary."""
+    """Whether a run of this many steps is complete. If so, prints its summary."""
     file = folder / "summary.json"
     done = read_json(file, Summary).steps if file.exists() else -1
     if done < steps:
@@ -341,7 +341,7 @@ def is_complete(folder: Path, steps: int) -> bool:
 
 
 def open_core_tasks(args: argparse.Namespace) -> list[core.Task]:
-    """The tasks of CORE; none if it is not requested, or if its bundle cannot be fetched."""
+    """The tasks of CORE; none if they are not requested, or if the bundle cannot be fetched."""
     if args.core_bundle is None:
         return []
     try:
@@ -355,7 +355,7 @@ def trained_with() -> dict:
     """Versions, hashes of the model's code, and the commit if this is a checkout."""
     known = {"python": platform.python_version(), "torch": torch.__version__, "model": model_sources()}
     checkout = Path(__file__).parents[1]
-    if (checkout / ".git").exists():  # else git searches the folders above, perhaps another project
+    if (checkout / ".git").exists():  # else git would search the folders above, and find another project
         command = ["git", "-C", checkout, "describe", "--always", "--dirty"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             known["commit"] = subprocess.check_output(command, text=True).strip()
@@ -377,14 +377,14 @@ def build_optimizer(args, model, plan, runtime, compiles) -> tuple[torch.optim.O
         build, own_schedule, names = recipe.load_recipe(args.optimizer_file)
         if "model" in names:
             raise InputError(
-                f"{args.optimizer_file} defines a model, which races can compare; a run trains the one in "
+                f"{args.optimizer_file} defines a model, which only races train; a run trains the one in "
                 "nanomuon/gpt.py: change it there"
             )
         if own_schedule is not recipe.schedule:
             if course != recipe.values_of(recipe.COURSE, {}):
                 flags = " and ".join(map(flag_of, course))
                 raise InputError(
-                    f"{flags} are for the recipe, and {args.optimizer_file} has its own schedule: leave them "
+                    f"{flags} are for the recipe, but {args.optimizer_file} has its own schedule: leave them "
                     "out (a run that has recorded them starts over with --resume never)"
                 )
             schedule = own_schedule

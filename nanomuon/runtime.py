@@ -1,6 +1,6 @@
 """The device of this process, its place among the ranks, and files that are whole or do not exist.
 
-`nanomuon.optim` imports this, so its top imports PyTorch alone.
+`nanomuon.optim` imports this file, so at its top it imports only PyTorch.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-GPU_FILES = "/dev/nvidia[0-9]*"  # Linux's files of NVIDIA's GPUs
-# C0 except tab and newline, DEL and C1; Unicode's bidirectional controls; surrogates, which no encoding has
+GPU_FILES = "/dev/nvidia[0-9]*"  # Linux's device files of NVIDIA GPUs
+# C0 except tab and newline, DEL and C1; Unicode's bidirectional controls; surrogates, which have no encoding
 _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class InputError(Exception):
-    """An error that the user can fix: one line names the thing and says what to do; the exit code is 2."""
+    """An error that the user can fix: one line says what is wrong and what to do. The exit code is 2."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Runtime:
     """The device of this process, and its place among the ranks."""
 
     device: torch.device
-    compute_dtype: torch.dtype  # dtype of activations and matrix products; master weights are float32
+    compute_dtype: torch.dtype  # of activations and matrix products; master weights are float32
     rank: int = 0
     world_size: int = 1
 
@@ -44,23 +44,23 @@ class Runtime:
 
 @contextlib.contextmanager
 def one_line(what: str, advice: str = ""):
-    """Turn any error of a library or of a user's file into an InputError that says what failed."""
+    """Turn any error from a library or a user's file into an InputError that says what failed."""
     try:
         yield
-    except InputError:  # which has said it already
+    except InputError:  # it already says what failed
         raise
     except Exception as error:
         raise InputError(f"{what}: {type(error).__name__}: {error}{advice}") from error
 
 
 def check_name(flag: str, name: str) -> None:
-    """InputError for a name that leads out of its parent folder, is hidden, or breaks a line."""
+    """InputError for a name that leads out of its parent folder, is hidden, or has a line break."""
     if not name.isprintable() or not name or set(name) & set("/\\") or name.startswith("."):
-        raise InputError(f"{flag} {name!r} is not a folder name; use letters, digits, '-' and '_'")
+        raise InputError(f"{flag} {name!r} is not a folder name: use letters, digits, '-' and '_'")
 
 
 def base_dir() -> Path:
-    """The folder under which everything is written: $NANOMUON_BASE_DIR, else ~/.cache/nanomuon."""
+    """The folder in which everything is written: $NANOMUON_BASE_DIR, else ~/.cache/nanomuon."""
     return Path(os.environ.get("NANOMUON_BASE_DIR") or "~/.cache/nanomuon").expanduser()
 
 
@@ -76,22 +76,22 @@ def cores() -> int:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this CPU has instructions for bf16 products, which otherwise take 4 to 100 times as long as in
-    float32 (measured with AVX512 and with AVX2).
+    """Whether this CPU has instructions for bf16 products. Without them they take 4 to 100 times as long as
+    in float32 (measured with AVX512 and with AVX2).
     """
-    capabilities = torch.cpu.get_capabilities()  # {name: whether}
+    capabilities = torch.cpu.get_capabilities()  # {name: whether it has it}
     return any(has for name, has in capabilities.items() if "bf16" in name)
 
 
 def compile_enabled(default: bool = True) -> bool:
-    """Whether to compile the kernels: not if NANOMUON_COMPILE is 0. default: if it is not set."""
+    """Whether to compile the kernels: not if NANOMUON_COMPILE is 0. default: the answer if it is not set."""
     return os.environ.get("NANOMUON_COMPILE", str(int(default))) != "0"
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the large blocks it frees; does nothing with another malloc.
+    """Make glibc keep freed large blocks for reuse. Does nothing with another malloc.
 
-    Fresh blocks cost a page fault every 4 kB, 7% of a step's CPU time (docs/log.md).
+    New blocks cost a page fault every 4 kB, 7% of a step's CPU time (docs/log.md).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -102,8 +102,8 @@ def keep_freed_memory() -> None:
 def usable_gpus() -> int:
     """How many GPUs of this machine to use; 0 means the CPU, also with NANOMUON_DEVICE=cpu.
 
-    InputError if there is a GPU that this PyTorch cannot use: nobody wants to find out after an hour that
-    eight processes train on a CPU.
+    InputError if there is a GPU that this PyTorch cannot use, so that nobody finds out after an hour that
+    eight processes are training on a CPU.
     """
     wanted = os.environ.get("NANOMUON_DEVICE", "")
     if wanted not in ("", "cpu"):
@@ -116,38 +116,39 @@ def usable_gpus() -> int:
     if glob.glob(GPU_FILES) and not hidden:
         raise InputError(
             f"this machine has a GPU, but PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}, "
-            "cannot use it: set NANOMUON_PYTHON to a Python whose PyTorch fits card and driver, or "
+            "cannot use it: set NANOMUON_PYTHON to a Python whose PyTorch fits GPU and driver, or "
             "NANOMUON_DEVICE=cpu"
         )
     return 0
 
 
 def print_hardware() -> None:
-    """Print the number of GPUs and the dtype of the presets, for speedrun.sh."""
+    """Print the number of GPUs and the presets' dtype, for speedrun.sh."""
     count = usable_gpus()
     print(count, "bfloat16" if count or cpu_has_bf16() else "float32")
 
 
 def make_deterministic() -> None:
-    """From now on equal operations on equal numbers give equal bits, on GPUs too, at some cost in time.
+    """From now on equal operations on equal numbers give bitwise equal results, on GPUs too, at some cost in
+    time.
 
-    Call it before start(), because cuBLAS, NCCL and Inductor read their variables once. It disables cuDNN's
-    attention: the other kernels have a deterministic backward pass, which this requests.
+    Call it before start(), because cuBLAS, NCCL and Inductor read their variables only once. It disables
+    cuDNN's attention; the other kernels have a deterministic backward pass, which this requests.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # NVIDIA's cuBLAS manual, on reproducibility
     # Sums in the NVSwitch may differ from call to call (github.com/NVIDIA/nccl/issues/1497)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    # Else Inductor chooses the fastest of several kernels that round differently
+    # Otherwise Inductor chooses the fastest of several kernels, which round differently
     os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def start(dtype: str = "auto") -> Runtime:
-    """Pick the device and join the process group if torchrun started us.
+    """Choose the device, and join the process group if torchrun started us.
 
     Several processes always form one group (NCCL on CUDA, gloo on CPU), so torchrun never trains independent
-    models. dtype: of activations and products, "bfloat16", "float32" or "auto", which is bfloat16 if the
+    models. dtype: that of activations and products, "bfloat16", "float32" or "auto", which is bfloat16 if the
     device has instructions for it. InputError if there is a GPU that cannot be used.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -165,8 +166,8 @@ def start(dtype: str = "auto") -> Runtime:
         keep_freed_memory()
     if dtype == "auto":
         dtype = "bfloat16" if has_bf16 else "float32"
-    if world_size > 1 and not dist.is_initialized():  # scripts.scaling trains one run after the other
-        # device_id binds NCCL to our GPU at once: a wrong mapping fails here, not in the first collective
+    if world_size > 1 and not dist.is_initialized():  # scripts.scaling trains several runs in a row
+        # device_id binds NCCL to our GPU now, so a wrong mapping fails here, not in the first collective
         dist.init_process_group(
             "nccl" if gpus else "gloo",
             device_id=device if gpus else None,
@@ -180,27 +181,26 @@ def start(dtype: str = "auto") -> Runtime:
 
 
 def printable(text: str) -> str:
-    """Text that is safe in a terminal: control characters except newline and tab, bidirectional controls and
-    lone surrogates appear as escapes like \\x1b and \\u202e.
+    """The text made safe for a terminal: control characters except newline and tab, bidirectional controls
+    and lone surrogates become escapes like \\x1b and \\u202e.
     """
     return _NOT_SHOWN.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
 def is_first_rank() -> bool:
-    """Also before ranks have met."""
+    """Whether this is rank 0; works before the process group exists."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def print0(text, **keywords) -> None:
-    """print() on the first rank only, with the text made printable()."""
+    """print() on the first rank only, with the text passed through printable()."""
     if is_first_rank():
         print(printable(str(text)), flush=True, **keywords)
 
 
 def together(work, group=None) -> list:
-    """Run work() on every rank; return all results, or raise the first error on all: none is left waiting.
-
-    The error's attribute `origin` is the traceback of where it happened, as text.
+    """Run work() on every rank; return all results, or raise the first error on all, so that none is left
+    waiting. The error's attribute `origin` is its original traceback, as text.
     """
     try:
         outcome = work(), None
@@ -223,14 +223,14 @@ def rank() -> int:
 
 
 def on_first_rank(work, group=None):
-    """The result of work() on the first rank, or its error, on every rank. See together()."""
+    """Run work() on the first rank. Every rank gets its result, or its error. See together()."""
     return together(lambda: work() if rank() == 0 else None, group)[0]
 
 
 def first_rank_first(work):
-    """work() on the first rank, then on the others, which find what it wrote. Returns each rank's result.
+    """Run work() on the first rank, then on the others, which find what it wrote. Returns this rank's result.
 
-    It may take hours, like a download; NCCL would give up after 10 minutes.
+    It may take hours, like a download, while NCCL would give up after 10 minutes.
     """
     if not dist.is_initialized():
         return work()
@@ -241,32 +241,32 @@ def first_rank_first(work):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Files that are whole or do not exist, folders that one process holds
+# Files that are whole or do not exist, and folders that one process locks
 
 
 @contextlib.contextmanager
 def write_whole(path):
-    """A binary file that appears at `path` once it is complete and on disk, and never before.
+    """A binary file that appears at `path` only once it is complete and on disk.
 
     A symbolic link at `path` is replaced, not followed.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # of a killed process, or a stranger's link
+        temporary.unlink(missing_ok=True)  # a killed process's, or a stranger's link
         with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:  # an error of write() names no file
+    except OSError as error:  # an error from write() names no file
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write_text(path, text: str) -> None:
-    """What is not Unicode, as a file name may be, becomes question marks."""
+    """Whatever is not Unicode, as a file name may be, becomes question marks."""
     with write_whole(path) as file:
         file.write(text.encode(errors="replace"))
 
@@ -279,7 +279,7 @@ def read_json(path, kind=dict, advice: str = ""):
     """The content of a JSON file as `kind`: dict, or a dataclass, whose types it must have.
 
     A field without a default must exist; keys without a field are ignored. InputError names the file and the
-    key that is missing or of another type, followed by `advice`, what the user can do about it.
+    key that is missing or has another type, followed by `advice`, which says what the user can do.
     """
     try:
         return parse_json(Path(path).read_bytes(), kind)
@@ -288,7 +288,7 @@ def read_json(path, kind=dict, advice: str = ""):
         raise InputError(f"{problem}; {advice}" if advice else problem) from error
 
 
-@functools.cache  # making one takes 300 times as long as using it
+@functools.cache  # building one takes 300 times as long as using it
 def reader_of(kind):
     from pydantic import TypeAdapter
 
@@ -296,7 +296,7 @@ def reader_of(kind):
 
 
 def parse_json(text: bytes | str, kind):
-    """A JSON text as `kind`, see read_json(). ValueError names the first key that is wrong."""
+    """JSON text as `kind`, see read_json(). ValueError names the first key that is wrong."""
     from pydantic import ValidationError
 
     try:
@@ -309,9 +309,10 @@ def parse_json(text: bytes | str, kind):
 
 @contextlib.contextmanager
 def locked(folder: Path, wait: bool = True):
-    """Hold a folder for this process; the system frees it if we are killed.
+    """Lock a folder for this process; the operating system unlocks it if we are killed.
 
-    While another process holds it, this waits, or raises an InputError that names that process if not `wait`.
+    While another process has the lock, this waits, or without `wait` raises an InputError that names that
+    process.
     """
     from filelock import FileLock, Timeout
 
@@ -319,7 +320,7 @@ def locked(folder: Path, wait: bool = True):
     try:
         lock = FileLock(file).acquire(timeout=0)
     except Timeout:
-        holder = file.read_text() or "another process"  # which has not written its name yet
+        holder = file.read_text() or "another process"  # it may not have written its name yet
         if not wait:
             raise InputError(
                 f"{folder} is in use by {holder}: wait, stop it, or choose another name"
@@ -332,7 +333,7 @@ def locked(folder: Path, wait: bool = True):
 
 
 def lock_file(folder: Path) -> Path:
-    """The file that `locked` locks."""
+    """The file that `locked()` locks."""
     return folder.with_name(f".{folder.name}.lock")
 
 
@@ -342,7 +343,7 @@ def folder_of(run: str) -> Path:
 
 
 def find_run(run: str) -> Path:
-    """The folder that --run names: with a slash it is a path, without one a name under runs/."""
+    """The folder that --run names: a path if it has a slash, else a name under runs/."""
     if "/" in run:
         return Path(run).expanduser().resolve()
     check_name("--run", run)

@@ -1,6 +1,6 @@
 """The settings of a training run: its flags, and what settings.json records of them.
 
-A later launch reads settings.json, and writes it again with the values that may change.
+A later launch reads settings.json, and rewrites it with the values that may change.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from nanomuon.command import (
 )
 from nanomuon.runtime import InputError, check_name, folder_of, read_json
 
-# What a flag is to its run: it defines it; it may change when the run resumes; so may the length, of which a
-# new one replaces the one recorded; or it is of the launch: not recorded, with its default unless given again
+# A flag's scope: it defines the run; it may change when the run resumes; it sets the length, which may change
+# too (a new one replaces the recorded one); or it concerns only this launch, and is not recorded
 SCOPES = DEFINES, MAY_CHANGE, LENGTH, OF_LAUNCH = "defines", "may change", "length", "of launch"
 GONE = {"experts": 0, "experts_per_token": 2}  # flags that older runs have recorded, and their defaults
 
@@ -36,29 +36,29 @@ class Settings:
     """settings.json."""
 
     options: dict  # flags of base_train, with the values chosen for those that were not given
-    rows: int  # of a micro-step, chosen again in another world
+    rows: int  # per micro-step, chosen anew if the world size changes
     world_size: int
     trained_on: dict  # corpus, its revision, shards, tokenizer; SHA-256 of the optimizer file
     trained_with: dict  # versions, commit, hashes of the model's code
     groups: list = field(default_factory=list)  # see recipe.describe
-    wandb_id: str | None = None  # of the run at Weights & Biases
+    wandb_id: str | None = None  # id of the run at Weights & Biases
 
 
 class RunParser(ArgumentParser):
-    """Flags of a run, in sections. scopes: {argument: DEFINES, ...}; a flag without a scope defines it."""
+    """Flags of a run, in sections. scopes: {argument: DEFINES, ...}; a flag without one defines the run."""
 
     def __init__(self, prog: str, description: str):
         super().__init__(prog, description)
         self.scopes = {}
 
     def section(self, title: str, one_of: bool = False) -> None:
-        """Begins here. one_of: its flags exclude each other."""
+        """Begin a section. one_of: its flags exclude each other."""
         self.place = self.add_argument_group(title)
         if one_of:
             self.place = self.place.add_mutually_exclusive_group()
 
     def add(self, scope: str, flag: str, kind, default, meaning: str, **settings) -> None:
-        """kind: bool for a flag without a value, else what reads it."""
+        """kind: bool for a flag without a value, else the function that parses its value."""
         if kind is bool:
             settings["action"] = "store_true"
         else:
@@ -67,22 +67,22 @@ class RunParser(ArgumentParser):
         self.scopes[self.place.add_argument(flag, help=meaning, **settings).dest] = scope
 
     def without(self, values: dict, *scopes: str) -> dict:
-        """The arguments that are not of these scopes."""
+        """The arguments that do not have these scopes."""
         return {name: value for name, value in values.items() if self.scopes.get(name) not in scopes}
 
 
 def make_parser(prog: str = "python -m scripts.base_train", description: str = "") -> RunParser:
-    """Every flag of a run, and what it is to the run."""
+    """Every flag of a run, with its scope."""
     parser = RunParser(prog, description)
     defines, may_change, length, of_launch = (functools.partial(parser.add, scope) for scope in SCOPES)
     rows = number(int, 1, 1 << 20)
 
     parser.section("launch")
     of_launch("--run", str, "base", "name of the run, a folder under runs/")
-    resume = "auto: the newest checkpoint; step_N: that one, later ones are deleted; never: start over"
+    resume = "auto: the newest checkpoint; step_N: that one (deletes later ones); never: start over"
     of_launch("--resume", checkpoint_name, "auto", resume)
-    of_launch("--plan", bool, False, "print the size of the run and its memory, and stop")
-    of_launch("--wandb", bool, False, "log to Weights & Biases as well (WANDB_MODE=offline works)")
+    of_launch("--plan", bool, False, "print the run's size and memory, and exit")
+    of_launch("--wandb", bool, False, "also log to Weights & Biases (WANDB_MODE=offline works)")
 
     add_data_flags(parser)
 
@@ -96,39 +96,39 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     parser.section("batch")
     batch = number(int, 1, 1 << 28)
     defines("--total-batch-size", batch, None, "tokens per step (default: by the length of the run)")
-    of_launch("--device-batch-size", rows, None, "rows per micro-step (default: as fit into a GPU's memory)")
+    of_launch("--device-batch-size", rows, None, "rows per micro-step (default: as many as fit on the GPU)")
 
     parser.section("length", one_of=True)
     length("--num-iterations", count, None, "optimizer steps")
-    length("--target-flops", amount, None, "as many steps as this compute pays for, such as 1e18")
+    length("--target-flops", amount, None, "train for this many FLOPs in total, such as 1e18")
     ratio = "training tokens per parameter of the matrices and the head (default: 10.5)"
     length("--target-param-data-ratio", number(float, 1e-6, 1e6), None, ratio)
 
     parser.section("optimizer (rates and decay follow batch, length and width: docs/recipe.md)")
     for name, each in (recipe.RATES | recipe.COURSE).items():
         defines(flag_of(name), number(float, 0, each.largest), each.default, each.meaning)
-    defines("--qk-clip", amount, None, "with --no-qk-norm: a head's largest attention logit, such as 100")
+    defines("--qk-clip", amount, None, "with --no-qk-norm: limit on a head's attention logits, such as 100")
     # Its code runs only if a launch names it
-    file = "with build_optimizer(model) or param_groups(model) instead of the recipe; give it again to resume"
+    file = "file with build_optimizer(model) or param_groups(model); give it again to resume"
     of_launch("--optimizer-file", python_file, None, file)
 
     parser.section("computation")
     add_dtype_argument(parser.place)
-    defines("--fp8", bool, False, "train in float8, on GPUs that have it; its gain has not been measured")
-    defines("--seed", seed, 0, "of initial weights, data order and samples")
-    defines("--deterministic", bool, False, "make equal runs bit-identical on GPUs too, more slowly")
-    may_change("--no-compile", bool, False, "run eagerly (default: compile, on a CPU if the run is long)")
+    defines("--fp8", bool, False, "train in float8, on GPUs that have it; the gain has not been measured")
+    defines("--seed", seed, 0, "seed of initial weights, data order and samples")
+    defines("--deterministic", bool, False, "make equal runs bit-identical on GPUs too, but slower")
+    may_change("--no-compile", bool, False, "run eagerly (default: compile; on a CPU only long runs)")
 
     parser.section("several processes")
     of_launch("--shard", str, "none", "fsdp: shard parameters, gradients and state", choices=["none", "fsdp"])
     of_launch("--tensor-parallel", count, 1, "processes that share every matrix; divides the key-value heads")
-    sent = "of gradients that are sent, or with --shard fsdp Muon's momenta and updates (auto: float32)"
+    sent = "dtype of sent gradients, or with --shard fsdp of Muon's momenta and updates (auto: float32)"
     defines("--comm-dtype", str, "auto", sent, choices=["auto", "float32", "bfloat16"])
 
     parser.section("evaluation and checkpoints")
     may_change("--eval-every", int, 100, "steps between evaluations, -1: only at the end")
-    may_change("--eval-tokens", count, 131072, "of the validation set, from all over it; at the end all")
-    may_change("--core-bundle", bundle_place, None, "CORE tasks: folder, zip or its address (default: none)")
+    may_change("--eval-tokens", count, 131072, "validation tokens, spread over the set; at the end all")
+    may_change("--core-bundle", bundle_place, None, "CORE tasks: a folder, a zip or its URL (default: none)")
     may_change("--core-every", int, -1, "steps between evaluations of CORE, -1: only at the end")
     may_change("--core-items", count, None, "items per CORE task (default: 500; at the end all)")
     may_change("--save-every", int, 100, "steps between checkpoints, -1: only at the end")
@@ -139,22 +139,22 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
 def add_data_flags(parser: RunParser) -> None:
     defines, may_change = (functools.partial(parser.add, scope) for scope in (DEFINES, MAY_CHANGE))
     parser.section("data")
-    # It may have moved: its texts are compared instead
+    # The place may change, because the texts are compared
     may_change("--corpus", str, "python", "python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG]")
     defines("--vocab-size", vocabulary, None, "tokens (default: 4096, or 32768 for corpora on the hub)")
-    field = "of the records, with the text (default: what data_prep was last given for this corpus, or text)"
+    field = "field of the records with the text (default: the last one given to data_prep for it, or text)"
     defines("--text-field", str, None, field)
-    may_change("--skip-unreadable", bool, False, "leave out what cannot be read (default: name it and stop)")
+    may_change("--skip-unreadable", bool, False, "leave out what cannot be read (default: name it and exit)")
 
 
 def python_file(text: str) -> str:
     if not os.path.isfile(text):
-        raise argparse.ArgumentTypeError(f"{text} is not a file (FILE:key=value is for scripts.optim_race)")
+        raise argparse.ArgumentTypeError(f"{text} is not a file (FILE:key=value is only for optim_race)")
     return os.path.abspath(text)
 
 
 def bundle_place(text: str) -> str:
-    """An address unchanged; a folder or zip as its absolute path, so the run finds it from any folder."""
+    """A URL unchanged; a folder or zip as its absolute path, so that the run finds it from any folder."""
     if text.startswith(("http://", "https://")):
         return text
     return os.path.abspath(os.path.expanduser(text))
@@ -167,7 +167,7 @@ def checkpoint_name(text: str) -> str:
 
 
 def flag_of(name: str) -> str:
-    """An argument as it is written on the command line."""
+    """An argument's flag on the command line."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -176,10 +176,10 @@ def flag_of(name: str) -> str:
 
 
 def recall(parser: RunParser, words: list[str] | None) -> tuple[argparse.Namespace, Settings | None]:
-    """(arguments, the run's recorded settings if it exists): a flag that is not given has its recorded value,
-    else its default.
+    """(arguments, the run's recorded settings if it exists). A flag that is not given gets its recorded
+    value, else its default.
 
-    InputError lists the given values that differ from those that define the run.
+    InputError lists given values that differ from the recorded ones, for flags that define the run.
     """
     words = sys.argv[1:] if words is None else words
     args = parser.parse_args(words)
@@ -214,20 +214,20 @@ def recorded(args: argparse.Namespace) -> dict:
 
 
 def defining(parser: RunParser, args: argparse.Namespace) -> dict:
-    """{flag as it is written: value} of the flags that define a run."""
+    """{"--flag": value} of the flags that define a run."""
     values = parser.without(vars(args), OF_LAUNCH, MAY_CHANGE, LENGTH)
     return {flag_of(name): value for name, value in values.items()}
 
 
 def as_words(file: Path, options: dict) -> list[str]:
-    """The options of a settings.json, which may come from a stranger, as they are given on a command line."""
+    """The options of a settings.json, which may come from a stranger, as words of a command line."""
     words = []
     for name, value in options.items():
         if name in GONE:
             if value != GONE[name]:
                 raise InputError(
-                    f"{file}: this version has no {flag_of(name)}, which the run was started with: go on "
-                    "with the version that made it, or start over: --resume never"
+                    f"{file}: this version has no {flag_of(name)}, with which the run was started: use the "
+                    "version that started it, or start over: --resume never"
                 )
         elif value is True:
             words.append(flag_of(name))
@@ -237,7 +237,7 @@ def as_words(file: Path, options: dict) -> list[str]:
 
 
 def refuse_changes(run: str, before: dict, now: dict) -> None:
-    """InputError that lists the values of a run that have changed."""
+    """InputError that lists the values of a run that have changed, if any."""
     changes = [f"{key} {before.get(key)}, not {now[key]}" for key in now if before.get(key) != now[key]]
     if changes:
         raise InputError(

@@ -4,12 +4,12 @@
         tokenizer/                     the tokenizer they were written with
         manifest.json                  the corpus, and the numbers of documents and tokens in each shard
         val-00000.safetensors          the validation set: the first SHARD_BYTES of validation documents
-        train-00000.safetensors ...    documents of the corpus in their order, SHARD_BYTES of UTF-8 text each
+        train-00000.safetensors ...    the training documents in order, SHARD_BYTES of UTF-8 text each
 
-Which documents a shard holds depends on the corpus alone. A shard has two tensors: `tokens` (uint16, or
+Which documents are in a shard depends only on the corpus. A shard has two tensors: `tokens` (uint16, or
 uint32 for a vocabulary over 65,536) and `starts` (int64), where each document begins; no <|bos|> is stored. A
-shard is written whole, then counted in the manifest: one that is not counted does not exist. Validation
-documents beyond the first shard are left out, not trained on.
+shard is written whole, then listed in the manifest. A shard that is not listed does not count. Validation
+documents beyond the first shard are left out; they are not trained on.
 """
 
 import itertools
@@ -38,9 +38,9 @@ from nanomuon.runtime import (
 from nanomuon.tokenizer import Tokenizer
 
 SHARD_BYTES = 16 << 20  # of text; about 4 million tokens
-TRAINING_BYTES = 512 << 20  # of text, from which the tokenizer is trained
+TRAINING_BYTES = 512 << 20  # of text, on which the tokenizer is trained
 WINDOW = 8  # consecutive training shards whose documents are shuffled together; about 32 million tokens
-PATIENCE = 30  # seconds to wait for a process to start on missing shards
+PATIENCE = 30  # seconds to wait for a process to start writing missing shards
 WRITE_AGAIN = "delete its folder and run scripts.data_prep"
 
 
@@ -60,7 +60,7 @@ class Manifest:
     vocab_size: int
     val: list[Entry]
     train: list[Entry]
-    complete_to: float | None  # requested training tokens, inf for all; None while some of them are missing
+    complete_to: float | None  # requested training tokens, inf for all; None while some are missing
     unreadable: str = ""  # what was left out because it could not be read
 
     def has_window(self, window: int) -> bool:
@@ -69,7 +69,7 @@ class Manifest:
 
 
 def read_manifest(folder) -> Manifest | None:
-    """manifest.json of a folder of shards; None if there is none."""
+    """The manifest of a folder of shards; None if there is none."""
     file = Path(folder) / "manifest.json"
     return read_json(file, Manifest, WRITE_AGAIN) if file.exists() else None
 
@@ -92,17 +92,17 @@ def write_shard(path: Path, documents: list[np.ndarray]) -> None:
 
 
 def read_shards(folder, manifest: Manifest, kind: str, window: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The documents of a window of shards, one after another.
+    """The concatenated documents of a window of shards.
 
-    Returns (tokens (n,), uint16 or uint32, starts (documents,), int64). InputError names a file that cannot
-    be read.
+    Returns (tokens (n,) uint16 or uint32, starts (documents,) int64). InputError names a file that cannot be
+    read.
     """
     numbers = range(len(getattr(manifest, kind)))[window * WINDOW : (window + 1) * WINDOW]
     all_tokens, all_starts, base = [], [], 0
     for number in numbers:
         path = Path(folder) / shard_name(kind, number)
         try:
-            with safe_open(path, "pt") as file:  # "pt" maps it, "numpy" would copy it
+            with safe_open(path, "pt") as file:  # "pt" memory-maps it, "numpy" would copy it
                 tokens, starts = (file.get_tensor(name).numpy() for name in ("tokens", "starts"))
         except (SafetensorError, OSError) as error:
             raise InputError(f"shard {path} cannot be read ({error}): {WRITE_AGAIN}") from error
@@ -117,7 +117,7 @@ def count_tokens(entries: list[Entry]) -> int:
 
 
 def default_vocab_size(corpus_name: str) -> int:
-    """4,096 suits megabytes of text and small models; corpora worth a download train larger ones."""
+    """4,096 suits megabytes of text and small models; corpora worth downloading train larger models."""
     return 32768 if corpus_name.startswith("hf:") else 4096
 
 
@@ -127,12 +127,12 @@ def tokenizer_folder(corpus: Corpus, vocab_size: int) -> Path:
 
 
 def shard_folder(corpus: Corpus, vocab_size: int) -> Path:
-    """Where the shards of a corpus live, if its own tokenizer encodes them."""
+    """Where the shards of a corpus live, if they are encoded by its own tokenizer."""
     return base_dir() / "shards" / f"{corpus.slug}-{vocab_size}"
 
 
 def prepare_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a corpus, trained on the first TRAINING_BYTES of its documents if need be."""
+    """The tokenizer of a corpus, trained on the first TRAINING_BYTES of its documents if it is missing."""
     folder = tokenizer_folder(corpus, vocab_size)
     if not (folder / "tokenizer.json").exists():
         print0(f"training a tokenizer of {vocab_size} tokens on {corpus.name}")
@@ -156,14 +156,14 @@ def prepare(
     tokenizer: Tokenizer | None = None,
     max_tokens: float = math.inf,
 ) -> Path:
-    """Make the missing parts of a corpus's tokenizer and shards, and return the folder of the shards.
+    """Write whatever is missing of a corpus's tokenizer and shards, and return the folder of the shards.
 
-    Quick if nothing is missing. Carries on where an earlier call was stopped, at any moment. A second call at
-    the same time waits for the first.
+    Quick if nothing is missing. Continues where an earlier call was interrupted, at any moment. A second call
+    at the same time waits for the first.
 
     tokenizer: use this one instead of the corpus's own, in a separate folder. max_tokens: stop after the
     window of shards that reaches this many training tokens, 0 for the validation set only; a later call may
-    ask for more.
+    request more.
 
     InputError, before anything is computed, if there would be no training or no validation document.
     """
@@ -184,7 +184,7 @@ def _is_there(folder, max_tokens):
 
 
 def _write_missing(folder, corpus, vocab_size, tokenizer, max_tokens):
-    """Write the missing shards of a folder that this process holds. See prepare()."""
+    """Write the missing shards of a folder that this process has locked. See prepare()."""
     manifest = read_manifest(folder)
     if manifest is None:
         tokenizer = tokenizer or prepare_tokenizer(corpus, vocab_size)
@@ -193,9 +193,9 @@ def _write_missing(folder, corpus, vocab_size, tokenizer, max_tokens):
     manifest.complete_to = None
     write_manifest(folder, manifest)
     tokenizer = Tokenizer.load(folder / "tokenizer")
-    with ThreadPoolExecutor(cores()) as pool:  # tiktoken works outside the GIL
-        # The validation set, one shard, comes first: training waits for it. Training shards come in whole
-        # windows, so that the rows of a window do not depend on max_tokens
+    with ThreadPoolExecutor(cores()) as pool:  # tiktoken releases the GIL
+        # The validation set, one shard, comes first, since training waits for it. Training shards come in
+        # whole windows, so that the rows of a window do not depend on max_tokens
         for kind, wanted, multiple in (("val", 1, 1), ("train", max_tokens, WINDOW)):
             entries = getattr(manifest, kind)
             shards = _encoded_shards(corpus, kind, sum(entry.documents for entry in entries), tokenizer, pool)
@@ -217,7 +217,7 @@ def _write_missing(folder, corpus, vocab_size, tokenizer, max_tokens):
 def _encoded_shards(corpus, kind, skipped, tokenizer, pool):
     """Yield the documents of each shard of a kind, without the first `skipped` documents.
 
-    A document is a future of its tokens: the workers of the pool encode while this reads on.
+    Each document is a future of its tokens: the pool's workers encode while this keeps reading.
     """
     texts = (text for text, is_validation in corpus.documents() if is_validation == (kind == "val"))
     encoded, size = [], 0
@@ -232,22 +232,22 @@ def _encoded_shards(corpus, kind, skipped, tokenizer, pool):
 
 
 def prepare_for_training(corpus: Corpus, vocab_size: int | None = None) -> Path:
-    """The folder of the shards as soon as training can start: prepare() for a corpus on this machine.
+    """The folder of the shards, as soon as training can start. Calls prepare() for a corpus on this machine.
 
-    A corpus on the hub is left to scripts.data_prep, which may keep running during the training: this waits
-    for the validation set and the first WINDOW training shards, see wait_for_window().
+    A corpus on the hub is left to scripts.data_prep, which may keep running during training: this waits for
+    the validation set and the first WINDOW training shards, see wait_for_window().
     """
     vocab_size = vocab_size or default_vocab_size(corpus.name)
     folder = shard_folder(corpus, vocab_size)
     if corpus.repo is None:
         prepare(corpus, vocab_size)
     manifest = wait_for_window(folder, 0)
-    read_shards(folder, manifest, "val")  # report a damaged one before a run is touched
+    read_shards(folder, manifest, "val")  # to report a damaged one before a run is touched
     return folder
 
 
 def being_written(folder: Path) -> bool:
-    """Whether some process holds the folder."""
+    """Whether some process has locked the folder."""
     from filelock import FileLock, Timeout
 
     try:
@@ -258,12 +258,12 @@ def being_written(folder: Path) -> bool:
 
 
 class NobodyWrites(InputError):
-    """Shards are missing and no process is writing them. All ranks miss them in the same micro-batch."""
+    """Shards are missing, and no process is writing them. All ranks miss them in the same micro-batch."""
 
 
 def wait_for_window(folder: Path, window: int) -> Manifest:
-    """The manifest once it has the window; NobodyWrites, with what to do, if nobody writes the folder."""
-    busy = 0  # when a process last did: one that starts together with us takes the lock a little later
+    """The manifest, once it has the window. NobodyWrites, which says what to do, if nobody is writing it."""
+    busy = 0  # the last second with a writer; one that starts together with us takes the lock a bit later
     for second in itertools.count():
         manifest = read_manifest(folder)
         if manifest and manifest.has_window(window):

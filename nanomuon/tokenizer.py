@@ -12,7 +12,7 @@ import tiktoken
 from nanomuon.runtime import InputError, read_json, write_json
 
 BOS = "<|bos|>"
-# GPT-4's split pattern with digits in groups of at most 2, not 3: small vocabularies waste less on numbers
+# GPT-4's split pattern, but with digits in groups of at most 2, not 3: small vocabularies waste less on them
 SPLIT_PATTERN = "|".join(
     [
         r"'(?i:[sdmt]|ll|ve|re)",
@@ -37,7 +37,7 @@ class Content:
 
 
 class Tokenizer:
-    """Text to token ids and back: the BPE ranks 0..vocab_size-2, then `bos_id`, which no text encodes to."""
+    """Text to token ids and back: BPE ranks 0..vocab_size-2, then `bos_id`, which no text encodes to."""
 
     def __init__(self, vocab: list[bytes]):
         self.vocab = vocab
@@ -48,8 +48,8 @@ class Tokenizer:
 
     @property
     def _bpe(self) -> tiktoken.Encoding:
-        # One per thread: the regex engine is fast for the thread that used it first, and others take 20%
-        # longer (measured with tiktoken 0.14)
+        # One per thread: the regex engine is fast in the thread that first used it, and 20% slower in others
+        # (measured with tiktoken 0.14)
         if not hasattr(self._local, "bpe"):
             self._local.bpe = tiktoken.Encoding(
                 "nanomuon",
@@ -84,21 +84,21 @@ class Tokenizer:
     def load(cls, folder) -> "Tokenizer":
         """Read what save() wrote. InputError if it is missing or cannot be read."""
         file = Path(folder) / "tokenizer.json"
-        content = read_json(file, Content, "delete the folder and make it again")
+        content = read_json(file, Content, "delete the folder and create it again")
         return cls([token.encode("latin-1", errors="replace") for token in content.vocab])
 
     @cached_property
     def hash(self) -> str:
-        """16 hex digits that name this tokenizer in the names of shard folders and in settings.json."""
+        """16 hex digits that identify this tokenizer in the names of shard folders and in settings.json."""
         return hashlib.sha256(repr((SPLIT_PATTERN, self.vocab)).encode()).hexdigest()[:16]
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
-        """(vocab_size,) int32: UTF-8 bytes of each token, to compute bits per byte; 0 for <|bos|>."""
+        """(vocab_size,) int32: UTF-8 bytes of each token, for bits per byte; 0 for <|bos|>."""
         return np.array([*map(len, self.vocab), 0], dtype=np.int32)
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
-        """(n,) ids of a text in `dtype`, without <|bos|>. Releases the GIL, so threads encode in parallel.
+        """Ids (n,) of a text in `dtype`, without <|bos|>. Releases the GIL, so threads encode in parallel.
 
         Text that looks like a special token is encoded as ordinary text.
         """
@@ -115,7 +115,7 @@ class Tokenizer:
 
 
 def in_pieces(text: str, size: float):
-    """Yield the text in pieces of at most `size` characters, each cut at its last line end, if any."""
+    """Yield the text in pieces of at most `size` characters, each cut at its last line end if it has one."""
     start = 0
     while len(text) - start > size:
         line_end = text.rfind("\n", start, start + size)

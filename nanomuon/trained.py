@@ -1,4 +1,4 @@
-"""A trained model opened again: from a run folder, its own or a stranger's, of which no code is run."""
+"""Open a trained model from a run folder, your own or a stranger's, without running any code in it."""
 
 import hashlib
 import re
@@ -17,15 +17,15 @@ from nanomuon.runtime import InputError, Runtime, find_run, print0, read_json
 from nanomuon.settings import Settings
 from nanomuon.tokenizer import Tokenizer
 
-# The most in a stranger's config.json: more layers take minutes to build, longer rotary tables more memory
+# Limits on a stranger's config.json: more layers take minutes to build, longer rotary tables more memory
 MOST_LAYERS, LONGEST_CONTEXT = 1024, 1 << 24
-MESSAGE = 400  # characters; torch lists every tensor that does not fit
+MESSAGE = 400  # characters of an error that are shown; torch lists every tensor that does not fit
 
 
 def with_relative_imports(file: Path) -> list[Path]:
-    """A file of this package, and those that it imports as `from .name import ...`, directly or not."""
+    """A file of this package, and those that it imports by `from .name import ...`, also indirectly."""
     found = [file]
-    for each in found:  # which grows
+    for each in found:  # the list grows
         for name in re.findall(r"^from \.(\w+) import", each.read_text(), re.MULTILINE):
             imported = file.with_name(f"{name}.py")
             if imported not in found:
@@ -40,7 +40,7 @@ def model_sources() -> dict[str, str]:
 
 
 def warn_of_changed_sources(run: str, trained_with: dict) -> None:
-    """Print which files of the model have changed since the run recorded them, if it did."""
+    """Print which files of the model have changed since the run recorded them, if it recorded them."""
     before, now = trained_with.get("model"), model_sources()
     if not isinstance(before, dict) or before == now:
         return
@@ -49,11 +49,11 @@ def warn_of_changed_sources(run: str, trained_with: dict) -> None:
 
 
 def read_config(folder: Path) -> GPTConfig:
-    """The model's fields in config.json; InputError if they are missing, or no model can have them."""
+    """The model's fields in config.json; InputError if they are missing, or impossible."""
     config = read_json(folder / "config.json", GPTConfig)
     if read_json(folder / "config.json").get("experts"):
         raise InputError(
-            f"{folder}/config.json: this version has no models with experts: use the one that trained it"
+            f"{folder}/config.json: this version has no models with experts: use the version that trained it"
         )
     if config.depth > MOST_LAYERS or config.seq_len > LONGEST_CONTEXT:
         raise InputError(
@@ -64,13 +64,13 @@ def read_config(folder: Path) -> GPTConfig:
 
 
 def load_model(folder: Path, runtime: Runtime) -> GPT:
-    """The model of a folder, from its config.json and model.safetensors: runs no code. InputError if one of
+    """The model in a folder, from its config.json and model.safetensors. Runs no code. InputError if one of
     them is missing or damaged, or if they do not belong together.
     """
     config, file = read_config(folder), folder / "model.safetensors"
     try:
         weights = load_file(file)
-        # First without memory, of which a few bytes of a stranger's could ask for more than there is
+        # First without memory: a few bytes of a stranger's config could request more than there is
         meta_model(config).load_state_dict(weights, assign=True)
     except (OSError, SafetensorError, RuntimeError) as error:
         message = str(error)[:MESSAGE]
@@ -81,11 +81,11 @@ def load_model(folder: Path, runtime: Runtime) -> GPT:
 
 
 def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> tuple[GPT, Tokenizer, int]:
-    """(model, tokenizer, steps done) of a run, by its name or by the path of its folder (see find_run).
+    """(model, tokenizer, steps done) of a run, given its name or the path of its folder (see find_run).
 
-    checkpoint_name: "last" or "step_<n>" for the model of that checkpoint, whether the run has ended or not;
-    then called by all ranks. A float32 run computes in float32, others in the runtime's dtype. InputError if
-    there is no such model, or if model and tokenizer do not belong together.
+    checkpoint_name: "last" or "step_<n>" for the model in that checkpoint, whether the run has ended or not;
+    all ranks must then call this. A float32 run computes in float32, others in the runtime's dtype.
+    InputError if there is no such model, or if model and tokenizer do not belong together.
     """
     folder = find_run(run)
     if not folder.exists():
@@ -95,11 +95,11 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
         )
     if checkpoint_name is None and not (folder / "model.safetensors").exists():
         raise InputError(
-            f"{folder} holds no finished model (no model.safetensors); if its run has saved a checkpoint, "
-            "--checkpoint last takes it"
+            f"{folder} has no finished model (no model.safetensors); if its run has saved a checkpoint, "
+            "--checkpoint last uses it"
         )
     settings = read_json(
-        folder / "settings.json", Settings, "only a run has it (an exported model is for transformers)"
+        folder / "settings.json", Settings, "only a run has one (an exported model is for transformers)"
     )
     warn_of_changed_sources(folder.name, settings.trained_with)
     if settings.options.get("dtype") == "float32":
@@ -118,6 +118,6 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
     wanted = settings.trained_on.get("tokenizer")
     if tokenizer.hash != wanted or tokenizer.vocab_size != model.config.vocab_size:
         raise InputError(
-            f"{folder}/tokenizer is not the one the model was trained with ({wanted}): put that one back"
+            f"{folder}/tokenizer is not the one that the model was trained with ({wanted}): put that one back"
         )
     return model, tokenizer, step

@@ -1,7 +1,7 @@
 """Evaluate a finished run: bits per byte on the whole validation set of its corpus, CORE, samples.
 
 python -m scripts.base_eval --run base
-python -m scripts.base_eval --run base --checkpoint last                # of a run that is still training
+python -m scripts.base_eval --run base --checkpoint last                # a run that is still training
 python -m scripts.base_eval --run /some/folder --corpus path:my_texts   # a run from elsewhere
 python -m scripts.base_eval --run base --eval core,bpb,sample --core-bundle FOLDER_OR_ZIP_OR_URL
 torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run base --eval core
@@ -52,7 +52,7 @@ def evaluate_bpb(runtime: Runtime, model: GPT, tokenizer: Tokenizer, corpus: str
 
 
 def validation_folder(corpus_name: str, tokenizer: Tokenizer, run: Settings) -> Path:
-    """Folder of shards with the validation set of a corpus in the tokens of a run, written if need be.
+    """Folder of shards with the validation set of a corpus in a run's tokens. Writes it if it is missing.
 
     tokenizer: the run's. The run's own corpus is read as the run read it. InputError if the documents are not
     on this machine.
@@ -63,32 +63,31 @@ def validation_folder(corpus_name: str, tokenizer: Tokenizer, run: Settings) -> 
     try:
         corpus = open_corpus(corpus_name, *how)
     except InputError as error:
-        raise InputError(f"{error}; --corpus NAME evaluates on another corpus") from error
+        raise InputError(f"{error}; to evaluate on another corpus: --corpus NAME") from error
     if its_own and corpus.differs(corpus_name, str(run.trained_on.get("revision"))):
-        print0(f"corpus {corpus_name} has changed since the run was trained: the figure may differ")
+        print0(f"corpus {corpus_name} has changed since the run was trained: the result may differ")
     return shards.prepare(corpus, tokenizer=tokenizer, max_tokens=0)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser("python -m scripts.base_eval", __doc__)
     add_run_arguments(parser)
-    parser.add_argument("--corpus", help="take the validation set of this corpus (default: the run's)")
+    parser.add_argument("--corpus", help="use the validation set of this corpus (default: the run's)")
     parser.add_argument(
         "--eval",
         default="bpb",
-        help=f"any of {', '.join(EVALUATIONS)}, with commas between (default: %(default)s)",
+        help=f"any of {', '.join(EVALUATIONS)}, separated by commas (default: %(default)s)",
     )
     parser.add_argument(
         "--core-bundle",
         default=core.PUBLIC_BUNDLE,
-        help="CORE tasks: a folder, a zip or its address, fetched once (default: the public bundle, "
-        "%(default)s)",
+        help="CORE tasks: a folder, a zip or its URL, fetched once (default: the public bundle, %(default)s)",
     )
     parser.add_argument("--core-items", type=count, help="items per CORE task (default: all)")
     args = parser.parse_args(argv)
     wanted = args.eval.split(",")
     if not set(wanted) <= set(EVALUATIONS):
-        raise InputError(f"--eval {args.eval}: choose from {', '.join(EVALUATIONS)}, with commas between")
+        raise InputError(f"--eval {args.eval}: choose from {', '.join(EVALUATIONS)}, separated by commas")
 
     runtime = start()
     model, tokenizer, step = load_run(args.run, runtime, args.checkpoint)

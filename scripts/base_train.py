@@ -5,13 +5,13 @@
     torchrun ... -m scripts.base_train -- --depth 48 --shard fsdp --tensor-parallel 2   # larger than a GPU
     python -m scripts.base_train --corpus path:my_texts --run mine --vocab-size 1024 \\
         --total-batch-size 4096 --num-iterations 300                           # your own text
-    python -m scripts.base_train --optimizer-file my_optim.py          # your own: build_optimizer(model)
+    python -m scripts.base_train --optimizer-file my_optim.py   # your own optimizer: build_optimizer(model)
 
 The -- keeps torchrun from taking --run as its own --run-path. Flags that you leave out follow from --depth
 and the device. A run is the folder runs/NAME under NANOMUON_BASE_DIR; the same command resumes it from its
 last checkpoint. SIGTERM, SIGHUP and Ctrl-C save and stop it after the current step, with exit code 75 (ranks
-exit with 0: torchrun takes any other code for a failure); the file runs/NAME/stopped remains until the run
-goes on.
+exit with 0, because torchrun takes any other code for a failure); the file runs/NAME/stopped remains until
+the run resumes.
 """
 
 if __name__ == "__main__":
@@ -50,8 +50,8 @@ from nanomuon.runtime import (
 )
 from nanomuon.settings import RunParser, Settings, flag_of, make_parser, recall
 
-CORE_ITEMS = 500  # of each CORE task, in evaluations during training
-MAX_BAD_STEPS = 10  # this many steps in a row with a loss or gradient that is not finite end the run
+CORE_ITEMS = 500  # per CORE task, in evaluations during training
+MAX_BAD_STEPS = 10  # the run ends after this many steps in a row with a loss or gradient that is not finite
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.deterministic:
         make_deterministic()
     runtime = start(args.dtype)
-    # First: the default windows depend on it. All ranks use what the first one does
+    # First, because the default windows depend on it. All ranks use what the first one does
     name = on_first_rank(lambda: use_flash_attention(runtime.device, runtime.compute_dtype))
     if name is not None:
         torch.nn.attention.activate_flash_attention_impl(name)
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     wandb = None
     if args.wandb and runtime.rank == 0:
         wandb = start_wandb(args.run, settings and settings.wandb_id, vars(args))
-    # One launch at a time: two would write into each other's checkpoints. The first rank holds the lock
+    # One launch at a time: two would overwrite each other's checkpoints. The first rank holds the lock
     with locked(folder, wait=False) if runtime.rank == 0 else contextlib.nullcontext():
         run = Run(args, plan, runtime, settings, wandb)
         code = train(run, signals)
@@ -82,32 +82,32 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def understand(parser: RunParser, argv: list[str] | None) -> tuple[argparse.Namespace, Settings | None]:
-    """The arguments, and the settings that the run has recorded if it exists. InputError for flags that do
-    not fit each other, before ranks meet and data is prepared.
+    """The arguments, and the settings that the run has recorded, if it exists. InputError for flags that
+    conflict, before the process group starts and data is prepared.
     """
     args, settings = recall(parser, argv)
     check_corpus(args.corpus)
     if args.qk_clip and not args.no_qk_norm:
-        raise InputError("--qk-clip is for models with --no-qk-norm: the norm bounds attention logits itself")
+        raise InputError("--qk-clip needs --no-qk-norm, since the norm already bounds attention logits")
     for name, each in recipe.RATES.items():
         if args.optimizer_file and getattr(args, name) != each.default:
             raise InputError(
-                f"{flag_of(name)} is for the recipe, not for {args.optimizer_file}: set it there"
+                f"{flag_of(name)} is for the recipe, not for {args.optimizer_file}: set it in the file"
             )
     return args, settings
 
 
 def train(run: Run, signals: StopSignals) -> int | None:
-    """The training loop. Returns None once the run has all of its steps, else the exit code."""
+    """The training loop. Returns None once the run has done all of its steps, else the exit code."""
     args, plan, progress = run.args, run.plan, Progress(run.plan.steps)
     peak = peak_flops(run.runtime.device)
-    bad_steps = 0  # in a row, up to now
+    bad_steps = 0  # in a row, so far
     signals.in_steps = True
     while run.step < plan.steps:
-        # Here, not after the last step: a signal need not wait for an evaluation, and a resumed run catches
-        # up on one
+        # Here, not at the end of a step: so a signal need not wait for an evaluation, and a resumed run makes
+        # up for a missed one
         evaluate_what_is_due(run)
-        torch.manual_seed(args.seed + run.step)  # an optimizer draws the same numbers after a resume
+        torch.manual_seed(args.seed + run.step)  # so that an optimizer draws the same numbers after a resume
         lr_multiplier = set_hyperparameters(
             run.optimizer, run.schedule, run.initial_groups, run.step, plan.steps
         )
@@ -123,7 +123,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
                 args.qk_clip,
                 signals,
             )
-        except shards.NobodyWrites:  # scripts.data_prep has failed; all ranks come here together
+        except shards.NobodyWrites:  # scripts.data_prep has failed; all ranks get here
             run.save(position)
             print0(f"stopped at step {run.step} and saved; the same command carries on once there is data")
             raise
@@ -145,12 +145,12 @@ def train(run: Run, signals: StopSignals) -> int | None:
         run.log(row)
         progress.show(run.step, row)
         if bad_steps:
-            what = f"loss {done.loss}: the loss or a gradient is not finite, no update"
+            what = f"loss {done.loss}: no update, because the loss or a gradient is not finite"
             print0(f"step {run.step}: {what} ({bad_steps} in a row)")
         if bad_steps == MAX_BAD_STEPS:
             return run.give_up(f"{bad_steps} steps in a row had non-finite losses or gradients", bad_steps)
 
-        # Only a few checkpoints are kept: those of bad steps must not replace the good ones
+        # Only a few checkpoints are kept, so those of bad steps must not replace good ones
         due = is_due(args.save_every, run.step) and bad_steps == 0
         is_last = done.stops or run.step == plan.steps
         if due or is_last:
@@ -162,7 +162,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
 
 
 def evaluate_what_is_due(run: Run) -> None:
-    """Run the evaluations that are due after this many steps."""
+    """Run the evaluations that are due at this step."""
     args = run.args
     loss_is_due = is_due(args.eval_every, run.step)
     core_is_due = run.core_tasks and is_due(args.core_every, run.step)
@@ -182,14 +182,14 @@ def is_due(every: int, step: int) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# One step, which races and scripts.train_bench take too
+# One step, which races and scripts.train_bench use too
 
 
 def set_hyperparameters(
     optimizer, schedule, initial_groups: list[dict], step: int, steps: int
 ) -> float | None:
-    """Set each param group to its values at this step of so many. initial_groups: the groups as they were
-    built. Returns the multiplier of the first group's rate, or None if a user's optimizer has no rate.
+    """Set each param group to its values at `step` of `steps`. initial_groups: the groups as they were built.
+    Returns the multiplier of the first group's rate, or None if a user's optimizer has no rate.
     """
     groups = optimizer.param_groups
     for group, initial in zip(groups, initial_groups, strict=True):
@@ -201,7 +201,7 @@ def set_hyperparameters(
 
 @dataclass
 class Step:
-    """What a training step has done. stops: a rank was asked to stop; skipped: it had no update."""
+    """The result of a training step. stops: a rank was asked to stop; skipped: there was no update."""
 
     loss: float
     stops: bool
@@ -216,10 +216,10 @@ def training_step(
     """Accumulate the gradients of the next micro-batches, agree with the other ranks, update the parameters.
 
     forward: the model, compiled or eager: (inputs, targets) -> mean loss. batches: iterator of (inputs,
-    targets), (rows, seq_len) each. mesh: ("dp", "tp") of cut parameters. qk_clip: the limit of attention
-    logits. signals: may ask to stop. All ranks call this together.
+    targets), (rows, seq_len) each. mesh: ("dp", "tp"), if parameters are cut. qk_clip: the limit on attention
+    logits. signals: may request a stop. All ranks must call this.
     """
-    began, is_ours = time.perf_counter(), isinstance(optimizer, MuonAdamW)  # ours skips bad steps by itself
+    began, is_ours = time.perf_counter(), isinstance(optimizer, MuonAdamW)  # ours skips bad steps itself
     loss = torch.zeros((), device=next(model.parameters()).device)  # the host does not read it yet
     for _ in range(micro_steps):
         inputs, targets = next(batches)
@@ -233,8 +233,8 @@ def training_step(
     if not is_ours:
         loss = torch.where(parallel.gradients_finite(model), loss, float("nan"))
 
-    # A signal to one rank, and a loss that is not finite on one, count for all. (2,): the mean loss, and how
-    # many ranks are to stop. Filled on the device: a copy from the host would wait for it
+    # A signal to one rank, or a loss that is not finite on one, counts for all. (2,): the mean loss, and how
+    # many ranks should stop. Filled on the device, because a copy from the host would wait for it
     agreed = torch.stack([loss, loss.new_full((), signals is not None and signals.asked)])
     if dist.is_initialized():
         dist.all_reduce(agreed)
@@ -246,7 +246,7 @@ def training_step(
         optimizer.step(finite=finite)
         skipped = optimizer.skipped_steps - skipped_before
     else:
-        # The host decides whether such an optimizer may step: one more wait for the device
+        # The host decides whether a user's optimizer may step, which takes one more wait for the device
         if finite:
             optimizer.step()
         skipped = finite.logical_not()
@@ -255,7 +255,7 @@ def training_step(
     optimizer.zero_grad(set_to_none=True)
     update_ended = Moment(loss.device)
 
-    # The step's one wait for the device: everything that the host needs, in one copy
+    # The step's only wait for the device: everything that the host needs, in one copy
     mean_loss, stops, skipped = torch.cat([agreed.double(), skipped.double().view(1)]).tolist()
     milliseconds = 1000 * (time.perf_counter() - began)
     return Step(
@@ -264,7 +264,7 @@ def training_step(
 
 
 class Moment:
-    """A point in the device's work, for timing: the clock on a CPU; on a GPU, which runs behind the host, an
+    """A point in the device's work, for timing: on a CPU the time; on a GPU, which runs behind the host, an
     event.
     """
 
@@ -275,19 +275,19 @@ class Moment:
             self.event.record()
 
     def milliseconds_since(self, earlier: "Moment") -> float:
-        """Milliseconds on the device. The host must have waited for something later than this moment."""
+        """Milliseconds on the device. The host must already have waited for something after this moment."""
         if self.event is None:
             return 1000 * (self.seconds - earlier.seconds)
         return earlier.event.elapsed_time(self.event)
 
 
 class Progress:
-    """Prints a line every few seconds, and at the end."""
+    """Prints a line every few seconds and at the end."""
 
     def __init__(self, steps: int):
         self.steps, self.shown_at = steps, 0.0
         self.times = deque(maxlen=20)  # milliseconds of the last steps
-        self.is_first = True  # which compiles
+        self.is_first = True  # the first step compiles
 
     def show(self, step: int, row: dict) -> None:
         if not self.is_first:
@@ -307,7 +307,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """As people say it: 2h05m, or 3m20s."""
+    """In readable form: 2h05m, or 3m20s."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"

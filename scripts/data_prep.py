@@ -1,4 +1,4 @@
-"""Prepare tokenizer and token shards of a corpus; after an interruption the same command carries on.
+"""Prepare the tokenizer and token shards of a corpus. After an interruption, the same command carries on.
 
     python -m scripts.data_prep                                            # the Python standard library
     python -m scripts.data_prep --corpus path:my_texts --vocab-size 8192   # your own text
@@ -6,7 +6,7 @@
     python -m scripts.data_prep -- --run mine --depth 12 ...    # what base_train reads with these flags
 
 The Python standard library needs no download. A corpus on the hub can be prepared during training, which
-starts with the first shards and waits for the next ones (put nice -n 10 in front to leave it the cores).
+starts with the first shards and waits for the next ones (put nice -n 10 in front to give training priority).
 """
 
 if __name__ == "__main__":
@@ -32,9 +32,9 @@ def main(argv=None):
     for_training = argv[:1] == ["--"]
     args = of_training(argv[1:]) if for_training else own_parser().parse_args(argv)
     corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
-    print(f"corpus {corpus.name}: {len(corpus.files):,} files with text")  # others in the folder are skipped
+    print(f"corpus {corpus.name}: {len(corpus.files):,} files with text")  # other files are skipped
     folder = shards.prepare(corpus, args.vocab_size, max_tokens=args.max_tokens)
-    if args.text_field and not for_training:  # a run records its field by itself
+    if args.text_field and not for_training:  # a run records its field itself
         remember(corpus)
     manifest = shards.read_manifest(folder)
     for kind, entries in (("train", manifest.train), ("val", manifest.val)):
@@ -57,8 +57,8 @@ def own_parser():
 
 
 def of_training(flags):
-    """The arguments that prepare what base_train reads with these flags: of a corpus on the hub as many
-    tokens as the run takes on all GPUs of this machine, else all.
+    """The arguments that prepare what base_train reads with these flags: from a corpus on the hub as many
+    tokens as the run needs on all GPUs of this machine, from others everything.
     """
     args, settings = base_train.understand(make_parser(), flags)
     runtime = start(args.dtype)

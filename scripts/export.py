@@ -1,10 +1,10 @@
-"""Write the model of a run, or of one of its checkpoints, to a folder that transformers loads.
+"""Write the model of a run, or of one of its checkpoints, to a folder that transformers can load.
 
     python -m scripts.export --run base --to my_model
     python -m scripts.export --run base --to my_model --checkpoint last --dtype bfloat16
 
-transformers also loads the folder of a finished run; this copies only what others need, without checkpoints
-and logs.
+transformers can also load the folder of a finished run. This command copies only what others need, without
+checkpoints and logs.
 """
 
 if __name__ == "__main__":

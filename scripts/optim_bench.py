@@ -1,4 +1,4 @@
-"""Time optimizer steps on a model's real shapes, and their floor: the same products alone, plus the bytes.
+"""Time optimizer steps on a model's real shapes, and their floor: only the products and memory traffic.
 
     python -m scripts.optim_bench --depth 8                        # ours, torch as shipped, the floor
     python -m scripts.optim_bench --depth 8 --dtype float32        # even if the CPU has bf16
@@ -6,12 +6,12 @@
     python -m scripts.optim_bench --peer mine.py:build_optimizer   # a function: model -> optimizer
     python -m scripts.optim_bench --profile step.json              # a trace of one step, for chrome://tracing
 
-The contestants alternate, round after round, so a busy machine slows all of them. It prints medians, the
-spread (half of the rounds lie within it) and the median ratio to the floor of the same round. Floor: the
-products of Newton-Schulz in the optimizer's own form and dtype (see orthogonalize), into existing buffers,
-plus 20 bytes per float32 Muon parameter (gradient read; momentum and parameter read and written) and 28 per
-AdamW parameter at the bandwidth of a large copy. torch.optim as shipped iterates in bf16 on every device; on
-a CPU without bf16 instructions, where a step would take minutes, that row is left out.
+The contestants take turns in every round, so a busy machine slows all of them. It prints medians, the spread
+(half of the rounds lie within it) and the median ratio to the floor of the same round. The floor is the time
+of Newton-Schulz's products in the optimizer's own form and dtype (see orthogonalize), into existing buffers,
+plus that of 20 bytes per float32 Muon parameter (gradient read; momentum and parameter read and written) and
+28 per AdamW parameter at the bandwidth of a large copy. torch.optim as shipped iterates in bf16 on every
+device; on a CPU without bf16 instructions, where a step would take minutes, that row is left out.
 """
 
 if __name__ == "__main__":
@@ -43,14 +43,14 @@ def parse_arguments(argv):
     add = parser.add_argument
     add("--depth", type=layers, default=8, help="model size, as in base_train (default: %(default)s)")
     add("--rounds", type=count, default=7, help="measured rounds, after a warm-up (default: %(default)s)")
-    add("--world", type=count, default=1, help="processes; above 1, time the distributed step")
+    add("--world", type=count, default=1, help="number of processes; above 1, time the distributed step")
     add("--peer", metavar="FILE:FUNCTION", help="a function that takes the model and returns an optimizer")
     add_dtype_argument(parser)
-    add("--profile", metavar="FILE", help="write a trace of one step here")
-    add("--json", metavar="FILE", help="write the figures here")
+    add("--profile", metavar="FILE", help="write a trace of one step to this file")
+    add("--json", metavar="FILE", help="write the figures to this file")
     args = parser.parse_args(argv)
     if args.peer is not None and args.world > 1:
-        raise InputError("--peer is compared in one process: leave out --world")
+        raise InputError("--peer runs in a single process: leave out --world")
     return args
 
 
@@ -77,7 +77,7 @@ def build_model(args, seed=0):
 
 
 def timed(run, device):
-    """Milliseconds of one call, the queue of the device included."""
+    """Milliseconds of one call, including the work that it queues on the device."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -94,7 +94,7 @@ def copy_bandwidth(device):
 
 
 def products(optimizer, device):
-    """A function that computes the products of every Muon bank of our optimizer and nothing else."""
+    """A function that computes only the matrix products of every Muon bank of our optimizer."""
     calls, banks = [], []
     if isinstance(optimizer, MuonAdamW):
         optimizer.plan()
@@ -105,7 +105,7 @@ def products(optimizer, device):
         gram, dtype = newton_schulz_form(short, long, steps, device, optimizer.ns_dtype)
         X, Y = (torch.randn(k, short, long, device=device, dtype=dtype) / long for _ in range(2))
         A, B = (torch.randn(k, short, short, device=device, dtype=dtype) / short for _ in range(2))
-        # The long side takes part 4 times in Gram form (2 products to R, 2 from Q), else twice per step
+        # The long side takes part in 4 products in Gram form (2 for R, 2 with Q), else in two per step
         sides, shorts = (4, 14) if gram else (2 * steps, steps)
         for _ in bank.batches():
             calls += [(X, X.mT, A), (A, X, Y)] * (sides // 2) + [(A, A, B)] * shorts
@@ -167,7 +167,7 @@ def compare(args, runtime):
         trace.export_chrome_trace(args.profile)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"depth {args.depth}: {parameters / 1e6:.1f} M parameters, {runtime.dtype_name}", end=", ")
-    print(f"first step with its compilation {first:.0f} ms")
+    print(f"first step, including compilation, {first:.0f} ms")
     return {"parameters": parameters, "copy_bandwidth": bandwidth, "milliseconds": report(times)}
 
 
@@ -208,7 +208,7 @@ def rank_main(rank, args, runtime, folder):
         times.append(timed(optimizer.step, args.device))
     Path(folder, f"{rank}.json").write_text(json.dumps(times[1:]))
     dist.destroy_process_group()
-    os._exit(0)  # gloo's threads outlive their group, and now and then abort an ordinary exit (docs/log.md)
+    os._exit(0)  # gloo's threads outlive their group, and sometimes abort a normal exit (docs/log.md)
 
 
 if __name__ == "__main__":

@@ -5,35 +5,35 @@
     python -m scripts.optim_race --task python --contenders default default:heads=4,kv_heads=4 --seeds 3
     python -m scripts.optim_race --task corpus --corpus path:my_texts --contenders default my.py --sweep 8
 
-A contender is `default`, the recipe and the model of base_train, or a Python file with one or more of
+A contender is `default` (the recipe and the model of base_train) or a Python file with one or more of
 
     def param_groups(model, **keywords): ...     # groups for MuonAdamW, or instead:
     def build_optimizer(model, *, lr=0.1): ...   # any torch optimizer
     def schedule(group, step, steps): ...        # {"lr": ...}, step counts from 0; group: as it was built
-    def model(config, compute_dtype): ...        # a GPT not yet initialized, such as a subclass of that name
+    def model(config, compute_dtype): ...        # an uninitialized GPT; a subclass with this name also works
 
-and the default's for the rest. A builder with parameters `batch` (tokens per step) and `steps` is told them;
-the recipe's rates follow them, so hand them on to recipe.param_groups. `**keywords` hands on both, and all
-keywords of the recipe. NAME:key=value,key=value gives a contender keywords of these functions and fields of
-GPTConfig; lr_scale=X multiplies all its learning rates. --model gives fields to all. An optimizer to be
-judged by other weights than those it trains (such as an average) puts them in place in its eval() and
-restores its own in its train().
+that uses the default's for the rest. A builder with parameters `batch` (tokens per step) and `steps` gets
+their values; the recipe's rates depend on them, so pass them on to recipe.param_groups. `**keywords` passes
+on both, and all keywords of the recipe. NAME:key=value,key=value sets keywords of a contender's functions and
+fields of its GPTConfig; lr_scale=X multiplies all its learning rates. --model sets fields for all. An
+optimizer to be judged by other weights than those it trains (such as an average) swaps them in with eval(),
+and swaps its own back in with train().
 
-With one seed all contenders see the same rows and start from the same weights: the race calls
-init_weights(seed) on the meta device's model, and parameters with a name and a shape of the default model get
-its values. Each is compared with the first, seed by seed. Every finished run is a line of
-races/NAME/results.jsonl under NANOMUON_BASE_DIR: an interrupted race goes on, and one with more seeds or
+With the same seed all contenders see the same rows and start from the same weights: the race calls
+init_weights(seed) on each model, and parameters whose name and shape occur in the default model get its
+values. Each is compared with the first, seed by seed. Every finished run is a line in
+races/NAME/results.jsonl under NANOMUON_BASE_DIR: an interrupted race continues, and one with more seeds or
 contenders trains only the new runs. A contender whose file or hyperparameters have changed runs again; a race
 on another task, model or data needs another --name.
 
---sweep 8 first gives each contender the time of eight runs to find its rates, on other seeds: trials of a
-quarter of the length, the best of them at half, the best of those at full length. It searches all rates
-together, the weight decay, and the dial that the file names (DIAL = ("c", 0.1, 0.8)) or else the rate of the
-matrices.
+--sweep 8 first gives each contender the time of eight runs to tune its rates, on other seeds: trials of a
+quarter of the length, the best of them at half, the best of those at full length. It searches a common factor
+on all rates, the weight decay, and the dial that the file names (DIAL = ("c", 0.1, 0.8)) or else the rate of
+the matrices.
 
-Tasks: shakespeare (characters of any --text, 0.8M parameters, 2,000 steps: minutes on a core), corpus (any
---corpus, the model that base_train trains at depth 4, 300 steps of 4,096 tokens), python (the same on
-Python's standard library).
+Tasks: shakespeare (characters of any --text, 0.8M parameters, 2,000 steps: minutes on one core), corpus (any
+--corpus, base_train's model at depth 4, 300 steps of 4,096 tokens), python (the same on Python's standard
+library).
 """
 
 if __name__ == "__main__":
@@ -57,14 +57,14 @@ from scripts.laboratory.contenders import Contender, parse_options
 from scripts.laboratory.race import Race
 from scripts.laboratory.tasks import TASKS, check_fields, open_task
 
-FEWEST_SWEEP = 3  # runs: then one trial has the full length
+FEWEST_SWEEP = 3  # runs, which leave one trial of full length
 
 
 def main(argv=None):
     args = parse_arguments(argv)
     contenders = [Contender(text) for text in dict.fromkeys(args.contenders)]
     runtime = start(args.dtype)
-    use_flash_attention(runtime.device, runtime.compute_dtype)  # first: the default windows depend on it
+    use_flash_attention(runtime.device, runtime.compute_dtype)  # first: it decides the default windows
     place, setup = open_task(args)
     setup["dtype"] = runtime.dtype_name
     folder = base_dir() / "races" / args.name
@@ -88,8 +88,8 @@ def parse_arguments(argv):
     parser = ArgumentParser("python -m scripts.optim_race", __doc__)
     add = parser.add_argument
     add("--task", default="shakespeare", choices=TASKS, help="(default: %(default)s)")
-    add("--text", help="the text of the shakespeare task")
-    add("--corpus", default="python", help="of --task corpus, as in base_train (default: %(default)s)")
+    add("--text", help="text file for the shakespeare task")
+    add("--corpus", default="python", help="for --task corpus, as in base_train (default: %(default)s)")
     add("--vocab-size", type=vocabulary, help="tokens in the vocabulary (default: set by the corpus)")
     add("--contenders", nargs="+", required=True, metavar="NAME_OR_FILE[:key=value,...]")
     add("--seeds", type=count, default=5, help="runs of each contender (default: %(default)s)")
@@ -97,7 +97,7 @@ def parse_arguments(argv):
         "--sweep",
         type=number(int, FEWEST_SWEEP, 1 << 20),
         metavar="RUNS",
-        help="tune each first, in at most the time of this many full runs",
+        help="first tune each contender, in at most the time of this many full runs",
     )
     add("--steps", type=count, help="optimizer steps (default: the task's)")
     add("--model", nargs="+", default=[], metavar="KEY=VALUE", help="fields of GPTConfig, for all contenders")
@@ -109,7 +109,7 @@ def parse_arguments(argv):
     if args.task == "corpus":
         check_corpus(args.corpus)
     elif args.corpus != "python":
-        raise InputError(f"--corpus {args.corpus} is for --task corpus")
+        raise InputError(f"--corpus {args.corpus} is only for --task corpus")
     args.model = parse_options("--model", ",".join(args.model))
     check_fields("--model", args.model)
     args.name = args.name or args.task

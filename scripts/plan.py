@@ -3,7 +3,7 @@
     python -m scripts.plan --depth 24 --gpus 8
     python -m scripts.plan --depth 64 --gpus 512 --shard fsdp --tensor-parallel 8 --gpu-memory 141
 
-It computes everything from shapes (nanomuon/plan.py) and needs no GPU, data or weights. `rows` is the
+It computes everything from shapes (nanomuon/plan.py), without a GPU, data or weights. `rows` is the
 micro-batch: the largest power of two, up to 64, that fits.
 """
 
@@ -19,7 +19,7 @@ from nanomuon.plan import FILLED, Layout, fewer_rows, memory_by_kind, meta_model
 from scripts.laboratory.report import columns
 
 MEMORY = ("weights", "gradients", "state", "activations", "buffers")
-CONTEXT, VOCABULARY = 2048, 32768  # base_train's on GPUs
+CONTEXT, VOCABULARY = 2048, 32768  # base_train's defaults on GPUs
 MOST_ROWS = 64
 
 
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
         "--tensor-parallel",
         type=gpus,
         default=1,
-        help="GPUs that share the matrices of a block (default: %(default)s)",
+        help="GPUs that share a block's matrices (default: %(default)s)",
     )
     add("--gpu-memory", type=number(float, 1, 1e6), default=80, help="GiB per GPU (default: %(default)s)")
     args = parser.parse_args(argv)

@@ -31,13 +31,13 @@ from nanomuon.trained import load_run
 
 
 def text(argument: str) -> str:
-    """The type of --prompt: ValueError for bytes that are not text."""
+    """The type of --prompt. ValueError for bytes that are not text."""
     argument.encode()
     return argument
 
 
 def stop_text(argument: str) -> str:
-    """The type of --stop: a text that is not empty, for every text contains that."""
+    """The type of --stop: text, but not the empty string, which every text contains."""
     if not argument:
         raise argparse.ArgumentTypeError("must not be empty")
     return text(argument)
@@ -51,12 +51,12 @@ def main(argv: list[str] | None = None) -> None:
         "--prompt",
         type=text,
         action="append",
-        help="beginning of the document (default: empty); may be given several times",
+        help="beginning of the document (default: empty); can be given several times",
     )
     prompts.add_argument(
         "--interactive",
         action="store_true",
-        help="read prompts line by line, until the input ends (Ctrl-D) or Ctrl-C",
+        help="read prompts line by line, until the end of input (Ctrl-D) or Ctrl-C",
     )
     parser.add_argument("--samples", type=count, default=1, help="how many per prompt (default: %(default)s)")
     parser.add_argument("--max-tokens", type=count, default=128, help="length of each (default: %(default)s)")
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         "--temperature",
         type=number(float, 0, 1e30),
         default=0.8,
-        help="0: always the likeliest token (%(default)s)",
+        help="0: always the most likely token (default: %(default)s)",
     )
     parser.add_argument(
         "--top-k", type=count, default=50, help="draw from this many tokens (default: %(default)s)"
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         "--top-p",
         type=number(float, 1e-30, 1),
         default=1.0,
-        help="and of these only the likeliest that add up to this probability (default: %(default)s, all)",
+        help="and of these only the most likely with this total probability (default: %(default)s, all)",
     )
     parser.add_argument(
         "--stop",
@@ -81,13 +81,13 @@ def main(argv: list[str] | None = None) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="end a sample before this text; may be given several times",
+        help="end a sample before this text; can be given several times",
     )
     parser.add_argument(
         "--seed",
         type=number(int, 0, 1 << 62),
         default=0,
-        help="seed of the first sample; each further one adds 1 (%(default)s)",
+        help="seed of the first sample; each later one adds 1 (default: %(default)s)",
     )
     args = parser.parse_args(argv)
     model, tokenizer, _ = load_run(args.run, start(), args.checkpoint)
@@ -98,11 +98,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def converse(model: GPT, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
-    """Continue every line that is typed, until the input ends or Ctrl-C is pressed."""
-    with contextlib.suppress(ImportError):  # Python may be built without it
+    """Continue every line that is typed, until the end of input or Ctrl-C."""
+    with contextlib.suppress(ImportError):  # Python may have been built without it
         import readline  # noqa: F401 - input() then knows the arrow keys
     sys.stdin.reconfigure(errors="replace")
-    print("each line begins a document, an empty one leaves that to the model; Ctrl-D ends", file=sys.stderr)
+    print("each line begins a document; an empty line leaves that to the model; Ctrl-D ends", file=sys.stderr)
     seed = args.seed
     try:
         while True:
@@ -113,9 +113,9 @@ def converse(model: GPT, tokenizer: Tokenizer, args: argparse.Namespace) -> None
 
 
 def write(model: GPT, tokenizer: Tokenizer, prompts: list[str], seed: int, args: argparse.Namespace) -> None:
-    """Print --samples continuations of each prompt, one after the other, and then how fast that was.
+    """Print --samples continuations of each prompt, one after the other, and then the speed.
 
-    They grow as a batch: the first is printed while it grows, and the others have grown with it.
+    They grow as a batch: the first is printed while it grows, and the others grow along with it.
     """
     samples = []
     for prompt in prompts:

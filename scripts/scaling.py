@@ -1,19 +1,19 @@
-"""How large a model, on how many tokens? Train a family of small ones and fit what compute buys.
+"""How large a model, on how many tokens? Train a family of small models, and fit a scaling law.
 
     python -m scripts.scaling --depths 1,2,3 --tokens 250e3,500e3,1e6 -- --total-batch-size 4096
     torchrun --standalone --nproc_per_node=8 -m scripts.scaling -- --depths 4,6,8,10 --tokens 1e8,2e8,4e8 \\
         --corpus hf:ORG/NAME
     python -m scripts.scaling --target-flops 1e18     # the best depth for this much compute
 
-Trains every depth with base_train on every number of tokens, each to the end of its own learning-rate
-schedule; flags after a -- of their own go to base_train. Then it fits the law of Hoffmann et al. (arXiv
-2203.15556) to the final bits per byte, which takes seven runs of three depths and three numbers of tokens:
+It trains every depth with base_train on every number of tokens, each to the end of its own learning-rate
+schedule; flags after a -- go to base_train. Then it fits the law of Hoffmann et al. (arXiv 2203.15556) to the
+final bits per byte, which needs at least seven runs, with three depths and three numbers of tokens:
 
     loss = E + A / N^alpha + B / D^beta       N million parameters of matrices and head, D million tokens
 
-It minimizes relative differences. FLOPs are counted as in PaLM: 6 per weight and token, plus attention. The
-runs are runs/NAME-d2-t500000 under NANOMUON_BASE_DIR. After an interruption, which saves the run in training,
-the same command goes on; without --depths it prints the results and the law again.
+It minimizes relative errors. FLOPs are counted as in PaLM: 6 per weight and token, plus attention. The runs
+are runs/NAME-d2-t500000 under NANOMUON_BASE_DIR. After an interruption, which saves the current run, the same
+command carries on; without --depths it prints the results and the law again.
 """
 
 if __name__ == "__main__":
@@ -53,13 +53,13 @@ def main(argv=None):
     add("--tokens", type=numbers, default=[], help="numbers of tokens to train each on, e.g. 250e3,500e3,1e6")
     add("--corpus", default="python", help="as in base_train (default: %(default)s)")
     add("--target-flops", type=amount, help="print the best depth and number of tokens for this much compute")
-    add("--name", default="family", help="the names of the runs begin so (default: %(default)s)")
-    add("flags", nargs="*", metavar="-- FLAGS", help="of base_train")
+    add("--name", default="family", help="prefix of the runs' names (default: %(default)s)")
+    add("flags", nargs="*", metavar="-- FLAGS", help="flags of base_train")
     args = parser.parse_args(argv)
     if bool(args.depths) != bool(args.tokens):
         raise InputError("--depths and --tokens go together: each depth is trained on each number of tokens")
     for flags in [flags_of(args, depth, tokens) for depth in args.depths for tokens in args.tokens]:
-        torch.compiler.reset()  # it compiles the same code for at most eight models
+        torch.compiler.reset()  # otherwise it compiles the same code for at most eight models
         if code := base_train.main(flags):
             return code
 
@@ -70,7 +70,7 @@ def main(argv=None):
         )
     law = fit(members)
     if law is None:
-        print0("A law takes 7 runs, of 3 depths and 3 numbers of tokens.")
+        print0("A law needs 7 runs, with 3 depths and 3 numbers of tokens.")
         return
     print0("loss = {:.3f} + {:.4g} / N^{:.3f} + {:.4g} / D^{:.3f}".format(*np.exp(law)))
     if args.target_flops:
@@ -78,7 +78,7 @@ def main(argv=None):
 
 
 def numbers(text):
-    """1,2,3 or 250e3,1e6 as a list of int."""
+    """The text 1,2,3 or 250e3,1e6 as a list of int."""
     return [round(float(part)) for part in text.split(",")]
 
 
@@ -102,14 +102,14 @@ def finished(name):
 
 
 def loss_of(sizes, *law):
-    """Of models of these (N, D). law: the logarithms of E, A, alpha, B, beta."""
+    """The loss of models of these (N, D). law: the logarithms of E, A, alpha, B, beta."""
     N, D = sizes
     E, A, alpha, B, beta = np.exp(law)
     return E + A / (N / 1e6) ** alpha + B / (D / 1e6) ** beta
 
 
 def fit(members):
-    """The law that fits best, see loss_of(); None for too few runs."""
+    """The law that fits best, see loss_of(); None if there are too few runs."""
     sizes = np.array([(member.N, member.D) for member in members]).T
     if len(members) < 7 or min(len(set(row)) for row in sizes) < 3:
         return None
@@ -118,7 +118,7 @@ def fit(members):
 
 
 def advice(law, config, flops):
-    """The depth with the lowest loss after this many FLOPs, up to twice the deepest that was trained."""
+    """The depth with the lowest loss after this many FLOPs, up to twice the largest depth trained."""
     rows = []
     for depth in range(1, 2 * config.depth + 1):
         model = meta_model(GPTConfig.from_depth(depth, config.vocab_size, config.seq_len))

@@ -1,13 +1,13 @@
 # Creates the Python environment of this checkout, for speedrun.sh and tests/run.sh:
 #
-#   source scripts/setup.sh train     all that a run needs: the extra of that name in pyproject.toml
-#   source scripts/setup.sh dev       that and what the tests need
+#   source scripts/setup.sh train     everything that a run needs: the extra of this name in pyproject.toml
+#   source scripts/setup.sh dev       that, and what the tests need
 #
-# Afterwards $PYTHON is an interpreter with all of it, in the versions of constraints.txt. It installs again only if that file
-# or pyproject.toml has changed: .venv/installed holds their checksum and the extra.
+# Afterwards $PYTHON is an interpreter with these packages, in the versions of constraints.txt. They are installed again only if
+# that file or pyproject.toml has changed: .venv/installed holds their checksum and the extra.
 #
-#   NANOMUON_PYTHON=/path/to/python   use this interpreter, which must have all of it, and install nothing. Its PyTorch may be
-#                                     any from 2.11 on, for example one built for the CUDA of an older driver
+#   NANOMUON_PYTHON=/path/to/python   use this interpreter, which must have all packages, and install nothing. Its PyTorch may be
+#                                     any from 2.11 on, for example one built for the CUDA version of an older driver
 
 extra=$1
 if [ -n "${NANOMUON_PYTHON:-}" ]; then
@@ -29,7 +29,7 @@ else
     if [ "$installed" != "$checksum $extra" ] && [ "$installed" != "$checksum dev" ]; then # dev includes train
         echo "environment: installing into .venv (a minute or two)"
         if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-            echo "error: Python 3.10 or newer is needed; install it and its venv module" >&2
+            echo "error: this needs Python 3.10 or newer; install it and its venv module" >&2
             return 2
         fi
         rm -f .venv/installed # until the installation is complete
@@ -38,8 +38,8 @@ else
             echo "error: the installation failed (see above); run the command again to continue it" >&2
             return 2
         }
-        # Bytecode on all cores; pip would use one, for half of the whole time. Errors do not matter: some packages carry
-        # templates that are not Python, and a module without bytecode is compiled when it is imported
+        # Compile bytecode on all cores; pip would use one, which would take half of the total time. Errors do not matter: some
+        # packages contain templates that are not Python, and a module without bytecode is compiled when it is imported
         "$PYTHON" -m compileall -q -q -j 0 .venv/lib || true
         echo "$checksum $extra" >.venv/installed
     else

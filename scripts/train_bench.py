@@ -1,13 +1,13 @@
-"""Time the parts of a training step, and their floor: its matrix products alone.
+"""Time the parts of a training step, and its floor: only the matrix products.
 
     python -m scripts.train_bench --depth 4 --total-batch-size 4096   # takes base_train's flags
     python -m scripts.train_bench --depth 12 --window-pattern SSSL --json step.json
 
-Step and floor alternate, round after round, so a busy machine slows both. It prints medians, the spread (half
-of the rounds lie within it) and the median ratio to the floor of the same round. Floor: the training FLOPs of
-the batch at the rate of the MLP's first product, measured in every round, and the products of Newton-Schulz.
-With --fp8 the floor, and the peak for MFU, stay those of a step without it. The first step compiles;
-TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) makes it start from an empty cache.
+Step and floor alternate in every round, so a busy machine slows both. It prints medians, the spread (half of
+the rounds lie within it) and the median ratio to the floor of the same round. The floor is the time of the
+batch's training FLOPs at the speed of the MLP's first product, measured in every round, plus that of
+Newton-Schulz's products. With --fp8 the floor, and the peak for MFU, are those of a step without it. The
+first step compiles; TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) makes it start from an empty cache.
 """
 
 if __name__ == "__main__":
@@ -40,9 +40,9 @@ from scripts import base_train, optim_bench
 
 
 def own_parser() -> argparse.ArgumentParser:
-    """The flags of base_train, of which only those about a step matter, and two more."""
+    """The flags of base_train, of which only those that affect a step matter, and two more."""
     parser = make_parser("python -m scripts.train_bench", __doc__)
-    parser.add_argument("--rounds", type=count, default=7, help="rounds after one to warm up (%(default)s)")
+    parser.add_argument("--rounds", type=count, default=7, help="rounds after a warm-up (%(default)s)")
     parser.add_argument("--json", help="also write the numbers to this file")
     return parser
 
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
         make_deterministic()
     runtime = start(args.dtype)
     if runtime.world_size > 1:
-        raise InputError("train_bench measures one process; start it without torchrun")
+        raise InputError("train_bench measures a single process: start it without torchrun")
     result = step_table(args, runtime)
     result["machine"] = dict(description=report.machine_description(), threads=torch.get_num_threads())
     if args.json is not None:
@@ -62,8 +62,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def floor_of(model, batch, rows):
-    """A function that returns the milliseconds of a batch's products: it times 10 of the MLP's first ones and
-    scales them by FLOPs. batch: tokens; rows: of a micro-step.
+    """A function that returns the milliseconds of a batch's products: it times the MLP's first product 10
+    times, and scales that by FLOPs. batch: in tokens; rows: per micro-step.
     """
     config, dtype, device = model.config, model.compute_dtype, model.cos.device
     tokens = torch.randn(rows * config.seq_len, config.width, dtype=dtype, device=device)
@@ -79,7 +79,7 @@ def floor_of(model, batch, rows):
 
 
 def step_table(args, runtime):
-    """Print and return milliseconds of the parts of base_train's step and of the floor."""
+    """Print and return the milliseconds of the parts of base_train's step, and of the floor."""
     device = runtime.device
     corpus = open_corpus(args.corpus)
     data = shards.prepare_for_training(corpus, args.vocab_size)
@@ -102,11 +102,11 @@ def step_table(args, runtime):
     times = {name: [] for name in ("floor", "data", "forward", "backward", "optimizer", "whole step")}
 
     def one_step():
-        """{part: milliseconds} of one step, and of its floor. backward: and all that is no other part."""
+        """{part: milliseconds} of one step and its floor. backward includes everything in no other part."""
         spent = dict.fromkeys(times, 0.0)
 
         def timed(part, work):
-            """work, timed whenever it is called."""
+            """A copy of work that is timed whenever it is called."""
 
             def call(*inputs):
                 results = []
@@ -148,7 +148,7 @@ def step_table(args, runtime):
     if device.type == "cuda":
         peak = peak_flops(device)
         if peak is None:
-            print(f"MFU not known: nanomuon/plan.py has no peak for {torch.cuda.get_device_name(device)}")
+            print(f"MFU unknown: nanomuon/plan.py has no peak for {torch.cuda.get_device_name(device)}")
         else:
             result["mfu"] = model.estimate_flops() * batch / seconds / peak
             print(f"MFU {100 * result['mfu']:.1f}%")

@@ -33,7 +33,7 @@ def handlers():
     [
         (InputError("no\nsuch \x1bthing"), 2, "error: no such \\x1bthing\n"),
         (OSError(28, "No space left", "/data/x"), 2, "error: [Errno 28] No space left: '/data/x'\n"),
-        (OSError(28, "No space left", "BASE/x"), 2, "; NANOMUON_BASE_DIR=/folder/with/room helps\n"),
+        (OSError(28, "No space left", "BASE/x"), 2, "; set NANOMUON_BASE_DIR=/folder/with/room\n"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, "error: CUDA out of memory; try fewer rows"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (ValueError("ours"), BUG, "Traceback (most recent call last):\n"),

@@ -189,9 +189,9 @@ def test_a_few_long_documents_are_cut_into_pieces(tmp_path, training, validation
 @pytest.mark.parametrize(
     "texts,said",
     [
-        (["one short text", "another"], "is too small: in pieces .*add text"),
+        (["one short text", "another"], "is too small: of its pieces .*add text"),
         ([None, ""], "has no text: .* field 'text' of every record is"),
-        (["all alike"] * 60, "has the same text 60 times; add others"),
+        (["all alike"] * 60, "has the same text 60 times: add other texts"),
     ],
 )
 def test_a_corpus_that_cannot_be_split_is_refused_before_any_work(tmp_path, monkeypatch, texts, said):
@@ -249,7 +249,7 @@ def test_a_hub_corpus_is_pinned_and_fetched_as_it_is_read(hub, tmp_path):
     assert [text for text, _ in found] == ["everywhere", FILES[1], "everywhere", FILES[2], "everywhere"]
     assert open_corpus("hf:org/set:config@v1") == corpus and len(hub) == 1 + 3
     (tmp_path / FILES[1]).write_bytes(b"damaged")
-    with pytest.raises(InputError, match=f": 1 files.*{FILES[1]}: .*; delete a damaged file, and it is"):
+    with pytest.raises(InputError, match=f": 1 files.*{FILES[1]}: .*; delete a damaged file to fetch it"):
         list(corpus.documents())
 
 

@@ -63,7 +63,7 @@ def test_a_model_trains_almost_as_in_bf16_and_is_the_same_otherwise():
     "capability, tensor_parallel, message",
     [
         ((8, 6), 1, "--fp8 needs a GPU of compute capability 8.9"),
-        ((9, 0), 2, "--fp8 and --tensor-parallel do not go together"),
+        ((9, 0), 2, "--fp8 and --tensor-parallel cannot be combined"),
         ((9, 0), 1, "--fp8 needs torchao .*: pip install"),
     ],
 )

@@ -180,7 +180,7 @@ def test_an_export_that_cannot_be_made_is_one_line(exported, tmp_path, monkeypat
     write_run(other, depth=2)
     shutil.copy(folder / "config.json", other / "config.json")
     for arguments, complaint in (
-        ([f"{tmp_path}/full", "--to", f"{tmp_path}/new"], "holds no finished model"),
+        ([f"{tmp_path}/full", "--to", f"{tmp_path}/new"], "has no finished model"),
         (["plain", "--to", f"{tmp_path}/full"], "not an empty folder"),
         ([str(other), "--to", f"{tmp_path}/new"], "does not fit the model"),
     ):

@@ -90,7 +90,7 @@ def test_a_race_is_interrupted_goes_on_and_grows(lab, tmp_path, capsys, monkeypa
     assert lab("--contenders", "default", LION, "--seeds", "2") == 0, "nothing is trained twice"
     assert lab("--contenders", "default", LION, f"{LION}:lr_scale=0.1", "--seeds", "2") == 2
     out = capsys.readouterr().out
-    assert "4 of 6 runs are done already" in out and f"| {LION} " in out
+    assert "4 of 6 runs are already done" in out and f"| {LION} " in out
     header, *runs = lines_of(tmp_path)
     assert header["setup"]["steps"] == 12 and len(runs) == 6
     starts = {(run["seed"], run["initial"], run["rows"]) for run in runs}
@@ -185,7 +185,7 @@ def test_dials_are_rates_decay_and_what_the_file_names(tmp_path):
     file.write_text(OWN + 'DIAL = ("lr", 0.1, 0.9)\n')
     assert Contender(str(file)).dials() == {"lr_scale": (1 / 3, 3), "lr": (0.1, 0.9)}
     file.write_text(OWN + 'DIAL = ("nope", 0.1, 0.9)\n')
-    with pytest.raises(InputError, match=f"{file}: DIAL has to be .keyword, low, high., .*keywords lr, not"):
+    with pytest.raises(InputError, match=f"{file}: DIAL must be .keyword, low, high., .*keywords lr, not"):
         Contender(str(file)).dials()
     assert Contender(f"{ADAMW}:weight_decay=0.2").dials()["weight_decay"] == (0.05, 0.8)
 

@@ -149,7 +149,7 @@ def test_functions_that_a_file_imports_from_the_recipe_are_not_its_own(tmp_path)
 @pytest.mark.parametrize(
     "text,message",
     [
-        ("schedule = 1", "has to define a function: param_groups.model. or build_optimizer"),
+        ("schedule = 1", "must define a function: param_groups.model. or build_optimizer"),
         ("def param_groups(model): ...\ndef build_optimizer(model): ...", "defines both"),
         ("def param_groups(model): ...", "no optimizer was built"),
         ("def param_groups(model, steps): return steps and [dict(kind='adamw')]", "no optimizer was built"),

@@ -124,7 +124,7 @@ def test_a_place_that_cannot_be_written_is_one_line(made, run_dir):
 
     runs = run_dir.parent
     with little_space(100_000):
-        refused(begin, str(runs), "make room")
+        refused(begin, str(runs), "free some space")
     shutil.rmtree(runs)
     runs.touch()
     refused(begin, str(runs), "NANOMUON_BASE_DIR=")

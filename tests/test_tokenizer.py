@@ -56,5 +56,5 @@ def test_a_file_loads_again_and_a_damaged_one_is_named(tmp_path):
     (file,) = (tmp_path / "t").iterdir()
     for bad in ("{}", '{"vocab": "a"}', '{"vocab": [1]}'):
         file.write_text(bad)
-        with pytest.raises(InputError, match=f"{file} cannot be read.*delete the folder and make it again"):
+        with pytest.raises(InputError, match=f"{file} cannot be read.*delete the folder and create it again"):
             Tokenizer.load(tmp_path / "t")

@@ -1,1 +1,1 @@
-"""Races between optimizers and families of runs: what scripts.optim_race and scripts.scaling do."""
+"""Races between optimizers: the parts of scripts.optim_race."""

@@ -1,4 +1,4 @@
-"""Who races: the default, and users' files in its place."""
+"""What races: the default, or a user's file in its place."""
 
 import ast
 import functools
@@ -17,8 +17,8 @@ from scripts.laboratory.tasks import FIELDS, changed_config, check_fields, diges
 
 
 class Contender:
-    """SOURCE[:key=value,...]: `default` or a Python file; keywords of its two functions, fields of its model,
-    and lr_scale.
+    """SOURCE[:key=value,...]. SOURCE: `default` or a Python file. Keys: keywords of its two functions, fields
+    of its model, and lr_scale.
 
     Raises InputError if SOURCE is neither, and for keys that it does not have.
     """
@@ -39,7 +39,7 @@ class Contender:
         of_build = keywords(build, 1, recipe.RATES)
         of_schedule = keywords(schedule, 3, recipe.COURSE)
         self.keywords = of_build | of_schedule  # {keyword: default}
-        fields = [name for name in FIELDS if name != "seq_len"]  # the rows have the length of the race
+        fields = [name for name in FIELDS if name != "seq_len"]  # the race decides the length of its rows
         known = ["lr_scale", *self.keywords, *fields]
         if unknown := self.options.keys() - set(known):
             raise InputError(
@@ -58,12 +58,12 @@ class Contender:
         return {key: value for key, value in self.options.items() if key in keys}
 
     def with_options(self, options):
-        """The same contender with these options added to its own, or replacing them."""
+        """The same contender, with these options added to its own or replacing them."""
         text = ",".join(f"{key}={value}" for key, value in {**self.options, **options}.items())
         return Contender(f"{self.source}:{text.replace(' ', '')}")
 
     def model(self, setup, device):
-        """Its model, with parameters not yet set."""
+        """Its model, with uninitialized parameters."""
         config = changed_config(f"contender {self.name}", setup["model"], self.fields)
         with torch.device("meta"):
             model = self.build_model(config, getattr(torch, setup["dtype"]))
@@ -72,9 +72,9 @@ class Contender:
         return model.to_empty(device=device)
 
     def initial_model(self, setup, device, seed):
-        """(its model at the start, digest of the default model's parameters, which it shares).
+        """(its initial model, digest of the default model's initial parameters).
 
-        Parameters with a name and a shape of the default model have its values.
+        Parameters whose name and shape occur in the default model have its values.
         """
         default, model = Contender("default").model(setup, device), self.model(setup, device)
         default.init_weights(seed)
@@ -87,7 +87,7 @@ class Contender:
         return model, digest(*(value.detach().cpu().numpy().tobytes() for value in values.values()))
 
     def prepare(self, model, setup):
-        """(optimizer, its groups as built) for a model."""
+        """(optimizer, its groups as they were built) for a model."""
         batch = setup["rows"] * setup["model"]["seq_len"]
         optimizer = recipe.make_optimizer(
             self.build, model, batch, setup["steps"], ns_dtype=model.compute_dtype
@@ -98,7 +98,7 @@ class Contender:
         return optimizer, [dict(group) for group in optimizer.param_groups]
 
     def key(self, setup):
-        """A digest of its file and of its hyperparameters at every step, but not of the file's imports.
+        """A digest of its file and its hyperparameters at every step, but not of what the file imports.
 
         InputError if its functions do not return what they should.
         """
@@ -117,10 +117,10 @@ class Contender:
         return digest(self.sha256, described, course)
 
     def dials(self):
-        """{keyword: (low, high)} that a sweep searches: all rates together, the weight decay, and one more.
+        """{keyword: (low, high)} that a sweep searches: a factor on all rates, the weight decay, one more.
 
         The last is the dial that the contender's file names, as in DIAL = ("c", 0.1, 0.8), or else the rate
-        of the matrices. A keyword whose value is zero is not searched.
+        of the matrices. Keywords with the value zero are not searched.
         """
         widths = {"lr_scale": 3} | {name: each.sweep for name, each in recipe.RATES.items() if each.sweep}
         if self.dial is not None:
@@ -140,16 +140,16 @@ class Contender:
                 found[key] = low, high
             case _:
                 raise InputError(
-                    f"{self.source}: DIAL has to be (keyword, low, high), low < high, with one of the "
+                    f"{self.source}: DIAL must be (keyword, low, high), low < high, with one of the "
                     f"keywords {', '.join(self.keywords)}, not {self.dial!r}"
                 )
         return found
 
     def trials(self, count):
-        """The contender itself, and count - 1 with its dials at the points of a Sobol sequence."""
+        """The contender itself, and count - 1 variants with its dials at the points of a Sobol sequence."""
         searched = self.dials()
         sequence = qmc.Sobol(len(searched), scramble=False)
-        sequence.fast_forward(2)  # skips the lowest corner, and the middle, which is near the first trial
+        sequence.fast_forward(2)  # skip the lowest corner, and the middle, which is close to the first trial
         chosen = [self]
         for point in sequence.random(count - 1):
             options = {}
@@ -161,12 +161,12 @@ class Contender:
 
 @functools.cache
 def warn(text):
-    """Print a warning once."""
+    """Print a warning, but only once."""
     print(f"warning: {text}", flush=True)
 
 
 def dial_value(low, high, position):
-    """The value at a position from 0 to 1: logarithmic if low is positive, else linear; to three digits."""
+    """The value at a position from 0 to 1, logarithmic if low is positive, else linear, with three digits."""
     if low > 0:
         value = low * (high / low) ** position
     else:
@@ -175,8 +175,9 @@ def dial_value(low, high, position):
 
 
 def keywords(function, given, declared):
-    """{keyword: default} of a function, without the first `given` arguments, which are positional, and
-    without batch and steps, which are the race's. `**keywords` are the recipe's hyperparameters `declared`.
+    """{keyword: default} of a function, without its first `given` arguments, which are positional, and
+    without batch and steps, which the race sets. `**keywords` stands for the recipe's hyperparameters
+    `declared`.
     """
     found = recipe.keywords_of(function, recipe.values_of(declared, {}))
     for name in (*list(inspect.signature(function).parameters)[:given], "batch", "steps"):
@@ -185,9 +186,9 @@ def keywords(function, given, declared):
 
 
 def parse_options(source, text):
-    """{key: value} of key=value,key=value. source: what an error names."""
+    """{key: value} of key=value,key=value. source: where they come from, for errors."""
     parsed = {}
-    for part in re.split(r",(?![^([]*[)\]])", text) if text else []:  # not at the comma of betas=(0.9,0.95)
+    for part in re.split(r",(?![^([]*[)\]])", text) if text else []:  # but not the comma in betas=(0.9,0.95)
         key, equals, value = part.partition("=")
         if not equals:
             raise InputError(f"{source}: {part!r} is not key=value")

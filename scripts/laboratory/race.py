@@ -28,16 +28,16 @@ from scripts.laboratory.report import score
 from scripts.laboratory.tasks import as_text, open_data
 
 DIGITS = 6  # of a loss in the file
-FIRST_TUNING_SEED = 1000  # seeds that chose the rates must not judge them
+FIRST_TUNING_SEED = 1000  # seeds that select the rates must not judge them
 LENGTHS = (0.25, 0.5, 1.0)  # of trials in a sweep, relative to the race; each gets a third of the budget
 
 
 def train(setup, place, text, seed):
-    """Train the contender `text` with one seed and return its result, of JSON types.
+    """Train the contender `text` with one seed, and return its result in JSON types.
 
-    curve: [step, loss on a part of the validation set]; score: the loss on all of it at the end, None if the
+    curve: pairs [step, loss on a part of the validation set]; score: the final loss on all of it, None if the
     run diverged; step_ms and optimizer_ms: medians; initial, rows: digests of the default model's initial
-    parameters and of every row trained on.
+    parameters and of all rows trained on.
     """
     contender, steps, device = Contender(text), setup["steps"], start().device
     torch.manual_seed(seed)
@@ -50,7 +50,7 @@ def train(setup, place, text, seed):
     seen, curve, step_ms, optimizer_ms = hashlib.sha256(), [], [], []
 
     def loss(batches):
-        switch(optimizer, "eval")  # the weights that it wants to be judged by
+        switch(optimizer, "eval")  # to the weights by which it wants to be judged
         value = bits_per_byte(forward, batches, token_bytes)
         switch(optimizer, "train")
         if setup["unit"].startswith("nats"):
@@ -71,7 +71,7 @@ def train(setup, place, text, seed):
         "contender": text,
         "seed": seed,
         "steps": steps,
-        "score": None if done.skipped else loss(validation),  # its losses are not finite any more
+        "score": None if done.skipped else loss(validation),  # skipped: its losses are no longer finite
         "curve": curve,
         "step_ms": round(statistics.median(step_ms), 2),
         "optimizer_ms": round(statistics.median(optimizer_ms), 2),
@@ -91,7 +91,7 @@ class Header:
 
 @dataclass
 class Result:
-    """A finished run, as it is read: see train()."""
+    """The fields of a finished run that are read, see train()."""
 
     contender: str
     seed: int
@@ -103,7 +103,7 @@ class Result:
 
 
 def read_results(file):
-    """(setup, runs) of a race's file, whose first line is the setup and every other line a run."""
+    """(setup, runs) of a race's file. Its first line is the setup, every other line a run."""
     lines = file.read_bytes()
     if not lines:
         raise InputError(f"{file} is empty: remove it")
@@ -112,7 +112,7 @@ def read_results(file):
 
 
 class Race:
-    """Contenders on one task. file: of the finished runs; setup, place: see tasks; jobs: runs at a time."""
+    """Contenders on one task. file: has the finished runs; setup, place: see tasks; jobs: runs at a time."""
 
     def __init__(self, file, setup, place, jobs):
         self.file, self.setup, self.place, self.jobs = file, setup, place, jobs
@@ -133,7 +133,7 @@ class Race:
             output.write(json.dumps(line, default=as_text) + "\n")
 
     def find(self, contender, key, seed, steps):
-        """The newest such run, or None."""
+        """The newest run with these properties, or None."""
         wanted = {"contender": contender, "key": key, "seed": seed, "steps": steps}
         for run in reversed(self.runs):
             if all(run.get(name) == value for name, value in wanted.items()):
@@ -143,8 +143,8 @@ class Race:
     def sweep(self, contenders, budget):
         """The best trial of each contender, by successive halving (arXiv 1502.07943).
 
-        Many trials of a quarter of the race's length, the best of them again at half the length, and the best
-        of those at full length. Each has a schedule of its own length.
+        Many trials run for a quarter of the race's length, the best of them again for half the length, and
+        the best of those for the full length, each with a schedule of that length.
         """
         for contender in contenders:
             print(f"tuning {contender.name}: {', '.join(contender.dials())}", flush=True)
@@ -156,11 +156,11 @@ class Race:
             print(f"tuning: {count} trials each, of {steps} steps", flush=True)
             found = self.train(itertools.chain(*alive), [FIRST_TUNING_SEED + rung], steps)
             for trials in alive:
-                trials.sort(key=lambda trial: score(found[trial.name][0]))  # stable: the first stays first
+                trials.sort(key=lambda trial: score(found[trial.name][0]))  # stable: ties keep their order
         return [trials[0] for trials in alive]
 
     def train(self, contenders, seeds, steps):
-        """{name: its runs, one per seed}; trains those that the file lacks."""
+        """{name: its runs, one per seed}. Trains those that are not in the file."""
         setup = self.setup | {"steps": steps}
         keys = {contender.name: contender.key(setup) for contender in contenders}
         pending = []
@@ -170,7 +170,7 @@ class Race:
                     pending.append((name, seed))
         runs = len(keys) * len(seeds)
         if len(pending) < runs:
-            print(f"{runs - len(pending)} of {runs} runs are done already", flush=True)
+            print(f"{runs - len(pending)} of {runs} runs are already done", flush=True)
         began = time.monotonic()
         for number, run in enumerate(self.trained(setup, pending), 1):
             run = {"key": keys[run["contender"]], **run}
@@ -191,7 +191,7 @@ class Race:
         return found
 
     def trained(self, setup, pending):
-        """Yield the results of these (name, seed) as they come, from processes of one thread or GPU each."""
+        """Yield the results of these (name, seed) as they finish, from processes of one thread or GPU."""
         if not pending:
             return
         context = multiprocessing.get_context("spawn")
@@ -201,16 +201,16 @@ class Race:
             futures = {pool.submit(train, setup, self.place, name, seed): name for name, seed in pending}
             for future in as_completed(futures):
                 if error := future.exception():
-                    if isinstance(error, InputError):  # is shown without notes
+                    if isinstance(error, InputError):  # it is shown without notes
                         raise InputError(f"contender {futures[future]}: {error}") from error
                     error.add_note(f"contender {futures[future]}")
                 yield future.result()
         except BrokenProcessPool as error:
             raise InputError(
-                "a process of the race was killed, perhaps because memory ran out; fewer --jobs need less. "
-                "Finished runs are kept, and the same command goes on from there"
+                "a process of the race was killed, perhaps because memory ran out: fewer --jobs need less. "
+                "Finished runs are saved, and the same command carries on"
             ) from error
-        except BaseException:  # asked to stop: finished runs are in the file
+        except BaseException:  # told to stop: finished runs are in the file
             for worker in multiprocessing.active_children():
                 worker.kill()
             raise
@@ -219,7 +219,7 @@ class Race:
 
 
 def start_worker(counter):
-    """Give this process one thread, and a GPU if there is one. Its parent handles Ctrl-C; it ends with it."""
+    """Give this process one thread, and a GPU if there is one. It ignores Ctrl-C and ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     with counter.get_lock():
@@ -231,7 +231,7 @@ def start_worker(counter):
 
 
 def end_with_parent():
-    """A killed parent leaves its workers waiting for the next run, with their memory."""
+    """Exit with the parent. The workers of a killed parent would otherwise wait forever and hold memory."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -243,6 +243,6 @@ def check_same_start(results):
         start_of_run = (run["initial"], run["rows"])
         if start_of_seed.setdefault(run["seed"], start_of_run) != start_of_run:
             raise InputError(
-                f"the contenders of seed {run['seed']} differ in initial weights or rows, as the code has "
-                "changed: choose another --name"
+                f"the contenders of seed {run['seed']} differ in initial weights or rows, because the code "
+                "has changed: choose another --name"
             )

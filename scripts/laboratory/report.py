@@ -1,4 +1,4 @@
-"""The results of a race in words and a picture.
+"""The results of a race as text and as a picture.
 
 Results are {contender: its runs}, one per seed, see race.train.
 """
@@ -12,10 +12,10 @@ from nanomuon.runtime import InputError, write_text
 from scripts.laboratory import significance
 
 NOTE = """± is the standard error over seeds. Differences are taken seed by seed; their 95% intervals also use
-the deviations of the other contenders, as a few seeds hardly show their own. "Better" and "worse" are
-corrected for the number of comparisons (Benjamini and Hochberg): at most 5% of them are expected to be wrong,
-and so a difference may be "not distinguishable" although its own interval leaves out zero. The lowest of many
-means was lucky as well, so its lead is overstated a little."""
+the deviations of the other contenders, because a few seeds say little about their own. "Better" and "worse"
+are corrected for the number of comparisons (Benjamini and Hochberg): at most 5% of them are expected to be
+wrong, so a difference may be "not distinguishable" although its own interval excludes zero. The lowest of
+many means was also lucky, so its lead is slightly overstated."""
 
 
 def score(run):
@@ -25,20 +25,20 @@ def score(run):
 
 
 def judged(results, baseline):
-    """{name: its significance.Difference to the baseline} of those that have not diverged."""
+    """{name: its significance.Difference to the baseline} of the contenders that have not diverged."""
     scores = {}
     for name, runs in results.items():
         scores[name] = [score(run) for run in runs]
     scores = {name: each for name, each in scores.items() if all(map(math.isfinite, each))}
     if baseline not in scores:
         raise InputError(
-            f"the baseline {baseline} diverged: lower its rates, or correct its rule, or put another first"
+            f"the baseline {baseline} diverged: lower its rates, correct its rule, or put another one first"
         )
     return significance.differences(scores, baseline)
 
 
 def table(results, baseline, unit):
-    """A row for each contender as text, the lowest mean first, those that diverged last."""
+    """A text table with a row for each contender, the lowest mean first, diverged ones last."""
     compared = judged(results, baseline)
     lines = [["contender", "seeds", unit, f"against {baseline}", "step ms", "optimizer ms"]]
     for name, runs in sorted(results.items(), key=lambda item: mean(map(score, item[1]))):
@@ -63,7 +63,7 @@ def mean_text(scores):
 
 
 def columns(lines):
-    """Lines of cells, the first a header, as a Markdown table whose columns are as wide as their cells."""
+    """Lines of cells, the first one a header, as a Markdown table with aligned columns."""
     lines = [list(map(str, line)) for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
@@ -75,24 +75,24 @@ def columns(lines):
 
 
 def write_report(folder, results, baseline, text, unit):
-    """race.md, with this text, and race.png."""
+    """Write race.md, with this text, and race.png."""
     plot_race(results, baseline, unit, folder / "race.png")
     write_text(folder / "race.md", f"# {folder.name}\n\n{text}\n\n![Curves, differences](race.png)\n")
 
 
 def plot_race(results, baseline, unit, image):
-    """Validation curves, the mean over seeds of each contender, and the differences with their intervals."""
+    """Plot each contender's mean validation curve over seeds, and the differences with their intervals."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     size = 18, max(4.5, 0.2 * len(results))
-    with matplotlib.rc_context({"text.parse_math": False}):  # a name may have any characters, dollars too
+    with matplotlib.rc_context({"text.parse_math": False}):  # a name may contain dollar signs
         figure, (curves, forest) = pyplot.subplots(1, 2, figsize=size, layout="constrained")
         for name, runs in results.items():
             points = np.mean([np.array(run["curve"], dtype=float) for run in runs], axis=0)
-            curves.plot(*points[len(points) // 4 :].T, label=name)  # without the steep beginning
+            curves.plot(*points[len(points) // 4 :].T, label=name)  # without the steep start
         curves.set(title="loss on a part of the validation set, mean over seeds", xlabel="step", ylabel=unit)
         curves.legend(fontsize=7)
         for name, difference in reversed(judged(results, baseline).items()):

@@ -2,16 +2,17 @@
 
 Pure functions of numbers. A score is a loss: lower is better.
 
-A seed moves the scores of all contenders, so they are compared seed by seed. With 2 or 5 seeds the
-deviation of one pair's differences is hardly known: Student's interval with 2 seeds is 12.7 standard errors
-to each side. But a race of many contenders has many residuals about the layout score = contender + seed, and
-their deviations are much alike. So the variance of a pair's differences counts with its own degrees of
-freedom, and the pooled variance with up to PRIOR_DF, as in the moderated t test (Smyth 2004,
+A seed shifts the scores of all contenders, so they are compared seed by seed. With 2 or 5 seeds the
+deviation of one pair's differences is poorly known: Student's interval with 2 seeds is 12.7 standard errors
+to each side. But a race of many contenders has many residuals from the model score = contender + seed, and
+their deviations are similar. So the variance of a pair's differences counts with its own degrees of freedom,
+and the pooled variance with up to PRIOR_DF, as in the moderated t test (Smyth 2004,
 doi:10.2202/1544-6115.1027; there the weight is estimated, here it is fixed). Two contenders have nothing to
 pool, which leaves Student's paired test.
 
-Simulated: 95% intervals contain the true difference in 98% of races if all deviations are equal. Those of a
-contender with 5 times the deviation of the 11 others do in 79% with 2 seeds, 84% with 3 and 88% with 5.
+In simulations, 95% intervals contain the true difference in 98% of races if all deviations are equal. Those
+of a contender with 5 times the deviation of the 11 others do so in 79% with 2 seeds, 84% with 3 and 88% with
+5.
 """
 
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-# Degrees of freedom that the pooled variance counts for. Simulated with 2 seeds of 12 contenders, 11 of them
-# compared with the first. If these are 1.5 to 17 deviations behind, 88% of them are found, 91% by the pooled
-# variance alone, 18% by a pair's own. If all are equal and one has 5 times the deviation of the others, 4% of
-# races have a false alarm, 17% by the pooled variance alone; if the first is that one, 17% and 33%.
+# Degrees of freedom for which the pooled variance counts. Simulated with 2 seeds of 12 contenders, 11 of them
+# compared with the first. If these are 1.5 to 17 deviations behind, 88% of them are found, 91% with only the
+# pooled variance, 18% with only a pair's own. If all are equal and one has 5 times the deviation of the
+# others, 4% of races have a false alarm, 17% with only the pooled variance; if that one is the first, 17% and
+# 33%.
 PRIOR_DF = 3
-SMALLEST = 1e-300  # of a standard error: all differences may be the same
+SMALLEST = 1e-300  # standard error, since all differences may be the same
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,17 @@ class Difference:
     """The mean of paired differences."""
 
     mean: float
-    half: float  # of its 95% interval
-    p: float  # two-sided, of no difference, adjusted for the number of comparisons
+    half: float  # half the width of its 95% interval
+    p: float  # two-sided, for no difference, adjusted for the number of comparisons
 
 
 def differences(scores: dict[str, list[float]], reference: str) -> dict[str, Difference]:
     """{contender: its Difference to the reference}.
 
     scores: {contender: one per seed, in the same order of seeds}, all finite. One seed decides nothing: then
-    p is 1 and the interval infinite. The p are those of Benjamini and Hochberg: of the differences with a p
-    below alpha a share of at most alpha is expected to be false, if they are independent or depend on each
-    other positively, as those of many comparisons with one baseline do (Benjamini and Yekutieli 2001).
+    p is 1 and the interval infinite. The p-values are Benjamini and Hochberg's: of the differences with p
+    below alpha, a fraction of at most alpha is expected to be false, if they are independent or positively
+    dependent, like many comparisons with one baseline (Benjamini and Yekutieli 2001).
     """
     others = [name for name in scores if name != reference]
     if not others:
@@ -60,9 +62,9 @@ def differences(scores: dict[str, list[float]], reference: str) -> dict[str, Dif
 def standard_errors(paired: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, float]:
     """(standard errors of the means of paired differences, their degrees of freedom).
 
-    paired: (pairs, seeds), of rows of the table (contenders, seeds). The pooled variance counts for at most a
-    third of its degrees of freedom, so that one wild contender cannot set it for a small race, and both
-    together count for at most the pooled ones.
+    paired: (pairs, seeds), differences of rows of the table (contenders, seeds). The pooled variance counts
+    for at most a third of its degrees of freedom, so that one wild contender cannot dominate a small race,
+    and both variances together count for at most the pooled ones.
     """
     contenders, seeds = table.shape
     own_df, pooled_df = seeds - 1, (seeds - 1) * (contenders - 1)
@@ -74,7 +76,7 @@ def standard_errors(paired: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, 
 
 
 def verdict(difference: Difference) -> str:
-    """In words; lower scores are better."""
+    """The difference in words. Lower scores are better."""
     mean, half = difference.mean, difference.half
     if half == np.inf:
         return f"one seed, difference {mean:+.4f}: cannot tell"

@@ -1,7 +1,7 @@
-"""The tasks that optimizers race on: what is trained, on which rows, and how it is scored.
+"""The tasks on which optimizers race: what is trained, on which rows, and how it is scored.
 
-A setup is a dict of JSON types with everything that two comparable runs must share. A place is where its data
-lies: the file of a text, or a folder of shards.
+A setup is a dict of JSON types with everything that two comparable runs must share. A place is where the data
+is: a text file, or a folder of shards.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ from nanomuon.tokenizer import Tokenizer
 from scripts import base_train
 
 TASKS = ("shakespeare", "python", "corpus")
-EVAL_ROWS = 64  # windows of a validation batch of the shakespeare task
-BATCH = 4096  # tokens of a step on a corpus
-# {field of the model: its type}; the vocabulary is the data's
+EVAL_ROWS = 64  # windows per validation batch in the shakespeare task
+BATCH = 4096  # tokens per step on a corpus
+# {field of the model: its type}; the data decides the vocabulary
 FIELDS = {name: field.type for name, field in GPTConfig.__dataclass_fields__.items() if name != "vocab_size"}
 
 
 def open_task(args):
-    """(place, setup) of --task, with --text, --corpus, --vocab-size, --steps and the fields of --model."""
+    """(place, setup) for --task, --text, --corpus, --vocab-size, --steps and the fields of --model."""
     if args.task == "shakespeare":
         place, setup = shakespeare_setup(args.text, args.model)
     else:
@@ -49,7 +49,7 @@ def open_data(setup, place, seed, device):
 
 
 def check_fields(source, fields):
-    """InputError for what is no field of the model, or of another type. source: what it names."""
+    """InputError for an unknown field of the model, or a wrong type. source: what the error names."""
     for name, value in fields.items():
         if name not in FIELDS:
             raise InputError(f"{source}: {name} is not one of {', '.join(FIELDS)}")
@@ -58,7 +58,7 @@ def check_fields(source, fields):
 
 
 def changed_config(source, model, fields):
-    """The GPTConfig with these fields in place of the model's own."""
+    """The model's GPTConfig with these fields replaced."""
     try:
         return GPTConfig(**{**model, **fields})
     except ValueError as error:
@@ -96,7 +96,7 @@ def shakespeare_data(setup, text, seed, device):
     tokens = torch.tensor([ids[character] for character in characters])
     length = setup["model"]["seq_len"]
     cut = int(0.9 * len(tokens))
-    count = (len(tokens) - cut - 1) // length  # validation windows, side by side
+    count = (len(tokens) - cut - 1) // length  # validation windows, which do not overlap
     if count < 1 or cut <= length:
         raise InputError(f"{text} has {len(tokens)} characters, too few for windows of {length}")
 
@@ -109,7 +109,7 @@ def shakespeare_data(setup, text, seed, device):
 
 
 def random_windows(windows, rows, seed, device):
-    """Yield (inputs, targets) of `rows` windows for ever; those of a step depend on seed and step alone."""
+    """Yield (inputs, targets) of `rows` windows forever. A step's windows depend only on seed and step."""
     for step in itertools.count():
         chosen = np.random.default_rng([seed, step]).integers(len(windows), size=rows)
         batch = windows[torch.from_numpy(chosen)].to(device)
@@ -117,10 +117,10 @@ def random_windows(windows, rows, seed, device):
 
 
 def validation_windows(inputs, targets):
-    """Batches (EVAL_ROWS, length) of (count, length) windows, filled up with rows that are not scored.
+    """Batches (EVAL_ROWS, length) of (count, length) windows, padded with rows that are not scored.
 
     All have the same shape, so the model is compiled once. Each batch takes windows from all over the text,
-    so a few batches represent all.
+    so a few batches represent the whole.
     """
     count, length = inputs.shape
     empty = -count % EVAL_ROWS
@@ -133,7 +133,7 @@ def validation_windows(inputs, targets):
 
 
 def corpus_setup(corpus, vocab_size, fields):
-    """The model and the loader of base_train, in steps of 4,096 tokens: bits per byte."""
+    """base_train's model and loader, with steps of 4,096 tokens, scored in bits per byte."""
     folder = shards.prepare_for_training(open_corpus(corpus), vocab_size)
     manifest = shards.read_manifest(folder)
     tokenizer = Tokenizer.load(folder / "tokenizer")
@@ -142,7 +142,7 @@ def corpus_setup(corpus, vocab_size, fields):
     args.vocab_size = tokenizer.vocab_size
     model = model_config(args, "cuda" if usable_gpus() else "cpu")
     config = changed_config("--model", asdict(model), fields)
-    # Only the first entries: a corpus on the hub may still be growing
+    # Only the first entries, because a corpus on the hub may still be growing
     first = [asdict(entry) for entry in manifest.val[:1] + manifest.train[:1]]
     setup = dict(
         data=digest(tokenizer.hash, first),
@@ -164,7 +164,7 @@ def corpus_data(setup, folder, seed, device):
 
 
 def digest(*parts):
-    """Twelve hex digits of bytes and JSON-like values; functions count by their name."""
+    """Twelve hex digits that identify bytes and JSON-like values; functions count by name."""
     state = hashlib.sha256()
     for part in parts:
         if not isinstance(part, bytes):
@@ -174,5 +174,5 @@ def digest(*parts):
 
 
 def as_text(value):
-    """The JSON form of other types: a function by its name, anything else as printed."""
+    """The JSON form of other types: a function's name, anything else as it is printed."""
     return str(option_name(value))
