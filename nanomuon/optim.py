@@ -15,7 +15,7 @@ The parameters are divided into work items, and `MuonAdamW.step` takes them thro
 Each rank has all replicated parameters, and gradients from its own rows of the batch. The collectives of
 `collect` average the gradients over the W ranks; nothing else does. A matrix's mean gradient and state exist
 only on the rank that owns the matrix (ZeRO-2). Each phase visits the items in the order of this table, then
-in the order of the groups, and the banks of a group from the largest matrices to the smallest:
+in the order of the groups, and the Banks of a group from the largest matrices to the smallest:
 
     work item         parameters                  collect          send         state on one rank
     Bank              K matrices of one group     reduce_scatter   all_gather   for at most ceil(K/W) matrices
@@ -274,7 +274,7 @@ def hyper_of(group):
 
 @dataclass
 class Transfer:
-    """A collective in flight. `wait()` returns `received`; `sent` is only kept alive until then."""
+    """A collective in flight. `wait()` returns `received`; until then `sent` must stay alive."""
 
     received: object  # a tensor, or a list of tensors
     handles: list = ()  # from torch.distributed, or Transfers; none in a single process
@@ -320,7 +320,7 @@ class World:
         return self
 
     def __reduce__(self):
-        """A process group unpickles as the default one."""
+        """Any process group unpickles as the default one."""
         return (World, ()) if self.process_group is None else (World.default, (self.comm_dtype,))
 
     def span(self, length, rank):
