@@ -9,7 +9,7 @@ published figures (nanochat's, after DCLM's):
   whose every token is the most likely one. A choice without a token of its own (a prefix of all others) has
   no mean loss: as in the published code, it wins if it is the first choice, and never otherwise.
 
-Where the published code fails, this code goes on: if there are fewer other items than examples, all are
+Where the published code fails, this code does not: if there are fewer other items than examples, all are
 shown; a continuation that does not fit into the context is scored from its second remaining token on; if a
 continuation changes the tokens before it, the changed tokens are scored too.
 
@@ -61,7 +61,7 @@ CORE_TASKS = frozenset(
 
 
 class Unreachable(InputError):
-    """A URL returned no bundle. A training run goes on without it."""
+    """A URL returned no bundle. A training run continues without it."""
 
 
 @dataclass

@@ -325,7 +325,7 @@ class World:
         return self
 
     def __reduce__(self):
-        """A process group unpickles as the default one."""
+        """Any process group unpickles as the default one."""
         return (World, ()) if self.process_group is None else (World.default, (self.comm_dtype,))
 
     def span(self, length, rank):

@@ -148,7 +148,7 @@ class SavedByName:
         saved["param_groups"] = groups
         if not self.state:
             # torch.distributed.checkpoint fills only what is here, so it would ignore the state in its file.
-            # This key makes it raise an error, because the file lacks it
+            # This key makes it raise an error, unless the file has the key too
             saved["before_first_step"] = True
         return saved
 

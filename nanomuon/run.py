@@ -233,7 +233,7 @@ class Run:
             self.metrics.log({"step": self.step, "tokens": self.step * self.plan.batch, **figures})
 
     def save(self, position: dict | None = None, is_last: bool = True) -> None:
-        """Write a checkpoint. If that fails, InputError for the last one; otherwise training goes on.
+        """Write a checkpoint. If that fails, InputError for the last one; otherwise training continues.
 
         position: the loader's, to repeat the rows of a step that could not be taken.
         """

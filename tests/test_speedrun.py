@@ -64,7 +64,7 @@ def test_a_node_of_gpus_trains_under_torchrun_while_data_is_prepared(tmp_path, m
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300\n" in environment  # seconds to write a checkpoint
     assert "PET_SIGNALS_TO_HANDLE" not in environment
     # Why the training has waited in vain
-    assert code == 1 and errors.splitlines()[-1] == "data_prep has failed: error: no room"
+    assert code == 1 and errors.splitlines()[-1] == "data_prep failed: error: no room"
 
 
 def test_under_nohup_torchrun_does_not_end_with_the_terminal(tmp_path):
