@@ -4,7 +4,7 @@ A corpus is an ordered list of files, and a file's suffix decides how it is read
 same corpus reads the same documents in the same order. A text file is one document; so is each record of
 .jsonl or .parquet, unless its text is null. Empty documents and copies of earlier ones are skipped (hub
 corpora are assumed to be deduplicated). Files and records that cannot be read cause an error that names them,
-unless unreadable ones are to be skipped.
+unless unreadable ones are to be skipped (of the standard library, files in other encodings always are).
 """
 
 import contextlib

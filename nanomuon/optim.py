@@ -7,16 +7,17 @@
 The parameters are divided into work items, and `MuonAdamW.step` takes them through these phases:
 
     agree     one small all_reduce: which parameters have a gradient on some rank? Is every gradient finite?
-    collect   send the gradients to the ranks that need them
+    collect   send the gradients to the ranks that need them (a Pipeline first updates momentum, and sends U)
     compute   update state and parameters from the gradients that have arrived
     send      send the updated parameters
     deliver   copy what the other ranks have updated into the parameters
 
 Each rank has all replicated parameters, and gradients from its own rows of the batch. The collectives of
 `collect` average the gradients over the W ranks, by `ReduceOp.AVG` in the methods of `World`; nothing else
-does. A matrix's mean gradient and state exist only on the rank that owns the matrix (ZeRO-2): its owner has
-K // W consecutive matrices of the bank, or one more. Each phase visits the items in the order of this table,
-then in the order of the groups, and the banks of a group from the largest matrices to the smallest:
+does. A matrix's mean gradient and state exist only on the rank that owns the matrix (ZeRO-2): a rank owns
+K // W consecutive matrices of a bank, or one more (of a 3-D parameter at most ceil(K/W)). Each phase visits
+the items in the order of this table, then in the order of the groups, and the banks of a group from the
+largest matrices to the smallest:
 
     work item         parameters                  collect          send         state on one rank
     Bank              K matrices of one group     reduce_scatter   all_gather   for at most ceil(K/W) matrices

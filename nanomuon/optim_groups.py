@@ -139,9 +139,9 @@ def route(name, param, reasons=None, skip_keys=(), expert_keys=()):
        reasons: {parameter: why}, from `not_hidden_matrices`;
     3. a key of NOT_MUON is in its name: AdamW;
     4. it does not have the shape of matrices: fewer than 2 dimensions (not counting the leading one if an
-       expert key matches its name), more than 4, or at least 3 with a leading 1, like position embeddings, or
-       with one number per leading index, like a scale per head; or it is named like a bias, which for experts
-       has 2 dimensions: AdamW;
+       expert key matches its name) or more than 4; or no expert key matches, and it has at least 3 dimensions
+       with a leading 1, like position embeddings, or with one number per leading index, like a scale per
+       head, or is named like a bias: AdamW;
     5. Muon. 3 dimensions are a batch of matrices, 4 a convolution's matrix (out, in * height * width).
     """
     for key in skip_keys:

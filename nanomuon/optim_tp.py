@@ -12,11 +12,12 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
                a custom `direction`
   blockwise    never                     nothing                      its block               each block
 
-In `distributed` and `duplicated` every rank stores the whole second moment, in `blockwise` that of its block.
-Newton-Schulz computes a Gram matrix in every iteration; its Gram form computes only two (`orthogonalize.py`).
-Where `duplicated` is the default, it replaces `distributed` even if that is requested, because Gram matrices
-are sums over the long side. The functions `duplicated` and `distributed` turn the rule for whole matrices
-into one for shards; `blockwise` needs no such function (`optim_fsdp.sharding_of`).
+In `distributed` and `duplicated` every rank stores the whole second moment; in `blockwise` second moment and
+scale are those of its block. Newton-Schulz computes a Gram matrix in every iteration; its Gram form computes
+only two (`orthogonalize.py`). Where `duplicated` is the default, it replaces `distributed` even if that is
+requested: Gram matrices are sums over the long side, a rank's rows are not those of whole parts, and a
+`direction` needs whole matrices. The functions `duplicated` and `distributed` turn the rule for whole
+matrices into one for shards; `blockwise` needs no such function (`optim_fsdp.sharding_of`).
 """
 
 import dataclasses

@@ -48,7 +48,7 @@ class Run:
     forward: the model, compiled or eager: (inputs, targets) -> mean loss. schedule: (initial group, step,
     steps) -> values of the group at this step. initial_groups: the param groups as they were built. mesh:
     that of cut parameters, or None. step: steps done; skipped: those without an update, because a loss or
-    gradient was not finite.
+    gradient was not finite. plan: as given, but of at least as many steps as are done.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Run:
         """Open shards and tokenizer. Returns the settings' `trained_on`; InputError if it has changed."""
         args, file = self.args, self.args.optimizer_file
         corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
-        args.text_field = corpus.text_field
+        self.text_field = corpus.text_field
         trained_on = {"corpus": args.corpus, "revision": corpus.revision, "shards": corpus.slug}
         before = settings.trained_on if settings else trained_on
         if corpus.differs(str(before.get("corpus")), str(before.get("revision"))):
@@ -109,7 +109,7 @@ class Run:
                 f"the texts of {corpus.name} have changed since run {args.run} began: restore them, "
                 "choose another --run, or start over: --resume never"
             )
-        self.data = shards.prepare_for_training(corpus, args.vocab_size)
+        self.data = shards.prepare_for_training(corpus, self.plan.config.vocab_size)
         self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
         refuse_changes(args.run, before, {"tokenizer": self.tokenizer.hash})
@@ -171,6 +171,7 @@ class Run:
         config = self.plan.config
         chosen = {"total_batch_size": self.plan.batch, "max_seq_len": config.seq_len}
         chosen |= {"vocab_size": config.vocab_size, "window_pattern": config.window_pattern}
+        chosen["text_field"] = self.text_field
         chosen["dtype"] = self.runtime.dtype_name
         settings = Settings(
             options=recorded(self.args) | chosen,

@@ -19,6 +19,7 @@ import sys
 from dataclasses import replace
 
 from nanomuon import shards
+from nanomuon.attention import use_flash_attention
 from nanomuon.command import number, run_command
 from nanomuon.corpus import open_corpus, remember
 from nanomuon.plan import make_plan
@@ -62,6 +63,7 @@ def of_training(flags):
     """
     args, settings = base_train.understand(make_parser(), flags)
     runtime = start(args.dtype)
+    use_flash_attention(runtime.device, runtime.compute_dtype)  # it decides windows, and so FLOPs and length
     ranks = max(usable_gpus(), args.tensor_parallel)
     plan = make_plan(args, replace(runtime, world_size=ranks), settings)
     args.vocab_size = plan.config.vocab_size
