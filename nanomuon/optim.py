@@ -34,12 +34,12 @@ largest matrices to the smallest:
     Bank              a stack of its gradients, padded to a multiple of W, and the 1/W of it that this rank
                       receives; both are freed before the stack of updated matrices is allocated
                       ... if 2K < W: K gradients, reduced in place, and later K updated matrices
-    Rows              the 1/W of the gradient that this rank receives; if W does not divide R, padded copies
-                      of the gradient and, until `deliver`, of the parameter; if comm_dtype casts the
-                      gradient, a copy of it
+    Rows              until it has computed, the 1/W of the gradient that this rank receives; if W does not
+                      divide R, padded copies of the gradient and, until `deliver`, of the parameter; if
+                      comm_dtype casts the gradient, a copy of it
     SmallParameters   one flat vector of the gradients and, inside `compute`, one of the parameters
 
-All gradients are in flight at once, in at most (1 + 1/W) times their padded bytes. A bank's gradients are
+All gradients are in flight at once, in at most (1 + 1/W) times the padded bytes that are sent. A bank's are
 freed once it has computed; its stack of updated matrices stays until `deliver`, so at the end all updated
 matrices are in flight. Add the temporaries of one batch (about four times BATCH_BYTES) or of this rank's rows
 of one large AdamW parameter. Each rank sends 2(W-1)/W times the parameters' bytes per step, plus padding. A
@@ -555,7 +555,7 @@ class Rows(WorkItem):
     def deliver(self, rows):
         """rows: all rows of the parameter, plus padding."""
         param = local(self.params[0])
-        if rows is not param:  # it was padded
+        if rows is not param:  # which all_gather fills itself, unless it was padded or not contiguous
             param.copy_(rows[: len(param)])
 
 

@@ -12,9 +12,10 @@ is sharded, and by which dimension of the device mesh:
 
 The first two are a `Bank` of this rank's shards. The third is a `Pipeline`, one work item made of chunks of
 same-shaped matrices. Momentum, weight decay and update are elementwise and happen on the shards; the rule,
-which needs whole matrices, runs on their owner. Along with the shards of an update, the owner returns the
-rule's state as raw bytes. So every rank has all of the rule's state, and it is saved like any replicated
-state. For NorMuon that costs each rank a vector per matrix, and for your own direction the state it declares.
+which needs whole matrices, runs on their owner (by `assign_owners` over FSDP2's ranks, chunk by chunk, the
+most expensive first). Along with the shards of an update, the owner returns the rule's state as raw bytes. So
+every rank has all of the rule's state, and it is saved like any replicated state. For NorMuon that costs each
+rank a vector per matrix, and for your own direction the state it declares.
 One matrix (m, n), its rows on four ranks, in float32 parameters:
 
     rank            0        1        2        3

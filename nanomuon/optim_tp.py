@@ -121,9 +121,9 @@ def normuon_on_shards(
     ns_dtype,
 ):
     """`optim.normuon` on shards cut along the long side: the squared norm and Gram matrices are summed over
-    ranks. The mean squares, one per line of the long side, are gathered: each rank has those of its lines.
-    Only if a square is cut by columns is each of them, one per row, a sum over ranks. Returns shards of X and
-    of its gain.
+    ranks. The mean squares, one per line of the long side, are gathered: each rank has those of its lines. (A
+    square has one per row. If it is cut by columns, a rank has a part of each, and they are summed.) Returns
+    shards of X and of its gain.
     """
     shape = list(U.shape[1:])
     shape[cut.dim - 1] = cut.length
