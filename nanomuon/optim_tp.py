@@ -135,7 +135,7 @@ def normuon_on_shards(
     if X.dtype != torch.float64:
         X = X.to(dtype)
     iterate = gram_newton_schulz if gram else newton_schulz
-    X = iterate(X, table, tall=cut.dim == 1, complete=cut.sum)
+    X = iterate(X, table, tall=cut.dim == 1, sum_over_ranks=cut.sum)
     if not buffers:
         return X, torch.ones_like(ok)
     short, mean_over = min(m, n), 2 if m >= n else 1
