@@ -31,8 +31,9 @@ largest matrices to the smallest:
     Pipeline          matrices under FSDP2: see optim_fsdp.py
 
     work item         buffers during a step
-    Bank              a stack of its gradients, padded to a multiple of W, and the 1/W of it that this rank
-                      receives; both are freed before the stack of updated matrices is allocated
+    Bank              a stack of its gradients, in comm_dtype or their own, padded to a multiple of W, until
+                      it has arrived; the 1/W of it that this rank receives, until the bank has computed; then
+                      a stack of its updated matrices, padded too, until `deliver`
                       ... if 2K < W: K gradients, reduced in place, and later K updated matrices
     Rows              until it has computed, the 1/W of the gradient that this rank receives; if W does not
                       divide R, padded copies of the gradient and, until `deliver`, of the parameter; if
@@ -490,8 +491,8 @@ def call_direction(U, buffers, ok, hyper, *, direction):
 # ------------------------------------------------------------------------------------------------------------
 # The work items
 
-# The most expensive first. A Pipeline comes last, so that its first transfer is in flight while the others
-# compute; like BankOfShards, it also communicates inside its `compute`
+# Banks first, because they compute longest. The Pipeline last, so that its first transfer is in flight while
+# the others compute; like BankOfShards, it also communicates inside its `compute`
 TURNS = ("Bank", "BankOfShards", "Rows", "SmallParameters", "Pipeline")
 
 
@@ -707,7 +708,8 @@ class Bank(MuonItem):
             U = muon_momentum(G, momentum_buffer, ok_batch, hyper, nesterov=self.group["nesterov"])
             X, gain = self.rule(U, buffers, ok_batch, hyper)
             muon_update(P, X, gain, self.scale, ok_batch, hyper, cautious=self.cautious)
-            if len(P) > 1 or not tensors[batch.start].is_contiguous():  # P is a copy
+            is_copy = len(P) > 1 or not tensors[batch.start].is_contiguous()  # by as_batch or as_matrices
+            if is_copy:
                 write(P.unbind(), tensors[batch])
 
     def send(self):
@@ -982,7 +984,8 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
             params_together, rule = banks[key], rule_of(group, *key[0], self.ns_dtype)
             if params_together[0].ndim == 3:  # blocks of matrices, like DTensor's Shard(0), as is its state
                 count = len(params_together[0])
-                owners = [i // -(-count // self.world.size) for i in range(count)]
+                each = -(-count // self.world.size)
+                owners = [i // each for i in range(count)]
             else:
                 owned_cost = self.owned_cost.setdefault(self.world, [0] * self.world.size)
                 owners = assign_owners(len(params_together), rule.cost, owned_cost)

@@ -21,7 +21,7 @@ One matrix (m, n), its rows on four ranks, in float32 parameters:
     rank            0        1        2        3
     send_U          rows     rows     rows     rows     momentum and U of the shard, (m/4, n), float32
     all_to_all                                          U, in comm_dtype or the gradient's dtype
-    send_back                (m, n)                     its owner applies the rule, in float32
+    send_back                (m, n)                     the owner, here rank 1, applies the rule, in float32
     all_to_all                                          the direction, in the same dtype as U, and the
                                                         rule's state, unconverted
     update_shards   rows     rows     rows     rows     decay and update of the shard; all copy the state
@@ -213,8 +213,8 @@ class Chunk(OfShards, MuonItem):
     """K matrices that go through the pipeline together, of which this rank owns k.
 
     A shard consists of lines of its matrix: rows, or columns if `dim` is 2. The first all_to_all is laid out
-    line by line: (matrices, lines, length of a line). The second has, for each matrix, the bytes of its shard
-    in this layout, then those of each buffer of the rule.
+    line by line: (matrices, lines, length of a line). The second is bytes, for each matrix
+    [shard in this layout | first buffer of the rule | ...].
     """
 
     def __init__(self, params, group, sharding, owners):

@@ -5,8 +5,8 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
 
   mode         default if                elements a rank sends        a rank computes         polar factor of
   distributed  the long side, or a       2(T-1)/T s^2 for each Gram   1/T of the products     the whole matrix
-               square, is cut            matrix, a norm, and mean     with X, and all s x s
-                                         squares                      products
+               square, is cut            matrix; also one norm, and   with X, and all s x s
+                                         l mean squares               products
   duplicated   the short side is cut,    (T-1)/T l s                  everything              the whole matrix
                rows of fused parts, or
                a custom `direction`
@@ -33,8 +33,8 @@ from nanomuon.orthogonalize import gram_newton_schulz, newton_schulz, newton_sch
 
 
 def choose_mode(group, shape, dim, world):
-    """The mode that the group requests, or `distributed`. This one, requested or not, becomes `duplicated`
-    unless the long side is cut, over which Gram matrices sum. ValueError for an impossible `blockwise`.
+    """The mode that the group requests, by default `distributed`. If the long side is not cut, `distributed`
+    becomes `duplicated` even if it is requested. ValueError for an impossible `blockwise`.
     """
     m, n = shape
     rows, fused_rows = [m], False
