@@ -8,7 +8,7 @@
 # Without a GPU it takes 4 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C end it. A run that has started its steps is saved, and
 # exits with code 75. The same command carries on. Set these variables to change it:
 #
-#   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (relative to here, or absolute), hf:ORG/NAME[:CONFIG]
+#   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (absolute, or relative to this file), hf:ORG/NAME[:CONFIG]
 #   VOCAB_SIZE=1024         a smaller vocabulary, for a small corpus
 #   DEPTH=8                 a deeper (and wider) or a smaller model
 #   RUN=name                name of the run under $NANOMUON_BASE_DIR/runs
@@ -70,13 +70,13 @@ fi
 # Both get the same flags: a wrong flag ends data_prep before it prepares any data
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 case $CORPUS in
-    python | path:*) "$PYTHON" -m scripts.data_prep -- "${FLAGS[@]}" ;;
-    *) # from the hub: prepared during training, which waits if necessary
+    hf:*) # from the hub: prepared during training, which waits if necessary
         mkdir -p "${run_dir%/*}"
         echo "data: $CORPUS, progress in $run_dir.data_prep.log"
         nice -n 10 "$PYTHON" -m scripts.data_prep -- "${FLAGS[@]}" >"$run_dir.data_prep.log" 2>&1 &
         data_prep=$!
         ;;
+    *) "$PYTHON" -m scripts.data_prep -- "${FLAGS[@]}" ;;
 esac
 
 rm -f "$run_dir/stopped"

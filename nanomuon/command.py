@@ -43,7 +43,7 @@ def number(kind: type, low: float, high: float):
     def parse(text: str):
         value = kind(text)
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be from {low:,g} to {high:,g}, not {text}")
+            raise argparse.ArgumentTypeError(f"must be from {low:,} to {high:,}, not {text}")
         return value
 
     parse.__name__ = kind.__name__  # argparse's "invalid int value"
@@ -149,7 +149,7 @@ class StopSignals:
     """SIGTERM, SIGHUP (not under nohup) and Ctrl-C request to save and stop after this step; a second Ctrl-C
     ends at once.
 
-    in_steps: whether there is something to save. Before the first step and after the last one there is not,
+    in_steps: whether there is something to save. In the first step and after the last one there is not,
     and a signal ends this process at once. The first rank records the stop in the file `stopped` in the run's
     folder.
     """

@@ -237,9 +237,11 @@ def _local_files(root, suffixes) -> list[Path]:
     """The files to read under `root`, sorted, without hidden ones, pipes and those that we write ourselves.
     Follows links, and visits each folder once.
     """
-    seen = {os.path.realpath(base_dir())}  # our own folder, which changes with every run
+    seen, walk = set(), [(root.parent, [], [root.name])]
+    if not root.is_file():
+        seen.add(os.path.realpath(base_dir()))  # our own folder, which changes with every run
+        walk = os.walk(root, followlinks=True)
     files = []
-    walk = [(root.parent, [], [root.name])] if root.is_file() else os.walk(root, followlinks=True)
     for folder, subfolders, names in walk:
         place = os.path.realpath(folder)
         if place in seen:

@@ -123,14 +123,13 @@ def model_config(args: argparse.Namespace, device: str) -> GPTConfig:
     on_gpu, windows = device == "cuda", args.window_pattern
     if windows is None:  # windows do not make PyTorch's own kernels faster (docs/log.md)
         windows = "SSSL" if torch.nn.attention.current_flash_attention_impl() else "L"
+    # Flags that are called like a field, such as --depth, and those that are not
+    config = {name: value for name, value in vars(args).items() if name in GPTConfig.__dataclass_fields__}
+    config |= {"vocab_size": args.vocab_size or default_vocab_size(args.corpus)}
+    config |= {"seq_len": args.max_seq_len or (2048 if on_gpu else 512)}
+    config |= {"window_pattern": windows, "qk_norm": not args.no_qk_norm}
     try:
-        return GPTConfig.from_depth(
-            args.depth,
-            args.vocab_size or default_vocab_size(args.corpus),
-            args.max_seq_len or (2048 if on_gpu else 512),
-            window_pattern=windows,
-            qk_norm=not args.no_qk_norm,
-        )
+        return GPTConfig.from_depth(**config)
     except ValueError as error:
         raise InputError(str(error)) from error
 

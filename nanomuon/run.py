@@ -106,8 +106,9 @@ class Run:
         before = settings.trained_on if settings else trained_on
         if corpus.differs(str(before.get("corpus")), str(before.get("revision"))):
             raise InputError(
-                f"the texts of {corpus.name} have changed since run {args.run} began: restore them, "
-                "choose another --run, or start over: --resume never"
+                f"run {args.run} was trained on the texts of {before.get('corpus')}, not on those that "
+                f"{corpus.name} has now: give that --corpus, restore its texts, choose another --run, or "
+                "start over: --resume never"
             )
         self.data = shards.prepare_for_training(corpus, self.plan.config.vocab_size)
         self.tokenizer = Tokenizer.load(self.data / "tokenizer")

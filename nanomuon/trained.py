@@ -13,7 +13,7 @@ from nanomuon import checkpoint
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.parallel import build_model
 from nanomuon.plan import meta_model
-from nanomuon.runtime import InputError, Runtime, find_run, print0, read_json
+from nanomuon.runtime import InputError, Runtime, base_dir, find_run, print0, read_json
 from nanomuon.settings import Settings
 from nanomuon.tokenizer import Tokenizer
 
@@ -89,9 +89,10 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
     """
     folder = find_run(run)
     if not folder.exists():
-        others = sorted(path.parent.name for path in folder.parent.glob("*/settings.json"))
+        others = sorted(path.parent.name for path in base_dir().glob("runs/*/settings.json"))
         raise InputError(
-            f"there is no run {folder}; there are: {', '.join(others) or 'none (is NANOMUON_BASE_DIR set?)'}"
+            f"there is no run {folder}; {base_dir()}/runs has: {', '.join(others) or 'none'} (give a name "
+            "alone: with a slash it is a path)"
         )
     if checkpoint_name is None and not (folder / "model.safetensors").exists():
         raise InputError(
@@ -106,8 +107,14 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
         runtime = replace(runtime, compute_dtype=torch.float32)
     if checkpoint_name is None:
         model = load_model(folder, runtime)
-        summary = folder / "summary.json"
-        step = read_json(summary).get("steps") if summary.exists() else None
+        step, summary = None, folder / "summary.json"
+        if summary.exists():
+            step = read_json(summary).get("steps")
+        else:
+            print0(
+                f"warning: run {folder.name} has been continued since it finished this model; --checkpoint "
+                "last uses a newer one"
+            )
     else:
         found = checkpoint.find(folder, "auto" if checkpoint_name == "last" else checkpoint_name)
         if found is None:

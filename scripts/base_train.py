@@ -102,7 +102,6 @@ def train(run: Run, signals: StopSignals) -> int | None:
     args, plan, progress = run.args, run.plan, Progress(run.plan.steps)
     peak = peak_flops(run.runtime.device)
     bad_steps = 0  # in a row, so far
-    signals.in_steps = True
     while run.step < plan.steps:
         # Here, not at the end of a step: so a signal need not wait for an evaluation, and a resumed run makes
         # up for a missed one
@@ -128,6 +127,8 @@ def train(run: Run, signals: StopSignals) -> int | None:
             print0(f"stopped at step {run.step} and saved; the same command carries on once there is data")
             raise
 
+        # Not before: the first step has nothing to save, and a Ctrl-C also ends the compiler that it may run
+        signals.in_steps = True
         run.step += 1
         run.skipped += done.skipped
         bad_steps = bad_steps + 1 if done.skipped else 0

@@ -79,7 +79,11 @@ REFUSED = [  # script, flags, message
         "contender default:matrix_lr=abc: matrix_lr must be a num",
     ),
     ("optim_race", "--contenders default --corpus path:x", "--corpus path:x is only for --task corpus"),
-    ("optim_race", "--contenders default --model depth=x", "--model: depth must be int, not 'x'"),
+    (
+        "optim_race",
+        "--contenders default --model depth=x",
+        "--model: depth='x': the content: Input should be a valid integer",
+    ),
     ("optim_race", "--contenders default --model depth", "--model: 'depth' is not key=value"),
     ("optim_race", "--contenders default --text {text} --model heads=3", "--model: width 128 must be"),
     ("plan", "--gpus 99999999999", "argument --gpus: must be from 1 to 65,536, not 99999999999; see"),

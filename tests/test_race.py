@@ -261,7 +261,10 @@ def test_models_race_in_pairs(lab, tmp_path, capsys):
     [
         ("nope", "contender nope is neither default nor a file"),
         ("default:foo=1", "contender default has no foo; it has lr_scale, matrix_lr.*, heads, kv_heads"),
-        ("default:heads=x", "contender default:heads=x: heads must be int, not 'x'"),
+        (
+            "default:heads=x",
+            "contender default:heads=x: heads='x': the content: Input should be a valid integer",
+        ),
         ("default:seq_len=8", "contender default has no seq_len"),
         ("default:matrix_lr=-1", "contender default:matrix_lr=-1: no optimizer was built: .*lr"),
         ("default:heads=3", "contender default:heads=3: width 32 must be an even multiple"),

@@ -144,16 +144,33 @@ def test_a_signal_during_the_start_ends_it_with_a_line(base, processes):
 
 SLEEPER = """
     class Sleeper(torch.optim.SGD):
+        awake = {awake}
         def step(self):
-            print("asleep", flush=True)
-            __import__("time").sleep(60)
+            if not self.awake:
+                print("asleep", flush=True)
+                __import__("time").sleep(60)
+            self.awake -= 1
     return Sleeper(model.parameters(), lr=0.1)
 """
 
 
-def test_a_second_sigint_stops_at_once(base):
-    ranks = Ranks(base, "sleeper", 5, *optimizer_file(base, "sleeper", SLEEPER), *QUIET)
+def asleep(base, awake):
+    """A run that sleeps in the step after so many."""
+    file = optimizer_file(base, f"sleeper{awake}", SLEEPER.format(awake=awake))
+    ranks = Ranks(base, f"sleeper{awake}", 5, *file, *QUIET)
     wait_until(lambda: "asleep" in ranks.output(), ranks.alive)
+    return ranks
+
+
+def test_a_signal_in_the_first_step_which_may_compile_ends_it_at_once(base):
+    ranks = asleep(base, awake=0)
+    ranks.kill(signal.SIGINT)
+    assert ranks.join(5) == [STOPPED]
+    assert ranks.output().endswith("stopped with nothing to save; the same command carries on\n")
+
+
+def test_a_second_sigint_stops_at_once(base):
+    ranks = asleep(base, awake=1)
     ranks.kill(signal.SIGINT)
     time.sleep(0.2)
     assert ranks.alive()
@@ -320,7 +337,7 @@ def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
     with pytest.raises(InputError, match=said):
         base_train.main(["--run", "defined", *changes])
     (tmp_path / "texts" / "more.txt").write_text("lorem ipsum " * 200)
-    with pytest.raises(InputError, match="the texts of path:.* have changed since run defined began: "):
+    with pytest.raises(InputError, match="run defined was trained on the texts of path:.*, not on "):
         base_train.main(["--run", "defined", "--num-iterations", "4"])
     assert settings.read_bytes() == before and len(losses(base, "defined")) == 2
     assert base_train.main([*command, "--num-iterations=1", "--seed=1", "--resume=never"]) == 0

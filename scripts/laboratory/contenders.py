@@ -13,6 +13,7 @@ from scipy.stats import qmc
 from nanomuon import recipe
 from nanomuon.gpt import GPT
 from nanomuon.runtime import InputError
+from nanomuon.trained import model_sources
 from scripts.laboratory.tasks import FIELDS, changed_config, check_fields, digest
 
 
@@ -98,7 +99,8 @@ class Contender:
         return optimizer, [dict(group) for group in optimizer.param_groups]
 
     def key(self, setup):
-        """A digest of its file and its hyperparameters at every step, but not of what the file imports.
+        """A digest of its file, its hyperparameters at every step and the model's code, but not of what else
+        the file imports.
 
         InputError if its functions do not return what they should.
         """
@@ -114,7 +116,7 @@ class Contender:
         described = []
         for group in groups:
             described.append({key: value for key, value in group.items() if key != "params"})
-        return digest(self.sha256, described, course)
+        return digest(self.sha256, model_sources(), described, course)
 
     def dials(self):
         """{keyword: (low, high)} that a sweep searches: a factor on all rates, the weight decay, one more.

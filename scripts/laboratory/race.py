@@ -12,12 +12,13 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 
 import torch
 
 from nanomuon import report as run_report
 from nanomuon.attention import use_flash_attention
+from nanomuon.gpt import GPTConfig
 from nanomuon.parallel import compile_model
 from nanomuon.recipe import switch
 from nanomuon.run import bits_per_byte
@@ -28,6 +29,7 @@ from scripts.laboratory.report import score
 from scripts.laboratory.tasks import as_text, open_data
 
 DIGITS = 6  # of a loss in the file
+MODEL_DEFAULTS = {each.name: each.default for each in fields(GPTConfig) if each.default is not MISSING}
 FIRST_TUNING_SEED = 1000  # seeds that select the rates must not judge them
 LENGTHS = (0.25, 0.5, 1.0)  # of trials in a sweep, relative to the race; each gets a third of the budget
 
@@ -121,6 +123,8 @@ class Race:
             self.append({"setup": setup})
             return
         before, self.runs = read_results(file)
+        if isinstance(before.get("model"), dict):  # a field that was added later had its default
+            before["model"] = {**MODEL_DEFAULTS, **before["model"]}
         changed = []
         for key, value in setup.items():
             if before.get(key) != value:

@@ -19,7 +19,7 @@ from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.gpt import GPTConfig
 from nanomuon.optim_groups import option_name
 from nanomuon.plan import model_config
-from nanomuon.runtime import InputError, usable_gpus
+from nanomuon.runtime import InputError, parse_json, usable_gpus
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_train
 
@@ -53,8 +53,10 @@ def check_fields(source, fields):
     for name, value in fields.items():
         if name not in FIELDS:
             raise InputError(f"{source}: {name} is not one of {', '.join(FIELDS)}")
-        if not isinstance(value, FIELDS[name]):
-            raise InputError(f"{source}: {name} must be {FIELDS[name].__name__}, not {value!r}")
+        try:
+            parse_json(json.dumps(value), FIELDS[name])
+        except ValueError as error:
+            raise InputError(f"{source}: {name}={value!r}: {error}") from error
 
 
 def changed_config(source, model, fields):
