@@ -16,7 +16,7 @@ import torch
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError
 from scripts import base_train, optim_race
-from scripts.laboratory import race, report, tasks
+from scripts.laboratory import contenders, race, report, tasks
 from scripts.laboratory.contenders import Contender
 from tests.training import STILL, optimizer_file
 
@@ -133,7 +133,8 @@ def schedule(group, step, steps):
 """
 
 
-def test_a_file_is_a_contender_by_its_code_and_its_hyperparameters(lab, tmp_path):
+def test_a_file_is_a_contender_by_its_code_its_hyperparameters_and_the_model(lab, tmp_path, monkeypatch):
+    """A field that the model did not have when the race began had its default."""
     file = tmp_path / "own.py"
     file.write_text(OWN)
     assert lab("--contenders", str(file), f"{file}:lr=0.02", "--seeds", "1") == 2
@@ -143,6 +144,12 @@ def test_a_file_is_a_contender_by_its_code_and_its_hyperparameters(lab, tmp_path
     assert lab("--contenders", str(file), "--seeds", "1") == 0
     file.write_text(OWN.replace("0.01", "0.03"))
     assert lab("--contenders", str(file), "--seeds", "1") == 1
+    monkeypatch.setattr(contenders, "model_sources", lambda: {"gpt.py": "another"})
+    assert lab("--contenders", str(file), "--seeds", "1") == 1
+
+    (results,) = tmp_path.rglob("results.jsonl")
+    results.write_text(results.read_text().replace(', "qk_norm": true', "", 1))
+    assert lab("--contenders", str(file), "--seeds", "1") == 0
 
 
 def test_a_contender_that_diverges_is_reported(lab, tmp_path, capsys):
