@@ -118,6 +118,7 @@ def test_every_variable_counts_and_other_flags_are_passed_on(tmp_path):
 
 @pytest.mark.slow
 def test_a_speedrun_that_is_killed_and_stopped_finishes_and_then_skips_everything(tmp_path):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the speedruns would inherit that it is ignored
     command, keywords = on_this_machine(tmp_path, "--num-iterations", "300")
     run = tmp_path / "runs" / "mine"
 
