@@ -112,8 +112,8 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
             step = read_json(summary).get("steps")
         else:
             print0(
-                f"warning: run {folder.name} has been continued since it finished this model; --checkpoint "
-                "last uses a newer one"
+                f"warning: run {folder.name} is not complete: this model may be older than its last "
+                "checkpoint (--checkpoint last)"
             )
     else:
         found = checkpoint.find(folder, "auto" if checkpoint_name == "last" else checkpoint_name)

@@ -172,7 +172,10 @@ def test_a_run_is_evaluated_and_sampled_by_name_by_path_and_before_its_end(
     TOKENIZER.save(shards.tokenizer_folder(open_corpus(f"path:{base}/texts"), 300))
     assert said(sample, shared) == text and val_bpb in said(base_eval, shared)
 
-    for result in ("model.safetensors", "summary.json", "report.md"):
+    (shared / "summary.json").unlink()  # as in a run that goes on
+    said_of_older = said(sample, shared)
+    assert "warning: run shared is not complete" in said_of_older and text in said_of_older
+    for result in ("model.safetensors", "report.md"):
         (shared / result).unlink()
     assert said(sample, shared, "--checkpoint", "step_40") == text
     assert val_bpb in said(base_eval, shared, "--checkpoint", "last")

@@ -82,6 +82,8 @@ def test_which_files_of_a_folder_are_read_and_in_which_order(tmp_path):
     for link in ("link", "same"):
         (tmp_path / link).symlink_to(tmp_path / "../other")
     assert read(f"path:{tmp_path}") == [*(text.removeprefix("\ufeff") for text in texts.values()), "linked"]
+    (tmp_path / "base" / "own.txt").write_text("in our own folder, but named")
+    assert read(f"path:{tmp_path}/base/own.txt") == ["in our own folder, but named"]
 
 
 def test_a_text_field_is_remembered_once_data_prep_has_succeeded(tmp_path, capsys):
