@@ -103,17 +103,11 @@ class Run:
         corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
         self.text_field = corpus.text_field
         trained_on = {"corpus": args.corpus, "revision": corpus.revision, "shards": corpus.slug}
-        before = settings.trained_on if settings else trained_on
-        if corpus.differs(str(before.get("corpus")), str(before.get("revision"))):
-            raise InputError(
-                f"run {args.run} was trained on the texts of {before.get('corpus')}, not on those that "
-                f"{corpus.name} has now: give that --corpus, restore its texts, choose another --run, or "
-                "start over: --resume never"
-            )
         self.data = shards.prepare_for_training(corpus, self.plan.config.vocab_size)
         self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
-        refuse_changes(args.run, before, {"tokenizer": self.tokenizer.hash})
+        if settings:
+            refuse_changes(args.run, settings.trained_on, {"tokenizer": self.tokenizer.hash})
         return trained_on | {"optimizer_file": file, "optimizer_file_sha256": sha256_of(file)}
 
     def _build(self, compiles):
@@ -327,6 +321,17 @@ def bits_per_byte(
         dist.all_reduce(sums)
     nats, size = sums.tolist()
     return nats / (math.log(2) * size)
+
+
+def refuse_other_texts(args: argparse.Namespace, trained_on: dict) -> None:
+    """InputError if the corpus has other texts than those that the run has recorded (trained_on)."""
+    corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
+    before = str(trained_on.get("corpus"))
+    if corpus.differs(before, str(trained_on.get("revision"))):
+        raise InputError(
+            f"run {args.run} was trained on the texts of {before}, not on those that {corpus.name} has now: "
+            "give that --corpus, restore its texts, choose another --run, or start over: --resume never"
+        )
 
 
 def is_complete(folder: Path, steps: int) -> bool:

@@ -38,7 +38,7 @@ from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.plan import make_plan, peak_flops, print_plan
 from nanomuon.qk_clip import clip_
 from nanomuon.report import start_wandb
-from nanomuon.run import Run, is_complete
+from nanomuon.run import Run, is_complete, refuse_other_texts
 from nanomuon.runtime import (
     InputError,
     folder_of,
@@ -87,6 +87,8 @@ def understand(parser: RunParser, argv: list[str] | None) -> tuple[argparse.Name
     """
     args, settings = recall(parser, argv)
     check_corpus(args.corpus)
+    if settings:
+        refuse_other_texts(args, settings.trained_on)
     if args.qk_clip and not args.no_qk_norm:
         raise InputError("--qk-clip needs --no-qk-norm, since the norm already bounds attention logits")
     for name, each in recipe.RATES.items():

@@ -60,7 +60,7 @@ def describe(config: GPTConfig, layout: Layout, available: float) -> list[str]:
     memory = memory_by_kind(config, layout, rows, 2)
     together = sum(memory.values())
     return [
-        "FSDP2" if layout.fsdp else "replicated (ZeRO-2)",
+        "FSDP2" if layout.fsdp else "replicated",
         rows,
         *(f"{memory[kind] / 2**30:.2f}" for kind in MEMORY),
         f"{together / 2**30:.1f}",

@@ -150,12 +150,9 @@ def plan_rows(capsys, flags):
 
 def test_plan_compares_layouts(capsys):
     rows = plan_rows(capsys, "--depth 12 --gpus 16")
-    replicated, fsdp = rows["replicated (ZeRO-2)"], rows["FSDP2"]
+    replicated, fsdp = rows["replicated"], rows["FSDP2"]
     assert float(fsdp["weights"]) == pytest.approx(float(replicated["weights"]) / 16, abs=0.006)
     assert replicated["fits"] == "yes"
     small = plan_rows(capsys, "--depth 12 --gpus 16 --shard fsdp --gpu-memory 4")
     assert list(small) == ["FSDP2"] and int(small["FSDP2"]["rows"]) < int(fsdp["rows"])
-    assert (
-        plan_rows(capsys, "--depth 64 --gpus 1 --shard none --gpu-memory 8")["replicated (ZeRO-2)"]["fits"]
-        == "no"
-    )
+    assert plan_rows(capsys, "--depth 64 --gpus 1 --shard none --gpu-memory 8")["replicated"]["fits"] == "no"

@@ -1,6 +1,7 @@
 """Runs that survive: killed, stopped, moved to other world sizes, out of disk, out of finite numbers."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -18,7 +19,7 @@ from nanomuon.corpus import open_corpus
 from nanomuon.run import Run
 from nanomuon.runtime import InputError
 from nanomuon.settings import LENGTH, MAY_CHANGE, OF_LAUNCH, recall
-from scripts import base_train, sample
+from scripts import base_train, data_prep, sample
 from tests.training import (
     QUIET,
     Ranks,
@@ -337,9 +338,14 @@ def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
     with pytest.raises(InputError, match=said):
         base_train.main(["--run", "defined", *changes])
     (tmp_path / "texts" / "more.txt").write_text("lorem ipsum " * 200)
-    with pytest.raises(InputError, match="run defined was trained on the texts of path:.*, not on "):
-        base_train.main(["--run", "defined", "--num-iterations", "4"])
+    # Even if the run is complete, and before other texts are prepared
+    summary, prepared = settings.with_name("summary.json"), os.listdir(base / "shards")
+    summary.write_text(json.dumps({"steps": 2, "tokens": 512, "val_bpb": 1.0}))
+    for main, words in (base_train.main, []), (data_prep.main, ["--"]):
+        with pytest.raises(InputError, match="run defined was trained on the texts of path:.*, not on "):
+            main([*words, "--run", "defined"])
     assert settings.read_bytes() == before and len(losses(base, "defined")) == 2
+    assert os.listdir(base / "shards") == prepared
     assert base_train.main([*command, "--num-iterations=1", "--seed=1", "--resume=never"]) == 0
     assert json.loads(settings.read_text())["options"]["seed"] == 1 and len(losses(base, "defined")) == 1
 
