@@ -7,7 +7,8 @@
 The parameters are divided into work items, and `MuonAdamW.step` takes them through these phases:
 
     agree     one small all_reduce: which parameters have a gradient on some rank? Is every gradient finite?
-    collect   send the gradients to the ranks that need them (a Pipeline first updates momentum, and sends U)
+    collect   send the gradients to the ranks that need them (a Pipeline first updates momentum, and sends
+              that, by Nesterov's formula, instead)
     compute   update state and parameters from the gradients that have arrived
     send      send the updated parameters
     deliver   copy what the other ranks have updated into the parameters
@@ -38,13 +39,13 @@ largest matrices to the smallest:
     Rows              until it has computed, the 1/W of the gradient that this rank receives; if W does not
                       divide R, padded copies of the gradient and, until `deliver`, of the parameter; if
                       comm_dtype casts the gradient, a copy of it
-    SmallParameters   one flat vector of the gradients and, inside `compute`, one of the parameters
+    SmallParameters   one flat vector of the gradients and, inside `compute`, three more of this size
+    all               zeros in place of a gradient that is None
 
-All gradients are in flight at once, in at most (1 + 1/W) times the padded bytes that are sent. A bank's are
-freed once it has computed; its stack of updated matrices stays until `deliver`, so at the end all updated
-matrices are in flight. Add the temporaries of one batch (about four times BATCH_BYTES) or of this rank's rows
-of one large AdamW parameter. Each rank sends 2(W-1)/W times the parameters' bytes per step, plus padding. A
-single process sends nothing and runs the same math.
+All gradients are in flight at once, in at most (1 + 1/W) times the padded bytes that are sent; before
+`deliver`, all updated matrices are. Add the temporaries of one batch (about four times BATCH_BYTES) or of
+this rank's rows of one large AdamW parameter. Each rank sends 2(W-1)/W times the parameters' bytes per step,
+plus padding. A single process sends nothing and runs the same math.
 
 This file contains, in order: the kernels; the hyperparameters; the ranks and their collectives; parameters
 and gradients; the rule for the direction of a Muon update; the work items; the owners; the optimizers.
@@ -279,8 +280,8 @@ def hyper_of(group):
 
 @dataclass
 class Transfer:
-    """A collective in flight. `wait()` returns `received`. `sent` only has to live until then: `step` and
-    `Pipeline` drop a Transfer when they wait for it.
+    """A collective in flight. `wait()` returns `received`. `sent` has to live until then: `step` and `Pipeline`
+    pop a Transfer in the expression that waits for it, which frees `sent`.
     """
 
     received: object  # a tensor, or a list of tensors

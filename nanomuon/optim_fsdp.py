@@ -8,14 +8,14 @@ is sharded, and by which dimension of the device mesh:
   the experts of (E, m, n)       every rank has whole matrices: nothing is sent
   matrices, by one called "tp"   tensor parallelism: the ranks orthogonalize jointly (`optim_tp.py`)
   matrices, by another (FSDP2)   data parallelism: each matrix has an owner; an all_to_all sends it the
-                                 shards, and a second one returns the shards of the update
+                                 shards, and a second one returns the shards of the direction
 
 The first two are a `Bank` of this rank's shards. The third is a `Pipeline`, one work item made of chunks of
 same-shaped matrices. Momentum, weight decay and update are elementwise and happen on the shards; the rule,
 which needs whole matrices, runs on their owner (by `assign_owners` over FSDP2's ranks, chunk by chunk, the
-most expensive first). Along with the shards of an update, the owner returns the rule's state as raw bytes. So
-every rank has all of the rule's state, and it is saved like any replicated state. For NorMuon that costs each
-rank a vector per matrix, and for your own direction the state it declares.
+most expensive first). Along with the shards of a direction, the owner returns the updated state of the rule
+as raw bytes. So every rank has all of the rule's state, and it is saved like any replicated state. For
+NorMuon that costs each rank a vector per matrix, and for your own direction the state it declares.
 One matrix (m, n), its rows on four ranks, in float32 parameters:
 
     rank            0        1        2        3
@@ -312,7 +312,7 @@ class Pipeline(WorkItem):
 
     def compute(self, parts, ok, hyper):
         ok, chunks = self.ok_of_chunks(ok), self.chunks
-        arriving, returning = {0: Transfer(parts)}, {}  # `collect` has sent chunk 0, and `step` waited for it
+        arriving, returning = {0: Transfer(parts)}, {}  # chunk 0 has arrived: `step` waited for it
         del parts  # `arriving` holds them until they are popped; this name would hold them until the end
         for i in range(len(chunks) + 1):
             if i + 1 < len(chunks):

@@ -3,21 +3,24 @@
 An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short and long side. The option
 `tensor_parallel` of a Muon group is one of these modes:
 
-  mode         default if                elements a rank sends        a rank computes         polar factor of
-  distributed  the long side, or a       2(T-1)/T s^2 for each Gram   1/T of the products     the whole matrix
-               square, is cut            matrix; also one norm, and   with X, and all s x s
-                                         l mean squares               products
-  duplicated   the short side is cut,    (T-1)/T l s                  everything              the whole matrix
-               rows of fused parts, or
+  mode         default if                collectives                  a rank computes         polar factor of
+  distributed  the long side, or a       all_reduce of the norm and   1/T of the products     the whole matrix
+               square, is cut            of each s x s Gram matrix,   with X, and all s x s
+                                         all_gather of l mean         products
+                                         squares, l/T from each rank
+  duplicated   the short side is cut;    all_gather of the matrix     everything              the whole matrix
+               with `split`, rows; or
                a custom `direction`
-  blockwise    never                     nothing                      its block               each block
+  blockwise    never                     none                         its block               each block
 
-In `distributed` and `duplicated` every rank stores the whole second moment; in `blockwise` second moment and
-scale are those of its block. Newton-Schulz computes a Gram matrix in every iteration; its Gram form computes
-only two (`orthogonalize.py`). Where `duplicated` is the default, it replaces `distributed` even if that is
-requested: Gram matrices are sums over the long side, a rank's rows are not those of whole parts, and a
-`direction` needs whole matrices. The functions `duplicated` and `distributed` turn the rule for whole
-matrices into one for shards; `blockwise` needs no such function (`optim_fsdp.sharding_of`).
+In all modes momentum, decay and update are on the shard. In `distributed` and `duplicated` every rank stores
+the whole second moment; in `blockwise` second moment and scale are those of its block. Gram matrices are sent
+in the dtype of the iteration, everything else in that of the state. Newton-Schulz computes a Gram matrix in
+every iteration; its Gram form computes only two (`orthogonalize.py`). Where `duplicated` is the default, it
+replaces `distributed` even if that is requested: Gram matrices are sums over the long side, with `split` a
+rank's rows are not those of whole parts, and a `direction` needs whole matrices. The functions `duplicated`
+and `distributed` turn the rule for whole matrices into one for shards; `blockwise` needs no such function
+(`optim_fsdp.sharding_of`).
 """
 
 import dataclasses
@@ -87,7 +90,7 @@ class Cut:
 
 
 def duplicated(rule, cut):
-    """The rule for shards, where every rank gathers the whole matrices. Every rank has the whole state."""
+    """The rule for shards: every rank gathers U, computes everything, and takes its shard of X and gain."""
     scale = rule.scale
     if isinstance(scale, torch.Tensor):  # (m, 1), one per row
         scale = cut.shard(scale[None])[0]
@@ -121,9 +124,9 @@ def normuon_on_shards(
     ns_dtype,
 ):
     """`optim.normuon` on shards cut along the long side: the squared norm and Gram matrices are summed over
-    ranks. The mean squares, one per line of the long side, are gathered: each rank has those of its lines. (A
-    square has one per row. If it is cut by columns, a rank has a part of each, and they are summed.) Returns
-    shards of X and of its gain.
+    ranks. The mean squares, one per line of the long side, are gathered, since each rank has those of its own
+    lines. Exception: of a square cut by columns, each rank has a part of every mean square, so these are
+    summed. Returns shards of X and of its gain.
     """
     shape = list(U.shape[1:])
     shape[cut.dim - 1] = cut.length
