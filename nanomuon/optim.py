@@ -7,8 +7,8 @@
 The parameters are divided into work items, and `MuonAdamW.step` takes them through these phases:
 
     agree     one small all_reduce: which parameters have a gradient on some rank? Is every gradient finite?
-    collect   send the gradients to the ranks that need them (a Pipeline first updates momentum, and sends
-              that, by Nesterov's formula, instead)
+    collect   send the gradients to the ranks that need them; a Pipeline instead updates its momentum, and
+              sends U, the momentum by Nesterov's formula
     compute   update state and parameters from the gradients that have arrived
     send      send the updated parameters
     deliver   copy what the other ranks have updated into the parameters
@@ -16,9 +16,9 @@ The parameters are divided into work items, and `MuonAdamW.step` takes them thro
 Each rank has all replicated parameters, and gradients from its own rows of the batch. The collectives of
 `collect` average the gradients over the W ranks, by `ReduceOp.AVG` in the methods of `World`; nothing else
 does. A matrix's mean gradient and state exist only on the rank that owns the matrix (ZeRO-2): a rank owns
-K // W consecutive matrices of a bank, or one more (of a 3-D parameter at most ceil(K/W)). Each phase visits
-the items in the order of this table, then in the order of the groups, and the banks of a group from the
-largest matrices to the smallest:
+K // W consecutive matrices of a bank, or one more; of a 3-D parameter ceil(K/W), and the last ranks fewer or
+none. Each phase visits the items in the order of this table, then in the order of the groups, and the banks
+of a group from the largest m * n to the smallest:
 
     work item         parameters                  collect          send         state on one rank
     Bank              K matrices of one group     reduce_scatter   all_gather   for at most ceil(K/W) matrices
@@ -32,20 +32,21 @@ largest matrices to the smallest:
     Pipeline          matrices under FSDP2: see optim_fsdp.py
 
     work item         buffers during a step
-    Bank              a stack of its gradients, in comm_dtype or their own, padded to a multiple of W, until
-                      it has arrived; the 1/W of it that this rank receives, until the bank has computed; then
-                      a stack of its updated matrices, padded too, until `deliver`
-                      ... if 2K < W: K gradients, reduced in place, and later K updated matrices
-    Rows              until it has computed, the 1/W of the gradient that this rank receives; if W does not
-                      divide R, padded copies of the gradient and, until `deliver`, of the parameter; if
-                      comm_dtype casts the gradient, a copy of it
-    SmallParameters   one flat vector of the gradients and, inside `compute`, three more of this size
+    Bank              its gradients as one stack, in comm_dtype or their own, padded to a multiple of W; the
+                      1/W of it that this rank receives; later its updated matrices as one stack, padded too
+                      ... if 2K < W: K gradients, reduced in place; later K updated matrices
+    Rows              the 1/W of the gradient that this rank receives. If W does not divide R, padded copies
+                      of the gradient and later of the parameter. If comm_dtype casts, a copy of the gradient
+    SmallParameters   the gradients as one vector; inside `compute` also the parameters, and the step count
+                      and `ok` of every element
     all               zeros in place of a gradient that is None
 
-All gradients are in flight at once, in at most (1 + 1/W) times the padded bytes that are sent; before
-`deliver`, all updated matrices are. Add the temporaries of one batch (about four times BATCH_BYTES) or of
-this rank's rows of one large AdamW parameter. Each rank sends 2(W-1)/W times the parameters' bytes per step,
-plus padding. A single process sends nothing and runs the same math.
+What was sent is freed when it has arrived, what was received when `compute` returns, and updated matrices and
+rows when `deliver` returns. So after the last `collect` all gradients are in memory, in at most (1 + 1/W)
+times their padded bytes, and before the first `deliver` all updated matrices; in between, an item's results
+take the place of its gradients. One batch adds its temporaries, about four times BATCH_BYTES, and a large
+AdamW parameter those of this rank's rows. Each rank sends 2(W-1)/W times the parameters' bytes per step, plus
+padding. A single process sends nothing and runs the same math.
 
 This file contains, in order: the kernels; the hyperparameters; the ranks and their collectives; parameters
 and gradients; the rule for the direction of a Muon update; the work items; the owners; the optimizers.
@@ -280,8 +281,8 @@ def hyper_of(group):
 
 @dataclass
 class Transfer:
-    """A collective in flight. `wait()` returns `received`. `sent` has to live until then: `step` and `Pipeline`
-    pop a Transfer in the expression that waits for it, which frees `sent`.
+    """A collective in flight. `wait()` returns `received`. `sent` has to live until then. `step` and
+    `Pipeline` pop a Transfer in the expression that waits for it, which frees `sent`.
     """
 
     received: object  # a tensor, or a list of tensors

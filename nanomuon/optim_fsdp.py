@@ -21,12 +21,12 @@ One matrix (m, n), its rows on four ranks, in float32 parameters:
     rank            0        1        2        3
     send_U          rows     rows     rows     rows     momentum and U of the shard, (m/4, n), float32
     all_to_all                                          U, in comm_dtype or the gradient's dtype
-    send_back                (m, n)                     the owner, here rank 1, applies the rule, in float32
+    send_back                (m, n)                     the owner, here rank 1: U to float32, then the rule
     all_to_all                                          the direction, in the same dtype as U, and the
                                                         rule's state, unconverted
     update_shards   rows     rows     rows     rows     decay and update of the shard; all copy the state
 
-A chunk has W * max(1, CHUNK_BYTES // 4mn) matrices, and at most three chunks are in memory (see `Pipeline`).
+A chunk has W * max(1, CHUNK_BYTES // 4mn) matrices, and at most three have transfers in memory (`Pipeline`).
 With W ranks, a rank sends 2(W-1)/W times the bytes of its shards, and the state of the matrices that it owns
 to each of the W-1 others.
 """
@@ -290,7 +290,8 @@ def as_bytes(tensor):
 class Pipeline(WorkItem):
     """All chunks of one group and state dtype as one work item. In round i, chunk i + 1 updates its momentum
     and sends U, chunk i computes and sends back, and chunk i - 1 is updated, so at most three chunks have
-    transfers in memory. U of chunk 0 is in flight while the other work items compute.
+    transfers in memory: one arrives, one computes, one returns. U of chunk 0 is in flight while the other
+    work items compute.
     """
 
     def __init__(self, chunks, group):
@@ -313,7 +314,7 @@ class Pipeline(WorkItem):
     def compute(self, parts, ok, hyper):
         ok, chunks = self.ok_of_chunks(ok), self.chunks
         arriving, returning = {0: Transfer(parts)}, {}  # chunk 0 has arrived: `step` waited for it
-        del parts  # `arriving` holds them until they are popped; this name would hold them until the end
+        del parts  # or U of chunk 0 would stay in memory until the end
         for i in range(len(chunks) + 1):
             if i + 1 < len(chunks):
                 arriving[i + 1] = chunks[i + 1].send_U(ok[i + 1], hyper)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from nanomuon import recipe
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
 from nanomuon.orthogonalize import orthogonalize
@@ -43,7 +42,7 @@ def test_the_idea_on_the_page_is_lion():
 
 
 def test_the_rule_with_two_moments_is_adams_update_orthogonalized():
-    names = {"torch": torch, "recipe": recipe, "orthogonalize": orthogonalize}
+    names = {}
     exec(TWO_MOMENTS, names)
     model = GPT(GPTConfig.from_depth(1, vocab_size=64, seq_len=16))
     group = next(group for group in names["param_groups"](model) if group["kind"] == "muon")
