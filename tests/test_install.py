@@ -51,13 +51,10 @@ def test_the_optimizer_needs_torch_alone():
     assert python(code) == "[]"
 
 
-def test_the_package_has_three_names_which_are_loaded_when_asked_for():
+def test_the_package_has_three_names():
     assert nanomuon.MuonAdamW is MuonAdamW and nanomuon.DistMuonAdamW is DistMuonAdamW
     assert nanomuon.build_param_groups is build_param_groups
-    assert set(nanomuon.__all__) == {"MuonAdamW", "DistMuonAdamW", "build_param_groups"} < set(dir(nanomuon))
-    loaded = "print('nanomuon.optim' in sys.modules)"
-    imports = "import nanomuon.gpt, sys", "from nanomuon import build_param_groups", "from nanomuon import *"
-    assert python("\n".join(f"{each}; {loaded}" for each in imports)) == "False\nFalse\nTrue"
+    assert set(nanomuon.__all__) == {"MuonAdamW", "DistMuonAdamW", "build_param_groups"}
 
 
 STAND_IN = """#!/usr/bin/env bash
