@@ -81,13 +81,14 @@ def fill(rows, tokens, capacity, bos_id) -> np.ndarray:
     return filled
 
 
-def to_device(rows, device) -> torch.Tensor:
-    """NumPy rows as an int64 tensor on the device."""
+def to_device(rows, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """NumPy rows (B, T + 1) as inputs and targets on the device, both (B, T) int64."""
     batch = torch.from_numpy(rows.astype(np.int64))
     if torch.device(device).type == "cuda":
         # Pinned memory returns to PyTorch's pool, which reuses it only after this copy has run
         batch = batch.pin_memory()
-    return batch.to(device, non_blocking=True)
+    batch = batch.to(device, non_blocking=True)
+    return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
 
 class TrainLoader:
@@ -139,8 +140,7 @@ class TrainLoader:
 
     def __next__(self):
         rows = [self._next_row() for _ in range(self.rows_of_all)]
-        batch = to_device(np.stack(rows[self.own_rows]), self.device)
-        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        return to_device(np.stack(rows[self.own_rows]), self.device)
 
     def _next_row(self):
         while self.row >= len(self._rows):
@@ -194,5 +194,4 @@ def validation_batches(
     rows += [[]] * (-len(rows) % (world_size * device_batch_size))
     rows = fill(rows, tokens, seq_len + 1, bos_id)
     for batch in rows.reshape(-1, world_size, device_batch_size, seq_len + 1)[:, rank]:
-        batch = to_device(batch, device)
-        yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        yield to_device(batch, device)
