@@ -136,26 +136,18 @@ def with_both_parts(corpus: Corpus) -> Corpus:
     characters, cut at line ends, become the documents. Reads until it has seen ENOUGH of both, about 160
     documents. InputError if the pieces, too, are all for training or all for validation.
     """
-    whole = 0
     for candidate in (corpus, replace(corpus, max_characters=PIECE)):
         found = Counter()
         for _, is_validation in candidate.documents():
             found[is_validation] += 1
             if min(found[True], found[False]) >= ENOUGH:
                 return candidate
-        whole = whole or found.total()
     if found[True] and found[False]:  # few pieces, but of both kinds
         return candidate
-    texts = sum(1 for _ in corpus.texts())
-    problem = (
-        f"is too small: of its pieces of {PIECE:,} characters none is for training or none for validation "
-        "(one in 20, by its hash); add text"
+    raise InputError(
+        f"corpus {corpus.name} has only {found.total()} different pieces of {PIECE:,} characters of text: "
+        "none is for training or none for validation (one in 20, by its hash); add text"
     )
-    if texts == 0:
-        problem = f"has no text: its files are empty, or the field {corpus.text_field!r} of every record is"
-    elif texts > whole == 1:
-        problem = f"has the same text {texts:,} times: add other texts"
-    raise InputError(f"corpus {corpus.name} {problem}")
 
 
 def check_corpus(name: str) -> None:

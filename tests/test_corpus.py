@@ -189,16 +189,13 @@ def test_a_few_long_documents_are_cut_into_pieces(tmp_path, training, validation
 
 
 @pytest.mark.parametrize(
-    "texts,said",
-    [
-        (["one short text", "another"], "is too small: of its pieces .*add text"),
-        ([None, ""], "has no text: .* field 'text' of every record is"),
-        (["all alike"] * 60, "has the same text 60 times: add other texts"),
-    ],
+    "texts,pieces", [(["one short text", "another"], 2), ([None, ""], 0), (["all alike"] * 60, 1)]
 )
-def test_a_corpus_that_cannot_be_split_is_refused_before_any_work(tmp_path, monkeypatch, texts, said):
+def test_a_corpus_that_cannot_be_split_is_refused_before_any_work(tmp_path, monkeypatch, texts, pieces):
     monkeypatch.setattr(shards.Tokenizer, "train", None)
-    with pytest.raises(InputError, match=f"^corpus path:.*/small {said}"):
+    with pytest.raises(
+        InputError, match=f"^corpus path:.*/small has only {pieces} different pieces of 4,096 .*add text"
+    ):
         shards.prepare(open_corpus(write_corpus(tmp_path / "small", texts)))
 
 
