@@ -145,7 +145,7 @@ def with_both_parts(corpus: Corpus) -> Corpus:
     if found[True] and found[False]:  # few pieces, but of both kinds
         return candidate
     raise InputError(
-        f"corpus {corpus.name} has only {found.total()} different pieces of {PIECE:,} characters of text: "
+        f"corpus {corpus.name} has only {found.total()} different pieces of up to {PIECE:,} characters: "
         "none is for training or none for validation (one in 20, by its hash); add text"
     )
 

@@ -194,7 +194,8 @@ def test_a_few_long_documents_are_cut_into_pieces(tmp_path, training, validation
 def test_a_corpus_that_cannot_be_split_is_refused_before_any_work(tmp_path, monkeypatch, texts, pieces):
     monkeypatch.setattr(shards.Tokenizer, "train", None)
     with pytest.raises(
-        InputError, match=f"^corpus path:.*/small has only {pieces} different pieces of 4,096 .*add text"
+        InputError,
+        match=f"^corpus path:.*/small has only {pieces} different pieces of up to 4,096 .*add text",
     ):
         shards.prepare(open_corpus(write_corpus(tmp_path / "small", texts)))
 
