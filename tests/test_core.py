@@ -22,10 +22,10 @@ from nanomuon.runtime import InputError, Runtime
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_eval, base_train
 from tests.test_gpt import build
+from tests.texts import BYTES
 from tests.training import arguments
 from tests.worlds import run_world
 
-BYTES = Tokenizer([bytes([value]) for value in range(256)])  # one token per byte
 WORDS = ["red", "green", "blue", "dark blue", "light", "house", "a", "is", "of the", "12", "7"]
 
 

@@ -11,6 +11,7 @@ import torch
 from nanomuon import parallel
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError, Runtime
+from tests.reference import distance
 
 
 def build():
@@ -22,11 +23,6 @@ def build():
         if parameter.ndim > 1:
             parameter.data += 0.05 * torch.randn_like(parameter)
     return model
-
-
-def off(found, exact):
-    """Error of a tensor relative to its norm."""
-    return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
 # Numbers rounded to e4m3 are off by at most 2^-3 / sqrt(12) = 1/28 in the root mean square, to e5m2 by twice
@@ -45,11 +41,11 @@ def test_a_model_trains_almost_as_in_bf16_and_is_the_same_otherwise():
     expected, found = model(tokens, targets), ours(tokens, targets)
     expected.backward()
     found.backward()
-    assert 0 < off(found, expected) < 0.01
+    assert 0 < distance(found, expected) < 0.01
     # Four successive products in each of two blocks, forward and backward
     most = (8 * 2 * E4M3**2 + 8 * (E5M2**2 + E4M3**2)) ** 0.5
     for parameter, other in zip(model.parameters(), ours.parameters(), strict=True):
-        assert parameter.ndim == 1 or 0 < off(other.grad, parameter.grad) < most
+        assert parameter.ndim == 1 or 0 < distance(other.grad, parameter.grad) < most
     assert ours.state_dict().keys() == model.state_dict().keys()
     with torch.no_grad():  # evaluation is that of bf16 to the bit
         assert torch.equal(ours(tokens), model(tokens))

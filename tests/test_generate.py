@@ -14,8 +14,8 @@ from nanomuon.runtime import printable
 from nanomuon.tokenizer import Tokenizer
 from scripts import sample
 from tests.test_gpt import build
+from tests.texts import BYTES
 
-BYTES = Tokenizer([bytes([byte]) for byte in range(256)])  # a token is a byte, and 256 begins a document
 LETTERS = Tokenizer([bytes([letter]) for letter in b"abcdefghi"])  # 9 begins a document, and often
 # Prompts of different lengths, two of them twice, and one longer than the context of 16
 PROMPTS = ["", "abc", "", "d", "abcdefghiabcdefghi", "abc", "ii", "abcdefghi"]

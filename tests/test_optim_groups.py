@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
 from nanomuon.optim_groups import build_param_groups, clean_name, matches, routing_table
 from tests.reference import MATRICES, OTHERS
@@ -161,15 +160,6 @@ def test_bare_vectors_are_no_matrices_but_linear_layers_are():
     found = {group["kind"]: set(group["names"]) for group in groups}
     assert found["muon"] == {"base.weight", "lora_a.weight", "lora_b.weight"}
     assert found["adamw"] == {"score.weight", "ia3.l", "ia3.out", "scale"}
-
-
-def test_our_own_model():
-    model = GPT(GPTConfig.from_depth(2, vocab_size=64, seq_len=16))
-    routed = kinds(model, skip_keys=("value_gate",))
-    assert routed.keys() == {name for name, _ in model.named_parameters()}
-    for name, kind in routed.items():
-        matrix = name.startswith("blocks.") and not {"value_gate", "taps"} & set(name.split("."))
-        assert kind == ("muon" if matrix else "adamw"), name
 
 
 # ---- names

@@ -49,12 +49,7 @@ def test_training_compresses_and_repeats():
     assert Tokenizer.train(TEXTS, largest).vocab_size == largest
 
 
-def test_a_file_loads_again_and_a_damaged_one_is_named(tmp_path):
+def test_a_file_loads_again(tmp_path):
     TOKENIZER.save(tmp_path / "t")
     loaded = Tokenizer.load(tmp_path / "t")
     assert loaded.hash == TOKENIZER.hash and loaded.vocab == TOKENIZER.vocab
-    (file,) = (tmp_path / "t").iterdir()
-    for bad in ("{}", '{"vocab": "a"}', '{"vocab": [1]}'):
-        file.write_text(bad)
-        with pytest.raises(InputError, match=f"{file} cannot be read.*delete the folder and create it again"):
-            Tokenizer.load(tmp_path / "t")

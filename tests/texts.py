@@ -33,6 +33,7 @@ def write_corpus(folder, texts, files=3):
 
 
 TOKENIZER = Tokenizer.train(random_texts(200), 300)
+BYTES = Tokenizer([bytes([byte]) for byte in range(256)])  # a token is a byte, and 256 begins a document
 
 
 def documents(folder, kind, window=0):
