@@ -54,12 +54,8 @@ def draw(
     if top_p < 1:
         of_likelier_tokens = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities.masked_fill(of_likelier_tokens >= top_p, 0)
-    # With e exponentially distributed, a token of probability p has the largest p / e with probability p.
-    # torch.multinomial draws one number this way too, but with one generator for all rows
-    noise = torch.empty_like(probabilities)
-    for row, generator in zip(noise, generators, strict=True):
-        row.exponential_(generator=generator)
-    chosen = (probabilities / noise).argmax(-1, keepdim=True)
+    rows = zip(probabilities, generators, strict=True)
+    chosen = torch.stack([row.multinomial(1, generator=generator) for row, generator in rows])  # (B, 1)
     return tokens.gather(-1, chosen)[:, 0].tolist()
 
 
