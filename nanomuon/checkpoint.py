@@ -137,7 +137,7 @@ def _find(run_dir: Path, resume: str) -> Path | None:
     if resume != "auto":
         if resume not in names:
             have = ", ".join(names) or "none"
-            raise InputError(f"{run_dir} has no checkpoint {resume!r}; it has: {have}")
+            raise InputError(f"{run_dir} has no checkpoint {resume}; it has: {have}")
         return _whole(run_dir / "checkpoints" / resume)
     damage = None
     for name in reversed(names):

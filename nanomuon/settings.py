@@ -7,6 +7,7 @@ import argparse
 import functools
 import hashlib
 import os
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     parser.section("launch")
     of_launch("--run", str, "base", "name of the run, a folder under runs/")
     resume = "auto: the newest checkpoint; step_N: that one (deletes later ones); never: start over"
-    of_launch("--resume", str, "auto", resume)
+    of_launch("--resume", checkpoint_name, "auto", resume)
     of_launch("--plan", bool, False, "print the run's size and memory, and exit")
     of_launch("--wandb", bool, False, "also log to Weights & Biases (WANDB_MODE=offline works)")
 
@@ -157,6 +158,12 @@ def bundle_place(text: str) -> str:
     if text.startswith(("http://", "https://")):
         return text
     return os.path.abspath(os.path.expanduser(text))
+
+
+def checkpoint_name(text: str) -> str:
+    if not re.fullmatch("auto|never|step_[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"must be auto, never or a checkpoint (step_N), not {text!r}")
+    return text
 
 
 def flag_of(name: str) -> str:
