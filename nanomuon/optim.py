@@ -817,9 +817,10 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         return cls(build_param_groups(model, muon=muon, adamw=adamw), **settings)
 
     def add_param_group(self, group):
-        super().add_param_group(check_group(group, self.param_groups))
+        group = check_group(group, self.param_groups)
         if self.skipped_steps is not None:  # not while the constructor adds the first groups
-            self.check_and_broadcast(self.param_groups[-1:])
+            self.check_and_broadcast([group])
+        super().add_param_group(group)
 
     @torch.no_grad()
     def check_and_broadcast(self, groups):

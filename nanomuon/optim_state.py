@@ -9,7 +9,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
 
-from nanomuon.optim_groups import MUON_OPTIONS, clean_name, default_names, named_parameters, option_name
+from nanomuon.optim_groups import (
+    MUON_OPTIONS,
+    REQUIRED,
+    clean_name,
+    default_names,
+    named_parameters,
+    option_name,
+)
+
+GONE = {"row_equilibrate": False, "renormalize": False}  # options of earlier versions, and their defaults
+OPTIONS = {"kind", "ns_steps", *MUON_OPTIONS, *GONE}  # what a loaded group may not change
+OUR_KEYS = OPTIONS | REQUIRED["muon"] | REQUIRED["adamw"]  # others are the user's own, or a scheduler's
 
 
 def local(tensor):
@@ -187,6 +198,7 @@ class SavedByName:
         groups = state_dict["param_groups"]
         check_form(groups, self.param_groups)
         state = state_by_name(state_dict["state"], groups)
+        by_torch = any(isinstance(name, str) for group in groups for name in group.get("params", ()))
         restored = [{} for _ in self.param_groups]
         if hyperparameters == "restore":
             restored = [restored_numbers(i, group, groups) for i, group in enumerate(self.param_groups)]
@@ -195,7 +207,8 @@ class SavedByName:
             self.plan()
             for name, param, _ in named_parameters(self.param_groups):
                 entry = state.get(name, {})
-                if not entry and not param.requires_grad:
+                # torch's utilities have already refused what is missing, unless they were told not to
+                if not entry and (by_torch or not param.requires_grad):
                     continue
                 for key, place in self.places.get(param, {}).items():
                     if key in entry:
@@ -230,17 +243,17 @@ def saved_groups(groups):
     """Copies of param groups, without parameters, as they are saved."""
     saved = []
     for group in groups:
-        saved.append({key: saved_value(value) for key, value in group.items() if key != "params"})
+        saved.append({key: saved_value(key, value) for key, value in group.items() if key != "params"})
     return saved
 
 
-def saved_value(value):
-    """A group's value as it is saved: a copy if it is mutable, the name of a function."""
+def saved_value(key, value):
+    """A group's value as it is saved: a copy of a tensor or list; of a function that we call, its name."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, list):
         return list(value)
-    return option_name(value)
+    return option_name(value) if key in OUR_KEYS else value
 
 
 def check_form(saved, ours):
@@ -248,7 +261,9 @@ def check_form(saved, ours):
     for i, group in enumerate(saved):
         if "kind" not in group or "names" not in group:
             raise ValueError(f"group {i} of the loaded state has no kind or names: MuonAdamW did not save it")
-    theirs = [group["names"] for group in saved]
+    if not saved:
+        raise ValueError("the loaded state has no param groups: MuonAdamW did not save it")
+    theirs = [names_of(group) for group in saved]
     for i, group in enumerate(ours):
         names = group["names"]
         if names and names == default_names(i, len(names)) and (i >= len(theirs) or theirs[i] != names):
@@ -257,11 +272,21 @@ def check_form(saved, ours):
             )
 
 
+def names_of(group):
+    """The names of a saved group's parameters. torch.distributed.checkpoint.state_dict puts the names of the
+    parameters that it loads into `params`; since the group was saved, some may have been frozen or unfrozen.
+    """
+    names = group["names"]
+    params = group.get("params", names)
+    return names if set(names).isdisjoint(params) else params
+
+
 def state_by_name(state, groups):
     """{name: entry} from state by name, or by the numbers in the groups' `params`."""
     names = {}
     for group in groups:
-        names |= dict(zip(group.get("params", group["names"]), group["names"], strict=True))
+        own = names_of(group)
+        names |= dict(zip(group.get("params", own), own, strict=True))
     return {clean_name(names.get(key, key)): entry for key, entry in state.items()}
 
 
@@ -296,30 +321,30 @@ def is_of_this_rank(saved, mesh):
     return here.tolist() == list(saved.device_mesh.get_coordinate() or [])
 
 
-GONE = {"row_equilibrate": False, "renormalize": False}  # options of earlier versions, and their defaults
-
-
 def restored_numbers(i, group, saved):
     """The values that our i-th group takes from the saved groups of its parameters: all except options."""
     restored = {}
     ours = set(group["names"])
     keep = 'load with hyperparameters="keep"'
     for source in saved:
-        if ours.isdisjoint(map(clean_name, source["names"])):
+        if ours.isdisjoint(map(clean_name, names_of(source))):
             continue
         for key, value in source.items():
             if key in ("params", "names"):
                 continue
-            expected = GONE.get(key, group.get(key))
-            value, is_option = option_name(value), key in ("kind", "ns_steps", *MUON_OPTIONS, *GONE)
-            if is_option and value != option_name(expected):
-                raise ValueError(f"param group {i} was saved with {key}={value!r}: {keep}")
-            if not is_option and restored.setdefault(key, value) != value:
-                two = f"{restored[key]!r} and {value!r}"
-                raise ValueError(f"param group {i} would get {key}={two}: {keep}")
-    if restored.get("momentum") == 0 and group["momentum"] is None:
-        restored["momentum"] = None  # its buffer belonged to a rule with its own momentum
-    for key in ("momentum", "beta2"):  # None means another computation
-        if key in restored and (restored[key] is None) != (group[key] is None):
-            raise ValueError(f"param group {i} was saved with another {key}: {keep}")
-    return {key: saved_value(value) for key, value in restored.items()}
+            if key in OUR_KEYS:
+                value = option_name(value)
+            if key in OPTIONS:
+                if value != option_name(GONE.get(key, group.get(key))):
+                    raise ValueError(f"param group {i} was saved with {key}={value!r}: {keep}")
+                continue
+            earlier = restored.setdefault(key, value)
+            if earlier is not value and earlier != value:
+                raise ValueError(f"param group {i} would get {key}={earlier!r} and {value!r}: {keep}")
+    if group["kind"] == "muon":  # momentum in an AdamW group is a scheduler's
+        if restored.get("momentum") == 0 and group["momentum"] is None:
+            restored["momentum"] = None  # its buffer belonged to a rule with its own momentum
+        for key in ("momentum", "beta2"):  # None means another computation
+            if key in restored and (restored[key] is None) != (group[key] is None):
+                raise ValueError(f"param group {i} was saved with another {key}: {keep}")
+    return {key: saved_value(key, value) for key, value in restored.items()}
