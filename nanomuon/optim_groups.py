@@ -332,8 +332,9 @@ def option_name(value):
 
 def fixed_options(group):
     """The options of a group, which must not differ between ranks or change after planning."""
-    chosen = {"kind": group["kind"], "second moment": group.get("beta2") is not None}
-    chosen["momentum"] = group.get("momentum") is not None
+    chosen = {"kind": group["kind"]}
+    if group["kind"] == "muon":  # a scheduler may add a momentum to any group
+        chosen |= {"second moment": group["beta2"] is not None, "momentum": group["momentum"] is not None}
     for key, default in {"ns_steps": 5, **MUON_OPTIONS}.items():
         if group.get(key, default) != default:
             chosen[key] = option_name(group[key])

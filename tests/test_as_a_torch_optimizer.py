@@ -125,6 +125,83 @@ def test_a_resumed_run_is_the_uninterrupted_one(how, tmp_path):
     assert same(resumed[0], uninterrupted[0])
 
 
+@pytest.mark.parametrize("scheduler_comes_first", [True, False])
+def test_a_schedule_that_cycles_momentum_resumes(scheduler_comes_first):
+    """OneCycleLR writes a momentum into AdamW's groups, too; that of Muon's has a course."""
+
+    def start():
+        model = build()
+        optimizer = MuonAdamW(groups_of(model))
+        return model, optimizer, lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+
+    model, optimizer, schedule = start()
+    scheduler = schedule()
+    on_a_schedule(model, optimizer, scheduler, range(4))
+    other, other_optimizer, schedule = start()
+    saved = model.state_dict(), optimizer.state_dict(), scheduler.state_dict()
+    if scheduler_comes_first:
+        others = other, other_optimizer, schedule()
+        for each, state in zip(others, saved, strict=True):
+            each.load_state_dict(state)
+    else:  # and goes on from the rates in the groups
+        other.load_state_dict(saved[0])
+        other_optimizer.load_state_dict(saved[1])
+        others = other, other_optimizer, scheduler
+        scheduler.optimizer = other_optimizer
+    numbers = [dict(group, params=None) for group in optimizer.param_groups]
+    assert [dict(group, params=None) for group in other_optimizer.param_groups] == numbers
+    on_a_schedule(*others, range(4, 8))
+    uninterrupted, optimizer, schedule = start()
+    on_a_schedule(uninterrupted, optimizer, schedule(), range(8))
+    assert same(other, uninterrupted)
+
+
+def test_what_a_user_keeps_in_a_group_is_loaded_as_it_was_saved():
+    own = {"schedule": loss_of, "layers": [1, 2], "mask": torch.arange(3), "module": nn.Linear}
+    optimizer, other = (MuonAdamW([dict(group, **own) for group in groups_of(build())]) for _ in range(2))
+    for group in other.param_groups:
+        group.update(dict.fromkeys(own))
+    other.load_state_dict(optimizer.state_dict())
+    for group in other.param_groups:
+        assert group["mask"].tolist() == [0, 1, 2] and group["layers"] == [1, 2]
+        assert group["schedule"] is loss_of and group["module"] is nn.Linear
+
+
+def test_a_group_that_is_refused_is_not_added():
+    assert all(run_world(2, refused_group))
+
+
+def refused_group(group):
+    rank, model = dist.get_rank(group), build()
+    optimizer = DistMuonAdamW(groups_of(model), group)
+    late = nn.Linear(4, 4, bias=False)
+    with pytest.raises(ValueError, match="ranks have different parameters"):
+        optimizer.add_param_group(dict(MUON, params=[late.weight], lr=0.1 + rank))
+    train(model, optimizer, range(2), rank)
+    return len(optimizer.param_groups) == len(groups_of(model))
+
+
+@pytest.mark.parametrize("options", [{}, {"flatten_optimizer_state_dict": True}, {"strict": False}], ids=str)
+@pytest.mark.parametrize("later", [True, False])
+def test_parameters_are_frozen_or_unfrozen_between_two_runs(options, later):
+    """torch's utilities find parameters by name in the groups in which they were saved."""
+    if not later and options != {"strict": False}:
+        pytest.skip("torch refuses a trained parameter without state")
+    options = StateDictOptions(**options)
+    model, other = build(), build(1)
+    (other if later else model)[2].weight.requires_grad_(False)
+    optimizer, other_optimizer = (MuonAdamW(groups_of(each)) for each in (model, other))
+    train(model, optimizer, range(3))
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    set_optimizer_state_dict(other, other_optimizer, state, options=options)
+    saved, loaded = (each.full_state_dict()["state"] for each in (optimizer, other_optimizer))
+    both = saved.keys() & loaded.keys()
+    assert len(both) == len(saved.keys() | loaded.keys()) - 1 == 5
+    for name in both:
+        assert all(torch.equal(loaded[name][key], value) for key, value in saved[name].items())
+    train(other, other_optimizer, range(2))
+
+
 def test_a_step_inside_autocast():
     """Newton-Schulz keeps its own dtype: in bf16 its Gram form, taken for 12 x 20, is off by 6%."""
     model = build()
