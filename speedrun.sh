@@ -95,5 +95,5 @@ if [ "$code" -ne 0 ] && [ -n "${data_prep:-}" ] && ! kill -0 "$data_prep" 2>/dev
     echo "data_prep failed: $(tail -n 1 "$run_dir.data_prep.log")" >&2
 fi
 [ "$code" -ne 137 ] || echo "the training was killed, perhaps because memory ran out: the same command carries on" >&2
-[ "$code" -ne 0 ] || echo "done in $SECONDS s; samples are in $run_dir/report.md. More text: $PYTHON -m scripts.sample --run $RUN --seed 4"
+[ "$code" -ne 0 ] || echo "done in $SECONDS s; samples are in $run_dir/report.md. More text: $PYTHON -m scripts.sample --run $(printf %q "$RUN") --seed 4"
 exit "$code"

@@ -337,7 +337,9 @@ def refuse_other_texts(args: argparse.Namespace, trained_on: dict) -> None:
 def is_complete(folder: Path, steps: int) -> bool:
     """Whether a run of this many steps is complete. If so, prints its summary."""
     file = folder / "summary.json"
-    done = read_json(file, Summary).steps if file.exists() else -1
+    done = -1
+    if file.exists():
+        done = read_json(file, Summary, "delete it, and the run writes it again").steps
     if done < steps:
         return False
     print0(

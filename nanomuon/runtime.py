@@ -248,10 +248,10 @@ def first_rank_first(work):
 def write_whole(path):
     """A binary file that appears at `path` only once it is complete and on disk.
 
-    A symbolic link at `path` is replaced, not followed.
+    A symbolic link at `path` is replaced, not followed. If several processes write it, the last one wins.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # a killed process's, or a stranger's link
         with temporary.open("xb") as file:

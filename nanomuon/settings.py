@@ -140,7 +140,7 @@ def add_data_flags(parser: RunParser) -> None:
     defines, may_change = (functools.partial(parser.add, scope) for scope in (DEFINES, MAY_CHANGE))
     parser.section("data")
     # The place may change, because the texts are compared
-    may_change("--corpus", str, "python", "python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG]")
+    may_change("--corpus", corpus_name, "python", "python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG]")
     defines("--vocab-size", vocabulary, None, "tokens (default: 4096, or 32768 for corpora on the hub)")
     field = "field of the records with the text (default: the last one given to data_prep for it, or text)"
     defines("--text-field", str, None, field)
@@ -158,6 +158,11 @@ def bundle_place(text: str) -> str:
     if text.startswith(("http://", "https://")):
         return text
     return os.path.abspath(os.path.expanduser(text))
+
+
+def corpus_name(text: str) -> str:
+    """The name of a corpus, with an absolute path if it is one of files."""
+    return f"path:{bundle_place(text.removeprefix('path:'))}" if text.startswith("path:") else text
 
 
 def checkpoint_name(text: str) -> str:
@@ -188,7 +193,7 @@ def recall(parser: RunParser, words: list[str] | None) -> tuple[argparse.Namespa
     if args.resume == "never" or not file.exists():
         return args, None
 
-    settings = read_json(file, Settings)
+    settings = read_json(file, Settings, "restore it, or start over: --resume never")
     options = parser.without(settings.options, OF_LAUNCH)
     if any(getattr(args, name) is not None for name, scope in parser.scopes.items() if scope == LENGTH):
         options = parser.without(options, LENGTH)

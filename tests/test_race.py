@@ -100,7 +100,7 @@ def test_a_race_is_interrupted_goes_on_and_grows(lab, tmp_path, capsys, monkeypa
     assert f"| {LION} " in (folder / "race.md").read_text()
     with pytest.raises(InputError, match="was run with steps 12, not 20: choose another --name"):
         lab("--contenders", "default", "--steps", "20")
-    (folder / "results.jsonl").write_text('{"setup": {}}\n[1]')
+    (folder / "results.jsonl").write_text('{"setup": {}}\n[1]\n')
     with pytest.raises(InputError, match="results.jsonl line 2 .*remove it"):
         lab("--contenders", "default")
 
@@ -349,13 +349,22 @@ def test_the_table_says_what_the_runs_say():
 
 
 @pytest.mark.parametrize(
-    "content, said", [("", "is empty"), ("{}", "line 1 "), ('{"setup": {}}\n[1]', "line 2 ")]
+    "content, said", [("", "is empty"), ("{}\n", "line 1 "), ('{"setup": {}}\n[1]\n', "line 2 ")]
 )
 def test_a_damaged_file_of_a_race_is_one_line(tmp_path, content, said):
     file = tmp_path / "results.jsonl"
     file.write_text(content)
     with pytest.raises(InputError, match=f"{file} {said}.*remove it"):
         race.read_results(file)
+
+
+def test_half_a_line_that_a_full_disk_has_left_is_dropped(tmp_path):
+    file = tmp_path / "results.jsonl"
+    run = made_up("a", 0, 1.5)
+    file.write_text(f'{{"setup": {{}}}}\n{json.dumps(run)}\n{{"contender": "b", "se')
+    assert race.Race(file, {}, None, 1).runs == [run]
+    race.Race(file, {}, None, 1).append(run)
+    assert race.read_results(file) == ({}, [run, run])
 
 
 def kept_race(name, steps):

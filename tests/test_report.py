@@ -31,6 +31,14 @@ def test_a_line_that_is_not_a_row_is_named(tmp_path, line):
     assert path.read_text() == f"{line}\n{before}"
 
 
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    log = report.MetricsLog(tmp_path)
+    log.file = open("/dev/full", "ab")
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        log.log({"step": 1})
+    log.file.raw.close()
+
+
 def test_the_report_says_what_happened(tmp_path):
     run_dir = tmp_path / "my-run-a$^$b"  # not to be drawn as a formula
     write_run(run_dir)

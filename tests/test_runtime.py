@@ -1,5 +1,6 @@
 """The device and its dtype, ranks that wait for the first, whole files, JSON of a known form."""
 
+import json
 import os
 import re
 import signal
@@ -131,7 +132,7 @@ def test_one_process_holds_a_folder_and_a_kill_frees_it(tmp_path, capsys):
 
 def test_a_file_is_whole_or_not_there_and_no_link_is_followed(tmp_path):
     (tmp_path / "precious").write_text("mine")
-    for name in ("file", ".file.tmp"):
+    for name in ("file", f".file.{os.getpid()}.tmp"):
         (tmp_path / name).symlink_to(tmp_path / "precious")
     with pytest.raises(KeyboardInterrupt), runtime.write_whole(tmp_path / "file") as file:
         file.write(b"half")
@@ -139,6 +140,14 @@ def test_a_file_is_whole_or_not_there_and_no_link_is_followed(tmp_path):
     runtime.write_text(tmp_path / "file", "all")
     assert (tmp_path / "file").read_text() == "all" and (tmp_path / "precious").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == ["file", "precious"]
+
+
+def test_several_processes_write_one_file(tmp_path):
+    file = str(tmp_path / "file")
+    code = f"from nanomuon import runtime\nfor _ in range(50): runtime.write_json({file!r}, [1])"
+    writers = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    assert os.listdir(tmp_path) == ["file"] and json.loads((tmp_path / "file").read_text()) == [1]
 
 
 def test_file_names_that_are_not_utf8_can_be_written(tmp_path):

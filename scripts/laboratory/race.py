@@ -106,7 +106,7 @@ class Result:
 
 def read_results(file):
     """(setup, runs) of a race's file. Its first line is the setup, every other line a run."""
-    lines = file.read_bytes()
+    lines = file.read_bytes().rpartition(b"\n")[0]  # without half a line, as a full disk leaves it
     if not lines:
         raise InputError(f"{file} is empty: remove it")
     header, *runs = run_report.parse_lines(file, lines, Header | Result)
@@ -123,6 +123,7 @@ class Race:
             self.append({"setup": setup})
             return
         before, self.runs = read_results(file)
+        os.truncate(file, file.read_bytes().rindex(b"\n") + 1)
         if isinstance(before.get("model"), dict):  # a field that was added later had its default
             before["model"] = {**MODEL_DEFAULTS, **before["model"]}
         changed = []
