@@ -330,8 +330,11 @@ def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
     monkeypatch.setattr(Run, "finish", lambda run: 0)
     write_corpus(tmp_path / "texts")
     settings = base / "runs" / "defined" / "settings.json"
-    command = [*arguments(base, "defined", 2, *QUIET), "--corpus", f"path:{tmp_path}/texts"]
+    monkeypatch.chdir(tmp_path)
+    command = [*arguments(base, "defined", 2, *QUIET), "--corpus", "path:texts"]
     assert base_train.main(command) == 0
+    monkeypatch.chdir(base)  # the run has recorded the absolute path
+    command[-1] = f"path:{tmp_path}/texts"
     before = settings.read_bytes()
     changes = "--dtype bfloat16 --total-batch-size 512 --depth 3".split()
     said = "--depth 2, not 3.*--total-batch-size 256, not 512.*--dtype float32, not bfloat16.*--resume never$"
