@@ -24,7 +24,7 @@ from nanomuon.optim import MuonAdamW
 from nanomuon.plan import Plan, choose_compilation, print_plan
 from nanomuon.qk_clip import watch_
 from nanomuon.runtime import InputError, Runtime, first_rank_first, folder_of, print0, read_json, write_json
-from nanomuon.settings import Settings, flag_of, recorded, refuse_changes, sha256_of
+from nanomuon.settings import Settings, flag_of, recorded, refuse_changes, refuse_other_ranks, sha256_of
 from nanomuon.tokenizer import Tokenizer
 from nanomuon.trained import model_sources, warn_of_changed_sources
 
@@ -63,6 +63,7 @@ class Run:
         if settings:
             warn_of_changed_sources(args.run, settings.trained_with)
         self.trained_on = first_rank_first(lambda: self._open_data(settings))
+        refuse_other_ranks({"--corpus": self.trained_on["shards"]})
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes).to(runtime.device)
         compiles = choose_compilation(args, plan, runtime)
 
@@ -107,7 +108,9 @@ class Run:
         self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
         if settings:
-            refuse_changes(args.run, settings.trained_on, {"tokenizer": self.tokenizer.hash})
+            refuse_changes(
+                f"run {args.run} exists with", settings.trained_on, {"tokenizer": self.tokenizer.hash}
+            )
         return trained_on | {"optimizer_file": file, "optimizer_file_sha256": sha256_of(file)}
 
     def _build(self, compiles):

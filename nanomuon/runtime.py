@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+import tempfile
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -238,6 +239,24 @@ def first_rank_first(work):
     first = on_first_rank(work, group)
     dist.destroy_process_group(group)  # not after an error, which may have left other ranks in it
     return first if rank() == 0 else work()
+
+
+def check_base_dir() -> None:
+    """InputError on every rank if one does not see the first rank's base folder."""
+
+    def mark():  # with a new name: a node may have a copy of whatever is in the folder
+        base_dir().mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix=".shared-", dir=base_dir())
+
+    marker = Path(on_first_rank(mark))
+    seen = together((base_dir() / marker.name).exists)
+    if rank() == 0:
+        marker.rmdir()
+    if not all(seen):
+        raise InputError(
+            f"rank {seen.index(False)} does not see {marker.parent} of rank 0: set NANOMUON_BASE_DIR to a "
+            "folder that all nodes share"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------

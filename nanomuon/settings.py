@@ -23,11 +23,12 @@ from nanomuon.command import (
     seed,
     vocabulary,
 )
-from nanomuon.runtime import InputError, check_name, folder_of, read_json
+from nanomuon.runtime import InputError, check_name, folder_of, read_json, together
 
 # A flag's scope: it defines the run; it may change when the run resumes; it sets the length, which may change
 # too (a new one replaces the recorded one); or it concerns only this launch, and is not recorded
 SCOPES = DEFINES, MAY_CHANGE, LENGTH, OF_LAUNCH = "defines", "may change", "length", "of launch"
+AGAIN = "give the same again, choose another --run, or start over: --resume never"
 GONE = {"experts": 0, "experts_per_token": 2}  # flags that older runs have recorded, and their defaults
 
 
@@ -206,7 +207,7 @@ def recall(parser: RunParser, words: list[str] | None) -> tuple[argparse.Namespa
     own, sha256 = (settings.trained_on.get(key) for key in ("optimizer_file", "optimizer_file_sha256"))
     its_hash = f"--optimizer-file {own} of SHA-256"  # a recorded path is never opened
     refuse_changes(
-        args.run,
+        f"run {args.run} exists with",
         defining(parser, before) | {its_hash: sha256},
         defining(parser, args) | {its_hash: sha256_of(args.optimizer_file)},
     )
@@ -241,14 +242,27 @@ def as_words(file: Path, options: dict) -> list[str]:
     return words
 
 
-def refuse_changes(run: str, before: dict, now: dict) -> None:
-    """InputError that lists the values of a run that have changed, if any."""
+def refuse_changes(what: str, before: dict, now: dict, advice: str = AGAIN) -> None:
+    """InputError "<what> <the values that have changed>: <advice>", if any have."""
     changes = [f"{key} {before.get(key)}, not {now[key]}" for key in now if before.get(key) != now[key]]
     if changes:
-        raise InputError(
-            f"run {run} exists with {'; '.join(changes)}: give the same again, choose another --run, or "
-            "start over: --resume never"
-        )
+        raise InputError(f"{what} {'; '.join(changes)}: {advice}")
+
+
+def refuse_other_ranks(values: dict) -> None:
+    """InputError on every rank that lists where a rank's values differ from the first one's, if any do."""
+    first, *others = together(lambda: values)
+    advice = "give all ranks the flags and files of rank 0"
+    for rank, other in enumerate(others, 1):
+        refuse_changes(f"rank {rank} was started with", other, first, advice)
+
+
+def refuse_other_flags(args: argparse.Namespace) -> None:
+    """InputError on every rank if one was started with other flags than the first one."""
+    # A file may be elsewhere on another node: its name counts, and the text of an optimizer file. A Run
+    # compares the texts of the corpus, once it has opened it
+    flags = {flag_of(name): os.path.basename(str(value)) for name, value in vars(args).items()}
+    refuse_other_ranks(flags | {"--optimizer-file": sha256_of(args.optimizer_file)})
 
 
 def sha256_of(optimizer_file: str | None) -> str | None:

@@ -41,6 +41,7 @@ from nanomuon.report import start_wandb
 from nanomuon.run import Run, is_complete, refuse_other_texts
 from nanomuon.runtime import (
     InputError,
+    check_base_dir,
     folder_of,
     locked,
     make_deterministic,
@@ -48,7 +49,7 @@ from nanomuon.runtime import (
     print0,
     start,
 )
-from nanomuon.settings import RunParser, Settings, flag_of, make_parser, recall
+from nanomuon.settings import RunParser, Settings, flag_of, make_parser, recall, refuse_other_flags
 
 CORE_ITEMS = 500  # per CORE task, in evaluations during training
 MAX_BAD_STEPS = 10  # the run ends after this many steps in a row with a loss or gradient that is not finite
@@ -60,6 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.deterministic:
         make_deterministic()
     runtime = start(args.dtype)
+    if runtime.world_size > 1:
+        check_base_dir()  # first, because the flags include those that the run's folder has recorded
+        refuse_other_flags(args)
     # First, because the default windows depend on it. All ranks use what the first one does
     name = on_first_rank(lambda: use_flash_attention(runtime.device, runtime.compute_dtype))
     if name is not None:

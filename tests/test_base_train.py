@@ -97,6 +97,49 @@ def test_a_muon_of_one_process_trains_the_same_on_two(base):
     assert losses(base, "together") == pytest.approx(losses(base, "alone"), abs=1e-4)
 
 
+def test_ranks_that_do_not_share_a_base_folder_are_refused(base, tmp_path):
+    """Even if they have copies of the run, which has recorded other flags than a new one would have."""
+    assert Ranks(base, "apart", 2, *QUIET).join() == [0]
+    (base / "runs" / "apart" / "summary.json").unlink()
+    copy = shutil.copytree(base, tmp_path / "base")
+    line = (
+        f"error: rank 1 does not see {base} of rank 0: set NANOMUON_BASE_DIR to a folder that all nodes share"
+    )
+    for folder in (copy, tmp_path / "none"):
+        ranks = Ranks(base, "apart", 4, *QUIET, processes=2, base_of_last=folder)
+        assert ranks.join(60) == [2, 2]
+        assert re.findall("error: .*", ranks.output()) == [line] * 2 and len(losses(base, "apart")) == 2
+    assert not list(base.glob(".shared-*"))
+
+
+def test_a_rank_with_other_flags_or_files_is_refused(base, tmp_path):
+    """But it may have the same files elsewhere."""
+    body = "return torch.optim.SGD(model.parameters(), lr=0.1)"
+    mine = optimizer_file(base, "sgd", body)
+    same = optimizer_file(tmp_path, "same", body)
+    texts = shutil.copytree(base / "texts", tmp_path / "same" / "texts")
+    flags = "--seed 1 --num-iterations 3 --tensor-parallel 2 --warmdown-ratio 0.1 --dtype bfloat16".split()
+    different = "--num-iterations 3, not 2; .*--warmdown-ratio 0.1, not .*--dtype bfloat16, not float32; "
+    different += "--seed 1, not 0; --tensor-parallel 2, not 1"
+    other = optimizer_file(tmp_path, "sgd", body.replace("0.1", "0.2"))
+    write_texts(tmp_path / "other" / "texts", random_texts(300))
+    for of_last, said in (
+        (flags, different),
+        (("--corpus", "python"), "--corpus python, not texts"),
+        (other, "--optimizer-file [0-9a-f]{64}, not [0-9a-f]{64}"),
+        (("--corpus", f"path:{tmp_path}/other/texts"), "--corpus texts-.*, not texts-.*"),
+    ):
+        ranks = Ranks(base, "stale", 2, *mine, *QUIET, processes=2, of_last=of_last)
+        assert ranks.join(60) == [2, 2], ranks.output()
+        lines = re.findall("error: .*", ranks.output())
+        line = f"error: rank 1 was started with {said}: give all ranks the flags and files of rank 0"
+        assert len(lines) == 2 and all(re.fullmatch(line, each) for each in lines), ranks.output()
+        assert not (base / "runs" / "stale").exists()
+    elsewhere = (*same, "--corpus", f"path:{texts}")
+    ranks = Ranks(base, "stale", 2, *mine, *QUIET, processes=2, of_last=elsewhere)
+    assert ranks.join() == [0, 0], ranks.output()
+
+
 def test_a_run_is_judged_by_the_weights_that_eval_puts_in_place(base, capsys):
     """And it says that no group has the other parameters."""
     file = optimizer_file(base, "still", STILL)

@@ -81,10 +81,11 @@ class Ranks:
     """The same without torchrun and without the seconds that importing torch takes: forks of a process that
     has imported it.
 
-    output() is what all ranks have printed.
+    of_last: more flags of the last rank; base_of_last: its base folder. output() is what all ranks have
+    printed.
     """
 
-    def __init__(self, base, run, steps, *more, processes=1, small=SMALL):
+    def __init__(self, base, run, steps, *more, processes=1, small=SMALL, of_last=(), base_of_last=None):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -103,6 +104,9 @@ class Ranks:
                     "WORLD_SIZE": str(processes),
                 }
             argv = arguments(base, run, steps, *more, small=small)
+            if rank == processes - 1:
+                argv += of_last
+                environment["NANOMUON_BASE_DIR"] = str(base_of_last or base)
             process = FORKS.Process(target=_train, args=(environment, argv, str(self.file)), daemon=True)
             process.start()
             atexit.register(process.kill)  # multiprocessing sends SIGTERM, and it would finish its step
