@@ -181,15 +181,20 @@ def refused_group(group):
     return len(optimizer.param_groups) == len(groups_of(model))
 
 
-@pytest.mark.parametrize("options", [{}, {"flatten_optimizer_state_dict": True}, {"strict": False}], ids=str)
-@pytest.mark.parametrize("later", [True, False])
-def test_parameters_are_frozen_or_unfrozen_between_two_runs(options, later):
+@pytest.mark.parametrize(
+    "frozen, options",
+    [
+        ("later", {}),
+        ("later", {"flatten_optimizer_state_dict": True}),
+        ("later", {"strict": False}),
+        ("earlier", {"strict": False}),  # else torch refuses a trained parameter without state
+    ],
+)
+def test_parameters_are_frozen_or_unfrozen_between_two_runs(frozen, options):
     """torch's utilities find parameters by name in the groups in which they were saved."""
-    if not later and options != {"strict": False}:
-        pytest.skip("torch refuses a trained parameter without state")
     options = StateDictOptions(**options)
     model, other = build(), build(1)
-    (other if later else model)[2].weight.requires_grad_(False)
+    (other if frozen == "later" else model)[2].weight.requires_grad_(False)
     optimizer, other_optimizer = (MuonAdamW(groups_of(each)) for each in (model, other))
     train(model, optimizer, range(3))
     state = get_optimizer_state_dict(model, optimizer, options=options)

@@ -142,10 +142,18 @@ def test_a_file_is_whole_or_not_there_and_no_link_is_followed(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["file", "precious"]
 
 
+WRITER = """
+import os, sys
+from nanomuon import runtime
+
+os.fsync = lambda file: None  # which would take most of the time
+for _ in range(300):
+    runtime.write_json(sys.argv[1], [1])
+"""
+
+
 def test_several_processes_write_one_file(tmp_path):
-    file = str(tmp_path / "file")
-    code = f"from nanomuon import runtime\nfor _ in range(50): runtime.write_json({file!r}, [1])"
-    writers = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / "file"]) for _ in range(3)]
     assert [writer.wait() for writer in writers] == [0, 0, 0]
     assert os.listdir(tmp_path) == ["file"] and json.loads((tmp_path / "file").read_text()) == [1]
 
