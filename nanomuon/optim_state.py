@@ -258,11 +258,11 @@ def saved_value(key, value):
 
 def check_form(saved, ours):
     """ValueError for groups of another optimizer, and for default names that may mean other parameters."""
+    if not saved:
+        raise ValueError("the loaded state has no param groups: MuonAdamW did not save it")
     for i, group in enumerate(saved):
         if "kind" not in group or "names" not in group:
             raise ValueError(f"group {i} of the loaded state has no kind or names: MuonAdamW did not save it")
-    if not saved:
-        raise ValueError("the loaded state has no param groups: MuonAdamW did not save it")
     theirs = [names_of(group) for group in saved]
     for i, group in enumerate(ours):
         names = group["names"]

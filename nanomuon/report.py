@@ -19,6 +19,7 @@ from nanomuon.runtime import (
     Runtime,
     base_dir,
     cores,
+    naming,
     one_line,
     parse_json,
     print0,
@@ -93,11 +94,9 @@ class MetricsLog:
         finite = {}
         for key, value in row.items():
             finite[key] = value if value is None or math.isfinite(value) else None
-        try:
+        with naming(self.file.name):
             self.file.write(json.dumps(finite).encode() + b"\n")
             self.file.flush()
-        except OSError as error:  # a full disk; an error from write() names no file
-            raise OSError(error.errno, error.strerror, str(self.file.name)) from error
         if self.wandb is not None:
             self.wandb.log(row, step=row["step"])
 

@@ -264,6 +264,15 @@ def check_base_dir() -> None:
 
 
 @contextlib.contextmanager
+def naming(path):
+    """An OSError inside names this file; one from write(), such as a full disk's, would name none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextlib.contextmanager
 def write_whole(path):
     """A binary file that appears at `path` only once it is complete and on disk.
 
@@ -272,14 +281,13 @@ def write_whole(path):
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # a killed process's, or a stranger's link
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:  # an error from write() names no file
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        with naming(path):
+            temporary.unlink(missing_ok=True)  # a killed process's, or a stranger's link
+            with temporary.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

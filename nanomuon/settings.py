@@ -158,12 +158,16 @@ def bundle_place(text: str) -> str:
     """A URL unchanged; a folder or zip as its absolute path, so that the run finds it from any folder."""
     if text.startswith(("http://", "https://")):
         return text
-    return os.path.abspath(os.path.expanduser(text))
+    return absolute(text)
 
 
 def corpus_name(text: str) -> str:
     """The name of a corpus, with an absolute path if it is one of files."""
-    return f"path:{bundle_place(text.removeprefix('path:'))}" if text.startswith("path:") else text
+    return f"path:{absolute(text.removeprefix('path:'))}" if text.startswith("path:") else text
+
+
+def absolute(place: str) -> str:
+    return os.path.abspath(os.path.expanduser(place))
 
 
 def checkpoint_name(text: str) -> str:
