@@ -79,6 +79,8 @@ case $CORPUS in
     *) "$PYTHON" -m scripts.data_prep -- "${FLAGS[@]}" ;;
 esac
 
+again="the same command"
+[[ " $* " != *" --resume"* ]] || again+=" without --resume"
 rm -f "$run_dir/stopped"
 "${TRAIN[@]}" "${FLAGS[@]}" <&0 &
 training=$! stopped=no code=0
@@ -88,12 +90,12 @@ trap stopped=yes INT HUP
 until code=0; wait "$training" || code=$?; ! kill -0 "$training" 2>/dev/null; do :; done # a signal also ends a wait
 # torchrun does not pass on the exit codes of its ranks, so they leave a file
 if [ -e "$run_dir/stopped" ] || { [ "$stopped" = yes ] && [ "$code" -ne 0 ]; }; then
-    echo "the run was stopped before its end: the same command carries on"
+    echo "the run was stopped before its end: $again carries on"
     exit 75
 fi
 if [ "$code" -ne 0 ] && [ -n "${data_prep:-}" ] && ! kill -0 "$data_prep" 2>/dev/null && ! wait "$data_prep"; then
     echo "data_prep failed: $(tail -n 1 "$run_dir.data_prep.log")" >&2
 fi
-[ "$code" -ne 137 ] || echo "the training was killed, perhaps because memory ran out: the same command carries on" >&2
+[ "$code" -ne 137 ] || echo "the training was killed, perhaps because memory ran out: $again carries on" >&2
 [ "$code" -ne 0 ] || echo "done in $SECONDS s; samples are in $run_dir/report.md. More text: $PYTHON -m scripts.sample --run $(printf %q "$RUN") --seed 4"
 exit "$code"

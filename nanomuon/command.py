@@ -89,9 +89,9 @@ def run_command(main) -> None:
     """Run a script's main() and exit with the code it returns, or with 2 and one line on stderr for an error
     that the user can fix.
 
-    Other exceptions are bugs and show their traceback. With several ranks, an error exits its rank at once,
-    so that torchrun ends the others, which may be waiting for this one in a collective. Destroying the
-    process group would wait for them.
+    Other exceptions are bugs and show their traceback. With several ranks, an error exits its rank without
+    destroying the process group, which would wait for the others: torchrun ends them, as they may be waiting
+    for this one in a collective.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # until now scripts.begin() handled it
     try:
@@ -151,11 +151,12 @@ class StopSignals:
 
     in_steps: whether there is something to save. In the first step and after the last one there is not,
     and a signal ends this process at once. The first rank records the stop in the file `stopped` in the run's
-    folder.
+    folder. resume: the flag; again: what carries on, because `--resume never` would start over.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, resume: str):
         self.folder = folder
+        self.again = "the same command" if resume == "auto" else "the same command without --resume"
         self.asked = self.in_steps = False
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -176,7 +177,7 @@ class StopSignals:
 
     def stopped(self, how: str) -> int:
         """Print and record that the run stops here. Returns STOPPED."""
-        message = f"stopped {how}; the same command carries on"
+        message = f"stopped {how}; {self.again} carries on"
         self._say(message)
         with contextlib.suppress(OSError):  # if the disk is full, the exit code must do
             if is_first_rank():

@@ -116,7 +116,7 @@ class Corpus:
         """Whether the texts differ from those of the corpus that a run recorded by this name and revision."""
         if len(revision) == OLD_REVISION:
             print0(
-                f"corpus {name} is not compared with what the run has read: it recorded only names and times"
+                f"corpus {name} cannot be compared with the run's: that recorded only file names and times"
             )
             return False
         return revision != self.revision or (self.repo is not None and name != self.name)
@@ -146,7 +146,7 @@ def with_both_parts(corpus: Corpus) -> Corpus:
         return candidate
     raise InputError(
         f"corpus {corpus.name} has only {found.total()} different pieces of up to {PIECE:,} characters: "
-        "none is for training or none for validation (one in 20, by its hash); add text"
+        "training or validation would get none (one in 20, by its hash); add text"
     )
 
 

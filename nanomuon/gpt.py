@@ -42,7 +42,7 @@ class GPTConfig:
 
     @classmethod
     def from_depth(cls, depth: int, vocab_size: int, seq_len: int, **overrides) -> "GPTConfig":
-        """Width 64 per layer. Heads have 128 channels if they fill a width of at least 256, else 64."""
+        """Width 64 per layer. Heads of 128 channels if they divide a width of at least 256, else 64."""
         width = 64 * depth
         head_dim = 128 if width >= 256 and width % 128 == 0 else 64
         heads = width // head_dim

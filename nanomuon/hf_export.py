@@ -1,4 +1,4 @@
-"""Export of a run's model to a folder that transformers, tokenizers and this repo can all load.
+"""Export of a run's model to a folder that transformers and tokenizers can load.
 
 It is written without either library. The files that compute the model, gpt.py and what it imports, are copied
 into the folder with `modeling_nanomuon.py`, a wrapper that transformers runs under `trust_remote_code=True`.
@@ -53,8 +53,8 @@ leaves it out. Text that looks like `<|bos|>` is encoded as ordinary text.
 
 ## License
 
-The Python files have the MIT license, like nanomuon. Whoever trained the weights should state here what they
-were trained on, and under which terms they may be used, which depend on the terms of the training text.
+The Python files are under the MIT license, like nanomuon. Whoever trained the weights should state here what
+they were trained on and the terms of their use, which depend on those of the training text.
 """
 
 

@@ -8,7 +8,8 @@ from .attention import attention, masked
 
 class KVCache:
     """What a model remembers of the tokens it has read: all keys and values, and the last inputs that the
-    next tokens need (for convolutions and halves of keys). It grows with every call of the model.
+    next tokens need (for convolutions and halves of keys). The first call of the model allocates keys and
+    values for the whole context; each call fills in more.
 
     config: a GPTConfig. lengths: how many tokens each row has read.
     """

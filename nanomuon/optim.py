@@ -7,18 +7,18 @@
 The parameters are divided into work items, and `MuonAdamW.step` takes them through these phases:
 
     agree     one small all_reduce: which parameters have a gradient on some rank? Is every gradient finite?
-    collect   send the gradients to the ranks that need them; a Pipeline instead updates its momentum, and
-              sends U, the momentum by Nesterov's formula
+    collect   send the gradients to the ranks that need them; a Pipeline instead updates the momentum of its
+              first chunk and sends that chunk's U, the momentum by Nesterov's formula
     compute   update state and parameters from the gradients that have arrived
     send      send the updated parameters
     deliver   copy what the other ranks have updated into the parameters
 
 Each rank has all replicated parameters, and gradients from its own rows of the batch. The collectives of
 `collect` average the gradients over the W ranks, by `ReduceOp.AVG` in the methods of `World`; nothing else
-does. A matrix's mean gradient and state exist only on the rank that owns the matrix (ZeRO-2): a rank owns
-K // W consecutive matrices of a bank, or one more; of a 3-D parameter ceil(K/W), and the last ranks fewer or
-none. Each phase visits the items in the order of this table, then in the order of the groups, and the banks
-of a group from the largest m * n to the smallest:
+does. A matrix's mean gradient and state exist only on the rank that owns the matrix (ZeRO-2, although the
+local `p.grad` stays whole): a rank owns K // W consecutive matrices of a bank, or one more; of a 3-D
+parameter ceil(K/W), and the last ranks fewer or none. Each phase visits the items in one order: by kind, as
+in this table; within a kind by group; the banks of a group from the largest m * n to the smallest:
 
     work item         parameters                  collect          send         state on one rank
     Bank              K matrices of one group     reduce_scatter   all_gather   for at most ceil(K/W) matrices
@@ -41,12 +41,13 @@ of a group from the largest m * n to the smallest:
                       and `ok` of every element
     all               zeros in place of a gradient that is None
 
-What was sent is freed when it has arrived, what was received when `compute` returns, and updated matrices and
-rows when `deliver` returns. So after the last `collect` all gradients are in memory, in at most (1 + 1/W)
-times their padded bytes, and before the first `deliver` all updated matrices; in between, an item's results
-take the place of its gradients. One batch adds its temporaries, about four times BATCH_BYTES, and a large
-AdamW parameter those of this rank's rows. Each rank sends 2(W-1)/W times the parameters' bytes per step, plus
-padding. A single process sends nothing and runs the same math.
+What was sent is freed when `step` has waited for it, what was received when `compute` returns, and updated
+matrices and rows when `deliver` returns. So besides `p.grad`, the buffers hold all gradients after the last
+`collect`, in at most (1 + 1/W) times their padded bytes, and all updated matrices before the first `deliver`;
+in between, an item's results take the place of its gradients. Temporaries come on top: about four times
+BATCH_BYTES for a batch of matrices, a few times this rank's rows for a large AdamW parameter. Each rank sends
+2(W-1)/W times the parameters' bytes per step, plus padding. A single process sends nothing and runs the same
+math.
 
 This file contains, in order: the kernels; the hyperparameters; the ranks and their collectives; parameters
 and gradients; the rule for the direction of a Muon update; the work items; the owners; the optimizers.
@@ -281,8 +282,8 @@ def hyper_of(group):
 
 @dataclass
 class Transfer:
-    """A collective in flight. `wait()` returns `received`. `sent` has to live until then. `step` and
-    `Pipeline` pop a Transfer in the expression that waits for it, which frees `sent`.
+    """A collective in flight. `wait()` returns `received`; keep the Transfer, and with it `sent`, until then.
+    `step` and `Pipeline` drop it right after, which frees `sent`.
     """
 
     received: object  # a tensor, or a list of tensors
@@ -474,8 +475,8 @@ def rule_of(group, m, n, ns_dtype):
         return Rule(call_direction, {"direction": direction}, (m, n), buffers, scale, cost)
     options = dict(coefficients=group["coefficients"], ns_steps=group["ns_steps"], ns_dtype=ns_dtype)
     buffers = {}
-    if group["beta2"] is not None:  # nanochat's name for the second moment
-        buffers["second_momentum_buffer"] = (m, 1) if m >= n else (1, n)
+    if group["beta2"] is not None:
+        buffers["second_momentum_buffer"] = (m, 1) if m >= n else (1, n)  # nanochat's name
     return Rule(normuon, options, (m, n), buffers, scale, cost)
 
 
@@ -765,8 +766,9 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     `beta2=None`: no second moment. `momentum=None`: U is the gradient, for rules with their own momentum.
     `ns_steps=None`: as many as the coefficient set has. `names`, aligned with params, or (name, parameter)
     pairs in params name the saved state; default group{i}.{j}. Other keys are yours to use. Rates, momenta,
-    betas, eps and decays may change at any time, identically on all ranks. After the first step parameters
-    and other options may not change, nor may a momentum or beta2 become None or stop being None.
+    betas, eps and decays may change at any time, if they change identically on all ranks. Once the optimizer
+    has planned (at the first step, or when state is loaded or requested by name), parameters and other
+    options may not change, nor may a momentum or beta2 become None or stop being None.
     ValueError at construction for misspelled or missing keys, and at the first step for unsupported sharding.
 
     ns_dtype: the dtype of Newton-Schulz. None: half precision on GPUs, float32 on CPUs. torch.bfloat16 (on
@@ -1005,15 +1007,16 @@ class DistMuonAdamW(MuonAdamW):
     the same groups, which the constructor checks.
 
     process_group: defaults to all ranks; without torch.distributed it is a world of one, which does what
-    MuonAdamW does. It must contain the ranks of all device meshes. The constructor and `add_param_group` are
-    collective. comm_dtype: float32 or bfloat16, in which gradients are reduced, and FSDP2's matrices are sent
-    both ways; defaults to the gradient's own. Under DistributedDataParallel, which averages the gradients,
-    use MuonAdamW.
+    MuonAdamW does. The group must contain the ranks of all device meshes. The constructor and
+    `add_param_group` are collective. comm_dtype: float32 or bfloat16, in which gradients are reduced, and
+    FSDP2's matrices are sent both ways; defaults to the gradient's own. Under DistributedDataParallel, which
+    averages the gradients, use MuonAdamW.
 
-    Replicated parameters start with rank 0's values (copies of sharded ones must already be equal), and after
-    every step they are bitwise the same on all ranks, as long as all ranks give a group the same
-    hyperparameters. The update uses the mean of `p.grad` over ranks; `p.grad` itself does not change.
-    DTensors sharded over a device mesh (FSDP2, tensor parallelism) are updated as shards, see optim_fsdp.py.
+    Replicated parameters start with rank 0's values (replicas of a sharded parameter, as in HSDP, must
+    already be equal), and after every step they are bitwise the same on all ranks, as long as all ranks give
+    a group the same hyperparameters. The update uses the mean of `p.grad` over ranks; `p.grad` itself does
+    not change. DTensors sharded over a device mesh (FSDP2, tensor parallelism) are updated as shards, see
+    optim_fsdp.py.
     """
 
     def __init__(self, param_groups, process_group=None, comm_dtype=None, *, compile="auto", ns_dtype=None):

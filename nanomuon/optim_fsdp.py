@@ -5,12 +5,14 @@ A DTensor that is whole on every rank counts as replicated. The gradient of any 
 and its momentum or AdamW moments are sharded like the parameter. How its matrices are updated depends on what
 is sharded, and by which dimension of the device mesh:
 
-  the experts of (E, m, n)       every rank has whole matrices: nothing is sent
-  matrices, by one called "tp"   tensor parallelism: the ranks orthogonalize jointly (`optim_tp.py`)
-  matrices, by another (FSDP2)   data parallelism: each matrix has an owner; an all_to_all sends it the
-                                 shards, and a second one returns the shards of the direction
+  what is sharded            mesh dimension   how matrices are updated
+  the experts of (E, m, n)   any              every rank has whole matrices: nothing is sent
+  each matrix                "tp"             tensor parallelism: the ranks orthogonalize jointly
+                                              (`optim_tp.py`)
+  each matrix                another (FSDP2)  data parallelism: each matrix has an owner; an all_to_all sends
+                                              it the shards, a second one returns the direction's shards
 
-The first two are a `Bank` of this rank's shards. The third is a `Pipeline`, one work item made of chunks of
+The first two are a `BankOfShards`. The third is a `Pipeline`, one work item made of chunks of
 same-shaped matrices. Momentum, weight decay and update are elementwise and happen on the shards; the rule,
 which needs whole matrices, runs on their owner (by `assign_owners` over FSDP2's ranks, chunk by chunk, the
 most expensive first). Along with the shards of a direction, the owner returns the updated state of the rule
@@ -26,9 +28,9 @@ One matrix (m, n), its rows on four ranks, in float32 parameters:
                                                         rule's state, unconverted
     update_shards   rows     rows     rows     rows     decay and update of the shard; all copy the state
 
-A chunk has W * max(1, CHUNK_BYTES // 4mn) matrices, and at most three have transfers in memory (`Pipeline`).
-With W ranks, a rank sends 2(W-1)/W times the bytes of its shards, and the state of the matrices that it owns
-to each of the W-1 others.
+A chunk has up to W * max(1, CHUNK_BYTES // 4mn) matrices, and at most three have transfers in memory
+(`Pipeline`). With W ranks, a rank sends 2(W-1)/W times the bytes of its shards, and the state of the matrices
+that it owns to each of the W-1 others.
 """
 
 import math

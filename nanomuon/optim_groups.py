@@ -357,8 +357,8 @@ def compare_ranks(groups, process_group):
         pairs = itertools.zip_longest(of_ranks[0], theirs, fillvalue="nothing")
         for i, (first, here) in enumerate(pairs):
             if first != here:
-                difference = f"number {i} is {first} on rank 0, {here} on rank {rank}"
-                raise ValueError(f"ranks have different parameters: {difference}")
+                difference = f"{first} on rank 0, {here} on rank {rank}"
+                raise ValueError(f"ranks differ in parameter {i} or its options: {difference}")
 
 
 def check_values(group):
@@ -389,7 +389,9 @@ def check_params(group, where, others):
         if not isinstance(param, torch.Tensor):
             raise ValueError(f"{where}: {name} is a {type(param).__name__}, not a parameter")
         if not param.is_floating_point() or param.layout != torch.strided:
-            raise ValueError(f"{where}: {name} is {param.dtype}, {param.layout}: neither kind trains this")
+            raise ValueError(
+                f"{where}: {name} is {param.dtype}, {param.layout}: neither Muon nor AdamW trains this"
+            )
         if param in seen:
             raise ValueError(f"{where}: {name} is already in group {seen[param]}")
         if name in seen_names:
@@ -415,7 +417,7 @@ def check_muon_group(group):
         for param in group["params"]:
             split_rows(group["split"], param.size(1 if param.ndim == 3 else 0))
         if group["direction"] is not None:
-            raise ValueError("split orthogonalizes the parts of a fused matrix: it takes no direction")
+            raise ValueError("split and direction cannot be combined")
     if group["direction"] is not None and not callable(group["direction"]):
         raise ValueError(f"direction={group['direction']!r} is not a function")
     for key, known in CHOICES.items():

@@ -183,15 +183,15 @@ class SavedByName:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict, hyperparameters="restore", strict=True):
-        """Restore a full_state_dict() of any world size and grouping, or a named_state_dict() or state_dict()
-        that this rank saved in the same world or torch.distributed.checkpoint has filled. Frozen parameters
-        may be missing.
+        """Restore a full_state_dict() of any world size and grouping; a named_state_dict() or state_dict()
+        that this rank saved in the same world; or one that torch.distributed.checkpoint has filled. Frozen
+        parameters may be missing.
 
-        hyperparameters: "restore" takes lr, all other numbers and what schedulers have written into the
-        groups from the groups in which the parameters were saved, as torch's optimizers do; "keep" keeps
-        those of our groups. State keeps its dtype. ValueError, before anything changes, for the first
-        difference: a missing name or key, another shape, a shard that another rank has saved, other options.
-        strict=False: missing state is left unchanged; returns its [(name, key)].
+        hyperparameters: "restore" copies lr, the other numbers and whatever schedulers wrote from the groups
+        in which these parameters were saved, as torch's optimizers do; "keep" keeps those of our groups.
+        State keeps its dtype. ValueError, before anything changes, for the first difference: a missing name
+        or key, another shape, a shard that another rank has saved, other options. strict=False: missing state
+        is left unchanged; returns its [(name, key)].
         """
         if hyperparameters not in ("restore", "keep"):
             raise ValueError(f'hyperparameters must be "restore" or "keep", not {hyperparameters!r}')

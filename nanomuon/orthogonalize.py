@@ -207,7 +207,7 @@ def gram_polynomial(R, table):
 
 
 def update_scale(rule, m, n):
-    """Factor on the Muon update of an (m, n) matrix, whose rms is 1/sqrt(max(m, n)) without it.
+    """Factor for the Muon update of an (m, n) matrix. Unscaled, its rms is 1/sqrt(max(m, n)).
 
     "shape": sqrt(max(1, m/n)) (Keller Jordan, nanochat). "match_rms_adamw": 0.2*sqrt(max(m, n)) (Moonlight,
     arXiv 2502.16982). "spectral": sqrt(max(m, n)) (Megatron; the word names other formulas elsewhere).

@@ -1,6 +1,6 @@
 """The size of a run before it starts: its model, batch, length and micro-batch, and the memory they take.
 
-Memory is a formula of the model's shapes: no device is touched, so a laptop can plan a run on thousands.
+Memory is a formula of the model's shapes, so a laptop can plan a run on thousands of GPUs.
 """
 
 import argparse

@@ -38,7 +38,7 @@ def parse_lines(path, lines: bytes, kind) -> list[dict]:
         try:
             parse_json(line, kind)
         except ValueError as error:
-            raise InputError(f"{path} line {number} cannot be read, remove it: {error}") from error
+            raise InputError(f"{path} line {number} cannot be read ({error}): remove that line") from error
         rows.append(json.loads(line))
     return rows
 

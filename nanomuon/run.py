@@ -90,9 +90,7 @@ class Run:
             if manifest.unreadable:
                 print0(f"left out   {manifest.unreadable}")
             if passes > MOST_PASSES:
-                print0(
-                    "warning: a text so small is memorized after two or three passes: lower --num-iterations"
-                )
+                print0("warning: a text this small is memorized after two or three passes: train fewer steps")
         self.forward = self.model
         if compiles:
             self.forward = parallel.compile_model(self.model, self.mesh)
@@ -161,10 +159,14 @@ class Run:
     def _write_folder(self, wandb_id):
         folder = self.folder.resolve()  # it may be a link, which rmtree does not follow
         if self.args.resume == "never":
+            # Checkpoints first: a kill must not leave any without the settings that they belong to
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         for over in ("summary.json", "stopped"):  # a running run is neither complete nor stopped
             (self.folder / over).unlink(missing_ok=True)
+        for left_over in folder.glob(".*.tmp"):  # by a launch that was killed
+            left_over.unlink()
         self.tokenizer.save(self.folder / "tokenizer")
         config = self.plan.config
         chosen = {"total_batch_size": self.plan.batch, "max_seq_len": config.seq_len}
@@ -250,7 +252,9 @@ class Run:
         Returns the exit code.
         """
         earlier = [step for step in checkpoint.saved_steps(self.folder) if step < self.step - bad_steps]
-        advice = f"--resume step_{earlier[-1]} goes on from there, or " if earlier else ""
+        advice = ""
+        if earlier:
+            advice = f"if the hardware failed, --resume step_{earlier[-1]} goes on from there; otherwise "
         print0(
             f"error: {why}; {advice}start over with lower rates, or a corrected rule: --resume never",
             file=sys.stderr,

@@ -157,7 +157,7 @@ def start(dtype: str = "auto") -> Runtime:
     if gpus:
         index = int(os.environ.get("LOCAL_RANK", "0"))
         if index >= gpus:
-            raise InputError(f"process {index} of this machine has no GPU: there are {gpus}, counted from 0")
+            raise InputError(f"process {index} (from 0) has no GPU: this machine has {gpus}")
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
@@ -282,7 +282,7 @@ def write_whole(path):
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with naming(path):
-            temporary.unlink(missing_ok=True)  # a killed process's, or a stranger's link
+            temporary.unlink(missing_ok=True)  # a killed process's of the same id, or a stranger's link
             with temporary.open("xb") as file:
                 yield file
                 file.flush()

@@ -122,7 +122,8 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
 
     parser.section("several processes")
     of_launch("--shard", str, "none", "fsdp: shard parameters, gradients and state", choices=["none", "fsdp"])
-    of_launch("--tensor-parallel", count, 1, "processes that share every matrix; divides the key-value heads")
+    share = "processes that share the matrices of each block; must divide the number of heads"
+    of_launch("--tensor-parallel", count, 1, share)
     sent = "dtype of sent gradients, or with --shard fsdp of Muon's momenta and updates (auto: float32)"
     defines("--comm-dtype", str, "auto", sent, choices=["auto", "float32", "bfloat16"])
 
@@ -143,7 +144,7 @@ def add_data_flags(parser: RunParser) -> None:
     # The place may change, because the texts are compared
     may_change("--corpus", corpus_name, "python", "python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG]")
     defines("--vocab-size", vocabulary, None, "tokens (default: 4096, or 32768 for corpora on the hub)")
-    field = "field of the records with the text (default: the last one given to data_prep for it, or text)"
+    field = "field of a record with its text (default: the last one given to data_prep, or text)"
     defines("--text-field", str, None, field)
     may_change("--skip-unreadable", bool, False, "leave out what cannot be read (default: name it and exit)")
 

@@ -275,6 +275,6 @@ def wait_for_window(folder: Path, window: int) -> Manifest:
         elif second - busy > PATIENCE:
             raise NobodyWrites(
                 f"{folder} is incomplete and no process is writing it: run python -m scripts.data_prep -- "
-                "with the flags of the training"
+                "FLAGS, with the flags of the run"
             )
         time.sleep(1)

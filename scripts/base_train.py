@@ -8,10 +8,11 @@
     python -m scripts.base_train --optimizer-file my_optim.py   # your own optimizer: build_optimizer(model)
 
 The -- keeps torchrun from taking --run as its own --run-path. Flags that you leave out follow from --depth
-and the device. A run is the folder runs/NAME under NANOMUON_BASE_DIR; the same command resumes it from its
-last checkpoint. SIGTERM, SIGHUP and Ctrl-C save and stop it after the current step, with exit code 75 (ranks
-exit with 0, because torchrun takes any other code for a failure); the file runs/NAME/stopped remains until
-the run resumes.
+and the device; without a length or a batch, depth 4 trains on 44M tokens, which takes hours on a CPU. A run
+is the folder runs/NAME under NANOMUON_BASE_DIR; the same command resumes it from its last checkpoint.
+SIGTERM, SIGHUP and Ctrl-C save and stop it after the current step, with exit code 75 (ranks exit with 0,
+because torchrun takes any other code for a failure); the file runs/NAME/stopped remains until the run
+resumes.
 """
 
 if __name__ == "__main__":
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.plan:
         print_plan(plan, runtime)
         return 0
-    signals = StopSignals(folder)
+    signals = StopSignals(folder, args.resume)
     if args.resume == "auto" and is_complete(folder, plan.steps):
         return 0
     wandb = None
@@ -109,8 +110,8 @@ def train(run: Run, signals: StopSignals) -> int | None:
     peak = peak_flops(run.runtime.device)
     bad_steps = 0  # in a row, so far
     while run.step < plan.steps:
-        # Here, not at the end of a step: so a signal need not wait for an evaluation, and a resumed run makes
-        # up for a missed one
+        # Here, not at the end of a step: so a signal that comes during a step is served before the
+        # evaluation, and a resumed run makes up for a missed one
         evaluate_what_is_due(run)
         torch.manual_seed(args.seed + run.step)  # so that an optimizer draws the same numbers after a resume
         lr_multiplier = set_hyperparameters(
@@ -130,10 +131,10 @@ def train(run: Run, signals: StopSignals) -> int | None:
             )
         except shards.NobodyWrites:  # scripts.data_prep has failed; all ranks get here
             run.save(position)
-            print0(f"stopped at step {run.step} and saved; the same command carries on once there is data")
+            print0(f"stopped at step {run.step} and saved; {signals.again} carries on once there is data")
             raise
 
-        # Not before: the first step has nothing to save, and a Ctrl-C also ends the compiler that it may run
+        # Only now: during the first step there is nothing to save, and Ctrl-C ends the compiler it may run
         signals.in_steps = True
         run.step += 1
         run.skipped += done.skipped

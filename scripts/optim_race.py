@@ -12,12 +12,12 @@ A contender is `default` (the recipe and the model of base_train) or a Python fi
     def schedule(group, step, steps): ...        # {"lr": ...}, step counts from 0; group: as it was built
     def model(config, compute_dtype): ...        # an uninitialized GPT; a subclass with this name also works
 
-that uses the default's for the rest. A builder with parameters `batch` (tokens per step) and `steps` gets
-their values; the recipe's rates depend on them, so pass them on to recipe.param_groups. `**keywords` passes
-on both, and all keywords of the recipe. NAME:key=value,key=value sets keywords of a contender's functions and
-fields of its GPTConfig; lr_scale=X multiplies all its learning rates. --model sets fields for all. An
-optimizer to be judged by other weights than those it trains (such as an average) swaps them in with eval(),
-and swaps its own back in with train().
+For whatever it does not define, it uses the default's. A builder with parameters `batch` (tokens per step)
+and `steps` gets their values; the recipe's rates depend on them, so pass them on to recipe.param_groups.
+`**keywords` passes on both, and all keywords of the recipe. NAME:key=value,key=value sets keywords of a
+contender's functions and fields of its GPTConfig; lr_scale=X multiplies all its learning rates. --model sets
+fields for all. An optimizer to be judged by other weights than those it trains (such as an average) swaps
+them in with eval(), and swaps its own back in with train().
 
 With the same seed all contenders see the same rows and start from the same weights: the race calls
 init_weights(seed) on each model, and parameters whose name and shape occur in the default model get its

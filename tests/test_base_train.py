@@ -164,7 +164,13 @@ LATE = """
 @pytest.mark.parametrize(
     "run,steps,flags,message,saved",
     [
-        ("late", 100, ("--save-every", "3"), "gradients; --resume step_3 goes on from there, ", [3, 6]),
+        (
+            "late",
+            100,
+            ("--save-every", "3"),
+            "gradients; if the hardware failed, --resume step_3 goes on from there; otherwise start over",
+            [3, 6],
+        ),
         (
             "diverged",
             6,

@@ -78,8 +78,10 @@ def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(base, wh
     *_, previous, newest = checkpoint.saved_steps(run_dir)
     file = max((run_dir / "checkpoints" / f"step_{newest}").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
+    half = run_dir / ".model.safetensors.1.tmp"
+    half.touch()
     ranks = Ranks(*command, processes=processes)
-    assert ranks.join() == [0] * processes
+    assert ranks.join() == [0] * processes and not half.exists()
     assert f"checkpoint step_{newest} is damaged and not used: {file} " in ranks.output()
     assert f"resuming run {run} at step {previous} of 100\n" in ranks.output()
     assert_same_run(run_dir, whole[processes])
@@ -128,17 +130,20 @@ def test_a_signal_saves_and_leaves_a_note(base, number):
     assert ranks.output().count("stopping after this step; Ctrl-C now ends at once, without saving\n") == 1
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_signal_during_the_start_ends_it_with_a_line(base, processes):
+@pytest.mark.parametrize(
+    "processes,flags,again",
+    [(1, ("--resume", "never"), "the same command without --resume"), (2, (), "the same command")],
+)
+def test_a_signal_during_the_start_ends_it_with_a_line(base, processes, flags, again):
     """While it waits for its data, which another process is preparing."""
     run, size = f"starting-{processes}", 256 + 10 * processes
     with runtime.locked(shards.shard_folder(open_corpus(f"path:{base}/texts"), size)):
-        ranks = Ranks(base, run, 5, "--vocab-size", str(size), *QUIET, processes=processes)
+        ranks = Ranks(base, run, 5, "--vocab-size", str(size), *QUIET, *flags, processes=processes)
         wait_until(lambda: "waiting for it" in ranks.output(), ranks.alive)
         ranks.kill(signal.SIGTERM)
         codes = ranks.join(20)
     assert codes == ([STOPPED] if processes == 1 else [0, 0]), ranks.output()
-    line = "stopped with nothing to save; the same command carries on\n"
+    line = f"stopped with nothing to save; {again} carries on\n"
     assert ranks.output().count(line) == 1 and ranks.output().endswith(line)
     assert (base / "runs" / run / "stopped").read_text() == line
 
@@ -376,7 +381,7 @@ def test_runs_of_the_version_that_had_experts(base, capsys):
     sample.main(["--run", "older", "--max-tokens", "1"])
     assert base_train.main(["--run", "older", "--num-iterations", "6"]) == 0
     assert len(losses(base, "older")) == 6
-    assert "it recorded only names and times\n" in capsys.readouterr().out
+    assert "that recorded only file names and times\n" in capsys.readouterr().out
     use(experts=2)
     for command in (base_train, sample):
         with pytest.raises(InputError, match="this version has no .*experts"):
