@@ -63,7 +63,7 @@ run_dir=${base_dir/#\~/$HOME}/runs/$RUN
 FLAGS+=(--run "$RUN" --corpus "$CORPUS" ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} --depth "$DEPTH" "$@")
 if [[ " $* " == *" --plan "* ]]; then
     echo "run        $run_dir, trained on $CORPUS$([ ! -e "$run_dir/settings.json" ] || echo "; it exists, and carries on if it is not complete")"
-    [ "$GPUS" != 0 ] || echo "time       4 to 14 minutes on two cores, unless a flag or variable changes the size"
+    [ "$GPUS $DEPTH $*" != "0 4 --plan" ] || echo "time       4 to 14 minutes on two cores"
     exec "${TRAIN[@]}" "${FLAGS[@]}"
 fi
 

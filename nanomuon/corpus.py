@@ -38,7 +38,7 @@ PIECE = 4096  # characters, see with_both_parts()
 ENOUGH = 8  # documents of a kind, see with_both_parts()
 HASHED = 100 << 20  # bytes; in a larger corpus only both ends of each file are hashed, see revision_of()
 EDGE = 1 << 16  # bytes
-OFFLINE = ". Check the name and the network; offline, CORPUS=python bash speedrun.sh works"
+OFFLINE = ". Check the name and the network; the corpus python needs none"
 OLD_REVISION = 16  # characters of a revision made of times and absolute paths; it is not compared
 
 
@@ -98,6 +98,8 @@ class Corpus:
                     yield text
         if self._is_refused():
             repair = "delete a damaged file to fetch it again" if self.repo else "repair them"
+            if any("no text in field" in str(error) for error in self.unreadable.values()):
+                repair += ", choose the field that has the text with --text-field"
             raise InputError(
                 f"corpus {self.name}: {self.describe_unreadable()}; {repair}, or leave them out with "
                 "--skip-unreadable"
@@ -145,8 +147,8 @@ def with_both_parts(corpus: Corpus) -> Corpus:
     if found[True] and found[False]:  # few pieces, but of both kinds
         return candidate
     raise InputError(
-        f"corpus {corpus.name} has only {found.total()} different pieces of up to {PIECE:,} characters: "
-        "training or validation would get none (one in 20, by its hash); add text"
+        f"corpus {corpus.name} is too small: of {found.total()} different pieces of up to {PIECE:,} "
+        "characters, training or validation (one in 20, by its hash) would get none; add text"
     )
 
 
@@ -154,7 +156,10 @@ def check_corpus(name: str) -> None:
     """InputError if no corpus can have this name. Quick: it reads no file and does not query the hub."""
     if name.startswith("path:"):
         if not os.path.exists(_place(name)):
-            raise InputError(f"corpus {name}: no such file or folder: {os.path.abspath(_place(name))}")
+            raise InputError(
+                f"corpus {name}: no such file or folder: {os.path.abspath(_place(name))}; if the texts have "
+                "moved, give their new place"
+            )
     elif name != "python" and not HUB_NAME.fullmatch(name):
         raise InputError(
             f"unknown corpus {name!r}: use python, path:{name} for files, or hf:ORG/NAME[:CONFIG]"
@@ -341,6 +346,4 @@ def _text_of(record, field):
     if isinstance(text, str):
         return text.encode(errors="replace").decode()  # lone surrogates of JSON become question marks
     if text is not None:
-        raise ValueError(
-            f"no text in field {field!r} of {reprlib.repr(record)}; choose another field with --text-field"
-        )
+        raise ValueError(f"no text in field {field!r} of {reprlib.repr(record)}")

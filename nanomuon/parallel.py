@@ -46,7 +46,7 @@ def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig)
     if world_size % tensor_parallel:
         raise InputError(
             f"--tensor-parallel {tensor_parallel} does not divide {world_size} processes: "
-            "start a multiple of that number"
+            f"start torchrun with --nproc_per_node={tensor_parallel} or a multiple of it"
         )
     if config.kv_heads % tensor_parallel:
         raise InputError(

@@ -201,7 +201,7 @@ def choose_compilation(args: argparse.Namespace, plan: Plan, runtime: Runtime) -
     if args.no_compile or not compile_enabled():
         return False
     on_cpu = runtime.device.type == "cpu"
-    if on_cpu and plan.tokens < FEWEST_COMPILED and "NANOMUON_COMPILE" not in os.environ:
+    if not compiling_pays(runtime.device, plan.tokens):
         print0(f"running eagerly: compiling does not pay off for fewer than {FEWEST_COMPILED:,} tokens")
         return False
     compiler = os.environ.get("CXX", "g++")
@@ -209,6 +209,11 @@ def choose_compilation(args: argparse.Namespace, plan: Plan, runtime: Runtime) -
         print0(f"no C++ compiler {compiler}: running eagerly, which is slower")
         return False
     return True
+
+
+def compiling_pays(device: torch.device, tokens: int) -> bool:
+    """Whether a run on so many tokens is to be compiled. NANOMUON_COMPILE decides if it is set."""
+    return device.type != "cpu" or tokens >= FEWEST_COMPILED or "NANOMUON_COMPILE" in os.environ
 
 
 def print_plan(plan: Plan, runtime: Runtime) -> None:
@@ -223,7 +228,7 @@ def print_plan(plan: Plan, runtime: Runtime) -> None:
         f"devices    {runtime.world_size} x {runtime.device.type}, {plan.rows} rows x {plan.micro_steps} "
         f"micro-steps per step\n"
         f"dtype      {runtime.dtype_name} (weights float32)\n"
-        f"memory     about {plan.memory / 2**30:.1f} GiB per device, without PyTorch itself"
+        f"memory     about {plan.memory / 2**30:.3g} GiB per device, without PyTorch itself"
     )
 
 

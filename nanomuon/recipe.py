@@ -5,12 +5,13 @@ schedule. Races (scripts/optim_race.py) compare the recipe with others.
 """
 
 import inspect
-import runpy
+import sys
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.optim_groups import build_param_groups
+from nanomuon.optim_groups import build_param_groups, option_name
 from nanomuon.runtime import InputError
 
 # nanochat trains depth 12 on about this many tokens, with this batch size. Rates and decay are specified for
@@ -170,7 +171,7 @@ def describe(groups, schedule, steps):
     for group in groups:
         numbers = []
         for key, value in {**group, **values_at(schedule, group, 0, steps)}.items():
-            if type(value) in (int, float, tuple):
+            if type(value) in (int, float, tuple) or callable(value):
                 numbers.append(f"{key} {shown(value)}")
         size = sum(param.numel() for param in group["params"])
         first = f" from {group['names'][0]}" if "names" in group else ""
@@ -179,9 +180,11 @@ def describe(groups, schedule, steps):
 
 
 def shown(value):
-    """A number, or those of a tuple, with at most four digits."""
+    """A number, or those of a tuple, with at most four digits; the name of a function."""
     if isinstance(value, tuple):
         return f"({', '.join(map(shown, value))})"
+    if callable(value):
+        return option_name(value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -215,7 +218,12 @@ def load_recipe(file):
 def run_file(file) -> dict:
     """What a Python file defines, by name. The user sees its exceptions with their tracebacks."""
     # Not with an import, which may use an outdated copy in __pycache__
-    return runpy.run_path(str(file), run_name=Path(file).stem)
+    module = types.ModuleType(Path(file).stem)
+    module.__file__ = str(file)
+    if getattr(sys.modules.get(module.__name__), "__spec__", None) is None:  # only what was put here before
+        sys.modules[module.__name__] = module  # torch.compile finds the globals of its functions there
+    exec(compile(Path(file).read_bytes(), str(file), "exec"), vars(module))
+    return vars(module)
 
 
 def make_optimizer(build, model, batch, steps, world_size=1, **settings):

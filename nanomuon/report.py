@@ -158,16 +158,19 @@ def plot_run(metrics, image) -> None:
         figure.savefig(file, format="png")
 
 
-def write_report(folder: Path, summary: dict, samples: list[str], core: dict | None = None) -> None:
+def write_report(
+    folder: Path, about: str, summary: dict, samples: list[str], core: dict | None = None
+) -> None:
     """Draw loss.png, and write report.md, which shows it, from the files in a run's folder.
 
-    summary: the run's figures. samples: generated texts. core: what core.evaluate returns, or None.
+    about: a line about the model and its texts. summary: the run's figures. samples: generated texts. core:
+    what core.evaluate returns, or None.
     """
     plot_run(folder / "metrics.jsonl", folder / "loss.png")
     name = folder.resolve().name
     parts = [
         f"# {name}",
-        f"Trained on {machine_description()}.",
+        f"{about}. Machine: {machine_description()}.",
         "## Results\n\n" + markdown_table(("", "value"), summary),
         "![Training loss and validation bits per byte over tokens](loss.png)",
     ]

@@ -81,6 +81,7 @@ class Run:
             self.metrics = report.MetricsLog(self.folder, self.step if found else None, wandb)
         checkpoint.remove(self.folder, self.step if found else -1, args.keep_last)
         print_plan(self.plan, runtime)
+        print0(f"run        {self.folder}, a checkpoint every {args.save_every} steps (-1: at the end)")
         print0("\n".join(self.groups))
         manifest = self.loader.manifest
         if manifest.complete_to is not None:  # else data_prep is still writing
@@ -159,6 +160,10 @@ class Run:
     def _write_folder(self, wandb_id):
         folder = self.folder.resolve()  # it may be a link, which rmtree does not follow
         if self.args.resume == "never":
+            if folder.exists():
+                print0(
+                    f"starting over: deleting the model, checkpoints and metrics that run {folder.name} has"
+                )
             # Checkpoints first: a kill must not leave any without the settings that they belong to
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
@@ -284,7 +289,12 @@ class Run:
         if core_results:
             summary["core"] = core_results["core"]
             summary["core_mean_centered"] = core_results["mean_centered"]
-        report.write_report(self.folder, summary, samples, core_results)
+        config = plan.config
+        about = (
+            f"Depth {config.depth}, context {config.seq_len}, vocabulary {config.vocab_size}, "
+            f"{plan.batch} tokens per step, {self.runtime.dtype_name}; texts: {args.corpus}"
+        )
+        report.write_report(self.folder, about, summary, samples, core_results)
         write_json(self.folder / "summary.json", summary)  # last: it marks the run as complete
         report.print_summary(summary)
         print0(f"report: {self.folder}/report.md, {self.folder}/loss.png")
@@ -336,8 +346,8 @@ def refuse_other_texts(args: argparse.Namespace, trained_on: dict) -> None:
     before = str(trained_on.get("corpus"))
     if corpus.differs(before, str(trained_on.get("revision"))):
         raise InputError(
-            f"run {args.run} was trained on the texts of {before}, not on those that {corpus.name} has now: "
-            "give that --corpus, restore its texts, choose another --run, or start over: --resume never"
+            f"run {args.run} was trained on other texts, those of {before}, than {corpus.name} has now: give "
+            "the --corpus that has them, restore them, choose another --run, or start over: --resume never"
         )
 
 

@@ -80,7 +80,9 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
 
     parser.section("launch")
     of_launch("--run", str, "base", "name of the run, a folder under runs/")
-    resume = "auto: the newest checkpoint; step_N: that one (deletes later ones); never: start over"
+    resume = (
+        "auto: the newest checkpoint; step_N: that one (deletes later ones); never: delete the run, restart"
+    )
     of_launch("--resume", checkpoint_name, "auto", resume)
     of_launch("--plan", bool, False, "print the run's size and memory, and exit")
     of_launch("--wandb", bool, False, "also log to Weights & Biases (WANDB_MODE=offline works)")
@@ -96,7 +98,12 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
 
     parser.section("batch")
     batch = number(int, 1, 1 << 28)
-    defines("--total-batch-size", batch, None, "tokens per step (default: by the length of the run)")
+    defines(
+        "--total-batch-size",
+        batch,
+        None,
+        "tokens per step (default: by the length of the run; on a CPU 4096 is enough)",
+    )
     of_launch("--device-batch-size", rows, None, "rows per micro-step (default: as many as fit on the GPU)")
 
     parser.section("length", one_of=True)

@@ -91,8 +91,8 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
     if not folder.exists():
         others = sorted(path.parent.name for path in base_dir().glob("runs/*/settings.json"))
         raise InputError(
-            f"there is no run {folder}; {base_dir()}/runs has: {', '.join(others) or 'none'} (give a name "
-            "alone: with a slash it is a path)"
+            f"there is no run {folder}; {base_dir()}/runs has: {', '.join(others) or 'none'} (for a folder "
+            "elsewhere give its path, such as ./NAME)"
         )
     if checkpoint_name is None and not (folder / "model.safetensors").exists():
         raise InputError(
@@ -100,7 +100,9 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
             "--checkpoint last uses it"
         )
     settings = read_json(
-        folder / "settings.json", Settings, "only a run has one (an exported model is for transformers)"
+        folder / "settings.json",
+        Settings,
+        "only a run has one, not an exported model, which transformers loads",
     )
     warn_of_changed_sources(folder.name, settings.trained_with)
     if settings.options.get("dtype") == "float32":

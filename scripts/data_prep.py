@@ -42,6 +42,8 @@ def main(argv=None):
         documents = sum(entry.documents for entry in entries)
         tokens = shards.count_tokens(entries)
         print(f"{kind}: {tokens:,} tokens of {documents:,} documents in {len(entries)} shards")
+    if manifest.unreadable:
+        print0(f"left out: {manifest.unreadable}")
     print0(f"shards: {folder}")
 
 

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     folder = args.to
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} exists and is not an empty folder: choose another, or delete it")
+        raise InputError(f"{folder} exists and is not an empty folder: choose a new one")
     model, tokenizer, _ = load_run(args.run, start("float32"), args.checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
     hf_export.export(folder, model, tokenizer, args.dtype)

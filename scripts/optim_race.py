@@ -51,6 +51,7 @@ from nanomuon.command import (
     vocabulary,
 )
 from nanomuon.corpus import check_corpus
+from nanomuon.report import machine_description
 from nanomuon.runtime import InputError, base_dir, check_name, cores, locked, start, usable_gpus
 from scripts.laboratory import report
 from scripts.laboratory.contenders import Contender, parse_options
@@ -69,18 +70,23 @@ def main(argv=None):
     setup["dtype"] = runtime.dtype_name
     folder = base_dir() / "races" / args.name
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"{args.task}: {setup['steps']} steps, {setup['dtype']}; results in {folder}", flush=True)
+    batch, data = setup["rows"] * setup["model"]["seq_len"], args.text or args.corpus
+    about = [f"{args.task} ({data}): {setup['steps']} steps of {batch:,} tokens, {setup['dtype']}"]
     for contender in contenders:
         parameters = sum(param.numel() for param in contender.model(setup, "meta").parameters())
-        print(f"{contender.name}: {parameters:,} parameters", flush=True)
+        about.append(f"{contender.name}: {parameters:,} parameters")
+    print("\n".join([*about, f"results in {folder}"]), flush=True)
     with locked(folder):
         race = Race(folder / "results.jsonl", setup, place, args.jobs)
         if args.sweep:
             contenders = race.sweep(contenders, args.sweep)
+            about.append(f"tuned first, each in the time of {args.sweep} runs")
         results = race.train(contenders, range(args.seeds), setup["steps"])
     baseline = contenders[0].name
     text = f"{report.table(results, baseline, setup['unit'])}\n\n{report.NOTE}"
-    report.write_report(folder, results, baseline, text, setup["unit"])
+    about.append(f"last run by {machine_description()}")
+    facts = "\n".join(f"- {fact}" for fact in about)
+    report.write_report(folder, results, baseline, f"{facts}\n\n{text}", setup["unit"])
     print(f"\n{text}\n\n{folder}/race.md, {folder}/race.png")
 
 

@@ -8,30 +8,20 @@ if __name__ == "__main__":
 
     scripts.begin()
 
-from nanomuon.command import ArgumentParser, run_command, vocabulary
+from nanomuon.command import run_command
 from nanomuon.corpus import open_corpus, with_both_parts
 from nanomuon.runtime import print0
+from nanomuon.settings import RunParser, add_data_flags
 from nanomuon.shards import default_vocab_size, prepare_tokenizer, tokenizer_folder
 
 SAMPLE_BYTES = 4 << 20  # of validation text
 
 
 def main(argv=None):
-    parser = ArgumentParser("python -m scripts.tok_train", __doc__)
-    add = parser.add_argument
-    add(
-        "--corpus",
-        default="python",
-        help="python, path:FILE_OR_FOLDER or hf:ORG/NAME[:CONFIG] (default: %(default)s)",
-    )
-    add(
-        "--vocab-size",
-        type=vocabulary,
-        help="tokens in the vocabulary (default: 4096, or 32768 for corpora on the hub)",
-    )
+    parser = RunParser("python -m scripts.tok_train", __doc__)
+    add_data_flags(parser)
     args = parser.parse_args(argv)
-
-    corpus = with_both_parts(open_corpus(args.corpus))
+    corpus = with_both_parts(open_corpus(args.corpus, args.text_field, args.skip_unreadable))
     vocab_size = args.vocab_size or default_vocab_size(corpus.name)
     tokenizer = prepare_tokenizer(corpus, vocab_size)
     size = tokens = 0

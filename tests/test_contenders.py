@@ -22,9 +22,9 @@ from tests.layouts import assert_close, assert_same_everywhere, full
 from tests.worlds import run_world
 
 FOLDER = Path(__file__).parent.parent / "contenders"
-MODELS = {"no_convolution", "no_head_rows", "no_key_offset", "no_value_gate", "no_x0_scalars"}
-MODELS |= {"value_tables", "rows_and_tables", "bigrams"}
-FILES = sorted({path.stem for path in FOLDER.glob("*.py")} - MODELS)
+DEFINED = {path.stem: run_file(path) for path in sorted(FOLDER.glob("*.py"))}
+MODELS = [file for file, names in DEFINED.items() if "model" in names]
+FILES = [file for file, names in DEFINED.items() if "param_groups" in names or "schedule" in names]
 # These only set options and rates of the recipe, whose tests train on ranks and in pieces
 ONLY_OPTIONS = {"adamw", "aux_adamw", "flat_momenta", "muon", "plain"}
 STEPS, BREAK = 4, 2
@@ -95,6 +95,23 @@ def on_ranks(group, file):
 
 
 FILES_IN_TIME = [pytest.param(file, marks=[pytest.mark.slow] * (file in ONLY_OPTIONS)) for file in FILES]
+
+
+SQUARED = """
+import torch.nn.functional as F
+from nanomuon.gpt import GPT, MLP
+
+class Squared(MLP):
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)).square() * FACTOR)
+
+class model(GPT):
+    def __init__(self, config, compute_dtype):
+        super().__init__(config, compute_dtype)
+        for block in self.blocks:
+            block.mlp = Squared(config)
+
+"""
 
 
 @pytest.mark.parametrize("file", FILES_IN_TIME)
@@ -328,7 +345,23 @@ def test_without_the_heads_rows_the_head_only_multiplies():
     assert odd(f"{FOLDER}/no_head_rows.py") and odd(f"{FOLDER}/value_tables.py") and not odd("default")
 
 
-@pytest.mark.parametrize("file", sorted(MODELS))
+def test_a_model_from_a_file_in_any_folder_compiles(tmp_path):
+    """torch.compile finds the globals of the file's functions, and those of the newest file of this name."""
+    for factor in (1, 2):
+        file = tmp_path / str(factor) / "squared.py"
+        file.parent.mkdir()
+        file.write_text(f"{SQUARED}FACTOR = {factor}\n")
+        model, _ = Contender(str(file)).initial_model(SETUP, "cpu", 0)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.normal_()
+        tokens = torch.arange(16).view(2, 8) % 24
+        compiled = torch.compile(model, backend="eager")
+        torch.testing.assert_close(compiled(tokens, tokens), model(tokens, tokens))
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("file", MODELS)
 def test_every_parameter_of_a_model_gets_a_gradient_and_learns(file):
     contender = Contender(f"{FOLDER / file}.py")
     model, _ = contender.initial_model(SETUP, "cpu", 0)

@@ -43,7 +43,9 @@ def test_the_report_says_what_happened(tmp_path):
     run_dir = tmp_path / "my-run-a$^$b"  # not to be drawn as a formula
     write_run(run_dir)
     core = {"core": 0.5, "mean_centered": 0.5, "tasks": {"easy": {"accuracy": 0.75}}}
-    report.write_report(run_dir, {"val_bpb": 1.234}, ["def f():\n    return 1", "```\nfenced"], core)
+    report.write_report(
+        run_dir, "Depth 4", {"val_bpb": 1.234}, ["def f():\n    return 1", "```\nfenced"], core
+    )
     text = (run_dir / "report.md").read_text()
     machine = report.machine_description()
     assert "torch 2." in machine and "\n" not in machine

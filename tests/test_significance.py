@@ -102,12 +102,12 @@ def test_p_values_are_adjusted_for_their_number():
 
 
 def test_verdicts():
-    assert verdict(Difference(-1.0, 0.0248, 0.001)) == "better by 1.0000 (95% CI -1.0248 to -0.9752)"
+    assert verdict(Difference(-1.0, 0.0248, 0.001)) == "better by 1.0000 (95% CI 0.9752 to 1.0248)"
     assert verdict(Difference(1.0, 0.5, 0.049)).startswith("worse by 1.0000")
     assert verdict(Difference(-1.0, 0.5, 0.06)).startswith("not distinguishable (95% CI -1.5000 to -0.5000")
     one_seed = differences({"a": [1.0], "b": [2.0], "c": [1.0]}, "b")
     assert verdict(one_seed["a"]) == "one seed, difference -1.0000: cannot tell"
     same = differences({"a": [1.0, 1.5], "b": [1.0, 1.5], "c": [2.0, 2.5]}, "b")
     assert same["a"].p == 1 and verdict(same["a"]).startswith("not distinguishable")
-    assert verdict(same["c"]) == "worse by 1.0000 (95% CI +1.0000 to +1.0000)"
+    assert verdict(same["c"]) == "worse by 1.0000 (95% CI 1.0000 to 1.0000)"
     assert differences({"a": [1.0, 1.5]}, "a") == {}

@@ -136,7 +136,7 @@ def test_a_place_that_cannot_be_written_is_one_line(made, run_dir):
         ("settings.json", "options", "depth", 10**5, "settings.json: options: argument --depth: must be"),
         ("settings.json", "options", "seed", "x", "--seed"),
         ("settings.json", "options", "corpus", [], "corpus"),
-        ("settings.json", "trained_on", "revision", None, "the texts of path:"),
+        ("settings.json", "trained_on", "revision", None, "texts, those of path:"),
         ("settings.json", None, "wandb_id", 7, "settings.json cannot be read: wandb_id: "),
         ("summary.json", None, "steps", "many", "summary.json cannot be read: steps: Input should be"),
         ("checkpoints/step_4/manifest.json", None, "meta", {"step": 4}, "manifest.json: meta has no "),

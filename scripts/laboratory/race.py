@@ -20,6 +20,7 @@ from nanomuon import report as run_report
 from nanomuon.attention import use_flash_attention
 from nanomuon.gpt import GPTConfig
 from nanomuon.parallel import compile_model
+from nanomuon.plan import compiling_pays
 from nanomuon.recipe import switch
 from nanomuon.run import bits_per_byte
 from nanomuon.runtime import InputError, compile_enabled, start
@@ -46,7 +47,9 @@ def train(setup, place, text, seed):
     model, initial = contender.initial_model(setup, device, seed)
     use_flash_attention(device, model.compute_dtype)
     optimizer, built = contender.prepare(model, setup)
-    forward = compile_model(model, None) if compile_enabled() else model
+    tokens = steps * setup["rows"] * setup["model"]["seq_len"]
+    compiles = compile_enabled() and compiling_pays(device, tokens)
+    forward = compile_model(model, None) if compiles else model
     training, validation, token_bytes = open_data(setup, place, seed, device)
     part = validation[:: max(1, len(validation) // setup["eval_batches"])]
     seen, curve, step_ms, optimizer_ms = hashlib.sha256(), [], [], []
@@ -152,7 +155,8 @@ class Race:
         the best of those for the full length, each with a schedule of that length.
         """
         for contender in contenders:
-            print(f"tuning {contender.name}: {', '.join(contender.dials())}", flush=True)
+            dials = [f"{key} {low:.3g} to {high:.3g}" for key, (low, high) in contender.dials().items()]
+            print(f"tuning {contender.name}: {', '.join(dials)}", flush=True)
         alive = [contender.trials(int(budget / len(LENGTHS) / LENGTHS[0])) for contender in contenders]
         for rung, length in enumerate(LENGTHS):
             count = int(budget / len(LENGTHS) / length)

@@ -80,7 +80,7 @@ def verdict(difference: Difference) -> str:
     mean, half = difference.mean, difference.half
     if half == np.inf:
         return f"one seed, difference {mean:+.4f}: cannot tell"
-    interval = f"(95% CI {mean - half:+.4f} to {mean + half:+.4f})"
     if difference.p >= 0.05:
-        return f"not distinguishable {interval}"
+        return f"not distinguishable (95% CI {mean - half:+.4f} to {mean + half:+.4f})"
+    interval = f"(95% CI {abs(mean) - half:.4f} to {abs(mean) + half:.4f})"
     return f"{'better' if mean < 0 else 'worse'} by {abs(mean):.4f} {interval}"
