@@ -350,7 +350,7 @@ def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
     summary, prepared = settings.with_name("summary.json"), os.listdir(base / "shards")
     summary.write_text(json.dumps({"steps": 2, "tokens": 512, "val_bpb": 1.0}))
     for main, words in (base_train.main, []), (data_prep.main, ["--"]):
-        with pytest.raises(InputError, match="run defined was trained on the texts of path:.*, not on "):
+        with pytest.raises(InputError, match="run defined was trained on other texts, those of path:.*, than "):
             main([*words, "--run", "defined"])
     assert settings.read_bytes() == before and len(losses(base, "defined")) == 2
     assert os.listdir(base / "shards") == prepared

@@ -14,8 +14,8 @@ from scripts.laboratory import significance
 NOTE = """± is the standard error over seeds. Differences are taken seed by seed. Their 95% intervals also use
 the deviations of the other contenders, because a few seeds estimate one's own poorly. "Better" and "worse"
 are corrected for the number of comparisons (Benjamini and Hochberg): at most 5% of these verdicts are
-expected to be wrong, so a difference may be "not distinguishable" although its own interval excludes zero. The lowest of
-many means owes a part of its lead to luck."""
+expected to be wrong, so a difference may be "not distinguishable" although its own interval excludes zero.
+The lowest of many means owes a part of its lead to luck."""
 
 
 def score(run):
