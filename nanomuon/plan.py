@@ -228,7 +228,7 @@ def print_plan(plan: Plan, runtime: Runtime) -> None:
         f"devices    {runtime.world_size} x {runtime.device.type}, {plan.rows} rows x {plan.micro_steps} "
         f"micro-steps per step\n"
         f"dtype      {runtime.dtype_name} (weights float32)\n"
-        f"memory     about {plan.memory / 2**30:.3g} GiB per device, without PyTorch itself"
+        f"memory     about {plan.memory / 2**30:.2f} GiB per device, without PyTorch itself"
     )
 
 
