@@ -74,6 +74,9 @@ class Run:
             )
         self._build(compiles)
         self._resume(found)
+        before = settings and settings.options.get("num_iterations")
+        if before and before != self.plan.steps:
+            print0(f"length     {self.plan.steps} steps, {before} before: the rates follow the new length")
         self.metrics = None
         if runtime.rank == 0:
             wandb_id = wandb.id if wandb else settings and settings.wandb_id

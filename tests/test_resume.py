@@ -298,7 +298,11 @@ def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
     assert f"report: {folder}/report.md, {folder}/loss.png" in capsys.readouterr().out
     for flags, said, far in (
         ("--num-iterations 6", "run options is complete", 10),
-        ("--num-iterations 20", "resuming run options at step 10 of 20\n", 20),
+        (
+            "--num-iterations 20",
+            "resuming run options at step 10 of 20\nlength     20 steps, 10 before: ",
+            20,
+        ),
         ("--resume step_10", "resuming run options at step 10 of 20\n", 20),  # although complete
         ("--target-param-data-ratio 0.006", "run options is complete", 20),  # fewer steps
     ):
@@ -350,7 +354,9 @@ def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
     summary, prepared = settings.with_name("summary.json"), os.listdir(base / "shards")
     summary.write_text(json.dumps({"steps": 2, "tokens": 512, "val_bpb": 1.0}))
     for main, words in (base_train.main, []), (data_prep.main, ["--"]):
-        with pytest.raises(InputError, match="run defined was trained on other texts, those of path:.*, than "):
+        with pytest.raises(
+            InputError, match="run defined was trained on other texts, those of path:.*, than "
+        ):
             main([*words, "--run", "defined"])
     assert settings.read_bytes() == before and len(losses(base, "defined")) == 2
     assert os.listdir(base / "shards") == prepared
