@@ -97,7 +97,8 @@ def test_a_race_is_interrupted_goes_on_and_grows(lab, tmp_path, capsys, monkeypa
     assert len(starts) == 2, "the same weights and rows for all contenders of a seed"
     folder = tmp_path / "races/shakespeare"
     assert (folder / "race.png").stat().st_size > 5_000
-    assert f"| {LION} " in (folder / "race.md").read_text()
+    page = (folder / "race.md").read_text()
+    assert f"| {LION} " in page and f"- {LION}: " in page and " tokens, float32\n" in page
     with pytest.raises(InputError, match="was run with steps 12, not 20: choose another --name"):
         lab("--contenders", "default", "--steps", "20")
     (folder / "results.jsonl").write_text('{"setup": {}}\n[1]\n')

@@ -321,6 +321,7 @@ def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
     folder.rename(base / "elsewhere")
     folder.symlink_to(base / "elsewhere")  # as to a larger disk
     assert base_train.main(arguments(base, "options", 3, "--resume", "never", *QUIET)) == 0
+    assert "starting over: deleting the model, checkpoints and metrics" in capsys.readouterr().out
     assert len(losses(base, "options")) == 3 and not (folder / "core.json").exists()
 
 
