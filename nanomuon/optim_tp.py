@@ -7,8 +7,7 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
   distributed  the long side, or a       all_reduce of U's norm and   1/T of the products     the whole matrix
                square, is cut            of each s x s Gram matrix;   with X, and all s x s
                                          all_gather of l mean         products
-                                         squares (of a square cut
-                                         by columns: all_reduce)
+                                         squares
   duplicated   the short side is cut;    all_gather of U              everything              the whole matrix
                or rows of a matrix with
                `split` are; or there is
@@ -16,14 +15,15 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
   blockwise    never                     none                         its block               each block
 
 These collectives run inside `compute`: the work item is a `BankOfShards`, which sends nothing else, since
-gradients are final. In all modes momentum, decay and update are on the shard. In `distributed` and
-`duplicated` every rank stores the whole second moment; in `blockwise` second moment and scale are those of
-its block. Gram matrices are sent in the dtype of the iteration, everything else in that of the state. Newton-
-Schulz computes a Gram matrix in every iteration; its Gram form computes one at its start and one at its
-restart (`orthogonalize.py`). Where `duplicated` is the default, it replaces `distributed` even if that is
-requested: Gram matrices are sums over the long side, with `split` a rank's rows are not those of whole parts,
-and a `direction` needs whole matrices. The functions `duplicated` and `distributed` turn the rule for whole
-matrices into one for shards; `blockwise` needs no such function (`optim_fsdp.sharding_of`).
+gradients are final. The mean squares of a square matrix cut by columns are sums, and all-reduced. With
+`split`, sides are those of each part. In all modes momentum, decay and update are on the shard. In
+`distributed` and `duplicated` every rank stores the whole second moment; in `blockwise` second moment and
+scale are those of its block. Gram matrices are sent in the dtype of the iteration, everything else in that of
+the state. Newton-Schulz computes a Gram matrix in every iteration; its Gram form computes one at its start
+and one at its restart (`orthogonalize.py`). Where `duplicated` is the default, it replaces `distributed` even
+if that is requested: Gram matrices are sums over the long side, with `split` a rank's rows are not those of
+whole parts, and a `direction` needs whole matrices. The functions `duplicated` and `distributed` turn the
+rule for whole matrices into one for shards; `blockwise` needs no such function (`optim_fsdp.sharding_of`).
 """
 
 import dataclasses
