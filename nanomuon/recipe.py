@@ -220,7 +220,7 @@ def run_file(file) -> dict:
     # Not with an import, which may use an outdated copy in __pycache__
     module = types.ModuleType(Path(file).stem)
     module.__file__ = str(file)
-    if getattr(sys.modules.get(module.__name__), "__spec__", None) is None:  # only what was put here before
+    if getattr(sys.modules.get(module.__name__), "__spec__", None) is None:  # not an installed module's name
         sys.modules[module.__name__] = module  # torch.compile finds the globals of its functions there
     exec(compile(Path(file).read_bytes(), str(file), "exec"), vars(module))
     return vars(module)

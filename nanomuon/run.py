@@ -84,7 +84,8 @@ class Run:
             self.metrics = report.MetricsLog(self.folder, self.step if found else None, wandb)
         checkpoint.remove(self.folder, self.step if found else -1, args.keep_last)
         print_plan(self.plan, runtime)
-        print0(f"run        {self.folder}, a checkpoint every {args.save_every} steps (-1: at the end)")
+        when = f"every {args.save_every} steps" if args.save_every > 0 else "at the end"
+        print0(f"run        {self.folder}, checkpoint {when}")
         print0("\n".join(self.groups))
         manifest = self.loader.manifest
         if manifest.complete_to is not None:  # else data_prep is still writing

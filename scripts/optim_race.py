@@ -56,7 +56,7 @@ from nanomuon.runtime import InputError, base_dir, check_name, cores, locked, st
 from scripts.laboratory import report
 from scripts.laboratory.contenders import Contender, parse_options
 from scripts.laboratory.race import Race
-from scripts.laboratory.tasks import TASKS, check_fields, open_task
+from scripts.laboratory.tasks import TASKS, batch_of, check_fields, open_task
 
 FEWEST_SWEEP = 3  # runs, which leave one trial of full length
 
@@ -70,7 +70,7 @@ def main(argv=None):
     setup["dtype"] = runtime.dtype_name
     folder = base_dir() / "races" / args.name
     folder.mkdir(parents=True, exist_ok=True)
-    batch, data = setup["rows"] * setup["model"]["seq_len"], args.text or args.corpus
+    data, batch = args.text or args.corpus, batch_of(setup)
     about = [f"{args.task} ({data}): {setup['steps']} steps of {batch:,} tokens, {setup['dtype']}"]
     for contender in contenders:
         parameters = sum(param.numel() for param in contender.model(setup, "meta").parameters())

@@ -469,7 +469,7 @@ BAD_MUON = [  # of a group of one matrix (48, 20)
     (dict(momentum=1.5), "momentum must be at least 0 and below 1, but is 1.5"),
     (dict(beta2=1.0), "beta2 must be at least 0 and below 1, but is 1.0"),
     (dict(direction="polar"), "direction='polar' is not a function"),
-    (dict(direction=len, split=6), ".*cannot be combined"),
+    (dict(direction=len, split=6), ".*split and direction cannot be combined"),
 ]
 SPLITS = (True, 2.0, 0, 7, (10, 20), (-8, 56), (24.0, 24.0), ("qkv", (3, 2, 2)), ("qkv", ()), (), "qk")
 BAD_MUON += [(dict(split=split), "split=") for split in SPLITS]

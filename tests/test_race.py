@@ -353,12 +353,17 @@ def test_the_table_says_what_the_runs_say():
 
 
 @pytest.mark.parametrize(
-    "content, said", [("", "is empty"), ("{}\n", "line 1 "), ('{"setup": {}}\n[1]\n', "line 2 ")]
+    "content, said",
+    [
+        ("", "is empty: remove it"),
+        ("{}\n", "line 1 .*remove that line"),
+        ('{"setup": {}}\n[1]\n', "line 2 .*remove that line"),
+    ],
 )
 def test_a_damaged_file_of_a_race_is_one_line(tmp_path, content, said):
     file = tmp_path / "results.jsonl"
     file.write_text(content)
-    with pytest.raises(InputError, match=f"{file} {said}.*remove (it|that line)"):
+    with pytest.raises(InputError, match=f"{file} {said}"):
         race.read_results(file)
 
 

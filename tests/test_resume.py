@@ -356,7 +356,7 @@ def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
     summary.write_text(json.dumps({"steps": 2, "tokens": 512, "val_bpb": 1.0}))
     for main, words in (base_train.main, []), (data_prep.main, ["--"]):
         with pytest.raises(
-            InputError, match="run defined was trained on other texts, those of path:.*, than "
+            InputError, match="run defined was trained on other texts, those of path:.*, than path:.* has now"
         ):
             main([*words, "--run", "defined"])
     assert settings.read_bytes() == before and len(losses(base, "defined")) == 2

@@ -65,7 +65,7 @@ def test_more_processes_than_gpus_are_refused(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(InputError, match="process 2 .from 0. has no GPU: this machine has 2"):
+    with pytest.raises(InputError, match=r"process 2 \(from 0\) has no GPU: this machine has 2"):
         runtime.start()
 
 

@@ -14,7 +14,7 @@ from nanomuon import recipe
 from nanomuon.gpt import GPT
 from nanomuon.runtime import InputError
 from nanomuon.trained import model_sources
-from scripts.laboratory.tasks import FIELDS, changed_config, check_fields, digest
+from scripts.laboratory.tasks import FIELDS, batch_of, changed_config, check_fields, digest
 
 
 class Contender:
@@ -89,9 +89,8 @@ class Contender:
 
     def prepare(self, model, setup):
         """(optimizer, its groups as they were built) for a model."""
-        batch = setup["rows"] * setup["model"]["seq_len"]
         optimizer = recipe.make_optimizer(
-            self.build, model, batch, setup["steps"], ns_dtype=model.compute_dtype
+            self.build, model, batch_of(setup), setup["steps"], ns_dtype=model.compute_dtype
         )
         for group in optimizer.param_groups:
             if "lr" in group:

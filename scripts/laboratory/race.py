@@ -27,7 +27,7 @@ from nanomuon.runtime import InputError, compile_enabled, start
 from scripts.base_train import set_hyperparameters, training_step
 from scripts.laboratory.contenders import Contender
 from scripts.laboratory.report import score
-from scripts.laboratory.tasks import as_text, open_data
+from scripts.laboratory.tasks import as_text, batch_of, open_data
 
 DIGITS = 6  # of a loss in the file
 MODEL_DEFAULTS = {each.name: each.default for each in fields(GPTConfig) if each.default is not MISSING}
@@ -47,8 +47,7 @@ def train(setup, place, text, seed):
     model, initial = contender.initial_model(setup, device, seed)
     use_flash_attention(device, model.compute_dtype)
     optimizer, built = contender.prepare(model, setup)
-    tokens = steps * setup["rows"] * setup["model"]["seq_len"]
-    compiles = compile_enabled() and compiling_pays(device, tokens)
+    compiles = compile_enabled() and compiling_pays(device, steps * batch_of(setup))
     forward = compile_model(model, None) if compiles else model
     training, validation, token_bytes = open_data(setup, place, seed, device)
     part = validation[:: max(1, len(validation) // setup["eval_batches"])]

@@ -30,6 +30,11 @@ BATCH = 4096  # tokens per step on a corpus
 FIELDS = {name: field.type for name, field in GPTConfig.__dataclass_fields__.items() if name != "vocab_size"}
 
 
+def batch_of(setup):
+    """Tokens per step."""
+    return setup["rows"] * setup["model"]["seq_len"]
+
+
 def open_task(args):
     """(place, setup) for --task, --text, --corpus, --vocab-size, --steps and the fields of --model."""
     if args.task == "shakespeare":
