@@ -609,7 +609,7 @@ class SmallParameters(WorkItem):
         torch._foreach_copy_(shards, [part.view_as(shard) for part, shard in zip(new, shards, strict=True)])
 
 
-class MuonItem(WorkItem):
+class Matrices:
     """Matrices of one Muon group with the same shape, dtype and gradient dtype: their parameters, state and
     rule. The subclasses communicate them: `Bank`, and `Chunk` of optim_fsdp.py. A 3-D parameter is an item of
     its own.
@@ -653,8 +653,8 @@ class MuonItem(WorkItem):
         return [slice(lo, min(lo + most, count)) for lo in range(0, count, most)]
 
 
-class Bank(MuonItem):
-    """A MuonItem whose owners receive the mean gradients of whole matrices.
+class Bank(Matrices, WorkItem):
+    """Matrices whose owners receive the mean gradients of whole matrices.
 
     All matrices are sent as one stack, in which each rank has ceil(K/W) slots; its matrices fill the first
     ones, and the others are never read. If that would more than double the bytes, as with 3 matrices on 8

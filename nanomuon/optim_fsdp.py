@@ -42,7 +42,7 @@ from torch.distributed.tensor import Replicate, Shard
 from nanomuon import optim_tp
 from nanomuon.optim import (
     Bank,
-    MuonItem,
+    Matrices,
     Rule,
     Transfer,
     WorkItem,
@@ -75,12 +75,12 @@ def is_tensor_parallel(mesh, axis):
 class Sharding:
     """How a Muon parameter is sharded, and the rule for its matrices.
 
-    shape: (m, n) of the rule's input: the whole matrix, or a tensor-parallel rank's shard of it.
+    held: (m, n) of the rule's input: the whole matrix, or a tensor-parallel rank's shard of it.
     data_parallel: FSDP2's World, or None; dim: what FSDP2 shards, 1 for rows, 2 for columns. blocks: how many
     blocks tensor parallelism orthogonalizes separately; 1 unless its mode is blockwise.
     """
 
-    shape: tuple
+    held: tuple
     rule: Rule
     data_parallel: World | None = None
     dim: int = 0
@@ -211,7 +211,7 @@ class BankOfShards(OfShards, Bank):
         super().__init__(params, group, sharding.rule, [0] * count, World())
 
 
-class Chunk(OfShards, MuonItem):
+class Chunk(OfShards, Matrices):
     """K matrices that go through the pipeline together, of which this rank owns k.
 
     A shard consists of lines of its matrix: rows, or columns if `dim` is 2. The first all_to_all is laid out
@@ -224,9 +224,9 @@ class Chunk(OfShards, MuonItem):
         super().__init__(params, group, sharding.rule, owners, sharding.data_parallel, len(params))
         ranks = range(self.world.size)
         self.counts = [owners.count(rank) for rank in ranks]  # of matrices that each rank owns
-        spans = [self.world.span(sharding.shape[self.dim - 1], rank) for rank in ranks]
+        spans = [self.world.span(sharding.held[self.dim - 1], rank) for rank in ranks]
         self.lines = [hi - lo for lo, hi in spans]  # of a matrix, on each rank
-        self.line_length = sharding.shape[2 - self.dim]  # the dimension that is not cut
+        self.line_length = sharding.held[2 - self.dim]  # the dimension that is not cut
         self.wire_dtype = self.world.comm_dtype or gradient_dtype(params[0])
         self.rule_buffers = {name: self.buffers[name] for name in self.rule.buffers}  # (K, *shape) each
         # In the second all_to_all: of this rank's shard, and of each buffer of the rule

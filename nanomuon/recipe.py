@@ -1,6 +1,6 @@
 """The recipe: how each parameter is trained, and how that changes over a run; or a user's file in its place.
 
-RATES and COURSE declare its hyperparameters: each is a flag of base_train and a keyword of param_groups or
+RATES and SCHEDULE declare its hyperparameters: each is a flag of base_train and a keyword of param_groups or
 schedule. Races (scripts/optim_race.py) compare the recipe with others.
 """
 
@@ -42,7 +42,7 @@ RATES = {
     "weight_decay": Hyperparameter(0.2, "decay of Muon's matrices at 2,289 steps, falling to 0", sweep=4),
 }
 # Keywords of schedule
-COURSE = {
+SCHEDULE = {
     "warmup_ratio": Hyperparameter(0.0, "fraction of the run with rising rates", largest=1),
     "warmdown_ratio": Hyperparameter(1.0, "fraction of the run with falling rates", largest=1),
 }
@@ -128,14 +128,14 @@ def horizon_decay_scale(steps: int) -> float:
     return REFERENCE_STEPS / max(steps, FEWEST_STEPS) / horizon_lr_scale(steps)
 
 
-def schedule(group, step, steps, **course):
-    """{hyperparameter: value} of a group at `step` (from 0) of `steps`. group: as it was built; course: see
-    COURSE.
+def schedule(group, step, steps, **ratios):
+    """{hyperparameter: value} of a group at `step` (from 0) of `steps`. group: as it was built; ratios: see
+    SCHEDULE.
     """
-    values, course = {}, values_of(COURSE, course)
+    values, ratios = {}, values_of(SCHEDULE, ratios)
     if "lr" in group:
         values["lr"] = group["lr"] * lr_multiplier(
-            step, steps, course["warmup_ratio"], course["warmdown_ratio"]
+            step, steps, ratios["warmup_ratio"], ratios["warmdown_ratio"]
         )
     if group.get("kind") == "muon":
         # Linear to zero: at the end of a run decay only adds noise (nanochat, 2026)

@@ -400,8 +400,8 @@ def of_recipe(args, declared) -> dict:
 def build_optimizer(args, model, plan, runtime, compiles) -> tuple[torch.optim.Optimizer, object]:
     """The optimizer, and the schedule of its groups: the recipe's, or those of the user's file."""
     build = functools.partial(recipe.param_groups, **of_recipe(args, recipe.RATES))
-    course = of_recipe(args, recipe.COURSE)
-    schedule = functools.partial(recipe.schedule, **course)
+    ratios = of_recipe(args, recipe.SCHEDULE)
+    schedule = functools.partial(recipe.schedule, **ratios)
     if args.optimizer_file:
         print0(f"running {args.optimizer_file}, SHA-256 {sha256_of(args.optimizer_file)}")
         build, own_schedule, names = recipe.load_recipe(args.optimizer_file)
@@ -411,8 +411,8 @@ def build_optimizer(args, model, plan, runtime, compiles) -> tuple[torch.optim.O
                 "nanomuon/gpt.py: change it there"
             )
         if own_schedule is not recipe.schedule:
-            if course != recipe.values_of(recipe.COURSE, {}):
-                flags = " and ".join(map(flag_of, course))
+            if ratios != recipe.values_of(recipe.SCHEDULE, {}):
+                flags = " and ".join(map(flag_of, ratios))
                 raise InputError(
                     f"{flags} are for the recipe, but {args.optimizer_file} has its own schedule: leave them "
                     "out (a run that has recorded them starts over with --resume never)"

@@ -113,7 +113,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     length("--target-param-data-ratio", number(float, 1e-6, 1e6), None, ratio)
 
     parser.section("optimizer (rates and decay follow batch, length and width: docs/recipe.md)")
-    for name, each in (recipe.RATES | recipe.COURSE).items():
+    for name, each in (recipe.RATES | recipe.SCHEDULE).items():
         defines(flag_of(name), number(float, 0, each.largest), each.default, each.meaning)
     defines("--qk-clip", amount, None, "with --no-qk-norm: limit on a head's attention logits, such as 100")
     # Its code runs only if a launch names it

@@ -43,7 +43,7 @@ def test_keywords_are_the_flags_and_reach_their_groups():
     assert (0.125, 0.75) in found.values() and (2.0, 0) in found.values()
     args = base_train.make_parser().parse_args([])
     assert rates.keys() == recipe.RATES.keys()
-    for name, each in (recipe.RATES | recipe.COURSE).items():
+    for name, each in (recipe.RATES | recipe.SCHEDULE).items():
         assert getattr(args, name) == each.default
         with pytest.raises(InputError, match="must be from 0 to"):
             base_train.make_parser().parse_args([f"--{name.replace('_', '-')}", f"{each.largest * 2}"])

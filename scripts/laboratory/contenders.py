@@ -38,7 +38,7 @@ class Contender:
             )
         self.build_model, self.dial = names.get("model", GPT), names.get("DIAL")
         of_build = keywords(build, 1, recipe.RATES)
-        of_schedule = keywords(schedule, 3, recipe.COURSE)
+        of_schedule = keywords(schedule, 3, recipe.SCHEDULE)
         self.keywords = of_build | of_schedule  # {keyword: default}
         fields = [name for name in FIELDS if name != "seq_len"]  # the race decides the length of its rows
         known = ["lr_scale", *self.keywords, *fields]
