@@ -5,8 +5,8 @@
 #   bash speedrun.sh --plan    print what it would do, with size and memory, and exit
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
-# Without a GPU it takes 4 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C end it. A run that has started its steps is saved, and
-# exits with code 75. The same command carries on. Set these variables to change it:
+# Without a GPU it takes 4 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C end it; the training saves if it
+# has done a step, and exits with code 75. The same command carries on. Set these variables to change it:
 #
 #   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (absolute, or relative to this file), hf:ORG/NAME[:CONFIG]
 #   VOCAB_SIZE=1024         a smaller vocabulary, for a small corpus
@@ -87,7 +87,11 @@ training=$! stopped=no code=0
 # Without a trap, bash would die and leave the training running; a terminal sends INT and HUP to the training too
 trap 'stopped=yes; kill -TERM "$training" 2>/dev/null || true' TERM
 trap stopped=yes INT HUP
-until code=0; wait "$training" || code=$?; ! kill -0 "$training" 2>/dev/null; do :; done # a signal also ends a wait
+while :; do # a signal also ends a wait
+    code=0
+    wait "$training" || code=$?
+    kill -0 "$training" 2>/dev/null || break
+done
 # torchrun does not pass on the exit codes of its ranks, so they leave a file
 if [ -e "$run_dir/stopped" ] || { [ "$stopped" = yes ] && [ "$code" -ne 0 ]; }; then
     echo "the run was stopped before its end: $again carries on"

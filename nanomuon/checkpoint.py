@@ -2,7 +2,7 @@
 
     runs/<name>/checkpoints/step_500/
         shard-00001-model-00001-of-00001.safetensors   written by the first rank; one file per rank
-        manifest.json                                  step, meta, the names of the other files
+        manifest.json              step, meta, numbers of state and groups, names of the other files
 
 Tensors go through torch.distributed.checkpoint with its safetensors storage: each rank writes its share of
 the tensors and reads those it needs, so W ranks can load what V ranks saved, row slices (DTensors) included.
@@ -258,5 +258,5 @@ def _flat_state(model, optimizer_state):
 
 
 def _without_warning():
-    """Silence torch.distributed.checkpoint's warning about a single process, which is fine here."""
+    """Silence torch.distributed.checkpoint's warning about a single process, which is intended."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -149,9 +149,10 @@ class StopSignals:
     """SIGTERM, SIGHUP (not under nohup) and Ctrl-C request to save and stop after this step; a second Ctrl-C
     ends at once.
 
-    in_steps: whether there is something to save. In the first step and after the last one there is not,
-    and a signal ends this process at once. The first rank records the stop in the file `stopped` in the run's
-    folder. resume: the flag; again: what carries on, because `--resume never` would start over.
+    in_steps: whether there is something to save. Until this launch has done a step, and after the run's last
+    one, there is not, and a signal ends this process at once. The first rank records the stop in the file
+    `stopped` in the run's folder. resume: the flag; again: what carries on, because `--resume never` would
+    start over.
     """
 
     def __init__(self, folder: Path, resume: str):

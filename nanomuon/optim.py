@@ -16,9 +16,10 @@ The parameters are divided into work items, and `MuonAdamW.step` takes them thro
 Each rank has all replicated parameters, and gradients from its own rows of the batch. The collectives of
 `collect` average the gradients over the W ranks, by `ReduceOp.AVG` in the methods of `World`; nothing else
 does. A matrix's mean gradient and state exist only on the rank that owns the matrix (ZeRO-2, although the
-local `p.grad` stays whole): a rank owns K // W consecutive matrices of a bank, or one more; of a 3-D
-parameter ceil(K/W), and the last ranks fewer or none. Each phase visits the items in one order: by kind, as
-in this table; within a kind by group; the banks of a group from the largest m * n to the smallest:
+local `p.grad` stays whole). Of a bank's K matrices, a rank owns K // W consecutive ones, or one more. The K
+matrices of a 3-D parameter are divided into blocks of ceil(K/W), so the last ranks may own fewer or none.
+Each phase visits the items in one order: by kind, as in this table; within a kind by group; the banks of a
+group from the largest m * n to the smallest:
 
     work item         parameters                  collect          send         state on one rank
     Bank              K matrices of one group     reduce_scatter   all_gather   for at most ceil(K/W) matrices
@@ -43,8 +44,8 @@ in this table; within a kind by group; the banks of a group from the largest m *
 
 What was sent is freed when `step` has waited for it, what was received when `compute` returns, and updated
 matrices and rows when `deliver` returns. So besides `p.grad`, the buffers hold all gradients after the last
-`collect`, in at most (1 + 1/W) times their padded bytes, and all updated matrices before the first `deliver`;
-in between, an item's results take the place of its gradients. Temporaries come on top: about four times
+`collect`: at most (1 + 1/W) times their padded bytes. Then results replace gradients, item by item, and
+before the first `deliver` the buffers hold all updated matrices. Temporaries come on top: about four times
 BATCH_BYTES for a batch of matrices, a few times this rank's rows for a large AdamW parameter. Each rank sends
 2(W-1)/W times the parameters' bytes per step, plus padding. A single process sends nothing and runs the same
 math.
@@ -136,7 +137,7 @@ def adamw_update(
     grad,  # (32768, 768)
     exp_avg,  # (32768, 768), updated in place
     exp_avg_sq,  # (32768, 768), updated in place
-    step,  # (), counting this step; or one per element, (32768, 768)
+    step,  # (), counting this step; or one per element, like param
     ok,  # like step
     hyper,  # AdamWHyper
 ):
@@ -417,6 +418,11 @@ def matrix_shape(param):
     return tuple(param.shape[1:]) if param.ndim == 3 else (len(param), param.shape[1:].numel())
 
 
+def bank_key(param):
+    """What the parameters of a bank have in common. A 3-D parameter has its own bank."""
+    return matrix_shape(param), param.dtype, gradient_dtype(param), id(param) if param.ndim == 3 else None
+
+
 def as_matrices(tensors):
     """Each tensor viewed as a matrix, or copied: a channels_last convolution has no such view."""
     return [tensor.reshape(matrix_shape(tensor)) for tensor in tensors]
@@ -602,8 +608,7 @@ class SmallParameters(WorkItem):
         shards = [local(param) for param in self.params]
         params = torch.cat([shard.flatten() for shard in shards])
         self.steps += ok
-        per_element = torch.stack([self.steps, ok])[:, self.param_of_element].to(self.dtype)
-        step, ok = per_element.unbind()
+        step, ok = torch.stack([self.steps, ok])[:, self.param_of_element].to(self.dtype)  # one per element
         adamw_update(params, grads, self.exp_avg, self.exp_avg_sq, step, ok, hyper)
         new = params.split(self.sizes)
         torch._foreach_copy_(shards, [part.view_as(shard) for part, shard in zip(new, shards, strict=True)])
@@ -631,8 +636,7 @@ class Matrices:
             self.buffers[name] = torch.zeros(count, *shape, dtype=self.dtype, device=self.device)
         self.places = {}
         for i, param in enumerate(params):
-            places = {name: self.place(i, name, buffer) for name, buffer in self.buffers.items()}
-            self.places[param] = places
+            self.places[param] = {name: self.place(i, name, each) for name, each in self.buffers.items()}
 
     def __str__(self):
         return f"bank of {len(self.owners)} {'x'.join(map(str, self.shape))}"
@@ -859,9 +863,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
             for item in self.work_items:
                 with record_function(f"collect {item}"):
                     in_flight[item] = item.collect(ok[item], hyper[item])
-            # Results are in flight while the next items compute. FSDP2's pipeline comes last, so that its
-            # first transfer is in flight while all other items compute. Its later transfers start and end
-            # inside its `compute`, and so do those of tensor parallelism.
+            # Results are in flight while the next items compute
             for item in self.work_items:
                 with record_function(f"compute {item}"):
                     item.compute(in_flight.pop(item).wait(), ok[item], hyper[item])
@@ -929,7 +931,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         ]
         planned = len(self.planned)
         for i, described in enumerate(self.planned):
-            if now[i : i + 1] != [described]:
+            if i >= len(now) or now[i] != described:
                 raise ValueError(
                     f"param group {i} has other parameters or options than at the first step. Only lr, "
                     "momentum, betas, beta2, eps and weight_decay may change, and a momentum of None may not "
@@ -981,9 +983,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
             if is_sharded(param):
                 sharded.append(param)
             else:
-                alone = id(param) if param.ndim == 3 else None  # a 3-D parameter has its own bank
-                key = matrix_shape(param), param.dtype, gradient_dtype(param), alone
-                banks.setdefault(key, []).append(param)
+                banks.setdefault(bank_key(param), []).append(param)
         items = []
         if sharded:
             from nanomuon import optim_fsdp  # an extension, imported only if needed

@@ -12,13 +12,14 @@ is sharded, and by which dimension of the device mesh:
   each matrix                another (FSDP2)  data parallelism: each matrix has an owner; an all_to_all sends
                                               it the shards, a second one returns the direction's shards
 
-The first two are a `BankOfShards`. The third is a `Pipeline`, one work item made of chunks of
-same-shaped matrices. Momentum, weight decay and update are elementwise and happen on the shards; the rule,
-which needs whole matrices, runs on their owner (by `assign_owners` over FSDP2's ranks, chunk by chunk, the
-most expensive first). Along with the shards of a direction, the owner returns the updated state of the rule
-as raw bytes. So every rank has all of the rule's state, and it is saved like any replicated state. For
-NorMuon that costs each rank a vector per matrix, and for your own direction the state it declares.
-One matrix (m, n), its rows on four ranks, in float32 parameters:
+The first two are a `BankOfShards`. The third is a `Pipeline`: one work item for each group and dtype of the
+state, made of chunks. The matrices of a chunk have one shape. Momentum, weight decay and update are
+elementwise and happen on the shards; the rule, which needs whole matrices, runs on their owner (by
+`assign_owners` over FSDP2's ranks, chunk by chunk, the most expensive first). Along with the shards of a
+direction, the owner returns the updated state of the rule as raw bytes. So every rank has all of the rule's
+state, and it is saved like any replicated state. For NorMuon that costs each rank a vector per matrix, and
+with a direction of your own, whatever state it declares. One matrix (m, n), with its rows on four ranks and
+float32 parameters:
 
     rank            0        1        2        3
     send_U          rows     rows     rows     rows     momentum and U of the shard, (m/4, n), float32
@@ -49,6 +50,7 @@ from nanomuon.optim import (
     World,
     as_matrices,
     assign_owners,
+    bank_key,
     gradient,
     gradient_dtype,
     matrix_shape,
@@ -140,9 +142,7 @@ def plan_sharded(optimizer, group, params):
             sharding = sharding_of(param, group, optimizer.world.comm_dtype, optimizer.ns_dtype)
         except ValueError as error:
             raise ValueError(f"{names[param]}: {error}") from None
-        alone = id(param) if param.ndim == 3 else None  # a 3-D parameter has its own bank
-        layout = param.device_mesh, tuple(param.placements)
-        key = matrix_shape(param), layout, param.dtype, gradient_dtype(param), alone
+        key = bank_key(param), param.device_mesh, tuple(param.placements)
         same.setdefault(key, (sharding, []))[1].append(param)
     banks, chunks = [], []
     for sharding, params_together in same.values():
@@ -243,8 +243,8 @@ class Chunk(OfShards, Matrices):
         buffer = self.buffers.get("momentum_buffer")
         U = muon_momentum(grads, buffer, ok, hyper, nesterov=self.group["nesterov"])
         U = U.transpose(1, self.dim).to(self.wire_dtype)
-        owned, lines = self.counts[self.world.rank], self.lines[self.world.rank]
-        send = [count * lines * self.line_length for count in self.counts]
+        owned, own_lines = self.counts[self.world.rank], self.lines[self.world.rank]
+        send = [count * own_lines * self.line_length for count in self.counts]
         receive = [owned * lines * self.line_length for lines in self.lines]
         transfer = self.world.all_to_all(U.flatten(), send, receive)
         from_ranks = zip(transfer.received.split(receive), self.lines, strict=True)
@@ -315,8 +315,8 @@ class Pipeline(WorkItem):
 
     def compute(self, parts, ok, hyper):
         ok, chunks = self.ok_of_chunks(ok), self.chunks
-        arriving, returning = {0: Transfer(parts)}, {}  # chunk 0 has arrived: `step` waited for it
-        del parts  # or U of chunk 0 would stay in memory until the end
+        arriving, returning = {0: Transfer([*parts])}, {}  # chunk 0 has arrived: `step` waited for it
+        parts.clear()  # or U of chunk 0 would stay in memory until the end
         for i in range(len(chunks) + 1):
             if i + 1 < len(chunks):
                 arriving[i + 1] = chunks[i + 1].send_U(ok[i + 1], hyper)

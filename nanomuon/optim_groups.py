@@ -331,7 +331,7 @@ def option_name(value):
 
 
 def fixed_options(group):
-    """The options of a group, which must not differ between ranks or change after planning."""
+    """The options of a group that must be equal on all ranks and stay as they were planned."""
     chosen = {"kind": group["kind"]}
     if group["kind"] == "muon":  # a scheduler may add a momentum to any group
         chosen |= {"second moment": group["beta2"] is not None, "momentum": group["momentum"] is not None}

@@ -50,7 +50,7 @@ def state_dtype(param):
 class Place:
     """Where one state tensor lives.
 
-    tensor: this rank's shard of it, or all of it; None if another rank owns it. shape: that of the whole.
+    tensor: this rank's shard of it, or all of it; None if another rank owns it. shape: of the whole.
     mesh, placements: how the whole is cut as a DTensor, if it is. owner: the only rank of `world` that has
     it, or None; like: a tensor of its dtype and device. value: the tensor in optimizer.state, a DTensor if it
     is a shard; it shares memory with `tensor`.
@@ -141,7 +141,8 @@ class SavedByName:
     def state_dict(self):
         """This rank's state in torch's layout, {"state": {number: {key: tensor}}, "param_groups": [...]},
         without communication. Tensors share memory with the optimizer's, shards are DTensors, and functions
-        among the options become names. ValueError on every rank if only one of several ranks has some state.
+        among the options become names. ValueError on every rank if some state exists on only one of several
+        ranks.
         """
         if self.state:  # a copy has state, but maybe no places yet
             self.plan()
@@ -343,7 +344,7 @@ def restored_numbers(i, group, saved):
                 raise ValueError(f"param group {i} would get {key}={earlier!r} and {value!r}: {keep}")
     if group["kind"] == "muon":  # momentum in an AdamW group is a scheduler's
         if restored.get("momentum") == 0 and group["momentum"] is None:
-            restored["momentum"] = None  # its buffer belonged to a rule with its own momentum
+            restored["momentum"] = None  # earlier versions saved 0 for a rule with its own momentum
         for key in ("momentum", "beta2"):  # None means another computation
             if key in restored and (restored[key] is None) != (group[key] is None):
                 raise ValueError(f"param group {i} was saved with another {key}: {keep}")

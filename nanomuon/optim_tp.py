@@ -15,15 +15,16 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
   blockwise    never                     none                         its block               each block
 
 These collectives run inside `compute`: the work item is a `BankOfShards`, which sends nothing else, since
-gradients are final. The mean squares of a square matrix cut by columns are sums, and all-reduced. With
-`split`, sides are those of each part. In all modes momentum, decay and update are on the shard. In
-`distributed` and `duplicated` every rank stores the whole second moment; in `blockwise` second moment and
-scale are those of its block. Gram matrices are sent in the dtype of the iteration, everything else in that of
-the state. Newton-Schulz computes a Gram matrix in every iteration; its Gram form computes one at its start
-and one at its restart (`orthogonalize.py`). Where `duplicated` is the default, it replaces `distributed` even
-if that is requested: Gram matrices are sums over the long side, with `split` a rank's rows are not those of
-whole parts, and a `direction` needs whole matrices. The functions `duplicated` and `distributed` turn the
-rule for whole matrices into one for shards; `blockwise` needs no such function (`optim_fsdp.sharding_of`).
+gradients are final. If a square matrix is cut by columns, each rank has only a part of the sum of each row's
+squares, so these sums are all-reduced, instead of gathered. With `split`, sides are those of each part. In
+all modes momentum, decay and update are on the shard. In `distributed` and `duplicated` every rank stores the
+whole second moment; in `blockwise` second moment and scale are those of its block. Gram matrices are sent in
+the dtype of the iteration, everything else in that of the state. Newton-Schulz computes a Gram matrix in
+every iteration; its Gram form computes one at its start and one at its restart (`orthogonalize.py`). Where
+`duplicated` is the default, it replaces `distributed` even if that is requested: Gram matrices are sums over
+the long side, with `split` a rank's rows are not those of whole parts, and a `direction` needs whole
+matrices. The functions `duplicated` and `distributed` turn the rule for whole matrices into one for shards;
+`blockwise` needs no such function (`optim_fsdp.sharding_of`).
 """
 
 import dataclasses
@@ -39,8 +40,8 @@ from nanomuon.orthogonalize import gram_newton_schulz, newton_schulz, newton_sch
 
 
 def choose_mode(group, shape, dim, world):
-    """The mode that the group requests, by default `distributed`. If the long side is not cut, `distributed`
-    becomes `duplicated` even if it is requested. ValueError for an impossible `blockwise`.
+    """The mode that the group requests, else the default of the table above. `distributed` becomes
+    `duplicated` if the table's second row applies. ValueError for an impossible `blockwise`.
     """
     m, n = shape
     rows, fused_rows = [m], False

@@ -82,7 +82,7 @@ def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | N
     """The run that the arguments request on these processes; the rest follows from the depth and the device.
 
     settings: what the run has recorded, if it exists. InputError for a model that cannot be built or trained
-    here, and for a batch that the processes cannot divide.
+    here, and for a batch that cannot be divided among the processes.
     """
     if args.fp8:
         parallel.check_fp8(runtime, args.tensor_parallel)
@@ -97,9 +97,10 @@ def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | N
     if rows is None and settings and settings.world_size == runtime.world_size:
         rows = settings.rows
     if rows is None:
-        # The batch is a multiple of the rows: if they are a power of two, it can be one as well
-        most = args.total_batch_size or 2 ** int(math.log2(total_batch_size(tokens, row) / row)) * row
-        rows = rows_that_fit(config, layout, max(1, most // row), runtime)
+        per_step = (args.total_batch_size or total_batch_size(tokens, row)) // row
+        if not args.total_batch_size:  # with rows that are a power of two, the batch can be one too
+            per_step = 2 ** int(math.log2(per_step))
+        rows = rows_that_fit(config, layout, max(1, per_step), runtime)
     batch = args.total_batch_size or total_batch_size(tokens, rows * row)
     if batch % (rows * row):
         raise InputError(
@@ -212,7 +213,7 @@ def choose_compilation(args: argparse.Namespace, plan: Plan, runtime: Runtime) -
 
 
 def compiling_pays(device: torch.device, tokens: int) -> bool:
-    """Whether a run on so many tokens is to be compiled. NANOMUON_COMPILE decides if it is set."""
+    """Whether to compile a run of this many tokens. NANOMUON_COMPILE decides if it is set."""
     return device.type != "cpu" or tokens >= FEWEST_COMPILED or "NANOMUON_COMPILE" in os.environ
 
 
@@ -238,7 +239,7 @@ def print_plan(plan: Plan, runtime: Runtime) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """What the first rank, which has as much as any, holds of a parameter."""
+    """The first rank's part of a parameter; no rank has a larger one."""
 
     kind: str  # of its param group: muon or adamw
     whole: torch.Size  # the parameter's shape

@@ -43,12 +43,13 @@ class Summary:
 
 
 class Run:
-    """The same on all ranks, except for the loader's rows. All ranks must call its methods.
+    """The same on all ranks, except for the loader's rows, and `metrics`, which only the first one has. All
+    ranks must call its methods.
 
     forward: the model, compiled or eager: (inputs, targets) -> mean loss. schedule: (initial group, step,
     steps) -> values of the group at this step. initial_groups: the param groups as they were built. mesh:
     that of cut parameters, or None. step: steps done; skipped: those without an update, because a loss or
-    gradient was not finite. plan: as given, but of at least as many steps as are done.
+    gradient was not finite. plan: as given, but with at least as many steps as have been done.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class Run:
             wandb_id = wandb.id if wandb else settings and settings.wandb_id
             self._write_folder(wandb_id)
             self.metrics = report.MetricsLog(self.folder, self.step if found else None, wandb)
-        checkpoint.remove(self.folder, self.step if found else -1, args.keep_last)
+        newest = self.step if found else -1  # -1: none of the checkpoints is used
+        checkpoint.remove(self.folder, newest, args.keep_last)
         print_plan(self.plan, runtime)
         when = f"every {args.save_every} steps" if args.save_every > 0 else "at the end"
         print0(f"run        {self.folder}, checkpoint {when}")
@@ -172,16 +174,20 @@ class Run:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-        for over in ("summary.json", "stopped"):  # a running run is neither complete nor stopped
-            (self.folder / over).unlink(missing_ok=True)
+        for outdated in ("summary.json", "stopped"):  # a running run is neither complete nor stopped
+            (self.folder / outdated).unlink(missing_ok=True)
         for left_over in folder.glob(".*.tmp"):  # by a launch that was killed
             left_over.unlink()
         self.tokenizer.save(self.folder / "tokenizer")
         config = self.plan.config
-        chosen = {"total_batch_size": self.plan.batch, "max_seq_len": config.seq_len}
-        chosen |= {"vocab_size": config.vocab_size, "window_pattern": config.window_pattern}
-        chosen["text_field"] = self.text_field
-        chosen["dtype"] = self.runtime.dtype_name
+        chosen = {
+            "total_batch_size": self.plan.batch,
+            "max_seq_len": config.seq_len,
+            "vocab_size": config.vocab_size,
+            "window_pattern": config.window_pattern,
+            "text_field": self.text_field,
+            "dtype": self.runtime.dtype_name,
+        }
         settings = Settings(
             options=recorded(self.args) | chosen,
             rows=self.plan.rows,

@@ -104,7 +104,12 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
         None,
         "tokens per step (default: by the length of the run; on a CPU 4096 is enough)",
     )
-    of_launch("--device-batch-size", rows, None, "rows per micro-step (default: as many as fit on the GPU)")
+    of_launch(
+        "--device-batch-size",
+        rows,
+        None,
+        "rows per micro-step (default: as many as fit; on a CPU at most 16)",
+    )
 
     parser.section("length", one_of=True)
     length("--num-iterations", count, None, "optimizer steps")

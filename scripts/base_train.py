@@ -10,9 +10,9 @@
 The -- keeps torchrun from taking --run as its own --run-path. Flags that you leave out follow from --depth
 and the device; without a length or a batch, depth 4 trains on 44M tokens, which takes hours on a CPU. A run
 is the folder runs/NAME under NANOMUON_BASE_DIR; the same command resumes it from its last checkpoint.
-SIGTERM, SIGHUP and Ctrl-C save and stop it after the current step, with exit code 75 (ranks exit with 0,
-because torchrun takes any other code for a failure); the file runs/NAME/stopped remains until the run
-resumes.
+Once it has done a step, SIGTERM, SIGHUP and Ctrl-C save it after the current one and stop it, with exit code
+75 (ranks exit with 0, because torchrun takes any other code for a failure); the file runs/NAME/stopped
+remains until the run resumes.
 """
 
 if __name__ == "__main__":
@@ -63,9 +63,9 @@ def main(argv: list[str] | None = None) -> int:
         make_deterministic()
     runtime = start(args.dtype)
     if runtime.world_size > 1:
-        check_base_dir()  # first, because the flags include those that the run's folder has recorded
+        check_base_dir()  # before the flags are compared, because the run's folder has recorded some of them
         refuse_other_flags(args)
-    # First, because the default windows depend on it. All ranks use what the first one does
+    # Before the plan, whose default windows depend on it. The first rank chooses, all activate its choice
     name = on_first_rank(lambda: use_flash_attention(runtime.device, runtime.compute_dtype))
     if name is not None:
         torch.nn.attention.activate_flash_attention_impl(name)
@@ -110,8 +110,8 @@ def train(run: Run, signals: StopSignals) -> int | None:
     peak = peak_flops(run.runtime.device)
     bad_steps = 0  # in a row, so far
     while run.step < plan.steps:
-        # Here, not at the end of a step: so a signal that comes during a step is served before the
-        # evaluation, and a resumed run makes up for a missed one
+        # Before a step, not after one: a stop need not wait for an evaluation, and a resumed run does the
+        # evaluation that it missed
         evaluate_what_is_due(run)
         torch.manual_seed(args.seed + run.step)  # so that an optimizer draws the same numbers after a resume
         lr_multiplier = set_hyperparameters(
@@ -134,7 +134,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
             print0(f"stopped at step {run.step} and saved; {signals.again} carries on once there is data")
             raise
 
-        # Only now: during the first step there is nothing to save, and Ctrl-C ends the compiler it may run
+        # Only now: during the first step there is nothing to save, and Ctrl-C should also stop compiling
         signals.in_steps = True
         run.step += 1
         run.skipped += done.skipped
@@ -315,7 +315,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """In readable form: 2h05m, or 3m20s."""
+    """Seconds as text, such as 2h05m or 3m20s."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
