@@ -59,7 +59,13 @@ def main(argv: list[str] | None = None) -> None:
         help="read prompts line by line, until the end of input (Ctrl-D) or Ctrl-C",
     )
     parser.add_argument("--samples", type=count, default=1, help="how many per prompt (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=count, default=128, help="length of each (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens",
+        type=count,
+        default=128,
+        help="length of each; in a text longer than its context the model sees the newest tokens only "
+        "(default: %(default)s)",
+    )
     parser.add_argument(
         "--temperature",
         type=number(float, 0, 1e30),
