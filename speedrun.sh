@@ -2,15 +2,15 @@
 # From nothing to a trained GPT, on the hardware at hand:
 #
 #   bash speedrun.sh           environment -> corpus, tokenizer, shards -> train, evaluate, sample, report
-#   bash speedrun.sh --plan    print what it would do, with size and memory, and exit
+#   bash speedrun.sh --plan    print what a run would do, its size and memory, and exit (installs the environment first)
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
-# Without a GPU it takes 4 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C end it; the training saves if it
-# has done a step, and exits with code 75. The same command carries on. Set these variables to change it:
+# Without a GPU it takes 4 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C stop it. A run that has finished a step
+# is saved; once training has begun, the exit code is 75. The same command carries on. Set these variables to change it:
 #
 #   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (absolute, or relative to this file), hf:ORG/NAME[:CONFIG]
 #   VOCAB_SIZE=1024         a smaller vocabulary, for a small corpus
-#   DEPTH=8                 a deeper (and wider) or a smaller model
+#   DEPTH=8                 another depth; width, heads and batch follow
 #   RUN=name                name of the run under $NANOMUON_BASE_DIR/runs
 #   NANOMUON_BASE_DIR=...   where everything is written (~/.cache/nanomuon), except downloads from the hub (HF_HOME)
 #   NANOMUON_PYTHON=...     an interpreter that already has every package (PyTorch 2.11 or newer); nothing is installed
