@@ -1,7 +1,7 @@
 """Aurora: a polar factor whose rows have equal norm, so that no neuron of a tall matrix is left behind.
 
     D = diag(1 / row norm of M)
-    X = P(D M);  D <- D (n/m / row norm of X ^ 2)^(1/2);  X = P(D M)        m >= n
+    X = P(D M);  D <- D (n/m / (row norm of X)^2)^(1/2);  X = P(D M)        m > n
     W <- W - lr s X
 
 n/m is the squared norm of each of the m rows if all are equal and the columns orthonormal. A wide matrix is

@@ -1,8 +1,8 @@
 """The recipe with longer averages of AdamW's second moments, by role.
 
-    v <- beta2 v + (1 - beta2) g^2        beta2 .997 for scalars and vectors, .99 for embeddings and the head
+    v <- beta2 v + (1 - beta2) g^2        beta2 .997 for scalars, taps and gates, .99 for embeddings and head
 
-In the record, a longer average for only the one-dimensional parameters, .99 to .997, saved 45 of 2,875 steps.
+In the record, raising only the one-dimensional parameters' beta2, .99 to .997, saved 45 of 2,875 steps.
 The recipe has .95 for all.
 
 Source: modded-nanogpt, track 3, 2026-06-09 (auxiliary beta2 split, 2,750 steps).

@@ -2,7 +2,7 @@
 
     W <- R norm(W - lr R norm(P(M)))        norm(X) = X / ||X||_F
 
-R = sqrt(m n / width) is the norm of a matrix of this shape that the model initializes at random. Matrices
+R = sqrt(m n / width) is the norm that random initialization gives a matrix of this shape. Matrices
 that start at zero grow until they reach R. Norms never fall, so the others are on their sphere from the first
 steps on. There is no weight decay.
 

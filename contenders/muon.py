@@ -1,6 +1,6 @@
 """Muon as its author published it; with beta2=0.95, NorMuon.
 
-    M <- mu M + (1 - mu) G,  U = (1 - mu) G + mu M,  W <- W - lr s P(U)        P in five quintic steps
+    M <- mu M + (1 - mu) G,  U = (1 - mu) G + mu M,  W <- W - lr s P(U)        P by five steps of `simple`
 
 The rest is trained as in adamw.py. These values do not change when the recipe does, so that old races can be
 compared with new ones.

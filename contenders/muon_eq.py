@@ -2,8 +2,8 @@
 
     W <- W - lr s P(D M)      D = diag(mean row norm / row norm);  Muon+: ||P|| set to sqrt(min(m, n))
 
-The second moment comes after both. Together they are nanochat's default since July 2026; here no race has
-distinguished them from the default.
+The second moment comes after both. Together they have been nanochat's default since July 2026; here no race
+has distinguished them from ours.
 
 Source: "MuonEq: Balancing Before Orthogonalization with Lightweight Equilibration", arXiv 2603.28254, and
 "Muon+", arXiv 2602.21545.

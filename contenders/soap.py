@@ -24,7 +24,7 @@ def unscaled(m, n):
 
 
 def turn_basis(Q, gram, V, first, due):
-    """Update Q (k, s, s) in place: to eigenvectors, or by one iteration, sorted, as V's rows then are too."""
+    """Set Q (k, s, s) to eigenvectors, or do one iteration, which also sorts Q's columns and V's rows."""
     # The first gradients leave most of the space of a long side undetermined. Without this ramp rounding
     # would choose its basis, a different one for each number of ranks
     ramp = torch.linspace(0, 1e-4, gram.size(1), dtype=gram.dtype, device=gram.device)
@@ -60,11 +60,10 @@ def param_groups(model, *, matrix_lr=0.003, weight_decay=0.1, every=10, **keywor
         buffers["right_gram"].lerp_(U.mT @ U, (1 - BETA2) * ok)
         first = (count == 0) & (ok > 0)
         due = (count > 0) & (count % every == 0) & (ok > 0)
-        if first.any() or due.any():  # here the host waits for the GPU
+        if (first | due).any():  # here the host waits for the GPU
             turn_basis(left, buffers["left_gram"], V, first, due)
-            turn_basis(
-                right, buffers["right_gram"], V.mT, first, due
-            )  # a view: its rows are the columns of V
+            # V.mT is a view, whose rows are the columns of V
+            turn_basis(right, buffers["right_gram"], V.mT, first, due)
         count += ok
         return X, moves
 

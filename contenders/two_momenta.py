@@ -1,6 +1,6 @@
 """The usual momentum up to a fraction of the run, then a mix of a fast and a slow one (bi-Maxwell).
 
-    M_i <- lerp(M_i, G, 1 - mu_i)        mu = .95, .85, .98
+    M_i <- lerp(M_i, G, 1 - mu_i)        mu = the recipe's (.95 in long runs), .85, .98
     U = G + mu_0 (M_0 - G) before `start`, then the same sum over i = 1, 2 with weights .4385, .5615
 
 Source: modded-nanogpt, pull requests 339 and 340 (from step 1,000 of 2,690 on).

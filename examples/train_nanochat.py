@@ -36,7 +36,7 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("--run", required=True, help="a finished run, whose rows, batch and length are used")
 parser.add_argument("--nanochat", type=Path, required=True, help="a checkout of nanochat")
-parser.add_argument("--rates", type=float, help="factor on the rates above (default: nanochat's own rates)")
+parser.add_argument("--rates", type=float, help="factor on this file's RATES (default: nanochat's own rates)")
 parser.add_argument("flags", nargs="*", help="after --: flags of nanochat's base_train")
 args = parser.parse_args()
 

@@ -51,7 +51,7 @@ def visible_keys(Tq: int, Tk: int, window: int | None, device: torch.device) -> 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
     """PyTorch's fused kernel in the layout of this file. mask: (Tq, Tk) or (B, 1, Tq, Tk), True if a query
-    sees a key; it saves no work.
+    sees a key. Hidden keys cost as much as visible ones.
     """
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),

@@ -147,7 +147,7 @@ def _find(run_dir: Path, resume: str) -> Path | None:
             damage = error
             print0(f"warning: checkpoint {name} is damaged and not used: {error}")
     if damage is not None:
-        raise InputError(f"there is no undamaged checkpoint: {damage}; to start over: --resume never")
+        raise InputError(f"there is no undamaged checkpoint: {damage}; base_train --resume never starts over")
     return None
 
 

@@ -66,8 +66,8 @@ class Unreachable(InputError):
 
 @dataclass
 class Item:
-    """A question: pairs (context, continuation), of which number `gold` is correct. Multiple choice has one
-    context, a schema has one continuation, and language modeling has one pair.
+    """A question: pairs (context, continuation), and `gold`, the index of the correct one. Multiple
+    choice has one context, a schema has one continuation, and language modeling has one pair.
     """
 
     pairs: list[tuple[str, str]]
@@ -147,7 +147,7 @@ def answer_task(
     rank: int = 0,
     ranks: int = 1,
 ) -> list[Answer]:
-    """The answer to each item of a task that is used, in shuffled order. For the arguments see evaluate()."""
+    """The answers to (at most `most_items` of) a task's items, in shuffled order. See evaluate()."""
     items = list(task.items)
     random.Random(1337).shuffle(items)
     items = items[:most_items]
@@ -327,7 +327,7 @@ def parse_item(item: dict, kind: str) -> Item:
         pairs.append((item["context"].strip(), item["continuation"]))  # strip(): the published rule
     else:
         raise ValueError(f"unknown icl_task_type {kind!r}")
-    gold = item.get("gold", 0)
+    gold = 0 if kind == "language_modeling" else item["gold"]
     if not 0 <= gold < len(pairs):
         raise ValueError(f"gold is {gold}, not the number of one of {len(pairs)} choices")
     return Item(pairs, gold)

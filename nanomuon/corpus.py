@@ -3,8 +3,8 @@
 A corpus is an ordered list of files, and a file's suffix decides how it is read, so everybody who names the
 same corpus reads the same documents in the same order. A text file is one document; so is each record of
 .jsonl or .parquet, unless its text is null. Empty documents and copies of earlier ones are skipped (hub
-corpora are assumed to be deduplicated). Files and records that cannot be read cause an error that names them,
-unless unreadable ones are to be skipped (of the standard library, files in other encodings always are).
+corpora are assumed to be deduplicated). Files and records that cannot be read raise an error that names the
+first five, unless the caller skips them; the standard library's files in other encodings are always skipped.
 """
 
 import contextlib
@@ -33,13 +33,14 @@ TEXT_SUFFIXES = tuple(
     ".rb .php .lua .r .jl .f .f90 .f95 .for .pas .hs .ml .mli .erl .ex .exs .clj .el .lisp .scm .rkt .sql "
     ".proto .cmake .s .asm".split()
 )
+READABLE = (*RECORD_SUFFIXES, *TEXT_SUFFIXES, ".json", ".json.gz", ".json.zst")  # on the hub
 PACKAGES = {"site-packages", "dist-packages", "__pycache__"}  # folders to skip: installed or compiled code
 PIECE = 4096  # characters, see with_both_parts()
 ENOUGH = 8  # documents of a kind, see with_both_parts()
 HASHED = 100 << 20  # bytes; in a larger corpus only both ends of each file are hashed, see revision_of()
 EDGE = 1 << 16  # bytes
-OFFLINE = ". Check the name and the network; the corpus python needs none"
-OLD_REVISION = 16  # characters of a revision made of times and absolute paths; it is not compared
+OFFLINE = ". Check the name and the network; the corpus python needs no network"
+OLD_REVISION = 16  # characters of an older version's revision, made of times and paths: not comparable
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Corpus:
 
     @property
     def slug(self) -> str:
-        """The name of its folders, which changes with the content and with how it is read, but not if the
-        files move.
+        """The name of this corpus's folders: it changes with the content, the text field and the last part of
+        the corpus's path, but not if its parent folder changes.
         """
         name = self.name if self.repo else Path(self.name).name
         return _file_name(name, self.revision, self.text_field)
@@ -82,8 +83,8 @@ class Corpus:
     def texts(self):
         """Yield every text that is not empty.
 
-        After the first file or record that cannot be read, this only looks for more, so that the InputError
-        at the end counts all of them, or on the hub those in the first bad file.
+        Without skip_unreadable, nothing is yielded after the first unreadable file or record: the rest is
+        only searched, so that the InputError at the end counts all of them (on the hub, of one file).
         """
         for file in self.files:
             if self.repo and self._is_refused():
@@ -99,10 +100,10 @@ class Corpus:
         if self._is_refused():
             repair = "delete a damaged file to fetch it again" if self.repo else "repair them"
             if any(isinstance(error, NoText) for error in self.unreadable.values()):
-                repair += ", choose the field that has the text with --text-field"
+                repair += ", name the field of the text with --text-field"
             raise InputError(
                 f"corpus {self.name}: {self.describe_unreadable()}; {repair}, or leave them out with "
-                "--skip-unreadable"
+                "--skip-unreadable (flags of data_prep and base_train)"
             )
 
     def _is_refused(self):
@@ -115,10 +116,10 @@ class Corpus:
         return f"{count:,} files or records cannot be read: {'; '.join(first)}" if count else ""
 
     def differs(self, name: str, revision: str) -> bool:
-        """Whether the texts differ from those of the corpus that a run recorded by this name and revision."""
+        """Whether the texts differ from those that a run recorded under this name and revision."""
         if len(revision) == OLD_REVISION:
             print0(
-                f"corpus {name} cannot be compared with the run's: that recorded only file names and times"
+                f"corpus {name} cannot be compared with the run's, which recorded only file names and times"
             )
             return False
         return revision != self.revision or (self.repo is not None and name != self.name)
@@ -188,7 +189,7 @@ def open_corpus(name: str, text_field: str | None = None, skip_unreadable: bool 
     hf:ORG/NAME     the train split of a dataset on the hub; also hf:ORG/NAME:CONFIG@REVISION. The revision is
                     pinned when the corpus is first opened; later only missing files are fetched
 
-    text_field: the field of a record that has its text; by default the one that `remember` stored for this
+    text_field: the record field that holds the text; by default the one that `remember` stored for this
     corpus, else "text". skip_unreadable: leave out files and records that cannot be read.
     """
     check_corpus(name)
@@ -231,7 +232,7 @@ def _write(memory: Path, content: Remembered) -> None:
 
 
 def _local_files(root, suffixes) -> list[Path]:
-    """The files to read under `root`, sorted, without hidden ones, pipes and those that we write ourselves.
+    """The files to read under `root`, sorted; no hidden or installed ones, no pipes, and none that we write.
     Follows links, and visits each folder once.
     """
     seen, walk = set(), [(root.parent, [], [root.name])]
@@ -287,6 +288,8 @@ def _resolve(name, text_field) -> Remembered:
         revision = HfApi().dataset_info(repo, revision=revision, timeout=10).sha
         builder = load_dataset_builder(repo, config, revision=revision)
         files = [file.split(f"@{revision}/", 1)[-1] for file in builder.config.data_files["train"]]
+    if others := [file for file in files if not file.lower().endswith(READABLE)]:
+        raise InputError(f"{name} has files other than parquet, JSON lines and text, such as {others[0]}")
     return Remembered(text_field, revision, files)
 
 
@@ -297,8 +300,8 @@ def _file_name(*identity: str) -> str:
 
 
 def read_texts(path: Path, field: str):
-    """Yield (place, text) for every document in a file. The text is None for a null one, and an exception if
-    it cannot be read.
+    """Yield (place, text) for every document in a file. The text is None if it is null, an exception if it
+    cannot be read.
     """
     place = str(path)
     try:
@@ -312,7 +315,7 @@ def read_texts(path: Path, field: str):
             except (ValueError, RecursionError) as error:
                 yield place, error
     except (OSError, ValueError) as error:
-        yield place, error
+        yield place if place == str(path) else f"after {place}", error
 
 
 def _records(path, field):
@@ -343,7 +346,7 @@ class NoText(ValueError):
 
 
 def _text_of(record, field):
-    """The text of a record, None if it is null or the line is blank; NoText if there is none."""
+    """The text of a record; None if it is null or the line is blank. NoText if the field is not text."""
     if isinstance(record, bytes):
         record = json.loads(record) if record.strip() else {field: None}
     text = record.get(field, 0) if isinstance(record, dict) else 0

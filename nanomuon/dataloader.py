@@ -3,7 +3,7 @@
 The training rows of an epoch come window by window; a window is WINDOW consecutive shards. Within a window
 the documents are shuffled and packed into rows of seq_len + 1 tokens without padding, and the rows are
 shuffled. All of this depends only on the shards, the seed, the epoch and seq_len. Ranks and micro-batches
-only divide the rows among them: the position in the data is the (epoch, window, row) of the next row, the
+merely share out the rows: the position in the data is the (epoch, window, row) of the next row, the
 same on every rank.
 """
 
@@ -94,7 +94,7 @@ def to_device(rows, device) -> tuple[torch.Tensor, torch.Tensor]:
 class TrainLoader:
     """Micro-batches of packed training rows. The batch of a step does not depend on the number of ranks.
 
-    folder: that of the shards. Each `next()` returns (inputs, targets), both (device_batch_size, seq_len)
+    folder: the shards' folder. Each `next()` returns (inputs, targets), both (device_batch_size, seq_len)
     int64 on `device`. Step s trains on the rows from s * rows_per_step on, of one endless sequence of rows
     that depends only on (shards, seed, seq_len); rows_per_step counts the rows of all ranks and
     micro-batches. InputError if the corpus is smaller than one step, or if a shard of the first window cannot
@@ -151,7 +151,7 @@ class TrainLoader:
         return self._rows[self.row - 1]
 
     def _pack(self):
-        """All rows of the window, waiting for it if necessary; after the last one a new epoch begins."""
+        """All rows of the window, waiting for it if necessary. After the last window a new epoch begins."""
         self.manifest = wait_for_window(self.folder, self.window)
         if self.window * WINDOW >= len(self.manifest.train):
             self.epoch, self.window = self.epoch + 1, 0

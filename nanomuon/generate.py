@@ -62,12 +62,11 @@ def draw(
 class Sample:
     """A prompt, as the beginning of a document, and its `continuation` by a model. `tokens` has both.
 
-    The continuation has only text that is final: whole characters, without an end that may be the beginning
-    of a stop string.
+    The continuation holds only final text: whole characters, and no ending that may begin a stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: str, seed: int, stop_strings: Sequence[str] = ()):
-        """ValueError for a prompt that is not text, see `Tokenizer.encode`."""
+        """ValueError for a prompt with lone surrogates, see `Tokenizer.encode_to_numpy`."""
         self.prompt, self.seed, self.tokenizer = prompt, seed, tokenizer
         self.tokens = [tokenizer.bos_id, *tokenizer.encode(prompt)]
         self.continuation = ""
@@ -98,8 +97,8 @@ class Sample:
 
 
 def tokens_before(count: int, context: int) -> int:
-    """How many earlier tokens the newest of `count` sees: all of them until the context is full, then those
-    of its newer half, until it is full again.
+    """How many earlier tokens the newest of `count` sees: all of them until the context is full; then
+    only its newer half is kept, until it is full again.
     """
     half = max(1, context // 2)
     if count <= context:
@@ -123,7 +122,7 @@ def continue_samples(
     `tokens_before`.
     """
     device = model.cos.device
-    # In inference_mode a DTensor sees whole linear layers, which take it 20 times as long as plain products
+    # Under inference_mode a DTensor dispatches whole linear layers, 20 times as slow as plain products
     cut = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     for start in range(0, len(samples), ROWS):
         growing, cache = samples[start : start + ROWS], None

@@ -146,8 +146,8 @@ class Attention(nn.Module):
         return self.o(mixed.flatten(2))
 
     def offset_half(self, k: Tensor, cache) -> Tensor:
-        """k (B, T, Hkv, D) with half of its channels from the previous token, or 0 for the first one: those
-        that `rotate` rotates slowest, so they compare what tokens are, not where they are.
+        """k (B, T, Hkv, D) with half of its channels from the previous token, or 0 for the first one. This is
+        the half that `rotate` turns slowest, so it compares what tokens are, not where they are.
         """
         pairs = k.unflatten(-1, (2, -1))  # (B, T, Hkv, 2, D/2), ever slower along the last dimension
         own, shown_to_next = pairs.tensor_split(2, dim=-1)
@@ -268,11 +268,11 @@ class GPT(nn.Module):
         cross-entropy in nats.
 
         Targets of -1 are not scored. cache: remembers earlier tokens, see kv_cache.py. at (M,) int64: only
-        these of the B * T positions go through the head, for logits (M, V). ValueError for more tokens than
-        the context has.
+        these of the B * T positions go through the head, for logits (M, V). ValueError if T exceeds the
+        context.
         """
         T = tokens.size(1)
-        if cache is None and T > self.config.seq_len:
+        if T > self.config.seq_len:
             raise ValueError(f"{T} tokens are more than the context of {self.config.seq_len}")
         positions = slice(0, T) if cache is None else cache.positions(T)
         rope = self.cos[positions].to(self.compute_dtype), self.sin[positions].to(self.compute_dtype)
@@ -303,10 +303,10 @@ class GPT(nn.Module):
         return sum(p.numel() for p in [self.lm_head.weight, *matrices])
 
     def estimate_flops(self) -> int:
-        """Training FLOPs per token: 6 per multiplied weight, 12 per head channel and visible key.
+        """Training FLOPs per token: 6 per multiplied weight, 12 per head channel and key of a layer's window.
 
         This is PaLM's convention (arXiv 2204.02311, appendix B), which counts causal attention as if every
-        key were visible.
+        key of the window were visible.
         """
         config = self.config
         keys = sum(config.window(i) or config.seq_len for i in range(config.depth))

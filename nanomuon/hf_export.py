@@ -61,7 +61,7 @@ they were trained on and the terms of their use, which depend on those of the tr
 def write_config(folder: Path, config: GPTConfig, dtype: str = "float32") -> None:
     """Write config.json: the fields of GPTConfig, and where transformers finds the model's code.
 
-    dtype: that of the weights next to it.
+    dtype: the dtype of the weights next to it.
     """
     content = {
         "architectures": ["NanomuonForCausalLM"],
@@ -85,7 +85,7 @@ def special_ids(config: GPTConfig) -> dict:
 def export(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str = "float32") -> None:
     """Write model.safetensors and the other files that transformers needs. Called by all ranks.
 
-    dtype: that of the exported weights, which are float32 in training.
+    dtype: the dtype of the exported weights; in training they are float32.
     """
     write_weights(folder, model, getattr(torch, dtype))
     if rank() > 0:

@@ -28,7 +28,7 @@ class KVCache:
         self.lengths = [length + T for length in self.lengths]
         self.end = max(self.lengths)
         self.masks = {}  # by window
-        return self.queries.clamp(max=self.context - 1)  # padding may lie beyond it
+        return self.queries
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, normalized: bool
@@ -59,7 +59,7 @@ class KVCache:
         return self.recent[place]
 
     def crop(self, lengths: list[int]) -> None:
-        """Forget the padding at the end of rows that the model has just read, in one call."""
+        """Forget the padding at the end of rows after the first call. lengths: of the rows without it."""
         ends = torch.tensor(lengths, device=self.device)[:, None]  # (B, 1)
         rows = torch.arange(len(lengths), device=self.device)[:, None]
         for place, inputs in self.recent.items():

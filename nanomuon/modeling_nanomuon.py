@@ -73,8 +73,8 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
 
         attention_mask (B, K): 0 for padding on the left or on the right, which only a first call may have.
         labels are the input_ids, or -100 for tokens that are not scored; the loss shifts them.
-        logits_to_keep: return only this many of the last logits, 0 for all. cache: what transformers 5.24 and
-        later call past_key_values. ValueError for more tokens than the context has.
+        logits_to_keep: return only this many of the last logits, 0 for all. cache: what
+        past_key_values is called since transformers 5.24. ValueError for more tokens than the context has.
         """
         model, (B, T), device = self.model, input_ids.shape, input_ids.device
         model.compute_dtype = model.wte.weight.dtype

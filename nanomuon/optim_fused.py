@@ -23,7 +23,7 @@ def fused_normuon(
     shapes,
     **options,
 ):
-    """The directions of all parts, concatenated: X times the gain of each part, with a gain of ones.
+    """The directions of all parts, concatenated. Each is already X times its gain, so the gain returned is 1.
 
     of_part: `optim.normuon`, or `optim_tp.normuon_on_shards`, called for each part with the options. split:
     (heads, groups, rows) from `split_rows`: `heads` equal matrices, each of `groups` equal blocks, each with

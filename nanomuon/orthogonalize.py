@@ -57,7 +57,7 @@ def triples(coefficients, steps=None):
         table = COEFFICIENTS[coefficients]
     else:
         table = tuple(tuple(map(float, triple)) for triple in coefficients)
-    too_few = not table or (steps if steps is not None else 1) < 1
+    too_few = not table or (steps is not None and steps < 1)
     if too_few or any(len(triple) != 3 for triple in table):
         raise ValueError(
             f"coefficients must be (a, b, c) triples, with at least one step: {coefficients!r}, {steps=}"
@@ -103,8 +103,8 @@ def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dty
     `newton_schulz_form` chooses for all other dtypes. `gram` overrides its choice of the form. The Gram form
     in float16, used on GPUs, is more accurate than the plain form in bf16 (relative errors of .0044 and .0086
     on a Gaussian matrix, computed on a CPU). Singular values end in about [0.7, 1.15], depending on the set;
-    a zero matrix stays zero. Call this outside torch.autocast (as the optimizers' step does), which would
-    compute the products in its own dtype. ValueError for anything but real matrices, and for the Gram form in
+    a zero matrix stays zero. Call this outside torch.autocast, which would compute the products in its own
+    dtype; the optimizers' step does so. ValueError for anything but real matrices, and for the Gram form in
     bf16.
     """
     if U.ndim < 2 or U.is_complex():
@@ -160,8 +160,8 @@ def gram_matrix(X, of_columns, sum_over_ranks=None):
 
 def products_of_rows(rows):
     """XX^T of one matrix X (s, l). Since it is symmetric, a CPU copies the part right of the diagonal from
-    the left one, in four strips. That saves a quarter of the time at 512 x 2048, with bitwise the same
-    result, and nothing below 512 rows; two, three, five or six strips save less.
+    the left one, in four strips. That saves a quarter of the time at 512 x 2048, with a bitwise equal
+    result, but no time below 512 rows; two, three, five or six strips save less.
     """
     if rows.device.type != "cpu" or len(rows) < 512:
         return torch.mm(rows, rows.mT)
@@ -225,5 +225,5 @@ def update_scale(rule, m, n):
     if rule == "unit_rms_norm":
         return math.sqrt(m / n)
     raise ValueError(
-        f"unknown scale {rule!r}; known: shape, match_rms_adamw, spectral, unit_rms_norm, a callable (m, n)"
+        f"unknown scale {rule!r}; known: shape, match_rms_adamw, spectral, unit_rms_norm, or a callable"
     )

@@ -64,7 +64,7 @@ def device_mesh(device_type: str, data_parallel: int, tensor_parallel: int) -> D
 def build_model(
     config: GPTConfig, runtime: Runtime, seed: int, mesh: DeviceMesh | None = None, fsdp=False
 ) -> GPT:
-    """The initial model, whole or cut over a mesh ("dp", "tp"), with the same weights."""
+    """The initial model, whole or cut over a mesh ("dp", "tp"), with the same weights either way."""
     with torch.device("meta"):
         model = GPT(config, runtime.compute_dtype)
     if mesh:
@@ -159,7 +159,7 @@ def gradients_finite(gpt: GPT) -> torch.Tensor:
 
 
 def compile_model(gpt: GPT, mesh: DeviceMesh | None) -> Callable:
-    """The function that computes the model's loss from now on. mesh: that of the parameters, if they are cut.
+    """The function that computes the model's loss from now on. mesh: the parameters' mesh, if they are cut.
 
     Embedding lookup is not compiled, because the gradient of PyTorch's own kernel is the same in every run: a
     compiled kernel adds it up atomically, in whatever order the threads arrive.
@@ -197,7 +197,7 @@ def check_fp8(runtime: Runtime, tensor_parallel: int) -> None:
 def train_in_fp8(model: GPT, emulate: bool = False) -> None:
     """Make the Linears of the blocks multiply in float8 while gradients are enabled.
 
-    Linears with a side that is not a multiple of 16 do not change, such as most value gates. emulate: round
+    Linears with a side that is not a multiple of 16, such as most value gates, do not change. emulate: round
     as a GPU would, and multiply in float32, on any device.
     """
     product = training_product(emulate)

@@ -45,7 +45,7 @@ def parse_lines(path, lines: bytes, kind) -> list[dict]:
 
 @dataclass
 class Row:
-    """The fields of a line of metrics.jsonl that are read."""
+    """The fields that are read from a line of metrics.jsonl."""
 
     step: int
     tokens: int
@@ -71,7 +71,7 @@ def start_wandb(name: str, run_id: str | None, config: dict):
 
 
 class MetricsLog:
-    """Appends rows to metrics.jsonl, one JSON object per line. A row survives if the process dies after it.
+    """Appends rows to metrics.jsonl, one JSON object per line. A logged row survives if the process dies.
 
     folder: the run's. resume_step: None empties the file; otherwise it keeps the steps up to this one, and
     the evaluations before it, since those at this step are repeated. wandb: what start_wandb returns, or
@@ -161,7 +161,7 @@ def plot_run(metrics, image) -> None:
 def write_report(
     folder: Path, about: str, summary: dict, samples: list[str], core: dict | None = None
 ) -> None:
-    """Draw loss.png, and write report.md, which shows it, from the files in a run's folder.
+    """Draw loss.png from the metrics.jsonl in a run's folder, and write report.md, which shows it.
 
     about: a line about the model and its texts. summary: the run's figures. samples: generated texts. core:
     what core.evaluate returns, or None.
@@ -183,13 +183,13 @@ def write_report(
         "## Use it",
         f"    python -m scripts.sample --seed 4 --run {shlex.quote(name)}",
         "`model.safetensors` and `config.json` are the model; opening them runs no code.",
-        "`settings.json` has the settings, the data and the versions of the run.",
+        "`settings.json` records the run's settings, which data it read, and the versions.",
     ]
     write_text(folder / "report.md", printable("\n\n".join(parts)) + "\n")
 
 
 def peak_memory_mb(device: torch.device) -> int:
-    """The peak memory of this process: on its GPU, or in total if it computes on CPUs."""
+    """The peak memory of this process in MiB: on its GPU, or in total if it computes on CPUs."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) >> 20
     import resource  # not on Windows

@@ -1,6 +1,6 @@
 """The device of this process, its place among the ranks, and files that are whole or do not exist.
 
-`nanomuon.optim` imports this file, so at its top it imports only PyTorch.
+`nanomuon.optim` imports this file, so at the top it imports only PyTorch and the standard library.
 """
 
 import contextlib
@@ -55,13 +55,13 @@ def one_line(what: str, advice: str = ""):
 
 
 def check_name(flag: str, name: str) -> None:
-    """InputError for a name that leads out of its parent folder, is hidden, or has a line break."""
+    """InputError for a name that leads out of its parent folder, is hidden or empty, or is not printable."""
     if not name.isprintable() or not name or set(name) & set("/\\") or name.startswith("."):
         raise InputError(f"{flag} {name!r} is not a folder name: use letters, digits, '-' and '_'")
 
 
 def base_dir() -> Path:
-    """The folder in which everything is written: $NANOMUON_BASE_DIR, else ~/.cache/nanomuon."""
+    """The folder for everything but the hub's downloads: $NANOMUON_BASE_DIR, else ~/.cache/nanomuon."""
     return Path(os.environ.get("NANOMUON_BASE_DIR") or "~/.cache/nanomuon").expanduser()
 
 
@@ -77,7 +77,7 @@ def cores() -> int:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this CPU has instructions for bf16 products. Without them they take 4 to 100 times as long as
+    """Whether this CPU has instructions for bf16 products. Without, these take 4 to 100 times as long as
     in float32 (measured with AVX512 and with AVX2).
     """
     capabilities = torch.cpu.get_capabilities()  # {name: whether it has it}
@@ -101,7 +101,7 @@ def keep_freed_memory() -> None:
 
 
 def usable_gpus() -> int:
-    """How many GPUs of this machine to use; 0 means the CPU, also with NANOMUON_DEVICE=cpu.
+    """How many of this machine's GPUs to use; 0 means the CPU, as NANOMUON_DEVICE=cpu requests.
 
     InputError if there is a GPU that this PyTorch cannot use, so that nobody finds out after an hour that
     eight processes are training on a CPU.
@@ -115,8 +115,9 @@ def usable_gpus() -> int:
         return torch.cuda.device_count()
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if glob.glob(GPU_FILES) and not hidden:
+        target = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
         raise InputError(
-            f"this machine has a GPU, but PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}, "
+            f"this machine has a GPU, but PyTorch {torch.__version__}, built for {target}, "
             "cannot use it: set NANOMUON_PYTHON to a Python whose PyTorch fits GPU and driver, or "
             "NANOMUON_DEVICE=cpu"
         )
@@ -157,7 +158,7 @@ def start(dtype: str = "auto") -> Runtime:
     if gpus:
         index = int(os.environ.get("LOCAL_RANK", "0"))
         if index >= gpus:
-            raise InputError(f"process {index} (from 0) has no GPU: this machine has {gpus}")
+            raise InputError(f"process {index} (from 0) has no GPU: this machine has {gpus}, so start fewer")
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
@@ -231,7 +232,7 @@ def on_first_rank(work, group=None):
 def first_rank_first(work):
     """Run work() on the first rank, then on the others, which find what it wrote. Returns this rank's result.
 
-    It may take hours, like a download, while NCCL would give up after 10 minutes.
+    It may take hours, like a download; the default group would give up after 10 minutes.
     """
     if not dist.is_initialized():
         return work()
@@ -265,10 +266,12 @@ def check_base_dir() -> None:
 
 @contextlib.contextmanager
 def naming(path):
-    """An OSError inside names this file; one from write(), such as a full disk's, would name none."""
+    """Make an OSError inside name this file: one from write(), such as that a disk is full, names none."""
     try:
         yield
     except OSError as error:
+        if error.errno is None:  # such as a socket's timeout: only its text says what happened
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -282,7 +285,7 @@ def write_whole(path):
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with naming(path):
-            temporary.unlink(missing_ok=True)  # a killed process's of the same id, or a stranger's link
+            temporary.unlink(missing_ok=True)  # left by a killed process of this id, or a stranger's link
             with temporary.open("xb") as file:
                 yield file
                 file.flush()
@@ -293,7 +296,7 @@ def write_whole(path):
 
 
 def write_text(path, text: str) -> None:
-    """Whatever is not Unicode, as a file name may be, becomes question marks."""
+    """Write UTF-8. Lone surrogates, as from file names that are not UTF-8, become question marks."""
     with write_whole(path) as file:
         file.write(text.encode(errors="replace"))
 
@@ -303,7 +306,7 @@ def write_json(path, content) -> None:
 
 
 def read_json(path, kind=dict, advice: str = ""):
-    """The content of a JSON file as `kind`: dict, or a dataclass, whose types it must have.
+    """The content of a JSON file as `kind`: dict, or a dataclass, whose field types it must match.
 
     A field without a default must exist; keys without a field are ignored. InputError names the file and the
     key that is missing or has another type, followed by `advice`, which says what the user can do.
@@ -352,7 +355,7 @@ def locked(folder: Path, wait: bool = True):
             raise InputError(
                 f"{folder} is in use by {holder}: wait, stop it, or choose another name"
             ) from None
-        print(f"{holder} is preparing {folder.name}: waiting for it", flush=True)
+        print(f"{holder} is using {folder.name}: waiting for it", flush=True)
         lock = FileLock(file).acquire()
     with lock:
         file.write_text(f"process {os.getpid()} on {socket.gethostname()}")

@@ -100,7 +100,7 @@ class Tokenizer:
     def encode_to_numpy(self, text: str) -> np.ndarray:
         """Ids (n,) of a text in `dtype`, without <|bos|>. Releases the GIL, so threads encode in parallel.
 
-        Text that looks like a special token is encoded as ordinary text.
+        Text that looks like a special token is encoded as ordinary text. ValueError for lone surrogates.
         """
         pieces = [self._bpe.encode_to_numpy(piece, disallowed_special=()) for piece in in_pieces(text, PIECE)]
         return np.concatenate(pieces).astype(self.dtype)

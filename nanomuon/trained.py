@@ -23,7 +23,7 @@ MESSAGE = 400  # characters of an error that are shown; torch lists every tensor
 
 
 def with_relative_imports(file: Path) -> list[Path]:
-    """A file of this package, and those that it imports by `from .name import ...`, also indirectly."""
+    """A file of this package, and those that it imports by `from .name import ...`, directly or not."""
     found = [file]
     for each in found:  # the list grows
         for name in re.findall(r"^from \.(\w+) import", each.read_text(), re.MULTILINE):

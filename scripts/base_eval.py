@@ -52,7 +52,7 @@ def evaluate_bpb(runtime: Runtime, model: GPT, tokenizer: Tokenizer, corpus: str
 
 
 def validation_folder(corpus_name: str, tokenizer: Tokenizer, run: Settings) -> Path:
-    """Folder of shards with the validation set of a corpus in a run's tokens. Writes it if it is missing.
+    """The folder of shards with a corpus's validation set, in the run's tokens. Written if it is missing.
 
     tokenizer: the run's. The run's own corpus is read as the run read it. InputError if the documents are not
     on this machine.

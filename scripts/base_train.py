@@ -49,6 +49,7 @@ from nanomuon.runtime import (
     on_first_rank,
     print0,
     start,
+    together,
 )
 from nanomuon.settings import RunParser, Settings, flag_of, make_parser, recall, refuse_other_flags
 
@@ -76,11 +77,11 @@ def main(argv: list[str] | None = None) -> int:
     signals = StopSignals(folder, args.resume)
     if args.resume == "auto" and is_complete(folder, plan.steps):
         return 0
-    wandb = None
-    if args.wandb and runtime.rank == 0:
-        wandb = start_wandb(args.run, settings and settings.wandb_id, vars(args))
     # One launch at a time: two would overwrite each other's checkpoints. The first rank holds the lock
     with locked(folder, wait=False) if runtime.rank == 0 else contextlib.nullcontext():
+        wandb = None
+        if args.wandb and runtime.rank == 0:
+            wandb = start_wandb(args.run, settings and settings.wandb_id, vars(args))
         run = Run(args, plan, runtime, settings, wandb)
         code = train(run, signals)
         return run.finish() if code is None else code
@@ -166,7 +167,9 @@ def train(run: Run, signals: StopSignals) -> int | None:
         if done.stops:
             return signals.stopped(f"at step {run.step} and saved")
     signals.in_steps = False
-    return signals.stopped("before its last evaluation") if signals.asked else None
+    if any(together(lambda: signals.asked)):  # a rank was, during the last save
+        return signals.stopped("before its last evaluation")
+    return None
 
 
 def evaluate_what_is_due(run: Run) -> None:

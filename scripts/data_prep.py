@@ -60,8 +60,8 @@ def own_parser():
 
 
 def of_training(flags):
-    """The arguments that prepare what base_train reads with these flags: from a corpus on the hub as many
-    tokens as the run needs on all GPUs of this machine, from others everything.
+    """The arguments for preparing what base_train reads with these flags: of a corpus on the hub, as many
+    tokens as the run needs on all GPUs of this machine; of any other, everything.
     """
     args, settings = base_train.understand(make_parser(), flags)
     runtime = start(args.dtype)

@@ -9,9 +9,9 @@
 The contestants take turns in every round, so a busy machine slows all of them. It prints medians, the spread
 (half of the rounds lie within it) and the median ratio to the floor of the same round. The floor is the time
 of Newton-Schulz's products in the optimizer's own form and dtype (see orthogonalize), into existing buffers,
-plus that of 20 bytes per float32 Muon parameter (gradient read; momentum and parameter read and written) and
-28 per AdamW parameter at the bandwidth of a large copy. torch.optim as shipped iterates in bf16 on every
-device; on a CPU without bf16 instructions, where a step would take minutes, that row is left out.
+plus the time to move 20 bytes per float32 Muon parameter (gradient read; momentum and parameter read and
+written) and 28 per AdamW parameter at the bandwidth of a large copy. torch.optim as shipped iterates in bf16
+on every device; on a CPU without bf16 instructions, where a step would take minutes, that row is left out.
 """
 
 if __name__ == "__main__":
@@ -49,8 +49,8 @@ def parse_arguments(argv):
     add("--profile", metavar="FILE", help="write a trace of one step to this file")
     add("--json", metavar="FILE", help="write the figures to this file")
     args = parser.parse_args(argv)
-    if args.peer is not None and args.world > 1:
-        raise InputError("--peer runs in a single process: leave out --world")
+    if args.world > 1 and (args.peer or args.profile):
+        raise InputError("--peer and --profile run in a single process: leave out --world")
     return args
 
 
@@ -119,7 +119,9 @@ def products(optimizer, device):
 
 def load_peer(peer):
     """The function of FILE:FUNCTION; InputError if there is none."""
-    file, _, name = peer.rpartition(":")
+    file, colon, name = peer.rpartition(":")
+    if not colon:
+        raise InputError(f"--peer {peer} must be FILE:FUNCTION")
     function = recipe.run_file(file).get(name)
     if not callable(function):
         raise InputError(f"--peer {peer} must be FILE:FUNCTION, but {file} has no function {name}")

@@ -12,12 +12,12 @@ A contender is `default` (the recipe and the model of base_train) or a Python fi
     def schedule(group, step, steps): ...        # {"lr": ...}, step counts from 0; group: as it was built
     def model(config, compute_dtype): ...        # an uninitialized GPT; a subclass with this name also works
 
-For whatever it does not define, it uses the default's. A builder with parameters `batch` (tokens per step)
+It takes whatever it does not define from the default. A builder with parameters `batch` (tokens per step)
 and `steps` gets their values; the recipe's rates depend on them, so pass them on to recipe.param_groups.
 `**keywords` passes on both, and all keywords of the recipe. NAME:key=value,key=value sets keywords of a
 contender's functions and fields of its GPTConfig; lr_scale=X multiplies all its learning rates. --model sets
-fields for all. An optimizer to be judged by other weights than those it trains (such as an average) swaps
-them in with eval(), and swaps its own back in with train().
+fields for all. An optimizer that is judged by other weights than it trains (such as an average) swaps them in
+with eval(), and swaps its own back in with train().
 
 With the same seed all contenders see the same rows and start from the same weights: the race calls
 init_weights(seed) on each model, and parameters whose name and shape occur in the default model get its
@@ -58,7 +58,7 @@ from scripts.laboratory.contenders import Contender, parse_options
 from scripts.laboratory.race import Race
 from scripts.laboratory.tasks import TASKS, batch_of, check_fields, open_task
 
-FEWEST_SWEEP = 3  # runs, which leave one trial of full length
+FEWEST_SWEEP = 3  # runs: with fewer, no trial of full length would be left
 
 
 def main(argv=None):
@@ -116,6 +116,8 @@ def parse_arguments(argv):
         check_corpus(args.corpus)
     elif args.corpus != "python":
         raise InputError(f"--corpus {args.corpus} is only for --task corpus")
+    if args.text and args.task != "shakespeare":
+        raise InputError(f"--text {args.text} is only for --task shakespeare")
     args.model = parse_options("--model", ",".join(args.model))
     check_fields("--model", args.model)
     args.name = args.name or args.task

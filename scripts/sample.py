@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
         "--top-p",
         type=number(float, 1e-30, 1),
         default=1.0,
-        help="and of these only the most likely with this total probability (default: %(default)s, all)",
+        help="of these keep only the most likely with this total probability (default: %(default)s, all)",
     )
     parser.add_argument(
         "--stop",

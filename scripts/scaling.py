@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
     scripts.begin()
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,7 +95,9 @@ def flags_of(args, depth, tokens):
 def finished(name):
     """The finished runs of a family, the largest last."""
     members = []
-    for file in folder_of(name).parent.glob(f"{name}-d*-t*/summary.json"):
+    for file in folder_of(name).parent.glob("*/summary.json"):
+        if not re.fullmatch(rf"{re.escape(name)}-d\d+-t\d+", file.parent.name):
+            continue
         config, summary = read_config(file.parent), read_json(file, Summary)
         weights = meta_model(config).multiplied_weights()
         members.append(Member(weights, summary.tokens, summary.val_bpb, config))
@@ -121,7 +124,10 @@ def advice(law, config, flops):
     """The depth with the lowest loss after this many FLOPs, up to twice the largest depth trained."""
     rows = []
     for depth in range(1, 2 * config.depth + 1):
-        model = meta_model(GPTConfig.from_depth(depth, config.vocab_size, config.seq_len))
+        windows = config.window_pattern
+        model = meta_model(
+            GPTConfig.from_depth(depth, config.vocab_size, config.seq_len, window_pattern=windows)
+        )
         tokens = flops / model.estimate_flops()
         rows.append((loss_of((model.multiplied_weights(), tokens), *law), depth, tokens))
     loss, depth, tokens = min(rows)

@@ -55,6 +55,8 @@ def main(argv: list[str] | None = None) -> None:
     runtime = start(args.dtype)
     if runtime.world_size > 1:
         raise InputError("train_bench measures a single process: start it without torchrun")
+    if args.shard != "none" or args.tensor_parallel > 1:
+        raise InputError("train_bench measures a single process: leave out --shard and --tensor-parallel")
     result = step_table(args, runtime)
     result["machine"] = dict(description=report.machine_description(), threads=torch.get_num_threads())
     if args.json is not None:
@@ -81,7 +83,7 @@ def floor_of(model, batch, rows):
 def step_table(args, runtime):
     """Print and return the milliseconds of the parts of base_train's step, and of the floor."""
     device = runtime.device
-    corpus = open_corpus(args.corpus)
+    corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
     data = shards.prepare_for_training(corpus, args.vocab_size)
     use_flash_attention(device, runtime.compute_dtype)
     plan = make_plan(args, runtime)
@@ -102,11 +104,11 @@ def step_table(args, runtime):
     times = {name: [] for name in ("floor", "data", "forward", "backward", "optimizer", "whole step")}
 
     def one_step():
-        """{part: milliseconds} of one step and its floor. backward includes everything in no other part."""
+        """{part: milliseconds} of one step and its floor. backward includes whatever is in no other part."""
         spent = dict.fromkeys(times, 0.0)
 
         def timed(part, work):
-            """A copy of work that is timed whenever it is called."""
+            """A function that does the work, and adds the time it took to its part."""
 
             def call(*inputs):
                 results = []

@@ -71,7 +71,9 @@ REFUSED = [  # script, flags, message
     ("base_train", "--plan --corpus foo", "unknown corpus 'foo'"),
     ("base_train", "--plan --corpus path:/nope", "corpus path:/nope: no such file"),
     ("data_prep", "--max-tokens -1", "argument --max-tokens: must be from 0 to"),
-    ("optim_bench", "--peer {text}:main --world 2", "--peer runs in a single process"),
+    ("optim_bench", "--peer {text}:main --world 2", "--peer and --profile run in a single process"),
+    ("optim_bench", "--profile x --world 2", "--peer and --profile run in a single process"),
+    ("optim_bench", "--peer mine.py", "--peer mine.py must be FILE:FUNCTION"),
     ("optim_race", "--contenders default --seeds 0", "argument --seeds: must be from 1 to"),
     (
         "optim_race",
@@ -79,6 +81,7 @@ REFUSED = [  # script, flags, message
         "contender default:matrix_lr=abc: matrix_lr must be a num",
     ),
     ("optim_race", "--contenders default --corpus path:x", "--corpus path:x is only for --task corpus"),
+    ("optim_race", "--contenders default --task python --text a", "--text a is only for --task shakespeare"),
     (
         "optim_race",
         "--contenders default --model depth=x",
@@ -87,10 +90,12 @@ REFUSED = [  # script, flags, message
     ("optim_race", "--contenders default --model depth", "--model: 'depth' is not key=value"),
     ("optim_race", "--contenders default --text {text} --model heads=3", "--model: width 128 must be"),
     ("plan", "--gpus 99999999999", "argument --gpus: must be from 1 to 65,536, not 99999999999; see"),
+    ("plan", "--gpus 8 --tensor-parallel 3", "--tensor-parallel 3 does not divide --gpus 8"),
     ("plan", "--depth 12 --tensor-parallel 4", "--tensor-parallel 4 does not divide 6 key-value heads"),
     ("scaling", "--depths 1 --tokens 1e3 --corpus foo", "unknown corpus 'foo'"),
     ("scaling", "--depths 1 --tokens 1x", "argument --tokens: invalid numbers value: '1x'"),
     ("scaling", "--depths 1", "--depths and --tokens go together"),
+    ("train_bench", "--shard fsdp", "train_bench measures a single process: leave out --shard"),
     ("train_bench", "--warmdown-ratio 2", "argument --warmdown-ratio: must be from 0 to 1, not 2"),
 ]
 

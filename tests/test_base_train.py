@@ -11,7 +11,7 @@ import torch
 import wandb
 from safetensors.torch import load_file
 
-from nanomuon import checkpoint, shards
+from nanomuon import checkpoint, runtime, shards
 from nanomuon.command import explain
 from nanomuon.corpus import open_corpus, remember
 from nanomuon.gpt import GPT
@@ -257,7 +257,14 @@ def test_wandb_that_cannot_work_is_one_line_first_thing(base, monkeypatch, tmp_p
         base_train.main(arguments(base, "logged", 3, "--wandb"))
     code, message = explain(caught.value)
     assert code == 2 and message.startswith("error: --wandb: ") and "try wandb login, WANDB_MODE=" in message
-    assert not list(tmp_path.glob("base/[!w]*"))
+    assert not [file for file in tmp_path.glob("base/[!w]*/**/*") if file.name != ".logged.lock"]
+
+
+def test_a_run_that_is_in_use_is_not_logged_twice(base, monkeypatch):
+    """Whoever logs to a run at Weights & Biases also ends it there."""
+    monkeypatch.setattr(base_train, "start_wandb", lambda *_: pytest.fail("logged"))
+    with runtime.locked(base / "runs" / "busy"), pytest.raises(InputError, match="busy is in use by process"):
+        base_train.main(arguments(base, "busy", 3, "--wandb", *QUIET))
 
 
 def test_a_run_reads_and_is_evaluated_by_its_own_field_wherever_its_texts_are(base, tmp_path, capsys):

@@ -184,6 +184,7 @@ def test_the_mean_over_all_tasks_is_called_core(tmp_path, capsys):
         ("multiple_choice", "{", "JSONDecodeError: "),
         ("multiple_choice", '{"query": "a", "choices": ["b", "c"], "gold": -1}', "gold is -1"),
         ("multiple_choice", '{"choices": ["b", "c"], "gold": 0}', "KeyError: 'query'"),
+        ("multiple_choice", '{"query": "a", "choices": ["b", "c"], "answer": 1}', "KeyError: 'gold'"),
         ("language_modeling", "[" * 100_000, "recursion"),
     ],
 )

@@ -223,8 +223,9 @@ def hub(tmp_path, monkeypatch):
         return SimpleNamespace(sha="abc123")
 
     def builder(path, config, revision):
-        split = {"config": "train", None: "test"}[config]
-        files = [f"hf://datasets/{path}@{revision}/{file}" for file in FILES]
+        split = {"config": "train", "csv": "train", None: "test"}[config]
+        names = ["notes.csv"] if config == "csv" else FILES
+        files = [f"hf://datasets/{path}@{revision}/{file}" for file in names]
         return SimpleNamespace(config=SimpleNamespace(data_files={split: files}))
 
     def download(repo, file, repo_type, revision):
@@ -259,9 +260,11 @@ def test_a_hub_out_of_reach_is_one_line(hub, monkeypatch):
 
     with pytest.raises(InputError, match="opening the train split of hf:org/set failed: KeyError: 'train'"):
         open_corpus("hf:org/set")
+    with pytest.raises(InputError, match="has files other than parquet, .*, such as notes.csv"):
+        open_corpus("hf:org/set:csv")
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
     with pytest.raises(InputError, match=f"fetching {FILES[0]} of org/set failed: OSError: Name or service"):
         read("hf:org/set:config")
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", fail)
-    with pytest.raises(InputError, match="service not known. Check.*the corpus python needs none"):
+    with pytest.raises(InputError, match="service not known. Check.*the corpus python needs no network"):
         open_corpus("hf:org/other")

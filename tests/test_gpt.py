@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nanomuon import head_loss
 from nanomuon.gpt import GPT, GPTConfig
+from nanomuon.kv_cache import KVCache
 from nanomuon.parallel import compile_model
 
 
@@ -36,8 +37,9 @@ def test_the_initial_model_knows_nothing_and_is_reproducible():
     first, again = build(1, randomize=False), build(1, randomize=False)
     tokens, targets = batch(4)
     assert abs(first(tokens, targets) - torch.log(torch.tensor(97.0))) < 0.02
-    with pytest.raises(ValueError, match="17 tokens are more than the context of 16"):
-        first(torch.zeros(1, 17, dtype=torch.int64))
+    for cache in (None, KVCache(first.config, 1, torch.device("cpu"))):
+        with pytest.raises(ValueError, match="17 tokens are more than the context of 16"):
+            first(torch.zeros(1, 17, dtype=torch.int64), cache=cache)
     assert torch.equal(first(tokens), again(tokens))
     for block in first.blocks:  # the identity
         assert not any(p.any() for p in (block.attn.o.weight, block.mlp.down.weight, block.conv.taps))

@@ -355,7 +355,7 @@ def test_the_table_says_what_the_runs_say():
 @pytest.mark.parametrize(
     "content, said",
     [
-        ("", "is empty: remove it"),
+        ("", "has no complete line: remove it"),
         ("{}\n", "line 1 .*remove that line"),
         ('{"setup": {}}\n[1]\n', "line 2 .*remove that line"),
     ],

@@ -130,6 +130,26 @@ def test_a_signal_saves_and_leaves_a_note(base, number):
     assert ranks.output().count("stopping after this step; Ctrl-C now ends at once, without saving\n") == 1
 
 
+def test_a_signal_to_one_rank_in_the_last_step_stops_all(base, tmp_path):
+    """After the ranks have agreed on this step: it would leave the others in the last evaluation."""
+    last_step = """
+    import os, signal
+    class Signalled(torch.optim.SGD):
+        def step(self):
+            super().step()
+            self.steps = getattr(self, "steps", 0) + 1
+            if self.steps == 3 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGTERM)
+    return Signalled(model.parameters(), lr=0.1)
+    """
+    flags = optimizer_file(tmp_path, "signalled", last_step)
+    ranks = Ranks(base, "last-step", 3, *QUIET, *flags, processes=2)
+    assert ranks.join(60) == [0, 0], ranks.output()
+    assert "stopped before its last evaluation; the same command carries on" in ranks.output()
+    assert checkpoint.saved_steps(base / "runs" / "last-step") == [3]
+    assert (base / "runs" / "last-step" / "stopped").exists()
+
+
 @pytest.mark.parametrize(
     "processes,flags,again",
     [(1, ("--resume", "never"), "the same command without --resume"), (2, (), "the same command")],

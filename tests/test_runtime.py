@@ -1,5 +1,6 @@
 """The device and its dtype, ranks that wait for the first, whole files, JSON of a known form."""
 
+import errno
 import json
 import os
 import re
@@ -35,7 +36,8 @@ def gpu(tmp_path, monkeypatch):
 
 @without_gpu
 def test_a_gpu_that_torch_cannot_use_is_one_line_with_advice(gpu, tmp_path):
-    versions = f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}"
+    target = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+    versions = f"PyTorch {torch.__version__}, built for {target}"
     with pytest.raises(
         InputError, match=f"^this machine has a GPU, but {re.escape(versions)}, cannot use it"
     ):
@@ -126,7 +128,7 @@ def test_one_process_holds_a_folder_and_a_kill_frees_it(tmp_path, capsys):
     killer.start()
     with runtime.locked(folder):
         assert process.wait() == -signal.SIGKILL
-    assert capsys.readouterr().out == f"{holder} is preparing run: waiting for it\n"
+    assert capsys.readouterr().out == f"{holder} is using run: waiting for it\n"
     assert not being_written(folder)
 
 
@@ -150,6 +152,16 @@ os.fsync = lambda file: None  # which would take most of the time
 for _ in range(300):
     runtime.write_json(sys.argv[1], [1])
 """
+
+
+def test_an_error_names_its_file_and_keeps_its_reason(tmp_path):
+    with (
+        pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/x'"),
+        runtime.naming(tmp_path / "x"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(TimeoutError, match="^timed out$"), runtime.naming(tmp_path / "x"):
+        raise TimeoutError("timed out")  # a socket's, without a number
 
 
 def test_several_processes_write_one_file(tmp_path):

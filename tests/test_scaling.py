@@ -8,6 +8,7 @@ import pytest
 from nanomuon import runtime
 from nanomuon.command import STOPPED
 from nanomuon.gpt import GPTConfig
+from nanomuon.plan import meta_model
 from nanomuon.runtime import InputError
 from scripts import base_train, scaling
 
@@ -42,6 +43,15 @@ def test_the_law_of_made_up_runs_is_found(larger):
     assert scaling.fit(runs[:6]) is None, "six runs of two depths are too few"
 
 
+def test_advice_counts_the_windows_of_the_family():
+    for windows in ("S", "L"):
+        config = GPTConfig.from_depth(2, 300, 2048, window_pattern=windows)
+        words = scaling.advice(np.log(LAW), config, 1e16).split()
+        depth, tokens = int(words[3]), float(words[5])
+        model = meta_model(GPTConfig.from_depth(depth, 300, 2048, window_pattern=windows))
+        assert depth > 1 and tokens == pytest.approx(1e16 / model.estimate_flops(), rel=0.01)
+
+
 def test_a_family_is_enlarged_asked_and_stopped(base, monkeypatch, capsys):
     def family(*arguments):
         code = scaling.main([*arguments, "--corpus", f"path:{base}/texts", "--", *FLAGS])
@@ -53,6 +63,10 @@ def test_a_family_is_enlarged_asked_and_stopped(base, monkeypatch, capsys):
     assert code is None and out.count(" is complete with ") == 4, "nothing is trained twice"
     assert "loss = " in out and "1e+13 FLOPs: depth " in out
     assert re.search(r"^  3 layers +[0-9,]+ weights +512 tokens \d\.\d{4}$", out, re.MULTILINE)
+    for other in ("family-dense-d2-t512", "family-d2-t512-old"):  # whose summaries would be errors
+        folder = runtime.folder_of(other)
+        folder.mkdir()
+        (folder / "summary.json").touch()
     monkeypatch.setattr(base_train, "main", lambda flags: STOPPED)
     assert family("--depths", "4,5", "--tokens", "256")[0] == STOPPED
     with pytest.raises(InputError, match="--depth: must be from 1 to 1,024, not 5000"):

@@ -13,7 +13,10 @@ from tests.training import arguments
 def test_the_table_of_a_step(base, environment, tmp_path, capsys):
     """Parts and floor of a small run, and the file with the numbers."""
     file = tmp_path / "step.json"
-    train_bench.main([*arguments(base, "bench", 5), "--rounds", "2", "--json", str(file)])
+    texts = [(base / "texts" / f"{i:03}.txt").read_text() for i in range(200)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    records = ["--corpus", f"path:{tmp_path}/texts.jsonl", "--text-field", "body"]
+    train_bench.main([*arguments(base, "bench", 5), *records, "--rounds", "2", "--json", str(file)])
     result = json.loads(file.read_text())
     table = result["milliseconds"]
     whole = table["whole step"]["median"]

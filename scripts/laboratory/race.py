@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import statistics
+import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -95,7 +96,7 @@ class Header:
 
 @dataclass
 class Result:
-    """The fields of a finished run that are read, see train()."""
+    """The fields that are read from a finished run, see train()."""
 
     contender: str
     seed: int
@@ -110,13 +111,13 @@ def read_results(file):
     """(setup, runs) of a race's file. Its first line is the setup, every other line a run."""
     lines = file.read_bytes().rpartition(b"\n")[0]  # without half a line, as a full disk leaves it
     if not lines:
-        raise InputError(f"{file} is empty: remove it")
+        raise InputError(f"{file} has no complete line: remove it")
     header, *runs = run_report.parse_lines(file, lines, Header | Result)
     return header["setup"], runs
 
 
 class Race:
-    """Contenders on one task. file: has the finished runs; setup, place: see tasks; jobs: runs at a time."""
+    """Contenders on one task. file: where finished runs go; setup, place: see tasks; jobs: runs at a time."""
 
     def __init__(self, file, setup, place, jobs):
         self.file, self.setup, self.place, self.jobs = file, setup, place, jobs
@@ -209,9 +210,9 @@ class Race:
             futures = {pool.submit(train, setup, self.place, name, seed): name for name, seed in pending}
             for future in as_completed(futures):
                 if error := future.exception():
-                    if isinstance(error, InputError):  # it is shown without notes
+                    if isinstance(error, InputError):
                         raise InputError(f"contender {futures[future]}: {error}") from error
-                    error.add_note(f"contender {futures[future]}")
+                    print(f"contender {futures[future]} failed:", file=sys.stderr)
                 yield future.result()
         except BrokenProcessPool as error:
             raise InputError(

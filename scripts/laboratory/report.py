@@ -12,10 +12,10 @@ from nanomuon.runtime import InputError, write_text
 from scripts.laboratory import significance
 
 NOTE = """± is the standard error over seeds. Differences are taken seed by seed. Their 95% intervals also use
-the deviations of the other contenders, because a few seeds estimate one's own poorly. "Better" and "worse"
-are corrected for the number of comparisons (Benjamini and Hochberg): at most 5% of these verdicts are
+the deviations of the other contenders, because a few seeds estimate a contender's own poorly. "Better" and
+"worse" are corrected for the number of comparisons (Benjamini and Hochberg): at most 5% of these verdicts are
 expected to be wrong, so a difference may be "not distinguishable" although its own interval excludes zero.
-The lowest of many means owes a part of its lead to luck."""
+The lowest of many means owes part of its lead to luck."""
 
 
 def score(run):

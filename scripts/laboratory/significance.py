@@ -26,7 +26,7 @@ from scipy import stats
 # others, 4% of races have a false alarm, 17% with only the pooled variance; if that one is the first, 17% and
 # 33%.
 PRIOR_DF = 3
-SMALLEST = 1e-300  # standard error, since all differences may be the same
+SMALLEST = 1e-300  # stands in for a standard error of 0, if all differences are the same
 
 
 @dataclass(frozen=True)
