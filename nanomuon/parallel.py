@@ -45,8 +45,7 @@ def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig)
     """How many ranks see different rows. InputError if the ranks, or the model's heads, cannot be divided."""
     if world_size % tensor_parallel:
         raise InputError(
-            f"--tensor-parallel {tensor_parallel} does not divide {world_size} processes: "
-            f"start torchrun with --nproc_per_node={tensor_parallel} or a multiple of it"
+            f"--tensor-parallel {tensor_parallel} does not divide {world_size} processes: use a multiple"
         )
     if config.kv_heads % tensor_parallel:
         raise InputError(

@@ -119,12 +119,10 @@ def products(optimizer, device):
 
 def load_peer(peer):
     """The function of FILE:FUNCTION; InputError if there is none."""
-    file, colon, name = peer.rpartition(":")
-    if not colon:
-        raise InputError(f"--peer {peer} must be FILE:FUNCTION")
-    function = recipe.run_file(file).get(name)
+    file, _, name = peer.rpartition(":")
+    function = file and recipe.run_file(file).get(name)
     if not callable(function):
-        raise InputError(f"--peer {peer} must be FILE:FUNCTION, but {file} has no function {name}")
+        raise InputError(f"--peer {peer} must be FILE:FUNCTION, with a function of that file")
     return function
 
 

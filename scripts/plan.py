@@ -16,7 +16,6 @@ from nanomuon import parallel
 from nanomuon.command import ArgumentParser, layers, number, run_command
 from nanomuon.gpt import GPTConfig
 from nanomuon.plan import FILLED, Layout, fewer_rows, memory_by_kind, meta_model
-from nanomuon.runtime import InputError
 from scripts.laboratory.report import columns
 
 MEMORY = ("weights", "gradients", "state", "activations", "buffers")
@@ -40,8 +39,6 @@ def main(argv: list[str] | None = None) -> None:
     add("--gpu-memory", type=number(float, 1, 1e6), default=80, help="GiB per GPU (default: %(default)s)")
     args = parser.parse_args(argv)
     config = GPTConfig.from_depth(args.depth, VOCABULARY, CONTEXT)
-    if args.gpus % args.tensor_parallel:
-        raise InputError(f"--tensor-parallel {args.tensor_parallel} does not divide --gpus {args.gpus}")
     parallel.data_parallel_size(args.gpus, args.tensor_parallel, config)
     total = sum(p.numel() for p in meta_model(config).parameters())
     print(

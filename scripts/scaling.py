@@ -21,7 +21,6 @@ if __name__ == "__main__":
 
     scripts.begin()
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,9 +94,7 @@ def flags_of(args, depth, tokens):
 def finished(name):
     """The finished runs of a family, the largest last."""
     members = []
-    for file in folder_of(name).parent.glob("*/summary.json"):
-        if not re.fullmatch(rf"{re.escape(name)}-d\d+-t\d+", file.parent.name):
-            continue
+    for file in folder_of(name).parent.glob(f"{name}-d[0-9]*-t[0-9]*/summary.json"):
         config, summary = read_config(file.parent), read_json(file, Summary)
         weights = meta_model(config).multiplied_weights()
         members.append(Member(weights, summary.tokens, summary.val_bpb, config))
@@ -124,10 +121,10 @@ def advice(law, config, flops):
     """The depth with the lowest loss after this many FLOPs, up to twice the largest depth trained."""
     rows = []
     for depth in range(1, 2 * config.depth + 1):
-        windows = config.window_pattern
-        model = meta_model(
-            GPTConfig.from_depth(depth, config.vocab_size, config.seq_len, window_pattern=windows)
+        shape = GPTConfig.from_depth(
+            depth, config.vocab_size, config.seq_len, window_pattern=config.window_pattern
         )
+        model = meta_model(shape)
         tokens = flops / model.estimate_flops()
         rows.append((loss_of((model.multiplied_weights(), tokens), *law), depth, tokens))
     loss, depth, tokens = min(rows)

@@ -53,10 +53,10 @@ def main(argv: list[str] | None = None) -> None:
     if args.deterministic:
         make_deterministic()
     runtime = start(args.dtype)
-    if runtime.world_size > 1:
-        raise InputError("train_bench measures a single process: start it without torchrun")
-    if args.shard != "none" or args.tensor_parallel > 1:
-        raise InputError("train_bench measures a single process: leave out --shard and --tensor-parallel")
+    if runtime.world_size > 1 or args.shard != "none" or args.tensor_parallel > 1:
+        raise InputError(
+            "train_bench measures a single process: leave out torchrun, --shard and --tensor-parallel"
+        )
     result = step_table(args, runtime)
     result["machine"] = dict(description=report.machine_description(), threads=torch.get_num_threads())
     if args.json is not None:

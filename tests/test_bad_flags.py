@@ -90,12 +90,16 @@ REFUSED = [  # script, flags, message
     ("optim_race", "--contenders default --model depth", "--model: 'depth' is not key=value"),
     ("optim_race", "--contenders default --text {text} --model heads=3", "--model: width 128 must be"),
     ("plan", "--gpus 99999999999", "argument --gpus: must be from 1 to 65,536, not 99999999999; see"),
-    ("plan", "--gpus 8 --tensor-parallel 3", "--tensor-parallel 3 does not divide --gpus 8"),
+    (
+        "plan",
+        "--gpus 8 --tensor-parallel 3",
+        "--tensor-parallel 3 does not divide 8 processes: use a multiple",
+    ),
     ("plan", "--depth 12 --tensor-parallel 4", "--tensor-parallel 4 does not divide 6 key-value heads"),
     ("scaling", "--depths 1 --tokens 1e3 --corpus foo", "unknown corpus 'foo'"),
     ("scaling", "--depths 1 --tokens 1x", "argument --tokens: invalid numbers value: '1x'"),
     ("scaling", "--depths 1", "--depths and --tokens go together"),
-    ("train_bench", "--shard fsdp", "train_bench measures a single process: leave out --shard"),
+    ("train_bench", "--shard fsdp", "train_bench measures a single process: leave out torchrun, --shard"),
     ("train_bench", "--warmdown-ratio 2", "argument --warmdown-ratio: must be from 0 to 1, not 2"),
 ]
 
