@@ -67,7 +67,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         metavar="last|step_N",
-        help="use the model in this checkpoint; the run may still be training (default: the finished model)",
+        help="use the weights in this checkpoint, not those that an optimizer's eval() swaps in; the run may "
+        "still be training (default: the finished model)",
     )
 
 

@@ -488,16 +488,14 @@ def rule_of(group, m, n, ns_dtype):
 
 def call_direction(U, buffers, ok, hyper, *, direction):
     """Call a user's direction. The dict of buffers is read-only: a tensor put into it would be lost."""
-    returned = direction(U, types.MappingProxyType(buffers), ok, hyper)
+    name, returned = option_name(direction), direction(U, types.MappingProxyType(buffers), ok, hyper)
     if not isinstance(returned, tuple) or len(returned) != 2 or not all(map(torch.is_tensor, returned)):
-        name, kind = option_name(direction), type(returned).__name__
-        raise ValueError(f"{name} must return (X, gain), two tensors, not {kind}")
+        raise ValueError(f"{name} must return (X, gain), a tuple of two tensors")
     X, gain = returned
-    if X.shape != U.shape or gain.ndim != 3:  # other shapes might broadcast in an unintended way
-        raise ValueError(
-            f"{option_name(direction)} must return (X, gain) with X of the shape of U, {tuple(U.shape)}, "
-            f"not {tuple(X.shape)}, and a gain of three dimensions, not {tuple(gain.shape)}"
-        )
+    if X.shape != U.shape:  # other shapes might broadcast in an unintended way
+        raise ValueError(f"{name} must return X of the shape of U, {tuple(U.shape)}, not {tuple(X.shape)}")
+    if gain.ndim != 3:
+        raise ValueError(f"{name} must return a gain of three dimensions, not {tuple(gain.shape)}")
     return X, gain
 
 

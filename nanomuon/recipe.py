@@ -268,10 +268,14 @@ def values_at(schedule, group, step, steps):
     of the group. InputError if it returns anything but a dict, or a key that the group lacks.
     """
     values = schedule(dict(group), step, steps)
-    if not isinstance(values, dict) or values.keys() - group.keys():
+    if not isinstance(values, dict):
         raise InputError(
-            f"schedule(group, step, steps) returned {values!r}: it must return a dict, such as "
-            f"{{'lr': 0.01}}, with keys of the group: {', '.join(map(str, group))}"
+            f"schedule(group, step, steps) must return a dict, such as {{'lr': 0.01}}, not {values!r}"
+        )
+    if extra := values.keys() - group.keys():
+        raise InputError(
+            f"schedule(group, step, steps) returned {', '.join(map(str, extra))}, which the group lacks; it "
+            f"has {', '.join(map(str, group))}. Keys differ between Muon and AdamW: test group['kind']"
         )
     return values
 

@@ -417,11 +417,11 @@ def build_optimizer(args, model, plan, runtime, compiles) -> tuple[torch.optim.O
                 "nanomuon/gpt.py: change it there"
             )
         if own_schedule is not recipe.schedule:
-            if ratios != recipe.values_of(recipe.SCHEDULE, {}):
-                flags = " and ".join(map(flag_of, ratios))
+            defaults = recipe.values_of(recipe.SCHEDULE, {})
+            if given := [flag_of(name) for name in ratios if ratios[name] != defaults[name]]:
                 raise InputError(
-                    f"{flags} are for the recipe, but {args.optimizer_file} has its own schedule: leave them "
-                    "out (a run that has recorded them starts over with --resume never)"
+                    f"{', '.join(given)}: {args.optimizer_file} has its own schedule, so leave it out (a run "
+                    "that has recorded it starts over with --resume never)"
                 )
             schedule = own_schedule
     settings = {"ns_dtype": runtime.compute_dtype, "compile": compiles}

@@ -61,6 +61,10 @@ class RunParser(ArgumentParser):
     def add(self, scope: str, flag: str, kind, default, meaning: str, **settings) -> None:
         """kind: bool for a flag without a value, else the function that parses its value."""
         if kind is bool:
+            if default:
+                raise ValueError(
+                    f"{flag} takes no value, so it is False if it is not given: declare its opposite"
+                )
             settings["action"] = "store_true"
         else:
             settings |= {"type": kind, "default": default}
@@ -122,7 +126,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
         defines(flag_of(name), number(float, 0, each.largest), each.default, each.meaning)
     defines("--qk-clip", amount, None, "with --no-qk-norm: limit on a head's attention logits, such as 100")
     # Its code runs only if a launch names it
-    file = "file with build_optimizer(model) or param_groups(model); give it again to resume"
+    file = "file with build_optimizer(model), param_groups(model) or schedule; give it again to resume"
     of_launch("--optimizer-file", python_file, None, file)
 
     parser.section("computation")

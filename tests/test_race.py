@@ -244,6 +244,17 @@ model = WideMLP
 """
 
 
+NEW_GATE = """
+from nanomuon.gpt import GPT, Linear
+
+def model(config, compute_dtype):
+    model = GPT(config, compute_dtype)
+    for block in model.blocks:
+        block.mlp.gate = Linear(config.width, config.width)  # which init_weights leaves at zero
+    return model
+"""
+
+
 def test_models_race_in_pairs(lab, tmp_path, capsys):
     """They see the same rows, and start from the default's values where names and shapes are its own."""
     file = tmp_path / "own.py"
@@ -262,8 +273,13 @@ def test_models_race_in_pairs(lab, tmp_path, capsys):
     for name, param in model.named_parameters():
         if "mlp" not in name and "extra" not in name:
             assert torch.equal(param, default[name]), name
+    file.write_text(NEW_GATE)
+    lab("--contenders", str(file), "--seeds", "1", "--name", "gate")
+    assert "blocks.0.mlp.gate of contender" in (out := capsys.readouterr().out) and "starts at zero" in out
     file.write_text("def model(config, compute_dtype): return 5")
-    with pytest.raises(InputError, match=f"contender {file}: model.config, compute_dtype. must return a GPT"):
+    with pytest.raises(
+        InputError, match=f"contender {file}: model.config, compute_dtype. must return a subclass of GPT"
+    ):
         lab("--contenders", str(file), "--seeds", "1")
 
 
@@ -277,7 +293,8 @@ def test_models_race_in_pairs(lab, tmp_path, capsys):
             "contender default:heads=x: heads='x': the content: Input should be a valid integer",
         ),
         ("default:seq_len=8", "contender default has no seq_len"),
-        ("default:matrix_lr=-1", "contender default:matrix_lr=-1: no optimizer was built: .*lr"),
+        ("default:matrix_lr=-1", "contender default:matrix_lr=-1: matrix_lr must be from 0 to 1e.30"),
+        ("default:warmup_ratio=3", "contender default:warmup_ratio=3: warmup_ratio must be from 0 to 1"),
         ("default:heads=3", "contender default:heads=3: width 32 must be an even multiple"),
     ],
 )

@@ -126,16 +126,23 @@ def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, tmp_path
     assert base_train.main(arguments(base, "file", 3, "--optimizer-file", str(file), "--eval-every=-1")) == 0
     multipliers = [row["lr_multiplier"] for row in rows(base, "file") if "train_loss" in row]
     assert multipliers == [1.0, 0.5, pytest.approx(1 / 3)]
-    with pytest.raises(InputError, match="--warmup-ratio and --warmdown-ratio are for the recipe"):
+    with pytest.raises(InputError, match=f"^--warmup-ratio: {file} has its own schedule, so leave it out"):
         base_train.main(arguments(base, "other", 3, "--optimizer-file", str(file), "--warmup-ratio=0.5"))
+    file.write_text("def schedule(group, step, steps): return {'momentum': 0.9}")
+    lacks = "returned momentum, which the group lacks; it has .*betas.*: test group.'kind'.$"
+    with pytest.raises(InputError, match=lacks):
+        base_train.main(arguments(base, "lacks", 3, "--optimizer-file", str(file)))
     file.write_text("from nanomuon.gpt import GPT\nmodel = GPT")
     with pytest.raises(InputError, match=f"{file} defines a model, .* nanomuon/gpt.py: change it there"):
         base_train.main(arguments(base, "model", 3, "--optimizer-file", str(file)))
 
 
-@pytest.mark.parametrize("values", [None, {"momentm": 0.9}])
-def test_a_schedule_returns_values_for_its_group(values):
-    with pytest.raises(InputError, match="must return a dict"):
+@pytest.mark.parametrize(
+    "values, said",
+    [(None, "must return a dict.*, not None"), ({"momentm": 0.9}, "momentm, which the group lacks")],
+)
+def test_a_schedule_returns_values_for_its_group(values, said):
+    with pytest.raises(InputError, match=said):
         recipe.values_at(lambda own, *at: values, {"lr": 1.0}, 0, 9)
 
 

@@ -408,7 +408,7 @@ def test_runs_of_the_version_that_had_experts(base, capsys):
     sample.main(["--run", "older", "--max-tokens", "1"])
     assert base_train.main(["--run", "older", "--num-iterations", "6"]) == 0
     assert len(losses(base, "older")) == 6
-    assert "that recorded only file names and times\n" in capsys.readouterr().out
+    assert "which recorded only file names and times\n" in capsys.readouterr().out
     use(experts=2)
     for command in (base_train, sample):
         with pytest.raises(InputError, match="this version has no .*experts"):

@@ -50,6 +50,9 @@ class Contender:
         for key, value in self.options.items():
             if isinstance(numbers.get(key), int | float) and not isinstance(value, int | float):
                 raise InputError(f"contender {text}: {key} must be a number, not {value!r}")
+        for key, each in (recipe.RATES | recipe.SCHEDULE).items():
+            if not 0 <= self.options.get(key, 0) <= each.largest:
+                raise InputError(f"contender {text}: {key} must be from 0 to {each.largest:g}")
         self.build = functools.partial(build, **self.chosen(of_build))  # (model)
         self.schedule = functools.partial(schedule, **self.chosen(of_schedule))  # (group, step, steps)
         self.fields = self.chosen(set(fields) - self.keywords.keys())
@@ -69,7 +72,9 @@ class Contender:
         with torch.device("meta"):
             model = self.build_model(config, getattr(torch, setup["dtype"]))
         if not isinstance(model, GPT):
-            raise InputError(f"contender {self.name}: model(config, compute_dtype) must return a GPT")
+            raise InputError(
+                f"contender {self.name}: model(config, compute_dtype) must return a subclass of GPT"
+            )
         return model.to_empty(device=device)
 
     def initial_model(self, setup, device, seed):
@@ -103,7 +108,15 @@ class Contender:
 
         InputError if its functions do not return what they should.
         """
-        steps, model, course = setup["steps"], self.model(setup, "cpu"), []
+        steps, course, before = setup["steps"], [], Contender("default").model(setup, "cpu").state_dict()
+        model, _ = self.initial_model(setup, "cpu", 0)
+        for name, module in model.named_modules():
+            new = isinstance(module, torch.nn.Linear) and f"{name}.weight" not in before
+            if new and not module.weight.any():
+                warn(
+                    f"{name} of contender {self.source} starts at zero, and never learns if it is multiplied "
+                    "by another zero: see its init_weights"
+                )
         try:
             optimizer, groups = self.prepare(model, setup)
             for step in range(steps):
