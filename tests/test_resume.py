@@ -144,7 +144,7 @@ def test_a_signal_to_one_rank_in_the_last_step_stops_all(base, tmp_path):
     """
     flags = optimizer_file(tmp_path, "signalled", last_step)
     ranks = Ranks(base, "last-step", 3, *QUIET, *flags, processes=2)
-    assert ranks.join(60) == [0, 0], ranks.output()
+    assert ranks.join(120) == [0, 0], ranks.output()
     assert "stopped before its last evaluation; the same command carries on" in ranks.output()
     assert checkpoint.saved_steps(base / "runs" / "last-step") == [3]
     assert (base / "runs" / "last-step" / "stopped").exists()

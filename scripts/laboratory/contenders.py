@@ -46,13 +46,12 @@ class Contender:
             raise InputError(
                 f"contender {self.source} has no {', '.join(unknown)}; it has {', '.join(known)}"
             )
-        numbers = {"lr_scale": 1} | self.keywords
+        numbers, declared = {"lr_scale": 1} | self.keywords, recipe.RATES | recipe.SCHEDULE
         for key, value in self.options.items():
             if isinstance(numbers.get(key), int | float) and not isinstance(value, int | float):
                 raise InputError(f"contender {text}: {key} must be a number, not {value!r}")
-        for key, each in (recipe.RATES | recipe.SCHEDULE).items():
-            if not 0 <= self.options.get(key, 0) <= each.largest:
-                raise InputError(f"contender {text}: {key} must be from 0 to {each.largest:g}")
+            if key in declared and isinstance(value, int | float) and not 0 <= value <= declared[key].largest:
+                raise InputError(f"contender {text}: {key} must be from 0 to {declared[key].largest:g}")
         self.build = functools.partial(build, **self.chosen(of_build))  # (model)
         self.schedule = functools.partial(schedule, **self.chosen(of_schedule))  # (group, step, steps)
         self.fields = self.chosen(set(fields) - self.keywords.keys())
@@ -90,6 +89,13 @@ class Contender:
             for name, param in model.named_parameters():
                 if name in values and values[name].shape == param.shape:
                     param.copy_(values[name])
+        for name, module in model.named_modules():
+            new = isinstance(module, torch.nn.Linear) and f"{name}.weight" not in values
+            if new and not module.weight.any():
+                warn(
+                    f"{name} of contender {self.source} starts at zero, and never learns if it is multiplied "
+                    "by another zero: see its init_weights"
+                )
         return model, digest(*(value.detach().cpu().numpy().tobytes() for value in values.values()))
 
     def prepare(self, model, setup):
@@ -108,15 +114,7 @@ class Contender:
 
         InputError if its functions do not return what they should.
         """
-        steps, course, before = setup["steps"], [], Contender("default").model(setup, "cpu").state_dict()
-        model, _ = self.initial_model(setup, "cpu", 0)
-        for name, module in model.named_modules():
-            new = isinstance(module, torch.nn.Linear) and f"{name}.weight" not in before
-            if new and not module.weight.any():
-                warn(
-                    f"{name} of contender {self.source} starts at zero, and never learns if it is multiplied "
-                    "by another zero: see its init_weights"
-                )
+        steps, model, course = setup["steps"], self.model(setup, "cpu"), []
         try:
             optimizer, groups = self.prepare(model, setup)
             for step in range(steps):
