@@ -405,25 +405,31 @@ def of_recipe(args, declared) -> dict:
 
 def build_optimizer(args, model, plan, runtime, compiles) -> tuple[torch.optim.Optimizer, object]:
     """The optimizer, and the schedule of its groups: the recipe's, or those of the user's file."""
-    build = functools.partial(recipe.param_groups, **of_recipe(args, recipe.RATES))
-    ratios = of_recipe(args, recipe.SCHEDULE)
-    schedule = functools.partial(recipe.schedule, **ratios)
+    build, schedule = recipe.param_groups, recipe.schedule
     if args.optimizer_file:
         print0(f"running {args.optimizer_file}, SHA-256 {sha256_of(args.optimizer_file)}")
-        build, own_schedule, names = recipe.load_recipe(args.optimizer_file)
+        build, schedule, names = recipe.load_recipe(args.optimizer_file)
         if "model" in names:
             raise InputError(
                 f"{args.optimizer_file} defines a model, which only races train; a run trains the one in "
                 "nanomuon/gpt.py: change it there"
             )
-        if own_schedule is not recipe.schedule:
-            defaults = recipe.values_of(recipe.SCHEDULE, {})
-            if given := [flag_of(name) for name in ratios if ratios[name] != defaults[name]]:
-                raise InputError(
-                    f"{', '.join(given)}: {args.optimizer_file} has its own schedule, so leave it out (a run "
-                    "that has recorded it starts over with --resume never)"
-                )
-            schedule = own_schedule
+    without_effect = {}  # hyperparameters of functions that the file replaces
+    if build is recipe.param_groups:
+        build = functools.partial(build, **of_recipe(args, recipe.RATES))
+    else:
+        without_effect |= recipe.RATES
+    if schedule is recipe.schedule:
+        schedule = functools.partial(schedule, **of_recipe(args, recipe.SCHEDULE))
+    else:
+        without_effect |= recipe.SCHEDULE
+    if given := [
+        flag_of(name) for name, each in without_effect.items() if getattr(args, name) != each.default
+    ]:
+        raise InputError(
+            f"{', '.join(given)}: {args.optimizer_file} sets this itself, so leave the flag out (a run that "
+            "has recorded it starts over with --resume never)"
+        )
     settings = {"ns_dtype": runtime.compute_dtype, "compile": compiles}
     if runtime.world_size > 1:
         settings["comm_dtype"] = COMM_DTYPES[args.comm_dtype]

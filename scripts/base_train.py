@@ -51,7 +51,7 @@ from nanomuon.runtime import (
     start,
     together,
 )
-from nanomuon.settings import RunParser, Settings, flag_of, make_parser, recall, refuse_other_flags
+from nanomuon.settings import RunParser, Settings, make_parser, recall, refuse_other_flags
 
 CORE_ITEMS = 500  # per CORE task, in evaluations during training
 MAX_BAD_STEPS = 10  # the run ends after this many steps in a row with a loss or gradient that is not finite
@@ -97,11 +97,6 @@ def understand(parser: RunParser, argv: list[str] | None) -> tuple[argparse.Name
         refuse_other_texts(args, settings.trained_on)
     if args.qk_clip and not args.no_qk_norm:
         raise InputError("--qk-clip needs --no-qk-norm, since the norm already bounds attention logits")
-    for name, each in recipe.RATES.items():
-        if args.optimizer_file and getattr(args, name) != each.default:
-            raise InputError(
-                f"{flag_of(name)} is for the recipe, not for {args.optimizer_file}: set it in the file"
-            )
     return args, settings
 
 

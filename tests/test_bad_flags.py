@@ -54,7 +54,6 @@ REFUSED = [  # script, flags, message
     ),
     ("base_train", "--tensor-parallel 2", "--tensor-parallel 2 does not divide 1 processes"),
     ("base_train", "--qk-clip 100", "--qk-clip needs --no-qk-norm"),
-    ("base_train", "--optimizer-file {text} --matrix-lr 1", "--matrix-lr is for the recipe, not for"),
     ("base_train", "--optimizer-file no.py:lr=1", "argument --optimizer-file: no.py:lr=1 is not a file"),
     ("base_train", "--depth 2 --fp8", "--fp8 needs a GPU"),
     ("base_eval", "--run x --eval bpb,arc", "--eval bpb,arc: choose from bpb, core, sample"),

@@ -201,6 +201,13 @@ def test_dials_are_rates_decay_and_what_the_file_names(tmp_path):
     assert Contender(f"{ADAMW}:weight_decay=0.2").dials()["weight_decay"] == (0.05, 0.8)
 
 
+def test_a_dial_between_integers_takes_integers(tmp_path):
+    file = tmp_path / "steps.py"
+    file.write_text('def build_optimizer(model, ns_steps=5): ...\nDIAL = ("ns_steps", 3, 9)\n')
+    tried = [trial.options.get("ns_steps", 5) for trial in Contender(str(file)).trials(9)]
+    assert all(isinstance(steps, int) and 3 <= steps <= 9 for steps in tried) and len(set(tried)) > 3
+
+
 TINY = dict(vocab_size=24, seq_len=16, depth=2, width=32, heads=2, kv_heads=2)
 
 

@@ -1,6 +1,7 @@
 """The recipe, and users' files that replace it."""
 
 import functools
+import json
 
 import pytest
 import torch
@@ -126,8 +127,22 @@ def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, tmp_path
     assert base_train.main(arguments(base, "file", 3, "--optimizer-file", str(file), "--eval-every=-1")) == 0
     multipliers = [row["lr_multiplier"] for row in rows(base, "file") if "train_loss" in row]
     assert multipliers == [1.0, 0.5, pytest.approx(1 / 3)]
-    with pytest.raises(InputError, match=f"^--warmup-ratio: {file} has its own schedule, so leave it out"):
-        base_train.main(arguments(base, "other", 3, "--optimizer-file", str(file), "--warmup-ratio=0.5"))
+    flags = ["--matrix-lr=1", "--warmup-ratio=0.5"]
+    with pytest.raises(InputError, match=f"^--matrix-lr, --warmup-ratio: {file} sets this itself, so leave"):
+        base_train.main(arguments(base, "other", 3, "--optimizer-file", str(file), *flags))
+    file.write_text(PARAM_GROUPS.partition("def schedule")[0])
+    of_file = ["--optimizer-file", str(file), "--eval-every=-1"]
+    assert base_train.main(arguments(base, "rates of a file", 4, *of_file, "--warmup-ratio=0.5")) == 0
+    assert rows(base, "rates of a file")[0]["lr_multiplier"] == 0.5
+    file.write_text("def schedule(group, step, steps): return {'lr': group['lr'] / 2}")
+    lines = []
+    for rate in (0.02, 0.5):
+        name = f"schedule of a file, {rate}"
+        assert base_train.main(arguments(base, name, 1, *of_file, f"--matrix-lr={rate}")) == 0
+        groups = json.loads((base / "runs" / name / "settings.json").read_text())["groups"]
+        lines.append(next(line for line in groups if line.startswith("muon")))
+    rates = [float(line.partition(": lr ")[2].partition(",")[0]) for line in lines]
+    assert rates[1] == pytest.approx(25 * rates[0], rel=1e-3)
     file.write_text("def schedule(group, step, steps): return {'momentum': 0.9}")
     lacks = "returned momentum, which the group lacks; it has .*betas.*: test group.'kind'.$"
     with pytest.raises(InputError, match=lacks):

@@ -166,7 +166,9 @@ class Contender:
         for point in sequence.random(count - 1):
             options = {}
             for (key, (low, high)), position in zip(searched.items(), point, strict=True):
-                options[key] = dial_value(low, high, position)
+                value = dial_value(low, high, position)
+                is_count = all(isinstance(each, int) for each in (low, high, self.keywords.get(key)))
+                options[key] = round(value) if is_count else value
             chosen.append(self.with_options(options))
         return chosen
 
