@@ -36,7 +36,7 @@ import torch.distributed as dist
 from nanomuon import optim
 from nanomuon.optim_fused import fused_normuon
 from nanomuon.optim_groups import split_rows
-from nanomuon.orthogonalize import gram_newton_schulz, newton_schulz, newton_schulz_form, normalized, triples
+from nanomuon.orthogonalize import polar_factor
 
 
 def choose_mode(group, shape, dim, world):
@@ -135,14 +135,7 @@ def normuon_on_shards(
     shape = list(U.shape[1:])
     shape[cut.dim - 1] = cut.length
     m, n = shape
-    table = triples(coefficients, ns_steps)
-    gram, dtype = newton_schulz_form(m, n, len(table), U.device.type, ns_dtype)
-    norm = torch.linalg.vector_norm(U, dim=(1, 2), keepdim=True)
-    X = normalized(U, cut.sum(norm.square()).sqrt(), coefficients)
-    if X.dtype != torch.float64:
-        X = X.to(dtype)
-    iterate = gram_newton_schulz if gram else newton_schulz
-    X = iterate(X, table, tall=cut.dim == 1, sum_over_ranks=cut.sum)
+    X = polar_factor(U, shape, cut.dim == 1, coefficients, ns_steps, ns_dtype, cut.sum)
     if not buffers:
         return X, torch.ones_like(ok)
     short, mean_over = min(m, n), 2 if m >= n else 1

@@ -96,40 +96,41 @@ def newton_schulz_form(m, n, steps, device_type="cpu", ns_dtype=None):
     return False, torch.bfloat16
 
 
-def orthogonalize(U, coefficients="polar_express", steps=None, gram=None, ns_dtype=None):
+def orthogonalize(U, coefficients="polar_express", steps=None, ns_dtype=None):
     """Approximate polar factor of each matrix.
 
     U: (..., m, n) float. Returns (..., m, n) in the dtype of the iteration: float64 stays float64, and
-    `newton_schulz_form` chooses for all other dtypes. `gram` overrides its choice of the form. The Gram form
-    in float16, used on GPUs, is more accurate than the plain form in bf16 (relative errors of .0044 and .0086
-    on a Gaussian matrix, computed on a CPU). Singular values end in about [0.7, 1.15], depending on the set;
-    a zero matrix stays zero. Call this outside torch.autocast, which would compute the products in its own
-    dtype; the optimizers' step does so. ValueError for anything but real matrices, and for the Gram form in
-    bf16.
+    `newton_schulz_form` chooses for all other dtypes. The Gram form in float16, used on GPUs, is more
+    accurate than the plain form in bf16 (relative errors of .0044 and .0086 on a Gaussian matrix, computed on
+    a CPU). Singular values end in about [0.7, 1.15], depending on the set; a zero matrix stays zero. Call
+    this outside torch.autocast, which would compute the products in its own dtype; the optimizers' step does
+    so. ValueError for anything but real matrices.
     """
     if U.ndim < 2 or U.is_complex():
         raise ValueError(f"orthogonalize takes real matrices, not {U.dtype} of shape {tuple(U.shape)}")
     m, n = U.shape[-2:]
-    table = triples(coefficients, steps)
-    chosen, iteration_dtype = newton_schulz_form(m, n, len(table), U.device.type, ns_dtype)
-    if gram is None:
-        gram = chosen
-    elif gram and iteration_dtype == torch.bfloat16:
-        raise ValueError("the Gram form loses all accuracy in bf16: use float32, or the plain form")
-    exact = U.dtype == torch.float64
-    X = U.reshape(math.prod(U.shape[:-2]), m, n).to(torch.float64 if exact else torch.float32)
-    X = normalized(X, torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True), coefficients)
-    if not exact:
-        X = X.to(iteration_dtype)
-    iterate = gram_newton_schulz if gram else newton_schulz
-    return iterate(X, table, tall=m > n).view(U.shape)
+    X = U.reshape(math.prod(U.shape[:-2]), m, n)
+    if X.dtype != torch.float64:
+        X = X.float()
+    return polar_factor(X, (m, n), m > n, coefficients, steps, ns_dtype).view(U.shape)
 
 
-def normalized(X, norm, coefficients):
-    """X divided by its Frobenius norm, (K, 1, 1), so that singular values are at most 1; polar_express needs
-    2% less.
+def polar_factor(X, shape, tall, coefficients, steps, ns_dtype, sum_over_ranks=None):
+    """`orthogonalize` for X (K, m, n) in float32 or float64, or for this rank's shards of X.
+
+    shape: (m, n) of a whole matrix. tall, sum_over_ranks: see `newton_schulz`.
     """
-    return X / (1.02 * norm + 1e-6 if coefficients == "polar_express" else norm.clamp(min=1e-7))
+    table = triples(coefficients, steps)
+    gram, dtype = newton_schulz_form(*shape, len(table), X.device.type, ns_dtype)
+    norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True)  # (K, 1, 1) Frobenius norms
+    if sum_over_ranks is not None:
+        norm = sum_over_ranks(norm.square()).sqrt()
+    # So that singular values are at most 1; polar_express needs 2% less
+    X = X / (1.02 * norm + 1e-6 if coefficients == "polar_express" else norm.clamp(min=1e-7))
+    if X.dtype != torch.float64:
+        X = X.to(dtype)
+    iterate = gram_newton_schulz if gram else newton_schulz
+    return iterate(X, table, tall, sum_over_ranks)
 
 
 def newton_schulz(X, table, tall, sum_over_ranks=None):
