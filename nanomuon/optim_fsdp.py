@@ -15,18 +15,18 @@ is sharded, and by which dimension of the device mesh:
 The first two are a `BankOfShards`. The third is a `Pipeline`: one work item for each group and dtype of the
 state, made of chunks. The matrices of a chunk have one shape. Momentum, weight decay and update are
 elementwise and happen on the shards; the rule, which needs whole matrices, runs on their owner (by
-`assign_owners` over FSDP2's ranks, chunk by chunk, the most expensive first). Along with the shards of a
-direction, the owner returns the updated state of the rule as raw bytes. So every rank has all of the rule's
-state, and it is saved like any replicated state. For NorMuon that costs each rank a vector per matrix, and
-with a direction of your own, whatever state it declares. One matrix (m, n), with its rows on four ranks and
-float32 parameters:
+`assign_owners` over FSDP2's ranks, chunk by chunk, the most expensive first). After the shards of a
+direction, the owner sends all ranks the updated state of the rule, in its own dtype. So every rank has all of
+the rule's state, and it is saved like any replicated state. For NorMuon that costs each rank a vector per
+matrix, and with a direction of your own, whatever state it declares. One matrix (m, n), with its rows on four
+ranks and float32 parameters:
 
     rank            0        1        2        3
     send_U          rows     rows     rows     rows     momentum and U of the shard, (m/4, n), float32
     all_to_all                                          U, in comm_dtype or the gradient's dtype
     send_back                (m, n)                     the owner, here rank 1: U to float32, then the rule
-    all_to_all                                          the direction, in the same dtype as U, and the
-                                                        rule's state, unconverted
+    all_to_all                                          the direction, in the same dtype as U
+    all_to_all                                          each tensor of the rule's state, in its own dtype
     update_shards   rows     rows     rows     rows     decay and update of the shard; all copy the state
 
 A chunk has up to W * max(1, CHUNK_BYTES // 4mn) matrices, and at most three have transfers in memory
@@ -214,9 +214,8 @@ class BankOfShards(OfShards, Bank):
 class Chunk(OfShards, Matrices):
     """K matrices that go through the pipeline together, of which this rank owns k.
 
-    A shard consists of lines of its matrix: rows, or columns if `dim` is 2. The first all_to_all is laid out
-    line by line: (matrices, lines, length of a line). The second is bytes, for each matrix
-    [shard in this layout | first buffer of the rule | ...].
+    A shard consists of lines of its matrix: rows, or columns if `dim` is 2. U and the directions are sent
+    line by line: (matrices, lines, length of a line).
     """
 
     def __init__(self, params, group, sharding, owners):
@@ -229,9 +228,6 @@ class Chunk(OfShards, Matrices):
         self.line_length = sharding.held[2 - self.dim]  # the dimension that is not cut
         self.wire_dtype = self.world.comm_dtype or gradient_dtype(params[0])
         self.rule_buffers = {name: self.buffers[name] for name in self.rule.buffers}  # (K, *shape) each
-        # In the second all_to_all: of this rank's shard, and of each buffer of the rule
-        of_shard = self.lines[self.world.rank] * self.line_length * self.wire_dtype.itemsize
-        self.bytes_per_matrix = [of_shard, *[buffer[:1].nbytes for buffer in self.rule_buffers.values()]]
         if self.dim == 1 and self.scale.ndim:  # one per row
             self.scale = self.scale[slice(*spans[self.world.rank])]
 
@@ -251,9 +247,9 @@ class Chunk(OfShards, Matrices):
         return Transfer([part.view(owned, lines, self.line_length) for part, lines in from_ranks], [transfer])
 
     def send_back(self, parts, ok, hyper):
-        """Apply the rule to the owned matrices, and send each rank its shards of the directions, with the
-        rule's state of these matrices. parts: U, as `send_U` received it. Receives flat bytes: for each of
-        the K matrices, this rank's shard and the matrix's state.
+        """Apply the rule to the owned matrices. Send each rank its shards of the directions, and all ranks
+        the rule's state of these matrices. parts: U, as `send_U` received it. Receives a list of flat tensors
+        for all K matrices: this rank's shards of the directions, then each buffer of the rule.
         """
         U = torch.cat(parts, dim=1).transpose(1, self.dim).to(self.dtype)  # (k, m, n)
         owned = {name: buffer[self.owned] for name, buffer in self.rule_buffers.items()}
@@ -262,31 +258,29 @@ class Chunk(OfShards, Matrices):
             buffers = {name: buffer[batch] for name, buffer in owned.items()}
             X, gain = self.rule(U[batch], buffers, ok[batch], hyper)
             torch.mul(X, gain.to(self.dtype), out=U[batch])  # U now holds the directions
-        state = [as_bytes(buffer) for buffer in owned.values()]
-        to_ranks = []
-        for shards in U.transpose(1, self.dim).to(self.wire_dtype).split(self.lines, dim=1):
-            to_ranks.append(torch.cat([as_bytes(shards), *state], dim=1).flatten())
-        receive = [count * sum(self.bytes_per_matrix) for count in self.counts]
-        return self.world.all_to_all(torch.cat(to_ranks), [len(each) for each in to_ranks], receive)
+        to_ranks = U.transpose(1, self.dim).to(self.wire_dtype).split(self.lines, dim=1)
+        transfers = [self.from_owners(to_ranks)]
+        for buffer in owned.values():
+            transfers.append(self.from_owners([buffer] * self.world.size))
+        return Transfer([transfer.received for transfer in transfers], transfers)
+
+    def from_owners(self, to_ranks):
+        """Send each rank a tensor (k, ...) about the owned matrices. Receives one flat tensor for all K."""
+        send = [tensor.numel() for tensor in to_ranks]
+        each = math.prod(to_ranks[self.world.rank].shape[1:])  # elements received for a matrix
+        receive = [count * each for count in self.counts]
+        return self.world.all_to_all(torch.cat([tensor.flatten() for tensor in to_ranks]), send, receive)
 
     def update_shards(self, received, ok, hyper):
         """Apply weight decay and update to all shards, and store the rule's state of all matrices."""
-        fields = received.view(len(self.params), -1).split(self.bytes_per_matrix, dim=1)
-        # Flat copies are aligned, as a view in another dtype requires
-        X, *state = [field.clone().flatten() for field in fields]
-        del received, fields
+        X, *state = received
         for buffer, values in zip(self.rule_buffers.values(), state, strict=True):
-            buffer.copy_(values.view(buffer.dtype).view(buffer.shape))
-        X = X.view(self.wire_dtype).view(len(self.params), -1, self.line_length).transpose(1, self.dim)
+            buffer.copy_(values.view(buffer.shape))
+        X = X.view(len(self.params), -1, self.line_length).transpose(1, self.dim)
         tensors, one = self.tensors(local), ok.new_ones(1, 1, 1)
         P = torch.stack(as_matrices(tensors))
         muon_update(P, X, one, self.scale, ok, hyper, cautious=self.cautious)
         write(P.unbind(), tensors)
-
-
-def as_bytes(tensor):
-    """A tensor (k, ...) as (k, bytes)."""
-    return tensor.reshape(len(tensor), math.prod(tensor.shape[1:])).view(torch.uint8)
 
 
 class Pipeline(WorkItem):
