@@ -49,14 +49,7 @@ NOT_MUON = (
     "parametrizations.weight.original0",
     "weight_g",
 )
-CONVOLUTIONS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+CONVOLUTION = nn.modules.conv._ConvNd  # the base class of all, transposed ones too
 
 
 def clean_name(name):
@@ -104,29 +97,22 @@ def find_heads(model):
 def not_hidden_matrices(model):
     """{parameter: why}: the parameters that Muon must not train because of their module."""
     reasons = {}
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            reasons.update(dict.fromkeys(module.parameters(), "weight of an nn.Embedding"))
     for head in find_heads(model):
-        for param in head.parameters():
-            # A head that is tied to an embedding already has its reason
-            reasons.setdefault(param, f"head: no module takes its {head.out_features} outputs")
+        why = f"head: no module takes its {head.out_features} outputs"
+        reasons.update(dict.fromkeys(head.parameters(), why))
     for module in model.modules():
-        if isinstance(module, nn.Linear):
-            continue
-        for param in module.parameters(recurse=False):
-            if param.ndim == 2 and 1 in param.shape:
-                reasons.setdefault(param, "one row or column, outside of an nn.Linear: a vector")
-        if not isinstance(module, CONVOLUTIONS):
-            continue
         for param in module.parameters():
-            if param.ndim < 2:
-                continue
-            if 1 < module.groups == module.in_channels:
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):  # also if a head is tied to it
+                reasons[param] = "weight of an nn.Embedding"
+            elif isinstance(module, CONVOLUTION) and 1 < module.groups == module.in_channels:
                 reasons[param] = "depthwise convolution: each channel by itself"
-            elif param.ndim == 3:
+            elif isinstance(module, CONVOLUTION) and param.ndim == 3:
                 # (out, in, k) would be mistaken for `out` matrices
                 reasons[param] = "1-D convolution: 3 dimensions, but not a batch of matrices"
+        if not isinstance(module, nn.Linear):
+            for param in module.parameters(recurse=False):
+                if param.ndim == 2 and 1 in param.shape:
+                    reasons.setdefault(param, "one row or column, outside of an nn.Linear: a vector")
     return reasons
 
 
