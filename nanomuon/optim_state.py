@@ -204,8 +204,10 @@ class SavedByName:
         if hyperparameters == "restore":
             restored = [restored_numbers(i, group, groups) for i, group in enumerate(self.param_groups)]
         found, missing = [], []  # (place, its saved tensor), (name, key)
+        starts_over = strict and not state  # saved before the first step
         if state:
             self.plan()
+        if not starts_over:
             for name, param, _ in named_parameters(self.param_groups):
                 entry = state.get(name, {})
                 # torch's utilities have already refused what is missing, unless they were told not to
@@ -220,7 +222,7 @@ class SavedByName:
             name, key = missing[0]
             raise ValueError(f"the loaded state has no {key} of {name}: {why_missing(state.get(name), key)}")
         shards = [(place, place.shard_of(saved)) for place, saved in found]
-        if not state:  # saved before the first step
+        if starts_over:
             for places in self.places.values():
                 shards += [(place, torch.zeros((), device="cpu")) for place in places.values()]
         for place, shard in shards:

@@ -211,7 +211,7 @@ def together(work, group=None) -> list:
         outcome = None, error
     outcomes = [outcome]
     if dist.is_initialized():
-        outcomes = [None] * dist.get_world_size()
+        outcomes = [None] * dist.get_world_size(group)
         dist.all_gather_object(outcomes, outcome, group=group)
     for _, error in outcomes:
         if error is not None:

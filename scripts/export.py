@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nanomuon import hf_export
 from nanomuon.command import ArgumentParser, add_run_arguments, run_command
-from nanomuon.runtime import InputError, rank, start
+from nanomuon.runtime import InputError, on_first_rank, rank, start
 from nanomuon.trained import load_run
 
 
@@ -31,10 +31,11 @@ def main(argv: list[str] | None = None) -> None:
         help="dtype of the weights (default: %(default)s, as trained)",
     )
     args = parser.parse_args(argv)
-    folder = args.to
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    folder, runtime = args.to, start("float32")
+    # One rank looks: another might find what the first has written already
+    if on_first_rank(lambda: folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise InputError(f"{folder} exists and is not an empty folder: choose a new one")
-    model, tokenizer, _ = load_run(args.run, start("float32"), args.checkpoint)
+    model, tokenizer, _ = load_run(args.run, runtime, args.checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
     hf_export.export(folder, model, tokenizer, args.dtype)
     if rank() == 0:
