@@ -147,13 +147,10 @@ def step_table(args, runtime):
     )
     print(f"{runtime.dtype_name}: {batch / seconds:,.0f} tokens/s", end=", ")
     print(f"peak memory {result['peak_memory_mb']:,} MB")
-    if device.type == "cuda":
-        peak = peak_flops(device)
-        if peak is None:
-            print(f"MFU unknown: nanomuon/plan.py has no peak for {torch.cuda.get_device_name(device)}")
-        else:
-            result["mfu"] = model.estimate_flops() * batch / seconds / peak
-            print(f"MFU {100 * result['mfu']:.1f}%")
+    peak = peak_flops(device)
+    if peak is not None:
+        result["mfu"] = model.estimate_flops() * batch / seconds / peak
+        print(f"MFU {100 * result['mfu']:.1f}%")
     return result
 
 

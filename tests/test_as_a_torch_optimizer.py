@@ -158,13 +158,14 @@ def test_a_schedule_that_cycles_momentum_resumes(scheduler_comes_first):
 
 def test_what_a_user_keeps_in_a_group_is_loaded_as_it_was_saved():
     own = {"schedule": loss_of, "layers": [1, 2], "mask": torch.arange(3), "module": nn.Linear}
+    own |= dict(lr_mult=0.5, use_muon=True, base_momentum=0.8)  # although like names of options
     optimizer, other = (MuonAdamW([dict(group, **own) for group in groups_of(build())]) for _ in range(2))
     for group in other.param_groups:
         group.update(dict.fromkeys(own))
     other.load_state_dict(optimizer.state_dict())
     for group in other.param_groups:
         assert group["mask"].tolist() == [0, 1, 2] and group["layers"] == [1, 2]
-        assert group["schedule"] is loss_of and group["module"] is nn.Linear
+        assert group["schedule"] is loss_of and group["module"] is nn.Linear and group["lr_mult"] == 0.5
 
 
 def test_a_group_that_is_refused_is_not_added():

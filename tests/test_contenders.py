@@ -19,6 +19,7 @@ from nanomuon.orthogonalize import orthogonalize
 from nanomuon.recipe import load_recipe, make_optimizer, run_file
 from scripts.laboratory.contenders import Contender
 from tests.layouts import assert_close, assert_same_everywhere, full
+from tests.reference import local_gradient, mean_gradient
 from tests.worlds import run_world
 
 FOLDER = Path(__file__).parent.parent / "contenders"
@@ -45,15 +46,6 @@ def tiny_model():
     return model
 
 
-def local_gradient(number, shape, step, rank):
-    generator = torch.Generator().manual_seed(10_000 * number + 100 * step + rank)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def mean_gradient(number, shape, step):
-    return (local_gradient(number, shape, step, 0) + local_gradient(number, shape, step, 1)) / 2
-
-
 class Training:
     """A contender at work on a tiny model, with made-up gradients."""
 
@@ -76,7 +68,7 @@ class Training:
                 each.update(self.schedule(built, step, STEPS))
             for number, param in enumerate(self.params):
                 param.grad = gradient(number, param.shape, step)
-                if isinstance(param, DTensor):
+                if isinstance(param, DTensor) and param.grad is not None:
                     layout = param.device_mesh, param.placements
                     param.grad = distribute_tensor(param.grad, *layout, src_data_rank=None)
             self.optimizer.step()
@@ -90,7 +82,7 @@ def on_ranks(group, file):
     """Replicated parameters, with each rank's own gradients; then in pieces."""
     rank = dist.get_rank(group)
     replicated = Training(file, group)
-    replicated.run(range(STEPS), lambda number, shape, step: local_gradient(number, shape, step, rank))
+    replicated.run(range(STEPS), lambda number, shape, step: local_gradient(number, shape, step, rank, 2))
     return replicated.result(), Training(file, group, in_pieces=True).run(range(STEPS)).result()
 
 

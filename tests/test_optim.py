@@ -154,21 +154,6 @@ def test_a_parameter_that_is_left_alone_keeps_infinite_numbers(form):
     assert beside.isfinite().all()
 
 
-@pytest.mark.parametrize("small", [True, False])
-def test_an_eps_of_zero_changes_no_parameter_that_is_left_alone(small):
-    shape = (8, 4) if small else (600, 32)
-    idle, trained = parameter(*shape), parameter(*shape, seed=1)
-    before = idle.detach().clone(), trained.detach().clone()
-    optimizer = MuonAdamW([adamw(idle, trained, eps=0.0, weight_decay=0.0)])
-    trained.grad = torch.full_like(trained, math.nan)
-    optimizer.step()  # skipped
-    assert torch.equal(trained, before[1])
-    train(optimizer, [trained], 1)
-    assert torch.equal(idle, before[0])
-    moved = trained.detach() - before[1]  # by lr against the signs, as its first step does
-    assert torch.allclose(moved, -ADAMW["lr"] * trained.grad.sign(), rtol=1e-4, atol=1e-7)
-
-
 def test_a_bank_in_many_batches_follows_the_formulas(monkeypatch):
     monkeypatch.setitem(optim.BATCH_BYTES, "cpu", 2 * 4 * 16 * 16)
     model = [("muon", (16, 16))] * 9
@@ -179,16 +164,12 @@ def test_a_bank_in_many_batches_follows_the_formulas(monkeypatch):
 
 
 def test_loading_never_changes_the_dtype_of_state():
-    run = Run(None, "one-process", dtype=torch.float32).train(range(3))
-    saved = run.optimizer.full_state_dict()
-    doubled = {
-        name: {key: value.double() for key, value in entry.items()} for name, entry in saved["state"].items()
-    }
+    saved = Run(None, "one-process").train(range(3)).optimizer.full_state_dict()  # float64
     other = Run(None, "one-process", dtype=torch.float32)
-    other.optimizer.load_state_dict({**saved, "state": doubled})
+    other.optimizer.load_state_dict(saved)
     state = other.optimizer.full_state_dict()["state"]
     assert all(value.dtype == torch.float32 for entry in state.values() for value in entry.values())
-    assert_same_everywhere([([], state), ([], saved["state"])])
+    assert_close(([], state), ([], saved["state"]), 1e-6)
 
 
 CHANGED = {
@@ -209,18 +190,6 @@ def test_numbers_that_change_between_steps_are_followed():
     assert_same_everywhere([each.train(range(3, 6)).result() for each in (run, other)])
 
 
-def test_hyperparameters_are_restored_unless_the_caller_keeps_its_own():
-    saved = MuonAdamW(mixed()[1]).state_dict()
-    for hyperparameters, lr, betas in (("restore", 0.02, (0.9, 0.999)), ("keep", 0.5, (0.5, 0.5))):
-        _, groups = mixed()
-        groups[0]["lr"], groups[1]["betas"] = 0.5, (0.5, 0.5)
-        optimizer = MuonAdamW(groups)
-        optimizer.load_state_dict(saved, hyperparameters)
-        assert optimizer.param_groups[0]["lr"] == lr and optimizer.param_groups[1]["betas"] == betas
-    with pytest.raises(ValueError, match="hyperparameters must be"):
-        optimizer.load_state_dict(saved, hyperparameters="ours")
-
-
 def test_a_state_dict_of_before_the_first_step_starts_over():
     params, groups = mixed()
     optimizer = MuonAdamW(groups)
@@ -229,6 +198,8 @@ def test_a_state_dict_of_before_the_first_step_starts_over():
         param.grad = torch.ones_like(param)
     optimizer.step()
     tensors = [tensor for entry in optimizer.state.values() for tensor in entry.values()]
+    assert all(tensor.any() for tensor in tensors)
+    assert len(optimizer.load_state_dict(saved, strict=False)) == len(tensors)  # all are missing
     assert all(tensor.any() for tensor in tensors)
     optimizer.load_state_dict(saved)
     assert not any(tensor.any() for tensor in tensors)
@@ -380,8 +351,11 @@ def test_hyperparameters_are_restored_by_name_into_other_groups():
         muon(c, names=["c"]),
     ]
     optimizer = MuonAdamW(other)
-    optimizer.load_state_dict(saved)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.4, 0.3, 0.4]
+    for how, rates in (("keep", [0.01, 0.02, 0.02, 0.02]), ("restore", [0.01, 0.4, 0.3, 0.4])):
+        optimizer.load_state_dict(saved, how)
+        assert [group["lr"] for group in optimizer.param_groups] == rates
+    with pytest.raises(ValueError, match="hyperparameters must be"):
+        optimizer.load_state_dict(saved, "ours")
     with pytest.raises(ValueError, match="group 0 would get lr=0.3 and 0.4"):
         MuonAdamW(mixed()[1]).load_state_dict(saved)
     with pytest.raises(ValueError, match="group 2 was saved with nesterov=True"):
@@ -547,16 +521,6 @@ def test_numbers_that_become_impossible_are_refused_before_they_change_anything(
         assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
 
 
-def test_keys_of_the_users_own_stay_in_the_group():
-    own = dict(lr_mult=0.5, name="matrices", use_muon=True, max_lr=0.1, min_lr=0.0, base_momentum=0.8)
-    p, q = parameter(8, 4), parameter(5)
-    optimizer = MuonAdamW([muon(p, **own), adamw(q, **own, momentum=0.9)])
-    train(optimizer, [p, q], 1)
-    for saved in (optimizer.state_dict(), optimizer.full_state_dict()):
-        for group in (*optimizer.param_groups, *saved["param_groups"]):
-            assert {key: group[key] for key in own} == own
-
-
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.bool])
 def test_parameters_that_no_rule_fits_are_refused_by_name(dtype):
     p = torch.nn.Parameter(torch.ones(4, 4).to(dtype), requires_grad=False)
@@ -640,45 +604,19 @@ def test_for_model_trains_every_parameter_with_one_rate():
 
 
 def test_as_a_library_a_cpu_runs_eagerly_unless_told_otherwise(monkeypatch, caplog):
+    """Whatever the optimizer that stepped before was told."""
     caplog.set_level("INFO", logger="nanomuon")
     monkeypatch.delenv("NANOMUON_COMPILE")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    before = graphs()
-    p = parameter(48, 44)
-    for compiles in ("auto", False, True):
-        optimizer = MuonAdamW([muon(p)], compile=compiles)
-        train(optimizer, [p], 1)
-        assert (graphs() > before) == (compiles is True)
-        assert ("compiling muon_momentum: this step takes a while" in caplog.text) == (compiles is True)
+    for n, compiles in ((44, True), (45, False), (46, "auto")):
+        before, p = graphs(), parameter(48, n)
+        train(MuonAdamW([muon(p)], compile=compiles), [p], 1)
+        assert graphs() - before == (3 if compiles is True else 0)
+    assert caplog.text.count("compiling muon_momentum: this step takes a while") == 1
 
 
 def graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def test_two_optimizers_keep_each_their_compilation_and_their_dtype(monkeypatch):
-    monkeypatch.delenv("NANOMUON_COMPILE")
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    settings = [dict(compile=True), dict(compile=False), dict(compile=False, ns_dtype=torch.bfloat16)]
-
-    def trained_in_turn(chosen):
-        params = [parameter(52, 36) for _ in chosen]
-        optimizers = [MuonAdamW([muon(p)], **each) for p, each in zip(params, chosen, strict=True)]
-        compiled = []
-        for step in range(3):
-            for p, optimizer in zip(params, optimizers, strict=True):
-                before = graphs()
-                train(optimizer, [p], 1, start=step)
-                compiled.append(graphs() - before)
-        return params, compiled
-
-    alone = [trained_in_turn([each])[0][0] for each in settings]
-    torch._dynamo.reset()
-    optim.compiled.cache_clear()
-    together, compiled = trained_in_turn(settings)
-    assert compiled == [3, 0, 0, 0, 0, 0, 0, 0, 0]
-    assert all(torch.equal(p, q) for p, q in zip(together, alone, strict=True))
-    assert not torch.equal(together[1], together[2])
 
 
 def test_compiled_steps_follow_the_formulas_and_a_new_rate_recompiles_nothing(monkeypatch):

@@ -258,10 +258,3 @@ def test_ranks_orthogonalize_together_if_the_long_side_is_cut(shape, dim, option
     group = dict(split=None, direction=None, tensor_parallel=None) | options
     world = mock.Mock(size=2)
     assert optim_tp.choose_mode(group, shape, dim, world) == mode
-
-
-@pytest.mark.parametrize("shape, options", [((25, 12), dict()), ((24, 12), dict(split=2))])
-def test_blocks_that_are_uneven_or_cross_parts_are_refused(shape, options):
-    group = dict(split=None, direction=None, tensor_parallel="blockwise") | options
-    with pytest.raises(ValueError, match="use duplicated"):
-        optim_tp.choose_mode(group, shape, 1, mock.Mock(size=2))

@@ -259,14 +259,6 @@ def test_a_layer_is_hidden_if_its_width_is_taken():
     assert muon_names(sequential) == ["0.weight"]
 
 
-def test_tied_parameters_appear_once_as_embeddings():
-    model = Named(head=nn.Linear(16, 64, bias=False), blocks=stack(), emb=nn.Embedding(64, 16))
-    model.emb.weight = model.head.weight
-    assert muon_names(model) == BLOCKS
-    rows = rows_of(model)
-    assert rows["head.weight"][2] == "weight of an nn.Embedding" and "emb.weight" not in rows
-
-
 def test_shapes_and_the_table_that_says_why():
     model = Named(
         audio=nn.Conv1d(16, 16, 3),

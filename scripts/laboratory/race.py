@@ -13,7 +13,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -25,13 +25,13 @@ from nanomuon.plan import compiling_pays
 from nanomuon.recipe import switch
 from nanomuon.run import bits_per_byte
 from nanomuon.runtime import InputError, compile_enabled, start
+from nanomuon.settings import refuse_changes
 from scripts.base_train import set_hyperparameters, training_step
 from scripts.laboratory.contenders import Contender
 from scripts.laboratory.report import score
 from scripts.laboratory.tasks import as_text, batch_of, open_data
 
 DIGITS = 6  # of a loss in the file
-MODEL_DEFAULTS = {each.name: each.default for each in fields(GPTConfig) if each.default is not MISSING}
 FIRST_TUNING_SEED = 1000  # seeds that select the rates must not judge them
 LENGTHS = (0.25, 0.5, 1.0)  # of trials in a sweep, relative to the race; each gets a third of the budget
 
@@ -127,14 +127,9 @@ class Race:
             return
         before, self.runs = read_results(file)
         os.truncate(file, file.read_bytes().rindex(b"\n") + 1)
-        if isinstance(before.get("model"), dict):  # a field that was added later had its default
-            before["model"] = {**MODEL_DEFAULTS, **before["model"]}
-        changed = []
-        for key, value in setup.items():
-            if before.get(key) != value:
-                changed.append(f"{key} {before.get(key)}, not {value}")
-        if changed:
-            raise InputError(f"race {file} was run with {'; '.join(changed)}: choose another --name")
+        if "model" in before:  # a field that was added later had its default
+            before["model"] = asdict(GPTConfig(**before["model"]))
+        refuse_changes(f"race {file} was run with", before, setup, "choose another --name")
 
     def append(self, line):
         with open(self.file, "a", encoding="utf-8") as output:
