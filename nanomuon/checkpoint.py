@@ -45,8 +45,10 @@ class Contents:
 
 def saved_steps(run_dir) -> list[int]:
     """Steps of the run's finished checkpoints, ascending. Does not open them."""
-    folders = (Path(run_dir) / "checkpoints").glob("step_*")
-    return sorted(int(folder.name[5:]) for folder in folders if re.fullmatch(r"step_\d+", folder.name))
+    folders = [folder for folder in (Path(run_dir) / "checkpoints").glob("step_*") if folder.is_dir()]
+    # Only the names that save() gives: not those of copies, such as step_007
+    found = [re.fullmatch("step_(0|[1-9][0-9]*)", folder.name) for folder in folders]
+    return sorted(int(name[1]) for name in found if name)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ def remove(run_dir, last_step: int, keep_last: int) -> None:
             # Rename it first: a kill may leave half of it
             os.replace(folder / f"step_{step}", folder / f".step_{step}.old")
         for hidden in folder.glob(".step_*"):
-            if hidden.is_symlink():  # to a checkpoint that the user has moved
+            if hidden.is_symlink() or hidden.is_file():  # a link to a checkpoint that the user has moved
                 hidden.unlink()
             else:
                 shutil.rmtree(hidden)

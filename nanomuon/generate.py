@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from nanomuon.attention import WITHOUT_CUDNN
 from nanomuon.gpt import GPT
 from nanomuon.kv_cache import KVCache
+from nanomuon.runtime import InputError
 from nanomuon.tokenizer import Tokenizer
 
 ROWS = 32  # samples per batch: each takes the memory for a whole context of keys and values
@@ -45,12 +46,16 @@ def draw(
 
     Temperature 0 takes the most likely token. Otherwise one is drawn from the softmax of logits / temperature
     over the `top_k` most likely tokens, and of these from the fewest whose probabilities sum to at least
-    `top_p` (nucleus sampling, arXiv 1904.09751). Row b uses the random numbers of generators[b].
+    `top_p` (nucleus sampling, arXiv 1904.09751). Row b uses the random numbers of generators[b]. InputError
+    if the largest logit is not finite.
     """
     values, tokens = logits.topk(min(top_k, logits.size(-1)))  # (B, K), most likely first
+    largest = values[:, :1]  # NaN if any logit is
+    if not largest.isfinite().all():
+        raise InputError("this model has diverged: its logits are not finite. Use an earlier --checkpoint")
     if temperature == 0:
         return tokens[:, 0].tolist()
-    probabilities = torch.softmax(values / temperature, -1)
+    probabilities = torch.softmax((values - largest) / temperature, -1)
     if top_p < 1:
         of_likelier_tokens = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities.masked_fill(of_likelier_tokens >= top_p, 0)

@@ -303,7 +303,8 @@ class World:
 
     Its methods are the collectives of torch.distributed. They start at once and return a Transfer, whose
     `wait()` returns what "Receives" describes. reduce_scatter, all_reduce and reduce average over the ranks;
-    all_reduce also takes other operations. comm_dtype: the dtype of sent gradients, None for their own.
+    all_reduce also takes other operations. comm_dtype: the dtype of sent gradients, None for their own (see
+    `wire_dtype`).
     """
 
     process_group: object = None
@@ -341,6 +342,12 @@ class World:
         each = -(-length // self.size)
         return min(length, each * rank), min(length, each * (rank + 1))
 
+    def wire_dtype(self, dtype):
+        """The dtype in which gradients of this dtype are averaged: gloo divides a sum, which float16 may not
+        hold.
+        """
+        return self.comm_dtype or (torch.float32 if dtype == torch.float16 else dtype)
+
     def start(self, received, collective, *arguments, sent=None, **options):
         """Launch a collective of torch.distributed, unless this is a world of one; return its Transfer."""
         if self.size == 1:
@@ -352,7 +359,7 @@ class World:
         """tensor: (R, ...). Receives the averages of this rank's span of rows, plus padding."""
         if self.size == 1:
             return Transfer(tensor)
-        send = pad_rows(tensor.to(self.comm_dtype or tensor.dtype), self.size)
+        send = pad_rows(tensor.to(self.wire_dtype(tensor.dtype)), self.size)
         received = send.new_empty(len(send) // self.size, *send.shape[1:])
         return self.start(received, reduce_scatter_single, received, send, dist.ReduceOp.AVG, sent=send)
 
@@ -600,7 +607,7 @@ class SmallParameters(WorkItem):
 
     def collect(self, ok, hyper):
         grads = torch.cat([gradient(param).flatten() for param in self.params])  # in the widest dtype
-        return self.world.all_reduce(grads.to(self.world.comm_dtype or grads.dtype))
+        return self.world.all_reduce(grads.to(self.world.wire_dtype(grads.dtype)))
 
     def compute(self, grads, ok, hyper):
         shards = [local(param) for param in self.params]
@@ -698,7 +705,7 @@ class Bank(Matrices, WorkItem):
         grads = as_matrices(self.tensors(gradient))
         if self.world.size == 1:
             return Transfer(grads)
-        stack = self.stack(grads, self.slots, self.world.comm_dtype or grads[0].dtype)
+        stack = self.stack(grads, self.slots, self.world.wire_dtype(grads[0].dtype))
         if not self.one_by_one:
             return self.world.reduce_scatter(stack)
         transfers = [self.world.reduce(stack[i], owner) for i, owner in enumerate(self.owners)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.optim_groups import build_param_groups, option_name
+from nanomuon.optim_groups import build_param_groups, check_values, option_name
 from nanomuon.runtime import InputError
 
 # nanochat trains depth 12 on about this many tokens, with this batch size. Rates and decay are specified for
@@ -265,7 +265,8 @@ def keywords_of(function, known) -> dict:
 
 def values_at(schedule, group, step, steps):
     """{key: value} that a schedule returns for a group, as it was built, at a step. The schedule gets a copy
-    of the group. InputError if it returns anything but a dict, or a key that the group lacks.
+    of the group. InputError if it returns anything but a dict, a key that the group lacks, or an impossible
+    value.
     """
     values = schedule(dict(group), step, steps)
     if not isinstance(values, dict):
@@ -277,6 +278,13 @@ def values_at(schedule, group, step, steps):
             f"schedule(group, step, steps) returned {', '.join(map(str, extra))}, which the group lacks; it "
             f"has {', '.join(map(str, group))}. Keys differ between Muon and AdamW: test group['kind']"
         )
+    if fixed := values.keys() & {"kind", "params", "names"}:
+        raise InputError(f"schedule(group, step, steps) returned {', '.join(fixed)}, which never change")
+    if "kind" in group:
+        try:
+            check_values({**group, **values})
+        except (TypeError, ValueError) as error:
+            raise InputError(f"schedule(group, step, steps) at step {step} of {steps}: {error}") from error
     return values
 
 

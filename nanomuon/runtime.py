@@ -375,6 +375,6 @@ def folder_of(run: str) -> Path:
 def find_run(run: str) -> Path:
     """The folder that --run names: a path if it has a slash, else a name under runs/."""
     if "/" in run:
-        return Path(run).expanduser().resolve()
+        return Path(os.path.expanduser(run)).resolve()  # Path.expanduser() raises if there is no such user
     check_name("--run", run)
     return folder_of(run)

@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import sys
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +44,10 @@ class Settings:
     trained_with: dict  # versions, commit, hashes of the model's code
     groups: list = field(default_factory=list)  # see recipe.describe
     wandb_id: str | None = None  # id of the run at Weights & Biases
+
+    def __post_init__(self):
+        if self.rows < 1:
+            raise ValueError(f"rows must be positive, not {self.rows}")
 
 
 class RunParser(ArgumentParser):
@@ -212,14 +217,15 @@ def recall(parser: RunParser, words: list[str] | None) -> tuple[argparse.Namespa
     args = parser.parse_args(words)
     check_name("--run", args.run)
     file = folder_of(args.run) / "settings.json"
-    if args.resume == "never" or not file.exists():
+    exists = file.exists() or any(file.parent.glob("checkpoints/step_*"))  # without it, they are of no use
+    if args.resume == "never" or not exists:
         return args, None
 
     settings = read_json(file, Settings, "restore it, or start over: --resume never")
     options = parser.without(settings.options, OF_LAUNCH)
     if any(getattr(args, name) is not None for name, scope in parser.scopes.items() if scope == LENGTH):
         options = parser.without(options, LENGTH)
-    earlier_words = as_words(file, options)
+    earlier_words = as_words(file, options, vars(args))
     try:
         before = parser.parse_args(earlier_words)
     except InputError as error:
@@ -246,8 +252,12 @@ def defining(parser: RunParser, args: argparse.Namespace) -> dict:
     return {flag_of(name): value for name, value in values.items()}
 
 
-def as_words(file: Path, options: dict) -> list[str]:
-    """The options of a settings.json, which may come from a stranger, as words of a command line."""
+def as_words(file: Path, options: dict, known: Container[str]) -> list[str]:
+    """The options of a settings.json as words of a command line.
+
+    known: the names of all flags. A name in a stranger's file could be another flag, such as
+    "resume=never".
+    """
     words = []
     for name, value in options.items():
         if name in GONE:
@@ -256,6 +266,11 @@ def as_words(file: Path, options: dict) -> list[str]:
                     f"{file}: this version has no {flag_of(name)}, with which the run was started: use the "
                     "version that started it, or start over: --resume never"
                 )
+        elif name not in known:
+            raise InputError(
+                f"{file}: options: {name} is not a flag of this version: remove it, or start over: "
+                "--resume never"
+            )
         elif value is True:
             words.append(flag_of(name))
         elif value is not None and value is not False:

@@ -17,8 +17,8 @@ from nanomuon.runtime import InputError, Runtime, base_dir, find_run, print0, re
 from nanomuon.settings import Settings
 from nanomuon.tokenizer import Tokenizer
 
-# Limits on a stranger's config.json: more layers take minutes to build, longer rotary tables more memory
-MOST_LAYERS, LONGEST_CONTEXT = 1024, 1 << 24
+# Limits on a stranger's config.json: more layers take minutes to build, and longer rotary tables more memory
+MOST_LAYERS, LARGEST = 1024, 1 << 24
 MESSAGE = 400  # characters of an error that are shown; torch lists every tensor that does not fit
 
 
@@ -55,10 +55,11 @@ def read_config(folder: Path) -> GPTConfig:
         raise InputError(
             f"{folder}/config.json: this version has no models with experts: use the version that trained it"
         )
-    if config.depth > MOST_LAYERS or config.seq_len > LONGEST_CONTEXT:
+    numbers = [value for value in vars(config).values() if isinstance(value, int)]
+    if config.depth > MOST_LAYERS or max(numbers) > LARGEST:
         raise InputError(
-            f"{folder}/config.json: a model has at most {MOST_LAYERS} layers (depth) and a context of "
-            f"{LONGEST_CONTEXT} tokens (seq_len)"
+            f"{folder}/config.json: a model has at most {MOST_LAYERS} layers (depth), and no number above "
+            f"{LARGEST}"
         )
     return config
 

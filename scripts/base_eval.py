@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     model, tokenizer, step = load_run(args.run, runtime, args.checkpoint)
     folder = find_run(args.run)
     settings = read_json(folder / "settings.json", Settings)
-    corpus = args.corpus or settings.trained_on.get("corpus", "")
+    corpus = args.corpus or str(settings.trained_on.get("corpus", ""))
     print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {step}")
     tasks = []
     if "core" in wanted:  # first: there may be no such bundle

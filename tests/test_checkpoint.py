@@ -141,6 +141,17 @@ def test_which_checkpoint_is_resumed_and_which_are_removed(run_dir):
     assert checkpoint.saved_steps(run_dir) == [10, 11, 12]
 
 
+def test_copies_and_files_with_other_names_are_no_checkpoints(run_dir):
+    folder = run_dir / "checkpoints"
+    (folder / "step_007").mkdir()
+    (folder / "step_99").touch()
+    (folder / ".step_5").touch()
+    newest = checkpoint.saved_steps(run_dir)[-1]
+    assert newest < 99
+    checkpoint.remove(run_dir, newest, 1)
+    assert checkpoint.saved_steps(run_dir) == [newest] and (folder / "step_007").exists()
+
+
 def test_of_a_checkpoint_that_lies_elsewhere_the_link_is_removed(run_dir, tmp_path):
     folder, elsewhere = run_dir / "checkpoints", tmp_path / "elsewhere"
     os.replace(folder / "step_2", elsewhere)

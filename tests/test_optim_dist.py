@@ -271,13 +271,13 @@ def test_newton_schulz_in_bf16(layout):
         assert (ours - p).norm() / way < 0.5 * rounding
 
 
-def first_moment(group, comm_dtype):
+def first_moment(group, comm_dtype, dtype=torch.bfloat16, first=1.0, others=2**-9):
     """Momentum after a step of a bank, large and small AdamW parameters, divided by the gradient's weight."""
-    params = [torch.nn.Parameter(torch.zeros(shape).bfloat16()) for shape in [(8, 8), (512, 3), (6,)]]
+    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in [(8, 8), (9000, 3), (6,)]]
     groups = [dict(MUON, params=params[:1]), dict(ADAMW, params=params[1:])]
     optimizer = DistMuonAdamW(groups, group, comm_dtype)
     for p in params:
-        p.grad = torch.full_like(p, 1.0 if dist.get_rank(group) == 0 else 2**-9)
+        p.grad = torch.full_like(p, first if dist.get_rank(group) == 0 else others)
     optimizer.step()
     state = optimizer.full_state_dict()["state"]
     muon, large, small = state["group0.0"], state["group1.0"], state["group1.1"]
@@ -290,6 +290,12 @@ def test_float32_reduction_of_bf16_gradients():
         for moments in run_world(3, first_moment, comm_dtype):
             for moment in moments:
                 assert (abs(moment * 3 / (1 + 2 * 2**-9) - 1).max() < 1e-4) == exact
+
+
+def test_float16_gradients_whose_sum_is_too_large_have_a_mean():
+    for moments in run_world(3, first_moment, None, torch.float16, 60_000.0, 30_000.0):
+        for moment in moments:
+            assert abs(moment / 40_000 - 1).max() < 1e-4
 
 
 # ---- construction

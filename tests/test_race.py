@@ -17,7 +17,7 @@ from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import InputError
 from scripts import base_train, optim_race
 from scripts.laboratory import contenders, race, report, tasks
-from scripts.laboratory.contenders import Contender
+from scripts.laboratory.contenders import Contender, parse_options
 from tests.training import STILL, optimizer_file
 
 SMALL = "--model depth=1 width=32 heads=2 kv_heads=2 seq_len=16 --steps 12 --jobs 1 --dtype float32".split()
@@ -199,6 +199,11 @@ def test_dials_are_rates_decay_and_what_the_file_names(tmp_path):
     with pytest.raises(InputError, match=f"{file}: DIAL must be .keyword, low, high., .*keywords lr, not"):
         Contender(str(file)).dials()
     assert Contender(f"{ADAMW}:weight_decay=0.2").dials()["weight_decay"] == (0.05, 0.8)
+
+
+def test_an_option_may_be_a_tuple_of_tuples():
+    found = parse_options("mine.py", "a=((2,-1.5,0.5),(2,1,0)),betas=(0.9,0.95),b=x")
+    assert found == {"a": ((2, -1.5, 0.5), (2, 1, 0)), "betas": (0.9, 0.95), "b": "x"}
 
 
 def test_a_dial_between_integers_takes_integers(tmp_path):

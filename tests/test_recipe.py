@@ -154,11 +154,18 @@ def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, tmp_path
 
 @pytest.mark.parametrize(
     "values, said",
-    [(None, "must return a dict.*, not None"), ({"momentm": 0.9}, "momentm, which the group lacks")],
+    [
+        (None, "must return a dict.*, not None"),
+        ({"momentm": 0.9}, "momentm, which the group lacks"),
+        ({"params": []}, "returned params, which never change"),
+        ({"lr": float("nan")}, "at step 3 of 9: lr must be finite and not negative, but is nan"),
+        ({"betas": 1}, "at step 3 of 9: .*int"),
+    ],
 )
 def test_a_schedule_returns_values_for_its_group(values, said):
+    group = dict(kind="adamw", params=[], lr=1.0, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)
     with pytest.raises(InputError, match=said):
-        recipe.values_at(lambda own, *at: values, {"lr": 1.0}, 0, 9)
+        recipe.values_at(lambda own, *at: values, group, 3, 9)
 
 
 def test_functions_that_a_file_imports_from_the_recipe_are_not_its_own(tmp_path):

@@ -202,7 +202,7 @@ def keywords(function, given, declared):
 def parse_options(source, text):
     """{key: value} of key=value,key=value. source: where they come from, for errors."""
     parsed = {}
-    for part in re.split(r",(?![^([]*[)\]])", text) if text else []:  # but not the comma in betas=(0.9,0.95)
+    for part in re.split(r",(?=\w+=)", text) if text else []:  # not at the comma in betas=(0.9,0.95)
         key, equals, value = part.partition("=")
         if not equals:
             raise InputError(f"{source}: {part!r} is not key=value")
