@@ -60,6 +60,8 @@ esac
 RUN=${RUN:-d$DEPTH-$(printf %s "$CORPUS" | tr -c 'A-Za-z0-9._-' '-')}
 base_dir=${NANOMUON_BASE_DIR:-$HOME/.cache/nanomuon}
 run_dir=${base_dir/#\~/$HOME}/runs/$RUN
+# A run that exists has recorded its own, perhaps another length
+[ ! -e "$run_dir/settings.json" ] || [[ " ${*/=/ } " == *" --resume never "* ]] || FLAGS=()
 FLAGS+=(--run "$RUN" --corpus "$CORPUS" ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} --depth "$DEPTH" "$@")
 if [[ " $* " == *" --plan "* ]]; then
     echo "run        $run_dir, trained on $CORPUS$([ ! -e "$run_dir/settings.json" ] || echo "; it exists, and carries on if it is not complete")"

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from nanomuon import MuonAdamW, build_param_groups
 
-parser = argparse.ArgumentParser()
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--folder", required=True, help="where the checkpoints go")
 parser.add_argument("--resume", help="a checkpoint to resume from")
 args = parser.parse_args()

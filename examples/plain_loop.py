@@ -16,7 +16,7 @@ from nanomuon import MuonAdamW, build_param_groups
 
 STEPS = 200
 
-parser = argparse.ArgumentParser()
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--folder", type=Path, required=True, help="where the checkpoints go")
 parser.add_argument("--resume", type=Path, help="a checkpoint to resume from")
 args = parser.parse_args()

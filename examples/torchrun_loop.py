@@ -20,7 +20,7 @@ from nanomuon import DistMuonAdamW, build_param_groups
 MUON = dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.01)
 ADAMW = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
 
-parser = argparse.ArgumentParser()
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--folder", type=Path, required=True, help="where the checkpoints go")
 parser.add_argument("--resume", type=Path, help="a checkpoint to resume from")
 args = parser.parse_args()

@@ -159,7 +159,7 @@ def check_corpus(name: str) -> None:
         if not os.path.exists(_place(name)):
             raise InputError(
                 f"corpus {name}: no such file or folder: {os.path.abspath(_place(name))}; if the texts have "
-                "moved, give their new place"
+                "moved, give their new place with --corpus"
             )
     elif name != "python" and not HUB_NAME.fullmatch(name):
         raise InputError(

@@ -45,7 +45,8 @@ def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig)
     """How many ranks see different rows. InputError if the ranks, or the model's heads, cannot be divided."""
     if world_size % tensor_parallel:
         raise InputError(
-            f"--tensor-parallel {tensor_parallel} does not divide {world_size} processes: use a multiple"
+            f"--tensor-parallel {tensor_parallel} needs a multiple of {tensor_parallel} processes, not "
+            f"{world_size}"
         )
     if config.kv_heads % tensor_parallel:
         raise InputError(

@@ -93,7 +93,7 @@ class Run:
         if manifest.complete_to is not None:  # else data_prep is still writing
             text = shards.count_tokens(manifest.train)
             passes = self.plan.tokens / text
-            print0(f"data       {text:,} tokens, each read about {passes:.1f} times")
+            print0(f"data       {text:,} tokens, each read about {passes:.2g} times")
             if manifest.unreadable:
                 print0(f"left out   {manifest.unreadable}")
             if passes > MOST_PASSES:
@@ -372,7 +372,7 @@ def is_complete(folder: Path, steps: int) -> bool:
     if done < steps:
         return False
     print0(
-        f"run {folder.name} is complete with {done} steps: {folder}/report.md (--resume never starts over)"
+        f"run {folder.name} is complete with {done} steps: {folder}/report.md (to start over: --resume never)"
     )
     report.print_summary(read_json(file))
     return True

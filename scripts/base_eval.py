@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     folder = find_run(args.run)
     settings = read_json(folder / "settings.json", Settings)
     corpus = args.corpus or str(settings.trained_on.get("corpus", ""))
-    print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {step}")
+    print0(f"run: {args.run}\ncorpus: {corpus}\nstep: {'unknown' if step is None else step}")
     tasks = []
     if "core" in wanted:  # first: there may be no such bundle
         tasks = first_rank_first(lambda: core.open_bundle(args.core_bundle))

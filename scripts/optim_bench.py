@@ -3,7 +3,7 @@
     python -m scripts.optim_bench --depth 8                        # ours, torch as shipped, the floor
     python -m scripts.optim_bench --depth 8 --dtype float32        # even if the CPU has bf16
     python -m scripts.optim_bench --depth 8 --world 2              # the distributed step
-    python -m scripts.optim_bench --peer mine.py:build_optimizer   # a function: model -> optimizer
+    python -m scripts.optim_bench --peer mine.py:build_optimizer   # a function: model -> optimizer or groups
     python -m scripts.optim_bench --profile step.json              # a trace of one step, for chrome://tracing
 
 The contestants take turns in every round, so a busy machine slows all of them. It prints medians, the spread
@@ -44,7 +44,11 @@ def parse_arguments(argv):
     add("--depth", type=layers, default=8, help="model size, as in base_train (default: %(default)s)")
     add("--rounds", type=count, default=7, help="measured rounds, after a warm-up (default: %(default)s)")
     add("--world", type=count, default=1, help="number of processes; above 1, time the distributed step")
-    add("--peer", metavar="FILE:FUNCTION", help="a function that takes the model and returns an optimizer")
+    add(
+        "--peer",
+        metavar="FILE:FUNCTION",
+        help="a function that takes the model; returns an optimizer, or groups for ours",
+    )
     add_dtype_argument(parser)
     add("--profile", metavar="FILE", help="write a trace of one step to this file")
     add("--json", metavar="FILE", help="write the figures to this file")
@@ -120,9 +124,11 @@ def products(optimizer, device):
 def load_peer(peer):
     """The function of FILE:FUNCTION; InputError if there is none."""
     file, _, name = peer.rpartition(":")
-    function = file and recipe.run_file(file).get(name)
+    if not os.path.isfile(file):
+        raise InputError(f"--peer {peer} must be FILE:FUNCTION")
+    function = recipe.run_file(file).get(name)
     if not callable(function):
-        raise InputError(f"--peer {peer} must be FILE:FUNCTION, with a function of that file")
+        raise InputError(f"--peer {peer}: {file} has no function {name}")
     return function
 
 
@@ -150,7 +156,9 @@ def compare(args, runtime):
     if args.device != "cpu" or cpu_has_bf16():
         contestants["torch.optim, as shipped"] = torch_step
     if args.peer is not None:
-        contestants[args.peer] = load_peer(args.peer)(model).step
+        settings = {"ns_dtype": runtime.compute_dtype, "compile": True}
+        peer = recipe.make_optimizer(load_peer(args.peer), model, recipe.REFERENCE_BATCH, 1, **settings)
+        contestants[args.peer] = peer.step
     bandwidth = copy_bandwidth(args.device)
     first = timed(compiled.step, args.device)
     times = {name: [] for name in contestants}

@@ -70,7 +70,10 @@ def main(argv=None):
         )
     law = fit(members)
     if law is None:
-        print0("A law needs 7 runs, with 3 depths and 3 numbers of tokens.")
+        needs = f"a law needs 7 runs, with 3 depths and 3 numbers of tokens; {args.name} has {len(members)}"
+        if not members or args.target_flops:
+            raise InputError(f"{needs}: train more with --depths and --tokens")
+        print0(needs)
         return
     print0("loss = {:.3f} + {:.4g} / N^{:.3f} + {:.4g} / D^{:.3f}".format(*np.exp(law)))
     if args.target_flops:

@@ -52,7 +52,7 @@ REFUSED = [  # script, flags, message
         "--num-iterations 3 --target-flops 1e12",
         "argument --target-flops: not allowed with argument",
     ),
-    ("base_train", "--tensor-parallel 2", "--tensor-parallel 2 does not divide 1 processes"),
+    ("base_train", "--tensor-parallel 2", "--tensor-parallel 2 needs a multiple of 2 processes, not 1"),
     ("base_train", "--qk-clip 100", "--qk-clip needs --no-qk-norm"),
     ("base_train", "--optimizer-file no.py:lr=1", "argument --optimizer-file: no.py:lr=1 is not a file"),
     ("base_train", "--depth 2 --fp8", "--fp8 needs a GPU"),
@@ -92,7 +92,7 @@ REFUSED = [  # script, flags, message
     (
         "plan",
         "--gpus 8 --tensor-parallel 3",
-        "--tensor-parallel 3 does not divide 8 processes: use a multiple",
+        "--tensor-parallel 3 needs a multiple of 3 processes, not 8",
     ),
     ("plan", "--depth 12 --tensor-parallel 4", "--tensor-parallel 4 does not divide 6 key-value heads"),
     ("scaling", "--depths 1 --tokens 1e3 --corpus foo", "unknown corpus 'foo'"),

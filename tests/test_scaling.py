@@ -58,7 +58,9 @@ def test_a_family_is_enlarged_asked_and_stopped(base, monkeypatch, capsys):
         return code, capsys.readouterr().out
 
     code, out = family("--depths", "1,2", "--tokens", "256,600")
-    assert code is None and out.count("\nval_bpb: ") == 4 and "A law needs 7 runs" in out
+    assert code is None and out.count("\nval_bpb: ") == 4 and "a law needs 7 runs" in out
+    with pytest.raises(InputError, match="family has 4: train more"):
+        family("--target-flops", "1e13")
     code, out = family("--depths", "1,2,3", "--tokens", "256,600,2048", "--target-flops", "1e13")
     assert code is None and out.count(" is complete with ") == 4, "nothing is trained twice"
     assert "loss = " in out and "1e+13 FLOPs: depth " in out
