@@ -107,7 +107,10 @@ def test_every_variable_counts_and_other_flags_are_passed_on(tmp_path):
     options = json.loads((tmp_path / "runs" / "mine" / "settings.json").read_text())["options"]
     assert (options["depth"], options["vocab_size"], options["seed"]) == (2, 300, 3)
     assert options["corpus"] == f"path:{tmp_path}/texts" and options["num_iterations"] == 2
-    planned = subprocess.run([*command, "--plan"], **keywords).stdout
+    # Without its flags, a run that exists keeps its length, and one that starts over gets the preset's
+    again = subprocess.run(["bash", "speedrun.sh", "--resume=never", "--plan"], **keywords).stdout
+    assert "300 steps x 4096" in again or "480 steps x 4096" in again
+    planned = subprocess.run(["bash", "speedrun.sh", "--plan"], **keywords).stdout
     assert f"{tmp_path}/runs/mine, trained on path:{tmp_path}/texts" in planned and "2 steps x 256" in planned
     assert "VOCAB_SIZE=1024" in subprocess.run([*command, "--help"], **keywords).stdout
     for flag in (["--depth", "3"], ["--run=other"]):
