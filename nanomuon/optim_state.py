@@ -154,10 +154,9 @@ class SavedByName:
                         "lose it: save full_state_dict(), or named_state_dict() with "
                         "torch.distributed.checkpoint (under DistributedDataParallel use MuonAdamW)"
                     )
-        saved, groups = super().state_dict(), saved_groups(self.param_groups)
-        for group, packed in zip(groups, saved["param_groups"], strict=True):
-            group["params"] = packed["params"]
-        saved["param_groups"] = groups
+        saved = super().state_dict()
+        for group in saved["param_groups"]:  # copies, which the user's hooks may have changed
+            group.update({key: saved_value(key, value) for key, value in group.items() if key != "params"})
         if not self.state:
             # torch.distributed.checkpoint fills only what is here, so it would ignore the state in its file.
             # This key makes it raise an error, unless the file has the key too

@@ -77,6 +77,9 @@ def test_closure_and_hooks():
     called = []
     optimizer.register_step_pre_hook(lambda *_: called.append("before"))
     optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    optimizer.register_state_dict_post_hook(lambda _, saved: saved["param_groups"][0].update(mine=7))
+    assert optimizer.state_dict()["param_groups"][0]["mine"] == 7
+    assert "mine" not in optimizer.param_groups[0]
 
     def closure():
         optimizer.zero_grad()
