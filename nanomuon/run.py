@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanomuon import checkpoint, core, hf_export, parallel, recipe, report, shards
-from nanomuon.corpus import open_corpus
+from nanomuon.corpus import ENOUGH, open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.generate import sample_texts
 from nanomuon.optim import MuonAdamW
@@ -96,6 +96,9 @@ class Run:
             print0(f"data       {text:,} tokens, each read about {passes:.2g} times")
             if manifest.unreadable:
                 print0(f"left out   {manifest.unreadable}")
+            documents = sum(entry.documents for entry in manifest.val)
+            if documents < ENOUGH:
+                print0(f"warning: only {documents} validation documents: their bits per byte say little")
             if passes > MOST_PASSES:
                 print0("warning: a text this small is memorized after two or three passes: train fewer steps")
         self.forward = self.model

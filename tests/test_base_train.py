@@ -284,6 +284,17 @@ def test_a_run_reads_and_is_evaluated_by_its_own_field_wherever_its_texts_are(ba
     assert base_train.main(["--run", "field", "--corpus", f"path:{moved}", "--num-iterations", "4"]) == 0
 
 
+def test_a_run_warns_of_few_validation_documents(base, tmp_path, capsys):
+    book = tmp_path / "book.txt"
+    text = "".join(file.read_text() for file in sorted((base / "texts").iterdir()))
+    book.write_text("".join(text.replace("a", letter) for letter in "klm"))
+    assert base_train.main(arguments(base, "book", 2, *QUIET, f"--corpus=path:{book}")) == 0
+    few = re.search("warning: only ([0-9]+) validation documents", capsys.readouterr().out)
+    assert few and 0 < int(few[1]) < 8
+    assert base_train.main(arguments(base, "many", 2, *QUIET)) == 0
+    assert "validation documents" not in capsys.readouterr().out
+
+
 def test_a_run_is_compiled_and_evaluated_by_the_same_graph(base, monkeypatch, capsys):
     """With a compiler that changes nothing and records what it is called with."""
     graphs = set()
