@@ -396,6 +396,17 @@ def test_a_damaged_file_of_a_race_is_one_line(tmp_path, content, said):
         race.read_results(file)
 
 
+def test_a_race_of_another_version_keeps_its_model(tmp_path):
+    """A field that was added later has its default; one that is gone is named."""
+    file = tmp_path / "results.jsonl"
+    now = {"model": {**race.MODEL_DEFAULTS, **TINY}}
+    file.write_text(json.dumps({"setup": {"model": TINY}}) + "\n")
+    race.Race(file, now, None, 1)
+    file.write_text(json.dumps({"setup": {"model": {**TINY, "experts": 4}}}) + "\n")
+    with pytest.raises(InputError, match="was run with model .*'experts': 4.*: choose another --name"):
+        race.Race(file, now, None, 1)
+
+
 def test_half_a_line_that_a_full_disk_has_left_is_dropped(tmp_path):
     file = tmp_path / "results.jsonl"
     run = made_up("a", 0, 1.5)

@@ -108,7 +108,14 @@ def test_a_damaged_file_is_one_line_and_nothing_is_overwritten(run_dir, place, d
 
 @pytest.mark.parametrize(
     "key,value",
-    [("vocab_size", 300.0), ("seq_len", 10**10), ("depth", 10**5), ("width", 10**30), ("heads", 0)],
+    [
+        ("vocab_size", 300.0),
+        ("seq_len", 10**10),
+        ("depth", 10**5),
+        ("width", 10**6),
+        ("width", 10**30),
+        ("heads", 0),
+    ],
 )
 def test_garbage_in_a_field_of_the_config_is_one_line(run_dir, key, value):
     change(run_dir / "config.json", key, to=value, within=None)

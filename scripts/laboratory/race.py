@@ -13,7 +13,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, dataclass, fields
 
 import torch
 
@@ -32,6 +32,7 @@ from scripts.laboratory.report import score
 from scripts.laboratory.tasks import as_text, batch_of, open_data
 
 DIGITS = 6  # of a loss in the file
+MODEL_DEFAULTS = {each.name: each.default for each in fields(GPTConfig) if each.default is not MISSING}
 FIRST_TUNING_SEED = 1000  # seeds that select the rates must not judge them
 LENGTHS = (0.25, 0.5, 1.0)  # of trials in a sweep, relative to the race; each gets a third of the budget
 
@@ -127,8 +128,8 @@ class Race:
             return
         before, self.runs = read_results(file)
         os.truncate(file, file.read_bytes().rindex(b"\n") + 1)
-        if "model" in before:  # a field that was added later had its default
-            before["model"] = asdict(GPTConfig(**before["model"]))
+        if isinstance(before.get("model"), dict):  # a field that was added later had its default
+            before["model"] = {**MODEL_DEFAULTS, **before["model"]}
         refuse_changes(f"race {file} was run with", before, setup, "choose another --name")
 
     def append(self, line):
