@@ -5,8 +5,9 @@ tokenizer and validation set. Both read the same tokens in the same order, and a
     CORPUS=python RUN=ours bash speedrun.sh
     PYTHONPATH=. python examples/train_nanochat.py --run ours --nanochat nanochat --rates 0.6
 
-Under torchrun it trains on several GPUs. Flags after -- go to nanochat and override ours. The last lines are
-both results, in bits per byte on the whole validation set. nanochat keeps its files in NANOCHAT_BASE_DIR.
+Under torchrun it trains on several GPUs. Flags after -- go to nanochat and override ours; a long run saves
+with --save-every=500 and goes on with --resume-from-step=500. The last lines are both results, in bits per
+byte on the whole validation set. nanochat keeps its files in NANOCHAT_BASE_DIR.
 """
 
 import argparse
@@ -61,13 +62,23 @@ class OurTokenizer:
         return tokenizer.vocab_size - 1
 
 
-def training_batches(_, device_rows, context, split, device="cpu", **unused):
+def training_batches(_, device_rows, context, split, device="cpu", resume_state_dict=None):
     loader = TrainLoader(
-        shards, context, batch // context, device_rows, rank, world_size, options["seed"], device
+        shards,
+        context,
+        batch // context,
+        device_rows,
+        rank,
+        world_size,
+        options["seed"],
+        device,
+        resume_state_dict,
     )
     while True:
+        # nanochat saves the position of the batch that it has fetched and not yet trained on
+        position = loader.state_dict()
         inputs, targets = next(loader)
-        yield inputs, targets, {"epoch": loader.epoch, "pq_idx": loader.window, "rg_idx": loader.row}
+        yield inputs, targets, position | {"pq_idx": loader.window, "rg_idx": loader.row}
 
 
 def whole_validation_set(_, device_rows, context, split, device="cpu", **unused):

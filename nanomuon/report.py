@@ -51,6 +51,9 @@ class Row:
     tokens: int
     train_loss: float | None = None
     val_bpb: float | None = None
+    step_ms: float | None = None
+    tokens_per_second: float | None = None
+    optimizer_ms: float | None = None
 
 
 def start_wandb(name: str, run_id: str | None, config: dict):
@@ -121,16 +124,20 @@ def read_metrics(path: Path) -> tuple[list[dict], list[dict]]:
 
 
 def summarize(rows: list[dict], val_bpb: float, steps: int, tokens: int, runtime: Runtime) -> dict:
-    """The figures of a run. rows: its training rows in metrics.jsonl."""
-    recent = [row["train_loss"] for row in rows[-20:] if row["train_loss"] is not None]
+    """The figures of a run; None for one that metrics.jsonl does not have. rows: its training rows there."""
+
+    def figure(statistic, key, digits=None, of=rows):
+        values = [row[key] for row in of if row.get(key) is not None]
+        return round(statistic(values), digits) if values else None
+
     return {
         "val_bpb": round(val_bpb, 4),
-        "train_loss": round(statistics.fmean(recent), 4) if recent else None,
+        "train_loss": figure(statistics.fmean, "train_loss", 4, rows[-20:]),
         "steps": steps,
         "tokens": tokens,
-        "seconds": round(sum(row["step_ms"] for row in rows) / 1000, 1),
-        "tokens_per_second": round(statistics.median(row["tokens_per_second"] for row in rows)),
-        "optimizer_ms": round(statistics.median(row["optimizer_ms"] for row in rows), 1),
+        "seconds": figure(lambda milliseconds: sum(milliseconds) / 1000, "step_ms", 1),
+        "tokens_per_second": figure(statistics.median, "tokens_per_second"),
+        "optimizer_ms": figure(statistics.median, "optimizer_ms", 1),
         "peak_memory_mb": peak_memory_mb(runtime.device),
     }
 

@@ -210,9 +210,12 @@ for name in "device-batch-size max-seq-len total-batch-size num-iterations eval-
 parser.add_argument("--matrix-lr", type=float)
 args, _ = parser.parse_known_args()
 shape = args.device_batch_size, args.max_seq_len
-batches = dataloader.tokenizing_distributed_data_loader_with_state_bos_bestfit(None, *shape, split="train")
+open_training = dataloader.tokenizing_distributed_data_loader_with_state_bos_bestfit
+batches = open_training(None, *shape, split="train")
 steps = args.num_iterations * args.total_batch_size // (shape[0] * shape[1])
-trained = [torch.stack(next(batches)[:2]) for _ in range(steps)]
+fetched = [next(batches) for _ in range(steps)]
+resumed = open_training(None, *shape, split="train", resume_state_dict=fetched[-1][2])
+trained = [torch.stack(batch[:2]) for batch in (*fetched, next(resumed))]
 batches = dataloader.tokenizing_distributed_data_loader_bos_bestfit(None, *shape, split="val")
 judged = [torch.stack(next(batches)) for _ in range(args.eval_tokens // (shape[0] * shape[1]))]
 torch.save([args.matrix_lr, trained, judged, tokenizer.get_token_bytes()], "read.pt")
@@ -240,6 +243,7 @@ def test_nanochat_reads_the_rows_of_the_run_beside_it(base, environment, tmp_pat
     for step in range(3):
         expected = torch.stack(next(loader))
         assert torch.equal(torch.cat(trained[2 * step : 2 * step + 2], dim=1), expected)
+    assert torch.equal(trained[6], trained[5])  # saved before this batch, nanochat resumes with it
     expected = [torch.stack(batch) for batch in validation_batches(shards, 32, 4)]
     assert len(judged) == len(expected) and all(map(torch.equal, judged, expected))
     assert token_bytes.tolist() == Tokenizer.load(shards / "tokenizer").token_bytes.tolist()

@@ -70,3 +70,12 @@ def test_the_summary_is_of_the_last_20_losses_and_of_typical_steps():
         "tokens_per_second": 90,
         "optimizer_ms": 1.3,
     }
+
+
+def test_a_run_whose_metrics_were_deleted_has_a_report_without_them(tmp_path):
+    report.MetricsLog(tmp_path).close()
+    rows, _ = report.read_metrics(tmp_path / "metrics.jsonl")
+    summary = report.summarize(rows, 1.2, 22, 5632, Runtime(torch.device("cpu"), torch.bfloat16))
+    report.write_report(tmp_path, "Depth 4", summary, [])
+    text = (tmp_path / "report.md").read_text()
+    assert "| val_bpb | 1.2 |" in text and "seconds" not in text
