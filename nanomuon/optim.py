@@ -76,6 +76,7 @@ from torch.profiler import record_function
 from nanomuon import optim_state
 from nanomuon.optim_groups import (
     build_param_groups,
+    check_choice,
     check_group,
     check_values,
     compare_ranks,
@@ -482,7 +483,8 @@ def rule_of(group, m, n, ns_dtype):
     scale, cost = update_scale(group["scale"], m, n), m * n * min(m, n)
     direction = group["direction"]
     if direction is not None:
-        buffers = getattr(direction, "buffers", lambda m, n: {})(m, n)
+        function = getattr(direction, "func", direction)  # of a functools.partial
+        buffers = getattr(direction, "buffers", getattr(function, "buffers", lambda m, n: {}))(m, n)
         if "momentum_buffer" in buffers:
             raise ValueError("a direction's own buffer cannot be called momentum_buffer")
         return Rule(call_direction, {"direction": direction}, (m, n), buffers, scale, cost)
@@ -793,8 +795,8 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     """
 
     def __init__(self, param_groups, *, compile="auto", ns_dtype=None, world=None):
-        if ns_dtype not in (None, torch.float32, torch.bfloat16):
-            raise ValueError(f"ns_dtype must be None, torch.float32 or torch.bfloat16, not {ns_dtype!r}")
+        check_choice("ns_dtype", ns_dtype, (None, torch.float32, torch.bfloat16))
+        check_choice("compile", compile, (True, False, "auto"))
         self.compile, self.ns_dtype, self.world = compile, ns_dtype, world or World()
         self.reset_plan()
         self.skipped_steps = None
@@ -851,7 +853,8 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         """One update from the gradients in `p.grad`. Returns the closure's loss, if there is one.
 
         finite: whether the loss is finite, a bool or a 0-D tensor, which the host does not wait for. False on
-        some rank skips the step on all ranks, as a gradient that is not finite does.
+        some rank skips the step on all ranks, as a gradient that is not finite does. MuonAdamW under
+        DistributedDataParallel does not ask the other ranks: reduce `finite` over them first.
         """
         with torch.enable_grad():
             loss = closure() if closure else None
@@ -924,6 +927,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         self.places = {}  # parameter -> {name of its state: Place}
         self.owned_cost = {}  # World (all ranks, or FSDP2's) -> the cost of what each of its ranks owns
 
+    @torch.inference_mode(False)  # state that is created in inference mode could not be updated
     @torch.no_grad()
     def plan(self):
         """Divide the groups into work items, each group once, when it is first needed.
@@ -1020,8 +1024,8 @@ class DistMuonAdamW(MuonAdamW):
     Replicated parameters start with rank 0's values (replicas of a sharded parameter, as in HSDP, must
     already be equal), and after every step they are bitwise the same on all ranks, as long as all ranks give
     a group the same hyperparameters. The update uses the mean of `p.grad` over ranks; `p.grad` itself does
-    not change. DTensors sharded over a device mesh (FSDP2, tensor parallelism) are updated as shards, see
-    optim_fsdp.py.
+    not change. Frozen parameters and buffers are in no group, so making them equal is up to you. DTensors
+    sharded over a device mesh (FSDP2, tensor parallelism) are updated as shards, see optim_fsdp.py.
     """
 
     def __init__(self, param_groups, process_group=None, comm_dtype=None, *, compile="auto", ns_dtype=None):
@@ -1029,5 +1033,6 @@ class DistMuonAdamW(MuonAdamW):
             raise ValueError(
                 "torchrun started several processes: call torch.distributed.init_process_group first"
             )
+        check_choice("comm_dtype", comm_dtype, (None, torch.float32, torch.bfloat16))
         world = World(process_group, comm_dtype) if process_group else World.default(comm_dtype)
         super().__init__(param_groups, compile=compile, ns_dtype=ns_dtype, world=world)

@@ -31,6 +31,7 @@ MUON_OPTIONS = {
 CHOICES = {
     "weight_decay_form": ("cautious", "decoupled"),
     "tensor_parallel": (None, "duplicated", "distributed", "blockwise"),
+    "nesterov": (True, False),
 }
 # torch.compile, activation checkpointing, FullyShardedDataParallel
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -327,13 +328,20 @@ def fixed_options(group):
     return chosen
 
 
+def as_numbers(value):
+    """A hyperparameter with numbers in place of tensors, which print their device and few digits."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return tuple(map(as_numbers, value)) if isinstance(value, list | tuple) else value
+
+
 def compare_ranks(groups, process_group):
     """ValueError, the same on every rank, if ranks differ in names, shapes, dtypes, options, numbers, or how
     parameters are grouped.
     """
     described = []
     for i, group in enumerate(groups):
-        hyper = {key: group[key] for key in sorted(REQUIRED[group["kind"]] - {"ns_steps"})}
+        hyper = {key: as_numbers(group[key]) for key in sorted(REQUIRED[group["kind"]] - {"ns_steps"})}
         options = f"group {i}, {fixed_options(group)}, {hyper}"
         for name, param, _ in named_parameters([group]):
             described.append(f"{name} {tuple(param.shape)} {param.dtype}, {options}")
@@ -407,5 +415,9 @@ def check_muon_group(group):
     if group["direction"] is not None and not callable(group["direction"]):
         raise ValueError(f"direction={group['direction']!r} is not a function")
     for key, known in CHOICES.items():
-        if group[key] not in known:
-            raise ValueError(f"unknown {key} {group[key]!r}; known: {known}")
+        check_choice(key, group[key], known)
+
+
+def check_choice(key, value, known):
+    if value not in known:
+        raise ValueError(f"{key} must be one of {known}, not {value!r}")

@@ -5,6 +5,8 @@ Each work item of `optim.py` creates its state tensors, and a Place for each tha
 and layout.
 """
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
@@ -12,11 +14,13 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tens
 from nanomuon.optim_groups import (
     MUON_OPTIONS,
     REQUIRED,
+    check_choice,
     clean_name,
     default_names,
     named_parameters,
     option_name,
 )
+from nanomuon.runtime import together
 
 GONE = {"row_equilibrate": False, "renormalize": False}  # options of earlier versions, and their defaults
 OPTIONS = {"kind", "ns_steps", *MUON_OPTIONS, *GONE}  # what a loaded group may not change
@@ -185,25 +189,52 @@ class SavedByName:
     def load_state_dict(self, state_dict, hyperparameters="restore", strict=True):
         """Restore a full_state_dict() of any world size and grouping; a named_state_dict() or state_dict()
         that this rank saved in the same world; or one that torch.distributed.checkpoint has filled. Frozen
-        parameters may be missing.
+        parameters may be missing. Collective.
 
         hyperparameters: "restore" copies lr, the other numbers and whatever schedulers wrote from the groups
         in which these parameters were saved, as torch's optimizers do; "keep" keeps those of our groups.
-        State keeps its dtype. ValueError, before anything changes, for the first difference: a missing name
-        or key, another shape, a shard that another rank has saved, other options. strict=False: missing state
-        is left unchanged; returns its [(name, key)].
+        State keeps its dtype. ValueError on every rank, before anything changes, for the first difference: a
+        missing name or key, another shape, a shard that another rank has saved, other options. A warning for
+        state of parameters that no group has. strict=False: missing state is left unchanged; returns its
+        [(name, key)].
         """
-        if hyperparameters not in ("restore", "keep"):
-            raise ValueError(f'hyperparameters must be "restore" or "keep", not {hyperparameters!r}')
-        groups = state_dict["param_groups"]
+        compared = []
+
+        def compare():
+            compared.append(self.compare(state_dict, hyperparameters, strict))
+
+        if self.world.process_group is None:
+            compare()
+        else:
+            together(compare, self.world.process_group)
+        ((found, missing, restored, starts_over),) = compared
+        shards = [(place, place.shard_of(saved)) for place, saved in found]
+        if starts_over:
+            for places in self.places.values():
+                shards += [(place, torch.zeros((), device="cpu")) for place in places.values()]
+        for place, shard in shards:
+            if place.tensor is not None:
+                place.tensor.copy_(shard)
+        for group, numbers in zip(self.param_groups, restored, strict=True):
+            group.update(numbers)
+        return None if strict else missing
+
+    def compare(self, state_dict, hyperparameters, strict):
+        """What load_state_dict is about to do, in which only this rank's state may be missing.
+
+        Returns [(place, its saved tensor)], the missing [(name, key)], new numbers for each group, and
+        whether the state was saved before the first step. ValueError as load_state_dict.
+        """
+        check_choice("hyperparameters", hyperparameters, ("restore", "keep"))
+        groups = state_dict.get("param_groups")
         check_form(groups, self.param_groups)
         state = state_by_name(state_dict["state"], groups)
         by_torch = any(isinstance(name, str) for group in groups for name in group.get("params", ()))
         restored = [{} for _ in self.param_groups]
         if hyperparameters == "restore":
             restored = [restored_numbers(i, group, groups) for i, group in enumerate(self.param_groups)]
-        found, missing = [], []  # (place, its saved tensor), (name, key)
-        starts_over = strict and not state  # saved before the first step
+        found, missing = [], []
+        starts_over = strict and not state
         if state:
             self.plan()
         if not starts_over:
@@ -220,16 +251,14 @@ class SavedByName:
         if strict and missing:
             name, key = missing[0]
             raise ValueError(f"the loaded state has no {key} of {name}: {why_missing(state.get(name), key)}")
-        shards = [(place, place.shard_of(saved)) for place, saved in found]
-        if starts_over:
-            for places in self.places.values():
-                shards += [(place, torch.zeros((), device="cpu")) for place in places.values()]
-        for place, shard in shards:
-            if place.tensor is not None:
-                place.tensor.copy_(shard)
-        for group, numbers in zip(self.param_groups, restored, strict=True):
-            group.update(numbers)
-        return None if strict else missing
+        ours = {name for name, _, _ in named_parameters(self.param_groups)}
+        if strict and (others := state.keys() - ours):
+            warnings.warn(
+                f"state of {len(others)} parameters, such as {min(others)}, is not loaded, because no group "
+                "has them: to train them, call add_param_group first",
+                stacklevel=4,
+            )
+        return found, missing, restored, starts_over
 
     def __getstate__(self):
         """For copy.deepcopy and pickle: omits the plan, which the copy makes again when it needs it."""
@@ -264,7 +293,10 @@ def check_form(saved, ours):
         raise ValueError("the loaded state has no param groups: MuonAdamW did not save it")
     for i, group in enumerate(saved):
         if "kind" not in group or "names" not in group:
-            raise ValueError(f"group {i} of the loaded state has no kind or names: MuonAdamW did not save it")
+            raise ValueError(
+                f"group {i} of the loaded state has no kind or names: MuonAdamW did not save it, or torch's "
+                "utilities fit it to other groups (full_state_dict() loads into any)"
+            )
     theirs = [names_of(group) for group in saved]
     for i, group in enumerate(ours):
         names = group["names"]

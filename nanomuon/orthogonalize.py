@@ -20,7 +20,7 @@ COEFFICIENTS = {
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ),
-    # Keller Jordan, https://kellerjordan.github.io/posts/muon: steepest slope at zero, ends in .68-1.13
+    # Keller Jordan, https://kellerjordan.github.io/posts/muon: steepest slope at zero, ends in .68-1.20
     "simple": ((3.4445, -4.7750, 2.0315),) * 5,
     # Jiacheng You: five different steps, optimized numerically
     "quintic": (
@@ -102,9 +102,9 @@ def orthogonalize(U, coefficients="polar_express", steps=None, ns_dtype=None):
     U: (..., m, n) float. Returns (..., m, n) in the dtype of the iteration: float64 stays float64, and
     `newton_schulz_form` chooses for all other dtypes. The Gram form in float16, used on GPUs, is more
     accurate than the plain form in bf16 (relative errors of .0044 and .0086 on a Gaussian matrix, computed on
-    a CPU). Singular values end in about [0.7, 1.15], depending on the set; a zero matrix stays zero. Call
-    this outside torch.autocast, which would compute the products in its own dtype; the optimizers' step does
-    so. ValueError for anything but real matrices.
+    a CPU). Singular values end in about [0.7, 1.2], depending on the set, except the tiny ones of square
+    matrices, which end lower; a zero matrix stays zero. Call this outside torch.autocast, which would compute
+    the products in its own dtype; the optimizers' step does so. ValueError for anything but real matrices.
     """
     if U.ndim < 2 or U.is_complex():
         raise ValueError(f"orthogonalize takes real matrices, not {U.dtype} of shape {tuple(U.shape)}")

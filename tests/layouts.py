@@ -83,7 +83,7 @@ OPTIONS = {
     "averages of one step": dict(momentum=0.0, beta2=0.0, weight_decay=0.0),
     "direction": dict(direction=whitened),
     "direction without state": dict(direction=functools.partial(polar), weight_decay_form="decoupled"),
-    "direction without momentum": dict(direction=whitened, momentum=None),
+    "direction without momentum": dict(direction=functools.partial(whitened), momentum=None),
 }
 
 FUSED = [("muon", (48, 64)), *[("muon", (48, 20))] * 8, ("adamw", (5,))]  # of 3 ranks one owns 2 of a group

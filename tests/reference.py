@@ -42,8 +42,9 @@ class ReferenceMuon:
             self.M = torch.zeros_like(self.P)
         if self.group["beta2"] is not None and direction is None:
             self.V = torch.zeros((m, 1) if m >= n else (1, n), dtype=torch.float64)
-        if hasattr(direction, "buffers"):
-            for name, shape in direction.buffers(m, n).items():
+        function = getattr(direction, "func", direction)
+        if hasattr(function, "buffers"):
+            for name, shape in function.buffers(m, n).items():
                 self.kept[name] = torch.zeros(1, *shape, dtype=torch.float64)
         named = {"polar_express": [*POLAR_EXPRESS, *[LIMIT] * 9], "simple": [SIMPLE] * 5}
         self.triples = named.get(coefficients, coefficients)[: self.group["ns_steps"]]

@@ -205,6 +205,16 @@ def test_a_state_dict_of_before_the_first_step_starts_over():
     assert not any(tensor.any() for tensor in tensors)
 
 
+def test_state_that_is_made_in_inference_mode_is_updated_outside():
+    """A model is often evaluated and saved there."""
+    params, groups = mixed()
+    optimizer = MuonAdamW(groups)
+    with torch.inference_mode():
+        optimizer.load_state_dict(optimizer.full_state_dict())
+    train(optimizer, params, 1)
+    assert optimizer.state[params[0]]["momentum_buffer"].any()
+
+
 def test_a_first_step_that_failed_can_be_taken_again():
     weight, bias = parameter(4, 3), torch.nn.Parameter(torch.zeros(4))
     weight.grad, bias.grad = torch.ones(4, 3), torch.ones(4)
@@ -358,6 +368,8 @@ def test_hyperparameters_are_restored_by_name_into_other_groups():
         optimizer.load_state_dict(saved, "ours")
     with pytest.raises(ValueError, match="group 0 would get lr=0.3 and 0.4"):
         MuonAdamW(mixed()[1]).load_state_dict(saved)
+    with pytest.warns(UserWarning, match="state of 4 parameters, such as a, is not loaded"):
+        MuonAdamW(other[:1]).load_state_dict(saved)
     with pytest.raises(ValueError, match="group 2 was saved with nesterov=True"):
         MuonAdamW([*other[:2], dict(other[2], nesterov=False), other[3]]).load_state_dict(saved)
     with pytest.raises(ValueError, match="group 2 was saved with another beta2"):
@@ -433,8 +445,9 @@ BAD_MUON = [  # of a group of one matrix (48, 20)
     (dict(ns_steps=0), ".*at least one step"),
     (dict(ns_steps=2.5), "ns_steps must be a whole number or None, but is 2.5"),
     (dict(scale="big"), "unknown scale 'big'"),
-    (dict(weight_decay_form="coupled"), "unknown weight_decay_form 'coupled'"),
-    (dict(tensor_parallel="both"), "unknown tensor_parallel 'both'"),
+    (dict(weight_decay_form="coupled"), "weight_decay_form must be one of .*, not 'coupled'"),
+    (dict(nesterov="no"), "nesterov must be one of .*, not 'no'"),
+    (dict(tensor_parallel="both"), "tensor_parallel must be one of .*, not 'both'"),
     (dict(lr=-0.01), "lr must be finite and not negative, but is -0.01"),
     (dict(lr=torch.tensor(math.nan)), "lr must be finite and not negative, but is nan"),
     (dict(lr="0.1"), "lr must be a number, but is '0.1'"),  # 1e-3 as YAML reads it
@@ -497,8 +510,11 @@ def test_impossible_groups_are_refused_at_construction():
     for groups, message in cases:
         with pytest.raises(ValueError, match=message):
             MuonAdamW(groups)
-    with pytest.raises(ValueError, match="ns_dtype must be None, torch.float32 or torch.bfloat16"):
-        MuonAdamW([muon(p, initial_lr=0.1)], ns_dtype=torch.float16)
+    for settings in (dict(ns_dtype=torch.float16), dict(compile="yes"), dict(comm_dtype=torch.float16)):
+        (key,) = settings
+        optimizer = DistMuonAdamW if key == "comm_dtype" else MuonAdamW
+        with pytest.raises(ValueError, match=f"{key} must be one of .*, not {settings[key]!r}"):
+            optimizer([muon(p, initial_lr=0.1)], **settings)
 
 
 def test_numbers_that_become_impossible_are_refused_before_they_change_anything():

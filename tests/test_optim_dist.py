@@ -355,6 +355,23 @@ def test_ranks_with_different_parameters_are_an_error_at_construction(change, pa
         assert all(part in error for part in ("ranks differ in parameter", *parts)), error
 
 
+def tensor_rates(group, gap):
+    """The error of a constructor with a rate that is a tensor, larger by this gap on rank 1."""
+    params, groups = build([("adamw", (5,))])
+    groups[0]["lr"] = torch.tensor(0.02 + gap * dist.get_rank(group), dtype=torch.float64)
+    try:
+        DistMuonAdamW(groups, group)
+    except ValueError as error:
+        return str(error)
+
+
+def test_rates_that_are_tensors_are_compared_by_all_their_digits():
+    """Their text has four digits, and the device of each rank."""
+    assert run_world(2, tensor_rates, 0) == [None, None]
+    for error in run_world(2, tensor_rates, 1e-9):
+        assert "'lr': 0.02" in error and "tensor" not in error
+
+
 def in_a_group_of_others(group):
     """What dist.new_group returns to a rank outside the group; with AdamW alone it would train nothing."""
     with pytest.raises(ValueError) as error:
@@ -452,6 +469,24 @@ def test_state_moves_between_layouts_and_worlds(options, route):
         assert_same_everywhere([(params, saved["state"]) for params, saved in results])
         params, saved = results[0]
     assert_close((params, saved["state"]), expected(MODEL, 2 * len(route), **options), EXACT)
+
+
+def loaded_without(group, layout, name):
+    """The error of a load without one parameter's state, and the state after it."""
+    run = Run(group, layout).train(range(2))
+    saved = run.optimizer.full_state_dict()
+    half = {**saved, "state": {key: entry for key, entry in saved["state"].items() if key != name}}
+    other = Run(group, layout)
+    with pytest.raises(ValueError) as error:
+        other.optimizer.load_state_dict(half)
+    return str(error.value), other.result()[1]
+
+
+def test_a_load_that_one_rank_refuses_changes_nothing_on_any():
+    """Only the owner of a matrix misses its state."""
+    for error, state in run_layout("replicated-3", loaded_without, "p0"):
+        assert "the loaded state has no momentum_buffer of p0" in error
+        assert not any(tensor.any() for entry in state.values() for tensor in entry.values())
 
 
 # ---- memory and bytes
