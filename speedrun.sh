@@ -86,9 +86,15 @@ again="the same command"
 rm -f "$run_dir/stopped"
 "${TRAIN[@]}" "${FLAGS[@]}" <&0 &
 training=$! stopped=no code=0
-# Without a trap, bash would die and leave the training running; a terminal sends INT and HUP to the training too
-trap 'stopped=yes; kill -TERM "$training" 2>/dev/null || true' TERM
+# Without a trap, bash would die and leave the training running; a terminal sends INT and often HUP to the training too
+pass_on() {
+    stopped=yes
+    kill -TERM "$training" 2>/dev/null || true
+}
+trap pass_on TERM
 trap stopped=yes INT HUP
+# A terminal that closes may signal its first process alone, which is perhaps this one. A second signal would hurry torchrun
+[[ "${TRAIN[*]}" == *torch.distributed.run* ]] || trap pass_on HUP
 while :; do # a signal also ends a wait
     code=0
     wait "$training" || code=$?
@@ -96,7 +102,7 @@ while :; do # a signal also ends a wait
 done
 # torchrun does not pass on the exit codes of its ranks, so they leave a file
 if [ -e "$run_dir/stopped" ] || { [ "$stopped" = yes ] && [ "$code" -ne 0 ]; }; then
-    echo "the run was stopped before its end: $again carries on"
+    echo "the run was stopped before its end: $again carries on" || true # the terminal may be gone
     exit 75
 fi
 if [ "$code" -ne 0 ] && [ -n "${data_prep:-}" ] && ! kill -0 "$data_prep" 2>/dev/null && ! wait "$data_prep"; then

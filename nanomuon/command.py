@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanomuon.runtime import InputError, base_dir, is_first_rank, printable, write_text
+from nanomuon.runtime import InputError, base_dir, discard_output, is_first_rank, printable, write_text
 
 BUG = 1  # exit code of an error that the user did not cause
 STOPPED = 75  # exit code of a run that was asked to stop early: EX_TEMPFAIL of sysexits.h, try again
@@ -175,7 +175,10 @@ class StopSignals:
 
     def _say(self, message):
         if is_first_rank():
-            os.write(1, f"{message}\n".encode())  # print() fails in a handler that has interrupted a print()
+            try:  # print() fails in a handler that has interrupted a print()
+                os.write(1, f"{message}\n".encode())
+            except OSError:  # the terminal, whose end sent the signal
+                discard_output()
 
     def stopped(self, how: str) -> int:
         """Print and record that the run stops here. Returns STOPPED."""

@@ -45,7 +45,16 @@ from torch.nn.attention import sdpa_kernel
 from nanomuon.attention import WITHOUT_CUDNN
 from nanomuon.generate import padded
 from nanomuon.gpt import GPT
-from nanomuon.runtime import InputError, base_dir, locked, one_line, print0, together, write_whole
+from nanomuon.runtime import (
+    InputError,
+    base_dir,
+    locked,
+    one_line,
+    print0,
+    remove_unfinished,
+    together,
+    write_whole,
+)
 from nanomuon.tokenizer import Tokenizer
 
 # The bundle behind the published figures, at nanochat's URL
@@ -262,6 +271,7 @@ def open_bundle(place: str) -> list[Task]:
         archive = base_dir() / "core" / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.zip"
         with locked(archive):
             if not archive.exists():
+                remove_unfinished(archive.parent, archive.name)
                 fetch(place, archive)
         return read_zip(archive)
     path = Path(place).expanduser()
@@ -298,6 +308,8 @@ def read_tasks(folder) -> list[Task]:
     with one_line(listing):
         for entry in yaml.safe_load(listing.read_bytes())["icl_tasks"]:
             tasks.append(read_task(folder, entry, baselines))
+        if not tasks:
+            raise ValueError("it lists no tasks")
     return tasks
 
 
@@ -311,8 +323,12 @@ def read_task(folder, entry: dict, baselines: dict[str, float]) -> Task:
                     items.append(parse_item(json.loads(line), kind))
         if not items:
             raise ValueError("it has no items")
-    delimiter = entry.get("continuation_delimiter", " ")
-    return Task(label, kind, entry["num_fewshot"][0], delimiter, baselines[label], items)
+    shots, baseline = entry["num_fewshot"][0], baselines[label]
+    if not isinstance(shots, int) or shots < 0:
+        raise ValueError(f"num_fewshot of {label} is {shots!r}, not a number of examples")
+    if not 0 <= baseline < 1:
+        raise ValueError(f"the random baseline of {label} is {100 * baseline}, not a percentage below 100")
+    return Task(label, kind, shots, entry.get("continuation_delimiter", " "), baseline, items)
 
 
 def parse_item(item: dict, kind: str) -> Item:
@@ -328,6 +344,7 @@ def parse_item(item: dict, kind: str) -> Item:
     else:
         raise ValueError(f"unknown icl_task_type {kind!r}")
     gold = 0 if kind == "language_modeling" else item["gold"]
-    if not 0 <= gold < len(pairs):
-        raise ValueError(f"gold is {gold}, not the number of one of {len(pairs)} choices")
+    if not isinstance(gold, int) or not 0 <= gold < len(pairs):
+        raise ValueError(f"gold is {gold!r}, not the number of one of {len(pairs)} choices")
+    "".join(map("".join, pairs)).encode()  # ValueError for lone surrogates, which no tokenizer takes
     return Item(pairs, gold)

@@ -207,13 +207,15 @@ def open_corpus(name: str, text_field: str | None = None, skip_unreadable: bool 
         repo = HUB_NAME.fullmatch(name)[1]
         return Corpus(name, known.revision, tuple(known.files), text_field, repo, skip_unreadable)
 
-    files = _local_files(root, suffixes)
-    if not files:
+    files, unreadable = _local_files(root, suffixes)
+    if not files and not unreadable:
         raise InputError(
             f"corpus {name} has no file with text (.txt, .md, .py and so on, .jsonl, .jsonl.gz, .jsonl.zst, "
             ".parquet): rename .ndjson to .jsonl, other text to .txt, unpack .txt.gz, convert .csv to .jsonl"
         )
-    return Corpus(name, revision_of(root, files), tuple(files), text_field, None, skip_unreadable)
+    corpus = Corpus(name, revision_of(root, files), tuple(files), text_field, None, skip_unreadable)
+    corpus.unreadable.update(unreadable)
+    return corpus
 
 
 def remember(corpus: Corpus) -> None:
@@ -231,14 +233,14 @@ def _write(memory: Path, content: Remembered) -> None:
     write_json(memory, asdict(content))
 
 
-def _local_files(root, suffixes) -> list[Path]:
+def _local_files(root, suffixes) -> tuple[list[Path], dict]:
     """The files to read under `root`, sorted; no hidden or installed ones, no pipes, and none that we write.
-    Follows links, and visits each folder once.
+    Follows links, and visits each folder once. Also {folder: error} of those that cannot be read.
     """
-    seen, walk = set(), [(root.parent, [], [root.name])]
-    if not root.is_file():
+    seen, walk, errors = set(), [(root.parent, [], [root.name])], []
+    if root.is_dir():
         seen.add(os.path.realpath(base_dir()))  # our own folder, which changes with every run
-        walk = os.walk(root, followlinks=True)
+        walk = os.walk(root, followlinks=True, onerror=errors.append)
     files = []
     for folder, subfolders, names in walk:
         place = os.path.realpath(folder)
@@ -253,7 +255,7 @@ def _local_files(root, suffixes) -> list[Path]:
             file = Path(folder, name)
             if not name.startswith(".") and name.lower().endswith(suffixes) and not file.is_fifo():
                 files.append(file)
-    return sorted(files)
+    return sorted(files), {error.filename: error for error in errors}
 
 
 def revision_of(root: Path, files: list[Path]) -> str:
@@ -337,8 +339,9 @@ def _open_lines(path):
         return path.open("rb")
     import pyarrow as pa
 
-    # This decompresses by suffix, and raises an error for a truncated stream
-    return io.BufferedReader(pa.input_stream(str(path), compression="detect"), 1 << 20)
+    # This raises an error for a truncated stream
+    compression = {".gz": "gzip", ".zst": "zstd"}[path.suffix.lower()]
+    return io.BufferedReader(pa.input_stream(str(path), compression=compression), 1 << 20)
 
 
 class NoText(ValueError):

@@ -53,7 +53,7 @@ def draw(
     largest = values[:, :1]  # NaN if any logit is
     if not largest.isfinite().all():
         raise InputError("this model has diverged: its logits are not finite. Use an earlier --checkpoint")
-    if temperature == 0:
+    if temperature < 1e-30:  # dividing by it could give 0 / 0
         return tokens[:, 0].tolist()
     probabilities = torch.softmax((values - largest) / temperature, -1)
     if top_p < 1:

@@ -23,7 +23,16 @@ from nanomuon.generate import sample_texts
 from nanomuon.optim import MuonAdamW
 from nanomuon.plan import Plan, choose_compilation, print_plan
 from nanomuon.qk_clip import watch_
-from nanomuon.runtime import InputError, Runtime, first_rank_first, folder_of, print0, read_json, write_json
+from nanomuon.runtime import (
+    InputError,
+    Runtime,
+    first_rank_first,
+    folder_of,
+    print0,
+    read_json,
+    remove_unfinished,
+    write_json,
+)
 from nanomuon.settings import Settings, flag_of, recorded, refuse_changes, refuse_other_ranks, sha256_of
 from nanomuon.tokenizer import Tokenizer
 from nanomuon.trained import model_sources, warn_of_changed_sources
@@ -181,8 +190,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         for outdated in ("summary.json", "stopped"):  # a running run is neither complete nor stopped
             (self.folder / outdated).unlink(missing_ok=True)
-        for left_over in folder.glob(".*.tmp"):  # by a launch that was killed
-            left_over.unlink()
+        remove_unfinished(folder)
         self.tokenizer.save(self.folder / "tokenizer")
         config = self.plan.config
         chosen = {
@@ -290,8 +298,8 @@ class Run:
         val_bpb = self.evaluate(None)
         if not math.isfinite(val_bpb):
             return self.give_up(f"run {args.run} has diverged: its validation loss is not finite")
-        core_results = self.evaluate_core(args.core_items) if self.core_tasks else None
         hf_export.export(self.folder, self.model, self.tokenizer)
+        core_results = self.evaluate_core(args.core_items) if self.core_tasks else None
         with torch.compiler.set_stance("force_eager"):  # the shapes of samples were not compiled
             prompts = PROMPTS.get(args.corpus, [""] * 3)
             samples = sample_texts(self.model, self.tokenizer, prompts, max_tokens=64, seed=args.seed)

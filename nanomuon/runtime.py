@@ -56,8 +56,9 @@ def one_line(what: str, advice: str = ""):
 
 def check_name(flag: str, name: str) -> None:
     """InputError for a name that leads out of its parent folder, is hidden or empty, or is not printable."""
-    if not name.isprintable() or not name or set(name) & set("/\\") or name.startswith("."):
-        raise InputError(f"{flag} {name!r} is not a folder name: use letters, digits, '-' and '_'")
+    fits = name and len(name.encode()) <= 200  # with what is added to it, names of files have at most 255
+    if not fits or not name.isprintable() or set(name) & set("/\\") or name.startswith("."):
+        raise InputError(f"{flag} {name!r} is not a folder name: use up to 200 letters, digits, '-' and '_'")
 
 
 def base_dir() -> Path:
@@ -195,9 +196,21 @@ def is_first_rank() -> bool:
 
 
 def print0(text, **keywords) -> None:
-    """print() on the first rank only, with the text passed through printable()."""
+    """print() on the first rank only, with the text passed through printable(). Once the terminal or the
+    reader of a pipe is gone, it prints nothing more: a run must not end with them.
+    """
     if is_first_rank():
-        print(printable(str(text)), flush=True, **keywords)
+        try:
+            print(printable(str(text)), flush=True, **keywords)
+        except OSError:
+            discard_output()
+
+
+def discard_output() -> None:
+    """From now on, whatever this process prints is lost."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
 
 
 def together(work, group=None) -> list:
@@ -293,6 +306,12 @@ def write_whole(path):
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: Path, name: str = "*") -> None:
+    """Delete what killed processes have left of write_whole(folder / name). Nobody else may be writing."""
+    for left_over in folder.glob(f".{name}.*.tmp"):
+        left_over.unlink()
 
 
 def write_text(path, text: str) -> None:

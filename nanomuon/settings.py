@@ -151,7 +151,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     parser.section("evaluation and checkpoints")
     may_change("--eval-every", int, 100, "steps between evaluations, -1: only at the end")
     may_change("--eval-tokens", count, 131072, "validation tokens, spread over the set; at the end all")
-    may_change("--core-bundle", bundle_place, None, "CORE tasks: a folder, a zip or its URL (default: none)")
+    may_change("--core-bundle", bundle_place, None, "CORE tasks: a folder, a zip, its URL (default: none)")
     may_change("--core-every", int, -1, "steps between evaluations of CORE, -1: only at the end")
     may_change("--core-items", count, None, "items per CORE task (default: 500; at the end all)")
     may_change("--save-every", int, 100, "steps between checkpoints, -1: only at the end")
@@ -176,11 +176,13 @@ def python_file(text: str) -> str:
     return os.path.abspath(text)
 
 
-def bundle_place(text: str) -> str:
-    """A URL unchanged; a folder or zip as its absolute path, so that the run finds it from any folder."""
+def bundle_place(text: str) -> str | None:
+    """A URL unchanged; a folder or zip as its absolute path, so that the run finds it from any folder; None
+    for "none", with which a run gives up the bundle that it has recorded.
+    """
     if text.startswith(("http://", "https://")):
         return text
-    return absolute(text)
+    return None if text == "none" else absolute(text)
 
 
 def corpus_name(text: str) -> str:

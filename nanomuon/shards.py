@@ -14,6 +14,7 @@ documents beyond the first shard are left out; they are not trained on.
 
 import itertools
 import math
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from nanomuon.corpus import Corpus, with_both_parts
+from nanomuon.corpus import Corpus, open_corpus, with_both_parts
 from nanomuon.runtime import (
     InputError,
     base_dir,
@@ -32,6 +33,7 @@ from nanomuon.runtime import (
     locked,
     print0,
     read_json,
+    remove_unfinished,
     write_json,
     write_whole,
 )
@@ -199,6 +201,7 @@ def _is_there(folder, max_tokens):
 
 def _write_missing(folder, corpus, vocab_size, tokenizer, max_tokens):
     """Write the missing shards of a folder that this process has locked. See prepare()."""
+    remove_unfinished(folder)
     manifest = read_manifest(folder)
     if manifest is None:
         tokenizer = tokenizer or prepare_tokenizer(corpus, vocab_size)
@@ -223,6 +226,10 @@ def _write_missing(folder, corpus, vocab_size, tokenizer, max_tokens):
                 entries.append(Entry(len(documents), sum(map(len, documents))))
                 write_manifest(folder, manifest)
                 print0(f"{name}: {entries[-1].tokens:,} tokens")
+    if not corpus.repo and open_corpus(corpus.name).revision != corpus.revision:
+        for made in (folder, tokenizer_folder(corpus, vocab_size)):
+            shutil.rmtree(made, ignore_errors=True)
+        raise InputError(f"the texts of corpus {corpus.name} changed while they were read: run it again")
     manifest.complete_to = max_tokens if count_tokens(manifest.train) >= max_tokens else math.inf
     manifest.unreadable = corpus.describe_unreadable()
     write_manifest(folder, manifest)

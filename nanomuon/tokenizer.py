@@ -1,6 +1,7 @@
 """Byte-level BPE: rustbpe trains it, tiktoken runs it, a JSON file stores it."""
 
 import hashlib
+import re
 import threading
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -27,6 +28,7 @@ SPLIT_PATTERN = "|".join(
 # Longer texts are encoded in pieces: the regex engine gives up on a run of a million spaces, and BPE takes
 # 40 s on one word of 50 MB
 PIECE = 1 << 16  # characters
+LONG_SPACE = re.compile(rf"\s{{{PIECE}}}")
 
 
 @dataclass
@@ -65,7 +67,8 @@ class Tokenizer:
         import rustbpe
 
         trainer = rustbpe.Tokenizer()
-        trainer.train_from_iterator(iter(texts), vocab_size - 1, pattern=SPLIT_PATTERN)
+        pieces = (piece for text in texts for piece in _trainable(text))
+        trainer.train_from_iterator(pieces, vocab_size - 1, pattern=SPLIT_PATTERN)
         vocab = [bytes(token) for token, _ in trainer.get_mergeable_ranks()]  # in the order of the ranks
         if len(vocab) < vocab_size - 1:
             raise InputError(
@@ -115,6 +118,11 @@ class Tokenizer:
     def decode(self, ids) -> str:
         """The text of token ids; <|bos|> shows as itself, incomplete UTF-8 as U+FFFD."""
         return self._bpe.decode(ids)
+
+
+def _trainable(text):
+    """The text in pieces only if it must be: cutting changes which tokens are learned."""
+    return in_pieces(text, PIECE) if LONG_SPACE.search(text) else (text,)
 
 
 def in_pieces(text: str, size: float):

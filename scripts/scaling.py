@@ -82,7 +82,10 @@ def main(argv=None):
 
 def numbers(text):
     """The text 1,2,3 or 250e3,1e6 as a list of int."""
-    return [round(float(part)) for part in text.split(",")]
+    values = [float(part) for part in text.split(",")]
+    if not all(value.is_integer() for value in values):
+        raise ValueError
+    return list(map(int, values))
 
 
 def flags_of(args, depth, tokens):

@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import shutil
 import threading
 import zipfile
 from functools import partial
@@ -183,6 +184,8 @@ def test_the_mean_over_all_tasks_is_called_core(tmp_path, capsys):
     [
         ("multiple_choice", "{", "JSONDecodeError: "),
         ("multiple_choice", '{"query": "a", "choices": ["b", "c"], "gold": -1}', "gold is -1"),
+        ("multiple_choice", '{"query": "a", "choices": ["b", "c"], "gold": 1.0}', "gold is 1.0"),
+        ("multiple_choice", '{"query": "a", "choices": ["b", "\\ud800"], "gold": 0}', "surrogates"),
         ("multiple_choice", '{"choices": ["b", "c"], "gold": 0}', "KeyError: 'query'"),
         ("multiple_choice", '{"query": "a", "choices": ["b", "c"], "answer": 1}', "KeyError: 'gold'"),
         ("language_modeling", "[" * 100_000, "recursion"),
@@ -205,6 +208,13 @@ def test_a_malformed_line_is_named(tmp_path, kind, line, complaint):
         ("core.yaml", "icl_tasks:", "icl_tasks: [", "core.yaml: ParserError: while parsing"),
         ("core.yaml", "some/resolve.jsonl", "some/absent.jsonl", "absent.jsonl: .*No such file"),
         ("eval_meta_data.csv", "25", "a lot", "meta_data.csv: ValueError: could not convert"),
+        ("eval_meta_data.csv", "25", "100", "the random baseline of .* is 100.0, not a percentage below 100"),
+        (
+            "core.yaml",
+            "num_fewshot:\n  - ",
+            "num_fewshot:\n  - -",
+            "num_fewshot of .* not a number of examples",
+        ),
     ],
 )
 def test_a_damaged_bundle_is_refused(tmp_path, name, before, after, complaint):
@@ -328,6 +338,12 @@ def test_a_run_is_evaluated_during_training_at_its_end_and_again(base, environme
     assert json.loads((run / "core.json").read_text()) == results
     output = capsys.readouterr().out
     assert output.count("--- sample") == 3 and "val_bpb" not in output
+
+    shutil.rmtree(bundle)
+    again = ["--run", "core", "--num-iterations", "6"]
+    with pytest.raises(InputError, match="bundle: .*No such file"):
+        base_train.main(again)
+    assert base_train.main([*again, "--core-bundle", "none"]) == 0
 
 
 def test_a_run_goes_on_without_a_bundle_that_cannot_be_fetched(base, environment, capsys):

@@ -51,7 +51,7 @@ def parquet(**columns):
     return sink.getvalue().to_pybytes()
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".JSONL.GZ", ".jsonl.zst", ".parquet"])
 def test_all_formats_hold_the_same_documents(tmp_path, suffix):
     texts = ["one", "zwei\nZeilen\r\n", "三", None, "", "one", "x" * 100_000, "nul\0inside \U0001f600"]
     texts += [f"many {i}" for i in range(200)]
@@ -59,7 +59,7 @@ def test_all_formats_hold_the_same_documents(tmp_path, suffix):
     if suffix == ".parquet":
         content = parquet(text=texts, id=range(len(texts)))
     else:
-        compress = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard.compress}[suffix]
+        compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix[6:].lower()]
         content = compress(lines({"id": 1, "text": text} for text in [*texts, "lone \ud800"]) + b"\n")
         expected.append("lone ?")
     (tmp_path / f"data{suffix}").write_bytes(content)
@@ -142,6 +142,24 @@ def test_what_cannot_be_read_is_named_or_left_out(tmp_path, name):
     with pytest.raises(InputError, match=f": 1 files .*: .*{name}.*{named}.*; repair .*--skip-unreadable"):
         read(f"path:{tmp_path}")
     assert read(f"path:{tmp_path}", skip_unreadable=True)[-1] == "good"
+
+
+def test_a_folder_that_cannot_be_listed_is_named_or_left_out(tmp_path, monkeypatch):
+    """Root can list every folder, so the error is made up."""
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "z.txt").write_text("good")
+    scandir = os.scandir
+
+    def refuse(folder):
+        if str(folder).endswith("closed"):
+            raise PermissionError(13, "Permission denied", folder)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    for name in (f"path:{tmp_path}", f"path:{tmp_path}/closed"):
+        with pytest.raises(InputError, match=": 1 files .*closed: .*Permission denied.*; repair"):
+            read(name)
+    assert read(f"path:{tmp_path}", skip_unreadable=True) == ["good"]
 
 
 def test_all_that_cannot_be_read_is_counted_at_once_and_recorded(tmp_path):

@@ -69,6 +69,7 @@ def test_a_token_is_drawn_from_the_likeliest_that_top_k_and_top_p_leave():
         (2, 0.99, {1, 3}),
     ):
         assert set(draw(logits, 1.0, top_k, top_p, generators)) == kept
+    assert set(draw(logits, 1e-300, 9, 1.0, generators)) == {1}
     draws = torch.tensor([draw(logits, 0.5, 9, 1.0, generators) for _ in range(10)])
     frequency = torch.bincount(draws.flatten(), minlength=4) / 4000
     assert (frequency - torch.softmax(logits[0] / 0.5, -1)).abs().max() < 0.03

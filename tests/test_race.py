@@ -325,6 +325,8 @@ def test_the_last_tenth_of_a_text_is_scored(text):
     assert held_out - 64 - 1 <= scored <= held_out - 1
     with pytest.raises(InputError, match="too few for windows of 5000"):
         tasks.shakespeare_data(setup | {"model": {"seq_len": 5000}}, str(text), 0, "cpu")
+    with pytest.raises(InputError, match="has changed since the race began"):
+        tasks.shakespeare_data(setup | {"data": "of another text"}, str(text), 0, "cpu")
 
 
 def test_a_race_on_a_corpus_trains_what_base_train_trains(base, environment, lab, monkeypatch):

@@ -130,6 +130,19 @@ def test_a_signal_saves_and_leaves_a_note(base, number):
     assert ranks.output().count("stopping after this step; Ctrl-C now ends at once, without saving\n") == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_run_whose_terminal_or_pipe_is_gone_saves_all_the_same(base, number):
+    """As when a terminal is closed, or on Ctrl-C with `| tee`."""
+    run = f"closed-{number.name}"
+    process = launch(base, run, 100_000, *QUIET)
+    wait_until(lambda: len(losses(base, run)) > 2, lambda: process.poll() is None)
+    process.stdout.close()
+    process.send_signal(number)
+    assert process.wait(60) == STOPPED
+    assert checkpoint.saved_steps(base / "runs" / run) == [len(losses(base, run))]
+    assert (base / "runs" / run / "stopped").exists()
+
+
 def test_a_signal_to_one_rank_in_the_last_step_stops_all(base, tmp_path):
     """After the ranks have agreed on this step: it would leave the others in the last evaluation."""
     last_step = """

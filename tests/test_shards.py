@@ -13,6 +13,7 @@ import pytest
 
 from nanomuon import runtime, shards
 from nanomuon.corpus import open_corpus
+from nanomuon.runtime import InputError
 from nanomuon.shards import prepare, read_manifest, read_shards
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_train, data_prep, tok_train
@@ -91,6 +92,13 @@ def test_a_full_disk_loses_nothing(corpus, tmp_path, monkeypatch):
     assert contents(folder) == whole and len(calls) > 50
 
 
+def test_texts_that_change_while_they_are_read_leave_nothing(corpus, tmp_path):
+    (tmp_path / "texts" / "new.txt").write_text("a text that the revision does not count")
+    with pytest.raises(InputError, match="changed while they were read: run it again"):
+        prepare(corpus, 300)
+    assert not [*tmp_path.glob("base/*/*/*")]
+
+
 def test_part_of_a_corpus_grows_into_the_whole(corpus, tmp_path, monkeypatch):
     """In whole windows, so that the rows of a window do not depend on how much was asked for."""
     monkeypatch.setattr(shards, "WINDOW", 3)
@@ -100,6 +108,7 @@ def test_part_of_a_corpus_grows_into_the_whole(corpus, tmp_path, monkeypatch):
     all_of_it, found = read_manifest(whole), read_manifest(folder)
     assert found == replace(all_of_it, train=[], complete_to=0)
     tokens = np.cumsum([entry.tokens for entry in all_of_it.train]).tolist()
+    (folder / ".train-00000.safetensors.1.tmp").touch()  # left by a process that was killed
     for wanted, count in ((tokens[0] + 1, 3), (tokens[2], 3), (tokens[2] + 1, 6)):
         prepared(corpus, max_tokens=wanted)
         assert read_manifest(folder) == replace(all_of_it, train=all_of_it.train[:count], complete_to=wanted)

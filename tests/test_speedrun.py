@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -152,3 +153,19 @@ def test_a_speedrun_that_is_killed_and_stopped_finishes_and_then_skips_everythin
     again = subprocess.run(command, **keywords)
     assert again.returncode == 0 and "is complete" in again.stdout
     assert written() == before
+
+
+@pytest.mark.slow
+def test_a_speedrun_whose_terminal_is_closed_saves_and_stops(tmp_path):
+    """The system signals only the first process of that terminal, which is bash."""
+    command, keywords = on_this_machine(tmp_path, "--num-iterations", "100000")
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(keywords["cwd"])
+        os.execvpe(command[0], command, keywords["env"])
+    output = b""
+    while b"tokens/s" not in output:
+        output += os.read(terminal, 4096)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 75
+    assert (tmp_path / "runs" / "mine" / "stopped").exists()

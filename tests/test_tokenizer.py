@@ -29,6 +29,7 @@ def test_long_runs_of_one_unit_survive(unit):
     ids = TOKENIZER.encode_to_numpy(text)
     assert TOKENIZER.token_bytes[ids].sum() == len(text.encode()) and TOKENIZER.decode(ids) == text
     assert TOKENIZER.encode(text[:PIECE]) == TOKENIZER._bpe.encode_ordinary(text[:PIECE])
+    Tokenizer.train([*TEXTS, text * 2], 300)
 
 
 def test_bos_is_no_text():

@@ -99,6 +99,8 @@ def shakespeare_setup(text, fields):
 
 def shakespeare_data(setup, text, seed, device):
     characters = Path(text).read_text(encoding="utf-8")
+    if digest(characters.encode()) != setup["data"]:
+        raise InputError(f"{text} has changed since the race began: start it again")
     ids = {character: index for index, character in enumerate(sorted(set(characters)))}
     tokens = torch.tensor([ids[character] for character in characters])
     length = setup["model"]["seq_len"]
