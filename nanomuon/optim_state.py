@@ -207,11 +207,9 @@ class SavedByName:
             compare()
         else:
             together(compare, self.world.process_group)
-        ((found, missing, restored, starts_over),) = compared
-        shards = [(place, place.shard_of(saved)) for place, saved in found]
-        if starts_over:
-            for places in self.places.values():
-                shards += [(place, torch.zeros((), device="cpu")) for place in places.values()]
+        ((found, missing, restored),) = compared
+        zero = torch.zeros((), device="cpu")
+        shards = [(place, zero if saved is None else place.shard_of(saved)) for place, saved in found]
         for place, shard in shards:
             if place.tensor is not None:
                 place.tensor.copy_(shard)
@@ -222,8 +220,8 @@ class SavedByName:
     def compare(self, state_dict, hyperparameters, strict):
         """What load_state_dict is about to do, in which only this rank's state may be missing.
 
-        Returns [(place, its saved tensor)], the missing [(name, key)], new numbers for each group, and
-        whether the state was saved before the first step. ValueError as load_state_dict.
+        Returns [(place, its saved tensor or None for zeros)], the missing [(name, key)], and new numbers for
+        each group. ValueError as load_state_dict.
         """
         check_choice("hyperparameters", hyperparameters, ("restore", "keep"))
         groups = state_dict.get("param_groups")
@@ -234,10 +232,11 @@ class SavedByName:
         if hyperparameters == "restore":
             restored = [restored_numbers(i, group, groups) for i, group in enumerate(self.param_groups)]
         found, missing = [], []
-        starts_over = strict and not state
         if state:
             self.plan()
-        if not starts_over:
+        if strict and not state:  # saved before the first step
+            found = [(place, None) for places in self.places.values() for place in places.values()]
+        else:
             for name, param, _ in named_parameters(self.param_groups):
                 entry = state.get(name, {})
                 # torch's utilities have already refused what is missing, unless they were told not to
@@ -258,7 +257,7 @@ class SavedByName:
                 "has them: to train them, call add_param_group first",
                 stacklevel=4,
             )
-        return found, missing, restored, starts_over
+        return found, missing, restored
 
     def __getstate__(self):
         """For copy.deepcopy and pickle: omits the plan, which the copy makes again when it needs it."""
