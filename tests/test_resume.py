@@ -133,12 +133,16 @@ def test_a_signal_saves_and_leaves_a_note(base, number):
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_run_whose_terminal_or_pipe_is_gone_saves_all_the_same(base, number):
     """As when a terminal is closed, or on Ctrl-C with `| tee`."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the run would inherit that it is ignored
     run = f"closed-{number.name}"
     process = launch(base, run, 100_000, *QUIET)
     wait_until(lambda: len(losses(base, run)) > 2, lambda: process.poll() is None)
     process.stdout.close()
     process.send_signal(number)
-    assert process.wait(60) == STOPPED
+    try:
+        assert process.wait(60) == STOPPED
+    finally:
+        process.kill()
     assert checkpoint.saved_steps(base / "runs" / run) == [len(losses(base, run))]
     assert (base / "runs" / run / "stopped").exists()
 

@@ -158,6 +158,7 @@ def test_a_speedrun_that_is_killed_and_stopped_finishes_and_then_skips_everythin
 @pytest.mark.slow
 def test_a_speedrun_whose_terminal_is_closed_saves_and_stops(tmp_path):
     """The system signals only the first process of that terminal, which is bash."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would inherit that it is ignored
     command, keywords = on_this_machine(tmp_path, "--num-iterations", "100000")
     process, terminal = pty.fork()
     if process == 0:
