@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -16,6 +17,8 @@ from nanomuon.runtime import InputError, base_dir, discard_output, is_first_rank
 
 BUG = 1  # exit code of an error that the user did not cause
 STOPPED = 75  # exit code of a run that was asked to stop early: EX_TEMPFAIL of sysexits.h, try again
+INTERRUPTED = 130  # as shells report a process that Ctrl-C has ended
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PATIENCE = 2  # seconds that a rank waits before it reports an error that others probably report too
 
 
@@ -116,7 +119,7 @@ def explain(error: BaseException) -> tuple[int, str]:
     """The exit code and the message to the user for an error that ends this process."""
     message = str(error)
     if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted\n"
+        return INTERRUPTED, "interrupted\n"
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in message:
         less = "try fewer rows (--device-batch-size), a smaller model or --shard fsdp"
         message = f"{message.split('. ')[0]}; {less}"
@@ -160,18 +163,35 @@ class StopSignals:
         self.folder = folder
         self.again = "the same command" if resume == "auto" else "the same command without --resume"
         self.asked = self.in_steps = False
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._receive)
+        arrived, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup)
+        threading.Thread(target=self._watch, args=(arrived,), daemon=True).start()
 
     def _receive(self, number, frame):
         self.asked = True
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if not self.in_steps:
-            # Not an exception: the interrupted code could swallow it, or it could have no effect while this
-            # rank leaves a process group in which others wait
-            os._exit(exit_code(self.stopped("with nothing to save")))
-        self._say("stopping after this step; Ctrl-C now ends at once, without saving")
+        if self.in_steps:
+            self._say("stopping after this step; Ctrl-C now ends at once, without saving")
+
+    def _watch(self, arrived):
+        """End this process if a signal arrives while there is nothing to save, and at a later Ctrl-C.
+
+        In a thread, because Python calls a handler only when the main thread has returned from PyTorch, and
+        it does not return if it waits for a rank that has already ended.
+        """
+        is_first = True
+        while True:
+            (number,) = os.read(arrived, 1)
+            if number not in STOP_SIGNALS:
+                continue
+            if not self.in_steps:
+                os._exit(exit_code(self.stopped("with nothing to save")))
+            if number == signal.SIGINT and not is_first:
+                os._exit(INTERRUPTED)
+            is_first = False
 
     def _say(self, message):
         if is_first_rank():

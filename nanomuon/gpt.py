@@ -105,12 +105,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
-def with_recent(x: Tensor, count: int, cache, place: str) -> Tensor:
-    """x (B, T, ...) preceded by the `count` tokens before it, from the cache for this place in the model, or
-    zeros.
-    """
+def with_recent(x: Tensor, count: int, cache, module: nn.Module) -> Tensor:
+    """x (B, T, ...) preceded by the `count` tokens before it, or zeros. cache: has those of each module."""
     if cache is not None:
-        return cache.with_recent(place, x, count)
+        return cache.with_recent(module, x, count)
     return F.pad(x, (0, 0) * (x.ndim - 2) + (count, 0))
 
 
@@ -151,20 +149,19 @@ class Attention(nn.Module):
         """
         pairs = k.unflatten(-1, (2, -1))  # (B, T, Hkv, 2, D/2), ever slower along the last dimension
         own, shown_to_next = pairs.tensor_split(2, dim=-1)
-        before = with_recent(shown_to_next, 1, cache, f"keys {self.layer}")[:, :-1]
+        before = with_recent(shown_to_next, 1, cache, self)[:, :-1]
         return torch.cat((own, before), dim=-1).flatten(-2)
 
 
 class Convolution(nn.Module):
     """x_t + sum over j < TAPS of taps_j * x_(t-j), per channel. It starts as the identity."""
 
-    def __init__(self, config: GPTConfig, layer: int):
+    def __init__(self, config: GPTConfig):
         super().__init__()
-        self.layer = layer
         self.taps = nn.Parameter(torch.empty(TAPS * config.width))  # flat, so that Muon does not train it
 
     def forward(self, x: Tensor, cache) -> Tensor:
-        padded = with_recent(x, TAPS - 1, cache, f"mlp {self.layer}")  # (B, TAPS - 1 + T, width)
+        padded = with_recent(x, TAPS - 1, cache, self)  # (B, TAPS - 1 + T, width)
         taps, T = self.taps.to(x.dtype).view(TAPS, -1), x.size(1)
         for j in range(TAPS):
             x = x + taps[j] * padded[:, TAPS - 1 - j :][:, :T]
@@ -185,7 +182,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.attn = Attention(config, layer)
-        self.conv = Convolution(config, layer)
+        self.conv = Convolution(config)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, head_rows: Tensor, rope: tuple[Tensor, Tensor], cache) -> Tensor:

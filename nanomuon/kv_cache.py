@@ -1,7 +1,7 @@
 """What a model remembers of the tokens it has read, while it generates text."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .attention import attention, masked
 
@@ -51,20 +51,20 @@ class KVCache:
             self.masks[window] = ((distance >= 0) & (distance < (window or self.end)))[:, None]
         return self.masks[window]
 
-    def with_recent(self, place: str, x: Tensor, count: int) -> Tensor:
-        """x (B, T, ...) preceded by the last `count` inputs at this place in the model, zeros at first."""
-        if place not in self.recent:
-            self.recent[place] = x.new_zeros(x.size(0), count, *x.shape[2:])
-        self.recent[place] = torch.cat((self.recent[place][:, -count:], x), dim=1)
-        return self.recent[place]
+    def with_recent(self, module: nn.Module, x: Tensor, count: int) -> Tensor:
+        """x (B, T, ...) preceded by the last `count` inputs of this module, zeros at first."""
+        if module not in self.recent:
+            self.recent[module] = x.new_zeros(x.size(0), count, *x.shape[2:])
+        self.recent[module] = torch.cat((self.recent[module][:, -count:], x), dim=1)
+        return self.recent[module]
 
     def crop(self, lengths: list[int]) -> None:
         """Forget the padding at the end of rows after the first call. lengths: of the rows without it."""
         ends = torch.tensor(lengths, device=self.device)[:, None]  # (B, 1)
         rows = torch.arange(len(lengths), device=self.device)[:, None]
-        for place, inputs in self.recent.items():
+        for module, inputs in self.recent.items():
             count = inputs.size(1) - self.end
-            self.recent[place] = inputs[rows, ends + torch.arange(count, device=self.device)]
+            self.recent[module] = inputs[rows, ends + torch.arange(count, device=self.device)]
         self.lengths = lengths
 
     def select(self, rows: list[int]) -> None:
@@ -72,4 +72,4 @@ class KVCache:
         self.lengths = [self.lengths[row] for row in rows]
         index = torch.tensor(rows, device=self.device)
         self.kept = {name: tensor[index] for name, tensor in self.kept.items()}
-        self.recent = {place: inputs[index] for place, inputs in self.recent.items()}
+        self.recent = {module: inputs[index] for module, inputs in self.recent.items()}

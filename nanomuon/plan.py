@@ -182,13 +182,15 @@ def fewer_rows(config: GPTConfig, layout: Layout, rows: int, compute_bytes: int,
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of a GPU per its data sheet; None for a CPU, and for a GPU not in the table."""
+    """Dense bf16 FLOP/s of a GPU per its data sheet; None for a CPU, a part of a GPU (MIG), and a GPU that is
+    not in the table.
+    """
     if device.type != "cuda":
         return None
     words = set(torch.cuda.get_device_name(device).upper().replace("-", " ").split())
     peak = None
     for model, tflops in BF16_TFLOPS.items():
-        if words.issuperset(model.split()):
+        if words.issuperset(model.split()) and "MIG" not in words:
             peak = 1e12 * tflops
     return peak
 

@@ -73,7 +73,13 @@ class Run:
         if settings:
             warn_of_changed_sources(args.run, settings.trained_with)
         self.trained_on = first_rank_first(lambda: self._open_data(settings))
-        refuse_other_ranks({"--corpus": self.trained_on["shards"]})
+        refuse_other_ranks(  # the last two may follow from a rank's GPU
+            {
+                "--corpus": self.trained_on["shards"],
+                "--device-batch-size": plan.rows,
+                "--dtype": runtime.dtype_name,
+            }
+        )
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes).to(runtime.device)
         compiles = choose_compilation(args, plan, runtime)
 

@@ -249,7 +249,9 @@ def first_rank_first(work):
     """
     if not dist.is_initialized():
         return work()
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    advice = "; set GLOO_SOCKET_IFNAME to the network interface between the nodes"
+    with one_line("connecting the ranks over gloo failed", advice):
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     first = on_first_rank(work, group)
     dist.destroy_process_group(group)  # not after an error, which may have left other ranks in it
     return first if rank() == 0 else work()

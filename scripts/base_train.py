@@ -179,6 +179,8 @@ def evaluate_what_is_due(run: Run) -> None:
         run.evaluate(args.eval_tokens)
     if core_is_due:
         run.evaluate_core(args.core_items or CORE_ITEMS)
+    if isinstance(run.model, FSDPModule):
+        run.model.reshard()  # FSDP2 still has whole parameters, and train() may change the shards
     recipe.switch(run.optimizer, "train")
 
 

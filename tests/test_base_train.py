@@ -147,6 +147,10 @@ def test_a_run_is_judged_by_the_weights_that_eval_puts_in_place(base, capsys):
     assert " parameters are in no group and are not trained: " in capsys.readouterr().out
     assert not load_file(base / "runs" / "still" / "model.safetensors")["lm_head.weight"].any()
     assert losses(base, "still")[-1] < losses(base, "still")[1]
+    sharded = "--shard", "fsdp", "--save-every", "-1"
+    ranks = Ranks(base, "still-sharded", 4, *file, "--eval-every", "2", *sharded, processes=2)
+    assert ranks.join() == [0, 0], ranks.output()
+    assert losses(base, "still-sharded") == pytest.approx(losses(base, "still"), abs=1e-4)
 
 
 LATE = """

@@ -5,6 +5,7 @@ with what transformers loads.
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -99,6 +100,17 @@ def test_the_loss_by_chunks_is_the_capped_cross_entropy(dtype, tolerance, monkey
         (head.weight.grad, same[1].grad),
     ):
         assert (ours.double() - theirs).norm() < tolerance * theirs.norm()
+
+
+def test_blocks_of_equal_windows_are_compiled_once():
+    """PyTorch compiles a function eight times and then runs it eagerly, without an error."""
+    counter = CompileCounter()
+    model = build(depth=10, window_pattern="SL")
+    for block in model.blocks:
+        block.compile(backend=counter, dynamic=False)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        model(*torch.randint(30, (2, 1, 16))).backward()
+    assert counter.frame_count == 2
 
 
 def test_compiled_loss_and_gradients_are_the_eager_ones_and_the_same_in_every_run(request):
