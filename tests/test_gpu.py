@@ -21,7 +21,7 @@ from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.optim_groups import build_param_groups
 from tests.reference import MATRICES, OTHERS, distance
-from tests.training import launch, losses
+from tests.training import QUIET, launch, losses, wait_until
 
 pytestmark = pytest.mark.gpu
 HALF = {"cpu": 1e-4, "cuda": 3e-2}  # tolerance: half precision on a GPU, float32 on a CPU
@@ -188,3 +188,25 @@ def test_ranks_train_what_one_process_trains(gpu, how, tmp_path):
     trained = torch.load(tmp_path / "params")
     for param, expected in zip(trained, model.parameters(), strict=True):
         assert distance(param, expected.detach().cpu()) < 1e-2
+
+
+@pytest.mark.parametrize("flags", ["", "--shard fsdp", "--tensor-parallel 2"])
+def test_two_ranks_learn_stop_and_go_on(device, flags, base, environment, monkeypatch):
+    """On GPUs with more blocks than torch.compile compiles one by one."""
+    on_gpu = device.type == "cuda"
+    if on_gpu and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    monkeypatch.setenv("NANOMUON_DEVICE", "" if on_gpu else "cpu")
+    monkeypatch.setenv("NANOMUON_COMPILE", "1" if on_gpu else "0")
+    run, depth = "two" + flags.replace(" ", "-"), 10 if on_gpu else 2
+    command = (base, run, 60, *QUIET, "--depth", str(depth), *flags.split())
+    stopped = launch(*command, processes=2)
+    wait_until(lambda: len(losses(base, run)) > 4, lambda: stopped.poll() is None, 300)
+    stopped.terminate()
+    assert "stopped at step" in stopped.communicate()[0]
+    resumed = launch(*command, processes=2)
+    output, _ = resumed.communicate()
+    assert resumed.returncode == 0 and "resuming run" in output, output
+    assert "recompile_limit" not in output, output
+    trained = losses(base, run)
+    assert len(trained) == 60 and trained[-1] < trained[0] - 0.5
