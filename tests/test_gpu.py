@@ -196,6 +196,8 @@ def test_two_ranks_learn_stop_and_go_on(device, flags, base, environment, monkey
     on_gpu = device.type == "cuda"
     if on_gpu and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
+    if not (on_gpu or flags):
+        pytest.skip("test_resume.py does this on a CPU")
     monkeypatch.setenv("NANOMUON_DEVICE", "" if on_gpu else "cpu")
     monkeypatch.setenv("NANOMUON_COMPILE", "1" if on_gpu else "0")
     run, depth = "two" + flags.replace(" ", "-"), 10 if on_gpu else 2
