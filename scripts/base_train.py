@@ -79,6 +79,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     # One launch at a time: two would overwrite each other's checkpoints. The first rank holds the lock
     with locked(folder, wait=False) if runtime.rank == 0 else contextlib.nullcontext():
+        if runtime.rank == 0 and recall(make_parser(), argv)[1] != settings:
+            raise InputError(f"another launch has trained run {args.run} meanwhile: give the command again")
         wandb = None
         if args.wandb and runtime.rank == 0:
             wandb = start_wandb(args.run, settings and settings.wandb_id, vars(args))

@@ -330,6 +330,21 @@ def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys):
     assert_same_run(base / "runs" / "few-shards", base / "runs" / "all-shards")
 
 
+def test_a_launch_that_another_one_has_overtaken_is_refused(base, monkeypatch):
+    """It has read the run's settings before it holds the lock: it would go on with its own flags."""
+    make_plan, command = base_train.make_plan, arguments(base, "overtaken", 2, *QUIET)
+
+    def slow_plan(*inputs):
+        monkeypatch.setattr(base_train, "make_plan", make_plan)
+        assert base_train.main([*command, "--seed", "2"]) == 0
+        (base / "runs/overtaken/summary.json").unlink()  # it was stopped, and is not complete
+        return make_plan(*inputs)
+
+    monkeypatch.setattr(base_train, "make_plan", slow_plan)
+    with pytest.raises(InputError, match="another launch has trained run overtaken meanwhile"):
+        base_train.main(command)
+
+
 def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
     folder = base / "runs" / "options"
     assert base_train.main(arguments(base, "options", 10, "--matrix-lr", "0.01", *QUIET)) == 0
