@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanomuon.runtime import InputError, base_dir, discard_output, is_first_rank, printable, write_text
+from nanomuon.runtime import InputError, base_dir, discard, is_first_rank, printable, write_text
 
 BUG = 1  # exit code of an error that the user did not cause
 STOPPED = 75  # exit code of a run that was asked to stop early: EX_TEMPFAIL of sysexits.h, try again
@@ -103,8 +103,8 @@ def run_command(main) -> None:
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
         code, message = explain(error)
-        if isinstance(error, BrokenPipeError):  # else Python would flush the rest at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            discard(sys.stdout)
         if "RANK" in os.environ:
             defer_to_other_ranks(error)
         sys.stderr.write(message)  # in one write: print() writes the newline separately
@@ -198,7 +198,7 @@ class StopSignals:
             try:  # print() fails in a handler that has interrupted a print()
                 os.write(1, f"{message}\n".encode())
             except OSError:  # the terminal, whose end sent the signal
-                discard_output()
+                discard(sys.stdout)
 
     def stopped(self, how: str) -> int:
         """Print and record that the run stops here. Returns STOPPED."""

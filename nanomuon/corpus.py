@@ -213,9 +213,10 @@ def open_corpus(name: str, text_field: str | None = None, skip_unreadable: bool 
             f"corpus {name} has no file with text (.txt, .md, .py and so on, .jsonl, .jsonl.gz, .jsonl.zst, "
             ".parquet): rename .ndjson to .jsonl, other text to .txt, unpack .txt.gz, convert .csv to .jsonl"
         )
-    corpus = Corpus(name, revision_of(root, files), tuple(files), text_field, None, skip_unreadable)
-    corpus.unreadable.update(unreadable)
-    return corpus
+    revision = revision_of(root, files)
+    return Corpus(
+        name, revision, tuple(files), text_field, skip_unreadable=skip_unreadable, unreadable=unreadable
+    )
 
 
 def remember(corpus: Corpus) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+import sys
 import tempfile
 import traceback
 from dataclasses import dataclass
@@ -203,14 +204,12 @@ def print0(text, **keywords) -> None:
         try:
             print(printable(str(text)), flush=True, **keywords)
         except OSError:
-            discard_output()
+            discard(keywords.get("file", sys.stdout))
 
 
-def discard_output() -> None:
-    """From now on, whatever this process prints is lost."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+def discard(stream) -> None:
+    """From now on, what is written to sys.stdout or sys.stderr is lost, and Python can flush it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def together(work, group=None) -> list:
