@@ -311,6 +311,14 @@ def without_offsets(model):
         block.attn.offset_half = lambda k, cache: k
 
 
+def without_additions(model):
+    without_taps(model)
+    without_x0_scalars(model)
+    without_offsets(model)
+    embed_and_rows = model.look_up
+    model.look_up = lambda tokens: (embed_and_rows(tokens)[0], torch.zeros(*tokens.shape, 32))
+
+
 @pytest.mark.parametrize(
     "file, off",
     [
@@ -318,6 +326,7 @@ def without_offsets(model):
         ("no_x0_scalars", without_x0_scalars),
         ("no_value_gate", without_gates),
         ("no_key_offset", without_offsets),
+        ("no_additions", without_additions),
     ],
 )
 def test_a_model_without_an_addition_is_the_default_with_the_addition_off(file, off):
@@ -367,5 +376,6 @@ def test_every_parameter_of_a_model_gets_a_gradient_and_learns(file):
         losses.append(loss.item())
         optimizer.step()
     assert losses[-1] < losses[0] - 0.1
+    untrained = "value_gate" if file in ("no_head_rows", "no_additions") else "nothing"
     for name, param in model.named_parameters():
-        assert param.grad is not None or (file == "no_head_rows" and "value_gate" in name), name
+        assert param.grad is not None or untrained in name, name
