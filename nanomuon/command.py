@@ -53,6 +53,13 @@ def number(kind: type, low: float, high: float):
     return parse
 
 
+def output_file(text: str) -> str:
+    """The type of a flag that names a file to write: its folder must exist, as it is written last."""
+    if not os.path.isdir(os.path.dirname(os.path.abspath(text))):
+        raise argparse.ArgumentTypeError(f"{text}: its folder does not exist")
+    return text
+
+
 count = number(int, 1, 1 << 40)
 layers = number(int, 1, 1024)
 vocabulary = number(int, 257, 1 << 24)  # 256 bytes and <|bos|>

@@ -247,6 +247,18 @@ class GPT(nn.Module):
         draw(self.lm_head.weight, Tensor.normal_, 0, 0.001)
         self.fill_rope()
 
+    def to_empty(self, **options) -> "GPT":
+        """As in PyTorch, but a parameter that two modules share, such as a tied head, is still shared."""
+        first, shared = {}, {}  # {parameter: its first name}, {other name: first name}
+        for name, param in self.named_parameters(remove_duplicate=False):
+            if first.setdefault(param, name) != name:
+                shared[name] = first[param]
+        super().to_empty(**options)
+        for name, source in shared.items():
+            module, _, own_name = name.rpartition(".")
+            setattr(self.get_submodule(module), own_name, self.get_parameter(source))
+        return self
+
     def fill_rope(self) -> None:
         positions = torch.arange(self.config.seq_len, dtype=torch.float32, device=self.cos.device)
         pairs = torch.arange(self.cos.size(-1), dtype=torch.float32, device=self.cos.device)

@@ -290,7 +290,8 @@ def check_keys(group, where):
         close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.85)
         if key in others or close:
             meant = f"did you mean {close[0]}?" if close else "an option of the other kind"
-            raise ValueError(f"{where} ({kind}): unknown {key}: {meant}")
+            first = f" of {group['names'][0]}" if group.get("names") else ""
+            raise ValueError(f"{where}{first} ({kind}): unknown {key}: {meant}")
     if missing := (REQUIRED[kind] | {"params"}) - group.keys():
         raise ValueError(f"{where} ({kind}): missing {', '.join(sorted(missing))}")
 

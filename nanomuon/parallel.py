@@ -87,8 +87,9 @@ def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
             fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
         # with tensor parallelism an embedding's output is a view, which only matters to in-place operations
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        fully_shard(gpt.wte, mesh=mesh["dp"])
-        gpt.wte.set_unshard_in_backward(False)  # its gradient needs only the tokens
+        if gpt.wte.weight is not gpt.lm_head.weight:
+            fully_shard(gpt.wte, mesh=mesh["dp"])
+            gpt.wte.set_unshard_in_backward(False)  # its gradient needs only the tokens
         fully_shard(gpt, mesh=mesh["dp"])
 
 
@@ -103,6 +104,11 @@ def cut_heads_and_channels(gpt: GPT, mesh: DeviceMesh) -> None:
     for name, module in gpt.blocks.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.ndim < 2:
+                if any(cut_dim(child) is not None for child in module.children()):
+                    raise InputError(
+                        f"--tensor-parallel {mesh.size()} cannot train blocks.{name}.{key}: each rank would "
+                        "have the gradient of its own heads or channels alone; move it into Block"
+                    )
                 continue
             dim = cut_dim(module)
             if dim is None or parameter.size(dim) % mesh.size():

@@ -29,12 +29,12 @@ from nanomuon.runtime import (
 )
 
 
-def parse_lines(path, lines: bytes, kind) -> list[dict]:
+def parse_lines(path, lines: bytes, kind, first: int = 1) -> list[dict]:
     """JSON objects, one per line, with the keys of the dataclass `kind` and possibly others. InputError names
-    a line that does not have them.
+    a line that does not have them, counted from `first`.
     """
     rows = []
-    for number, line in enumerate(lines.splitlines(), 1):
+    for number, line in enumerate(lines.splitlines(), first):
         try:
             parse_json(line, kind)
         except ValueError as error:

@@ -90,7 +90,7 @@ class Run:
             )
         self._build(compiles)
         self._resume(found)
-        before = settings and settings.options.get("num_iterations")
+        before = settings and (settings.steps or settings.options.get("num_iterations"))
         if before and before != self.plan.steps:
             print0(f"length     {self.plan.steps} steps, {before} before: the rates follow the new length")
         self.metrics = None
@@ -214,6 +214,7 @@ class Run:
             trained_on=self.trained_on,
             trained_with=trained_with(),
             groups=self.groups,
+            steps=self.plan.steps,
             wandb_id=wandb_id,
         )
         write_json(self.folder / "settings.json", asdict(settings))

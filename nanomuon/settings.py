@@ -43,6 +43,7 @@ class Settings:
     trained_on: dict  # corpus, its revision, shards, tokenizer; SHA-256 of the optimizer file
     trained_with: dict  # versions, commit, hashes of the model's code
     groups: list = field(default_factory=list)  # see recipe.describe
+    steps: int | None = None  # planned; older versions did not record them
     wandb_id: str | None = None  # id of the run at Weights & Biases
 
     def __post_init__(self):
@@ -237,8 +238,8 @@ def recall(parser: RunParser, words: list[str] | None) -> tuple[argparse.Namespa
     its_hash = f"--optimizer-file {own} of SHA-256"  # a recorded path is never opened
     refuse_changes(
         f"run {args.run} exists with",
-        defining(parser, before) | {its_hash: sha256},
-        defining(parser, args) | {its_hash: sha256_of(args.optimizer_file)},
+        defining(parser, before) | {its_hash: sha256 or "none"},
+        defining(parser, args) | {its_hash: sha256_of(args.optimizer_file) or "none"},
     )
     return args, settings
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from nanomuon import recipe
-from nanomuon.command import ArgumentParser, add_dtype_argument, count, layers, run_command
+from nanomuon.command import ArgumentParser, add_dtype_argument, count, layers, output_file, run_command
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import Bank, DistMuonAdamW, MuonAdamW
 from nanomuon.orthogonalize import newton_schulz_form, triples
@@ -50,8 +50,8 @@ def parse_arguments(argv):
         help="a function that takes the model; returns an optimizer, or groups for ours",
     )
     add_dtype_argument(parser)
-    add("--profile", metavar="FILE", help="write a trace of one step to this file")
-    add("--json", metavar="FILE", help="write the figures to this file")
+    add("--profile", type=output_file, metavar="FILE", help="write a trace of one step to this file")
+    add("--json", type=output_file, metavar="FILE", help="write the figures to this file")
     args = parser.parse_args(argv)
     if args.world > 1 and (args.peer or args.profile):
         raise InputError("--peer and --profile run in a single process: leave out --world")

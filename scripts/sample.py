@@ -25,7 +25,7 @@ from nanomuon.command import (
 )
 from nanomuon.generate import Sample, continue_samples
 from nanomuon.gpt import GPT
-from nanomuon.runtime import printable, start
+from nanomuon.runtime import InputError, printable, start
 from nanomuon.tokenizer import Tokenizer
 from nanomuon.trained import load_run
 
@@ -107,6 +107,8 @@ def converse(model: GPT, tokenizer: Tokenizer, args: argparse.Namespace) -> None
     """Continue every line that is typed, until the end of input or Ctrl-C."""
     with contextlib.suppress(ImportError):  # Python may have been built without it
         import readline  # noqa: F401 - input() then knows the arrow keys
+    if sys.stdin is None:
+        raise InputError("--interactive reads prompts from the standard input, which is closed")
     sys.stdin.reconfigure(errors="replace")
     print("each line begins a document; an empty line leaves that to the model; Ctrl-D ends", file=sys.stderr)
     seed = args.seed

@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
     scripts.begin()
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,7 +101,9 @@ def flags_of(args, depth, tokens):
 def finished(name):
     """The finished runs of a family, the largest last."""
     members = []
-    for file in folder_of(name).parent.glob(f"{name}-d[0-9]*-t[0-9]*/summary.json"):
+    for file in folder_of(name).parent.glob("*/summary.json"):
+        if not re.fullmatch(re.escape(name) + "-d[0-9]+-t[0-9]+", file.parent.name):  # such as a copy
+            continue
         config, summary = read_config(file.parent), read_json(file, Summary)
         weights = meta_model(config).multiplied_weights()
         members.append(Member(weights, summary.tokens, summary.val_bpb, config))

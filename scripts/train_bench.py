@@ -24,7 +24,7 @@ import torch
 
 from nanomuon import parallel, report, shards
 from nanomuon.attention import kernels_in_use, use_flash_attention
-from nanomuon.command import count, run_command
+from nanomuon.command import count, output_file, run_command
 from nanomuon.corpus import check_corpus, open_corpus
 from nanomuon.dataloader import TrainLoader
 from nanomuon.plan import make_plan, peak_flops
@@ -45,7 +45,7 @@ def own_parser() -> argparse.ArgumentParser:
     """The flags of base_train, of which only those that affect a step matter, and two more."""
     parser = make_parser("python -m scripts.train_bench", __doc__)
     parser.add_argument("--rounds", type=count, default=7, help="rounds after a warm-up (%(default)s)")
-    parser.add_argument("--json", help="also write the numbers to this file")
+    parser.add_argument("--json", type=output_file, help="also write the numbers to this file")
     return parser
 
 

@@ -5,13 +5,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from nanomuon import parallel, recipe
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.parallel import device_mesh, parallelize
-from nanomuon.runtime import InputError
+from nanomuon.optim import DistMuonAdamW, MuonAdamW
+from nanomuon.parallel import parallelize
+from nanomuon.runtime import InputError, Runtime
 from scripts import sample
 from tests.training import QUIET, arguments, losses
 from tests.worlds import run_world
@@ -96,18 +99,73 @@ def test_another_mlp_is_cut_by_tensor_parallelism(fork, base):
     assert losses(base, "cut") == pytest.approx(losses(base, "whole"), abs=1e-4)
 
 
-def refused(group, forget):
+CONFIG = GPTConfig(vocab_size=67, seq_len=8, depth=1, width=24, heads=4, kv_heads=4)
+
+
+def unchanged(model):
+    pass
+
+
+def forget_its_cut(model):
+    model.blocks[0].mlp.up.cut = None
+
+
+def add_vectors(model):
+    block = model.blocks[0]
+    block.scale = torch.nn.Parameter(torch.ones(24, device="meta"))
+    block.attn.scale = torch.nn.Parameter(torch.ones(6, device="meta"))
+
+
+def refused(group, change):
     with torch.device("meta"):
-        model = GPT(GPTConfig(vocab_size=67, seq_len=8, depth=1, width=24, heads=4, kv_heads=4))
-    if forget:
-        model.blocks[0].mlp.up.cut = None
+        model = GPT(CONFIG)
+    change(model)
     try:
-        parallelize(model, device_mesh("cpu", 1, 2), fsdp=False)
+        parallelize(model, parallel.device_mesh("cpu", 1, 2), fsdp=False)
     except InputError as error:
         return str(error)
 
 
-def test_a_matrix_that_cannot_be_cut_is_named():
-    assert run_world(2, refused, False) == [None, None]
-    for message in run_world(2, refused, True):
-        assert message.startswith("--tensor-parallel 2 cannot divide blocks.0.mlp.up.weight, (96, 24): ")
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (forget_its_cut, "--tensor-parallel 2 cannot divide blocks.0.mlp.up.weight, (96, 24): "),
+        (add_vectors, "--tensor-parallel 2 cannot train blocks.0.attn.scale: "),
+    ],
+)
+def test_a_parameter_that_tensor_parallelism_would_train_wrongly_is_refused(change, said):
+    assert run_world(2, refused, unchanged) == [None, None]
+    assert all(message.startswith(said) for message in run_world(2, refused, change))
+
+
+class Tied(GPT):
+    def __init__(self, config, compute_dtype=torch.float32):
+        super().__init__(config, compute_dtype)
+        self.lm_head.weight = self.wte.weight
+
+
+def trained_tied(group, fsdp, tensor_parallel):
+    mesh = parallel.device_mesh("cpu", 4 // tensor_parallel, tensor_parallel) if group else None
+    with mock.patch.object(parallel, "GPT", Tied):
+        model = parallel.build_model(CONFIG, Runtime(torch.device("cpu"), torch.float32), 0, mesh, fsdp)
+    groups = recipe.param_groups(model)
+    optimizer = DistMuonAdamW(groups) if group else MuonAdamW(groups)
+    assert model.lm_head.weight is model.wte.weight
+    losses = []
+    for _ in range(4):
+        tokens = torch.arange(16).view(2, 8)
+        loss = model(tokens, tokens.roll(-1, dims=1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert model.lm_head.weight is model.wte.weight
+    return losses
+
+
+def test_a_tied_head_stays_tied():
+    alone = trained_tied(None, False, 1)
+    assert alone[-1] < alone[0] - 0.5
+    for layout in ((False, 4), (True, 1)):
+        for losses_of_rank in run_world(4, trained_tied, *layout):
+            assert losses_of_rank == pytest.approx(alone, abs=1e-4)

@@ -10,7 +10,7 @@ import torch
 from nanomuon import generate
 from nanomuon.generate import Sample, draw, sample_texts
 from nanomuon.run import bits_per_byte
-from nanomuon.runtime import printable
+from nanomuon.runtime import InputError, printable
 from nanomuon.tokenizer import Tokenizer
 from scripts import sample
 from tests.test_gpt import build
@@ -107,7 +107,8 @@ def command(monkeypatch, capsys):
     monkeypatch.setattr(sample, "load_run", lambda run, runtime, checkpoint_name: (model, BYTES, 0))
 
     def run(*arguments, stdin=b""):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
+        text = None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin), "utf-8")
+        monkeypatch.setattr(sys, "stdin", text)
         assert sample.main([*arguments, "--max-tokens", "30"]) is None  # exit code 0
         return capsys.readouterr()
 
@@ -146,6 +147,8 @@ def test_prompts_are_read_until_the_input_ends_or_ctrl_c(command):
 
     command.model.register_forward_pre_hook(interrupt)
     assert command("--interactive", stdin=b"abc\nabc\n").out.count("--- sample") == 1
+    with pytest.raises(InputError, match="standard input, which is closed"):
+        command("--interactive", stdin=None)
 
 
 def test_characters_that_a_terminal_would_obey_are_shown_as_escapes():

@@ -389,6 +389,7 @@ def test_the_table_says_what_the_runs_say():
         ("", "has no complete line: remove it"),
         ("{}\n", "line 1 .*remove that line"),
         ('{"setup": {}}\n[1]\n', "line 2 .*remove that line"),
+        ('{"setup": {}}\n{"contender": "a", "seed": "1"}\n', "line 2 .*seed: .*remove"),
     ],
 )
 def test_a_damaged_file_of_a_race_is_one_line(tmp_path, content, said):

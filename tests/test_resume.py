@@ -349,6 +349,9 @@ def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
     folder = base / "runs" / "options"
     assert base_train.main(arguments(base, "options", 10, "--matrix-lr", "0.01", *QUIET)) == 0
     assert f"report: {folder}/report.md, {folder}/loss.png" in capsys.readouterr().out
+    settings = json.loads((folder / "settings.json").read_text())
+    settings["options"]["num_iterations"] = None  # as if --target-flops had led to these steps
+    (folder / "settings.json").write_text(json.dumps(settings))
     for flags, said, far in (
         ("--num-iterations 6", "run options is complete", 10),
         (
@@ -467,7 +470,7 @@ def test_an_optimizer_file_runs_only_when_it_is_named(base, tmp_path, capsys):
 
     assert train(2, flag, file) == 0
     assert f"running {file}, SHA-256 {digest}\n" in capsys.readouterr().out
-    with pytest.raises(InputError, match=f"{file} of SHA-256 {digest}, not None: give the same again"):
+    with pytest.raises(InputError, match=f"{file} of SHA-256 {digest}, not none: give the same again"):
         train(4)
     (tmp_path / "mine.py").write_text(text.replace("0.1", "0.2"))
     with pytest.raises(InputError, match=f"mine.py of SHA-256 {digest}, not .*: --resume never"):

@@ -65,9 +65,9 @@ def test_a_family_is_enlarged_asked_and_stopped(base, monkeypatch, capsys):
     assert code is None and out.count(" is complete with ") == 4, "nothing is trained twice"
     assert "loss = " in out and "1e+13 FLOPs: depth " in out
     assert re.search(r"^  3 layers +[0-9,]+ weights +512 tokens \d\.\d{4}$", out, re.MULTILINE)
-    other_family = runtime.folder_of("family-dense-d2-t512")
-    other_family.mkdir()
-    (other_family / "summary.json").touch()  # reading it would be an error
+    for other in ("family-dense-d2-t512", "family-d2-t512-copy"):
+        runtime.folder_of(other).mkdir()
+        (runtime.folder_of(other) / "summary.json").touch()  # reading it would be an error
     monkeypatch.setattr(base_train, "main", lambda flags: STOPPED)
     assert family("--depths", "4,5", "--tokens", "256")[0] == STOPPED
     with pytest.raises(InputError, match="--depth: must be from 1 to 1,024, not 5000"):

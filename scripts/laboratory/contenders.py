@@ -134,7 +134,8 @@ class Contender:
         The last is the dial that the contender's file names, as in DIAL = ("c", 0.1, 0.8), or else the rate
         of the matrices. Keywords with the value zero are not searched.
         """
-        widths = {"lr_scale": 3} | {name: each.sweep for name, each in recipe.RATES.items() if each.sweep}
+        declared = recipe.RATES | recipe.SCHEDULE
+        widths = {"lr_scale": 3} | {name: each.sweep for name, each in declared.items() if each.sweep}
         if self.dial is not None:
             del widths["matrix_lr"]
         values = {"lr_scale": 1} | self.keywords | self.options

@@ -103,9 +103,11 @@ class Result:
     seed: int
     steps: int
     score: float | None
-    curve: list[list[float | None]]
+    curve: list[tuple[int, float | None]]
     step_ms: float
     optimizer_ms: float
+    initial: str
+    rows: str
 
 
 def read_results(file):
@@ -113,8 +115,9 @@ def read_results(file):
     lines = file.read_bytes().rpartition(b"\n")[0]  # without half a line, as a full disk leaves it
     if not lines:
         raise InputError(f"{file} has no complete line: remove it")
-    header, *runs = run_report.parse_lines(file, lines, Header | Result)
-    return header["setup"], runs
+    first, _, others = lines.partition(b"\n")
+    (header,) = run_report.parse_lines(file, first, Header)
+    return header["setup"], run_report.parse_lines(file, others, Result, first=2)
 
 
 class Race:
