@@ -27,26 +27,25 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, normal
     """softmax(q k^T / sqrt(D)) v, where query i sees keys j with i - window < j <= i (all j <= i if window is
     None).
 
-    q (B, Tq, H, D); k, v (B, Tk, Hkv, D) with Hkv dividing H: query head h reads key head h * Hkv // H. If
-    Tq < Tk, the queries are the last Tq positions, as in decoding with a cache. Returns (B, Tq, H, D).
-    normalized: queries and keys have norm sqrt(D), so that scores are small and may be rounded to bf16.
+    q (B, T, H, D); k, v (B, T, Hkv, D) with Hkv dividing H: query head h reads key head h * Hkv // H. Returns
+    (B, T, H, D). normalized: queries and keys have norm sqrt(D), so that scores are small and may be rounded
+    to bf16.
     """
-    Tq, Tk = q.size(1), k.size(1)
-    if q.dtype == torch.bfloat16 and Tq == Tk:
+    T = q.size(1)
+    if q.dtype == torch.bfloat16:
         if q.device.type == "cuda" and window is not None:
             return varlen(q, k, v, window)
-        if q.device.type == "cpu" and normalized and Tq <= WHOLE_SCORES:
+        if q.device.type == "cpu" and normalized and T <= WHOLE_SCORES:
             return whole_scores(q, k, v, window)
-    if window is None and Tq == Tk:
+    if window is None:
         return masked(q, k, v, None, is_causal=True)
-    return masked(q, k, v, visible_keys(Tq, Tk, window, q.device))
+    return masked(q, k, v, visible_keys(torch.arange(T, device=q.device), T, window))
 
 
-def visible_keys(Tq: int, Tk: int, window: int | None, device: torch.device) -> Tensor:
-    """(Tq, Tk), True if a query sees a key. The queries are the last Tq positions."""
-    keys = torch.arange(Tk, device=device)
-    distance = keys[Tk - Tq :, None] - keys
-    return (distance >= 0) & (distance < (window or Tk))
+def visible_keys(queries: Tensor, count: int, window: int | None) -> Tensor:
+    """(..., T, count), True if a query sees a key. queries (..., T): their positions among `count` keys."""
+    distance = queries[..., None] - torch.arange(count, device=queries.device)
+    return (distance >= 0) & (distance < (window or count))
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
@@ -69,7 +68,7 @@ def whole_scores(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     B, T, H, D = q.shape
     k, v = (x.repeat_interleave(H // x.size(2), dim=2) for x in (k, v))
     q, k, v = (x.transpose(1, 2).reshape(B * H, T, D) for x in (q, k, v))
-    hidden = ~visible_keys(T, T, window, q.device)
+    hidden = ~visible_keys(torch.arange(T, device=q.device), T, window)
     bias = q.new_zeros(T, T).masked_fill(hidden, -torch.inf)
     weights = softmax(torch.baddbmm(bias, q * D**-0.5, k.mT))
     return (weights @ v).view(B, H, T, D).transpose(1, 2)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .attention import attention, masked
+from .attention import attention, masked, visible_keys
 
 
 class KVCache:
@@ -47,8 +47,7 @@ class KVCache:
     def mask(self, window: int | None) -> Tensor:
         """(B, 1, T, end), True if a query sees a key."""
         if window not in self.masks:
-            distance = self.queries[:, :, None] - torch.arange(self.end, device=self.device)
-            self.masks[window] = ((distance >= 0) & (distance < (window or self.end)))[:, None]
+            self.masks[window] = visible_keys(self.queries, self.end, window)[:, None]
         return self.masks[window]
 
     def with_recent(self, module: nn.Module, x: Tensor, count: int) -> Tensor:

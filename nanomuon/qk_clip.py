@@ -70,7 +70,7 @@ def record_largest_(largest: Tensor, q: Tensor, k: Tensor, window: int | None) -
     """
     T, heads, D = q.shape[1:]
     largest, k = largest[:heads], k.repeat_interleave(heads // k.size(2), 2)
-    hidden = ~visible_keys(T, T, window, q.device)
+    hidden = ~visible_keys(torch.arange(T, device=q.device), T, window)
     for start in range(0, T, QUERIES):
         end = start + QUERIES
         logits = torch.einsum("bihd,bjhd->hbij", q[:, start:end], k[:, :end])

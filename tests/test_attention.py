@@ -6,17 +6,16 @@ import torch
 from nanomuon.attention import attention, kernels_in_use, use_flash_attention, whole_scores
 
 
-def tensors(Tq=48, Tk=48, Hkv=2):
+def tensors(T=48, Hkv=2):
     torch.manual_seed(0)
-    return torch.randn(2, Tq, 4, 16), torch.randn(2, Tk, Hkv, 16), torch.randn(2, Tk, Hkv, 16)
+    return torch.randn(2, T, 4, 16), torch.randn(2, T, Hkv, 16), torch.randn(2, T, Hkv, 16)
 
 
 def definition(q, k, v, window=None):
     q, k, v = q.double(), k.double(), v.double()
     out = torch.empty_like(q)
     for i in range(q.size(1)):
-        position = k.size(1) - q.size(1) + i
-        seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
+        seen = slice(0 if window is None else max(0, i - window + 1), i + 1)
         for h in range(q.size(2)):
             kv = h * k.size(2) // q.size(2)
             weights = torch.softmax((k[:, seen, kv] @ q[:, i, h, :, None])[..., 0] / q.size(3) ** 0.5, -1)
@@ -25,14 +24,12 @@ def definition(q, k, v, window=None):
 
 
 @pytest.mark.parametrize("window", [None, 1, 10, 47, 48, 100])
-@pytest.mark.parametrize("Tq", [48, 1, 5])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_is_the_definition(window, Tq, kv_heads):
-    q, k, v = tensors(Tq, Hkv=kv_heads)
+def test_attention_is_the_definition(window, kv_heads):
+    q, k, v = tensors(Hkv=kv_heads)
     expected = definition(q, k, v, window).float()
     torch.testing.assert_close(attention(q, k, v, window), expected, rtol=1e-4, atol=1e-5)
-    if Tq == 48:
-        torch.testing.assert_close(whole_scores(q, k, v, window), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(whole_scores(q, k, v, window), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("size, how", [(1, dict(normalized=True)), (20, {})])
