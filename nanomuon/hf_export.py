@@ -99,14 +99,14 @@ def export(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str = "float32
     write_text(folder / "README.md", model_card(folder.resolve().name, model))
 
 
-def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Write model.safetensors, whole or not at all, in `dtype` or the model's own. Called by all ranks."""
+def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Write model.safetensors in `dtype`, whole or not at all. Called by all ranks."""
     weights = {}
     for name, tensor in model.state_dict().items():
         tensor = whole(tensor)
         if rank() == 0:
             # A copy, because the format supports neither transposes nor two names for one tensor
-            tensor = tensor.to("cpu", dtype or tensor.dtype)
+            tensor = tensor.to("cpu", dtype)
             weights[name] = tensor.clone(memory_format=torch.contiguous_format)
 
     def write():

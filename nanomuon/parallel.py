@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 from nanomuon import head_loss
 from nanomuon.gpt import GPT, GPTConfig, Linear
+from nanomuon.optim_state import local
 from nanomuon.runtime import InputError, Runtime
 
 MULTIPLE = 16  # every side of a float8 product must be a multiple of this (cuBLAS)
@@ -127,14 +128,9 @@ def cut_heads_and_channels(gpt: GPT, mesh: DeviceMesh) -> None:
 
 def fill(param: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy a tensor that every rank has into a parameter, or this rank's shard of it into a cut parameter."""
-    if isinstance(param, DTensor):
-        param, whole = param.to_local(), cut(whole, param).to_local()
-    param.copy_(whole)
-
-
-def cut(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """A tensor that every rank has, as a DTensor placed like `like`. No communication."""
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    if isinstance(param, DTensor):  # without communication
+        whole = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+    local(param).copy_(local(whole))
 
 
 def average_tensor_parallel_gradients(gpt: GPT, mesh: DeviceMesh) -> None:
@@ -159,9 +155,8 @@ def average_whole_gradients(gpt: GPT) -> None:
 
 def gradients_finite(gpt: GPT) -> torch.Tensor:
     """Whether every gradient on this rank is finite: a 0-D bool on the device."""
-    grads = [parameter.grad for parameter in gpt.parameters() if parameter.grad is not None]
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    return torch.nn.utils.get_total_norm(local).isfinite()
+    grads = [local(parameter.grad) for parameter in gpt.parameters() if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(grads).isfinite()
 
 
 def compile_model(gpt: GPT, mesh: DeviceMesh | None) -> Callable:

@@ -98,7 +98,7 @@ def test_ten_steps_equal_those_of_one_process(config, layout, mode):
 def save(group, layout, folder):
     run = Trained(HEADS, layout, **PRECISE).train(range(3))
     checkpoint.save(folder, 3, run.model, run.optimizer, {"step": 3})
-    hf_export.write_weights(folder, run.model)
+    hf_export.write_weights(folder, run.model, torch.float64)
 
 
 def resume(group, layout, folder):
