@@ -263,18 +263,14 @@ def as_words(file: Path, options: dict, known: Container[str]) -> list[str]:
     """
     words = []
     for name, value in options.items():
-        if name in GONE:
-            if value != GONE[name]:
-                raise InputError(
-                    f"{file}: this version has no {flag_of(name)}, with which the run was started: use the "
-                    "version that started it, or start over: --resume never"
-                )
-        elif name not in known:
+        if GONE.get(name) == value:
+            continue
+        if name not in known:
             raise InputError(
-                f"{file}: options: {name} is not a flag of this version: remove it, or start over: "
-                "--resume never"
+                f"{file}: options: {name} is not a flag of this version: use the version that started the "
+                "run, or start over: --resume never"
             )
-        elif value is True:
+        if value is True:
             words.append(flag_of(name))
         elif value is not None and value is not False:
             words.append(f"{flag_of(name)}={value}")

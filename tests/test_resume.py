@@ -447,7 +447,7 @@ def test_runs_of_the_version_that_had_experts(base, capsys):
     assert "which recorded only file names and times\n" in capsys.readouterr().out
     use(experts=2)
     for command in (base_train, sample):
-        with pytest.raises(InputError, match="this version has no .*experts"):
+        with pytest.raises(InputError, match="experts is not a flag of this version"):
             command.main(["--run", "older"])
 
 
