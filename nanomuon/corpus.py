@@ -99,11 +99,9 @@ class Corpus:
                     yield text
         if self._is_refused():
             repair = "delete a damaged file to fetch it again" if self.repo else "repair them"
-            if any(isinstance(error, NoText) for error in self.unreadable.values()):
-                repair += ", name the field of the text with --text-field"
             raise InputError(
-                f"corpus {self.name}: {self.describe_unreadable()}; {repair}, or leave them out with "
-                "--skip-unreadable (flags of data_prep and base_train)"
+                f"corpus {self.name}: {self.describe_unreadable()}; {repair}, name the field of the text "
+                "with --text-field, or leave them out with --skip-unreadable"
             )
 
     def _is_refused(self):
@@ -345,16 +343,12 @@ def _open_lines(path):
     return io.BufferedReader(pa.input_stream(str(path), compression=compression), 1 << 20)
 
 
-class NoText(ValueError):
-    """A record has no text in the field where it is expected."""
-
-
 def _text_of(record, field):
-    """The text of a record; None if it is null or the line is blank. NoText if the field is not text."""
+    """The text of a record; None if it is null or the line is blank. ValueError if the field is not text."""
     if isinstance(record, bytes):
         record = json.loads(record) if record.strip() else {field: None}
     text = record.get(field, 0) if isinstance(record, dict) else 0
     if isinstance(text, str):
         return text.encode(errors="replace").decode()  # lone surrogates of JSON become question marks
     if text is not None:
-        raise NoText(f"no text in field {field!r} of {reprlib.repr(record)}")
+        raise ValueError(f"no text in field {field!r} of {reprlib.repr(record)}")
