@@ -26,6 +26,7 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -307,20 +308,14 @@ class Progress:
             return
         self.shown_at, left = time.perf_counter(), ""
         if self.times:
-            left = f" | {duration((self.steps - step) * statistics.median(self.times) / 1000)} left"
+            seconds = (self.steps - step) * statistics.median(self.times) / 1000
+            left = f" | {timedelta(seconds=round(seconds))} left"
         rate = "no lr" if row["lr_multiplier"] is None else f"lr x{row['lr_multiplier']:.2f}"
         print0(
             f"step {step:5d}/{self.steps} | loss {row['train_loss']:.4f} | {rate} | "
             f"{row['step_ms']:.0f} ms | {row['tokens_per_second']:,.0f} tokens/s | "
             f"{100 * step / self.steps:.0f}%{left}"
         )
-
-
-def duration(seconds: float) -> str:
-    """Seconds as text, such as 2h05m or 3m20s."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
 
 
 if __name__ == "__main__":
