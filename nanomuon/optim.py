@@ -71,7 +71,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.profiler import record_function
 
 from nanomuon import optim_state
 from nanomuon.optim_groups import (
@@ -558,9 +557,6 @@ class Rows(WorkItem):
             }
         }
 
-    def __str__(self):
-        return f"rows of {tuple(self.params[0].shape)}"
-
     def collect(self, ok, hyper):
         return self.world.reduce_scatter(gradient(self.params[0]))
 
@@ -604,9 +600,6 @@ class SmallParameters(WorkItem):
                 "exp_avg_sq": like_param(param, exp_avg_sq.view_as(shard)),
             }
 
-    def __str__(self):
-        return f"{len(self.params)} small parameters"
-
     def collect(self, ok, hyper):
         grads = torch.cat([gradient(param).flatten() for param in self.params])  # in the widest dtype
         return self.world.all_reduce(grads.to(self.world.wire_dtype(grads.dtype)))
@@ -644,9 +637,6 @@ class Matrices:
         self.places = {}
         for i, param in enumerate(params):
             self.places[param] = {name: self.place(i, name, each) for name, each in self.buffers.items()}
-
-    def __str__(self):
-        return f"bank of {len(self.owners)} {'x'.join(map(str, self.shape))}"
 
     def tensors(self, of):
         """of(param) for every parameter, where `of` is `local` or `gradient`; 3-D ones become matrices."""
@@ -869,16 +859,13 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
             in_flight = {}
             # Start sending all gradients before waiting for any
             for item in self.work_items:
-                with record_function(f"collect {item}"):
-                    in_flight[item] = item.collect(ok[item], hyper[item])
+                in_flight[item] = item.collect(ok[item], hyper[item])
             # Results are in flight while the next items compute
             for item in self.work_items:
-                with record_function(f"compute {item}"):
-                    item.compute(in_flight.pop(item).wait(), ok[item], hyper[item])
-                    in_flight[item] = item.send()
+                item.compute(in_flight.pop(item).wait(), ok[item], hyper[item])
+                in_flight[item] = item.send()
             for item in self.work_items:
-                with record_function(f"deliver {item}"):
-                    item.deliver(in_flight.pop(item).wait())
+                item.deliver(in_flight.pop(item).wait())
         return loss
 
     def agree(self, finite):

@@ -297,9 +297,6 @@ class Pipeline(WorkItem):
             self.params += chunk.params
             self.places |= chunk.places
 
-    def __str__(self):
-        return f"pipeline of {len(self.chunks)} chunks"
-
     def ok_of_chunks(self, ok):
         """(K, 1, 1) for each chunk."""
         return ok.to(self.dtype).view(-1, 1, 1).split([len(chunk.params) for chunk in self.chunks])
