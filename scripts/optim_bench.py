@@ -170,7 +170,7 @@ def compare(args, runtime):
             if round >= 0:
                 times[name].append(ms)
     if args.profile is not None:
-        with profile() as trace:
+        with profile(with_stack=True) as trace:  # it names the phases of the step
             compiled.step()
         trace.export_chrome_trace(args.profile)
     parameters = sum(p.numel() for p in model.parameters())

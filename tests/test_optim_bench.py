@@ -45,7 +45,9 @@ def test_the_table_of_a_step(tmp_path, monkeypatch, capsys):
     groups = recipe.param_groups(model)
     expected = sum(moved[group["kind"]] * p.numel() for group in groups for p in group["params"])
     assert table["floor"]["median"] == pytest.approx(1e3 * expected, rel=1e-4)
-    assert "traceEvents" in json.loads(trace.read_text())
+    names = " ".join(str(event.get("name")) for event in json.loads(trace.read_text())["traceEvents"])
+    for phase in ("agree", "collect", "compute", "send", "deliver"):
+        assert f": {phase} " in names, "the trace shows the phases of a step"
 
 
 @pytest.mark.slow  # starts two processes
