@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.training import write_corpus
+from tests.training import in_brief, write_corpus
 
 # gloo's threads poll while another thread holds the lock of a connection, for milliseconds if the kernel has
 # interrupted that one to wake up a process. It does not do so among batch processes: an all_reduce of 4
@@ -32,8 +32,9 @@ def eager(monkeypatch):
 
 @pytest.fixture
 def environment(base, eager, monkeypatch):
-    """Runs write to `base`, without compiling, on one thread per process."""
+    """Runs write to `base`, in brief, without compiling, on one thread per process."""
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(base))
+    in_brief(monkeypatch.setattr)
 
 
 class Activated:

@@ -3,8 +3,6 @@
 # ruff: noqa: F401
 import gc
 
-import matplotlib.backends.backend_agg
-import matplotlib.figure
 import pydantic
 import torch._dynamo
 

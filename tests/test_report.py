@@ -46,6 +46,7 @@ def test_the_report_says_what_happened(tmp_path):
     report.write_report(
         run_dir, "Depth 4", {"val_bpb": 1.234}, ["def f():\n    return 1", "```\nfenced"], core
     )
+    assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     text = (run_dir / "report.md").read_text()
     machine = report.machine_description()
     assert "torch 2." in machine and "\n" not in machine

@@ -31,6 +31,15 @@ def write_corpus(folder):
         (folder / f"{i:03}.txt").write_text(" ".join(rng.choices(words, k=80)) + ".\n")
 
 
+def in_brief(set_attribute):
+    """Runs draw no picture (test_report.py does) and write short samples: these take half of a short run."""
+    from nanomuon import report, run  # after conftest.py has set OMP_NUM_THREADS
+
+    sample_texts, few = run.sample_texts, {"max_tokens": 8}
+    set_attribute(report, "plot_run", lambda metrics, image: image.touch())
+    set_attribute(run, "sample_texts", lambda *given, **named: sample_texts(*given, **named | few))
+
+
 @contextlib.contextmanager
 def little_space(size):
     """No file of this process can grow beyond `size` bytes: writing fails halfway, as on a full disk."""
@@ -140,6 +149,7 @@ def _train(environment, argv, output):
     from nanomuon.command import run_command
     from scripts import base_train
 
+    in_brief(setattr)
     run_command(lambda: base_train.main(argv))
 
 
