@@ -34,7 +34,7 @@ from tests.worlds import run_world
 
 EXACT = 1e-11
 # Layouts for tests of a single property
-FEW = ["one-process", "replicated-1", "replicated-3", "fsdp-1", "fsdp-3"]
+FEW = ["one-process", "replicated-3", "fsdp-3"]
 EVERY_KIND = ["one-process", "replicated-2", "fsdp-3", "tp-rows", "fsdp-x-tp-columns"]
 
 
@@ -44,16 +44,18 @@ pytestmark = pytest.mark.usefixtures("eager")
 # ---- the same trajectory
 
 
-CASES = [(layout, torch.float64, EXACT) for layout in LAYOUTS]
-IN_FLOAT32 = [*FEW, "replicated-2", "tp-rows-uneven", "fsdp-x-tp-rows"]
-CASES += [(layout, torch.float32, 1e-4) for layout in IN_FLOAT32]
+# Of EVERY_KIND, in a world of one, or as -3 with other numbers
+ELSEWHERE = "one-process replicated-1 replicated-2 fsdp-1 fsdp-2 fsdp-4 tp-rows fsdp-x-tp-columns".split()
+CASES = [(layout, torch.float64, EXACT) for layout in LAYOUTS if layout not in ELSEWHERE]
+CASES += [(layout, torch.float32, 1e-4) for layout in (*FEW, "tp-rows-uneven", "fsdp-x-tp-rows")]
 
 
 @pytest.mark.parametrize("layout, dtype, tolerance", CASES, ids=str)
-def test_twenty_steps_in_every_layout_follow_the_formulas(layout, dtype, tolerance):
-    results = run_layout(layout, trained, 20, MODEL, dtype)
+def test_eight_steps_in_every_layout_follow_the_formulas(layout, dtype, tolerance):
+    """In which every parameter has been without a gradient, and goes on."""
+    results = run_layout(layout, trained, 8, MODEL, dtype)
     assert_same_everywhere(results)
-    assert_close(results[0], expected(MODEL, 20, dtype=dtype), tolerance)
+    assert_close(results[0], expected(MODEL, 8, dtype=dtype), tolerance)
 
 
 def trained_one_after_another(group, layout, steps, model, many_options):
@@ -74,7 +76,7 @@ MATRICES += [("muon", (5, 12, 8))]
 
 @pytest.mark.parametrize("layout", [*EVERY_KIND, "tp-rows-uneven"])
 def test_every_option_in_every_kind_of_layout_follows_the_formulas(layout):
-    model, steps = (MODEL, 20) if layout == "one-process" else (MATRICES, 5)
+    model, steps = (MODEL, 8) if layout == "one-process" else (MATRICES, 5)
     check_options(layout, steps, model, list(OPTIONS.values()))
 
 
@@ -82,7 +84,8 @@ def test_every_option_in_every_kind_of_layout_follows_the_formulas(layout):
 def test_the_parts_of_a_fused_matrix_are_matrices_of_their_own(layout):
     forms = [dict(), dict(weight_decay_form="decoupled", beta2=None), dict(scale="match_rms_adamw")]
     for split, parts in SPLITS.items():
-        check_options(layout, 3, FUSED, [dict(form, split=split) for form in forms], parts)
+        several = forms if split == (30, 10, 8) else forms[:1]
+        check_options(layout, 3, FUSED, [dict(form, split=split) for form in several], parts)
 
 
 @pytest.mark.parametrize("layout", ["tp-rows", "tp-columns", "fsdp-x-tp-rows", "fsdp-x-tp-columns"])
@@ -202,8 +205,8 @@ def skipped(group, layout):
     run = Run(group, layout, dtype=torch.float32)
     is_last, skips = run.rank == run.size - 1, 0
     for step in range(5):
+        before = run.result() if step in BAD else None
         for where, value in BAD.get(step, []):
-            before = run.result()
             run.set_gradients(2)
             if is_last:
                 local(run.params[where].grad).view(-1)[-1] = value
@@ -246,11 +249,15 @@ def test_gradients_from_before_a_freeze_count_as_zero_on_that_rank():
 
 @pytest.mark.parametrize("layout", ["replicated-1", "fsdp-1"])
 def test_a_world_of_one_does_what_one_process_does_bit_for_bit(layout):
-    one_process = trained(None, "one-process", 5, MODEL, torch.float32)
-    assert_same_everywhere([one_process, *run_layout(layout, trained, 5, MODEL, torch.float32)])
+    """It casts nothing."""
+    arguments = 5, [*MODEL, *SPECIAL["one row, one column"], *SPECIAL["no elements"]], torch.float32
+    one_process = trained(None, "one-process", *arguments)
+    found = run_layout(layout, trained, *arguments, dict(comm_dtype=torch.bfloat16))
+    assert_same_everywhere([one_process, *found])
+    assert found[0][1].keys() == one_process[1].keys()
 
 
-@pytest.mark.parametrize("layout", ["replicated-2", "replicated-3", "fsdp-3"])
+@pytest.mark.parametrize("layout", ["replicated-3", "fsdp-3"])
 def test_newton_schulz_in_bf16(layout):
     """Sums in another order change the last bit of some entries before they are rounded to bf16. So worlds
     differ, but by less than bf16, which rounds every entry, differs from float32.
