@@ -39,12 +39,33 @@ esac
 """
 
 
+ON_A_CPU = f"""#!/bin/sh
+case "$*" in
+    *print_hardware*)
+        echo 0 float32
+        ;;
+    *scripts.base_train*)
+        echo "$@"
+        ;;
+    *)
+        exec {sys.executable} "$@"
+        ;;
+esac
+"""
+
+
+def stand_in(folder, script):
+    """The name of this script as Python."""
+    python = folder / "python"
+    python.write_text(script)
+    python.chmod(0o755)
+    return str(python)
+
+
 def speedrun(folder, *flags, **keywords):
     """(exit code, stderr, {kind: command that it started}, the environment of the training)."""
-    python = folder / "python"
-    python.write_text(ON_EIGHT_GPUS)
-    python.chmod(0o755)
-    environment = {**os.environ, "NANOMUON_PYTHON": str(python), "NANOMUON_BASE_DIR": str(folder)}
+    python = stand_in(folder, ON_EIGHT_GPUS)
+    environment = {**os.environ, "NANOMUON_PYTHON": python, "NANOMUON_BASE_DIR": str(folder)}
     command, pipes = ["bash", "speedrun.sh", *flags], dict(capture_output=True, text=True)
     result = subprocess.run(command, cwd=ROOT, env=environment, **pipes, **keywords)
     commands = dict(line.split(": ", 1) for line in (folder / "started").read_text().splitlines())
@@ -109,10 +130,13 @@ def test_every_variable_counts_and_other_flags_are_passed_on(tmp_path):
     assert (options["depth"], options["vocab_size"], options["seed"]) == (2, 300, 3)
     assert options["corpus"] == f"path:{tmp_path}/texts" and options["num_iterations"] == 2
     # Without its flags, a run that exists keeps its length, and one that starts over gets the preset's
+    keywords["env"]["NANOMUON_PYTHON"] = stand_in(tmp_path, ON_A_CPU)
     again = subprocess.run(["bash", "speedrun.sh", "--resume=never", "--plan"], **keywords).stdout
-    assert "300 steps x 4096" in again or "480 steps x 4096" in again
+    assert "--total-batch-size 4096 " in again and "--num-iterations 300 --run mine --corpus" in again
     planned = subprocess.run(["bash", "speedrun.sh", "--plan"], **keywords).stdout
-    assert f"{tmp_path}/runs/mine, trained on path:{tmp_path}/texts" in planned and "2 steps x 256" in planned
+    assert f"{tmp_path}/runs/mine, trained on path:{tmp_path}/texts; it exists" in planned
+    flags = f"--run mine --corpus path:{tmp_path}/texts --vocab-size 300 --depth 2 --plan\n"
+    assert planned.endswith(f"-m scripts.base_train {flags}")
     assert "VOCAB_SIZE=1024" in subprocess.run([*command, "--help"], **keywords).stdout
     for flag in (["--depth", "3"], ["--run=other"]):
         refused = subprocess.run([*command, *flag], **keywords)
