@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from nanomuon import runtime
 from nanomuon.runtime import InputError
 from nanomuon.shards import being_written
-from tests.worlds import run_world
+from tests.worlds import FORKS, run_world
 
 ROOT = Path(__file__).parent.parent
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins for a machine without GPU")
@@ -106,28 +107,25 @@ def test_ranks_wait_for_hours_while_only_the_first_one_works():
 # ------------------------------------------------------------------------------------------------------------
 # Files
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from nanomuon import runtime
-with runtime.locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
+
+def hold(folder, held):
+    with runtime.locked(folder):
+        held.set()
+        time.sleep(60)
 
 
 def test_one_process_holds_a_folder_and_a_kill_frees_it(tmp_path, capsys):
-    folder = tmp_path / "run"
-    process = subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    assert being_written(folder)
+    folder, held = tmp_path / "run", FORKS.Event()
+    process = FORKS.Process(target=hold, args=(folder, held), daemon=True)
+    process.start()
+    assert held.wait(60) and being_written(folder)
     holder = f"process {process.pid} on {socket.gethostname()}"
     with pytest.raises(InputError, match=f"run is in use by {holder}"):
         runtime.locked(folder, wait=False).__enter__()
-    killer = threading.Timer(0.5, process.send_signal, [signal.SIGKILL])
-    killer.start()
+    threading.Timer(0.5, process.kill).start()
     with runtime.locked(folder):
-        assert process.wait() == -signal.SIGKILL
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
     assert capsys.readouterr().out == f"{holder} is using run: waiting for it\n"
     assert not being_written(folder)
 
@@ -144,16 +142,6 @@ def test_a_file_is_whole_or_not_there_and_no_link_is_followed(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["file", "precious"]
 
 
-WRITER = """
-import os, sys
-from nanomuon import runtime
-
-os.fsync = lambda file: None  # which would take most of the time
-for _ in range(300):
-    runtime.write_json(sys.argv[1], [1])
-"""
-
-
 def test_an_error_names_its_file_and_keeps_its_reason(tmp_path):
     with (
         pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/x'"),
@@ -164,9 +152,19 @@ def test_an_error_names_its_file_and_keeps_its_reason(tmp_path):
         raise TimeoutError("timed out")  # a socket's, without a number
 
 
+def write_often(file):
+    os.fsync = lambda file: None  # which would take most of the time
+    for _ in range(300):
+        runtime.write_json(file, [1])
+
+
 def test_several_processes_write_one_file(tmp_path):
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / "file"]) for _ in range(3)]
-    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    writers = [FORKS.Process(target=write_often, args=(tmp_path / "file",)) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
     assert os.listdir(tmp_path) == ["file"] and json.loads((tmp_path / "file").read_text()) == [1]
 
 
