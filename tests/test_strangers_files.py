@@ -191,27 +191,30 @@ class Bomb:
 
 def test_nothing_of_a_strangers_folder_is_run(made, run_dir, tmp_path):
     """A pickle under every file name of ours, Python files, and settings that name one."""
-    ran, original = tmp_path / "ran", made / "runs" / "tiny"
+    ran, original, to = tmp_path / "ran", made / "runs" / "tiny", str(tmp_path / "exported")
     bomb, python = pickle.dumps(Bomb(ran)), f"import os; os.mkdir({str(ran)!r})\n"
     files = [file for file in original.rglob("*") if file.is_file() and file.suffix != ".py"]
-    names = [file.relative_to(original) for file in files]
-    # torch's own reader of checkpoints unpickles these two
-    for name in [*names, "checkpoints/step_4/.metadata", "checkpoints/step_4/__0_0.distcp", "stranger.py"]:
+    names = {str(file.relative_to(original)) for file in files}
+    read = {name.removeprefix("runs/tiny/") for name in READERS} & names | {"summary.json", "metrics.jsonl"}
+    # What nobody reads; torch's own reader of checkpoints unpickles the first two
+    others = ["checkpoints/step_4/.metadata", "checkpoints/step_4/__0_0.distcp", *names - read]
+    commands = [
+        go_on,
+        write_text,
+        lambda: base_eval.main("--run tiny".split()),
+        lambda: export.main(["--run", "tiny", "--to", to]),
+    ]
+    for bombs in (others, ["stranger.py"], *([name] for name in read)):
         shutil.rmtree(run_dir)
         shutil.copytree(original, run_dir)
-        (run_dir / name).write_bytes(bomb)
+        for name in bombs:
+            (run_dir / name).write_bytes(bomb)
         for file in [*run_dir.glob("*.py"), run_dir / "stranger.py"]:
             file.write_text(python)
-        if name == "stranger.py":
-            change(run_dir / "settings.json", "optimizer_file", str(run_dir / name), "trained_on")
-        to = str(tmp_path / "exported")
-        for command in (
-            go_on,
-            write_text,
-            lambda: base_eval.main("--run tiny".split()),
-            lambda to=to: export.main(["--run", "tiny", "--to", to]),
-        ):
-            with contextlib.suppress(InputError):
+        if bombs == ["stranger.py"]:
+            change(run_dir / "settings.json", "optimizer_file", str(run_dir / "stranger.py"), "trained_on")
+        for command in commands:
+            with contextlib.suppress(*([] if bombs == others else [InputError])):
                 command()
             shutil.rmtree(to, ignore_errors=True)
-        assert not ran.exists(), name
+        assert not ran.exists(), bombs
