@@ -121,7 +121,6 @@ CLIPPED = ["--no-qk-norm", "--qk-clip", "0.1"]
 RUNS = {  # run: processes, flags
     "one": (1, []),
     "loose": (1, ["--qk-clip", "1e9"]),
-    "two": (2, []),
     "rounded": (2, ["--comm-dtype", "bfloat16"]),
     "tensor-parallel": (4, ["--tensor-parallel", "2"]),
     "both": (4, ["--shard", "fsdp", "--tensor-parallel", "2"]),
@@ -140,13 +139,13 @@ def test_base_train_in_every_layout_is_the_run_of_one_process(base):
             json.loads((folder / "summary.json").read_text())["val_bpb"],
         )
         norms[run] = load_file(folder / "model.safetensors")["blocks.1.attn.q.weight"].norm()
-    expected, two, in_bf16 = found["one"], found["two"], found["rounded"]
+    expected, in_bf16 = found["one"], found["rounded"]
     assert len(expected) == 6 and expected[-1] < expected[0] - 0.5
-    for run in ("two", "tensor-parallel", "both"):
-        assert found[run] == pytest.approx(expected, abs=1e-4), run
-        assert val_bpb[run] == pytest.approx(val_bpb["one"], abs=2e-4)
     assert norms["one"] < 0.9 * norms["loose"]
+    for run in ("tensor-parallel", "both"):
+        assert found[run] == pytest.approx(expected, abs=1e-5), run
+        assert val_bpb[run] == pytest.approx(val_bpb["one"], abs=2e-4)
     # A mean of two gradients is off by up to 2^-8 of them: each is rounded by 2^-9, and their sum once more.
     # The gain of the updates is off by no larger a fraction, since the errors of elements average out
-    assert in_bf16[0] == two[0] and in_bf16[1:] != two[1:]
-    assert in_bf16 == pytest.approx(two, abs=2**-8 * (two[0] - two[-1]))
+    assert in_bf16[0] == pytest.approx(expected[0], abs=1e-5) and in_bf16 != pytest.approx(expected, abs=1e-4)
+    assert in_bf16 == pytest.approx(expected, abs=2**-8 * (expected[0] - expected[-1]))
