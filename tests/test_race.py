@@ -3,11 +3,11 @@
 import itertools
 import json
 import math
+import os
 import random
 import re
-import subprocess
-import sys
-from concurrent.futures import Future
+import signal
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from scripts import base_train, optim_race
 from scripts.laboratory import contenders, race, report, tasks
 from scripts.laboratory.contenders import Contender, parse_options
 from tests.training import STILL, optimizer_file
+from tests.worlds import FORKS
 
 SMALL = "--model depth=1 width=32 heads=2 kv_heads=2 seq_len=16 --steps 12 --jobs 1 --dtype float32".split()
 ROOT = Path(__file__).parent.parent
@@ -101,26 +102,28 @@ def test_a_race_is_interrupted_goes_on_and_grows(lab, tmp_path, capsys, monkeypa
     assert f"| {LION} " in page and f"- {LION}: " in page and " tokens, float32\n" in page
     with pytest.raises(InputError, match="was run with steps 12, not 20: choose another --name"):
         lab("--contenders", "default", "--steps", "20")
-    (folder / "results.jsonl").write_text('{"setup": {}}\n[1]\n')
-    with pytest.raises(InputError, match="results.jsonl line 2 .*remove that line"):
-        lab("--contenders", "default")
 
 
-KILLED = """
-import multiprocessing, os
-from concurrent.futures import ProcessPoolExecutor
-from scripts.laboratory.race import start_worker
+def killed(pipe):
+    pool = ProcessPoolExecutor(1, FORKS, race.start_worker, (FORKS.Value("i", 0),))
+    pool.submit(hold, pipe).result()
+    os.kill(os.getpid(), signal.SIGKILL)
 
-context = multiprocessing.get_context("spawn")
-pool = ProcessPoolExecutor(1, context, start_worker, (context.Value("i", 0),))
-pool.submit(os.getpid).result()
-os.kill(os.getpid(), 9)
-"""
+
+def hold(pipe):
+    """The worker keeps this end until it ends."""
+    globals()["held"] = pipe
 
 
 def test_the_workers_of_a_killed_race_end():
-    killed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, timeout=60)
-    assert killed.returncode == -9  # and returned, so no worker holds its pipes
+    ours, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=killed, args=(theirs,))
+    process.start()
+    theirs.close()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL and ours.poll(60)
+    with pytest.raises(EOFError):
+        ours.recv()
 
 
 OWN = """
