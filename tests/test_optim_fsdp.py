@@ -1,4 +1,6 @@
-"""Parameters in pieces (optim_fsdp.py, optim_tp.py): PyTorch's engines, FSDP2's pipeline, refusals."""
+"""Parameters in pieces (optim_fsdp.py, optim_tp.py): FSDP2's pipeline, compilation, refusals. The pieces of
+PyTorch's engines are trained in test_parallel.py and test_saving.py.
+"""
 
 import functools
 import os
@@ -8,14 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import nanomuon.optim_fsdp as optim_fsdp
 from nanomuon import optim_tp
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.optim_groups import build_param_groups
 from tests.layouts import (
     COLUMNS,
     COPY,
@@ -28,85 +27,10 @@ from tests.layouts import (
     run_layout,
     trained,
 )
-from tests.reference import ADAMW, MUON, distance, expected, mean_gradient
+from tests.reference import MUON, expected, mean_gradient
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.usefixtures("eager")
-
-
-# ---- PyTorch's engines
-
-
-class Net(nn.Module):
-    """Embedding, norm, an MLP that tensor parallelism cuts by columns and rows, a head of 3 rows."""
-
-    def __init__(self, dtype=torch.float64):
-        super().__init__()
-        self.wte, self.norm = nn.Embedding(11, 12), nn.RMSNorm(12)
-        self.up, self.down = nn.Linear(12, 32, bias=False), nn.Linear(32, 12, bias=False)
-        self.square, self.narrow = nn.Linear(12, 12, bias=False), nn.Linear(12, 3, bias=False)
-        generator = torch.Generator().manual_seed(0)
-        for param in self.to(dtype).parameters():
-            param.data.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float64) * 0.3)
-
-    def forward(self, tokens):
-        x = self.norm(self.wte(tokens))
-        x = x + self.down(torch.tanh(self.up(x)))
-        return self.narrow(torch.tanh(self.square(x)))
-
-
-def train_net(net, optimizer, shards=1, rank=0):
-    """Ten steps on 12 rows; this data-parallel rank has every shards-th."""
-    for step in range(10):
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(11, (12,), generator=generator)
-        targets = torch.randn(12, 3, generator=generator, dtype=torch.float64).to(net.norm.weight.dtype)
-        (net(tokens[rank::shards]) - targets[rank::shards]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return full(net.parameters())
-
-
-def net_groups(net, **options):
-    muon = {key: value for key, value in {**MUON, **options}.items() if key != "kind"}
-    adamw = {key: value for key, value in ADAMW.items() if key != "kind"}
-    return build_param_groups(net, muon=muon, adamw=adamw)
-
-
-def engines(group, how, dtype, mode):
-    net, rank, size = Net(dtype), dist.get_rank(group), dist.get_world_size(group)
-    dp, tp = {"both": (2, 2), "fsdp": (size, 1), "tp": (1, size)}[how]
-    mesh = mesh_of(group, {"both": ("dp", "tp"), "fsdp": ("dp",), "tp": ("tp",)}[how])
-    if tp > 1:
-        parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    if dp > 1:
-        for module in (net.up, net.down, net):
-            fully_shard(module, mesh=mesh["dp"])
-    optimizer = DistMuonAdamW(net_groups(net, tensor_parallel=mode), group)
-    return train_net(net, optimizer, dp, rank // tp)
-
-
-@pytest.mark.parametrize(
-    "size, how, mode",
-    [
-        (2, "fsdp", None),
-        (3, "fsdp", None),
-        (4, "fsdp", None),
-        (2, "tp", "duplicated"),
-        (2, "tp", "distributed"),
-        (4, "tp", None),
-        (4, "both", "duplicated"),
-        (4, "both", "distributed"),
-    ],
-)
-def test_fully_shard_and_parallelize_module_train_what_one_process_trains(size, how, mode):
-    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 5e-4)):
-        net = Net(dtype)
-        start = [p.clone() for p in full(net.parameters())]
-        train_net(net, MuonAdamW(net_groups(net)))
-        for params in run_world(size, engines, how, dtype, mode):
-            for p, q, before in zip(params, net.parameters(), start, strict=True):
-                assert distance(p, q) < tolerance < distance(p, before)
 
 
 def placed_otherwise(group, layout):
@@ -195,14 +119,14 @@ def compiled(group, layout, mode):
         mock.patch.dict(os.environ, NANOMUON_COMPILE="1"),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")),
     ):
-        return trained(group, layout, 2, FUSED, torch.float32, None, options)
+        return trained(group, layout, 2, FUSED[:1] * 4, torch.float32, None, options)
 
 
 def test_compiled_steps_follow_the_formulas():
     split = ("qkv", (8, 4, 4))
     parts = [[r for r in range(48) if r % 16 in part] for part in (range(8), range(8, 12), range(12, 16))]
-    exact = expected(FUSED, 2, parts, torch.float32, split=split)
-    for layout, mode in (("fsdp-2", None), ("tp-columns", "duplicated")):
+    exact = expected(FUSED[:1] * 4, 2, parts, torch.float32, split=split)
+    for layout, mode in (("fsdp-2", None), ("tp-rows", "duplicated")):
         for result in run_layout(layout, compiled, mode):
             assert_close(result, exact, 1e-4)
 
