@@ -267,11 +267,11 @@ def of_an_fsdp2_model(group, seed):
 
 
 def saved_in_a_world(group):
-    """Whether an optimizer that was loaded goes on like the saved one. test_saving.py has the other ways."""
-    rank, model = dist.get_rank(group), build()
+    """test_saving.py has the other ways."""
+    model = build()
     optimizer = DistMuonAdamW(groups_of(model), group)
     assert optimizer.state_dict()["state"] == {}, "before the first step, as accelerate asks for it"
-    train(model, optimizer, [0], rank)
+    train(model, optimizer, [0], dist.get_rank(group))
     wrapped = DistributedDataParallel(model, process_group=group)
     other = build()
     other_optimizer = DistMuonAdamW(groups_of(other), group)
@@ -282,16 +282,11 @@ def saved_in_a_world(group):
     ):
         with pytest.raises(ValueError, match="only one of 2 ranks has momentum_buffer of .*MuonAdamW"):
             save()
-    other.load_state_dict(model.state_dict())
-    other_optimizer.load_state_dict(optimizer.full_state_dict())
-    train(model, optimizer, range(1, 3), rank)
-    train(other, other_optimizer, range(1, 3), rank)
-    return same(model, other)
 
 
 def test_state_with_one_owner_is_refused_when_it_is_saved_locally():
     """On every rank alike: one that saves less than the others would lose it without a word."""
-    assert all(run_world(2, saved_in_a_world))
+    run_world(2, saved_in_a_world)
 
 
 def frozen_later(group):
