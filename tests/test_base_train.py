@@ -52,6 +52,7 @@ def test_a_finished_run_has_everything(whole_run):
     assert settings["trained_with"]["torch"] == torch.__version__
     (output,) = whole_run.parents[1].glob("whole.*.out")
     assert "\n".join(settings["groups"]) in output.read_text()
+    assert "validation documents" not in output.read_text()
 
 
 def test_deterministic_takes_effect_before_the_start(base, monkeypatch):
@@ -80,9 +81,8 @@ def test_deterministic_takes_effect_before_the_start(base, monkeypatch):
 
 def test_a_users_optimizer_sees_averaged_gradients_and_resumes_sharded(base):
     file = optimizer_file(base, "adamw", "return torch.optim.AdamW(model.parameters(), lr=3e-3)")
-    for run, processes, steps in (("adamw", 1, 20), ("moved", 2, 10), ("moved", 2, 15), ("moved", 1, 20)):
-        pieces = ("--shard", "fsdp") if processes > 1 and steps < 15 else ()
-        options = (*file, "--eval-every", "-1", "--warmdown-ratio", "0", *pieces)
+    for run, processes, steps in (("adamw", 1, 20), ("moved", 2, 10), ("moved", 1, 20)):
+        options = (*file, "--eval-every", "-1", "--warmdown-ratio", "0", "--shard", "fsdp")
         ranks = Ranks(base, run, steps, *options, processes=processes)
         assert ranks.join() == [0] * processes, ranks.output()
     assert losses(base, "moved") == pytest.approx(losses(base, "adamw"), abs=1e-4)
@@ -295,8 +295,6 @@ def test_a_run_warns_of_few_validation_documents(base, tmp_path, capsys):
     assert base_train.main(arguments(base, "book", 2, *QUIET, f"--corpus=path:{book}")) == 0
     few = re.search("warning: only ([0-9]+) validation documents", capsys.readouterr().out)
     assert few and 0 < int(few[1]) < 8
-    assert base_train.main(arguments(base, "many", 2, *QUIET)) == 0
-    assert "validation documents" not in capsys.readouterr().out
 
 
 def test_a_run_is_compiled_and_evaluated_by_the_same_graph(base, monkeypatch, capsys):
