@@ -44,18 +44,17 @@ pytestmark = pytest.mark.usefixtures("eager")
 # ---- the same trajectory
 
 
-# Of EVERY_KIND, in a world of one, or as -3 with other numbers
-ELSEWHERE = "one-process replicated-1 replicated-2 fsdp-1 fsdp-2 fsdp-4 tp-rows fsdp-x-tp-columns".split()
+# Those of EVERY_KIND follow the formulas with all options, those of one rank are one process bit for bit
+ELSEWHERE = "one-process replicated-1 replicated-2 fsdp-1 fsdp-2 tp-rows fsdp-x-tp-columns".split()
 CASES = [(layout, torch.float64, EXACT) for layout in LAYOUTS if layout not in ELSEWHERE]
 CASES += [(layout, torch.float32, 1e-4) for layout in (*FEW, "tp-rows-uneven", "fsdp-x-tp-rows")]
 
 
 @pytest.mark.parametrize("layout, dtype, tolerance", CASES, ids=str)
-def test_eight_steps_in_every_layout_follow_the_formulas(layout, dtype, tolerance):
-    """In which every parameter has been without a gradient, and goes on."""
-    results = run_layout(layout, trained, 8, MODEL, dtype)
+def test_twenty_steps_in_every_layout_follow_the_formulas(layout, dtype, tolerance):
+    results = run_layout(layout, trained, 20, MODEL, dtype)
     assert_same_everywhere(results)
-    assert_close(results[0], expected(MODEL, 8, dtype=dtype), tolerance)
+    assert_close(results[0], expected(MODEL, 20, dtype=dtype), tolerance)
 
 
 def trained_one_after_another(group, layout, steps, model, many_options):
@@ -76,7 +75,7 @@ MATRICES += [("muon", (5, 12, 8))]
 
 @pytest.mark.parametrize("layout", [*EVERY_KIND, "tp-rows-uneven"])
 def test_every_option_in_every_kind_of_layout_follows_the_formulas(layout):
-    model, steps = (MODEL, 8) if layout == "one-process" else (MATRICES, 5)
+    model, steps = (MODEL, 20) if layout == "one-process" else (MATRICES, 5)
     check_options(layout, steps, model, list(OPTIONS.values()))
 
 
@@ -84,8 +83,7 @@ def test_every_option_in_every_kind_of_layout_follows_the_formulas(layout):
 def test_the_parts_of_a_fused_matrix_are_matrices_of_their_own(layout):
     forms = [dict(), dict(weight_decay_form="decoupled", beta2=None), dict(scale="match_rms_adamw")]
     for split, parts in SPLITS.items():
-        several = forms if split == (30, 10, 8) else forms[:1]
-        check_options(layout, 3, FUSED, [dict(form, split=split) for form in several], parts)
+        check_options(layout, 3, FUSED, [dict(form, split=split) for form in forms], parts)
 
 
 @pytest.mark.parametrize("layout", ["tp-rows", "tp-columns", "fsdp-x-tp-rows", "fsdp-x-tp-columns"])
