@@ -103,11 +103,9 @@ class Result:
     seed: int
     steps: int
     score: float | None
-    curve: list[tuple[int, float | None]]
+    curve: list[list[float | None]]
     step_ms: float
     optimizer_ms: float
-    initial: str
-    rows: str
 
 
 def read_results(file):
