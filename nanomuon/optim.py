@@ -19,7 +19,7 @@ does. A matrix's mean gradient and state exist only on the rank that owns the ma
 local `p.grad` stays whole). Of a bank's K matrices, a rank owns K // W consecutive ones, or one more. The K
 matrices of a 3-D parameter are divided into blocks of ceil(K/W), so the last ranks may own fewer or none.
 Each phase visits the items in one order: by kind, as in this table; within a kind by group; the banks of a
-group from the largest m * n to the smallest:
+group from the largest m * n to the smallest, its other items by their first parameter:
 
     work item         parameters                  collect          send         state on one rank
     Bank              K matrices of one group     reduce_scatter   all_gather   for at most ceil(K/W) matrices
@@ -33,11 +33,12 @@ group from the largest m * n to the smallest:
     Pipeline          matrices under FSDP2: see optim_fsdp.py
 
     work item         buffers during a step
-    Bank              its gradients as one stack, in comm_dtype or their own, padded to a multiple of W; the
-                      1/W of it that this rank receives; later its updated matrices as one stack, padded too
-                      ... if 2K < W: K gradients, reduced in place; later K updated matrices
+    Bank              its gradients as one stack, in `World.wire_dtype`, padded to a multiple of W; the 1/W of
+                      it that this rank receives; later its updated matrices as one stack, padded too
+                      ... if 2K < W: K gradients, reduced in place, on every rank until `compute` returns;
+                      later K updated matrices
     Rows              the 1/W of the gradient that this rank receives. If W does not divide R, padded copies
-                      of the gradient and later of the parameter. If comm_dtype casts, a copy of the gradient
+                      of the gradient and later of the parameter. If it is cast, a copy of the gradient
     SmallParameters   the gradients as one vector; inside `compute` also the parameters, and the step count
                       and `ok` of every element
     all               zeros in place of a gradient that is None
@@ -46,9 +47,9 @@ What was sent is freed when `step` has waited for it, what was received when `co
 matrices and rows when `deliver` returns. So besides `p.grad`, the buffers hold all gradients after the last
 `collect`: at most (1 + 1/W) times their padded bytes. Then results replace gradients, item by item, and
 before the first `deliver` the buffers hold all updated matrices. Temporaries come on top: about four times
-BATCH_BYTES for a batch of matrices, a few times this rank's rows for a large AdamW parameter. Each rank sends
-2(W-1)/W times the parameters' bytes per step, plus padding. A single process sends nothing and runs the same
-math.
+BATCH_BYTES for a batch of matrices, a few times this rank's rows for a large AdamW parameter. Per step each
+rank sends (W-1)/W times the bytes of the gradients and as much of the parameters, plus padding. A single
+process sends nothing and runs the same math.
 
 This file contains, in order: the kernels; the hyperparameters; the ranks and their collectives; parameters
 and gradients; the rule for the direction of a Muon update; the work items; the owners; the optimizers.
@@ -97,11 +98,11 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 # ------------------------------------------------------------------------------------------------------------
 # Kernels. The shapes next to the arguments are examples, such as a bank of 12 matrices of 768 x 3072. `ok` is
-# 1, or 0 if the parameter must not change because it has no gradient or some gradient is not finite. The
-# gradient then counts as 0, and every rate is multiplied by 0. That is not enough, since 0 times infinity is
-# NaN, so torch.where keeps the old parameter. `hyper` has a group's hyperparameters as 0-D tensors, so a new
-# value triggers no recompilation; options (nesterov, cautious) are Python values, and each combination is
-# compiled once. All arithmetic except Newton-Schulz is in the dtype of the state.
+# 1, or 0 if the parameter must not change because it has no gradient, or because some gradient or loss is not
+# finite. The gradient then counts as 0, and every rate is multiplied by 0. That is not enough, since 0 times
+# infinity is NaN, so torch.where keeps the old parameter. `hyper` has a group's hyperparameters as 0-D
+# tensors, so a new value triggers no recompilation; options (nesterov, cautious) are Python values, and each
+# combination is compiled once. All arithmetic except Newton-Schulz is in the dtype of the state.
 
 compile_kernels = contextvars.ContextVar("compile_kernels", default=False)  # each step sets it
 
@@ -336,15 +337,15 @@ class World:
         return (World, ()) if self.process_group is None else (World.default, (self.comm_dtype,))
 
     def span(self, length, rank):
-        """(lo, hi): the ceil(length/W) of `length` rows or columns that belong to a rank. The last ranks may
-        have fewer or none, as in DTensor's Shard.
+        """(lo, hi): a rank's range, ceil(length/W) of `length` rows or columns. The last ranks may have fewer
+        or none, as in DTensor's Shard.
         """
         each = -(-length // self.size)
         return min(length, each * rank), min(length, each * (rank + 1))
 
     def wire_dtype(self, dtype):
-        """The dtype in which gradients of this dtype are averaged: gloo divides a sum, which float16 may not
-        hold.
+        """The dtype in which gradients of this dtype are averaged: comm_dtype, or else their own; but float32
+        for float16, whose sum may overflow before gloo divides it.
         """
         return self.comm_dtype or (torch.float32 if dtype == torch.float16 else dtype)
 
@@ -577,7 +578,8 @@ class Rows(WorkItem):
 
 
 class SmallParameters(WorkItem):
-    """Small AdamW parameters of one group as one flat vector. Every rank updates all of them.
+    """Small AdamW parameters of one group as one flat vector. Every rank updates all of them; of sharded ones
+    its own shards.
 
     world: the ranks to average over; a single process for sharded DTensors, whose gradients are final.
     """
@@ -765,16 +767,17 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     param_groups: dicts with `kind` ("muon" | "adamw") and `params`; for muon also lr, momentum, ns_steps,
     beta2, weight_decay and any of optim_groups.MUON_OPTIONS; for adamw lr, betas, eps, weight_decay.
     `beta2=None`: no second moment. `momentum=None`: U is the gradient, for rules with their own momentum.
-    `ns_steps=None`: as many as the coefficient set has. `names`, aligned with params, or (name, parameter)
-    pairs in params name the saved state; default group{i}.{j}. Other keys are yours to use. Rates, momenta,
+    `ns_steps=None`: as many as the coefficient set has. Saved state is keyed by `names`, a list parallel to
+    params, or by the names in params, if these are (name, parameter) pairs; default group{i}.{j}. Other keys
+    are yours to use. Rates, momenta,
     betas, eps and decays may change at any time, if they change identically on all ranks. Once the optimizer
     has planned (at the first step, or when state is loaded or requested by name), parameters and other
     options may not change, nor may a momentum or beta2 become None or stop being None.
     ValueError at construction for misspelled or missing keys, and at the first step for unsupported sharding.
 
-    ns_dtype: the dtype of Newton-Schulz. None: half precision on GPUs, float32 on CPUs. torch.bfloat16 (on
-    GPUs float16 in the Gram form) is about twice as fast on CPUs that multiply it natively, and several times
-    slower on others. All other arithmetic is float32, or float64 for float64 parameters.
+    ns_dtype: the dtype of Newton-Schulz. None: half precision on GPUs, float32 on CPUs. With torch.bfloat16
+    GPUs use float16 in the Gram form; it is about twice as fast as float32 on CPUs that multiply it natively,
+    and several times slower on others. All other arithmetic is float32, or float64 for float64 parameters.
 
     compile: whether to compile the kernels: True, False, or "auto" (on GPUs only). The environment variable
     NANOMUON_COMPILE overrides it. world: the ranks that share the work (DistMuonAdamW).

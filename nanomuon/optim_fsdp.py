@@ -11,8 +11,10 @@ is sharded, and by which dimension of the device mesh:
                                               (`optim_tp.py`)
   each matrix                another (FSDP2)  data parallelism: each matrix has an owner; an all_to_all sends
                                               it the shards, a second one returns the direction's shards
+  each matrix                both             as under FSDP2, but each tensor-parallel shard has an owner, and
+                                              the owners of a matrix's shards orthogonalize jointly
 
-The first two are a `BankOfShards`. The third is a `Pipeline`: one work item for each group and dtype of the
+The first two are a `BankOfShards`. The others are a `Pipeline`: one work item for each group and dtype of the
 state, made of chunks. The matrices of a chunk have one shape. Momentum, weight decay and update are
 elementwise and happen on the shards; the rule, which needs whole matrices, runs on their owner (by
 `assign_owners` over FSDP2's ranks, chunk by chunk, the most expensive first). After the shards of a
@@ -21,7 +23,7 @@ the rule's state, and it is saved like any replicated state. For NorMuon that co
 matrix, and with a direction of your own, whatever state it declares. One matrix (m, n), with its rows on four
 ranks and float32 parameters:
 
-    rank            0        1        2        3
+    phase           rank 0   rank 1   rank 2   rank 3
     send_U          rows     rows     rows     rows     momentum and U of the shard, (m/4, n), float32
     all_to_all                                          U, in comm_dtype or the gradient's dtype
     send_back                (m, n)                     the owner, here rank 1: U to float32, then the rule

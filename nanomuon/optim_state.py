@@ -93,7 +93,7 @@ class Place:
 def as_dtensor(tensor, shape, mesh, placements):
     """This rank's shard as a DTensor, in the same memory."""
     if tensor.storage_offset():
-        # Give it a storage of its own: with an offset into its bank, a DTensor cannot be copied or pickled
+        # New storage for the same memory: a DTensor with an offset into its bank cannot be copied or pickled
         with torch.cuda.device_of(tensor):
             tensor = torch.from_dlpack(tensor)
     stride = torch.empty(shape, device="meta").stride()
@@ -218,7 +218,7 @@ class SavedByName:
         return None if strict else missing
 
     def compare(self, state_dict, hyperparameters, strict):
-        """What load_state_dict is about to do, in which only this rank's state may be missing.
+        """What load_state_dict will copy. Only state that this rank stores counts as missing.
 
         Returns [(place, its saved tensor or None for zeros)], the missing [(name, key)], and new numbers for
         each group. ValueError as load_state_dict.

@@ -446,7 +446,7 @@ def test_runs_of_the_version_that_had_experts(base, capsys):
     assert "which recorded only file names and times\n" in capsys.readouterr().out
     use(experts=2)
     for command in (base_train, sample):
-        with pytest.raises(InputError, match="this version.* with experts|experts is not a flag of this version"):
+        with pytest.raises(InputError, match="this version.* experts|experts is not a flag of this version"):
             command.main(["--run", "older"])
 
 
