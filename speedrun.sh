@@ -6,7 +6,7 @@
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
 # Without a GPU it takes 4 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C stop it. A run that has finished a step
-# is saved; once training has begun, the exit code is 75. The same command carries on. Set these variables to change it:
+# is saved; once training has begun, the exit code is 75. The same command carries on. These variables change the run:
 #
 #   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (absolute, or relative to this file), hf:ORG/NAME[:CONFIG]
 #   VOCAB_SIZE=1024         a smaller vocabulary, for a small corpus
@@ -60,7 +60,7 @@ esac
 RUN=${RUN:-d$DEPTH-$(printf %s "$CORPUS" | tr -c 'A-Za-z0-9._-' '-')}
 base_dir=${NANOMUON_BASE_DIR:-$HOME/.cache/nanomuon}
 run_dir=${base_dir/#\~/$HOME}/runs/$RUN
-# A run that exists has recorded its own, perhaps another length
+# A run that exists has recorded its flags, perhaps with another length
 [ ! -e "$run_dir/settings.json" ] || [[ " ${*/=/ } " == *" --resume never "* ]] || FLAGS=()
 FLAGS+=(--run "$RUN" --corpus "$CORPUS" ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} --depth "$DEPTH" "$@")
 if [[ " $* " == *" --plan "* ]]; then
@@ -69,7 +69,7 @@ if [[ " $* " == *" --plan "* ]]; then
     exec "${TRAIN[@]}" "${FLAGS[@]}"
 fi
 
-# Both get the same flags: a wrong flag ends data_prep before it prepares any data
+# data_prep and the training get the same flags: a wrong flag ends data_prep before it prepares any data
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 case $CORPUS in
     hf:*) # from the hub: prepared during training, which waits if necessary

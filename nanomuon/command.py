@@ -54,9 +54,9 @@ def number(kind: type, low: float, high: float):
 
 
 def output_file(text: str) -> str:
-    """The type of a flag that names a file to write: its folder must exist, as it is written last."""
-    if not os.path.isdir(os.path.dirname(os.path.abspath(text))):
-        raise argparse.ArgumentTypeError(f"{text}: its folder does not exist")
+    """The type of a flag that names a file to write. Checked at once, because it is written last."""
+    if os.path.isdir(text) or not os.path.isdir(os.path.dirname(os.path.abspath(text))):
+        raise argparse.ArgumentTypeError(f"{text} is a folder, or its folder does not exist")
     return text
 
 

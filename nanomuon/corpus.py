@@ -334,7 +334,7 @@ def _records(path, field):
 
 
 def _open_lines(path):
-    if path.suffix.lower() == ".jsonl":
+    if path.suffix.lower() in (".json", ".jsonl"):
         return path.open("rb")
     import pyarrow as pa
 

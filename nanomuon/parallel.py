@@ -1,9 +1,10 @@
-"""What PyTorch's own engines do to a model: shard it over a device mesh ("dp", "tp"), compile it, use float8.
+"""What PyTorch's own engines do to a model: shard it over a device mesh ("dp", "tp"), compile it, train it in
+float8.
 
 FSDP2 (`fully_shard`) cuts every parameter by rows over "dp", and gathers a block's parameters when the block
 runs. Tensor parallelism (arXiv 1909.08053) cuts the heads and the MLP's channels over "tp": q, k, v and up by
 rows, o and down by columns, so that a block needs one all_reduce after its attention and one after its MLP,
-and two in its backward pass. The gates are cut like the key heads; token embedding, head and scalars are
+and two in its backward pass. The gates are cut like the key heads; token embedding, head and vectors are
 whole on every "tp" rank. Ranks with the same "dp" coordinate see the same rows of data. Cut parameters are
 DTensors.
 """
@@ -96,20 +97,21 @@ def parallelize(gpt: GPT, mesh: DeviceMesh, fsdp: bool) -> None:
 
 def cut_heads_and_channels(gpt: GPT, mesh: DeviceMesh) -> None:
     """Tensor parallelism: cut each Linear of the blocks along its `cut` side. InputError for a matrix that
-    cannot be cut.
+    cannot be cut, and for a vector inside a module whose matrices are cut.
     """
     # From the head's rows, a rank takes the channels of its own key-value heads
     styles = {
         "value_channels": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(-1))
     }
     for name, module in gpt.blocks.named_modules():
+        if any(cut_dim(child) is not None for child in module.children()):
+            for key in [key for key, parameter in module.named_parameters() if parameter.ndim < 2]:
+                raise InputError(
+                    f"--tensor-parallel {mesh.size()} cannot train blocks.{name}.{key}: each rank would have "
+                    "the gradient of its own heads or channels alone; move it into Block"
+                )
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.ndim < 2:
-                if any(cut_dim(child) is not None for child in module.children()):
-                    raise InputError(
-                        f"--tensor-parallel {mesh.size()} cannot train blocks.{name}.{key}: each rank would "
-                        "have the gradient of its own heads or channels alone; move it into Block"
-                    )
                 continue
             dim = cut_dim(module)
             if dim is None or parameter.size(dim) % mesh.size():

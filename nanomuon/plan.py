@@ -291,11 +291,12 @@ def memory_by_kind(config: GPTConfig, layout: Layout, rows: int, compute_bytes: 
 
 
 def optimizer_state(config: GPTConfig, layout: Layout) -> int:
-    """Bytes of moments on a rank, the average of all.
+    """Bytes of moments on a rank, averaged over the ranks.
 
     A matrix has its momentum and one number per index of its long side, an AdamW parameter two moments. The
     state of whole parameters is divided: each matrix has an owner, and AdamW's rows are split evenly, but not
-    its vectors. State of a sharded parameter is sharded like it, but every rank has the whole second moment.
+    its vectors. State of a sharded parameter is sharded like it, but every rank has a matrix's whole second
+    moment.
     """
     numbers = 0
     for part in parts(config, layout):

@@ -25,7 +25,7 @@ FEWEST_STEPS = 100  # shorter runs were not measured, and use the rates for this
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """Allowed from 0 to `largest`. A race's sweep searches from default / sweep to default * sweep."""
+    """Allowed from 0 to `largest`. A race's sweep searches from value / sweep to value * sweep."""
 
     default: float
     meaning: str

@@ -44,7 +44,7 @@ PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for
 
 @dataclass
 class Summary:
-    """The fields that are read of summary.json, which marks a run as complete."""
+    """The fields of summary.json that are read. A run that has this file is complete."""
 
     steps: int
     tokens: int
@@ -122,7 +122,7 @@ class Run:
             print0("compiling: the first step takes a minute or two (--no-compile starts at once)")
 
     def _open_data(self, settings):
-        """Open shards and tokenizer. Returns the settings' `trained_on`; InputError if it has changed."""
+        """Open shards and tokenizer. Returns `trained_on`; InputError if the tokenizer has changed."""
         args, file = self.args, self.args.optimizer_file
         corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
         self.text_field = corpus.text_field

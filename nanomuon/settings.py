@@ -39,7 +39,7 @@ class Settings:
     options: dict  # flags of base_train, with the values chosen for those that were not given
     rows: int  # per micro-step, chosen anew if the world size changes
     world_size: int
-    trained_on: dict  # corpus, its revision, shards, tokenizer; SHA-256 of the optimizer file
+    trained_on: dict  # corpus, its revision, shards, tokenizer; path and SHA-256 of the optimizer file
     trained_with: dict  # versions, commit, hashes of the model's code
     groups: list = field(default_factory=list)  # see recipe.describe
     steps: int | None = None  # planned; older versions did not record them
@@ -103,7 +103,8 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
         "--total-batch-size",
         batch,
         None,
-        "tokens per step (default: by the length of the run; on a CPU 4096 is enough)",
+        "tokens per step (default: by --target-flops or --target-param-data-ratio, not by --num-iterations; "
+        "on a CPU 4096 is enough)",
     )
     of_launch(
         "--device-batch-size",
@@ -178,7 +179,7 @@ def bundle_place(text: str) -> str | None:
 
 
 def corpus_name(text: str) -> str:
-    """The name of a corpus, with an absolute path if it is one of files."""
+    """The name of a corpus, with an absolute path if it names local files."""
     return f"path:{absolute(text.removeprefix('path:'))}" if text.startswith("path:") else text
 
 
@@ -205,7 +206,8 @@ def recall(parser: RunParser, words: list[str] | None) -> tuple[argparse.Namespa
     args = parser.parse_args(words)
     check_name("--run", args.run)
     file = folder_of(args.run) / "settings.json"
-    exists = file.exists() or any(file.parent.glob("checkpoints/step_*"))  # without it, they are of no use
+    # Checkpoints without settings.json are of no use: read_json() will say so
+    exists = file.exists() or any(file.parent.glob("checkpoints/step_*"))
     if args.resume == "never" or not exists:
         return args, None
 

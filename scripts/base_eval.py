@@ -54,8 +54,8 @@ def evaluate_bpb(runtime: Runtime, model: GPT, tokenizer: Tokenizer, corpus: str
 def validation_folder(corpus_name: str, tokenizer: Tokenizer, run: Settings) -> Path:
     """The folder of shards with a corpus's validation set, in the run's tokens. Written if it is missing.
 
-    tokenizer: the run's. The run's own corpus is read as the run read it. InputError if the documents are not
-    on this machine.
+    tokenizer: the run's. The run's own corpus is read as the run read it. InputError if local documents are
+    missing.
     """
     how, its_own = (), corpus_name == run.trained_on.get("corpus")
     if its_own:

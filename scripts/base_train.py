@@ -7,12 +7,12 @@
         --total-batch-size 4096 --num-iterations 300                           # your own text
     python -m scripts.base_train --optimizer-file my_optim.py   # your own optimizer: build_optimizer(model)
 
-The -- keeps torchrun from taking --run as its own --run-path. Flags that you leave out follow from --depth
-and the device; without a length or a batch, depth 4 trains on 44M tokens, which takes hours on a CPU. A run
-is the folder runs/NAME under NANOMUON_BASE_DIR; the same command resumes it from its last checkpoint.
-Once it has done a step, SIGTERM, SIGHUP and Ctrl-C save it after the current one and stop it, with exit code
-75 (ranks exit with 0, because torchrun takes any other code for a failure); the file runs/NAME/stopped
-remains until the run resumes.
+The -- keeps torchrun from taking --run as its own --run-path. Flags that you leave out follow from
+--depth and the device; without a length or a batch, depth 4 trains on 44M tokens, which takes hours on a
+CPU. A run is the folder runs/NAME under NANOMUON_BASE_DIR; the same command resumes it from its last
+checkpoint. Once it has done a step, SIGTERM, SIGHUP and Ctrl-C let it finish the current one, save and
+end, with exit code 75 (ranks exit with 0, because torchrun takes any other code for a failure); the file
+runs/NAME/stopped remains until the run resumes.
 """
 
 if __name__ == "__main__":
@@ -92,7 +92,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def understand(parser: RunParser, argv: list[str] | None) -> tuple[argparse.Namespace, Settings | None]:
     """The arguments, and the settings that the run has recorded, if it exists. InputError for flags that
-    conflict, before the process group starts and data is prepared.
+    conflict or differ from the recorded ones, and for other texts, before the process group starts and data
+    is prepared.
     """
     args, settings = recall(parser, argv)
     check_corpus(args.corpus)

@@ -72,8 +72,12 @@ REFUSED = [  # script, flags, message
     ("data_prep", "--max-tokens -1", "argument --max-tokens: must be from 0 to"),
     ("optim_bench", "--peer {text}:main --world 2", "--peer and --profile run in a single process"),
     ("optim_bench", "--profile x --world 2", "--peer and --profile run in a single process"),
-    ("optim_bench", "--profile nowhere/x", "argument --profile: nowhere/x: its folder does not exist"),
-    ("train_bench", "--json nowhere/x", "argument --json: nowhere/x: its folder does not exist"),
+    (
+        "optim_bench",
+        "--profile nowhere/x",
+        "argument --profile: nowhere/x is a folder, or its folder does not exist",
+    ),
+    ("train_bench", "--json .", "argument --json: . is a folder, or its folder does not exist"),
     ("optim_bench", "--peer mine.py", "--peer mine.py must be FILE:FUNCTION"),
     ("optim_race", "--contenders default --seeds 0", "argument --seeds: must be from 1 to"),
     (

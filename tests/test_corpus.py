@@ -272,6 +272,15 @@ def test_a_hub_corpus_is_pinned_and_fetched_as_it_is_read(hub, tmp_path):
         list(corpus.documents())
 
 
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.compress])
+def test_json_on_the_hub_is_read_line_by_line(tmp_path, compress):
+    suffix = {bytes: "", gzip.compress: ".gz", zstandard.compress: ".zst"}[compress]
+    file = tmp_path / f"train.json{suffix}"
+    file.write_bytes(compress(lines([{"text": "one"}, {"text": "two"}])))
+    assert file.name.endswith(corpus.READABLE)
+    assert [text for _, text in corpus.read_texts(file, "text")] == ["one", "two"]
+
+
 def test_a_hub_out_of_reach_is_one_line(hub, monkeypatch):
     def fail(*_, **__):
         raise OSError("Name or service not known")

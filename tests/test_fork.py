@@ -112,8 +112,8 @@ def forget_its_cut(model):
 
 def add_vectors(model):
     block = model.blocks[0]
-    block.scale = torch.nn.Parameter(torch.ones(24, device="meta"))
-    block.attn.scale = torch.nn.Parameter(torch.ones(6, device="meta"))
+    block.norm = torch.nn.RMSNorm(24, device="meta")
+    block.attn.norm = torch.nn.RMSNorm(6, device="meta")
 
 
 def refused(group, change):
@@ -130,7 +130,7 @@ def refused(group, change):
     "change, said",
     [
         (forget_its_cut, "--tensor-parallel 2 cannot divide blocks.0.mlp.up.weight, (96, 24): "),
-        (add_vectors, "--tensor-parallel 2 cannot train blocks.0.attn.scale: "),
+        (add_vectors, "--tensor-parallel 2 cannot train blocks.0.attn.norm.weight: "),
     ],
 )
 def test_a_parameter_that_tensor_parallelism_would_train_wrongly_is_refused(change, said):
