@@ -7,6 +7,7 @@ import argparse
 import functools
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Container
 from dataclasses import dataclass, field
@@ -60,8 +61,12 @@ class RunParser(ArgumentParser):
             self.place = self.place.add_mutually_exclusive_group()
 
     def add(self, scope: str, flag: str, kind, default, meaning: str, **settings) -> None:
-        """kind: bool for a flag without a value, False if it is not given; else what parses its value."""
+        """kind: bool for a flag without a value, else the function that parses its value."""
         if kind is bool:
+            if default:
+                raise ValueError(
+                    f"{flag} takes no value, so it is False if it is not given: declare its opposite"
+                )
             settings["action"] = "store_true"
         else:
             settings |= {"type": kind, "default": default}
@@ -84,7 +89,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     resume = (
         "auto: the newest checkpoint; step_N: that one (deletes later ones); never: delete the run, restart"
     )
-    of_launch("--resume", str, "auto", resume)
+    of_launch("--resume", checkpoint_name, "auto", resume)
     of_launch("--plan", bool, False, "print the run's size and memory, and exit")
     of_launch("--wandb", bool, False, "also log to Weights & Biases (WANDB_MODE=offline works)")
 
@@ -185,6 +190,12 @@ def corpus_name(text: str) -> str:
 
 def absolute(place: str) -> str:
     return os.path.abspath(os.path.expanduser(place))
+
+
+def checkpoint_name(text: str) -> str:
+    if not re.fullmatch("auto|never|step_[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"must be auto, never or a checkpoint (step_N), not {text!r}")
+    return text
 
 
 def flag_of(name: str) -> str:
