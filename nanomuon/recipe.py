@@ -238,7 +238,14 @@ def make_optimizer(build, model, batch, steps, world_size=1, **settings):
     accepted = keywords_of(build, of_run)
     built = build(model, **{name: value for name, value in of_run.items() if name in accepted})
     if hasattr(built, "param_groups"):
+        try:
+            inspect.signature(built.step).bind()
+        except TypeError as error:  # LBFGS
+            name = type(built).__name__
+            raise InputError(f"{name}.step cannot be called without arguments: {error}") from error
         return built
+    if built is None:
+        raise InputError("no optimizer was built: the function returned None")
     try:
         return (DistMuonAdamW if world_size > 1 else MuonAdamW)(built, **settings)
     except (ValueError, TypeError) as error:
@@ -271,6 +278,8 @@ def values_at(schedule, group, step, steps):
             f"schedule(group, step, steps) returned {', '.join(map(str, extra))}, which the group lacks; it "
             f"has {', '.join(map(str, group))}. Keys differ between Muon and AdamW: test group['kind']"
         )
+    if fixed := values.keys() & {"kind", "params", "names"}:
+        raise InputError(f"schedule(group, step, steps) returned {', '.join(fixed)}, which never change")
     if "kind" in group:
         try:
             check_values({**group, **values})

@@ -4,6 +4,7 @@ import functools
 import json
 
 import pytest
+import torch
 
 from nanomuon import recipe
 from nanomuon.gpt import GPT, GPTConfig
@@ -156,6 +157,7 @@ def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, tmp_path
     [
         (None, "must return a dict.*, not None"),
         ({"momentm": 0.9}, "momentm, which the group lacks"),
+        ({"params": []}, "returned params, which never change"),
         ({"lr": float("nan")}, "at step 3 of 9: lr must be finite and not negative, but is nan"),
         ({"betas": 1}, "at step 3 of 9: .*int"),
     ],
@@ -187,3 +189,8 @@ def test_a_file_that_is_no_recipe_is_refused(text, message, tmp_path):
     with pytest.raises(InputError, match=message):
         build, _, _ = recipe.load_recipe(tmp_path / "file.py")
         recipe.make_optimizer(build, model(), 4096, 3_000)
+
+
+def test_an_optimizer_whose_step_needs_a_closure_is_refused():
+    with pytest.raises(InputError, match="LBFGS.step cannot be called without .*'closure'"):
+        recipe.make_optimizer(lambda model: torch.optim.LBFGS(model.parameters()), model(), 4096, 3_000)
