@@ -249,11 +249,7 @@ class SavedByName:
                         missing.append((name, key))
         if strict and missing:
             name, key = missing[0]
-            raise ValueError(
-                f"the loaded state has no {key} of {name}: when it was saved, the parameter was frozen, did "
-                "not exist, had other options or the other kind, or another rank had its state "
-                "(full_state_dict()); strict=False loads the rest"
-            )
+            raise ValueError(f"the loaded state has no {key} of {name}: {why_missing(state.get(name), key)}")
         ours = {name for name, _, _ in named_parameters(self.param_groups)}
         if strict and (others := state.keys() - ours):
             warnings.warn(
@@ -337,6 +333,15 @@ def checked(saved, place, key, name):
             "optimizer.full_state_dict() instead"
         )
     return saved
+
+
+def why_missing(entry, key):
+    """entry: the saved state of the parameter, or None."""
+    if entry:
+        why = f"it was trained with other options or the other kind, and has {', '.join(entry)}"
+    else:
+        why = "it was frozen or did not exist when this was saved, or another rank has it (full_state_dict())"
+    return f"{why}; strict=False loads the rest"
 
 
 def is_of_this_rank(saved, mesh):

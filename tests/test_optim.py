@@ -330,10 +330,12 @@ def test_what_a_load_lacks_is_named_with_its_cause_or_left_as_it_is():
     optimizer.load_state_dict(whole)
     assert optimizer.state[params[0]]["momentum_buffer"].any()
     params[0].requires_grad_(True)
-    with pytest.raises(ValueError, match="no momentum_buffer of a: when it was saved, .* was frozen"):
+    with pytest.raises(ValueError, match="no momentum_buffer of a: it was frozen or did not exist"):
         optimizer.load_state_dict(whole)
     whole["state"]["b"] = whole["state"]["e"]
-    with pytest.raises(ValueError, match="of b: when it was saved, .* had other options or the other kind"):
+    with pytest.raises(
+        ValueError, match="of b: it was trained with other options or the other kind, and has step, exp_avg"
+    ):
         optimizer.load_state_dict({**whole, "state": {**whole["state"], "a": a}})
     kept = optimizer.state[params[1]]["momentum_buffer"].clone()
     whole["state"]["c"] = {key: value + 1 for key, value in whole["state"]["c"].items()}
