@@ -162,6 +162,10 @@ class Run:
         self.step = self.skipped = 0
         if found:
             position = checkpoint.load(found, self.model, self.optimizer)
+            if lacking := {"step", "skipped_steps", "epoch", "window", "row"} - position.keys():
+                raise InputError(f"{found}/manifest.json: meta has no {', '.join(lacking)}: use another one")
+            if not all(0 <= number < 1 << 63 for number in position.values()):
+                raise InputError(f"{found}/manifest.json: meta has impossible numbers: use another one")
             self.step, self.skipped = position.pop("step"), position.pop("skipped_steps")
             if isinstance(self.optimizer, MuonAdamW):
                 self.optimizer.skipped_steps.fill_(self.skipped)

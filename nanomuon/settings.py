@@ -46,6 +46,10 @@ class Settings:
     steps: int | None = None  # planned; older versions did not record them
     wandb_id: str | None = None  # id of the run at Weights & Biases
 
+    def __post_init__(self):
+        if self.rows < 1:
+            raise ValueError(f"rows must be positive, not {self.rows}")
+
 
 class RunParser(ArgumentParser):
     """Flags of a run, in sections. scopes: {argument: DEFINES, ...}; a flag without one defines the run."""

@@ -88,7 +88,10 @@ class Tokenizer:
         """Read what save() wrote. InputError if it is missing or cannot be read."""
         file = Path(folder) / "tokenizer.json"
         content = read_json(file, Content, "delete the folder and create it again")
-        return cls([token.encode("latin-1", errors="replace") for token in content.vocab])
+        vocab = [token.encode("latin-1", errors="replace") for token in content.vocab]
+        if len(set(vocab)) < len(vocab) or not {bytes([byte]) for byte in range(256)} <= set(vocab):
+            raise InputError(f"{file}: its tokens are not distinct, or do not include all 256 bytes")
+        return cls(vocab)
 
     @cached_property
     def hash(self) -> str:

@@ -145,9 +145,12 @@ def test_a_place_that_cannot_be_written_is_one_line(made, run_dir):
         ("settings.json", "options", "resume=never", True, "resume=never is not a flag"),
         ("settings.json", "options", "optimizer_file=a.py", True, "optimizer_file=a.py is not a flag"),
         ("settings.json", "options", "help", True, "help is not a flag"),
+        ("settings.json", None, "rows", 0, "rows must be positive"),
         ("settings.json", "trained_on", "revision", None, "texts, those of path:"),
         ("settings.json", None, "wandb_id", 7, "settings.json cannot be read: wandb_id: "),
         ("summary.json", None, "steps", "many", "summary.json cannot be read: steps: Input should be"),
+        ("checkpoints/step_4/manifest.json", None, "meta", {"step": 4}, "manifest.json: meta has no "),
+        ("checkpoints/step_4/manifest.json", "meta", "window", -1, "meta has impossible numbers"),
     ],
 )
 def test_an_absurd_value_is_refused_by_name(run_dir, file, within, key, value, said):
@@ -159,7 +162,7 @@ def test_an_absurd_value_is_refused_by_name(run_dir, file, within, key, value, s
 def test_a_tokenizer_without_every_byte_or_with_a_token_twice_is_one_line(run_dir, spoil):
     file = run_dir / "tokenizer" / "tokenizer.json"
     change(file, "vocab", spoil(json.loads(file.read_text())["vocab"]), within=None)
-    refused(write_text, str(file.parent), "is not the one that the model was trained with")
+    refused(write_text, str(file), "not distinct, or do not include all 256 bytes")
 
 
 def test_samples_of_a_model_that_has_diverged_are_one_line(run_dir):
