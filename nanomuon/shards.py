@@ -99,19 +99,33 @@ def read_shards(folder, manifest: Manifest, kind: str, window: int = 0) -> tuple
     Returns (tokens (n,) uint16 or uint32, starts (documents,) int64). InputError names a file that cannot be
     read.
     """
-    numbers = range(len(getattr(manifest, kind)))[window * WINDOW : (window + 1) * WINDOW]
+    entries = getattr(manifest, kind)
+    numbers = range(len(entries))[window * WINDOW : (window + 1) * WINDOW]
+    if not numbers:
+        raise InputError(f"{folder}/manifest.json lists no {kind} shards: {WRITE_AGAIN}")
     all_tokens, all_starts, base = [], [], 0
     for number in numbers:
         path = Path(folder) / shard_name(kind, number)
         try:
             with safe_open(path, "pt") as file:  # "pt" memory-maps it, "numpy" would copy it
                 tokens, starts = (file.get_tensor(name).numpy() for name in ("tokens", "starts"))
-        except (SafetensorError, OSError) as error:
+            check_shard(tokens, starts, entries[number], manifest.vocab_size)
+        except (SafetensorError, OSError, ValueError, TypeError) as error:
             raise InputError(f"shard {path} cannot be read ({error}): {WRITE_AGAIN}") from error
         all_tokens.append(tokens)
         all_starts.append(starts + base)
         base += len(tokens)
     return np.concatenate(all_tokens), np.concatenate(all_starts)
+
+
+def check_shard(tokens: np.ndarray, starts: np.ndarray, entry: Entry, vocab_size: int) -> None:
+    """ValueError for a shard that is not what write_shard() wrote for this entry, such as a stranger's."""
+    if (tokens.shape, starts.shape) != ((entry.tokens,), (entry.documents,)):
+        raise ValueError("the manifest has other numbers of tokens and documents")
+    if tokens.dtype not in (np.uint16, np.uint32) or tokens.max() >= vocab_size - 1:
+        raise ValueError(f"its tokens are not ids below {vocab_size - 1}")
+    if starts.dtype != np.int64 or np.diff(starts, prepend=0, append=entry.tokens).min() < 0:
+        raise ValueError("its documents do not begin one after the other")
 
 
 def count_tokens(entries: list[Entry]) -> int:

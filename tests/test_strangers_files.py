@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from nanomuon import shards
 from nanomuon.command import explain
 from nanomuon.runtime import InputError
 from nanomuon.settings import recall
@@ -156,6 +157,33 @@ def test_a_place_that_cannot_be_written_is_one_line(made, run_dir):
 def test_an_absurd_value_is_refused_by_name(run_dir, file, within, key, value, said):
     change(run_dir / file, key, value, within)
     refused(lambda: base_train.main("--run tiny --num-iterations 6".split()), said)
+
+
+SHARD = {"starts": np.array([0, 3]), "tokens": np.arange(6, dtype=np.uint16)}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tokens": np.arange(7, dtype=np.uint16)},
+        {"tokens": np.arange(6.0)},
+        {"tokens": np.arange(254, 260, dtype=np.uint16)},
+        {"tokens": np.zeros((3, 2), np.uint16)},
+        {"starts": np.array([0, 7])},
+        {"starts": np.array([3, 0])},
+        {"starts": np.array([0.0, 3.0])},
+        {"starts": np.array([0, 2, 3])},
+    ],
+)
+def test_a_shard_with_other_contents_than_the_manifest_lists_is_one_line(tmp_path, changed):
+    manifest = shards.Manifest("x", 258, [], [shards.Entry(documents=2, tokens=6)], None)
+    file = tmp_path / "train-00000.safetensors"
+    save_file(SHARD, file)
+    tokens, starts = shards.read_shards(tmp_path, manifest, "train")
+    assert tokens.tolist() == [0, 1, 2, 3, 4, 5] and starts.tolist() == [0, 3]
+    save_file(SHARD | changed, file)
+    refused(lambda: shards.read_shards(tmp_path, manifest, "train"), str(file))
+    refused(lambda: shards.read_shards(tmp_path, manifest, "val"), "lists no val shards")
 
 
 @pytest.mark.parametrize("spoil", [lambda vocab: vocab[1:], lambda vocab: vocab[:-1] + ["a"]])
