@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from nanomuon import head_loss, parallel, recipe
 from nanomuon.attention import kernels_in_use
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.optim import BATCH_BYTES
+from nanomuon.optim import BATCH_BYTES, assign_owners
 from nanomuon.runtime import InputError, Runtime, compile_enabled, print0
 from nanomuon.settings import Settings
 from nanomuon.shards import default_vocab_size
@@ -291,19 +292,27 @@ def memory_by_kind(config: GPTConfig, layout: Layout, rows: int, compute_bytes: 
 
 
 def optimizer_state(config: GPTConfig, layout: Layout) -> int:
-    """Bytes of moments on a rank, averaged over the ranks.
+    """Bytes of moments on the rank that has the most.
 
     A matrix has its momentum and one number per index of its long side, an AdamW parameter two moments. The
     state of whole parameters is divided: each matrix has an owner, and AdamW's rows are split evenly, but not
-    its vectors. State of a sharded parameter is sharded like it, but every rank has a matrix's whole second
-    moment.
+    its vectors. State of a sharded parameter is sharded like it, but every rank has the whole second moment.
     """
-    numbers = 0
+    numbers, banks = 0, Counter()
     for part in parts(config, layout):
-        kept = 2 * part.held.numel() if part.kind == "adamw" else part.held.numel() + max(part.whole)
-        is_divided = part.held == part.whole and len(part.whole) > 1
-        numbers += kept / layout.ranks if is_divided else kept
-    return round(FLOAT32 * numbers)
+        is_whole = part.held == part.whole
+        if part.kind == "adamw":
+            is_divided = is_whole and len(part.whole) > 1
+            numbers += 2 * part.held.numel() / (layout.ranks if is_divided else 1)
+        elif is_whole:
+            banks[part.whole] += 1
+        else:
+            numbers += part.held.numel() + max(part.whole)
+    owned, cost = [0] * layout.ranks, [0] * layout.ranks
+    for shape in sorted(banks, key=torch.Size.numel, reverse=True):
+        for owner in assign_owners(banks[shape], shape.numel() * min(shape), cost):
+            owned[owner] += shape.numel() + max(shape)
+    return round(FLOAT32 * (numbers + max(owned)))
 
 
 def activations(config: GPTConfig, layout: Layout, tokens: int, compute_bytes: int) -> int:

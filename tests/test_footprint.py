@@ -1,7 +1,5 @@
 """The memory that nanomuon.plan computes, against real runs: bytes held and saved."""
 
-from statistics import mean
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -58,13 +56,11 @@ def held(group, config, layout):
 
 
 @pytest.mark.parametrize("config, layout", CASES, ids=str)
-def test_bytes_of_a_rank_are_planned_within_a_twentieth(config, layout):
-    """Those of the rank that holds the most, but of state the mean: some ranks own a matrix more."""
+def test_bytes_of_the_rank_that_holds_the_most_are_planned_within_a_twentieth(config, layout):
     found = run_world(layout.ranks, held, config, layout)
     planned = plan.memory_by_kind(config, layout, ROWS, 4)
-    for kind in ("weights", "gradients"):
+    for kind in ("weights", "gradients", "state"):
         assert planned[kind] == pytest.approx(max(each[kind] for each in found), rel=0.05), kind
-    assert planned["state"] == pytest.approx(mean(each["state"] for each in found), rel=0.05)
 
 
 def test_planned_buffers_of_ranks_hold_the_transfers_of_a_step():
