@@ -35,14 +35,13 @@ from tests.training import (
 pytestmark = pytest.mark.usefixtures("environment")
 
 OPTIONS = ("--eval-every", "25", "--save-every", "4")
-STEPS = 60
 
 
 @pytest.fixture(scope="module")
 def whole(base):
-    """Runs of STEPS steps without interruption, by number of processes."""
+    """Runs of 100 steps without interruption, by number of processes."""
     for processes in (1, 2):
-        ranks = Ranks(base, f"whole-{processes}", STEPS, *OPTIONS, processes=processes)
+        ranks = Ranks(base, f"whole-{processes}", 100, *OPTIONS, processes=processes)
         assert ranks.join() == [0] * processes, ranks.output()
     return {processes: base / "runs" / f"whole-{processes}" for processes in (1, 2)}
 
@@ -66,10 +65,10 @@ def assert_same_run(ours, theirs):
 def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(base, whole, processes):
     """And as if its newest checkpoint had not been damaged."""
     run, generator = f"killed-{processes}", random.Random(processes)
-    run_dir, command = base / "runs" / run, (base, run, STEPS, *OPTIONS)
+    run_dir, command = base / "runs" / run, (base, run, 100, *OPTIONS)
     for _ in range(4 - processes):
         saved = max(checkpoint.saved_steps(run_dir), default=0)
-        ranks, far = Ranks(*command, processes=processes), saved + generator.randint(5, 16)
+        ranks, far = Ranks(*command, processes=processes), saved + generator.randint(8, 28)
         wait_until(lambda far=far: len(losses(base, run)) >= far, ranks.alive)
         time.sleep(generator.uniform(0, 0.03))
         ranks.kill(signal.SIGKILL)
@@ -84,7 +83,7 @@ def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(base, wh
     ranks = Ranks(*command, processes=processes)
     assert ranks.join() == [0] * processes and not half.exists()
     assert f"checkpoint step_{newest} is damaged and not used: {file} " in ranks.output()
-    assert f"resuming run {run} at step {previous} of {STEPS}\n" in ranks.output()
+    assert f"resuming run {run} at step {previous} of 100\n" in ranks.output()
     assert_same_run(run_dir, whole[processes])
 
 
@@ -93,31 +92,31 @@ def test_one_process_becomes_two_and_two_become_three(base):
     # At full rates rounding alone parts two worlds by 2e-3 in 60 steps, at a tenth by 7e-6
     rates = "--matrix-lr 0.002 --embedding-lr 0.03 --unembedding-lr 0.0004 --scalar-lr 0.001".split()
     options = ("--dtype", "float32", *rates, *QUIET)
-    for run, processes, until in (("as-one", 1, 24), ("grown", 1, 8), ("grown", 2, 16), ("grown", 3, 24)):
-        ranks = Ranks(base, run, 24, *options, processes=processes, small=small)
-        if until < 24:
+    for run, processes, until in (("as-one", 1, 60), ("grown", 1, 20), ("grown", 2, 40), ("grown", 3, 60)):
+        ranks = Ranks(base, run, 60, *options, processes=processes, small=small)
+        if until < 60:
             wait_until(lambda until=until: len(losses(base, "grown")) >= until, ranks.alive)
             ranks.kill(signal.SIGTERM)
-        assert ranks.join() == [STOPPED if until == 8 else 0] * processes, ranks.output()
+        assert ranks.join() == [STOPPED if until == 20 else 0] * processes, ranks.output()
         assert f"{ {1: 2, 2: 1, 3: 2}[processes] } rows x" in ranks.output()  # of 6, chosen in each world
     assert losses(base, "grown") == pytest.approx(losses(base, "as-one"), abs=5e-5)
 
 
 def test_torchrun_passes_sigterm_on_and_the_same_command_completes(base, whole):
-    command, note = (base, "torchrun", STEPS, *OPTIONS), base / "runs" / "torchrun" / "stopped"
+    command, note = (base, "torchrun", 100, *OPTIONS), base / "runs" / "torchrun" / "stopped"
     process = launch(*command, processes=2)
     wait_until(lambda: len(losses(base, "torchrun")) > 11, lambda: process.poll() is None)
     process.terminate()
     output, _ = process.communicate(timeout=30)
     step = len(losses(base, "torchrun"))
     line = f"stopped at step {step} and saved; the same command carries on\n"
-    assert step < STEPS and line in output and note.read_text() == line
+    assert step < 100 and line in output and note.read_text() == line
     assert checkpoint.saved_steps(base / "runs" / "torchrun")[-1] == step
     assert Ranks(*command, processes=2).join() == [0, 0] and not note.exists()
     assert_same_run(base / "runs" / "torchrun", whole[2])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_saves_and_leaves_a_note(base, number):
     run = f"signal-{number.name}"
     ranks = Ranks(base, run, 5000, *QUIET)
@@ -131,19 +130,21 @@ def test_a_signal_saves_and_leaves_a_note(base, number):
     assert ranks.output().count("stopping after this step; Ctrl-C now ends at once, without saving\n") == 1
 
 
-def test_a_run_whose_terminal_or_pipe_is_gone_saves_all_the_same(base):
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_run_whose_terminal_or_pipe_is_gone_saves_all_the_same(base, number):
     """As when a terminal is closed, or on Ctrl-C with `| tee`."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the run would inherit that it is ignored
-    process = launch(base, "closed", 100_000, *QUIET)
-    wait_until(lambda: len(losses(base, "closed")) > 2, lambda: process.poll() is None)
+    run = f"closed-{number.name}"
+    process = launch(base, run, 100_000, *QUIET)
+    wait_until(lambda: len(losses(base, run)) > 2, lambda: process.poll() is None)
     process.stdout.close()
-    process.send_signal(signal.SIGHUP)
+    process.send_signal(number)
     try:
         assert process.wait(60) == STOPPED
     finally:
         process.kill()
-    assert checkpoint.saved_steps(base / "runs" / "closed") == [len(losses(base, "closed"))]
-    assert (base / "runs" / "closed" / "stopped").exists()
+    assert checkpoint.saved_steps(base / "runs" / run) == [len(losses(base, run))]
+    assert (base / "runs" / run / "stopped").exists()
 
 
 def test_a_signal_to_one_rank_in_the_last_step_stops_all(base, tmp_path):
@@ -315,7 +316,7 @@ def test_state_that_no_checkpoint_can_store_ends_a_run_at_its_first_save(base):
 
 def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys):
     """In the middle of a step, as if data_prep had died; the run goes on from the beginning of that step."""
-    few_steps = ["--depth=1", "--total-batch-size", "8192", "--device-batch-size", "64", *QUIET]
+    few_steps = ["--total-batch-size", "8192", "--device-batch-size", "64", *QUIET]
     assert base_train.main(arguments(base, "all-shards", 8, *few_steps)) == 0
     with monkeypatch.context() as patched:
         patched.setattr(shards.Manifest, "has_window", lambda manifest, window: window == 0)
