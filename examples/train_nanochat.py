@@ -42,6 +42,8 @@ parser.add_argument("flags", nargs="*", help="after --: flags of nanochat's base
 args = parser.parse_args()
 
 folder = find_run(args.run)
+if not (folder / "summary.json").exists():
+    parser.error(f"{folder} has no summary.json: finish that run first")
 settings, config = read_json(folder / "settings.json", Settings), read_config(folder)
 summary = read_json(folder / "summary.json")
 options = settings.options

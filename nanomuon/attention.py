@@ -4,8 +4,8 @@ Windows in bf16 on CUDA use PyTorch's varlen_attn, which skips hidden keys. Ever
 scaled_dot_product_attention, except short rows in bf16 on a CPU (`whole_scores`).
 """
 
-import contextlib
 import re
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -101,18 +101,30 @@ softmax.register_autograd(
 
 
 def use_flash_attention(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Use FlashAttention 3 or 4 from now on, if one is installed that supports this GPU. Returns its name.
-    Deterministic runs, and dtypes other than bf16, keep PyTorch's own kernels.
+    """Use FlashAttention 3 or 4 from now on, if one is installed that trains with windows on this GPU.
+    Returns its name. Deterministic runs, and dtypes other than bf16, keep PyTorch's own kernels.
     """
     if device.type != "cuda" or dtype != torch.bfloat16 or torch.are_deterministic_algorithms_enabled():
         return None
     major, _ = torch.cuda.get_device_capability(device)
     for name in FLASH_ATTENTION.get(major, ()):
-        # Not installed, installed without its backward pass, or unknown to this PyTorch
-        with contextlib.suppress(ImportError, RuntimeError, ValueError):
+        try:
             torch.nn.attention.activate_flash_attention_impl(name)
+        except (ImportError, RuntimeError, ValueError):
+            continue  # not installed, installed without its backward pass, or unknown to this PyTorch
+        try:
+            train_with_a_window(device)
             return name
+        except Exception as error:  # whatever its compiler raises; on Hopper PyTorch 2.11 refuses version 4
+            torch.nn.attention.restore_flash_attention_impl()
+            warnings.warn(f"{name} is installed, but fails on this GPU: {error}", stacklevel=2)
     return None
+
+
+def train_with_a_window(device: torch.device) -> None:
+    """A forward and a backward pass on a GPU, which raise what its kernels raise."""
+    x = torch.randn(1, 256, 1, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
+    attention(x, x, x, window=64).sum().backward()
 
 
 def kernels_in_use() -> str:

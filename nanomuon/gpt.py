@@ -80,20 +80,14 @@ class Linear(nn.Linear):
     """No bias; the float32 master weight is cast to the dtype of the activations.
 
     cut: the side of the product that tensor parallelism divides among ranks, "outputs" (rows of the weight)
-    or "inputs" (its columns). A Linear with cut outputs feeds one with cut inputs. training_product: a
-    function (x, weight) -> output that replaces the product while gradients are enabled, see
-    parallel.train_in_fp8.
+    or "inputs" (its columns). A Linear with cut outputs feeds one with cut inputs.
     """
-
-    training_product = None
 
     def __init__(self, inputs: int, outputs: int, cut: str | None = None):
         super().__init__(inputs, outputs, bias=False)
         self.cut = cut
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training_product is not None and torch.is_grad_enabled():
-            return self.training_product(x, self.weight)
         return F.linear(x, self.weight.to(x.dtype))
 
 

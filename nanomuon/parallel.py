@@ -1,5 +1,4 @@
-"""What PyTorch's own engines do to a model: shard it over a device mesh ("dp", "tp"), compile it, train it in
-float8.
+"""What PyTorch's own engines do to a model: shard it over a device mesh ("dp", "tp") and compile it.
 
 FSDP2 (`fully_shard`) cuts every parameter by rows over "dp", and gathers a block's parameters when the block
 runs. Tensor parallelism (arXiv 1909.08053) cuts the heads and the MLP's channels over "tp": q, k, v and up by
@@ -14,8 +13,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -28,11 +25,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from nanomuon import head_loss
-from nanomuon.gpt import GPT, GPTConfig, Linear
+from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim_state import local
 from nanomuon.runtime import InputError, Runtime
 
-MULTIPLE = 16  # every side of a float8 product must be a multiple of this (cuBLAS)
 # By `Linear.cut`: the dimension of the weight to cut, and how PyTorch cuts the product
 CUTS = {"outputs": (0, ColwiseParallel()), "inputs": (1, RowwiseParallel())}
 
@@ -174,58 +170,3 @@ def compile_model(gpt: GPT, mesh: DeviceMesh | None) -> Callable:
         return gpt
     gpt.look_up = torch.compiler.disable(gpt.look_up)
     return torch.compile(gpt, dynamic=False)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Float8: in training torchao computes the products of the blocks, with one scale per matrix. Input and weight
-# are rounded to e4m3 and the output's gradient to e5m2 (arXiv 2209.05433), each scaled so that its largest
-# entry is the largest number of its format; sums are float32, results in the dtype of the activations. The
-# head stays as it is, as in DeepSeek-V3 (arXiv 2412.19437), and so do parameters, their names, the
-# optimizer's state, evaluation and samples.
-
-
-def check_fp8(runtime: Runtime, tensor_parallel: int) -> None:
-    """InputError if a run cannot train in float8."""
-    if runtime.device.type != "cuda" or torch.cuda.get_device_capability(runtime.device) < (8, 9):
-        raise InputError("--fp8 needs a GPU of compute capability 8.9 or higher (Ada, Hopper or newer)")
-    if tensor_parallel > 1:
-        raise InputError("--fp8 and --tensor-parallel cannot be combined: leave one of them out")
-    try:
-        import torchao.float8  # noqa: F401
-    except ImportError as error:
-        # With an older torchao, kernels compiled by PyTorch 2.13 may write NaNs (triton-lang/triton#11111)
-        raise InputError(f"--fp8 needs torchao ({error}): pip install 'torchao>=0.18'") from error
-
-
-def train_in_fp8(model: GPT, emulate: bool = False) -> None:
-    """Make the Linears of the blocks multiply in float8 while gradients are enabled.
-
-    Linears with a side that is not a multiple of 16, such as most value gates, do not change. emulate: round
-    as a GPU would, and multiply in float32, on any device.
-    """
-    product = training_product(emulate)
-    for module in model.blocks.modules():
-        if isinstance(module, Linear):
-            if module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0:
-                module.training_product = product
-
-
-def training_product(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """(x (..., n), weight (m, n)) -> x weight^T (..., m), with gradients, in float8."""
-    from torchao import float8
-    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-
-    # torchao's module would own the parameter, and use float8 in evaluation too. So use only its product,
-    # with the settings of a module that it has converted
-    linear = nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta")
-    config = float8.Float8LinearConfig(emulate=emulate)  # one scale per matrix
-    converted = float8.convert_to_float8_training(linear, config=config)
-
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        if x[..., 0].numel() % MULTIPLE:  # number of tokens: the weight's gradient sums over them
-            return F.linear(x, weight.to(x.dtype))
-        return matmul_with_hp_or_float8_args.apply(
-            x, weight.t(), converted.linear_mm_config, converted.config
-        )
-
-    return product

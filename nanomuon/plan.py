@@ -84,8 +84,6 @@ def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | N
     settings: what the run has recorded, if it exists. InputError for a model that cannot be built or trained
     here, and for a batch that cannot be divided among the processes.
     """
-    if args.fp8:
-        parallel.check_fp8(runtime, args.tensor_parallel)
     config = model_config(args, runtime.device.type)
     model = meta_model(config)
     data_parallel = parallel.data_parallel_size(runtime.world_size, args.tensor_parallel, config)

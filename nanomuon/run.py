@@ -143,8 +143,6 @@ class Run:
         if runtime.world_size > 1 and (args.shard == "fsdp" or args.tensor_parallel > 1):
             self.mesh = parallel.device_mesh(runtime.device.type, plan.data_parallel, args.tensor_parallel)
         self.model = parallel.build_model(plan.config, runtime, args.seed, self.mesh, args.shard == "fsdp")
-        if args.fp8:
-            parallel.train_in_fp8(self.model)
         if args.qk_clip:
             watch_(self.model, args.qk_clip)
         self.optimizer, self.schedule = build_optimizer(args, self.model, plan, runtime, compiles)
@@ -236,8 +234,7 @@ class Run:
             self.runtime.device,
             max_tokens,
         )
-        # If the whole model is compiled, use that graph, unless it multiplies in float8
-        as_in_training = self.forward is not self.model and not self.args.fp8
+        as_in_training = self.forward is not self.model  # use the graph of the whole compiled model
         value = bits_per_byte(self.forward, batches, self.token_bytes, as_in_training)
         whole_set = max_tokens is None
         self.log({"val_bpb": value, "whole_set": whole_set})

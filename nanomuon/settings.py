@@ -30,7 +30,7 @@ from nanomuon.runtime import InputError, check_name, folder_of, read_json, toget
 # too (a new one replaces the recorded one); or it concerns only this launch, and is not recorded
 SCOPES = DEFINES, MAY_CHANGE, LENGTH, OF_LAUNCH = "defines", "may change", "length", "of launch"
 AGAIN = "give the same again, choose another --run, or start over: --resume never"
-GONE = {"experts": 0, "experts_per_token": 2}  # flags that older runs have recorded, and their defaults
+GONE = {"experts": 0, "experts_per_token": 2, "fp8": False}  # flags of older runs, and their defaults
 
 
 @dataclass
@@ -138,7 +138,6 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
 
     parser.section("computation")
     add_dtype_argument(parser.place)
-    defines("--fp8", bool, False, "train in float8, on GPUs that have it; the gain has not been measured")
     defines("--seed", seed, 0, "seed of initial weights, data order and samples")
     defines("--deterministic", bool, False, "make equal runs bit-identical on GPUs too, but slower")
     may_change("--no-compile", bool, False, "run eagerly (default: compile; on a CPU only long runs)")

@@ -9,8 +9,8 @@ checkpoints have no effect.
 Step and floor alternate in every round, so a busy machine slows both. It prints medians, the spread (half of
 the rounds lie within it) and the median ratio to the floor of the same round. The floor is the time of the
 batch's training FLOPs at the speed of the MLP's first product, measured in every round, plus that of
-Newton-Schulz's products. With --fp8 the floor, and the peak for MFU, are those of a step without it. The
-first step compiles; TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) makes it start from an empty cache.
+Newton-Schulz's products. The first step compiles; TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) makes it start from an
+empty cache.
 """
 
 if __name__ == "__main__":
@@ -98,8 +98,6 @@ def step_table(args, runtime):
     initial_groups = [dict(group) for group in optimizer.param_groups]
     loader = TrainLoader(data, config.seq_len, rows, plan.rows, 0, 1, args.seed, device)
     products = floor_of(model, batch, plan.rows)
-    if args.fp8:
-        parallel.train_in_fp8(model)
     newton_schulz = optim_bench.products(optimizer, device.type)
     if args.qk_clip:
         watch_(model, args.qk_clip)

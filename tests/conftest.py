@@ -47,17 +47,18 @@ class Activated:
 @pytest.fixture
 def installed(monkeypatch):
     """installed("FA4"): the FlashAttentions that can be activated, in PyTorch's own registry. Others raise
-    what PyTorch's own functions raise.
+    what PyTorch's own functions raise. trial: stands for a step on the GPU.
     """
     import torch  # after OMP_NUM_THREADS is set
     from torch.nn.attention import _registry
 
-    def pretend(*names, missing=ModuleNotFoundError):
+    def pretend(*names, missing=ModuleNotFoundError, trial=id):
         def register(name):
             if name not in names:
                 raise missing(f"no {name}")
             return Activated()
 
+        monkeypatch.setattr("nanomuon.attention.train_with_a_window", trial)
         for name in ("FA3", "FA4"):
             monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, name, functools.partial(register, name))
 

@@ -64,6 +64,25 @@ def test_flash_attention_is_one_that_is_made_for_the_gpu_and_installed(
     )
 
 
+@pytest.mark.parametrize("failing, chosen", [(["FA3"], "FA4"), (["FA3", "FA4"], None)])
+def test_flash_attention_that_cannot_train_with_windows_is_named_and_not_used(
+    monkeypatch, installed, failing, chosen
+):
+    """As version 4 with PyTorch 2.11 on an H200."""
+
+    def trial(device):
+        if torch.nn.attention.current_flash_attention_impl() in failing:
+            raise RuntimeError("windowed attention not supported")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    installed("FA3", "FA4", trial=trial)
+    with pytest.warns(UserWarning) as warned:
+        assert use_flash_attention(torch.device("cuda"), torch.bfloat16) == chosen
+    assert torch.nn.attention.current_flash_attention_impl() == chosen
+    why = "is installed, but fails on this GPU: windowed attention not supported"
+    assert [str(warning.message) for warning in warned] == [f"{name} {why}" for name in failing]
+
+
 def test_cpus_float32_and_deterministic_runs_keep_pytorchs_own_attention(monkeypatch, installed):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     installed("FA3", "FA4")

@@ -314,11 +314,6 @@ def test_a_run_is_compiled_and_evaluated_by_the_same_graph(base, monkeypatch, ca
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
     monkeypatch.setenv("NANOMUON_COMPILE", "1")
-    monkeypatch.setattr(base_train.parallel, "check_fp8", lambda *_: None)
-    monkeypatch.setattr("nanomuon.parallel.train_in_fp8", id)
-    base_train.main(arguments(base, "fp8", 2, "--fp8"))
-    assert {grad for _, grad in graphs} == {True, False}  # evaluates without float8
-    capsys.readouterr()
     for steps, flags, compiled in ((4, (), 1), (6, ("--no-compile",), 0)):
         graphs.clear()
         assert base_train.main(arguments(base, "compiled", steps, "--eval-every", "2", *flags)) == 0
