@@ -5,9 +5,10 @@ tokenizer and validation set. Both read the same tokens in the same order, and a
     CORPUS=python RUN=ours bash speedrun.sh
     PYTHONPATH=. python examples/train_nanochat.py --run ours --nanochat nanochat --rates 0.6
 
-Under torchrun it trains on several GPUs. Flags after -- go to nanochat and override ours; a long run saves
-with --save-every=500 and goes on with --resume-from-step=500. The last lines are both results, in bits per
-byte on the whole validation set. nanochat keeps its files in NANOCHAT_BASE_DIR.
+Under torchrun it trains on several GPUs. If nanochat runs out of memory, give a smaller --device-batch-size.
+Flags after -- go to nanochat; a long run saves with --save-every=500 and goes on with --resume-from-step=500.
+The last lines are both results, in bits per byte on the whole validation set. nanochat keeps its files in
+NANOCHAT_BASE_DIR.
 """
 
 import argparse
@@ -38,7 +39,8 @@ parser = argparse.ArgumentParser(
 parser.add_argument("--run", required=True, help="a finished run, whose rows, batch and length are used")
 parser.add_argument("--nanochat", type=Path, required=True, help="a checkout of nanochat")
 parser.add_argument("--rates", type=float, help="factor on this file's RATES (default: nanochat's own rates)")
-parser.add_argument("flags", nargs="*", help="after --: flags of nanochat's base_train")
+parser.add_argument("--device-batch-size", type=int, help="rows per micro-step (default: the run's)")
+parser.add_argument("flags", nargs="*", help="after --: other flags of nanochat's base_train")
 args = parser.parse_args()
 
 folder = find_run(args.run)
@@ -50,7 +52,7 @@ options = settings.options
 corpus = open_corpus(options["corpus"], options["text_field"], options["skip_unreadable"])
 shards = prepare_for_training(corpus, options["vocab_size"])
 tokenizer = Tokenizer.load(folder / "tokenizer")
-batch, rows = options["total_batch_size"], settings.rows
+batch, rows = options["total_batch_size"], args.device_batch_size or settings.rows
 rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 micro_batch = world_size * rows * config.seq_len
 batches = sum(1 for _ in validation_batches(shards, config.seq_len, rows, rank, world_size))

@@ -62,6 +62,8 @@ def main(argv=None):
     args = parse_arguments(argv)
     runtime = start(args.dtype)
     args.device = runtime.device.type
+    if args.device == "cuda" and args.world > torch.cuda.device_count():
+        raise InputError(f"--world {args.world} needs that many GPUs, not {torch.cuda.device_count()}")
     result = distributed(args, runtime) if args.world > 1 else compare(args, runtime)
     result |= {"depth": args.depth, "dtype": runtime.dtype_name, "torch": torch.__version__}
     if args.json is not None:

@@ -233,12 +233,15 @@ def test_nanochat_reads_the_rows_of_the_run_beside_it(base, environment, tmp_pat
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.py").write_text(code)
     base_train.main(arguments(base, "ours", 3, *QUIET))
-    run(
-        "PYTHONPATH=. python examples/train_nanochat.py --run ours --nanochat . --rates 0.5".split(), tmp_path
-    )
+    command = "PYTHONPATH=. python examples/train_nanochat.py --run ours --nanochat . --rates 0.5".split()
+    (shards,) = (base / "shards").glob("texts-*")
+    run([*command, "--device-batch-size", "2"], tmp_path)
+    _, _, judged, _ = torch.load(tmp_path / "read.pt")
+    expected = [torch.stack(batch) for batch in validation_batches(shards, 32, 2)]
+    assert len(judged) == len(expected) and all(map(torch.equal, judged, expected))
+    run(command, tmp_path)
     matrix_lr, trained, judged, token_bytes = torch.load(tmp_path / "read.pt")
     assert matrix_lr == 0.17
-    (shards,) = (base / "shards").glob("texts-*")
     loader = TrainLoader(shards, seq_len=32, rows_per_step=8, device_batch_size=8)
     for step in range(3):
         expected = torch.stack(next(loader))

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanomuon import recipe
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
+from nanomuon.runtime import InputError, Runtime
 from scripts import optim_bench
 
 PEER = "import torch\n\ndef build(model):\n    return torch.optim.SGD(model.parameters(), lr=0.1)\n"
@@ -48,6 +49,14 @@ def test_the_table_of_a_step(tmp_path, monkeypatch, capsys):
     names = " ".join(str(event.get("name")) for event in json.loads(trace.read_text())["traceEvents"])
     for phase in ("agree", "collect", "compute", "send", "deliver"):
         assert f": {phase} " in names, "the trace shows the phases of a step"
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    gpu = Runtime(torch.device("cuda"), torch.bfloat16)
+    monkeypatch.setattr(optim_bench, "start", lambda dtype: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(InputError, match="--world 2 needs that many GPUs, not 1"):
+        optim_bench.main("--world 2".split())
 
 
 @pytest.mark.slow  # starts two processes
