@@ -1,6 +1,8 @@
 """The optimizer's benchmark: its floor counts the products and bytes of a step, and its table adds up."""
 
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -49,6 +51,20 @@ def test_the_table_of_a_step(tmp_path, monkeypatch, capsys):
     names = " ".join(str(event.get("name")) for event in json.loads(trace.read_text())["traceEvents"])
     for phase in ("agree", "collect", "compute", "send", "deliver"):
         assert f": {phase} " in names, "the trace shows the phases of a step"
+
+
+def test_nanochats_optimizer_gets_every_parameter_and_matrices_by_shape(monkeypatch):
+    """With a stand-in that stacks them, as nanochat's does."""
+    peer = types.ModuleType("nanochat.optim")
+    peer.MuonAdamW = lambda groups: groups
+    monkeypatch.setitem(sys.modules, "nanochat", types.ModuleType("nanochat"))
+    monkeypatch.setitem(sys.modules, "nanochat.optim", peer)
+    model = GPT(GPTConfig.from_depth(2, vocab_size=300, seq_len=32))
+    groups = optim_bench.load_peer("examples/nanochat_optimizer.py:build_optimizer")(model)
+    assert {p for group in groups for p in group["params"]} == set(model.parameters())
+    for group in groups:
+        if group["kind"] == "muon":
+            torch.stack(group["params"])
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
