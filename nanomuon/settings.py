@@ -102,7 +102,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     parser.section("model")
     defines("--depth", layers, 4, "number of layers; width, heads and batch follow")
     defines("--max-seq-len", rows, None, "context in tokens (default: 2048 on a GPU, 512 on a CPU)")
-    windows = "L: full, S: last quarter of the context (default: SSSL with FlashAttention 3 or 4, else L)"
+    windows = "L: full, S: last quarter of the context (default: SSSL if FlashAttention runs here, else L)"
     defines("--window-pattern", str, None, windows)
     defines("--no-qk-norm", bool, False, "do not normalize queries and keys")
 
