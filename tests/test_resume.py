@@ -421,8 +421,8 @@ def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
     assert json.loads(settings.read_text())["options"]["seed"] == 1 and len(losses(base, "defined")) == 1
 
 
-def test_runs_of_the_version_that_had_experts(base, capsys):
-    """Its settings.json and config.json, without experts and then with them. It recorded names and times
+def test_runs_of_the_version_that_had_experts_and_fp8(base, capsys):
+    """Its settings.json and config.json, without either and then with each. It recorded names and times
     instead of texts.
     """
     folder, before = base / "runs" / "older", Path(__file__).parent / "before_phases"
@@ -439,7 +439,7 @@ def test_runs_of_the_version_that_had_experts(base, capsys):
 
     use()
     args, _ = recall(base_train.make_parser(), ["--run", "older"])
-    kept = settings["options"].keys() - {"experts", "experts_per_token"}
+    kept = settings["options"].keys() - {"experts", "experts_per_token", "fp8"}
     assert {name: getattr(args, name) for name in kept} == {name: settings["options"][name] for name in kept}
     sample.main(["--run", "older", "--max-tokens", "1"])
     assert base_train.main(["--run", "older", "--num-iterations", "6"]) == 0
@@ -452,6 +452,11 @@ def test_runs_of_the_version_that_had_experts(base, capsys):
     ):
         with pytest.raises(InputError, match=said):
             command.main(["--run", "older"])
+    settings["options"]["fp8"] = True
+    use()
+    sample.main(["--run", "older", "--max-tokens", "1"])
+    with pytest.raises(InputError, match="options: fp8 is not a flag of this version: use the version that"):
+        base_train.main(["--run", "older"])
 
 
 RAN = """
