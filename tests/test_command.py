@@ -71,7 +71,9 @@ def test_python_without_pytorch_is_told_what_to_do():
 
 @pytest.mark.parametrize("inherited", [signal.SIG_DFL, signal.SIG_IGN])  # bash: ignored in the background
 def test_ctrl_c_while_pytorch_is_imported_is_one_line(tmp_path, inherited):
-    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    # Short sleeps: a signal that comes just before a sleep begins is handled after it
+    code = "import time; print('importing', flush=True); [time.sleep(0.01) for _ in range(6000)]"
+    (tmp_path / "torch.py").write_text(code)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command, pipes = [sys.executable, "-m", "scripts.sample"], dict(stdout=-1, stderr=-1)
     heed = functools.partial(signal.signal, signal.SIGINT, inherited)
