@@ -1,7 +1,9 @@
 """nanochat's optimizer on this repo's parameters, a peer for the benchmark of an optimizer's step.
 
-git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4
-PYTHONPATH=nanochat python -m scripts.optim_bench --peer examples/nanochat_optimizer.py:build_optimizer
+    git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4
+    PYTHONPATH=nanochat python -m scripts.optim_bench --peer examples/nanochat_optimizer.py:build_optimizer
+
+Momentum, beta2 and decay are nanochat's; no value changes the time of a step.
 """
 
 from nanochat.optim import MuonAdamW

@@ -7,9 +7,8 @@ tokenizer and validation set. Both read the same tokens in the same order, and a
 
 On GPUs, and under torchrun on several, it should train too; neither was tried. If nanochat runs out of
 memory, give a smaller --device-batch-size. Flags after -- go to nanochat; a long run saves with
---save-every=500 and goes on with --resume-from-step=500.
-The last lines are both results, in bits per byte on the whole validation set. nanochat keeps its files in
-NANOCHAT_BASE_DIR.
+--save-every=500 and goes on with --resume-from-step=500. The last lines are both results, in bits per byte on
+the whole validation set. nanochat keeps its files in NANOCHAT_BASE_DIR.
 """
 
 import argparse
