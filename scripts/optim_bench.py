@@ -35,7 +35,15 @@ from nanomuon.command import ArgumentParser, add_dtype_argument, count, layers, 
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import Bank, DistMuonAdamW, MuonAdamW
 from nanomuon.orthogonalize import newton_schulz_form, triples
-from nanomuon.runtime import InputError, cores, cpu_has_bf16, keep_freed_memory, start, write_json
+from nanomuon.runtime import (
+    InputError,
+    cores,
+    cpu_has_bf16,
+    keep_freed_memory,
+    start,
+    usable_gpus,
+    write_json,
+)
 
 
 def parse_arguments(argv):
@@ -55,6 +63,8 @@ def parse_arguments(argv):
     args = parser.parse_args(argv)
     if args.world > 1 and (args.peer or args.profile):
         raise InputError("--peer and --profile run in a single process: leave out --world")
+    if 0 < usable_gpus() < args.world:
+        raise InputError(f"--world {args.world} needs that many GPUs, not {usable_gpus()}")
     return args
 
 
@@ -62,8 +72,6 @@ def main(argv=None):
     args = parse_arguments(argv)
     runtime = start(args.dtype)
     args.device = runtime.device.type
-    if args.device == "cuda" and args.world > torch.cuda.device_count():
-        raise InputError(f"--world {args.world} needs that many GPUs, not {torch.cuda.device_count()}")
     result = distributed(args, runtime) if args.world > 1 else compare(args, runtime)
     result |= {"depth": args.depth, "dtype": runtime.dtype_name, "torch": torch.__version__}
     if args.json is not None:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanomuon import recipe
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
-from nanomuon.runtime import InputError, Runtime
+from nanomuon.runtime import InputError
 from scripts import optim_bench
 
 PEER = "import torch\n\ndef build(model):\n    return torch.optim.SGD(model.parameters(), lr=0.1)\n"
@@ -68,9 +68,7 @@ def test_nanochats_optimizer_gets_every_parameter_and_matrices_by_shape(monkeypa
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
-    gpu = Runtime(torch.device("cuda"), torch.bfloat16)
-    monkeypatch.setattr(optim_bench, "start", lambda dtype: gpu)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(optim_bench, "usable_gpus", lambda: 1)
     with pytest.raises(InputError, match="--world 2 needs that many GPUs, not 1"):
         optim_bench.main("--world 2".split())
 
