@@ -101,8 +101,8 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
 
 
 def remove(run_dir, last_step: int, keep_last: int) -> None:
-    """Remove unfinished checkpoints, those after last_step (a future that will not happen), and all but the
-    newest keep_last of the others. Called by all ranks.
+    """Remove unfinished checkpoints, those after last_step, whose steps the run will do again, and all but
+    the newest keep_last of the others. Called by all ranks.
     """
     folder = Path(run_dir) / "checkpoints"
 
@@ -176,8 +176,9 @@ def read_manifest(path) -> Contents:
 def load(path, model, optimizer) -> dict[str, int]:
     """Load a checkpoint that find() returned into model and optimizer, at any world size; return its meta.
 
-    Called by all ranks. Model and optimizer keep their dtypes, and a MuonAdamW keeps its options and
-    hyperparameters. Raises InputError if the tensors do not belong to this model and optimizer.
+    Called by all ranks. Fills the tensors of the model and of a MuonAdamW in place: both keep their dtypes,
+    and the optimizer keeps its options and hyperparameters, which follow from the flags. Raises InputError if
+    the tensors do not belong to this model and optimizer.
     """
     manifest = read_manifest(path)
     if manifest.optimizer_values and not isinstance(optimizer, MuonAdamW):

@@ -7,8 +7,7 @@
 The parameters are divided into work items, and `MuonAdamW.step` takes them through these phases:
 
     agree     one small all_reduce: which parameters have a gradient on some rank? Is every gradient finite?
-    collect   send the gradients to the ranks that need them; a Pipeline instead updates the momentum of its
-              first chunk and sends that chunk's U, the momentum by Nesterov's formula
+    collect   send the gradients to the ranks that need them
     compute   update state and parameters from the gradients that have arrived
     send      send the updated parameters
     deliver   copy what the other ranks have updated into the parameters
@@ -30,9 +29,10 @@ group from the largest m * n to the smallest, its other items by their first par
     BankOfShards      experts, or tensor-parallel shards: see optim_fsdp.py
     Rows              one large AdamW parameter   reduce_scatter   all_gather   for ceil(R/W) of its R rows
     SmallParameters   small AdamW parameters      all_reduce       nothing      for all of them
-    Pipeline          matrices under FSDP2: see optim_fsdp.py
+    Pipeline          matrices under FSDP2, whose gradients are final: `collect` sends the momentum of a first
+                      chunk of matrices instead; see optim_fsdp.py
 
-    work item         buffers during a step
+    work item         temporary memory during a step
     Bank              its gradients as one stack, in `World.wire_dtype`, padded to a multiple of W; the 1/W of
                       it that this rank receives; later its updated matrices as one stack, padded too
                       ... if 2K < W: K gradients, reduced in place, on every rank until `compute` returns;
@@ -41,15 +41,15 @@ group from the largest m * n to the smallest, its other items by their first par
                       of the gradient and later of the parameter. If it is cast, a copy of the gradient
     SmallParameters   the gradients as one vector; inside `compute` also the parameters, and the step count
                       and `ok` of every element
-    all               zeros in place of a gradient that is None
+    every item        zeros for each gradient that is None
 
-What was sent is freed when `step` has waited for it, what was received when `compute` returns, and updated
-matrices and rows when `deliver` returns. So besides `p.grad`, the buffers hold all gradients after the last
-`collect`: at most (1 + 1/W) times their padded bytes. Then results replace gradients, item by item, and
-before the first `deliver` the buffers hold all updated matrices. Temporaries come on top: about four times
-BATCH_BYTES for a batch of matrices, a few times this rank's rows for a large AdamW parameter. Per step each
-rank sends (W-1)/W times the bytes of the gradients and as much of the parameters, plus padding. A single
-process sends nothing and runs the same math.
+What a rank sends is freed once `step` has waited for the transfer, what it receives when `compute` returns,
+and updated matrices and rows when `deliver` returns. The peak is after the last `collect`: besides `p.grad`,
+memory then holds the padded gradients of all items, and the 1/W of them that this rank receives. After that,
+results replace gradients, item by item; before the first `deliver` memory holds all updated matrices.
+Temporaries come on top: about four times BATCH_BYTES for a batch of matrices, a few times this rank's rows
+for a large AdamW parameter. Per step each rank sends (W-1)/W times the bytes of the gradients and as much of
+the parameters, plus padding. A single process sends nothing and runs the same math.
 
 This file contains, in order: the kernels; the hyperparameters; the ranks and their collectives; parameters
 and gradients; the rule for the direction of a Muon update; the work items; the owners; the optimizers.

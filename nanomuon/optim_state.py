@@ -208,7 +208,7 @@ class SavedByName:
         else:
             together(compare, self.world.process_group)
         ((found, missing, restored),) = compared
-        zero = torch.zeros((), device="cpu")
+        zero = torch.zeros((), device="cpu")  # of state that was saved before the first step
         shards = [(place, zero if saved is None else place.shard_of(saved)) for place, saved in found]
         for place, shard in shards:
             if place.tensor is not None:
@@ -220,8 +220,8 @@ class SavedByName:
     def compare(self, state_dict, hyperparameters, strict):
         """What load_state_dict will copy. Only state that this rank stores counts as missing.
 
-        Returns [(place, its saved tensor or None for zeros)], the missing [(name, key)], and new numbers for
-        each group. ValueError as load_state_dict.
+        Returns [(place, its saved tensor; None if it was saved before the first step)], the missing [(name,
+        key)], and new numbers for each group. ValueError as load_state_dict.
         """
         check_choice("hyperparameters", hyperparameters, ("restore", "keep"))
         groups = state_dict.get("param_groups")

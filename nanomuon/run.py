@@ -1,4 +1,16 @@
-"""A training run: start, resume, save, evaluate, finish. The training loop is in scripts/base_train.py."""
+"""A training run: start, resume, save, evaluate, finish. scripts/base_train.py takes it through these phases:
+
+phase      where                   what happens
+flags      settings.recall         flags that are not given take the values in settings.json
+size       plan.make_plan          model, batch, steps, micro-batch
+data       Run._open_data          tokenizer and shards of the corpus (shards.py), unless they exist
+model      Run._build              model (parallel.py), optimizer and schedule (recipe.py)
+restore    Run._restore            weights, optimizer and position of the newest whole checkpoint, if any
+rows       Run.__init__            a TrainLoader that begins at this position
+record     Run._write_folder       settings.json, config.json and the tokenizer
+loop       base_train.train        evaluate, step, log, save
+end        Run.finish              the whole validation set, export, samples, report, summary.json
+"""
 
 import argparse
 import contextlib
@@ -89,33 +101,26 @@ class Run:
                 f"run {args.run} is complete and has no checkpoint to resume from: choose another --run"
             )
         self._build(compiles)
-        self._resume(found)
-        before = settings and (settings.steps or settings.options.get("num_iterations"))
-        if before and before != self.plan.steps:
-            print0(f"length     {self.plan.steps} steps, {before} before: the rates follow the new length")
+        position = self._restore(found)
+        self.loader = TrainLoader(
+            self.data,
+            plan.config.seq_len,
+            plan.batch // plan.config.seq_len,
+            plan.rows,
+            self.data_rank,
+            plan.data_parallel,
+            args.seed,
+            runtime.device,
+            position,
+        )
         self.metrics = None
         if runtime.rank == 0:
             wandb_id = wandb.id if wandb else settings and settings.wandb_id
             self._write_folder(wandb_id)
             self.metrics = report.MetricsLog(self.folder, self.step if found else None, wandb)
-        newest = self.step if found else -1  # -1: none of the checkpoints is used
+        newest = self.step if found else -1  # -1 deletes all: this run has not used any
         checkpoint.remove(self.folder, newest, args.keep_last)
-        print_plan(self.plan, runtime)
-        when = f"every {args.save_every} steps" if args.save_every > 0 else "at the end"
-        print0(f"run        {self.folder}, checkpoint {when}")
-        print0("\n".join(self.groups))
-        manifest = self.loader.manifest
-        if manifest.complete_to is not None:  # else data_prep is still writing
-            text = shards.count_tokens(manifest.train)
-            passes = self.plan.tokens / text
-            print0(f"data       {text:,} tokens, each read about {passes:.2g} times")
-            if manifest.unreadable:
-                print0(f"left out   {manifest.unreadable}")
-            documents = sum(entry.documents for entry in manifest.val)
-            if documents < ENOUGH:
-                print0(f"warning: only {documents} validation documents: their bits per byte say little")
-            if passes > MOST_PASSES:
-                print0("warning: a text this small is memorized after two or three passes: train fewer steps")
+        self._announce(settings)
         self.forward = self.model
         if compiles:
             self.forward = parallel.compile_model(self.model, self.mesh)
@@ -150,36 +155,26 @@ class Run:
         if frozen := recipe.untrained(self.model, self.optimizer):
             print0(f"warning: {len(frozen)} parameters are in no group and are not trained: {frozen[0]}, ...")
         self.initial_groups = [dict(group) for group in self.optimizer.param_groups]
-        self.groups = recipe.describe(self.initial_groups, self.schedule, plan.steps)
+        self.group_lines = recipe.describe(self.initial_groups, self.schedule, plan.steps)
         if not args.optimizer_file:
-            self.groups.append(recipe.describe_scales(plan.batch, plan.steps, plan.config.width))
+            self.group_lines.append(recipe.describe_scales(plan.batch, plan.steps, plan.config.width))
 
-    def _resume(self, found: Path | None):
-        """Restore a checkpoint, if there is one, and open the loader at its position."""
-        plan, position = self.plan, None
+    def _restore(self, found: Path | None) -> dict | None:
+        """Load a checkpoint, if there is one. Returns the loader's position in it."""
         self.step = self.skipped = 0
-        if found:
-            position = checkpoint.load(found, self.model, self.optimizer)
-            if lacking := {"step", "skipped_steps", "epoch", "window", "row"} - position.keys():
-                raise InputError(f"{found}/manifest.json: meta has no {', '.join(lacking)}: use another one")
-            if not all(0 <= number < 1 << 63 for number in position.values()):
-                raise InputError(f"{found}/manifest.json: meta has impossible numbers: use another one")
-            self.step, self.skipped = position.pop("step"), position.pop("skipped_steps")
-            if isinstance(self.optimizer, MuonAdamW):
-                self.optimizer.skipped_steps.fill_(self.skipped)
-            self.plan = replace(plan, steps=max(plan.steps, self.step))  # steps cannot be undone
-            print0(f"resuming run {self.args.run} at step {self.step} of {self.plan.steps}")
-        self.loader = TrainLoader(
-            self.data,
-            plan.config.seq_len,
-            plan.batch // plan.config.seq_len,
-            plan.rows,
-            self.data_rank,
-            plan.data_parallel,
-            self.args.seed,
-            self.runtime.device,
-            position,
-        )
+        if found is None:
+            return None
+        position = checkpoint.load(found, self.model, self.optimizer)
+        if lacking := {"step", "skipped_steps", "epoch", "window", "row"} - position.keys():
+            raise InputError(f"{found}/manifest.json: meta has no {', '.join(lacking)}: use another one")
+        if not all(0 <= number < 1 << 63 for number in position.values()):
+            raise InputError(f"{found}/manifest.json: meta has impossible numbers: use another one")
+        self.step, self.skipped = position.pop("step"), position.pop("skipped_steps")
+        if isinstance(self.optimizer, MuonAdamW):
+            self.optimizer.skipped_steps.fill_(self.skipped)
+        self.plan = replace(self.plan, steps=max(self.plan.steps, self.step))  # steps cannot be undone
+        print0(f"resuming run {self.args.run} at step {self.step} of {self.plan.steps}")
+        return position
 
     def _write_folder(self, wandb_id):
         folder = self.folder.resolve()  # it may be a link, which rmtree does not follow
@@ -211,12 +206,36 @@ class Run:
             world_size=self.runtime.world_size,
             trained_on=self.trained_on,
             trained_with=trained_with(),
-            groups=self.groups,
+            groups=self.group_lines,
             steps=self.plan.steps,
             wandb_id=wandb_id,
         )
         write_json(self.folder / "settings.json", asdict(settings))
         hf_export.write_config(self.folder, config)
+
+    def _announce(self, settings):
+        """Print what is about to be trained, where, and on how much text."""
+        before = settings and (settings.steps or settings.options.get("num_iterations"))
+        if before and before != self.plan.steps:
+            print0(f"length     {self.plan.steps} steps, {before} before: the rates follow the new length")
+        print_plan(self.plan, self.runtime)
+        every = self.args.save_every
+        when = f"every {every} steps" if every > 0 else "at the end"
+        print0(f"run        {self.folder}, checkpoint {when}")
+        print0("\n".join(self.group_lines))
+        manifest = self.loader.manifest
+        if manifest.complete_to is None:  # data_prep is still writing
+            return
+        text = shards.count_tokens(manifest.train)
+        passes = self.plan.tokens / text
+        print0(f"data       {text:,} tokens, each read about {passes:.2g} times")
+        if manifest.unreadable:
+            print0(f"left out   {manifest.unreadable}")
+        documents = sum(entry.documents for entry in manifest.val)
+        if documents < ENOUGH:
+            print0(f"warning: only {documents} validation documents: their bits per byte say little")
+        if passes > MOST_PASSES:
+            print0("warning: a text this small is memorized after two or three passes: train fewer steps")
 
     @property
     def data_rank(self) -> int:
@@ -415,11 +434,6 @@ def trained_with() -> dict:
     return known
 
 
-def of_recipe(args, declared) -> dict:
-    """The values that the arguments give to hyperparameters of the recipe."""
-    return {name: getattr(args, name) for name in declared}
-
-
 def build_optimizer(args, model, plan, runtime, compiles) -> tuple[torch.optim.Optimizer, object]:
     """The optimizer, and the schedule of its groups: the recipe's, or those of the user's file."""
     build, schedule = recipe.param_groups, recipe.schedule
@@ -433,11 +447,11 @@ def build_optimizer(args, model, plan, runtime, compiles) -> tuple[torch.optim.O
             )
     without_effect = {}  # hyperparameters of functions that the file replaces
     if build is recipe.param_groups:
-        build = functools.partial(build, **of_recipe(args, recipe.RATES))
+        build = functools.partial(build, **{name: getattr(args, name) for name in recipe.RATES})
     else:
         without_effect |= recipe.RATES
     if schedule is recipe.schedule:
-        schedule = functools.partial(schedule, **of_recipe(args, recipe.SCHEDULE))
+        schedule = functools.partial(schedule, **{name: getattr(args, name) for name in recipe.SCHEDULE})
     else:
         without_effect |= recipe.SCHEDULE
     if given := [

@@ -212,7 +212,7 @@ def flag_of(name: str) -> str:
 
 def recall(parser: RunParser, words: list[str] | None) -> tuple[argparse.Namespace, Settings | None]:
     """(arguments, the run's recorded settings if it exists). A flag that is not given gets its recorded
-    value, else its default.
+    value, else its default: the recorded options are parsed as words in front of those of the command line.
 
     InputError lists given values that differ from the recorded ones, for flags that define the run.
     """

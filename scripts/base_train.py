@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         make_deterministic()
     runtime = start(args.dtype)
     if runtime.world_size > 1:
-        check_base_dir()  # before the flags are compared, because the run's folder has recorded some of them
+        check_base_dir()  # first: a rank that does not see the run's folder has not recalled its flags
         refuse_other_flags(args)
     # Before the plan, whose default windows depend on it. The first rank chooses, all activate its choice
     name = on_first_rank(lambda: use_flash_attention(runtime.device, runtime.compute_dtype))
@@ -80,8 +80,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     # One launch at a time: two would overwrite each other's checkpoints. The first rank holds the lock
     with locked(folder, wait=False) if runtime.rank == 0 else contextlib.nullcontext():
-        if runtime.rank == 0 and recall(make_parser(), argv)[1] != settings:
-            raise InputError(f"another launch has trained run {args.run} meanwhile: give the command again")
+        if runtime.rank == 0:
+            _, settings_now = recall(make_parser(), argv)
+            if settings_now != settings:
+                raise InputError(
+                    f"another launch has trained run {args.run} meanwhile: give the command again"
+                )
         wandb = None
         if args.wandb and runtime.rank == 0:
             wandb = start_wandb(args.run, settings and settings.wandb_id, vars(args))
@@ -166,7 +170,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
         if done.stops:
             return signals.stopped(f"at step {run.step} and saved")
     signals.in_steps = False
-    if any(together(lambda: signals.asked)):  # a rank was, during the last save
+    if any(together(lambda: signals.asked)):  # a rank got a signal during the last save
         return signals.stopped("before its last evaluation")
     return None
 
@@ -189,7 +193,7 @@ def evaluate_what_is_due(run: Run) -> None:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether something done every `every` steps (-1: never) is due after this one."""
+    """Whether something done every `every` steps (-1: never) is due once this many are done."""
     return every > 0 and step > 0 and step % every == 0
 
 
