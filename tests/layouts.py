@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.orthogonalize import orthogonalize
-from tests.reference import build, distance, local_gradient, mean_gradient
+from tests.reference import build, distance, equal, local_gradient, mean_gradient
 from tests.worlds import run_world
 
 ROWS, COLUMNS, COPY = Shard(0), Shard(1), Replicate()
@@ -190,7 +190,7 @@ def trained(group, layout, steps, model=MODEL, dtype=torch.float64, settings=Non
 def assert_same_everywhere(results):
     """All ranks have the same bits."""
     for params, state in results[1:]:
-        assert all(torch.equal(p, q) for p, q in zip(params, results[0][0], strict=True))
+        assert equal(params, results[0][0])
         for name, entry in results[0][1].items():
             assert all(torch.equal(value, state[name][key]) for key, value in entry.items()), name
 

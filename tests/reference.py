@@ -36,16 +36,16 @@ class ReferenceMuon:
     def __init__(self, param, group):
         self.P, self.group = param.detach().double().clone(), {**OPTIONS, **group}
         m, n = self.P.shape
-        self.M, self.V, self.kept = None, None, {}
+        self.M, self.kept = None, {}  # the momentum; what the direction keeps, (1, ...) by name
         direction, coefficients, scale = (self.group[key] for key in ("direction", "coefficients", "scale"))
         if self.group["momentum"] is not None:
             self.M = torch.zeros_like(self.P)
-        if self.group["beta2"] is not None and direction is None:
-            self.V = torch.zeros((m, 1) if m >= n else (1, n), dtype=torch.float64)
         function = getattr(direction, "func", direction)
-        if hasattr(function, "buffers"):
-            for name, shape in function.buffers(m, n).items():
-                self.kept[name] = torch.zeros(1, *shape, dtype=torch.float64)
+        shapes = function.buffers(m, n) if hasattr(function, "buffers") else {}
+        if self.group["beta2"] is not None and direction is None:
+            shapes["second_momentum_buffer"] = (m, 1) if m >= n else (1, n)
+        for name, shape in shapes.items():
+            self.kept[name] = torch.zeros(1, *shape, dtype=torch.float64)
         named = {"polar_express": [*POLAR_EXPRESS, *[LIMIT] * 9], "simple": [SIMPLE] * 5}
         self.triples = named.get(coefficients, coefficients)[: self.group["ns_steps"]]
         self.scale = SCALES.get(scale, scale)(m, n)
@@ -79,13 +79,16 @@ class ReferenceMuon:
         return X
 
     def variance_reduced(self, X):
-        if self.V is None:
+        if not self.kept:
             return X
-        m, n = X.shape
-        v = (X**2).mean(dim=1, keepdim=True) if m >= n else (X**2).mean(dim=0, keepdim=True)
-        self.V = (1 - self.group["beta2"]) * v + self.group["beta2"] * self.V
-        scaled = X / self.V.clamp(min=1e-10).sqrt()
+        V, beta2, (m, n) = self.kept["second_momentum_buffer"], self.group["beta2"], X.shape
+        V.copy_((1 - beta2) * (X**2).mean(dim=1 if m >= n else 0, keepdim=True) + beta2 * V)
+        scaled = X / V[0].clamp(min=1e-10).sqrt()
         return scaled * (X**2).sum().sqrt() / (scaled**2).sum().sqrt().clamp(min=1e-10)
+
+
+def matrices_of(tensor):
+    return tensor.unbind() if tensor.ndim == 3 else [tensor.flatten(1)]
 
 
 class Reference:
@@ -104,8 +107,7 @@ class Reference:
             self.matrices = [ReferenceMuon(part, group) for part in self.parts_of(self.param)]
 
     def parts_of(self, tensor):
-        matrices = tensor.unbind() if tensor.ndim == 3 else [tensor.flatten(1)]
-        return [matrix[part] for matrix in matrices for part in self.parts]
+        return [matrix[part] for matrix in matrices_of(tensor) for part in self.parts]
 
     def step(self, grad):
         if self.adamw:
@@ -117,7 +119,7 @@ class Reference:
     def joined(self, parts):
         """A tensor of the parameter's shape from one of each part."""
         whole, parts = torch.empty_like(self.param), iter(parts)
-        for matrix in whole.unbind() if whole.ndim == 3 else [whole.flatten(1)]:
+        for matrix in matrices_of(whole):
             for part in self.parts:
                 matrix[part] = next(parts)
         return whole
@@ -131,12 +133,8 @@ class Reference:
         if self.matrices[0].M is not None:
             state["momentum_buffer"] = self.joined([matrix.M for matrix in self.matrices])
         if self.parts == WHOLE:
-            kept = [{**matrix.kept} for matrix in self.matrices]
-            for each, matrix in zip(kept, self.matrices, strict=True):
-                if matrix.V is not None:
-                    each["second_momentum_buffer"] = matrix.V[None]
-            for name in kept[0]:
-                stacked = torch.cat([each[name] for each in kept])
+            for name in self.matrices[0].kept:
+                stacked = torch.cat([matrix.kept[name] for matrix in self.matrices])
                 state[name] = stacked if self.param.ndim == 3 else stacked[0]
         return self.joined([matrix.P for matrix in self.matrices]), state
 
@@ -203,6 +201,11 @@ def expected(model, steps, parts=WHOLE, dtype=torch.float64, **options):
             if param.numel():  # without elements there is nothing to train
                 state[name] = of_param
     return [trained[i] for i in range(len(params))], state
+
+
+def equal(tensors, others):
+    """Whether they have the same bits, one by one."""
+    return all(torch.equal(p, q) for p, q in zip(tensors, others, strict=True))
 
 
 def distance(actual, expected):

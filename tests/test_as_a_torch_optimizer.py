@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.optim_groups import build_param_groups
 from tests.layouts import full
-from tests.reference import MATRICES, MUON, OTHERS
+from tests.reference import MATRICES, MUON, OTHERS, equal
 from tests.worlds import run_world
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -33,16 +33,23 @@ def build(seed=0):
     return nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 4))
 
 
+def shard(model, group):
+    """fully_shard the model over the ranks of the group."""
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=dist.DeviceMesh.from_group(group, "cpu"))
+
+
 def groups_of(model):
     return build_param_groups(model, muon=MATRICES, adamw=OTHERS, skip_keys=["4"])
 
 
 def loss_of(model, step, rank=0):
     batch = torch.randn(4, 12, generator=torch.Generator().manual_seed(10 * step + rank))
-    return (model(batch) - 1).square().mean()
+    return (model(batch.to(model[0].weight.dtype)) - 1).square().mean()
 
 
 def train(model, optimizer, steps, rank=0):
+    """By default all ranks see the same rows."""
     for step in steps:
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()
@@ -61,8 +68,7 @@ def trained(steps, ranks=1):
 
 
 def same(model, other):
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return all(p is not q and bool((p == q).all()) for p, q in pairs)
+    return equal(model.parameters(), other.parameters())
 
 
 # ---- one process
@@ -92,71 +98,47 @@ def test_closure_and_hooks():
 
 
 def on_a_schedule(model, optimizer, scheduler, steps):
-    """Train these steps; return their learning rates."""
-    rates = []
+    """Train these steps; return what was in the groups at each, without the parameters."""
+    numbers = []
     for step in steps:
+        numbers.append([dict(group, params=None) for group in optimizer.param_groups])
         train(model, optimizer, [step])
         scheduler.step()
-        rates.append(optimizer.param_groups[0]["lr"])
-    return rates
+    return numbers
 
 
-@pytest.mark.parametrize("how", ["state_dict", "full_state_dict", "deepcopy", "pickle"])
+HOW = ["state_dict", "full_state_dict", "before its scheduler", "deepcopy", "pickle"]
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_a_resumed_run_is_the_uninterrupted_one(how, tmp_path):
-    """Bit for bit, learning rates included."""
+    """Bit for bit, with all that the scheduler wrote: OneCycleLR gives AdamW's groups a momentum, too."""
 
     def start(seed=0):
         model = build(seed)
         optimizer = MuonAdamW(groups_of(model))
-        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+        return model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
 
     uninterrupted, resumed = start(), start()
-    rates = on_a_schedule(*uninterrupted, range(10))
-    assert on_a_schedule(*resumed, range(5)) == rates[:5]
+    numbers = on_a_schedule(*uninterrupted, range(10))
+    assert on_a_schedule(*resumed, range(5)) == numbers[:5]
     if how == "deepcopy":
         resumed = copy.deepcopy(resumed)
     elif how == "pickle":
         resumed = pickle.loads(pickle.dumps(resumed))
     else:
         model, optimizer, scheduler = resumed
-        state = model.state_dict(), getattr(optimizer, how)(), scheduler.state_dict()
-        torch.save(state, tmp_path / "saved.pt")
+        save = optimizer.full_state_dict if how == "full_state_dict" else optimizer.state_dict
+        torch.save((model.state_dict(), save(), scheduler.state_dict()), tmp_path / "saved.pt")
         resumed = start(seed=1)
+        if how == "before its scheduler":  # which goes on from the rates in the groups
+            other = build(seed=1)
+            resumed = other, MuonAdamW(groups_of(other)), scheduler
+            scheduler.optimizer = resumed[1]
         for each, saved in zip(resumed, torch.load(tmp_path / "saved.pt"), strict=True):
             each.load_state_dict(saved)
-    assert on_a_schedule(*resumed, range(5, 10)) == rates[5:]
+    assert on_a_schedule(*resumed, range(5, 10)) == numbers[5:]
     assert same(resumed[0], uninterrupted[0])
-
-
-@pytest.mark.parametrize("scheduler_comes_first", [True, False])
-def test_a_schedule_that_cycles_momentum_resumes(scheduler_comes_first):
-    """OneCycleLR writes a momentum into AdamW's groups, too; that of Muon's has a course."""
-
-    def start():
-        model = build()
-        optimizer = MuonAdamW(groups_of(model))
-        return model, optimizer, lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
-
-    model, optimizer, schedule = start()
-    scheduler = schedule()
-    on_a_schedule(model, optimizer, scheduler, range(4))
-    other, other_optimizer, schedule = start()
-    saved = model.state_dict(), optimizer.state_dict(), scheduler.state_dict()
-    if scheduler_comes_first:
-        others = other, other_optimizer, schedule()
-        for each, state in zip(others, saved, strict=True):
-            each.load_state_dict(state)
-    else:  # and goes on from the rates in the groups
-        other.load_state_dict(saved[0])
-        other_optimizer.load_state_dict(saved[1])
-        others = other, other_optimizer, scheduler
-        scheduler.optimizer = other_optimizer
-    numbers = [dict(group, params=None) for group in optimizer.param_groups]
-    assert [dict(group, params=None) for group in other_optimizer.param_groups] == numbers
-    on_a_schedule(*others, range(4, 8))
-    uninterrupted, optimizer, schedule = start()
-    on_a_schedule(uninterrupted, optimizer, schedule(), range(8))
-    assert same(other, uninterrupted)
 
 
 def test_what_a_user_keeps_in_a_group_is_loaded_as_it_was_saved():
@@ -185,21 +167,17 @@ def refused_group(group):
     return len(optimizer.param_groups) == len(groups_of(model))
 
 
-@pytest.mark.parametrize(
-    "frozen, options",
-    [
-        ("later", {}),
-        ("later", {"flatten_optimizer_state_dict": True}),
-        ("later", {"strict": False}),
-        ("earlier", {"strict": False}),  # else torch refuses a trained parameter without state
-    ],
-)
-def test_parameters_are_frozen_or_unfrozen_between_two_runs(frozen, options):
-    """torch's utilities find parameters by name in the groups in which they were saved."""
-    options = StateDictOptions(**options)
-    model, other = build(), build(1)
-    (other if frozen == "later" else model)[2].weight.requires_grad_(False)
-    optimizer, other_optimizer = (MuonAdamW(groups_of(each)) for each in (model, other))
+def frozen_or_unfrozen(group, when, options):
+    """Save, freeze or unfreeze a layer, load into another model and go on; in one process or under FSDP2."""
+    options, pairs = StateDictOptions(**options), []
+    for seed, frozen in ((0, when == "earlier"), (1, when == "later")):
+        model = build(seed)
+        model[2].weight.requires_grad_(not frozen)
+        if group:
+            shard(model, group)
+        optimizer = DistMuonAdamW(groups_of(model), group) if group else MuonAdamW(groups_of(model))
+        pairs.append((model, optimizer))
+    (model, optimizer), (other, other_optimizer) = pairs
     train(model, optimizer, range(3))
     state = get_optimizer_state_dict(model, optimizer, options=options)
     set_optimizer_state_dict(other, other_optimizer, state, options=options)
@@ -209,6 +187,22 @@ def test_parameters_are_frozen_or_unfrozen_between_two_runs(frozen, options):
     for name in both:
         assert all(torch.equal(loaded[name][key], value) for key, value in saved[name].items())
     train(other, other_optimizer, range(2))
+
+
+@pytest.mark.parametrize(
+    "when, options",
+    [
+        ("later", {}),
+        ("later", {"flatten_optimizer_state_dict": True}),
+        ("later", {"ignore_frozen_params": True}),
+        ("later", {"strict": False}),
+        ("earlier", {"strict": False}),  # else torch refuses a trained parameter without state
+    ],
+)
+def test_parameters_are_frozen_or_unfrozen_between_two_runs(when, options):
+    """torch's utilities find parameters by name in the groups in which they were saved."""
+    frozen_or_unfrozen(None, when, options)
+    run_world(2, frozen_or_unfrozen, when, options)
 
 
 def test_a_step_inside_autocast():
@@ -258,14 +252,6 @@ def test_fsdp1_is_refused():
     assert all("use fully_shard (FSDP2)" in error for error in run_world(2, under_fsdp1))
 
 
-def of_an_fsdp2_model(group, seed):
-    model = build(seed)
-    mesh = dist.DeviceMesh.from_group(group, "cpu")
-    for module in (model[0], model[2], model):
-        fully_shard(module, mesh=mesh)
-    return model, DistMuonAdamW(groups_of(model), group)
-
-
 def saved_in_a_world(group):
     """test_saving.py has the other ways."""
     model = build()
@@ -287,29 +273,6 @@ def saved_in_a_world(group):
 def test_state_with_one_owner_is_refused_when_it_is_saved_locally():
     """On every rank alike: one that saves less than the others would lose it without a word."""
     run_world(2, saved_in_a_world)
-
-
-def frozen_later(group):
-    """A layer is frozen after two steps: PyTorch's state dicts leave it out, and load."""
-    model, optimizer = of_an_fsdp2_model(group, 0)
-    train(model, optimizer, range(2))
-    before = optimizer.full_state_dict()["state"]
-    for param in model[0].parameters():
-        param.requires_grad_(False)
-    for options in (
-        StateDictOptions(),
-        StateDictOptions(strict=False),
-        StateDictOptions(ignore_frozen_params=True),
-        StateDictOptions(flatten_optimizer_state_dict=True),
-    ):
-        state = get_optimizer_state_dict(model, optimizer, options=options)
-        set_optimizer_state_dict(model, optimizer, state, options=options)
-    after = optimizer.full_state_dict()["state"]
-    return all(torch.equal(after[name][key], value) for name in before for key, value in before[name].items())
-
-
-def test_a_layer_that_is_frozen_later_does_not_keep_state_from_loading():
-    assert all(run_world(2, frozen_later))
 
 
 def copied(group, how):
@@ -338,8 +301,7 @@ def copied(group, how):
 def test_a_copy_goes_on_on_all_ranks(how, size):
     are_same, of_ranks = zip(*run_world(size, copied, how), strict=True)
     assert all(are_same)
-    for params in of_ranks[1:]:
-        assert all(torch.equal(p, q) for p, q in zip(params, of_ranks[0], strict=True))
+    assert all(equal(params, of_ranks[0]) for params in of_ranks)
 
 
 def as_accelerate_does(group):
@@ -348,8 +310,7 @@ def as_accelerate_does(group):
     optimizer = DistMuonAdamW(groups_of(model), group)
     optimizer.load_state_dict(optimizer.state_dict())
     names = {param: name for name, param in model.named_parameters()}
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=dist.DeviceMesh.from_group(group, "cpu"))
+    shard(model, group)
     sharded = dict(model.named_parameters())
     for param_group in optimizer.param_groups:
         param_group["params"] = [sharded[names[param]] for param in param_group["params"]]
@@ -367,10 +328,7 @@ def test_parameters_that_fsdp_replaces_in_the_groups_are_trained():
 def test_a_model_that_changes_its_dtype_after_its_optimizer_was_built():
     model = build()
     optimizer = MuonAdamW(groups_of(model))
-    model.double()
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
+    train(model.double(), optimizer, [0])
     assert optimizer.state[model[0].weight]["momentum_buffer"].dtype == torch.float64
 
 

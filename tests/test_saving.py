@@ -20,7 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from nanomuon.optim import DistMuonAdamW
 from nanomuon.optim_groups import build_param_groups
 from tests.layouts import full, mesh_of, whitened
-from tests.reference import MATRICES, OTHERS
+from tests.reference import MATRICES, OTHERS, equal
+from tests.test_as_a_torch_optimizer import train
 from tests.worlds import run_fresh_world
 
 pytestmark = [pytest.mark.usefixtures("eager")]
@@ -53,15 +54,6 @@ def model_and_optimizer(layout, group, seed):
     skip = ["4", "5"] if layout == "tp" else ["5"]  # of what is not cut one rank has the state
     groups = build_param_groups(model, muon=MATRICES | rule, adamw=OTHERS, skip_keys=skip)
     return model, DistMuonAdamW(groups, group)
-
-
-def train(model, optimizer, steps):
-    """All ranks see the same rows."""
-    for step in steps:
-        optimizer.zero_grad()
-        rows = torch.randn(4, 12, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        (model(rows) - 1).square().mean().backward()
-        optimizer.step()
 
 
 def save(way, model, optimizer, group, folder):
@@ -120,7 +112,7 @@ def interrupted(group, layout, folder):
         train(model, optimizer, range(3, 6))
         train(other, other_optimizer, range(3, 6))
         ours, theirs = full(model.parameters()), full(other.parameters())
-        found[way] = None, all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True)), ours
+        found[way] = None, equal(ours, theirs), ours
     return found
 
 
