@@ -137,19 +137,8 @@ def module(file):
     return SimpleNamespace(**run_file(FOLDER / f"{file}.py"))
 
 
-def direction_of(file, **options):
-    groups = module(file).param_groups(tiny_model(), **options)
-    return next(group["direction"] for group in groups if group["kind"] == "muon")
-
-
 def random_matrices(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def with_singular_values(values, m, n):
-    """(1, m, n) with random singular vectors."""
-    U, _, Vh = torch.linalg.svd(random_matrices(m, n), full_matrices=False)
-    return (U * torch.tensor(values, dtype=torch.float64) @ Vh).unsqueeze(0)
 
 
 def polar(M, ns_dtype=None):
@@ -158,12 +147,14 @@ def polar(M, ns_dtype=None):
 
 
 class Matrix:
-    """One matrix with its direction and buffers, without an optimizer."""
+    """One matrix with the direction of a file and its buffers, without an optimizer."""
 
-    def __init__(self, direction, m, n):
-        self.direction, self.buffers = direction, {}
-        if hasattr(direction, "buffers"):
-            for name, shape in direction.buffers(m, n).items():
+    def __init__(self, file, m, n, **options):
+        groups = module(file).param_groups(tiny_model(), **options)
+        self.direction = next(group["direction"] for group in groups if group["kind"] == "muon")
+        self.buffers = {}
+        if hasattr(self.direction, "buffers"):
+            for name, shape in self.direction.buffers(m, n).items():
                 self.buffers[name] = torch.zeros(1, *shape, dtype=torch.float64)
 
     def ask(self, U):
@@ -173,12 +164,14 @@ class Matrix:
 
 
 def test_contra_muon_takes_from_strong_directions():
-    M = with_singular_values([8.0, 2.0, 0.5], 3, 5)  # a gap, so that the power iteration converges
-    X = Matrix(direction_of("contra_muon", c=0.4), 3, 5).ask(M)
+    # a gap, so that the power iteration converges
+    singular_values = torch.tensor([8.0, 2.0, 0.5], dtype=torch.float64)
+    U, _, Vh = torch.linalg.svd(random_matrices(1, 3, 5), full_matrices=False)
+    M = U * singular_values @ Vh
     P = orthogonalize(M)
-    U, _, Vh = torch.linalg.svd(M, full_matrices=False)
-    expected = P - U * torch.tensor([0.2, 0.05, 0.0125], dtype=torch.float64) @ Vh
+    expected = P - U * (0.4 / 2 * singular_values / 8.0) @ Vh
     expected *= P.norm() / expected.norm()
+    X = Matrix("contra_muon", 3, 5, c=0.4).ask(M)
     torch.testing.assert_close(X, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -197,14 +190,13 @@ def test_aurora_evens_the_norms_of_the_long_side_and_stays_orthogonal():
 
 
 def test_soap_is_adam_in_the_basis_of_the_first_gradient():
-    matrix = Matrix(direction_of("soap", every=100), 5, 7)
+    matrix = Matrix("soap", 5, 7, every=100)
     assert not matrix.ask(random_matrices(1, 5, 7, seed=99)).any()
     left, right = matrix.buffers["left"][0], matrix.buffers["right"][0]
     rotated = torch.nn.Parameter(torch.zeros(5, 7, dtype=torch.float64))
     adam = torch.optim.Adam([rotated], lr=1.0, betas=(0.95, 0.95), eps=1e-8)
     W = torch.zeros(5, 7, dtype=torch.float64)
-    for step in range(5):
-        G = random_matrices(1, 5, 7, seed=step)
+    for G in random_matrices(5, 1, 5, 7):
         W -= matrix.ask(G)[0]
         rotated.grad = left.T @ G[0] @ right
         adam.step()
@@ -212,19 +204,20 @@ def test_soap_is_adam_in_the_basis_of_the_first_gradient():
 
 
 def test_soap_muon_orthogonalizes_what_soap_would_do():
-    matrix = Matrix(direction_of("soap_muon", every=100), 5, 7)
+    matrix = Matrix("soap_muon", 5, 7, every=100)
     buffers = matrix.buffers
-    for step in range(4):
-        X = matrix.ask(random_matrices(1, 5, 7, seed=step))
+    for G in random_matrices(4, 1, 5, 7):
+        X = matrix.ask(G)
     N = buffers["left"].mT @ buffers["exp_avg"] @ buffers["right"] / buffers["exp_avg_sq"].sqrt()
     torch.testing.assert_close(X, orthogonalize(buffers["left"] @ N @ buffers["right"].mT))
 
 
 @pytest.mark.parametrize("file", ["soap", "soap_muon"])
 def test_the_bases_of_soap_turn_to_the_eigenvectors(file):
-    matrix = Matrix(direction_of(file, every=1), 5, 7)
-    for step in range(200):
-        matrix.ask(random_matrices(1, 5, 7, seed=step % 2))
+    matrix = Matrix(file, 5, 7, every=1)
+    for _ in range(100):
+        for G in random_matrices(2, 1, 5, 7):
+            matrix.ask(G)
     for side in ("left", "right"):
         Q, gram = matrix.buffers[side][0], matrix.buffers[f"{side}_gram"][0]
         rotated = Q.T @ gram @ Q
@@ -232,17 +225,15 @@ def test_the_bases_of_soap_turn_to_the_eigenvectors(file):
 
 
 def test_lion_follows_its_two_lines():
-    matrix, m = Matrix(direction_of("lion"), 3, 5), 0
-    for step in range(4):
-        G = random_matrices(1, 3, 5, seed=step)
+    matrix, m = Matrix("lion", 3, 5), 0
+    for G in random_matrices(4, 1, 3, 5):
         assert torch.equal(matrix.ask(G), torch.sign(0.9 * m + 0.1 * G))
         m = 0.99 * m + 0.01 * G
 
 
 def test_normuon_rows_evens_the_rows_of_a_wide_matrix():
-    matrix, v = Matrix(direction_of("normuon_rows"), 4, 6), 0
-    for step in range(3):
-        G = random_matrices(1, 4, 6, seed=step)
+    matrix, v = Matrix("normuon_rows", 4, 6), 0
+    for G in random_matrices(3, 1, 4, 6):
         X = orthogonalize(G)
         v = 0.95 * v + 0.05 * X.square().mean(dim=2, keepdim=True)
         scaled = X / v.sqrt()
@@ -250,9 +241,8 @@ def test_normuon_rows_evens_the_rows_of_a_wide_matrix():
 
 
 def test_muon_eq_evens_rows_before_and_restores_the_norm_after():
-    matrix, v = Matrix(direction_of("muon_eq", equilibrate=True, renormalize=True), 4, 6), 0
-    for step in range(3):
-        M = random_matrices(1, 4, 6, seed=step)
+    matrix, v = Matrix("muon_eq", 4, 6, equilibrate=True, renormalize=True), 0
+    for M in random_matrices(3, 1, 4, 6):
         norms = M.norm(dim=2, keepdim=True)
         X = orthogonalize(M / norms * norms.mean())
         X = X * 2 / X.norm()  # ||X||_F of an exact polar factor of 4 x 6
