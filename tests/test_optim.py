@@ -16,7 +16,7 @@ import torch.distributed as dist
 import nanomuon.optim as optim
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from tests.layouts import Run, assert_close, assert_same_everywhere, polar, trained
-from tests.reference import ADAMW, MUON, distance, expected
+from tests.reference import ADAMW, MUON, distance, equal, expected
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -194,9 +194,7 @@ def test_a_state_dict_of_before_the_first_step_starts_over():
     params, groups = mixed()
     optimizer = MuonAdamW(groups)
     saved = optimizer.state_dict()
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
+    train(optimizer, params, 1)
     tensors = [tensor for entry in optimizer.state.values() for tensor in entry.values()]
     assert all(tensor.any() for tensor in tensors)
     assert len(optimizer.load_state_dict(saved, strict=False)) == len(tensors)  # all are missing
@@ -226,48 +224,27 @@ def test_a_first_step_that_failed_can_be_taken_again():
     torch.testing.assert_close(bias.detach(), torch.full((4,), -0.1))  # AdamW's first step, once
 
 
-def test_functions_that_are_made_anew_for_each_optimizer_are_the_same_options():
-    def optimizer(scale):
-        def direction(U, buffers, ok, hyper):
-            return U, torch.ones_like(ok)
-
-        return MuonAdamW([muon(torch.ones(2, 3), direction=direction, scale=functools.partial(scale, 1))])
-
-    saved = optimizer(max).state_dict()
-    optimizer(max).load_state_dict(saved)
-    with pytest.raises(ValueError, match="param group 0 was saved with scale="):
-        optimizer(min).load_state_dict(saved)
-
-
-def test_a_direction_cannot_put_another_tensor_in_place_of_its_state():
-    """It would be lost with the step."""
-
-    def direction(U, buffers, ok, hyper):
-        buffers["mean"] = U
-
-    direction.buffers = lambda m, n: {"mean": (m, n)}
-    weight = parameter(2, 3)
-    weight.grad = torch.ones(2, 3)
-    with pytest.raises(TypeError, match="does not support item assignment"):
-        MuonAdamW([muon(weight, direction=direction)]).step()
-
-
 def test_state_holds_no_functions():
-    """torch.load opens only what is no code, and PyTorch's utilities refuse functions in groups."""
-    a = parameter(8, 4)
-    optimizer = MuonAdamW([muon(a, scale=lambda m, n: 1.0, direction=polar, split=None)])
-    train(optimizer, [a], 1)
-    for saved in (optimizer.state_dict(), optimizer.full_state_dict(), optimizer.named_state_dict()):
+    """torch.load opens only what is no code, and PyTorch's utilities refuse functions in groups. By their
+    names, functions that are made anew for each optimizer are the same options.
+    """
+
+    def optimizer(**options):
+        made = MuonAdamW([muon(parameter(8, 4), scale=lambda m, n: 1.0, **options)])
+        made.step()
+        return made
+
+    saving, other = optimizer(direction=functools.partial(polar)), optimizer(direction=polar)
+    for saved in (saving.state_dict(), saving.full_state_dict(), saving.named_state_dict()):
         file = io.BytesIO()
         torch.save(saved, file)
         file.seek(0)
         loaded = torch.load(file)  # weights_only
         assert loaded["param_groups"][0]["direction"] == "tests.layouts.polar"
-        other = MuonAdamW([muon(parameter(8, 4), scale=lambda m, n: 1.0, direction=polar)])
         other.load_state_dict(loaded)
         assert other.param_groups[0]["direction"] is polar
     with pytest.raises(ValueError, match="saved with direction='tests.layouts.polar'"):
-        MuonAdamW([muon(a, scale=lambda m, n: 1.0)]).load_state_dict(loaded)
+        optimizer().load_state_dict(loaded)
 
 
 def test_lists_that_were_tuples_are_the_same_options():
@@ -346,34 +323,23 @@ def test_what_a_load_lacks_is_named_with_its_cause_or_left_as_it_is():
 
 
 def test_hyperparameters_are_restored_by_name_into_other_groups():
-    a, b, c, d, e, f, g = mixed()[0]
-    saved = MuonAdamW(
-        [
-            muon(a, b, names=["a", "b"], lr=0.3),
-            muon(c, d, names=["c", "d"], lr=0.4),
-            adamw(e, f, g, names=["e", "f", "g"]),
-        ]
-    ).full_state_dict()
-    other = [
-        adamw(e, f, g, names=["e", "f", "g"]),
-        muon(d, names=["d"]),
-        muon(a, b, names=["a", "b"]),
-        muon(c, names=["c"]),
-    ]
-    optimizer = MuonAdamW(other)
+    a, b, c, d, *others = zip("abcdefg", mixed()[0], strict=True)
+    saved = MuonAdamW([muon(a, b, lr=0.3), muon(c, d, lr=0.4), adamw(*others)]).full_state_dict()
+    optimizer = MuonAdamW([adamw(*others), muon(d), muon(a, b), muon(c)])
     for how, rates in (("keep", [0.01, 0.02, 0.02, 0.02]), ("restore", [0.01, 0.4, 0.3, 0.4])):
         optimizer.load_state_dict(saved, how)
         assert [group["lr"] for group in optimizer.param_groups] == rates
     with pytest.raises(ValueError, match="hyperparameters must be"):
         optimizer.load_state_dict(saved, "ours")
-    with pytest.raises(ValueError, match="group 0 would get lr=0.3 and 0.4"):
-        MuonAdamW(mixed()[1]).load_state_dict(saved)
     with pytest.warns(UserWarning, match="state of 4 parameters, such as a, is not loaded"):
-        MuonAdamW(other[:1]).load_state_dict(saved)
-    with pytest.raises(ValueError, match="group 2 was saved with nesterov=True"):
-        MuonAdamW([*other[:2], dict(other[2], nesterov=False), other[3]]).load_state_dict(saved)
-    with pytest.raises(ValueError, match="group 2 was saved with another beta2"):
-        MuonAdamW([*other[:2], dict(other[2], beta2=None), other[3]]).load_state_dict(saved)
+        MuonAdamW([adamw(*others)]).load_state_dict(saved)
+    for group, message in (
+        (muon(a, nesterov=False), "was saved with nesterov=True"),
+        (muon(a, beta2=None), "was saved with another beta2"),
+        (muon(a, c), "would get lr=0.3 and 0.4"),
+    ):
+        with pytest.raises(ValueError, match=f"group 0 {message}"):
+            MuonAdamW([group]).load_state_dict(saved)
 
 
 def test_state_dict_has_torchs_layout():
@@ -392,23 +358,16 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
     params, groups = mixed()
     optimizer = MuonAdamW(groups)
     train(optimizer, params, 1)
-    whole = optimizer.full_state_dict()
-    other_shape = r"momentum_buffer of a has shape \(3, 3\), expected \(24, 24\)"
-    for name, key, wrong, message in [
-        ("f", "exp_avg", None, "no exp_avg of f"),
-        ("g", "step", None, "no step of g"),
-        ("a", "momentum_buffer", torch.zeros(3, 3), other_shape),
-    ]:
-        saved = {n: {k: v + 1 for k, v in entry.items()} for n, entry in whole["state"].items()}
-        if wrong is None:
-            del saved[name][key]
-        else:
-            saved[name][key] = wrong
-        with pytest.raises(ValueError, match=message):
-            optimizer.load_state_dict({"state": saved, "param_groups": whole["param_groups"]})
-        assert_same_everywhere([(params, state["state"]) for state in (whole, optimizer.full_state_dict())])
+    before, other = optimizer.full_state_dict(), optimizer.full_state_dict()
+    for entry in other["state"].values():
+        for tensor in entry.values():
+            tensor += 1
+    other["state"]["f"]["exp_avg"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"exp_avg of f has shape \(3, 3\), expected \(5,\)"):
+        optimizer.load_state_dict(other)
     with pytest.raises(ValueError, match="group 0 .* MuonAdamW did not save it"):
         optimizer.load_state_dict(torch.optim.AdamW(params).state_dict())
+    assert_same_everywhere([(params, saved["state"]) for saved in (before, optimizer.full_state_dict())])
 
 
 def test_without_names_a_regrouped_load_is_refused():
@@ -469,25 +428,31 @@ BAD_ADAMW = [  # of a group of one vector
 ]
 
 
-def test_a_direction_of_another_shape_is_refused():
-    def rows(U, buffers, ok, hyper):  # would broadcast
-        return U.mean(dim=2, keepdim=True), torch.ones_like(ok)
+def direction_with_buffer(name):
+    def direction(U, buffers, ok, hyper):
+        buffers[name] = U  # would be lost with the step
 
-    def one_per_matrix(U, buffers, ok, hyper):
-        return U, torch.ones(len(U))
+    direction.buffers = lambda m, n: {name: (m, n)}
+    return direction
 
+
+@pytest.mark.parametrize(
+    "direction, message",
+    [
+        (lambda U, *_: (U[:, :, :1], U), r"X of the shape of U, \(1, 48, 20\), not \(1, 48, 1\)"),
+        (lambda U, *_: (U, torch.ones(len(U))), r"a gain of three dimensions, not \(1,\)"),
+        (lambda U, *_: (U, 0.05), r"\(X, gain\), a tuple of two tensors"),
+        (lambda U, *_: U, r"\(X, gain\), a tuple of two tensors"),
+        (direction_with_buffer("mean"), "does not support item assignment"),
+        (direction_with_buffer("momentum_buffer"), "buffer cannot be called momentum_buffer"),
+    ],
+)
+def test_a_direction_that_returns_or_keeps_something_else_is_refused(direction, message):
+    """X of another shape would broadcast."""
     p = parameter(48, 20)
     p.grad = torch.ones_like(p)
-    with pytest.raises(ValueError, match=r"rows must return .* shape of U, \(1, 48, 20\), not \(1, 48, 1\)"):
-        MuonAdamW([muon(p, direction=rows)]).step()
-    with pytest.raises(ValueError, match=r"per_matrix must return .* gain of three dimensions, not \(1,\)"):
-        MuonAdamW([muon(p, direction=one_per_matrix)]).step()
-    for returned in (lambda U, *_: (U, 0.05), lambda U, *_: U):
-        with pytest.raises(ValueError, match=r"must return \(X, gain\), a tuple of two tensors"):
-            MuonAdamW([muon(p, direction=returned)]).step()
-    one_per_matrix.buffers = lambda m, n: {"momentum_buffer": (m, n)}
-    with pytest.raises(ValueError, match="buffer cannot be called momentum_buffer"):
-        MuonAdamW([muon(p, direction=one_per_matrix)]).step()
+    with pytest.raises((TypeError, ValueError), match=message):
+        MuonAdamW([muon(p, direction=direction)]).step()
 
 
 def test_impossible_groups_are_refused_at_construction():
@@ -507,6 +472,10 @@ def test_impossible_groups_are_refused_at_construction():
         ([muon(torch.nn.Linear(3, 3))], "group 0: group0.0 is a Linear, not a parameter"),
         ([dict(ADAMW, params={p, q})], "group 0: params is a set, whose order differs between processes"),
     ]
+    for dtype in (torch.complex64, torch.int32, torch.bool):
+        for group in (muon, adamw):
+            numbers = torch.ones(4, 4).to(dtype)
+            cases.append(([group(numbers, names=["w"])], f"group 0: w is {dtype}"))
     for groups, message in cases:
         with pytest.raises(ValueError, match=message):
             MuonAdamW(groups)
@@ -518,31 +487,16 @@ def test_impossible_groups_are_refused_at_construction():
 
 
 def test_numbers_that_become_impossible_are_refused_before_they_change_anything():
-    for group, key, value in (
-        ("muon", "lr", math.nan),
-        ("muon", "lr", -0.01),
-        ("muon", "momentum", 1.0),
-        ("adamw", "lr", "1e-3"),
-        ("adamw", "betas", (0.9, math.nan)),
-        ("adamw", "weight_decay", None),
-    ):
-        params, groups = mixed()
-        optimizer = MuonAdamW(groups)
-        train(optimizer, params, 1)
-        before = [param.detach().clone() for param in params]
-        i = 0 if group == "muon" else 1
-        optimizer.param_groups[i][key] = value
-        with pytest.raises(ValueError, match=f"param group of {'ae'[i]}: {key}"):
+    params, groups = mixed()
+    optimizer = MuonAdamW(groups)
+    train(optimizer, params, 1)
+    before = [param.detach().clone() for param in params]
+    for group, key, value in zip(optimizer.param_groups, ("momentum", "lr"), (1.0, "1e-3"), strict=True):
+        possible, group[key] = group[key], value
+        with pytest.raises(ValueError, match=f"param group of {group['names'][0]}: {key}"):
             train(optimizer, params, 1)
-        assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.bool])
-def test_parameters_that_no_rule_fits_are_refused_by_name(dtype):
-    p = torch.nn.Parameter(torch.ones(4, 4).to(dtype), requires_grad=False)
-    for group in (muon, adamw):
-        with pytest.raises(ValueError, match=f"param group 0: w is {dtype}"):
-            MuonAdamW([group(p, names=["w"])])
+        group[key] = possible
+    assert equal(params, before)
 
 
 def test_sparse_gradients_are_refused_in_one_line():
