@@ -129,14 +129,13 @@ def test_models_of_other_libraries_are_divided_and_trained(name, eager):
         model = getattr(transformers, how[0])(getattr(transformers, how[1])(**how[2]))
     groups = build_param_groups(model, muon=MATRICES, adamw=OTHERS)
     optimizer = MuonAdamW(groups)
-    found = set()
+    found, before = set(), {}
     for group in groups:
         for param_name, param in zip(group["names"], group["params"], strict=True):
+            before[param] = param.detach().clone()
             if group["kind"] == "adamw" and param.ndim >= 2:
                 found.add(param_name.removesuffix(".weight"))
-            assert group["kind"] == "adamw" or param.ndim >= 2
     assert found == set(of_adamw.split())
-    before = {param: param.detach().clone() for group in groups for param in group["params"]}
     assert before.keys() == set(model.parameters())
     for param in before:
         param.grad = torch.randn_like(param)
@@ -147,19 +146,15 @@ def test_models_of_other_libraries_are_divided_and_trained(name, eager):
 
 def test_bare_vectors_are_no_matrices_but_linear_layers_are():
     """peft's IA3 stores vectors as (1, n) and (n, 1): Muon moves them 80 times as far as AdamW."""
-
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base, self.score = nn.Linear(8, 8, bias=False), nn.Linear(8, 3, bias=False)
-            self.lora_a, self.lora_b = nn.Linear(8, 1, bias=False), nn.Linear(1, 8, bias=False)
-            self.ia3 = nn.ParameterDict({"l": torch.ones(8, 1), "out": torch.ones(1, 8)})
-            self.scale = nn.Parameter(torch.ones(1, 1))
-
-    groups = build_param_groups(Adapted(), muon=MATRICES, adamw=OTHERS, skip_keys=("score",))
-    found = {group["kind"]: set(group["names"]) for group in groups}
-    assert found["muon"] == {"base.weight", "lora_a.weight", "lora_b.weight"}
-    assert found["adamw"] == {"score.weight", "ia3.l", "ia3.out", "scale"}
+    model = Named(
+        base=nn.Linear(8, 8, bias=False),
+        lora_a=nn.Linear(8, 1, bias=False),
+        lora_b=nn.Linear(1, 8, bias=False),
+        ia3=nn.ParameterDict({"l": torch.ones(8, 1), "out": torch.ones(1, 8)}),
+        score=nn.Linear(8, 3, bias=False),
+    )
+    model.scale = nn.Parameter(torch.ones(1, 1))
+    assert muon_names(model, skip_keys=("score",)) == ["base.weight", "lora_a.weight", "lora_b.weight"]
 
 
 # ---- names
@@ -167,19 +162,10 @@ def test_bare_vectors_are_no_matrices_but_linear_layers_are():
 
 def test_names_that_are_never_muons():
     """Names of embeddings and heads outside torch's own modules, and of parameters that are no matrices."""
-    shapes = {
-        "model.embed_tokens.weight": (50, 8),
-        "tok_embeddings.weight": (50, 8),
-        "wte": (50, 8),
-        "value_embeds.0": (50, 8),
-        "lm_head.weight": (50, 8),
-        "output.weight": (50, 8),
-        "layers.0.mhc_attn.weight": (8, 8),
-        "layers.0.mhc_ffn.weight": (8, 8),
-        "layers.0.lambda_proj.weight": (8, 8),
-        "layers.0.o_proj.bias": (8,),
-    }
-    assert set(kinds(tree(shapes)).values()) == {"adamw"}
+    embeddings = "model.embed_tokens.weight tok_embeddings.weight wte value_embeds.0".split()
+    heads = "lm_head.weight output.weight".split()
+    others = [f"layers.0.{name}.weight" for name in ("mhc_attn", "mhc_ffn", "lambda_proj")]
+    assert not muon_names(tree(dict.fromkeys([*embeddings, *heads, *others], (50, 8))))
     assert muon_names(tree({"a.output_proj.weight": (8, 8), "a.conv.weight": (8, 1, 4)})) == [
         "a.output_proj.weight",
         "a.conv.weight",
@@ -232,31 +218,21 @@ def test_the_caller_decides():
 
 
 @pytest.mark.parametrize(
-    "children",
+    "model, of_muon",
     [
-        lambda: dict(emb=nn.Embedding(64, 16), blocks=stack(), head=nn.Linear(16, 64)),
-        lambda: dict(unembed=nn.Linear(16, 64), emb=nn.Embedding(64, 16), blocks=stack()),
-        lambda: dict(blocks=stack(), classify=nn.Linear(16, 5)),
-        lambda: dict(blocks=stack(), bag=nn.EmbeddingBag(64, 16)),
+        (Named(emb=nn.Embedding(64, 16), blocks=stack(), head=nn.Linear(16, 64)), BLOCKS),
+        (Named(unembed=nn.Linear(16, 64), emb=nn.Embedding(64, 16), blocks=stack()), BLOCKS),
+        (Named(blocks=stack(), classify=nn.Linear(16, 5)), BLOCKS),
+        (Named(blocks=stack(), classify=nn.Linear(16, 5).requires_grad_(False)), BLOCKS),
+        (Named(blocks=stack(), bag=nn.EmbeddingBag(64, 16)), BLOCKS),
+        (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), ["0.weight"]),
+        # Another module takes the outputs of the last layer
+        (Named(emb=nn.Embedding(64, 16), pooler=nn.Linear(16, 16)), ["pooler.weight"]),
+        (Named(proj=nn.Linear(16, 8), norm=nn.LayerNorm(8)), ["proj.weight"]),
     ],
-    ids=["last", "first, of the vocabulary", "of the classes", "none"],
 )
-def test_heads_are_found_wherever_they_are(children):
-    model = Named(**children())
-    assert muon_names(model) == BLOCKS
-    for module in model.children():
-        if isinstance(module, nn.Linear):
-            module.requires_grad_(False)  # still counts for the rule
-    assert muon_names(model) == BLOCKS
-
-
-def test_a_layer_is_hidden_if_its_width_is_taken():
-    pooler = Named(emb=nn.Embedding(64, 16), pooler=nn.Linear(16, 16))
-    assert muon_names(pooler) == ["pooler.weight"]
-    projected = Named(proj=nn.Linear(16, 8), norm=nn.LayerNorm(8))
-    assert muon_names(projected) == ["proj.weight"]
-    sequential = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-    assert muon_names(sequential) == ["0.weight"]
+def test_heads_are_found_wherever_they_are(model, of_muon):
+    assert muon_names(model) == of_muon
 
 
 def test_shapes_and_the_table_that_says_why():

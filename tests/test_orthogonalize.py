@@ -123,14 +123,12 @@ def test_five_steps_compute_the_products_that_each_form_needs(shape, gram):
 
 
 def test_number_of_steps():
-    assert triples("simple") == COEFFICIENTS["simple"] and len(triples("deepseekv4")) == 10
     assert triples("quintic", 3) == COEFFICIENTS["quintic"][:3]
     assert triples("quintic", 7)[4:] == (COEFFICIENTS["quintic"][-1],) * 3
-    assert triples("polar_express", 7) == COEFFICIENTS["polar_express"] + ((1.875, -1.25, 0.375),) * 2
     assert triples([[2, -1.5, 0.5]], 2) == ((2.0, -1.5, 0.5),) * 2
-    for wrong in (([], None), ([(1, 2)], None)):
+    for wrong in ([], [(1, 2)]):
         with pytest.raises(ValueError):
-            triples(*wrong)
+            triples(wrong, None)
 
 
 def test_dtypes_and_degenerate_matrices():
@@ -149,7 +147,5 @@ def test_dtypes_and_degenerate_matrices():
     # five steps, then (1.875, -1.25, .375), which converges to exactly 1
     G, U, _, Vh = matrix((96, 32), 10)
     torch.testing.assert_close(orthogonalize(G, "polar_express", 9), U @ Vh, rtol=0, atol=1e-6)
-    row = orthogonalize(torch.tensor([[3.0, 4.0]]), "deepseekv4")
-    torch.testing.assert_close(row, torch.tensor([[0.6, 0.8]]), rtol=2e-3, atol=0)
     rank_one = torch.outer(torch.arange(1.0, 9), torch.arange(1.0, 6)).double()
     assert (orthogonalize(rank_one, "deepseekv4") - rank_one / rank_one.norm()).abs().max() < 2e-3
