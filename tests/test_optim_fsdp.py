@@ -20,6 +20,7 @@ from tests.layouts import (
     COPY,
     FUSED,
     ROWS,
+    SPLITS,
     Run,
     assert_close,
     full,
@@ -112,8 +113,11 @@ def test_communication_of_a_chunk_runs_under_the_compute_of_the_one_before():
 # ---- compilation, and what is refused
 
 
+QKV = ("qkv", (4, 2, 2))
+
+
 def compiled(group, layout, mode):
-    options = dict(split=("qkv", (8, 4, 4)), tensor_parallel=mode)
+    options = dict(split=QKV, tensor_parallel=mode)
     with (
         mock.patch.dict(os.environ, NANOMUON_COMPILE="1"),
         mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")),
@@ -122,9 +126,7 @@ def compiled(group, layout, mode):
 
 
 def test_compiled_steps_follow_the_formulas():
-    split = ("qkv", (8, 4, 4))
-    parts = [[r for r in range(48) if r % 16 in part] for part in (range(8), range(8, 12), range(12, 16))]
-    exact = expected(FUSED[:1] * 4, 2, parts, torch.float32, split=split)
+    exact = expected(FUSED[:1] * 4, 2, SPLITS[QKV], torch.float32, split=QKV)
     for layout, mode in (("fsdp-2", None), ("tp-rows", "duplicated")):
         for result in run_layout(layout, compiled, mode):
             assert_close(result, exact, 1e-4)
