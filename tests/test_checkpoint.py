@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from nanomuon import checkpoint
 from nanomuon.optim import DistMuonAdamW
 from nanomuon.optim_groups import build_param_groups
-from nanomuon.runtime import InputError
+from tests.mistakes import refused
 from tests.reference import MATRICES, OTHERS
 from tests.training import little_space
 from tests.worlds import FORKS, run_fresh_world
@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(run_dir, capsys
     assert checkpoint.find(run_dir).name == "step_1"
     assert str(file) in capsys.readouterr().out
     (run_dir / "checkpoints" / "step_1" / FILE).unlink()
-    with pytest.raises(InputError, match="no undamaged checkpoint"):
+    with refused("no undamaged checkpoint"):
         checkpoint.find(run_dir)
 
 
@@ -131,7 +131,7 @@ def test_which_checkpoint_is_resumed_and_which_are_removed(run_dir):
     for resume, found in (("auto", "step_2"), ("step_1", "step_1")):
         assert checkpoint.find(run_dir, resume).name == found
     assert checkpoint.find(run_dir, "never") is checkpoint.find(run_dir / "new") is None
-    with pytest.raises(InputError, match="step_3.*step_1, step_2"):
+    with refused("step_3.*step_1, step_2"):
         checkpoint.find(run_dir, "step_3")
     checkpoint.remove(run_dir, 1, keep_last=3)
     assert os.listdir(folder) == ["step_1"]  # step 2 is of an abandoned future
@@ -165,7 +165,7 @@ def test_of_a_checkpoint_that_lies_elsewhere_the_link_is_removed(run_dir, tmp_pa
 def test_another_model_is_refused_by_name(run_dir, name):
     other = Tiny()
     setattr(other, name, torch.nn.Parameter(torch.zeros(7, 5)))
-    with pytest.raises(InputError, match=f"belongs to another model or optimizer.*model.{name}"):
+    with refused(f"belongs to another model or optimizer.*model.{name}"):
         checkpoint.load_model(checkpoint.find(run_dir), other)
 
 
@@ -180,9 +180,7 @@ def save_without_space(run_dir):
     ):
         with (
             little_space(size),
-            pytest.raises(
-                InputError, match="step_2 was not written: .*File too large.*earlier .* are intact"
-            ),
+            refused("step_2 was not written: .*File too large.*earlier .* are intact"),
         ):
             checkpoint.save(run_dir, 2, model, optimizer, meta)
         assert os.listdir(run_dir / "checkpoints") == ["step_1"]

@@ -7,15 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from nanomuon.command import BUG, StopSignals, run_command
 from nanomuon.runtime import InputError
+from tests.training import ROOT, call
 
-ROOT = Path(__file__).parent.parent
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
@@ -65,8 +64,8 @@ def test_a_closed_pipe_is_one_line_and_no_traceback(flush, monkeypatch, capfd, h
 
 
 def test_python_without_pytorch_is_told_what_to_do():
-    result = subprocess.run([sys.executable, "-S", "-m", "scripts.sample"], cwd=ROOT, capture_output=True)
-    assert result.returncode == 2 and result.stderr.startswith(b"error: this Python has no PyTorch")
+    result = call("python", "-S", "-m", "scripts.sample")
+    assert result.returncode == 2 and result.stderr.startswith("error: this Python has no PyTorch")
 
 
 @pytest.mark.parametrize("inherited", [signal.SIG_DFL, signal.SIG_IGN])  # bash: ignored in the background
@@ -97,9 +96,7 @@ def test_an_error_on_one_rank_ends_the_launch_with_one_message(kind, place):
         "input": (2, "error: no such thing: bring one\n"),
         "bug": (BUG, "AssertionError: this cannot be\n"),
     }[kind]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "tests.failing_rank", kind, place]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = call("torchrun", "--standalone", "--nproc_per_node=2", "-m", "tests.failing_rank", kind, place)
     ended = time.time()
     said, report = result.stderr.split("tests.failing_rank FAILED")
     assert result.returncode == 1 and said.count(message) == 1

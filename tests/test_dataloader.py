@@ -12,8 +12,8 @@ import torch
 from nanomuon import dataloader, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
-from nanomuon.runtime import InputError
 from nanomuon.shards import prepare, read_manifest
+from tests.mistakes import refused
 from tests.texts import TOKENIZER, is_validation, random_texts, write_corpus
 
 T, ROWS = 64, 24  # sequence length, rows per step
@@ -139,9 +139,7 @@ def test_a_part_of_validation_is_rows_from_all_over_the_set(folder, world, limit
 def test_a_corpus_smaller_than_a_step_is_refused(folder):
     tokens = sum(map(len, TRAINING))
     TrainLoader(folder, tokens // 2, 2, 1)
-    with pytest.raises(
-        InputError, match=f"{tokens} training tokens, fewer than one step of 3 rows of {tokens}"
-    ):
+    with refused(f"{tokens} training tokens, fewer than one step of 3 rows of {tokens}"):
         TrainLoader(folder, tokens, 3, 1)
 
 

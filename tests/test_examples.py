@@ -3,12 +3,8 @@
 If a checkpoint is one file, the parameters at the end are those of the uninterrupted run, bit for bit.
 """
 
-import os
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +14,8 @@ from torch import nn
 from nanomuon import MuonAdamW, build_param_groups
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.tokenizer import Tokenizer
-from scripts import base_train
-from tests.training import QUIET, arguments
+from tests.training import QUIET, ROOT, call, train
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 LOSS = re.compile(r"\bloss'?:? '?([0-9.]+)")  # `loss 0.1`, and the Trainer's {'loss': '0.1'}
 
@@ -38,16 +32,8 @@ def run(command, folder):
     """Run one of them in `folder` and return the losses that it printed."""
     path, program, *arguments = command
     assert path == "PYTHONPATH=."
-    start = {"python": ["-u"], "torchrun": ["-m", "torch.distributed.run"]}[program]
     arguments = [str(ROOT / each) if each.startswith("examples/") else each for each in arguments]
-    result = subprocess.run(
-        [sys.executable, *start, *arguments],
-        cwd=folder,
-        env=dict(os.environ, PYTHONPATH=str(ROOT), NANOMUON_COMPILE="0"),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = call(program, *arguments, folder=folder, PYTHONPATH=str(ROOT), NANOMUON_COMPILE="0")
     # Gloo threads outlive destroy_process_group and abort now and then, after all is done (docs/log.md)
     aborted_at_exit = (
         program == "torchrun" and "terminate called without an active exception" in result.stderr
@@ -232,7 +218,7 @@ def test_nanochat_reads_the_rows_of_the_run_beside_it(base, environment, tmp_pat
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.py").write_text(code)
-    base_train.main(arguments(base, "ours", 3, *QUIET))
+    train(base, "ours", 3, *QUIET)
     command = "PYTHONPATH=. python examples/train_nanochat.py --run ours --nanochat . --rates 0.5".split()
     (shards,) = (base / "shards").glob("texts-*")
     run([*command, "--device-batch-size", "2"], tmp_path)

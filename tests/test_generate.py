@@ -10,9 +10,10 @@ import torch
 from nanomuon import generate
 from nanomuon.generate import Sample, draw, sample_texts
 from nanomuon.run import bits_per_byte
-from nanomuon.runtime import InputError, printable
+from nanomuon.runtime import printable
 from nanomuon.tokenizer import Tokenizer
 from scripts import sample
+from tests.mistakes import refused
 from tests.test_gpt import build
 from tests.texts import BYTES
 
@@ -147,7 +148,7 @@ def test_prompts_are_read_until_the_input_ends_or_ctrl_c(command):
 
     command.model.register_forward_pre_hook(interrupt)
     assert command("--interactive", stdin=b"abc\nabc\n").out.count("--- sample") == 1
-    with pytest.raises(InputError, match="standard input, which is closed"):
+    with refused("standard input, which is closed"):
         command("--interactive", stdin=None)
 
 

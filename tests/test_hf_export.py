@@ -2,22 +2,21 @@
 
 import importlib.util
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from nanomuon import hf_export, trained
 from nanomuon.generate import sample_texts
-from nanomuon.runtime import InputError, Runtime, write_json
+from nanomuon.runtime import Runtime, read_json, write_json
 from nanomuon.tokenizer import BOS, Tokenizer
 from scripts import export
+from tests.mistakes import refused
 from tests.test_gpt import build
 from tests.texts import random_texts
+from tests.training import call
 
 transformers = pytest.importorskip("transformers")
 
@@ -184,7 +183,7 @@ def test_an_export_that_cannot_be_made_is_one_line(exported, tmp_path, monkeypat
         (["plain", "--to", f"{tmp_path}/full"], "not an empty folder"),
         ([str(other), "--to", f"{tmp_path}/new"], "does not fit the model"),
     ):
-        with pytest.raises(InputError, match=complaint):
+        with refused(complaint):
             export.main(["--run", *arguments])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "other"]
 
@@ -225,12 +224,12 @@ def test_lm_eval_scores_a_run_folder_as_our_model_does(exported, tmp_path):
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     (tmp_path / "two_choices.yaml").write_text(TASK)
 
-    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--device", "cpu", "--tasks", "two_choices"]
+    command = ["python", "-m", "lm_eval", "--model", "hf", "--device", "cpu", "--tasks", "two_choices"]
     command += ["--model_args", f"pretrained={folder},trust_remote_code=True", "--batch_size", "8"]
     command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | offline)
+    result = call(*command, folder=tmp_path, **offline)
     assert result.returncode == 0, result.stdout + result.stderr
     [results] = tmp_path.glob("out/**/results*.json")
-    accuracy = json.loads(results.read_text())["results"]["two_choices"]["acc,none"]
+    accuracy = read_json(results)["results"]["two_choices"]["acc,none"]
     assert accuracy == pytest.approx(float(right / 40)) and 0 < right < 40

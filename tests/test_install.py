@@ -3,17 +3,13 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 import nanomuon
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.optim_groups import build_param_groups
-
-ROOT = Path(__file__).parent.parent
+from tests.training import ROOT, call
 
 
 def settings():
@@ -40,7 +36,7 @@ def test_setup_pins_everything_by_name_and_version_alone():
 
 def python(code):
     """What the code prints in a process of its own."""
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    result = call("python", "-c", code)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -85,7 +81,7 @@ def set_up(checkout, extra):
     """(exit code, what was called): `venv` and the last words of `pip install`."""
     (checkout / "calls").write_text("")
     command = f"set -euo pipefail; source scripts/setup.sh {extra}; [ $PYTHON = .venv/bin/python ]"
-    result = subprocess.run(["bash", "-c", command, "bash", "dev"], cwd=checkout, capture_output=True)
+    result = call("bash", "-c", command, "bash", "dev", folder=checkout)
     return result.returncode, (checkout / "calls").read_text().split()
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from nanomuon import plan
-from nanomuon.runtime import InputError, Runtime
+from nanomuon.runtime import Runtime
 from scripts import base_train
-from tests.training import arguments
+from tests.mistakes import refused
+from tests.training import train
 
 CPU, FOUR = (Runtime(torch.device("cpu"), torch.float32, 0, ranks) for ranks in (1, 4))
 CUDA = Runtime(torch.device("cuda"), torch.bfloat16)
@@ -27,7 +28,7 @@ def test_micro_steps_and_tokens_follow_from_the_batch():
     assert planned(flags, FOUR).micro_steps == 4
     halved = planned(flags + " --tensor-parallel 2", FOUR)  # two ranks see the same rows
     assert (halved.micro_steps, halved.data_parallel) == (8, 2)
-    with pytest.raises(InputError, match="not a multiple of 64 .2 rows on every device"):
+    with refused("not a multiple of 64 .2 rows on every device"):
         planned(f"{SHAPE} --total-batch-size 1000")
 
 
@@ -115,7 +116,7 @@ def test_a_run_compiles_if_that_pays(monkeypatch, capsys, runtime, flags, enviro
 
 @pytest.mark.usefixtures("environment")
 def test_a_plan_prints_sizes_and_trains_nothing(base, capsys):
-    assert base_train.main(arguments(base, "planned", 7, "--plan")) == 0
+    train(base, "planned", 7, "--plan")
     output = capsys.readouterr().out
     assert "7 steps x 256 tokens" in output and "depth 2, width 128" in output and "0.5M parameters" in output
     assert not (base / "runs" / "planned").exists()

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nanomuon import report
-from nanomuon.runtime import InputError, Runtime
+from nanomuon.runtime import Runtime
+from tests.mistakes import refused
 
 
 def write_run(folder):
@@ -26,7 +27,7 @@ def test_a_line_that_is_not_a_row_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     before = path.read_text()
     path.write_text(f"{line}\n{before}")
-    with pytest.raises(InputError, match=f"{path} line 1 cannot be read .*: remove that line"):
+    with refused(f"{path} line 1 cannot be read .*: remove that line"):
         report.MetricsLog(tmp_path, resume_step=50)
     assert path.read_text() == f"{line}\n{before}"
 

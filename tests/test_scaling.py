@@ -9,8 +9,8 @@ from nanomuon import runtime
 from nanomuon.command import STOPPED
 from nanomuon.gpt import GPTConfig
 from nanomuon.plan import meta_model
-from nanomuon.runtime import InputError
 from scripts import base_train, scaling
+from tests.mistakes import refused
 
 LAW = 0.8, 200.0, 0.5, 3000.0, 0.6
 FLAGS = (
@@ -59,7 +59,7 @@ def test_a_family_is_enlarged_asked_and_stopped(base, monkeypatch, capsys):
 
     code, out = family("--depths", "1,2", "--tokens", "256,600")
     assert code is None and out.count("\nval_bpb: ") == 4 and "a law needs 7 runs" in out
-    with pytest.raises(InputError, match="family has 4: train more"):
+    with refused("family has 4: train more"):
         family("--target-flops", "1e13")
     code, out = family("--depths", "1,2,3", "--tokens", "256,600,2048", "--target-flops", "1e13")
     assert code is None and out.count(" is complete with ") == 4, "nothing is trained twice"
@@ -70,8 +70,8 @@ def test_a_family_is_enlarged_asked_and_stopped(base, monkeypatch, capsys):
         (runtime.folder_of(other) / "summary.json").touch()  # reading it would be an error
     monkeypatch.setattr(base_train, "main", lambda flags: STOPPED)
     assert family("--depths", "4,5", "--tokens", "256")[0] == STOPPED
-    with pytest.raises(InputError, match="--depth: must be from 1 to 1,024, not 5000"):
+    with refused("--depth: must be from 1 to 1,024, not 5000"):
         family("--depths", "1,5000", "--tokens", "250e3")
     (runtime.folder_of("family-d1-t256") / "summary.json").write_text('{"steps": 1, "tokens": 256}')
-    with pytest.raises(InputError, match="family-d1-t256/summary.json cannot be read: val_bpb: "):
+    with refused("family-d1-t256/summary.json cannot be read: val_bpb: "):
         family()

@@ -13,10 +13,10 @@ import pytest
 
 from nanomuon import runtime, shards
 from nanomuon.corpus import open_corpus
-from nanomuon.runtime import InputError
 from nanomuon.shards import prepare, read_manifest, read_shards
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_train, data_prep, tok_train
+from tests.mistakes import refused
 from tests.texts import TOKENIZER, documents, is_validation, random_texts, write_corpus
 
 TEXTS = random_texts(3000)
@@ -94,7 +94,7 @@ def test_a_full_disk_loses_nothing(corpus, tmp_path, monkeypatch):
 
 def test_texts_that_change_while_they_are_read_leave_nothing(corpus, tmp_path):
     (tmp_path / "texts" / "new.txt").write_text("a text that the revision does not count")
-    with pytest.raises(InputError, match="changed while they were read: run it again"):
+    with refused("changed while they were read: run it again"):
         prepare(corpus, 300)
     assert not [*tmp_path.glob("base/*/*/*")]
 

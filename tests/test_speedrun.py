@@ -1,19 +1,17 @@
 """speedrun.sh: what it starts on a node of GPUs, by a stand-in for Python, and small runs on this machine."""
 
-import json
 import os
 import pty
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from nanomuon.runtime import read_json
 from nanomuon.shards import being_written
-from tests.training import losses, wait_until, write_corpus
+from tests.training import ROOT, call, losses, wait_until, write_corpus
 
-ROOT = Path(__file__).parents[1]
 ON_EIGHT_GPUS = f"""#!/bin/sh
 case "$*" in
     *print_hardware*)
@@ -100,9 +98,8 @@ def test_an_interpreter_with_any_pytorch_from_2_11_on_is_accepted(tmp_path, vers
     about = tmp_path / f"torch-{version}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
-    environment = {**os.environ, "NANOMUON_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
-    command = ["bash", "-c", "set -euo pipefail; source scripts/setup.sh train"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = {"NANOMUON_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    result = call("bash", "-c", "set -euo pipefail; source scripts/setup.sh train", **environment)
     assert result.returncode == code
     assert ("has no PyTorch 2.11 or newer; install it there" in result.stderr) == (code == 2)
 
@@ -126,7 +123,7 @@ def test_every_variable_counts_and_other_flags_are_passed_on(tmp_path):
     command, keywords = on_this_machine(tmp_path, "--num-iterations", "2", "--seed=3")
     result = subprocess.run(command, **keywords)
     assert result.returncode == 0 and "more text" in result.stdout.lower(), result.stdout
-    options = json.loads((tmp_path / "runs" / "mine" / "settings.json").read_text())["options"]
+    options = read_json(tmp_path / "runs" / "mine" / "settings.json")["options"]
     assert (options["depth"], options["vocab_size"], options["seed"]) == (2, 300, 3)
     assert options["corpus"] == f"path:{tmp_path}/texts" and options["num_iterations"] == 2
     # Without its flags, a run that exists keeps its length, and one that starts over gets the preset's

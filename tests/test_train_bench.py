@@ -1,13 +1,12 @@
 """The step benchmark: its parts make up the step."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from nanomuon.runtime import read_json
 from scripts import train_bench
-from tests.training import arguments
+from tests.training import arguments, call
 
 
 def test_the_table_of_a_step(base, environment, tmp_path, capsys):
@@ -17,7 +16,7 @@ def test_the_table_of_a_step(base, environment, tmp_path, capsys):
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
     records = ["--corpus", f"path:{tmp_path}/texts.jsonl", "--text-field", "body"]
     train_bench.main([*arguments(base, "bench", 5), *records, "--rounds", "2", "--json", str(file)])
-    result = json.loads(file.read_text())
+    result = read_json(file)
     table = result["milliseconds"]
     whole = table["whole step"]["median"]
     assert all(0 < table[part]["median"] <= whole for part in ("data", "forward", "backward", "optimizer"))
@@ -38,5 +37,4 @@ for _ in range(100):  # the heap grows a few times until one fits, aligned, into
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     # in a process of its own: other tests leave threads behind whose page faults would count
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 30 * 4096
+    assert int(call("python", "-c", script).stdout) < 30 * 4096

@@ -11,9 +11,11 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from tests.worlds import FORKS
 
+ROOT = Path(__file__).parent.parent  # of the checkout
 SMALL = (
     "--depth 2 --max-seq-len 32 --device-batch-size 4 --total-batch-size 256 --vocab-size 300 "
     "--eval-tokens 512 --dtype float32"
@@ -55,6 +57,13 @@ def arguments(base, run, steps, *more, small=SMALL):
     return [*small, "--corpus", f"path:{base}/texts", "--run", run, "--num-iterations", str(steps), *more]
 
 
+def train(base, run, steps, *more):
+    """A run that ends well, in this process."""
+    from scripts import base_train
+
+    assert base_train.main(arguments(base, run, steps, *more)) == 0
+
+
 def optimizer_file(folder, name, body):
     """The flags for an optimizer file whose build_optimizer(model) has this body."""
     file = folder / f"{name}.py"
@@ -74,6 +83,16 @@ STILL = """
                 model.lm_head.weight.data.copy_(self.kept)
     return Still([model.lm_head.weight], lr=0.1)
 """
+
+
+def call(*command, folder=ROOT, **variables):
+    """The result of a command that runs to its end, with these environment variables more. `python` is this
+    one, `torchrun` its own.
+    """
+    starts = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+    command = [*starts.get(command[0], command[:1]), *command[1:]]
+    environment = os.environ | variables
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def launch(base, run, steps, *more, processes=1):
@@ -139,6 +158,13 @@ class Ranks:
 
     def output(self):
         return self.file.read_text() if self.file.exists() else ""
+
+
+def train_on(processes, *run, **options):
+    """A run of Ranks that ends well; returns what it has printed."""
+    ranks = Ranks(*run, processes=processes, **options)
+    assert ranks.join() == [0] * processes, ranks.output()
+    return ranks.output()
 
 
 def _train(environment, argv, output):
