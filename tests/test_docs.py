@@ -1,7 +1,6 @@
 """docs/optimizer.md is true: its examples run, its names exist. test_optim.py runs its rule."""
 
 import re
-from pathlib import Path
 
 import torch
 
@@ -9,19 +8,26 @@ from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
 from nanomuon.orthogonalize import orthogonalize
 from tests.reference import distance
+from tests.training import ROOT
 
-ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/optimizer.md").read_text()
 RULE, IDEA, TWO_MOMENTS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
-def trained(group, shape, steps, seed=0):
-    """The parameter before and after these steps of MuonAdamW, and its gradients."""
-    generator = torch.Generator().manual_seed(seed)
-    param = torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
-    start = param.detach().clone()
+def group_of_muon(code):
+    """The group of matrices that this code of the page makes."""
+    names = {}
+    exec(code, names)
+    groups = names["param_groups"](GPT(GPTConfig.from_depth(1, vocab_size=64, seq_len=16)))
+    return next(dict(group, names=["w"]) for group in groups if group["kind"] == "muon")
+
+
+def trained(group):
+    """A parameter before and after five steps of MuonAdamW, and its gradients."""
+    torch.manual_seed(0)
+    start, *grads = torch.randn(6, 6, 9, dtype=torch.float64)
+    param = torch.nn.Parameter(start.clone())
     optimizer = MuonAdamW([dict(group, params=[param])], compile=False)
-    grads = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(steps)]
     for grad in grads:
         param.grad = grad
         optimizer.step()
@@ -29,11 +35,7 @@ def trained(group, shape, steps, seed=0):
 
 
 def test_the_idea_on_the_page_is_lion():
-    names = {}
-    exec(IDEA, names)
-    model = GPT(GPTConfig.from_depth(1, vocab_size=64, seq_len=16))
-    group = next(group for group in names["param_groups"](model) if group["kind"] == "muon")
-    P, expected, grads = trained(dict(group, names=["w"]), (6, 9), 5)
+    P, expected, grads = trained(group_of_muon(IDEA))
     M = torch.zeros_like(P)
     for grad in grads:
         P -= 3e-4 * (torch.sign(0.9 * M + 0.1 * grad) + 0.1 * P)
@@ -42,13 +44,8 @@ def test_the_idea_on_the_page_is_lion():
 
 
 def test_the_rule_with_two_moments_is_adams_update_orthogonalized():
-    names = {}
-    exec(TWO_MOMENTS, names)
-    model = GPT(GPTConfig.from_depth(1, vocab_size=64, seq_len=16))
-    group = next(group for group in names["param_groups"](model) if group["kind"] == "muon")
-    P, expected, grads = trained(
-        dict(group, names=["w"], weight_decay=0.0, scale=lambda m, n: 1.0), (6, 9), 5
-    )
+    group = group_of_muon(TWO_MOMENTS)
+    P, expected, grads = trained(dict(group, weight_decay=0.0, scale=lambda m, n: 1.0))
     adam = torch.nn.Parameter(torch.zeros_like(P))
     theirs = torch.optim.Adam([adam], lr=1.0, betas=(0.9, 0.95))
     for grad in grads:
