@@ -1,28 +1,25 @@
 """The device and its dtype, ranks that wait for the first, whole files, JSON of a known form."""
 
-import errno
 import json
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from nanomuon import runtime
-from nanomuon.runtime import InputError
 from nanomuon.shards import being_written
+from tests.mistakes import refused
+from tests.training import call
 from tests.worlds import FORKS, run_world
 
-ROOT = Path(__file__).parent.parent
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins for a machine without GPU")
 
 
@@ -39,15 +36,12 @@ def gpu(tmp_path, monkeypatch):
 def test_a_gpu_that_torch_cannot_use_is_one_line_with_advice(gpu, tmp_path):
     target = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
     versions = f"PyTorch {torch.__version__}, built for {target}"
-    with pytest.raises(
-        InputError, match=f"^this machine has a GPU, but {re.escape(versions)}, cannot use it"
-    ):
+    with refused(f"^this machine has a GPU, but {re.escape(versions)}, cannot use it"):
         runtime.start()
     # The speedrun says the same; its Python looks for the file elsewhere
     (tmp_path / "sitecustomize.py").write_text("import glob; glob.glob = lambda files: ['/dev/nvidia0']")
-    environment = {**os.environ, "NANOMUON_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
-    command = ["bash", "speedrun.sh", "--plan"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = {"NANOMUON_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    result = call("bash", "speedrun.sh", "--plan", **environment)
     assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
     for advice in (versions, "set NANOMUON_PYTHON to a Python whose PyTorch fits", "NANOMUON_DEVICE=cpu"):
         assert advice in result.stderr
@@ -59,7 +53,7 @@ def test_the_cpu_is_used_if_it_is_asked_for(gpu, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     assert runtime.start().device.type == "cpu"
     monkeypatch.setenv("NANOMUON_DEVICE", "gpu")
-    with pytest.raises(InputError, match="NANOMUON_DEVICE=gpu: set it to cpu"):
+    with refused("NANOMUON_DEVICE=gpu: set it to cpu"):
         runtime.start()
 
 
@@ -68,7 +62,7 @@ def test_more_processes_than_gpus_are_refused(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(InputError, match=r"process 2 \(from 0\) has no GPU: this machine has 2"):
+    with refused(r"process 2 \(from 0\) has no GPU: this machine has 2"):
         runtime.start()
 
 
@@ -120,7 +114,7 @@ def test_one_process_holds_a_folder_and_a_kill_frees_it(tmp_path, capsys):
     process.start()
     assert held.wait(60) and being_written(folder)
     holder = f"process {process.pid} on {socket.gethostname()}"
-    with pytest.raises(InputError, match=f"run is in use by {holder}"):
+    with refused(f"run is in use by {holder}"):
         runtime.locked(folder, wait=False).__enter__()
     threading.Timer(0.5, process.kill).start()
     with runtime.locked(folder):
@@ -142,12 +136,8 @@ def test_a_file_is_whole_or_not_there_and_no_link_is_followed(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["file", "precious"]
 
 
-def test_an_error_names_its_file_and_keeps_its_reason(tmp_path):
-    with (
-        pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/x'"),
-        runtime.naming(tmp_path / "x"),
-    ):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_an_error_that_has_no_file_keeps_its_reason(tmp_path):
+    """test_report.py has one with a file."""
     with pytest.raises(TimeoutError, match="^timed out$"), runtime.naming(tmp_path / "x"):
         raise TimeoutError("timed out")  # a socket's, without a number
 
@@ -166,12 +156,3 @@ def test_several_processes_write_one_file(tmp_path):
         writer.join()
     assert [writer.exitcode for writer in writers] == [0, 0, 0]
     assert os.listdir(tmp_path) == ["file"] and json.loads((tmp_path / "file").read_text()) == [1]
-
-
-def test_file_names_that_are_not_utf8_can_be_written(tmp_path):
-    file = tmp_path / "file"
-    name = os.fsdecode("für".encode() + b"\xff")
-    runtime.write_json(file, {"name": name})
-    assert runtime.read_json(file) == {"name": "für?"}
-    runtime.write_text(file, name)
-    assert file.read_text() == "für?"
