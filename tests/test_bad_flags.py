@@ -1,12 +1,13 @@
 """Impossible flags: every script answers with one line that names the flag, before any work."""
 
 import importlib
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from nanomuon.runtime import InputError
+from tests.mistakes import refused
 
 SCRIPTS = sorted(
     path.stem
@@ -36,7 +37,7 @@ def test_help_shows_the_docstring_and_an_unknown_flag_is_one_line(script, main, 
     text = capsys.readouterr().out
     assert ended.value.code == 0 and f"usage: python -m scripts.{script}" in text
     assert importlib.import_module(f"scripts.{script}").__doc__.strip() in text
-    with pytest.raises(InputError, match=f"; see python -m scripts.{script} --help$"):
+    with refused(f"; see python -m scripts.{script} --help$"):
         main(script, "--no-such-flag")
 
 
@@ -94,6 +95,7 @@ REFUSED = [  # script, flags, message
     ),
     ("optim_race", "--contenders default --model depth", "--model: 'depth' is not key=value"),
     ("optim_race", "--contenders default --text {text} --model heads=3", "--model: width 128 must be"),
+    ("optim_race", "--contenders default --text {text} --model kv_heads=3", "--model: width 128 must be"),
     ("plan", "--gpus 99999999999", "argument --gpus: must be from 1 to 65,536, not 99999999999; see"),
     (
         "plan",
@@ -102,20 +104,17 @@ REFUSED = [  # script, flags, message
     ),
     ("plan", "--depth 12 --tensor-parallel 4", "--tensor-parallel 4 does not divide 6 key-value heads"),
     ("scaling", "--depths 1 --tokens 1e3 --corpus foo", "unknown corpus 'foo'"),
-    ("scaling", "--depths 1 --tokens 1x", "argument --tokens: invalid numbers value: '1x'"),
     ("scaling", "--depths 1.5 --tokens 1e3", "argument --depths: invalid numbers value: '1.5'"),
     ("scaling", "--depths 1 --tokens inf", "argument --tokens: invalid numbers value: 'inf'"),
     ("scaling", "--depths 1", "--depths and --tokens go together"),
     ("train_bench", "--shard fsdp", "train_bench measures a single process: leave out torchrun, --shard"),
-    ("train_bench", "--warmdown-ratio 2", "argument --warmdown-ratio: must be from 0 to 1, not 2"),
 ]
 
 
 @pytest.mark.parametrize("script, flags, said", REFUSED)
 def test_an_impossible_flag_is_named_before_any_work(script, flags, said, main, tmp_path, capsys):
-    with pytest.raises(InputError) as caught:
+    with refused("^" + re.escape(said)):
         main(script, flags)
-    assert str(caught.value).startswith(said.format(folder=tmp_path))
     assert capsys.readouterr().out == "" and not (tmp_path / "base").exists()
 
 
