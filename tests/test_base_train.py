@@ -1,10 +1,8 @@
 """The training script as people use it: whole runs on a small corpus, alone and on several processes."""
 
-import json
 import os
 import re
 import shutil
-import subprocess
 
 import pytest
 import torch
@@ -12,15 +10,26 @@ import wandb
 from safetensors.torch import load_file
 
 from nanomuon import checkpoint, runtime, shards
-from nanomuon.command import explain
 from nanomuon.corpus import open_corpus, remember
 from nanomuon.gpt import GPT
 from nanomuon.report import read_metrics
-from nanomuon.runtime import InputError
+from nanomuon.runtime import read_json
 from scripts import base_eval, base_train, sample
+from tests.mistakes import refused
 from tests.texts import TOKENIZER, random_texts
 from tests.texts import write_corpus as write_texts
-from tests.training import QUIET, SMALL, STILL, Ranks, arguments, losses, optimizer_file
+from tests.training import (
+    QUIET,
+    SMALL,
+    STILL,
+    Ranks,
+    arguments,
+    call,
+    losses,
+    optimizer_file,
+    train,
+    train_on,
+)
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -28,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("environment")
 @pytest.fixture(scope="module")
 def whole_run(base):
     """40 steps without interruption."""
-    assert Ranks(base, "whole", 40, "--eval-every", "10", "--save-every", "30").join() == [0]
+    train_on(1, base, "whole", 40, "--eval-every", "10", "--save-every", "30")
     return base / "runs" / "whole"
 
 
@@ -38,16 +47,15 @@ def test_a_finished_run_has_everything(whole_run):
     assert set(training[0]) >= {"train_loss", "lr_multiplier", "step_ms", "tokens_per_second"}
     assert [row["step"] for row in evaluation] == [10, 20, 30, 40]
     assert evaluation[-1]["val_bpb"] < 0.8 * evaluation[0]["val_bpb"]
-    summary = json.loads((whole_run / "summary.json").read_text())
+    summary = read_json(whole_run / "summary.json")
     assert summary["val_bpb"] == round(evaluation[-1]["val_bpb"], 4) and summary["tokens"] == 40 * 256
     figures = "train_loss steps seconds tokens_per_second optimizer_ms peak_memory_mb parameters"
     assert set(summary) >= set(figures.split())
     names = "report.md loss.png model.safetensors config.json tokenizer.json README.md"
     names += " modeling_nanomuon.py gpt.py attention.py head_loss.py qk_clip.py kv_cache.py"
     assert set(names.split()) <= set(os.listdir(whole_run))
-    settings = json.loads((whole_run / "settings.json").read_text())
-    describe = ["git", "describe", "--always", "--dirty"]
-    head = subprocess.run(describe, capture_output=True, text=True).stdout.strip()  # "" outside a checkout
+    settings = read_json(whole_run / "settings.json")
+    head = call("git", "describe", "--always", "--dirty").stdout.strip()  # "" outside a checkout
     assert settings["trained_with"].get("commit", "") == head
     assert settings["trained_with"]["torch"] == torch.__version__
     (output,) = whole_run.parents[1].glob("whole.*.out")
@@ -71,7 +79,7 @@ def test_deterministic_takes_effect_before_the_start(base, monkeypatch):
     monkeypatch.setattr(base_train, "start", lambda dtype: found.update(os.environ) or start(dtype))
     options = ("--window-pattern", "SL", "--deterministic")
     try:
-        assert base_train.main(arguments(base, "deterministic", 4, *QUIET, *options)) == 0
+        train(base, "deterministic", 4, *QUIET, *options)
         assert torch.are_deterministic_algorithms_enabled() and asked.items() <= found.items()
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
@@ -83,8 +91,7 @@ def test_a_users_optimizer_sees_averaged_gradients_and_resumes_sharded(base):
     file = optimizer_file(base, "adamw", "return torch.optim.AdamW(model.parameters(), lr=3e-3)")
     for run, processes, steps in (("adamw", 1, 20), ("moved", 2, 10), ("moved", 1, 20)):
         options = (*file, "--eval-every", "-1", "--warmdown-ratio", "0", "--shard", "fsdp")
-        ranks = Ranks(base, run, steps, *options, processes=processes)
-        assert ranks.join() == [0] * processes, ranks.output()
+        train_on(processes, base, run, steps, *options)
     assert losses(base, "moved") == pytest.approx(losses(base, "adamw"), abs=1e-4)
     assert losses(base, "adamw")[-1] < losses(base, "adamw")[0] - 0.5
 
@@ -93,13 +100,13 @@ def test_a_muon_of_one_process_trains_the_same_on_two(base):
     """The loop averages the gradients for it."""
     file = optimizer_file(base, "muon", "return __import__('nanomuon').MuonAdamW.for_model(model, lr=0.01)")
     for run, count in (("alone", 1), ("together", 2)):
-        assert Ranks(base, run, 6, *file, *QUIET, processes=count).join() == [0] * count
+        train_on(count, base, run, 6, *file, *QUIET)
     assert losses(base, "together") == pytest.approx(losses(base, "alone"), abs=1e-4)
 
 
 def test_ranks_that_do_not_share_a_base_folder_are_refused(base, tmp_path):
     """Even if they have copies of the run, which has recorded other flags than a new one would have."""
-    assert Ranks(base, "apart", 2, *QUIET).join() == [0]
+    train_on(1, base, "apart", 2, *QUIET)
     (base / "runs" / "apart" / "summary.json").unlink()
     copy = shutil.copytree(base, tmp_path / "base")
     line = (
@@ -118,15 +125,14 @@ def test_a_rank_with_other_flags_or_files_is_refused(base, tmp_path):
     mine = optimizer_file(base, "sgd", body)
     same = optimizer_file(tmp_path, "same", body)
     texts = shutil.copytree(base / "texts", tmp_path / "same" / "texts")
-    flags = "--seed 1 --num-iterations 3 --tensor-parallel 2 --warmdown-ratio 0.1 --dtype bfloat16".split()
-    different = "--num-iterations 3, not 2; .*--warmdown-ratio 0.1, not .*--dtype bfloat16, not float32; "
-    different += "--seed 1, not 0; --tensor-parallel 2, not 1"
     other = optimizer_file(tmp_path, "sgd", body.replace("0.1", "0.2"))
+    flags = "--seed 1 --num-iterations 3 --tensor-parallel 2 --warmdown-ratio 0.1 --dtype bfloat16".split()
+    different = "--corpus python, not texts; --num-iterations 3, not 2; .*--warmdown-ratio 0.1, not .*"
+    different += "--optimizer-file [0-9a-f]{64}, not [0-9a-f]{64}; --dtype bfloat16, not float32; "
+    different += "--seed 1, not 0; --tensor-parallel 2, not 1"
     write_texts(tmp_path / "other" / "texts", random_texts(300))
     for of_last, said in (
-        (flags, different),
-        (("--corpus", "python"), "--corpus python, not texts"),
-        (other, "--optimizer-file [0-9a-f]{64}, not [0-9a-f]{64}"),
+        ((*flags, *other, "--corpus", "python"), different),
         (("--corpus", f"path:{tmp_path}/other/texts"), "--corpus texts-.*, not texts-.*"),
     ):
         ranks = Ranks(base, "stale", 2, *mine, *QUIET, processes=2, of_last=of_last)
@@ -136,20 +142,18 @@ def test_a_rank_with_other_flags_or_files_is_refused(base, tmp_path):
         assert len(lines) == 2 and all(re.fullmatch(line, each) for each in lines), ranks.output()
         assert not (base / "runs" / "stale").exists()
     elsewhere = (*same, "--corpus", f"path:{texts}")
-    ranks = Ranks(base, "stale", 2, *mine, *QUIET, processes=2, of_last=elsewhere)
-    assert ranks.join() == [0, 0], ranks.output()
+    train_on(2, base, "stale", 2, *mine, *QUIET, of_last=elsewhere)
 
 
 def test_a_run_is_judged_by_the_weights_that_eval_puts_in_place(base, capsys):
     """And it says that no group has the other parameters."""
     file = optimizer_file(base, "still", STILL)
-    assert base_train.main(arguments(base, "still", 4, *file, "--eval-every", "2")) == 0
+    train(base, "still", 4, *file, "--eval-every", "2")
     assert " parameters are in no group and are not trained: " in capsys.readouterr().out
     assert not load_file(base / "runs" / "still" / "model.safetensors")["lm_head.weight"].any()
     assert losses(base, "still")[-1] < losses(base, "still")[1]
     sharded = "--shard", "fsdp", "--save-every", "-1"
-    ranks = Ranks(base, "still-sharded", 4, *file, "--eval-every", "2", *sharded, processes=2)
-    assert ranks.join() == [0, 0], ranks.output()
+    train_on(2, base, "still-sharded", 4, *file, "--eval-every", "2", *sharded)
     assert losses(base, "still-sharded") == pytest.approx(losses(base, "still"), abs=1e-4)
 
 
@@ -197,8 +201,7 @@ def test_a_run_that_is_not_finite_names_the_checkpoint_to_go_on_from(
 
 def test_a_run_in_bf16_learns_and_resumes_bit_for_bit(base, whole_run):
     """By a command without --dtype."""
-    command = arguments(base, "bf16", 20, "--dtype", "bfloat16", "--save-every", "15")
-    assert base_train.main(command) == 0
+    train(base, "bf16", 20, "--dtype", "bfloat16", "--save-every", "15")
     before, in_float32 = losses(base, "bf16"), losses(base, "whole")[:20]
     assert before != in_float32 and before[:5] == pytest.approx(in_float32[:5], abs=0.03)
     assert before[-1] < before[0] - 0.2
@@ -211,7 +214,7 @@ def test_a_run_is_evaluated_and_sampled_by_name_by_path_and_before_its_end(
 ):
     """By path also on a machine that lacks the run and has another tokenizer for its corpus."""
     shared = shutil.copytree(whole_run, tmp_path / "shared")
-    val_bpb = f"val_bpb: {json.loads((shared / 'summary.json').read_text())['val_bpb']:.4f}\n"
+    val_bpb = f"val_bpb: {read_json(shared / 'summary.json')['val_bpb']:.4f}\n"
 
     def said(script, run, *flags):
         words = ("--prompt", "abc", "--max-tokens", "20") if script is sample else ()
@@ -247,7 +250,7 @@ def test_wandb_works_offline_and_each_folder_is_a_run_of_its_own(base, monkeypat
 
     monkeypatch.setattr(wandb, "init", noted)
     for steps, flags in ((3, ()), (4, ()), (2, ("--resume", "never"))):
-        assert base_train.main(arguments(base, name, steps, "--wandb", *QUIET, *flags)) == 0
+        train(base, name, steps, "--wandb", *QUIET, *flags)
     first, resumed, new = [run.id for run in found]
     assert first == resumed != new and name not in first
     assert list((base / "wandb").glob("offline-run-*"))
@@ -257,10 +260,8 @@ def test_wandb_that_cannot_work_is_one_line_first_thing(base, monkeypatch, tmp_p
     wandb.teardown()  # it reads its variables once
     monkeypatch.setenv("WANDB_API_KEY", "short")
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "base"))
-    with pytest.raises(InputError) as caught:
-        base_train.main(arguments(base, "logged", 3, "--wandb"))
-    code, message = explain(caught.value)
-    assert code == 2 and message.startswith("error: --wandb: ") and "try wandb login, WANDB_MODE=" in message
+    with refused("^--wandb: .*try wandb login, WANDB_MODE="):
+        train(base, "logged", 3, "--wandb")
     left = [file for file in (tmp_path / "base").rglob("*") if file.is_file() and "wandb" not in file.parts]
     assert {file.name for file in left} <= {".logged.lock"}
 
@@ -268,8 +269,8 @@ def test_wandb_that_cannot_work_is_one_line_first_thing(base, monkeypatch, tmp_p
 def test_a_run_that_is_in_use_is_not_logged_twice(base, monkeypatch):
     """Whoever logs to a run at Weights & Biases also ends it there."""
     monkeypatch.setattr(base_train, "start_wandb", lambda *_: pytest.fail("logged"))
-    with runtime.locked(base / "runs" / "busy"), pytest.raises(InputError, match="busy is in use by process"):
-        base_train.main(arguments(base, "busy", 3, "--wandb", *QUIET))
+    with runtime.locked(base / "runs" / "busy"), refused("busy is in use by process"):
+        train(base, "busy", 3, "--wandb", *QUIET)
 
 
 def test_a_run_reads_and_is_evaluated_by_its_own_field_wherever_its_texts_are(base, tmp_path, capsys):
@@ -292,7 +293,7 @@ def test_a_run_warns_of_few_validation_documents(base, tmp_path, capsys):
     book = tmp_path / "book.txt"
     text = "".join(file.read_text() for file in sorted((base / "texts").iterdir()))
     book.write_text("".join(text.replace("a", letter) for letter in "klm"))
-    assert base_train.main(arguments(base, "book", 2, *QUIET, f"--corpus=path:{book}")) == 0
+    train(base, "book", 2, *QUIET, f"--corpus=path:{book}")
     few = re.search("warning: only ([0-9]+) validation documents", capsys.readouterr().out)
     assert few and 0 < int(few[1]) < 8
 
@@ -316,5 +317,5 @@ def test_a_run_is_compiled_and_evaluated_by_the_same_graph(base, monkeypatch, ca
     monkeypatch.setenv("NANOMUON_COMPILE", "1")
     for steps, flags, compiled in ((4, (), 1), (6, ("--no-compile",), 0)):
         graphs.clear()
-        assert base_train.main(arguments(base, "compiled", steps, "--eval-every", "2", *flags)) == 0
+        train(base, "compiled", steps, "--eval-every", "2", *flags)
         assert len(graphs) == compiled == capsys.readouterr().out.count("compiling: the first step")
