@@ -1,6 +1,5 @@
 """Runs that survive: killed, stopped, moved to other world sizes, out of disk, out of finite numbers."""
 
-import json
 import os
 import random
 import shutil
@@ -17,9 +16,10 @@ from nanomuon import checkpoint, runtime, shards
 from nanomuon.command import STOPPED
 from nanomuon.corpus import open_corpus
 from nanomuon.run import Run
-from nanomuon.runtime import InputError
+from nanomuon.runtime import read_json, write_json
 from nanomuon.settings import LENGTH, MAY_CHANGE, OF_LAUNCH, recall
 from scripts import base_train, data_prep, sample
+from tests.mistakes import refused
 from tests.training import (
     QUIET,
     Ranks,
@@ -28,6 +28,8 @@ from tests.training import (
     losses,
     optimizer_file,
     rows,
+    train,
+    train_on,
     wait_until,
     write_corpus,
 )
@@ -41,8 +43,7 @@ OPTIONS = ("--eval-every", "25", "--save-every", "4")
 def whole(base):
     """Runs of 100 steps without interruption, by number of processes."""
     for processes in (1, 2):
-        ranks = Ranks(base, f"whole-{processes}", 100, *OPTIONS, processes=processes)
-        assert ranks.join() == [0] * processes, ranks.output()
+        train_on(processes, base, f"whole-{processes}", 100, *OPTIONS)
     return {processes: base / "runs" / f"whole-{processes}" for processes in (1, 2)}
 
 
@@ -80,10 +81,9 @@ def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(base, wh
     file.write_bytes(file.read_bytes()[:-1])
     half = run_dir / ".model.safetensors.1.tmp"
     half.touch()
-    ranks = Ranks(*command, processes=processes)
-    assert ranks.join() == [0] * processes and not half.exists()
-    assert f"checkpoint step_{newest} is damaged and not used: {file} " in ranks.output()
-    assert f"resuming run {run} at step {previous} of 100\n" in ranks.output()
+    output = train_on(processes, *command)
+    assert f"checkpoint step_{newest} is damaged and not used: {file} " in output and not half.exists()
+    assert f"resuming run {run} at step {previous} of 100\n" in output
     assert_same_run(run_dir, whole[processes])
 
 
@@ -111,23 +111,11 @@ def test_torchrun_passes_sigterm_on_and_the_same_command_completes(base, whole):
     step = len(losses(base, "torchrun"))
     line = f"stopped at step {step} and saved; the same command carries on\n"
     assert step < 100 and line in output and note.read_text() == line
+    assert output.count("stopping after this step; Ctrl-C now ends at once, without saving\n") == 1
     assert checkpoint.saved_steps(base / "runs" / "torchrun")[-1] == step
-    assert Ranks(*command, processes=2).join() == [0, 0] and not note.exists()
+    train_on(2, *command)
+    assert not note.exists()
     assert_same_run(base / "runs" / "torchrun", whole[2])
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_saves_and_leaves_a_note(base, number):
-    run = f"signal-{number.name}"
-    ranks = Ranks(base, run, 5000, *QUIET)
-    wait_until(lambda: len(losses(base, run)) > 2, ranks.alive)
-    ranks.kill(number)
-    assert ranks.join() == [STOPPED], ranks.output()
-    step = len(losses(base, run))
-    assert checkpoint.saved_steps(base / "runs" / run) == [step]
-    line = f"stopped at step {step} and saved; the same command carries on\n"
-    assert (base / "runs" / run / "stopped").read_text() == line and ranks.output().endswith(line)
-    assert ranks.output().count("stopping after this step; Ctrl-C now ends at once, without saving\n") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
@@ -160,9 +148,8 @@ def test_a_signal_to_one_rank_in_the_last_step_stops_all(base, tmp_path):
     return Signalled(model.parameters(), lr=0.1)
     """
     flags = optimizer_file(tmp_path, "signalled", last_step)
-    ranks = Ranks(base, "last-step", 3, *QUIET, *flags, processes=2)
-    assert ranks.join(120) == [0, 0], ranks.output()
-    assert "stopped before its last evaluation; the same command carries on" in ranks.output()
+    output = train_on(2, base, "last-step", 3, *QUIET, *flags)
+    assert "stopped before its last evaluation; the same command carries on" in output
     assert checkpoint.saved_steps(base / "runs" / "last-step") == [3]
     assert (base / "runs" / "last-step" / "stopped").exists()
 
@@ -246,11 +233,10 @@ MUON = """DistMuonAdamW(build_param_groups(
 def test_nan_on_one_rank_skips_the_step_on_all(base, name, build):
     """First a loss whose gradients are finite, then a gradient; a step has one micro-step."""
     run, file = f"poison-{name}", optimizer_file(base, f"poison-{name}", POISON + build)
-    ranks = Ranks(base, run, 8, *file, "--eval-every=-1", "--save-every=1", "--keep-last=20", processes=2)
-    assert ranks.join() == [0, 0], ranks.output()
+    output = train_on(2, base, run, 8, *file, "--eval-every=-1", "--save-every=1", "--keep-last=20")
     assert [row["skipped_steps"] for row in rows(base, run)[:-1]] == [0] * 4 + [1] * 2 + [2] * 2
     assert [step for step, loss in enumerate(losses(base, run)) if loss is None][0] == 4
-    assert ranks.output().count("a gradient is not finite (1 in a row)") == 2
+    assert output.count("a gradient is not finite (1 in a row)") == 2
     # Steps without an update change nothing and are not saved
     assert checkpoint.saved_steps(base / "runs" / run) == [1, 2, 3, 4, 6, 8]
     for part in (base / "runs" / run / "checkpoints" / "step_8").glob("*.safetensors"):
@@ -275,7 +261,7 @@ def test_an_optimizer_that_draws_numbers_and_counts_in_its_group_resumes_to_the_
     """In its state too. It has no learning rate."""
     file = optimizer_file(base, "noisy", NOISY)
     for run, steps in (("noisy", 6), ("noisy-twice", 3), ("noisy-twice", 6)):
-        assert base_train.main(arguments(base, run, steps, *file, *QUIET)) == 0
+        train(base, run, steps, *file, *QUIET)
     assert losses(base, "noisy") == losses(base, "noisy-twice")
     assert {row["lr_multiplier"] for row in rows(base, "noisy")[:-1]} == {None}
 
@@ -290,8 +276,8 @@ def test_training_goes_on_if_a_save_finds_no_room(base, monkeypatch, capsys):
 
     monkeypatch.setattr(checkpoint, "save", save_or_not)
     run_dir = base / "runs" / "full"
-    with pytest.raises(InputError, match="step_20 was not written"):
-        base_train.main(arguments(base, "full", 20, *OPTIONS))
+    with refused("step_20 was not written"):
+        train(base, "full", 20, *OPTIONS)
     assert "warning: step_16 was not written" in capsys.readouterr().out
     assert len(losses(base, "full")) == 20 and not (run_dir / "summary.json").exists()
     assert checkpoint.saved_steps(run_dir) == [8, 12]
@@ -309,20 +295,20 @@ LISTING = """
 
 def test_state_that_no_checkpoint_can_store_ends_a_run_at_its_first_save(base):
     file = optimizer_file(base, "listing", LISTING)
-    with pytest.raises(InputError, match="history is a list, which a checkpoint cannot store"):
-        base_train.main(arguments(base, "listing", 20, *OPTIONS, *file))
+    with refused("history is a list, which a checkpoint cannot store"):
+        train(base, "listing", 20, *OPTIONS, *file)
     assert len(losses(base, "listing")) == 4
 
 
 def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys):
     """In the middle of a step, as if data_prep had died; the run goes on from the beginning of that step."""
     few_steps = ["--total-batch-size", "8192", "--device-batch-size", "64", *QUIET]
-    assert base_train.main(arguments(base, "all-shards", 8, *few_steps)) == 0
+    train(base, "all-shards", 8, *few_steps)
     with monkeypatch.context() as patched:
         patched.setattr(shards.Manifest, "has_window", lambda manifest, window: window == 0)
         patched.setattr(shards, "PATIENCE", -1)
-        with pytest.raises(InputError, match="no process is writing it: run python -m scripts.data_prep"):
-            base_train.main(arguments(base, "few-shards", 8, *few_steps))
+        with refused("no process is writing it: run python -m scripts.data_prep"):
+            train(base, "few-shards", 8, *few_steps)
     saved = checkpoint.saved_steps(base / "runs" / "few-shards")
     assert len(saved) == 1 and 0 < saved[0] < 8
     assert f"stopped at step {saved[0]} and saved" in capsys.readouterr().out
@@ -341,17 +327,17 @@ def test_a_launch_that_another_one_has_overtaken_is_refused(base, monkeypatch):
         return make_plan(*inputs)
 
     monkeypatch.setattr(base_train, "make_plan", slow_plan)
-    with pytest.raises(InputError, match="another launch has trained run overtaken meanwhile"):
+    with refused("another launch has trained run overtaken meanwhile"):
         base_train.main(command)
 
 
 def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
     folder = base / "runs" / "options"
-    assert base_train.main(arguments(base, "options", 10, "--matrix-lr", "0.01", *QUIET)) == 0
+    train(base, "options", 10, "--matrix-lr", "0.01", *QUIET)
     assert f"report: {folder}/report.md, {folder}/loss.png" in capsys.readouterr().out
-    settings = json.loads((folder / "settings.json").read_text())
+    settings = read_json(folder / "settings.json")
     settings["options"]["num_iterations"] = None  # as if --target-flops had led to these steps
-    (folder / "settings.json").write_text(json.dumps(settings))
+    write_json(folder / "settings.json", settings)
     for flags, said, far in (
         ("--num-iterations 6", "run options is complete", 10),
         (
@@ -368,15 +354,15 @@ def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
         assert said in output and "\nval_bpb: " in output
         assert [row["step"] for row in rows(base, "options")] == [*range(1, far + 1), far]
     assert rows(base, "options")[10]["lr_multiplier"] == 0.5  # step 11 of 20, not the end of 10
-    recorded = json.loads((folder / "settings.json").read_text())["options"]
+    recorded = read_json(folder / "settings.json")["options"]
     assert recorded["matrix_lr"] == 0.01 and recorded["num_iterations"] == 20
     shutil.rmtree(folder / "checkpoints")
-    with pytest.raises(InputError, match="is complete and has no checkpoint to resume from"):
+    with refused("is complete and has no checkpoint to resume from"):
         base_train.main("--run options --num-iterations 30".split())
     (folder / "core.json").write_text("{}")
     folder.rename(base / "elsewhere")
     folder.symlink_to(base / "elsewhere")  # as to a larger disk
-    assert base_train.main(arguments(base, "options", 3, "--resume", "never", *QUIET)) == 0
+    train(base, "options", 3, "--resume", "never", *QUIET)
     assert "starting over: deleting the model, checkpoints and metrics" in capsys.readouterr().out
     assert len(losses(base, "options")) == 3 and not (folder / "core.json").exists()
 
@@ -385,11 +371,10 @@ def test_a_run_keeps_the_windows_that_it_began_with(base, installed):
     """Whatever is installed where it goes on."""
     installed("FA4")
     torch.nn.attention.activate_flash_attention_impl("FA4")
-    assert base_train.main(arguments(base, "windows", 2, *QUIET)) == 0
+    train(base, "windows", 2, *QUIET)
     torch.nn.attention.restore_flash_attention_impl()
     assert base_train.main(["--run", "windows", "--num-iterations", "3"]) == 0
-    config = json.loads((base / "runs" / "windows" / "config.json").read_text())
-    assert config["window_pattern"] == "SSSL"
+    assert read_json(base / "runs" / "windows" / "config.json")["window_pattern"] == "SSSL"
 
 
 def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
@@ -404,21 +389,19 @@ def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
     before = settings.read_bytes()
     changes = "--dtype bfloat16 --total-batch-size 512 --depth 3".split()
     said = "--depth 2, not 3.*--total-batch-size 256, not 512.*--dtype float32, not bfloat16.*--resume never$"
-    with pytest.raises(InputError, match=said):
+    with refused(said):
         base_train.main(["--run", "defined", *changes])
     (tmp_path / "texts" / "more.txt").write_text("lorem ipsum " * 200)
     # Even if the run is complete, and before other texts are prepared
     summary, prepared = settings.with_name("summary.json"), os.listdir(base / "shards")
-    summary.write_text(json.dumps({"steps": 2, "tokens": 512, "val_bpb": 1.0}))
+    write_json(summary, {"steps": 2, "tokens": 512, "val_bpb": 1.0})
     for main, words in (base_train.main, []), (data_prep.main, ["--"]):
-        with pytest.raises(
-            InputError, match="run defined was trained on other texts, those of path:.*, than path:.* has now"
-        ):
+        with refused("run defined was trained on other texts, those of path:.*, than path:.* has now"):
             main([*words, "--run", "defined"])
     assert settings.read_bytes() == before and len(losses(base, "defined")) == 2
     assert os.listdir(base / "shards") == prepared
     assert base_train.main([*command, "--num-iterations=1", "--seed=1", "--resume=never"]) == 0
-    assert json.loads(settings.read_text())["options"]["seed"] == 1 and len(losses(base, "defined")) == 1
+    assert read_json(settings)["options"]["seed"] == 1 and len(losses(base, "defined")) == 1
 
 
 def test_runs_of_the_version_that_had_experts_and_fp8(base, capsys):
@@ -426,16 +409,16 @@ def test_runs_of_the_version_that_had_experts_and_fp8(base, capsys):
     instead of texts.
     """
     folder, before = base / "runs" / "older", Path(__file__).parent / "before_phases"
-    assert base_train.main(arguments(base, "older", 4, *QUIET)) == 0
-    settings, config = (json.loads((before / name).read_text()) for name in ("settings.json", "config.json"))
+    train(base, "older", 4, *QUIET)
+    settings, config = read_json(before / "settings.json"), read_json(before / "config.json")
     settings["options"]["corpus"] = f"path:{base}/texts"
-    trained_on = json.loads((folder / "settings.json").read_text())["trained_on"]
+    trained_on = read_json(folder / "settings.json")["trained_on"]
     settings["trained_on"] = {**trained_on, "revision": settings["trained_on"]["revision"]}
 
     def use(**changed):
         options = {**settings["options"], **changed}
-        (folder / "settings.json").write_text(json.dumps({**settings, "options": options}))
-        (folder / "config.json").write_text(json.dumps({**config, **changed}))
+        write_json(folder / "settings.json", {**settings, "options": options})
+        write_json(folder / "config.json", {**config, **changed})
 
     use()
     args, _ = recall(base_train.make_parser(), ["--run", "older"])
@@ -450,12 +433,12 @@ def test_runs_of_the_version_that_had_experts_and_fp8(base, capsys):
         (base_train, "options: experts is not a flag of this version: use the version that started the run"),
         (sample, "this version has no models with experts"),
     ):
-        with pytest.raises(InputError, match=said):
+        with refused(said):
             command.main(["--run", "older"])
     settings["options"]["fp8"] = True
     use()
     sample.main(["--run", "older", "--max-tokens", "1"])
-    with pytest.raises(InputError, match="options: fp8 is not a flag of this version: use the version that"):
+    with refused("options: fp8 is not a flag of this version: use the version that"):
         base_train.main(["--run", "older"])
 
 
@@ -473,19 +456,16 @@ def test_an_optimizer_file_runs_only_when_it_is_named(base, tmp_path, capsys):
     text = (tmp_path / "mine.py").read_text()
     digest = sha256(text.encode()).hexdigest()
 
-    def train(steps, *flags):
-        return base_train.main(arguments(base, "filed", steps, *flags, *QUIET))
-
-    assert train(2, flag, file) == 0
+    train(base, "filed", 2, flag, file, *QUIET)
     assert f"running {file}, SHA-256 {digest}\n" in capsys.readouterr().out
-    with pytest.raises(InputError, match=f"{file} of SHA-256 {digest}, not none: give the same again"):
-        train(4)
+    with refused(f"{file} of SHA-256 {digest}, not none: give the same again"):
+        train(base, "filed", 4, *QUIET)
     (tmp_path / "mine.py").write_text(text.replace("0.1", "0.2"))
-    with pytest.raises(InputError, match=f"mine.py of SHA-256 {digest}, not .*: --resume never"):
-        train(4, flag, file)
+    with refused(f"mine.py of SHA-256 {digest}, not .*: --resume never"):
+        train(base, "filed", 4, flag, file, *QUIET)
     assert ran.read_text() == "x"
     (tmp_path / "moved.py").write_text(text)  # the text counts, not the name
-    assert train(4, flag, str(tmp_path / "moved.py")) == 0
+    train(base, "filed", 4, flag, str(tmp_path / "moved.py"), *QUIET)
 
 
 def test_only_these_flags_are_not_part_of_what_defines_a_run():
