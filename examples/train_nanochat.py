@@ -25,7 +25,7 @@ from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.runtime import base_dir, find_run, read_json
 from nanomuon.settings import Settings
-from nanomuon.shards import prepare_for_training
+from nanomuon.shards import shards_for_training
 from nanomuon.tokenizer import Tokenizer
 from nanomuon.trained import read_config
 
@@ -50,7 +50,7 @@ settings, config = read_json(folder / "settings.json", Settings), read_config(fo
 summary = read_json(folder / "summary.json")
 options = settings.options
 corpus = open_corpus(options["corpus"], options["text_field"], options["skip_unreadable"])
-shards = prepare_for_training(corpus, options["vocab_size"])
+shards = shards_for_training(corpus, options["vocab_size"])
 tokenizer = Tokenizer.load(folder / "tokenizer")
 batch, rows = options["total_batch_size"], args.device_batch_size or settings.rows
 rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

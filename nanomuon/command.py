@@ -162,13 +162,13 @@ class StopSignals:
 
     in_steps: whether there is something to save. Until this launch has done a step, and after the run's last
     one, there is not, and a signal ends this process at once. The first rank records the stop in the file
-    `stopped` in the run's folder. resume: the flag; again: what carries on, because `--resume never` would
-    start over.
+    `stopped` in the run's folder. resume: the flag; command: what carries on, because `--resume never`
+    would start over.
     """
 
     def __init__(self, folder: Path, resume: str):
         self.folder = folder
-        self.again = "the same command" if resume == "auto" else "the same command without --resume"
+        self.command = "the same command" if resume == "auto" else "the same command without --resume"
         self.asked = self.in_steps = False
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -209,7 +209,7 @@ class StopSignals:
 
     def stopped(self, how: str) -> int:
         """Print and record that the run stops here. Returns STOPPED."""
-        message = f"stopped {how}; {self.again} carries on"
+        message = f"stopped {how}; {self.command} carries on"
         self._say(message)
         with contextlib.suppress(OSError):  # if the disk is full, the exit code must do
             if is_first_rank():

@@ -120,7 +120,7 @@ class TrainLoader:
         self.seq_len = seq_len
         self.seed = seed
         self.device = device
-        self.rows_of_all = world_size * device_batch_size  # per micro-batch
+        self.rows_per_micro_batch = world_size * device_batch_size  # per micro-batch
         self.own_rows = slice(rank * device_batch_size, (rank + 1) * device_batch_size)
         self.manifest = read_manifest(folder)
         text = count_tokens(self.manifest.train)
@@ -139,7 +139,7 @@ class TrainLoader:
         return {"epoch": self.epoch, "window": self.window, "row": self.row}
 
     def __next__(self):
-        rows = [self._next_row() for _ in range(self.rows_of_all)]
+        rows = [self._next_row() for _ in range(self.rows_per_micro_batch)]
         return to_device(np.stack(rows[self.own_rows]), self.device)
 
     def _next_row(self):

@@ -513,7 +513,7 @@ def call_direction(U, buffers, ok, hyper, *, direction):
 
 # Banks first, because they compute longest. The Pipeline last, so that its first transfer is in flight while
 # the others compute; like BankOfShards, it also communicates inside its `compute`
-TURNS = ("Bank", "BankOfShards", "Rows", "SmallParameters", "Pipeline")
+ITEM_ORDER = ("Bank", "BankOfShards", "Rows", "SmallParameters", "Pipeline")
 
 
 class WorkItem:
@@ -956,7 +956,8 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
             return
         self.skipped_steps = self.skipped_steps.to(params[0].device)
         items = self.plan_muon(group, params) if group["kind"] == "muon" else self.plan_adamw(group, params)
-        self.work_items = sorted(self.work_items + items, key=lambda item: TURNS.index(type(item).__name__))
+        self.work_items += items
+        self.work_items.sort(key=lambda item: ITEM_ORDER.index(type(item).__name__))
         for item in items:
             self.dtype = torch.promote_types(self.dtype, item.dtype)
             for param, places in item.places.items():

@@ -22,8 +22,9 @@ from nanomuon.optim_groups import (
 )
 from nanomuon.runtime import together
 
-GONE = {"row_equilibrate": False, "renormalize": False}  # options of earlier versions, and their defaults
-OPTIONS = {"kind", "ns_steps", *MUON_OPTIONS, *GONE}  # what a loaded group may not change
+# Options of earlier versions, and their defaults
+REMOVED_OPTIONS = {"row_equilibrate": False, "renormalize": False}
+OPTIONS = {"kind", "ns_steps", *MUON_OPTIONS, *REMOVED_OPTIONS}  # what a loaded group may not change
 OUR_KEYS = OPTIONS | REQUIRED["muon"] | REQUIRED["adamw"]  # others are the user's own, or a scheduler's
 
 
@@ -368,7 +369,7 @@ def restored_numbers(i, group, saved):
             if key in OUR_KEYS:
                 value = option_name(value)
             if key in OPTIONS:
-                if value != option_name(GONE.get(key, group.get(key))):
+                if value != option_name(REMOVED_OPTIONS.get(key, group.get(key))):
                     raise ValueError(f"param group {i} was saved with {key}={value!r}: {keep}")
                 continue
             earlier = restored.setdefault(key, value)

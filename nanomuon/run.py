@@ -1,15 +1,17 @@
-"""A training run: start, resume, save, evaluate, finish. scripts/base_train.py takes it through these phases:
+"""A training run: start, resume, save, evaluate, finish.
 
-phase      where                   what happens
-flags      settings.recall         flags that are not given take the values in settings.json
-size       plan.make_plan          model, batch, steps, micro-batch
-data       Run._open_data          tokenizer and shards of the corpus (shards.py), unless they exist
-model      Run._build              model (parallel.py), optimizer and schedule (recipe.py)
-restore    Run._restore            weights, optimizer and position of the newest whole checkpoint, if any
-rows       Run.__init__            a TrainLoader that begins at this position
-record     Run._write_folder       settings.json, config.json and the tokenizer
-loop       base_train.train        evaluate, step, log, save
-end        Run.finish              the whole validation set, export, samples, report, summary.json
+scripts/base_train.py takes it through these phases:
+
+    phase    where                       what happens
+    flags    settings.parse_with_record  those that are not given take the values in settings.json
+    size     plan.make_plan              model, batch, steps, micro-batch
+    data     Run._open_data              tokenizer and shards of the corpus (shards.py), unless they exist
+    model    Run._build                  model (parallel.py), optimizer and schedule (recipe.py)
+    restore  Run._restore                weights, optimizer and position of the newest whole checkpoint
+    rows     Run.__init__                a TrainLoader that begins at this position
+    record   Run._write_folder           settings.json, config.json and the tokenizer
+    loop     base_train.train            evaluate, step, log, save
+    end      Run.finish                  the whole validation set, export, samples, report, summary.json
 """
 
 import argparse
@@ -132,7 +134,7 @@ class Run:
         corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
         self.text_field = corpus.text_field
         trained_on = {"corpus": args.corpus, "revision": corpus.revision, "shards": corpus.slug}
-        self.data = shards.prepare_for_training(corpus, self.plan.config.vocab_size)
+        self.data = shards.shards_for_training(corpus, self.plan.config.vocab_size)
         self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
         if settings:

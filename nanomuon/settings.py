@@ -30,7 +30,8 @@ from nanomuon.runtime import InputError, check_name, folder_of, read_json, toget
 # too (a new one replaces the recorded one); or it concerns only this launch, and is not recorded
 SCOPES = DEFINES, MAY_CHANGE, LENGTH, OF_LAUNCH = "defines", "may change", "length", "of launch"
 AGAIN = "give the same again, choose another --run, or start over: --resume never"
-GONE = {"experts": 0, "experts_per_token": 2, "fp8": False}  # flags of older runs, and their defaults
+# Flags of older runs, and their defaults
+REMOVED_FLAGS = {"experts": 0, "experts_per_token": 2, "fp8": False}
 
 
 @dataclass
@@ -210,7 +211,9 @@ def flag_of(name: str) -> str:
 # What is recorded
 
 
-def recall(parser: RunParser, words: list[str] | None) -> tuple[argparse.Namespace, Settings | None]:
+def parse_with_record(
+    parser: RunParser, words: list[str] | None
+) -> tuple[argparse.Namespace, Settings | None]:
     """(arguments, the run's recorded settings if it exists). A flag that is not given gets its recorded
     value, else its default: the recorded options are parsed as words in front of those of the command line.
 
@@ -264,7 +267,7 @@ def as_words(file: Path, options: dict, known: Container[str]) -> list[str]:
     """
     words = []
     for name, value in options.items():
-        if GONE.get(name) == value:
+        if REMOVED_FLAGS.get(name) == value:
             continue
         if name not in known:
             raise InputError(

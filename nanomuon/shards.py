@@ -166,7 +166,7 @@ def _training_text(corpus):
             return
 
 
-def prepare(
+def prepare_shards(
     corpus: Corpus,
     vocab_size: int | None = None,
     tokenizer: Tokenizer | None = None,
@@ -200,7 +200,7 @@ def _is_there(folder, max_tokens):
 
 
 def _write_missing(folder, corpus, vocab_size, tokenizer, max_tokens):
-    """Write the missing shards of a folder that this process has locked. See prepare()."""
+    """Write the missing shards of a folder that this process has locked. See prepare_shards()."""
     remove_unfinished(folder)
     manifest = read_manifest(folder)
     if manifest is None:
@@ -252,8 +252,8 @@ def _encoded_shards(corpus, kind, skipped, tokenizer, pool):
         yield encoded
 
 
-def prepare_for_training(corpus: Corpus, vocab_size: int | None = None) -> Path:
-    """The folder of the shards, as soon as training can start. Calls prepare() for a corpus on this machine.
+def shards_for_training(corpus: Corpus, vocab_size: int | None = None) -> Path:
+    """The folder of the shards, as soon as training can start. Those of a local corpus are prepared here.
 
     A corpus on the hub is left to scripts.data_prep, which may keep running during training: this waits for
     the validation set and the first WINDOW training shards, see wait_for_window().
@@ -261,7 +261,7 @@ def prepare_for_training(corpus: Corpus, vocab_size: int | None = None) -> Path:
     vocab_size = vocab_size or default_vocab_size(corpus.name)
     folder = shard_folder(corpus, vocab_size)
     if corpus.repo is None:
-        prepare(corpus, vocab_size)
+        prepare_shards(corpus, vocab_size)
     manifest = wait_for_window(folder, 0)
     read_shards(folder, manifest, "val")  # to report a damaged one before a run is touched
     return folder

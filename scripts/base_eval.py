@@ -66,7 +66,7 @@ def validation_folder(corpus_name: str, tokenizer: Tokenizer, run: Settings) -> 
         raise InputError(f"{error}; to evaluate on another corpus: --corpus NAME") from error
     if its_own and corpus.differs(corpus_name, str(run.trained_on.get("revision"))):
         print0(f"corpus {corpus_name} has changed since the run was trained: the result may differ")
-    return shards.prepare(corpus, tokenizer=tokenizer, max_tokens=0)
+    return shards.prepare_shards(corpus, tokenizer=tokenizer, max_tokens=0)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -52,14 +52,14 @@ from nanomuon.runtime import (
     start,
     together,
 )
-from nanomuon.settings import RunParser, Settings, make_parser, recall, refuse_other_flags
+from nanomuon.settings import RunParser, Settings, make_parser, parse_with_record, refuse_other_flags
 
 CORE_ITEMS = 500  # per CORE task, in evaluations during training
 MAX_BAD_STEPS = 10  # the run ends after this many steps in a row with a loss or gradient that is not finite
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, settings = understand(make_parser(description=__doc__), argv)
+    args, settings = parse_flags(make_parser(description=__doc__), argv)
     folder = folder_of(args.run)
     if args.deterministic:
         make_deterministic()
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     # One launch at a time: two would overwrite each other's checkpoints. The first rank holds the lock
     with locked(folder, wait=False) if runtime.rank == 0 else contextlib.nullcontext():
         if runtime.rank == 0:
-            _, settings_now = recall(make_parser(), argv)
+            _, settings_now = parse_with_record(make_parser(), argv)
             if settings_now != settings:
                 raise InputError(
                     f"another launch has trained run {args.run} meanwhile: give the command again"
@@ -94,12 +94,12 @@ def main(argv: list[str] | None = None) -> int:
         return run.finish() if code is None else code
 
 
-def understand(parser: RunParser, argv: list[str] | None) -> tuple[argparse.Namespace, Settings | None]:
+def parse_flags(parser: RunParser, argv: list[str] | None) -> tuple[argparse.Namespace, Settings | None]:
     """The arguments, and the settings that the run has recorded, if it exists. InputError for flags that
     conflict or differ from the recorded ones, and for other texts, before the process group starts and data
     is prepared.
     """
-    args, settings = recall(parser, argv)
+    args, settings = parse_with_record(parser, argv)
     check_corpus(args.corpus)
     if settings:
         refuse_other_texts(args, settings.trained_on)
@@ -135,7 +135,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
             )
         except shards.NobodyWrites:  # scripts.data_prep has failed; all ranks get here
             run.save(position)
-            print0(f"stopped at step {run.step} and saved; {signals.again} carries on once there is data")
+            print0(f"stopped at step {run.step} and saved; {signals.command} carries on once there is data")
             raise
 
         # Only now: during the first step there is nothing to save, and Ctrl-C should also stop compiling

@@ -34,7 +34,7 @@ def main(argv=None):
     args = of_training(argv[1:]) if for_training else own_parser().parse_args(argv)
     corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
     print(f"corpus {corpus.name}: {len(corpus.files):,} files with text")  # other files are skipped
-    folder = shards.prepare(corpus, args.vocab_size, max_tokens=args.max_tokens)
+    folder = shards.prepare_shards(corpus, args.vocab_size, max_tokens=args.max_tokens)
     if args.text_field and not for_training:  # a run records its field itself
         remember(corpus)
     manifest = shards.read_manifest(folder)
@@ -63,7 +63,7 @@ def of_training(flags):
     """The arguments for preparing what base_train reads with these flags: of a corpus on the hub, as many
     tokens as the run needs on all GPUs of this machine; of any other, everything.
     """
-    args, settings = base_train.understand(make_parser(), flags)
+    args, settings = base_train.parse_flags(make_parser(), flags)
     runtime = start(args.dtype)
     use_flash_attention(runtime.device, runtime.compute_dtype)  # it decides windows, and so FLOPs and length
     ranks = max(usable_gpus(), args.tensor_parallel)

@@ -87,7 +87,7 @@ def step_table(args, runtime):
     """Print and return the milliseconds of the parts of base_train's step, and of the floor."""
     device = runtime.device
     corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
-    data = shards.prepare_for_training(corpus, args.vocab_size)
+    data = shards.shards_for_training(corpus, args.vocab_size)
     use_flash_attention(device, runtime.compute_dtype)
     plan = make_plan(args, runtime)
     config = plan.config

@@ -173,8 +173,8 @@ def test_all_that_cannot_be_read_is_counted_at_once_and_recorded(tmp_path):
     said = r"3 files or records cannot be read: .*bad.jsonl line 2: no text in field 'text' of {'body': 1}; "
     said += r".*line 3: .*'text' of 7; .*/bad.*.txt: .*No such file"
     with refused(said + ".*; repair them, .* with --text-field, or leave them out"):
-        shards.prepare(open_corpus(name), tokenizer=TOKENIZER)
-    folder = shards.prepare(open_corpus(name, skip_unreadable=True), tokenizer=TOKENIZER)
+        shards.prepare_shards(open_corpus(name), tokenizer=TOKENIZER)
+    folder = shards.prepare_shards(open_corpus(name, skip_unreadable=True), tokenizer=TOKENIZER)
     assert {"a good one", "another"} < {*documents(folder, "train"), *documents(folder, "val")}
     assert re.match(said, shards.read_manifest(folder).unreadable)
 
@@ -203,7 +203,7 @@ def test_a_few_long_documents_are_cut_into_pieces(tmp_path, training, validation
     books += [text for text in texts if is_validation(text)][:validation]
     for number, text in enumerate(books):
         (tmp_path / f"{number}.txt").write_text(text)
-    folder = shards.prepare(open_corpus(f"path:{tmp_path}"), tokenizer=TOKENIZER)
+    folder = shards.prepare_shards(open_corpus(f"path:{tmp_path}"), tokenizer=TOKENIZER)
     pieces = [piece for text in books for piece in pieces_by_line(text)]
     for kind in ("train", "val"):
         assert documents(folder, kind) == [text for text in pieces if is_validation(text) == (kind == "val")]
@@ -217,7 +217,7 @@ def test_a_corpus_that_cannot_be_split_is_refused_before_any_work(tmp_path, monk
     with refused(
         f"^corpus path:.*/small is too small: of {pieces} different pieces of up to 4,096 .*add text"
     ):
-        shards.prepare(open_corpus(write_corpus(tmp_path / "small", texts)))
+        shards.prepare_shards(open_corpus(write_corpus(tmp_path / "small", texts)))
 
 
 def test_unknown_corpora_and_files_of_other_kinds_are_refused(tmp_path):

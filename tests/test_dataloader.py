@@ -12,7 +12,7 @@ import torch
 from nanomuon import dataloader, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import TrainLoader, validation_batches
-from nanomuon.shards import prepare, read_manifest
+from nanomuon.shards import prepare_shards, read_manifest
 from tests.mistakes import refused
 from tests.texts import TOKENIZER, is_validation, random_texts, write_corpus
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "base"))
         patch.setattr(shards, "SHARD_BYTES", 40_000)
-        folder = prepare(open_corpus(write_corpus(tmp_path / "texts", TEXTS)), tokenizer=TOKENIZER)
+        folder = prepare_shards(open_corpus(write_corpus(tmp_path / "texts", TEXTS)), tokenizer=TOKENIZER)
     assert len(read_manifest(folder).train) == 5
     return folder
 

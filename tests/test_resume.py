@@ -17,7 +17,7 @@ from nanomuon.command import STOPPED
 from nanomuon.corpus import open_corpus
 from nanomuon.run import Run
 from nanomuon.runtime import read_json, write_json
-from nanomuon.settings import LENGTH, MAY_CHANGE, OF_LAUNCH, recall
+from nanomuon.settings import LENGTH, MAY_CHANGE, OF_LAUNCH, parse_with_record
 from scripts import base_train, data_prep, sample
 from tests.mistakes import refused
 from tests.training import (
@@ -421,7 +421,7 @@ def test_runs_of_the_version_that_had_experts_and_fp8(base, capsys):
         write_json(folder / "config.json", {**config, **changed})
 
     use()
-    args, _ = recall(base_train.make_parser(), ["--run", "older"])
+    args, _ = parse_with_record(base_train.make_parser(), ["--run", "older"])
     kept = settings["options"].keys() - {"experts", "experts_per_token", "fp8"}
     assert {name: getattr(args, name) for name in kept} == {name: settings["options"][name] for name in kept}
     sample.main(["--run", "older", "--max-tokens", "1"])

@@ -13,7 +13,7 @@ import pytest
 
 from nanomuon import runtime, shards
 from nanomuon.corpus import open_corpus
-from nanomuon.shards import prepare, read_manifest, read_shards
+from nanomuon.shards import prepare_shards, read_manifest, read_shards
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_train, data_prep, tok_train
 from tests.mistakes import refused
@@ -37,7 +37,7 @@ def corpus(tmp_path):
 
 
 def prepared(corpus, **options):
-    return prepare(corpus, tokenizer=TOKENIZER, **options)
+    return prepare_shards(corpus, tokenizer=TOKENIZER, **options)
 
 
 def contents(folder):
@@ -63,13 +63,13 @@ def test_every_document_is_in_its_place(corpus, monkeypatch):
 
 def test_a_corpus_gets_its_own_tokenizer_and_a_second_call_does_nothing(corpus, monkeypatch, capsys):
     shards.tokenizer_folder(corpus, 300).mkdir(parents=True)  # by a process that was killed
-    folder = prepare(corpus, 300)
+    folder = prepare_shards(corpus, 300)
     assert f"training a tokenizer of 300 tokens on {corpus.name}\n" in capsys.readouterr().out
     trained = Tokenizer.train([text for text in TEXTS if not is_validation(text)], 300)
     for place in (folder / "tokenizer", shards.tokenizer_folder(corpus, 300)):
         assert Tokenizer.load(place).hash == trained.hash
     monkeypatch.setattr(shards, "_write_missing", None)
-    assert prepare(corpus, 300) == prepare(corpus, 300, max_tokens=7) == folder
+    assert prepare_shards(corpus, 300) == prepare_shards(corpus, 300, max_tokens=7) == folder
 
 
 def test_a_full_disk_loses_nothing(corpus, tmp_path, monkeypatch):
@@ -95,7 +95,7 @@ def test_a_full_disk_loses_nothing(corpus, tmp_path, monkeypatch):
 def test_texts_that_change_while_they_are_read_leave_nothing(corpus, tmp_path):
     (tmp_path / "texts" / "new.txt").write_text("a text that the revision does not count")
     with refused("changed while they were read: run it again"):
-        prepare(corpus, 300)
+        prepare_shards(corpus, 300)
     assert not [*tmp_path.glob("base/*/*/*")]
 
 
@@ -122,7 +122,7 @@ def test_part_of_a_corpus_grows_into_the_whole(corpus, tmp_path, monkeypatch):
 def test_training_waits_for_the_first_window(corpus, monkeypatch, capsys):
     monkeypatch.setattr(shards, "WINDOW", 2)
     monkeypatch.setattr(shards, "PATIENCE", 1)
-    folder = prepare(corpus, 300)
+    folder = prepare_shards(corpus, 300)
     corpus, whole = replace(corpus, repo="org/name"), read_manifest(folder)
     monkeypatch.setattr(shards, "shard_folder", lambda *_: folder)
 
@@ -132,7 +132,7 @@ def test_training_waits_for_the_first_window(corpus, monkeypatch, capsys):
     show(1)
     with runtime.locked(folder):
         threading.Timer(4, show, (2,)).start()
-        assert shards.prepare_for_training(corpus, 300) == folder and len(read_manifest(folder).train) == 2
+        assert shards.shards_for_training(corpus, 300) == folder and len(read_manifest(folder).train) == 2
     assert capsys.readouterr().out.count(f"waiting for training window 0 of {folder}\n") == 1
 
 
@@ -140,14 +140,14 @@ def test_a_large_vocabulary_takes_four_bytes_per_token(corpus):
     large = Tokenizer(
         [*TOKENIZER.vocab, *(b"\xff%d" % i for i in range((1 << 16) - TOKENIZER.vocab_size + 1))]
     )
-    folders = [prepare(corpus, tokenizer=tokenizer, max_tokens=0) for tokenizer in (TOKENIZER, large)]
+    folders = [prepare_shards(corpus, tokenizer=tokenizer, max_tokens=0) for tokenizer in (TOKENIZER, large)]
     small, wide = (read_shards(folder, read_manifest(folder), "val")[0] for folder in folders)
     assert (small.dtype, wide.dtype) == ("uint16", "uint32") and np.array_equal(small, wide)
 
 
 def test_data_prep_makes_what_a_training_with_the_same_flags_reads(corpus, tmp_path, monkeypatch):
     """Also what its run has recorded; of a corpus on the hub as many tokens as the run takes."""
-    prepare_shards, calls = shards.prepare, []
+    prepare_shards, calls = shards.prepare_shards, []
 
     def noted(corpus, vocab_size, max_tokens):
         calls.append((corpus.skip_unreadable, vocab_size, max_tokens))
@@ -156,7 +156,7 @@ def test_data_prep_makes_what_a_training_with_the_same_flags_reads(corpus, tmp_p
     shape = "--depth 1 --max-seq-len 16 --total-batch-size 48 --device-batch-size 1 --dtype float32".split()
     flags = [*shape, "--run", "mine", "--corpus", corpus.name, "--vocab-size", "301", "--skip-unreadable"]
     assert base_train.main([*flags, "--num-iterations", "2", "--no-compile"]) == 0
-    monkeypatch.setattr(shards, "prepare", noted)
+    monkeypatch.setattr(shards, "prepare_shards", noted)
     data_prep.main(["--", "--run", "mine", "--num-iterations", "7"])
     monkeypatch.setattr(data_prep, "open_corpus", lambda *_: corpus)
     data_prep.main(["--", *shape, "--corpus", "hf:org/name", "--num-iterations", "5"])

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from nanomuon import shards
 from nanomuon.runtime import InputError, read_json, write_json
-from nanomuon.settings import recall
+from nanomuon.settings import parse_with_record
 from scripts import base_eval, base_train, export, sample
 from tests.mistakes import refused
 from tests.training import QUIET, little_space, train, train_on
@@ -199,7 +199,7 @@ def test_a_run_remembers_no_flag_of_a_launch(run_dir):
     options = {"wandb": True, "run": "../elsewhere", "resume": "never", "optimizer_file": "stranger.py"}
     for key, value in options.items():
         change(run_dir / "settings.json", key, value)
-    args, _ = recall(base_train.make_parser(), ["--run", "tiny"])
+    args, _ = parse_with_record(base_train.make_parser(), ["--run", "tiny"])
     assert (args.wandb, args.run, args.resume, args.optimizer_file) == (False, "tiny", "auto", None)
 
 

@@ -143,7 +143,7 @@ def validation_windows(inputs, targets):
 
 def corpus_setup(corpus, vocab_size, fields):
     """base_train's model and loader, with steps of 4,096 tokens, scored in bits per byte."""
-    folder = shards.prepare_for_training(open_corpus(corpus), vocab_size)
+    folder = shards.shards_for_training(open_corpus(corpus), vocab_size)
     manifest = shards.read_manifest(folder)
     tokenizer = Tokenizer.load(folder / "tokenizer")
     args = base_train.make_parser().parse_args([])
