@@ -251,6 +251,13 @@ def test_muon_eq_evens_rows_before_and_restores_the_norm_after():
         torch.testing.assert_close(matrix.ask(M), scaled * X.norm() / scaled.norm())
 
 
+def test_nanochat_muon_has_the_momentum_of_nanochat():
+    """By hand from `get_muon_momentum`: 5,000 steps, rates fall from step 1,750 on."""
+    schedule, muon = DEFINED["nanochat_muon"]["schedule"], dict(kind="muon", lr=1.0, weight_decay=1.0)
+    for step, momentum in ((0, 0.85), (200, 0.91), (400, 0.97), (1750, 0.97), (3375, 0.935)):
+        assert schedule(muon, step, 5000)["momentum"] == pytest.approx(momentum)
+
+
 def test_hyperball_stays_on_its_sphere_and_lets_matrices_of_zeros_grow():
     training = Training("hyperball")
     mlp = training.model.blocks[0].mlp
