@@ -96,7 +96,7 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
             raise
         on_first_rank(lambda: shutil.rmtree(hidden, ignore_errors=True))
         raise NotWritten(
-            f"checkpoint {final} was not written: {error}; earlier checkpoints are intact, free some space"
+            f"checkpoint {final} was not written: {error}; earlier checkpoints are intact. Free some space"
         ) from error
 
 
@@ -208,7 +208,7 @@ def _read(path, tensors):
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path))
     except CheckpointException as error:
         first = next(failure for failure, _ in error.failures.values())
-        raise InputError(f"{path} belongs to another model or optimizer: {first}") from error
+        raise InputError(f"{path} cannot be loaded into this model and optimizer: {first}") from error
 
 
 def _local_state(optimizer):

@@ -160,7 +160,7 @@ class StopSignals:
     """SIGTERM, SIGHUP (not under nohup) and Ctrl-C request to save and stop after this step; a second Ctrl-C
     ends at once.
 
-    in_steps: whether there is something to save. Until this launch has done a step, and after the run's last
+    can_save: whether there is something to save. Until this launch has done a step, and after the run's last
     one, there is not, and a signal ends this process at once. The first rank records the stop in the file
     `stopped` in the run's folder. resume: the flag; command: what carries on, because `--resume never`
     would start over.
@@ -169,7 +169,7 @@ class StopSignals:
     def __init__(self, folder: Path, resume: str):
         self.folder = folder
         self.command = "the same command" if resume == "auto" else "the same command without --resume"
-        self.asked = self.in_steps = False
+        self.asked = self.can_save = False
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._receive)
@@ -180,7 +180,7 @@ class StopSignals:
 
     def _receive(self, number, frame):
         self.asked = True
-        if self.in_steps:
+        if self.can_save:
             self._say("stopping after this step; Ctrl-C now ends at once, without saving")
 
     def _watch(self, arrived):
@@ -194,7 +194,7 @@ class StopSignals:
             (number,) = os.read(arrived, 1)
             if number not in STOP_SIGNALS:
                 continue
-            if not self.in_steps:
+            if not self.can_save:
                 os._exit(exit_code(self.stopped("with nothing to save")))
             if number == signal.SIGINT and not is_first:
                 os._exit(INTERRUPTED)

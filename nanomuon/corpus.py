@@ -117,7 +117,7 @@ class Corpus:
         """Whether the texts differ from those that a run recorded under this name and revision."""
         if len(revision) == OLD_REVISION:
             print0(
-                f"corpus {name} cannot be compared with the run's, which recorded only file names and times"
+                f"warning: of corpus {name} the run recorded only names and times: texts cannot be compared"
             )
             return False
         return revision != self.revision or (self.repo is not None and name != self.name)
@@ -147,7 +147,7 @@ def with_both_parts(corpus: Corpus) -> Corpus:
         return candidate
     raise InputError(
         f"corpus {corpus.name} is too small: of {found.total()} different pieces of up to {PIECE:,} "
-        "characters, training or validation (one in 20, by its hash) would get none; add text"
+        "characters, none would be for training or none for validation (one in 20, by its hash); add text"
     )
 
 

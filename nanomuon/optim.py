@@ -29,8 +29,8 @@ group from the largest m * n to the smallest, its other items by their first par
     BankOfShards      experts, or tensor-parallel shards: see optim_fsdp.py
     Rows              one large AdamW parameter   reduce_scatter   all_gather   for ceil(R/W) of its R rows
     SmallParameters   small AdamW parameters      all_reduce       nothing      for all of them
-    Pipeline          matrices under FSDP2, whose gradients are final: `collect` sends the momentum of a first
-                      chunk of matrices instead; see optim_fsdp.py
+    Pipeline          matrices under FSDP2, whose gradients are final: `collect` updates the momentum of a
+                      first chunk of matrices and sends it by Nesterov's formula; see optim_fsdp.py
 
     work item         temporary memory during a step
     Bank              its gradients as one stack, in `World.wire_dtype`, padded to a multiple of W; the 1/W of

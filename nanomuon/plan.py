@@ -81,9 +81,9 @@ class Plan:
 def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | None = None) -> Plan:
     """The run that the arguments request on these processes; the rest follows from the depth and the device.
 
-    For example, depth 4 with 4,096 tokens in the vocabulary multiplies 4.2M weights: 10.5 tokens for each are
-    44M tokens. Such a run takes 131,072 tokens a step, so 336 steps. On one CPU each has 16 micro-steps of 16
-    rows of 512 tokens.
+    For example, at depth 4 with a vocabulary of 4,096, matrices and head have 4.2M weights: 10.5 tokens for
+    each are 44M tokens. Such a run takes 131,072 tokens a step, so 336 steps; on one CPU, each has 16
+    micro-steps of 16 rows of 512 tokens.
 
     settings: what the run has recorded, if it exists. InputError for a model that cannot be built or trained
     here, and for a batch that cannot be divided among the processes.

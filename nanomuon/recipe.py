@@ -58,11 +58,11 @@ def values_of(declared, given):
 def param_groups(model, batch=None, steps=None, **rates):
     """Groups of a GPT: Muon for the matrices, AdamW with a learning rate per role for the rest.
 
-    batch: tokens per step; steps: those of the run. The rates and the decay are given for 4,096 tokens and
-    about 2,300 steps, and scaled by horizon_lr_scale, horizon_decay_scale and matrix_lr_scale. The rates of
-    embedding and head are given for width 768, and scaled by adamw_lr_scale. Short runs average gradients
-    over fewer steps: momentum and beta1 are 0.95 and 0.8 at 2,300 steps, 0.90 and 0.62 at 300. rates: see
-    RATES. docs/recipe.md has the measurements.
+    batch: tokens per step; steps: those of the run. Rates and decay are given for 2,289 steps, and scaled by
+    horizon_lr_scale and horizon_decay_scale. Those of Muon are given for 4,096 tokens a step, and scaled by
+    matrix_lr_scale; the rates of embedding and head for width 768, and scaled by adamw_lr_scale. Short runs
+    average gradients over fewer steps: momentum and beta1 are 0.95 and 0.8 at 2,289 steps, 0.90 and 0.62 at
+    300. rates: see RATES. docs/recipe.md has the measurements.
     """
     rates = values_of(RATES, rates)
     batch_scale = matrix_lr_scale(batch) if batch else 1
@@ -129,8 +129,8 @@ def horizon_decay_scale(steps: int) -> float:
 
 
 def schedule(group, step, steps, **ratios):
-    """{hyperparameter: value} of a group at `step` (from 0) of `steps`. group: as it was built; ratios: see
-    SCHEDULE.
+    """{hyperparameter: value} of a group at `step` (from 0) of `steps`: its lr, by lr_multiplier, and the
+    weight decay of matrices, which falls to 0. group: as it was built; ratios: see SCHEDULE.
     """
     values, ratios = {}, values_of(SCHEDULE, ratios)
     if "lr" in group:

@@ -7,9 +7,9 @@ scripts/base_train.py takes it through these phases:
     size     plan.make_plan              model, batch, steps, micro-batch
     data     Run._open_data              tokenizer and shards of the corpus (shards.py), unless they exist
     model    Run._build                  model (parallel.py), optimizer and schedule (recipe.py)
-    restore  Run._restore                weights, optimizer and position of the newest whole checkpoint
+    restore  Run._restore                weights, optimizer and position of a checkpoint, if there is one
     rows     Run.__init__                a TrainLoader that begins at this position
-    record   Run._write_folder           settings.json, config.json and the tokenizer
+    record   Run._write_folder           settings.json, config.json, tokenizer (--resume never: a new folder)
     loop     base_train.train            evaluate, step, log, save
     end      Run.finish                  the whole validation set, export, samples, report, summary.json
 """
@@ -58,7 +58,7 @@ PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for
 
 @dataclass
 class Summary:
-    """The fields of summary.json that are read. A run that has this file is complete."""
+    """The fields of summary.json that are read. A run writes it last."""
 
     steps: int
     tokens: int
@@ -120,7 +120,7 @@ class Run:
             wandb_id = wandb.id if wandb else settings and settings.wandb_id
             self._write_folder(wandb_id)
             self.metrics = report.MetricsLog(self.folder, self.step if found else None, wandb)
-        newest = self.step if found else -1  # -1 deletes all: this run has not used any
+        newest = self.step if found else -1  # -1 deletes all: this run uses none of them
         checkpoint.remove(self.folder, newest, args.keep_last)
         self._announce(settings)
         self.forward = self.model
@@ -168,9 +168,11 @@ class Run:
             return None
         position = checkpoint.load(found, self.model, self.optimizer)
         if lacking := {"step", "skipped_steps", "epoch", "window", "row"} - position.keys():
-            raise InputError(f"{found}/manifest.json: meta has no {', '.join(lacking)}: use another one")
+            raise InputError(
+                f"{found}/manifest.json: meta has no {', '.join(lacking)}: use another checkpoint"
+            )
         if not all(0 <= number < 1 << 63 for number in position.values()):
-            raise InputError(f"{found}/manifest.json: meta has impossible numbers: use another one")
+            raise InputError(f"{found}/manifest.json: meta has impossible numbers: use another checkpoint")
         self.step, self.skipped = position.pop("step"), position.pop("skipped_steps")
         if isinstance(self.optimizer, MuonAdamW):
             self.optimizer.skipped_steps.fill_(self.skipped)
@@ -182,9 +184,7 @@ class Run:
         folder = self.folder.resolve()  # it may be a link, which rmtree does not follow
         if self.args.resume == "never":
             if folder.exists():
-                print0(
-                    f"starting over: deleting the model, checkpoints and metrics that run {folder.name} has"
-                )
+                print0(f"starting over: deleting everything in the folder of run {folder.name}")
             # Checkpoints first: a kill must not leave any without the settings that they belong to
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
@@ -287,7 +287,8 @@ class Run:
             self.metrics.log({"step": self.step, "tokens": self.step * self.plan.batch, **figures})
 
     def save(self, position: dict | None = None, is_last: bool = True) -> None:
-        """Write a checkpoint. If that fails, InputError for the last one; otherwise training continues.
+        """Write a checkpoint. If the disk is full or not writable, InputError for the last one; for others a
+        warning, and training continues.
 
         position: the loader's, to repeat the rows of a step that could not be taken.
         """

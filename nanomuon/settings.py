@@ -1,6 +1,6 @@
 """The settings of a training run: its flags, and what settings.json records of them.
 
-A later launch reads settings.json, and rewrites it with the values that may change.
+A later launch reads settings.json and rewrites it.
 """
 
 import argparse
@@ -147,7 +147,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     of_launch("--shard", str, "none", "fsdp: shard parameters, gradients and state", choices=["none", "fsdp"])
     share = "processes that share the matrices of each block; must divide the number of heads"
     of_launch("--tensor-parallel", count, 1, share)
-    sent = "dtype of sent gradients, or with --shard fsdp of Muon's momenta and updates (auto: float32)"
+    sent = "dtype of sent gradients; with --shard fsdp, of what Muon sends instead (auto: float32)"
     defines("--comm-dtype", str, "auto", sent, choices=["auto", "float32", "bfloat16"])
 
     parser.section("evaluation and checkpoints")

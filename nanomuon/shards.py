@@ -40,7 +40,7 @@ from nanomuon.runtime import (
 from nanomuon.tokenizer import Tokenizer
 
 SHARD_BYTES = 16 << 20  # of text; about 4 million tokens
-TRAINING_BYTES = 512 << 20  # of text, on which the tokenizer is trained
+TRAINING_BYTES = 512 << 20  # of text: the tokenizer is trained on the training documents in it
 WINDOW = 8  # consecutive training shards whose documents are shuffled together; about 32 million tokens
 PATIENCE = 30  # seconds to wait for a process to start writing missing shards
 WRITE_AGAIN = "delete its folder and run scripts.data_prep"
@@ -148,7 +148,9 @@ def shard_folder(corpus: Corpus, vocab_size: int) -> Path:
 
 
 def prepare_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a corpus, trained on the first TRAINING_BYTES of its documents if it is missing."""
+    """The tokenizer of a corpus. If it is missing, it is trained on the training documents in the first
+    TRAINING_BYTES.
+    """
     folder = tokenizer_folder(corpus, vocab_size)
     if not (folder / "tokenizer.json").exists():
         print0(f"training a tokenizer of {vocab_size} tokens on {corpus.name}")

@@ -7,12 +7,12 @@
         --total-batch-size 4096 --num-iterations 300                           # your own text
     python -m scripts.base_train --optimizer-file my_optim.py   # your own optimizer: build_optimizer(model)
 
-The -- keeps torchrun from taking --run as its own --run-path. Flags that you leave out follow from
---depth and the device; without a length or a batch, depth 4 trains on 44M tokens, which takes hours on a
-CPU. A run is the folder runs/NAME under NANOMUON_BASE_DIR; the same command resumes it from its last
-checkpoint. Once it has done a step, SIGTERM, SIGHUP and Ctrl-C let it finish the current one, save and
-end, with exit code 75 (ranks exit with 0, because torchrun takes any other code for a failure); the file
-runs/NAME/stopped remains until the run resumes.
+The -- keeps torchrun from taking --run as its own --run-path. Flags that you leave out follow from --depth
+and the device; without a length, depth 4 trains on 44M tokens, which takes hours on a CPU. A run is the
+folder runs/NAME under NANOMUON_BASE_DIR; the same command resumes it from its last checkpoint. Once it has
+done a step, SIGTERM, SIGHUP and Ctrl-C let it finish the current one, save and end, with exit code 75 (ranks
+exit with 0, because torchrun takes any other code for a failure); the file runs/NAME/stopped remains until
+the run resumes.
 """
 
 if __name__ == "__main__":
@@ -81,10 +81,10 @@ def main(argv: list[str] | None = None) -> int:
     # One launch at a time: two would overwrite each other's checkpoints. The first rank holds the lock
     with locked(folder, wait=False) if runtime.rank == 0 else contextlib.nullcontext():
         if runtime.rank == 0:
-            _, settings_now = parse_with_record(make_parser(), argv)
+            _, settings_now = parse_with_record(make_parser(), argv)  # it may have changed before the lock
             if settings_now != settings:
                 raise InputError(
-                    f"another launch has trained run {args.run} meanwhile: give the command again"
+                    f"another launch changed run {args.run} in the meantime: give the command again"
                 )
         wandb = None
         if args.wandb and runtime.rank == 0:
@@ -114,8 +114,8 @@ def train(run: Run, signals: StopSignals) -> int | None:
     peak = peak_flops(run.runtime.device)
     bad_steps = 0  # in a row, so far
     while run.step < plan.steps:
-        # Before a step, not after one: a stop need not wait for an evaluation, and a resumed run does the
-        # evaluation that it missed
+        # Before a step, not after one: a signal during a step need not wait for the evaluation after it. The
+        # resumed run does it
         evaluate_what_is_due(run)
         torch.manual_seed(args.seed + run.step)  # so that an optimizer draws the same numbers after a resume
         lr_multiplier = set_hyperparameters(
@@ -139,7 +139,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
             raise
 
         # Only now: during the first step there is nothing to save, and Ctrl-C should also stop compiling
-        signals.in_steps = True
+        signals.can_save = True
         run.step += 1
         run.skipped += done.skipped
         bad_steps = bad_steps + 1 if done.skipped else 0
@@ -169,7 +169,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
             run.save(is_last=is_last)
         if done.stops:
             return signals.stopped(f"at step {run.step} and saved")
-    signals.in_steps = False
+    signals.can_save = False
     if any(together(lambda: signals.asked)):  # a rank got a signal during the last save
         return signals.stopped("before its last evaluation")
     return None
@@ -193,7 +193,7 @@ def evaluate_what_is_due(run: Run) -> None:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether something done every `every` steps (-1: never) is due once this many are done."""
+    """Whether it is time, after `step` steps, for what happens every `every` steps; -1: never."""
     return every > 0 and step > 0 and step % every == 0
 
 

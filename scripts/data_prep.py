@@ -54,7 +54,7 @@ def own_parser():
         "--max-tokens",
         type=number(int, 0, 1 << 60),
         default=math.inf,
-        help="stop once there are this many training tokens (default: the whole corpus)",
+        help="stop after the eight shards that reach this many training tokens (default: the whole corpus)",
     )
     return parser
 

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     print(
         f"depth {args.depth}, width {config.width}, {config.heads} heads, context {CONTEXT}, vocabulary "
         f"{VOCABULARY}: {total / 1e6:,.1f}M parameters\n"
-        f"{args.gpus} GPUs of {args.gpu_memory:g} GiB, bf16, {args.tensor_parallel} per matrix\n"
+        f"{args.gpus} GPUs of {args.gpu_memory:g} GiB, bf16, tensor parallel {args.tensor_parallel}\n"
     )
     table = [["GiB per GPU", "rows", *MEMORY, "total", "fits"]]
     for shard in ("none", "fsdp"):

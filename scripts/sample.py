@@ -110,7 +110,9 @@ def converse(model: GPT, tokenizer: Tokenizer, args: argparse.Namespace) -> None
     if sys.stdin is None:
         raise InputError("--interactive reads prompts from the standard input, which is closed")
     sys.stdin.reconfigure(errors="replace")
-    print("each line begins a document; an empty line leaves that to the model; Ctrl-D ends", file=sys.stderr)
+    print(
+        "each line begins a document; after an empty line the model begins it; Ctrl-D ends", file=sys.stderr
+    )
     seed = args.seed
     try:
         while True:

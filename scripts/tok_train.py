@@ -1,4 +1,4 @@
-"""Train the tokenizer of a corpus, and print how well it compresses.
+"""Train the tokenizer of a corpus, unless it exists, and print how well it compresses.
 
 python -m scripts.tok_train --corpus python --vocab-size 4096
 """

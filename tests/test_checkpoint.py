@@ -165,7 +165,7 @@ def test_of_a_checkpoint_that_lies_elsewhere_the_link_is_removed(run_dir, tmp_pa
 def test_another_model_is_refused_by_name(run_dir, name):
     other = Tiny()
     setattr(other, name, torch.nn.Parameter(torch.zeros(7, 5)))
-    with refused(f"belongs to another model or optimizer.*model.{name}"):
+    with refused(f"cannot be loaded into this model and optimizer: .*model.{name}"):
         checkpoint.load_model(checkpoint.find(run_dir), other)
 
 

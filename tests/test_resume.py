@@ -327,7 +327,7 @@ def test_a_launch_that_another_one_has_overtaken_is_refused(base, monkeypatch):
         return make_plan(*inputs)
 
     monkeypatch.setattr(base_train, "make_plan", slow_plan)
-    with refused("another launch has trained run overtaken meanwhile"):
+    with refused("another launch changed run overtaken in the meantime"):
         base_train.main(command)
 
 
@@ -363,7 +363,7 @@ def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
     folder.rename(base / "elsewhere")
     folder.symlink_to(base / "elsewhere")  # as to a larger disk
     train(base, "options", 3, "--resume", "never", *QUIET)
-    assert "starting over: deleting the model, checkpoints and metrics" in capsys.readouterr().out
+    assert "starting over: deleting everything in the folder of run" in capsys.readouterr().out
     assert len(losses(base, "options")) == 3 and not (folder / "core.json").exists()
 
 
