@@ -13,6 +13,7 @@ finished, so what a killed process leaves behind is never taken for a checkpoint
 import os
 import re
 import shutil
+import stat
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,10 +45,18 @@ class Contents:
 
 
 def saved_steps(run_dir) -> list[int]:
-    """Steps of the run's finished checkpoints, ascending. Does not open them."""
-    folders = [folder for folder in (Path(run_dir) / "checkpoints").glob("step_*") if folder.is_dir()]
+    """Steps of the run's finished checkpoints, ascending. Does not open them. InputError if their folder
+    cannot be listed: it may be a link to a disk that is not mounted.
+    """
+    folder = Path(run_dir) / "checkpoints"
+    if not os.path.lexists(folder):
+        return []
+    try:
+        names = [path.name for path in folder.iterdir() if path.is_dir()]
+    except OSError as error:
+        raise InputError(f"{error}: repair this, or start over: --resume never") from error
     # Only the names that save() gives: not those of copies, such as step_007
-    found = [re.fullmatch("step_(0|[1-9][0-9]*)", folder.name) for folder in folders]
+    found = [re.fullmatch("step_(0|[1-9][0-9]*)", name) for name in names]
     return sorted(int(name[1]) for name in found if name)
 
 
@@ -68,7 +77,7 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
     """
     final = Path(run_dir) / "checkpoints" / f"step_{step}"
     hidden = final.with_name(f".{final.name}")
-    if any(together(final.exists)):
+    if any(together((final / "manifest.json").exists)):
         return
     state = _local_state(optimizer)
     tensors, values = _flat_state(model, state)
@@ -96,7 +105,8 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
             raise
         on_first_rank(lambda: shutil.rmtree(hidden, ignore_errors=True))
         raise NotWritten(
-            f"checkpoint {final} was not written: {error}; earlier checkpoints are intact. Free some space"
+            f"checkpoint {final} was not written: {error}; earlier checkpoints are intact: free some space, "
+            "or remove what is in the way"
         ) from error
 
 
@@ -112,7 +122,7 @@ def remove(run_dir, last_step: int, keep_last: int) -> None:
         for step in set(steps) - set(current[-keep_last:]):
             # Rename it first: a kill may leave half of it
             os.replace(folder / f"step_{step}", folder / f".step_{step}.old")
-        for hidden in folder.glob(".step_*"):
+        for hidden in folder.glob(".step_[0-9]*"):
             if hidden.is_symlink() or hidden.is_file():  # a link to a checkpoint that the user has moved
                 hidden.unlink()
             else:
@@ -145,6 +155,8 @@ def _find(run_dir: Path, resume: str) -> Path | None:
     for name in reversed(names):
         try:
             return _whole(run_dir / "checkpoints" / name)
+        except Unreadable:
+            raise
         except InputError as error:
             damage = error
             print0(f"warning: checkpoint {name} is damaged and not used: {error}")
@@ -153,14 +165,35 @@ def _find(run_dir: Path, resume: str) -> Path | None:
     return None
 
 
+class Unreadable(InputError):
+    """A checkpoint that may be whole, but cannot be opened. It is not skipped, so it will not be removed."""
+
+
+def _check_file(file: Path):
+    """InputError if there is no such file, Unreadable if it cannot be opened."""
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe would wait forever
+            raise InputError(f"{file} is not a file")
+        file.open("rb").close()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError(str(error)) from error
+    except OSError as error:
+        raise Unreadable(
+            f"{error}: make it readable, or choose another checkpoint: --resume step_N"
+        ) from error
+
+
 def _whole(path: Path) -> Path:
     """The path; InputError if a file of this checkpoint is missing, truncated, or not safetensors."""
+    _check_file(path / "manifest.json")
     for name in read_manifest(path).files:
+        file = path / Path(name).name  # a stranger's name could lead elsewhere
+        _check_file(file)
         try:
-            with safe_open(path / name, "pt"):  # checks the file's size against its header
+            with safe_open(file, "pt"):  # checks the file's size against its header
                 pass
         except (OSError, SafetensorError) as error:
-            raise InputError(f"{path / name} is not a readable safetensors file: {error}") from error
+            raise InputError(f"{file} is not a readable safetensors file: {error}") from error
     return path
 
 

@@ -162,13 +162,11 @@ class StopSignals:
 
     can_save: whether there is something to save. Until this launch has done a step, and after the run's last
     one, there is not, and a signal ends this process at once. The first rank records the stop in the file
-    `stopped` in the run's folder. resume: the flag; command: what carries on, because `--resume never`
-    would start over.
+    `stopped` in the run's folder. command: what carries on.
     """
 
-    def __init__(self, folder: Path, resume: str):
-        self.folder = folder
-        self.command = "the same command" if resume == "auto" else "the same command without --resume"
+    def __init__(self, folder: Path):
+        self.folder, self.command = folder, "the same command"
         self.asked = self.can_save = False
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:

@@ -153,16 +153,14 @@ def with_both_parts(corpus: Corpus) -> Corpus:
 
 def check_corpus(name: str) -> None:
     """InputError if no corpus can have this name. Quick: it reads no file and does not query the hub."""
-    if name.startswith("path:"):
+    if name.startswith("path:") and _place(name):
         if not os.path.exists(_place(name)):
             raise InputError(
                 f"corpus {name}: no such file or folder: {os.path.abspath(_place(name))}; if the texts have "
                 "moved, give their new place with --corpus"
             )
     elif name != "python" and not HUB_NAME.fullmatch(name):
-        raise InputError(
-            f"unknown corpus {name!r}: use python, path:{name} for files, or hf:ORG/NAME[:CONFIG]"
-        )
+        raise InputError(f"unknown corpus {name!r}: use python, path:FILE_OR_FOLDER, or hf:ORG/NAME[:CONFIG]")
 
 
 def _place(name):

@@ -362,8 +362,10 @@ def check_values(group):
     averages = {}
     if group["kind"] == "muon":  # None: not used
         averages = {key: group[key] for key in ("momentum", "beta2") if group[key] is not None}
-    else:
+    elif isinstance(group["betas"], list | tuple) and len(group["betas"]) == 2:
         averages["betas[0]"], averages["betas[1]"] = group["betas"]
+    else:
+        raise ValueError(f"betas must be two numbers, but is {group['betas']!r}")
     for key, value in {**values, **averages}.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
             raise ValueError(f"{key} must be a number, but is {value!r}")

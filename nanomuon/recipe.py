@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.optim_groups import build_param_groups, check_values, option_name
+from nanomuon.optim_groups import MUON_OPTIONS, build_param_groups, check_values, option_name
 from nanomuon.runtime import InputError
 
 # nanochat trains depth 12 on about this many tokens, with this batch size. Rates and decay are specified for
@@ -245,7 +245,7 @@ def make_optimizer(build, model, batch, steps, world_size=1, **settings):
             raise InputError(f"{name}.step cannot be called without arguments: {error}") from error
         return built
     if built is None:
-        raise InputError("no optimizer was built: the function returned None")
+        raise InputError("no optimizer was built: the function returned None, not groups or an optimizer")
     try:
         return (DistMuonAdamW if world_size > 1 else MuonAdamW)(built, **settings)
     except (ValueError, TypeError) as error:
@@ -278,8 +278,14 @@ def values_at(schedule, group, step, steps):
             f"schedule(group, step, steps) returned {', '.join(map(str, extra))}, which the group lacks; it "
             f"has {', '.join(map(str, group))}. Keys differ between Muon and AdamW: test group['kind']"
         )
-    if fixed := values.keys() & {"kind", "params", "names"}:
-        raise InputError(f"schedule(group, step, steps) returned {', '.join(fixed)}, which never change")
+    fixed = {"kind", "params", "names"}
+    if "kind" in group:  # of MuonAdamW
+        fixed |= {"ns_steps", *MUON_OPTIONS}
+    if fixed := values.keys() & fixed:
+        raise InputError(
+            f"schedule(group, step, steps) returned {', '.join(fixed)}, which never change: set them in "
+            "param_groups"
+        )
     if "kind" in group:
         try:
             check_values({**group, **values})

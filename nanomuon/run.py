@@ -155,7 +155,8 @@ class Run:
         self.optimizer, self.schedule = build_optimizer(args, self.model, plan, runtime, compiles)
         recipe.switch(self.optimizer, "train")
         if frozen := recipe.untrained(self.model, self.optimizer):
-            print0(f"warning: {len(frozen)} parameters are in no group and are not trained: {frozen[0]}, ...")
+            names = ", ".join(frozen[:8])
+            print0(f"warning: {len(frozen)} parameters are in no group and are not trained: {names}, ...")
         self.initial_groups = [dict(group) for group in self.optimizer.param_groups]
         self.group_lines = recipe.describe(self.initial_groups, self.schedule, plan.steps)
         if not args.optimizer_file:

@@ -64,7 +64,7 @@ def check_name(flag: str, name: str) -> None:
 
 def base_dir() -> Path:
     """The folder for everything but the hub's downloads: $NANOMUON_BASE_DIR, else ~/.cache/nanomuon."""
-    return Path(os.environ.get("NANOMUON_BASE_DIR") or "~/.cache/nanomuon").expanduser()
+    return Path(os.path.expanduser(os.environ.get("NANOMUON_BASE_DIR") or "~/.cache/nanomuon"))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -148,6 +148,19 @@ def make_deterministic() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+def process_numbers() -> tuple[int, int]:
+    """(number of processes, this process's number on its machine), as torchrun sets them. InputError for
+    variables that contradict each other.
+    """
+    defaults = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    texts = [os.environ.get(name, default) for name, default in defaults.items()]
+    both = ("WORLD_SIZE" in os.environ) == ("RANK" in os.environ)
+    if not both or not all(map(str.isdecimal, texts)) or int(texts[1]) >= int(texts[0]):
+        found = ", ".join(f"{name}={os.environ[name]}" for name in defaults if name in os.environ)
+        raise InputError(f"the environment has {found}: unset these variables, or start with torchrun")
+    return int(texts[0]), int(texts[2])
+
+
 def start(dtype: str = "auto") -> Runtime:
     """Choose the device, and join the process group if torchrun started us.
 
@@ -155,10 +168,9 @@ def start(dtype: str = "auto") -> Runtime:
     models. dtype: that of activations and products, "bfloat16", "float32" or "auto", which is bfloat16 if the
     device has instructions for it. InputError if there is a GPU that cannot be used.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size, index = process_numbers()
     gpus = usable_gpus()
     if gpus:
-        index = int(os.environ.get("LOCAL_RANK", "0"))
         if index >= gpus:
             raise InputError(f"process {index} (from 0) has no GPU: this machine has {gpus}, so start fewer")
         device = torch.device("cuda", index)

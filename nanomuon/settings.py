@@ -189,7 +189,8 @@ def bundle_place(text: str) -> str | None:
 
 def corpus_name(text: str) -> str:
     """The name of a corpus, with an absolute path if it names local files."""
-    return f"path:{absolute(text.removeprefix('path:'))}" if text.startswith("path:") else text
+    place = text.removeprefix("path:")
+    return f"path:{absolute(place)}" if text.startswith("path:") and place else text
 
 
 def absolute(place: str) -> str:

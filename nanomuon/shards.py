@@ -265,6 +265,8 @@ def shards_for_training(corpus: Corpus, vocab_size: int | None = None) -> Path:
     if corpus.repo is None:
         prepare_shards(corpus, vocab_size)
     manifest = wait_for_window(folder, 0)
+    if Tokenizer.load(folder / "tokenizer").vocab_size != manifest.vocab_size:
+        raise InputError(f"{folder}/tokenizer is not the one of these shards: {WRITE_AGAIN}")
     read_shards(folder, manifest, "val")  # to report a damaged one before a run is touched
     return folder
 

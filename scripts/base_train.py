@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.plan:
         print_plan(plan, runtime)
         return 0
-    signals = StopSignals(folder, args.resume)
+    signals = StopSignals(folder)
     if args.resume == "auto" and is_complete(folder, plan.steps):
         return 0
     # One launch at a time: two would overwrite each other's checkpoints. The first rank holds the lock
@@ -90,6 +90,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.wandb and runtime.rank == 0:
             wandb = start_wandb(args.run, settings and settings.wandb_id, vars(args))
         run = Run(args, plan, runtime, settings, wandb)
+        if args.resume != "auto":  # it has been obeyed, and would undo the steps that follow
+            signals.command += " without --resume"
         code = train(run, signals)
         return run.finish() if code is None else code
 

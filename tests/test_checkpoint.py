@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +124,51 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(run_dir, capsys
     (run_dir / "checkpoints" / "step_1" / FILE).unlink()
     with refused("no undamaged checkpoint"):
         checkpoint.find(run_dir)
+
+
+def test_a_pipe_in_place_of_a_file_is_damage(run_dir):
+    """Opening it would wait forever."""
+    file = run_dir / "checkpoints" / "step_2" / FILE
+    file.unlink()
+    os.mkfifo(file)
+    assert checkpoint.find(run_dir).name == "step_1"
+
+
+def test_a_checkpoint_that_cannot_be_opened_is_not_skipped(run_dir, monkeypatch):
+    """It may be whole, and the skipped ones are removed."""
+    file, is_readable = run_dir / "checkpoints" / "step_2" / FILE, Path.open
+
+    def forbidden(path, *mode, **options):
+        if path == file:
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_readable(path, *mode, **options)
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    with refused(f"Permission denied: '{file}': make it readable, or choose another"):
+        checkpoint.find(run_dir)
+    assert checkpoint.find(run_dir, "step_1").name == "step_1"
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(run_dir, is_link):
+    """As when they are on a disk that is not mounted."""
+    folder = run_dir / "checkpoints"
+    shutil.rmtree(folder)
+    if is_link:
+        folder.symlink_to("/nowhere")
+    else:
+        folder.touch()
+    with refused(f"{folder}': repair this, or start over: --resume never"):
+        checkpoint.find(run_dir)
+    assert checkpoint.find(run_dir, "never") is None
+
+
+def test_a_file_in_the_way_of_a_checkpoint_is_an_error(run_dir):
+    (run_dir / "checkpoints" / "step_3").touch()
+    model = Tiny()
+    with refused("step_3 was not written: .*, or remove what is in the way"):
+        checkpoint.save(run_dir, 3, model, muon(model), {})
+    assert checkpoint.saved_steps(run_dir) == [1, 2]
 
 
 def test_which_checkpoint_is_resumed_and_which_are_removed(run_dir):

@@ -112,5 +112,5 @@ def test_an_error_on_one_rank_ends_the_launch_with_one_message(kind, place):
 @pytest.mark.parametrize("ignored", [True, False])
 def test_sighup_stays_ignored_under_nohup(ignored, tmp_path, handlers):
     signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
-    StopSignals(tmp_path, "auto")
+    StopSignals(tmp_path)
     assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) is ignored

@@ -57,6 +57,18 @@ def test_the_cpu_is_used_if_it_is_asked_for(gpu, monkeypatch, name, value):
         runtime.start()
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [dict(WORLD_SIZE="two", RANK="0"), dict(WORLD_SIZE="0", RANK="0"), dict(WORLD_SIZE="2"), dict(RANK="1")],
+)
+def test_variables_of_torchrun_that_contradict_each_other_are_refused(monkeypatch, variables):
+    """A process that takes itself for rank 1 would train without a word."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with refused("the environment has .*: unset these variables, or start with torchrun"):
+        runtime.start()
+
+
 @without_gpu
 def test_more_processes_than_gpus_are_refused(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -145,6 +145,13 @@ def test_a_large_vocabulary_takes_four_bytes_per_token(corpus):
     assert (small.dtype, wide.dtype) == ("uint16", "uint32") and np.array_equal(small, wide)
 
 
+def test_shards_with_another_tokenizer_are_not_trained_on(corpus):
+    folder = prepare_shards(corpus, 300)
+    Tokenizer(Tokenizer.load(folder / "tokenizer").vocab[:-1]).save(folder / "tokenizer")
+    with refused(f"{folder}/tokenizer is not the one of these shards: delete its folder"):
+        shards.shards_for_training(corpus, 300)
+
+
 def test_data_prep_makes_what_a_training_with_the_same_flags_reads(corpus, tmp_path, monkeypatch):
     """Also what its run has recorded; of a corpus on the hub as many tokens as the run takes."""
     prepare_shards, calls = shards.prepare_shards, []
