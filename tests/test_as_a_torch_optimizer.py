@@ -68,7 +68,8 @@ def trained(steps, ranks=1):
 
 
 def same(model, other):
-    return equal(model.parameters(), other.parameters())
+    shared = set(model.parameters()) & set(other.parameters())
+    return not shared and equal(model.parameters(), other.parameters())
 
 
 # ---- one process

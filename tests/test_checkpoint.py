@@ -136,12 +136,12 @@ def test_a_pipe_in_place_of_a_file_is_damage(run_dir):
 
 def test_a_checkpoint_that_cannot_be_opened_is_not_skipped(run_dir, monkeypatch):
     """It may be whole, and the skipped ones are removed."""
-    file, is_readable = run_dir / "checkpoints" / "step_2" / FILE, Path.open
+    file, open_file = run_dir / "checkpoints" / "step_2" / FILE, Path.open
 
     def forbidden(path, *mode, **options):
         if path == file:
             raise PermissionError(13, "Permission denied", str(path))
-        return is_readable(path, *mode, **options)
+        return open_file(path, *mode, **options)
 
     monkeypatch.setattr(Path, "open", forbidden)
     with refused(f"Permission denied: '{file}': make it readable, or choose another"):

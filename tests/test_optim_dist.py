@@ -120,7 +120,10 @@ def test_any_model_in_any_world(model, layout):
 
 SPECIAL = {
     "one row, one column": [("muon", (1, 8)), ("muon", (8, 1)), ("muon", (1, 1)), ("adamw", (1, 1))],
+    "fewer matrices than ranks": [("muon", (16, 16)), ("muon", (24, 12)), ("muon", (24, 12))],
+    "forty shapes": [("muon", (4 + i, 9)) for i in range(40)] + [("adamw", (3 + i,)) for i in range(40)],
     "no elements": [("muon", (16, 8)), ("muon", (0, 8)), ("adamw", (0, 3)), ("adamw", (0,)), ("adamw", (4,))],
+    "no AdamW": [("muon", (6, 6))],
     "no Muon": [("adamw", (600, 3)), ("adamw", (4,))],
 }
 
