@@ -23,9 +23,9 @@ def param_groups(model, *, beta2=0.9, **keywords):
 def schedule(group, step, steps, *, rise=400, fall=0.65, **ratios):
     values = recipe.schedule(group, step, steps, **ratios)
     if group["kind"] == "muon":
-        fallen = (step - (1 - fall) * steps) / (fall * steps)  # from 0 to 1 over the last part of the run
         if step < rise:
             values["momentum"] = 0.85 + 0.12 * step / rise
         else:
-            values["momentum"] = 0.97 - 0.07 * max(0, fallen)
+            fallen = max(0, (step - (1 - fall) * steps) / (fall * steps))  # of the last part of the run
+            values["momentum"] = 0.97 - 0.07 * fallen
     return values

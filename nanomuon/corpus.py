@@ -120,7 +120,8 @@ class Corpus:
                 f"warning: of corpus {name} the run recorded only names and times: texts cannot be compared"
             )
             return False
-        return revision != self.revision or (self.repo is not None and name != self.name)
+        other_dataset = self.repo is not None and name != self.name
+        return other_dataset or revision != self.revision
 
     def _download(self, file) -> Path:
         from huggingface_hub import hf_hub_download

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.optim_groups import MUON_OPTIONS, build_param_groups, check_values, option_name
+from nanomuon.optim_groups import build_param_groups, check_values, option_name
+from nanomuon.optim_state import OPTIONS
 from nanomuon.runtime import InputError
 
 # nanochat trains depth 12 on about this many tokens, with this batch size. Rates and decay are specified for
@@ -280,10 +281,10 @@ def values_at(schedule, group, step, steps):
         )
     fixed = {"kind", "params", "names"}
     if "kind" in group:  # of MuonAdamW
-        fixed |= {"ns_steps", *MUON_OPTIONS}
-    if fixed := values.keys() & fixed:
+        fixed |= OPTIONS
+    if changed := values.keys() & fixed:
         raise InputError(
-            f"schedule(group, step, steps) returned {', '.join(fixed)}, which never change: set them in "
+            f"schedule(group, step, steps) returned {', '.join(changed)}, which never change: set them in "
             "param_groups"
         )
     if "kind" in group:

@@ -153,12 +153,13 @@ def process_numbers() -> tuple[int, int]:
     variables that contradict each other.
     """
     defaults = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
-    texts = [os.environ.get(name, default) for name, default in defaults.items()]
-    both = ("WORLD_SIZE" in os.environ) == ("RANK" in os.environ)
-    if not both or not all(map(str.isdecimal, texts)) or int(texts[1]) >= int(texts[0]):
-        found = ", ".join(f"{name}={os.environ[name]}" for name in defaults if name in os.environ)
-        raise InputError(f"the environment has {found}: unset these variables, or start with torchrun")
-    return int(texts[0]), int(texts[2])
+    given = {name: os.environ[name] for name in defaults if name in os.environ}
+    size, rank, local_rank = (defaults | given).values()
+    are_numbers = all(map(str.isdecimal, (size, rank, local_rank)))
+    are_paired = ("WORLD_SIZE" in given) == ("RANK" in given)
+    if not (are_numbers and are_paired) or int(rank) >= int(size):
+        raise InputError(f"the environment has {given}: unset these variables, or start with torchrun")
+    return int(size), int(local_rank)
 
 
 def start(dtype: str = "auto") -> Runtime:
