@@ -35,6 +35,7 @@ DIGITS = 6  # of a loss in the file
 MODEL_DEFAULTS = {each.name: each.default for each in fields(GPTConfig) if each.default is not MISSING}
 FIRST_TUNING_SEED = 1000  # seeds that select the rates must not judge them
 LENGTHS = (0.25, 0.5, 1.0)  # of trials in a sweep, relative to the race; each gets a third of the budget
+REPORT_EVERY_S = 120  # that a long run prints its progress
 
 
 def train(setup, place, text, seed):
@@ -54,6 +55,7 @@ def train(setup, place, text, seed):
     training, validation, token_bytes = open_data(setup, place, seed, device)
     part = validation[:: max(1, len(validation) // setup["eval_batches"])]
     seen, curve, step_ms, optimizer_ms = hashlib.sha256(), [], [], []
+    reported = time.monotonic()
 
     def loss(batches):
         switch(optimizer, "eval")  # to the weights by which it wants to be judged
@@ -66,6 +68,9 @@ def train(setup, place, text, seed):
     for step in range(steps):
         if step % setup["eval_every"] == 0:
             curve.append((step, loss(part)))
+            if time.monotonic() - reported > REPORT_EVERY_S:
+                reported = time.monotonic()
+                print(f"{text} seed {seed}: step {step}/{steps}, {curve[-1][1]} {setup['unit']}", flush=True)
         inputs, targets = next(training)
         seen.update(inputs.cpu().numpy())
         set_hyperparameters(optimizer, contender.schedule, built, step, steps)
