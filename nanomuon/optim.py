@@ -65,9 +65,9 @@ import logging
 import math
 import os
 import types
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -243,28 +243,16 @@ def muon_update(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Hyperparameters, in the form that the kernels take
+# Hyperparameters as the kernels take them: Python floats from `hyper_of`, which `MuonAdamW.hyperparameters`
+# turns into 0-D tensors on the device
 
-
-class MuonHyper(NamedTuple):
-    lr: float | torch.Tensor  # a tensor on the device, 0-D
-    weight_decay: float | torch.Tensor
-    momentum: float | torch.Tensor
-    one_minus_momentum: float | torch.Tensor
-    one_minus_beta2: float | torch.Tensor
-
-
-class AdamWHyper(NamedTuple):
-    lr: float | torch.Tensor
-    lr_times_decay: float | torch.Tensor
-    one_minus_beta1: float | torch.Tensor
-    one_minus_beta2: float | torch.Tensor
-    eps: float | torch.Tensor
+MuonHyper = namedtuple("MuonHyper", "lr weight_decay momentum one_minus_momentum one_minus_beta2")
+AdamWHyper = namedtuple("AdamWHyper", "lr lr_times_decay one_minus_beta1 one_minus_beta2 eps")
 
 
 def hyper_of(group):
-    """A param group's hyperparameters as Python floats, since float32 would lose digits of 1 - beta.
-    ValueError for invalid values, which a schedule may have written.
+    """The MuonHyper or AdamWHyper of a param group. 1 - beta is computed here, because float32 would lose
+    digits. ValueError for invalid values, which a schedule may have written.
     """
     try:
         check_values(group)
