@@ -67,7 +67,7 @@ import os
 import types
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -298,19 +298,18 @@ class World:
 
     process_group: object = None
     comm_dtype: torch.dtype | None = None
-    size: int = field(init=False, default=1, compare=False)
-    rank: int = field(init=False, default=0, compare=False)
 
     def __post_init__(self):
-        if self.process_group is None:
-            return
-        rank = dist.get_rank(self.process_group)
-        if rank < 0:
+        if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} is not in the process group of its optimizer")
-        object.__setattr__(self, "rank", rank)
-        object.__setattr__(self, "size", dist.get_world_size(self.process_group))
-        if self.size == 1:  # no casting, as in a single process
-            object.__setattr__(self, "comm_dtype", None)
+
+    @functools.cached_property
+    def size(self):
+        return 1 if self.process_group is None else dist.get_world_size(self.process_group)
+
+    @functools.cached_property
+    def rank(self):
+        return 0 if self.process_group is None else dist.get_rank(self.process_group)
 
     @classmethod
     def default(cls, comm_dtype=None):
@@ -333,8 +332,10 @@ class World:
 
     def wire_dtype(self, dtype):
         """The dtype in which gradients of this dtype are averaged: comm_dtype, or else their own; but float32
-        for float16, whose sum may overflow before gloo divides it.
+        for float16, whose sum may overflow before gloo divides it. A world of one casts nothing.
         """
+        if self.size == 1:
+            return dtype
         return self.comm_dtype or (torch.float32 if dtype == torch.float16 else dtype)
 
     def start(self, received, collective, *arguments, sent=None, **options):
