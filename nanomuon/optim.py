@@ -432,9 +432,9 @@ def as_batch(matrices):
     return matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(matrices)
 
 
-def write(matrices, tensors):
-    """Copy matrices into tensors with the same number of elements."""
-    views = [matrix.view(tensor.shape) for matrix, tensor in zip(matrices, tensors, strict=True)]
+def write(values, tensors):
+    """Copy values into tensors of other shapes, but the same numbers of elements."""
+    views = [value.view(tensor.shape) for value, tensor in zip(values, tensors, strict=True)]
     torch._foreach_copy_(tensors, views)
 
 
@@ -575,20 +575,20 @@ class SmallParameters(WorkItem):
 
     def __init__(self, params, group, world):
         self.params, self.group, self.world, self.dtype = params, group, world, state_dtype(params[0])
-        shards = [local(param) for param in params]
-        self.sizes, device = [shard.numel() for shard in shards], shards[0].device
+        shards, device = [local(param) for param in params], params[0].device
+        self.sizes = [shard.numel() for shard in shards]
         self.steps = torch.zeros(len(shards), dtype=torch.float32, device=device)
         self.exp_avg = torch.zeros(sum(self.sizes), dtype=self.dtype, device=device)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         sizes = torch.tensor(self.sizes, device="cpu")
         self.param_of_element = torch.repeat_interleave(sizes).to(device)
+        exp_avgs, exp_avg_sqs = self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes)
         self.places = {}
-        moments = self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes)
-        for param, shard, step, exp_avg, exp_avg_sq in zip(params, shards, self.steps, *moments, strict=True):
+        for i, (param, shard) in enumerate(zip(params, shards, strict=True)):
             self.places[param] = {
-                "step": Place(step),
-                "exp_avg": like_param(param, exp_avg.view_as(shard)),
-                "exp_avg_sq": like_param(param, exp_avg_sq.view_as(shard)),
+                "step": Place(self.steps[i]),
+                "exp_avg": like_param(param, exp_avgs[i].view_as(shard)),
+                "exp_avg_sq": like_param(param, exp_avg_sqs[i].view_as(shard)),
             }
 
     def collect(self, ok, hyper):
@@ -596,13 +596,13 @@ class SmallParameters(WorkItem):
         return self.world.all_reduce(grads.to(self.world.wire_dtype(grads.dtype)))
 
     def compute(self, grads, ok, hyper):
+        self.steps += ok
+        step_of_element = self.steps[self.param_of_element].to(self.dtype)
+        ok_of_element = ok[self.param_of_element].to(self.dtype)
         shards = [local(param) for param in self.params]
         params = torch.cat([shard.flatten() for shard in shards])
-        self.steps += ok
-        step, ok = torch.stack([self.steps, ok])[:, self.param_of_element].to(self.dtype)  # one per element
-        adamw_update(params, grads, self.exp_avg, self.exp_avg_sq, step, ok, hyper)
-        new = params.split(self.sizes)
-        torch._foreach_copy_(shards, [part.view_as(shard) for part, shard in zip(new, shards, strict=True)])
+        adamw_update(params, grads, self.exp_avg, self.exp_avg_sq, step_of_element, ok_of_element, hyper)
+        write(params.split(self.sizes), shards)
 
 
 class Matrices:
