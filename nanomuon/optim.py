@@ -114,7 +114,8 @@ def kernel(function):
 
     @functools.wraps(function)
     def call(*tensors, **options):
-        first, inside_a_kernel = tensors[0], torch.compiler.is_compiling()
+        first = tensors[0]
+        inside_a_kernel = torch.compiler.is_compiling()
         if inside_a_kernel or not compile_kernels.get() or first.numel() < COMPILE_FROM:
             return function(*tensors, **options)
         return compiled(function, first.shape, first.dtype, *options.items())(*tensors, **options)
@@ -125,7 +126,8 @@ def kernel(function):
 @functools.cache
 def compiled(function, *key):
     """A copy of the function for each key, because Dynamo compiles a code object at most eight times."""
-    code, name = function.__code__.replace(), function.__name__
+    code = function.__code__.replace()
+    name = function.__name__
     copy = types.FunctionType(code, function.__globals__, name, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     logging.getLogger("nanomuon").info("compiling %s: this step takes a while", name)
@@ -364,8 +366,9 @@ class World:
 
     def all_to_all(self, tensor, send_sizes, receive_sizes):
         """tensor: flat, send_sizes[r] elements for rank r. Receives receive_sizes[r] from each r, flat."""
-        received, collective = tensor.new_empty(sum(receive_sizes)), dist.all_to_all_single
-        return self.start(received, collective, received, tensor, receive_sizes, send_sizes, sent=tensor)
+        received = tensor.new_empty(sum(receive_sizes))
+        arguments = received, tensor, receive_sizes, send_sizes
+        return self.start(received, dist.all_to_all_single, *arguments, sent=tensor)
 
     def reduce(self, tensor, owner):
         """Receives the same tensor: averaged on its owner, undefined elsewhere."""
@@ -472,8 +475,10 @@ def rule_of(group, m, n, ns_dtype):
     scale, cost = update_scale(group["scale"], m, n), m * n * min(m, n)
     direction = group["direction"]
     if direction is not None:
-        function = getattr(direction, "func", direction)  # of a functools.partial
-        buffers = getattr(direction, "buffers", getattr(function, "buffers", lambda m, n: {}))(m, n)
+        declares = direction
+        if isinstance(direction, functools.partial) and not hasattr(direction, "buffers"):
+            declares = direction.func
+        buffers = declares.buffers(m, n) if hasattr(declares, "buffers") else {}
         if "momentum_buffer" in buffers:
             raise ValueError("a direction's own buffer cannot be called momentum_buffer")
         return Rule(call_direction, {"direction": direction}, (m, n), buffers, scale, cost)
@@ -486,7 +491,8 @@ def rule_of(group, m, n, ns_dtype):
 
 def call_direction(U, buffers, ok, hyper, *, direction):
     """Call a user's direction. The dict of buffers is read-only: a tensor put into it would be lost."""
-    name, returned = option_name(direction), direction(U, types.MappingProxyType(buffers), ok, hyper)
+    name = option_name(direction)
+    returned = direction(U, types.MappingProxyType(buffers), ok, hyper)
     if not isinstance(returned, tuple) or len(returned) != 2 or not all(map(torch.is_tensor, returned)):
         raise ValueError(f"{name} must return (X, gain), a tuple of two tensors")
     X, gain = returned
@@ -656,7 +662,8 @@ class Bank(Matrices, WorkItem):
     def __init__(self, params, group, rule, owners, world):
         super().__init__(params, group, rule, owners, world, owners.count(world.rank))
         self.one_by_one = 2 * len(owners) < world.size  # reduce and broadcast, without padding
-        self.slots, self.slot_count = list(range(len(owners))), len(owners)
+        self.slots = list(range(len(owners)))
+        self.slot_count = len(owners)
         if not self.one_by_one:
             each = -(-len(owners) // world.size)
             # The owner's first slot, plus the matrix's position among the owner's matrices
@@ -978,16 +985,17 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
             from nanomuon import optim_fsdp  # an extension, imported only if needed
 
             items += optim_fsdp.plan_sharded(self, group, sharded)
-        for key in sorted(banks, key=lambda key: -math.prod(key[0])):
-            params_together, rule = banks[key], rule_of(group, *key[0], self.ns_dtype)
-            if params_together[0].ndim == 3:  # blocks of matrices, like DTensor's Shard(0), as is its state
-                count = len(params_together[0])
+        largest_first = sorted(banks.values(), key=lambda bank: -math.prod(matrix_shape(bank[0])))
+        for bank in largest_first:
+            rule = rule_of(group, *matrix_shape(bank[0]), self.ns_dtype)
+            if bank[0].ndim == 3:  # blocks of matrices, like DTensor's Shard(0), as is its state
+                count = len(bank[0])
                 each = -(-count // self.world.size)
                 owners = [i // each for i in range(count)]
             else:
                 owned_cost = self.owned_cost.setdefault(self.world, [0] * self.world.size)
-                owners = assign_owners(len(params_together), rule.cost, owned_cost)
-            items.append(Bank(params_together, group, rule, owners, self.world))
+                owners = assign_owners(len(bank), rule.cost, owned_cost)
+            items.append(Bank(bank, group, rule, owners, self.world))
         return items
 
 
