@@ -4,7 +4,11 @@
     adamw = dict(kind="adamw", params=[...], lr=3e-4, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
     optimizer = DistMuonAdamW([muon, adamw])  # under torchrun; in one process MuonAdamW([muon, adamw])
 
-The parameters are divided into work items, and `MuonAdamW.step` takes them through these phases:
+Each rank has all replicated parameters, and gradients from its own rows of the batch. Each matrix has an
+owner: the only rank that receives its mean gradient, has its state and updates it (ZeRO-2, although the local
+`p.grad` stays whole). Large AdamW parameters are divided by rows in the same way; small ones are updated by
+every rank. Parameters that are updated together are a work item. `MuonAdamW.step` takes all work items
+through these phases:
 
     agree     one small all_reduce: which parameters have a gradient on some rank? Is every gradient finite?
     collect   send the gradients to the ranks that need them
@@ -12,13 +16,7 @@ The parameters are divided into work items, and `MuonAdamW.step` takes them thro
     send      send the updated parameters
     deliver   copy what the other ranks have updated into the parameters
 
-Each rank has all replicated parameters, and gradients from its own rows of the batch. The collectives of
-`collect` average the gradients over the W ranks, by `ReduceOp.AVG` in the methods of `World`; nothing else
-does. A matrix's mean gradient and state exist only on the rank that owns the matrix (ZeRO-2, although the
-local `p.grad` stays whole). Of a bank's K matrices, a rank owns K // W consecutive ones, or one more. The K
-matrices of a 3-D parameter are divided into blocks of ceil(K/W), so the last ranks may own fewer or none.
-Each phase visits the items in one order: by kind, as in this table; within a kind by group; the banks of a
-group from the largest m * n to the smallest, its other items by their first parameter:
+The kinds of work items, with W ranks:
 
     work item         parameters                  collect          send         state on one rank
     Bank              K matrices of one group     reduce_scatter   all_gather   for at most ceil(K/W) matrices
@@ -32,31 +30,21 @@ group from the largest m * n to the smallest, its other items by their first par
     Pipeline          matrices under FSDP2, whose gradients are final: `collect` updates the momentum of a
                       first chunk of matrices and sends it by Nesterov's formula; see optim_fsdp.py
 
-    work item         temporary memory during a step
-    Bank              its gradients as one stack, in `World.wire_dtype`, padded to a multiple of W; the 1/W of
-                      it that this rank receives; later its updated matrices as one stack, padded too
-                      ... if 2K < W: K gradients, reduced in place, on every rank until `compute` returns;
-                      later K updated matrices
-    Rows              the 1/W of the gradient that this rank receives. If W does not divide R, padded copies
-                      of the gradient and later of the parameter. If it is cast, a copy of the gradient
-    SmallParameters   the gradients as one vector; inside `compute` also the parameters, and the step count
-                      and `ok` of every element
-    every item        zeros for each gradient that is None
-
-What a rank sends is freed once `step` has waited for the transfer, what it receives when `compute` returns,
-and updated matrices and rows when `deliver` returns. The peak is after the last `collect`: besides `p.grad`,
-memory then holds the padded gradients of all items, and the 1/W of them that this rank receives. After that,
-results replace gradients, item by item; before the first `deliver` memory holds all updated matrices.
-Temporaries come on top: about four times BATCH_BYTES for a batch of matrices, a few times this rank's rows
-for a large AdamW parameter. Per step each rank sends (W-1)/W times the bytes of the gradients and as much of
-the parameters, plus padding. A single process sends nothing and runs the same math.
+The collectives of `collect` average the gradients over the ranks, by `ReduceOp.AVG` in the methods of
+`World`; nothing else does. Of a bank's K matrices, a rank owns K // W consecutive ones, or one more. The K
+matrices of a 3-D parameter are divided into blocks of ceil(K/W), so the last ranks may own fewer or none.
+Each phase visits the items in one order: by kind, as in this table; within a kind by group; the banks of a
+group from the largest m * n to the smallest, its other items by their first parameter. Per step each rank
+sends (W-1)/W times the bytes of the gradients and as much of the parameters, plus padding. A single process
+sends nothing and runs the same math.
 
 This file contains, in order: the kernels; the hyperparameters; the ranks and their collectives; parameters
 and gradients; the rule for the direction of a Muon update; the work items; the owners; the optimizers.
 `optim_groups.py` checks the param groups, and `optim_state.py` saves and loads state. `plan_muon` and
 `rule_of` import extensions only for the parameters that need them: `optim_fsdp.py` (FSDP2 and, with
 `optim_tp.py`, tensor parallelism) and `optim_fused.py` (matrices with `split`). docs/optimizer.md is the
-companion page to this file; it also shows how to add your own rule.
+companion page to this file; it has the update of one matrix in plain PyTorch, draws a step on four ranks,
+lists the memory that a step takes, and shows how to add your own rule.
 """
 
 import contextvars

@@ -64,7 +64,7 @@ def test_bytes_of_the_rank_that_holds_the_most_are_planned_within_a_twentieth(co
 
 
 def test_planned_buffers_of_ranks_hold_the_transfers_of_a_step():
-    """(1 + 1/W) times the gradients, as the docstring of optim.py says, if there are few activations."""
+    """(1 + 1/W) times the gradients, as docs/optimizer.md says, if there are few activations."""
     config = GPTConfig.from_depth(24, 4096, 16)
     one, two = (plan.memory_by_kind(config, Layout(ranks), 1, 2) for ranks in (1, 2))
     assert two["buffers"] - one["buffers"] == 1.5 * one["gradients"]
