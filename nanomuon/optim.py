@@ -413,7 +413,7 @@ def bank_key(param):
 
 def as_matrices(tensors):
     """Each tensor viewed as a matrix, or copied: a channels_last convolution has no such view."""
-    return [tensor.reshape(matrix_shape(tensor)) for tensor in tensors]
+    return [tensor.flatten(1) for tensor in tensors]
 
 
 def as_batch(matrices):
@@ -624,7 +624,7 @@ class Matrices:
             self.places[param] = {name: self.place(i, name, each) for name, each in self.buffers.items()}
 
     def tensors(self, of):
-        """of(param) for every parameter, where `of` is `local` or `gradient`; 3-D ones become matrices."""
+        """`tensors(local)` or `tensors(gradient)`: one per matrix, so a 3-D parameter has several."""
         tensors = []
         for param in self.params:
             tensor = of(param)
