@@ -90,7 +90,8 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # finite. The gradient then counts as 0, and every rate is multiplied by 0. That is not enough, since 0 times
 # infinity is NaN, so torch.where keeps the old parameter. `hyper` has a group's hyperparameters as 0-D
 # tensors, so a new value triggers no recompilation; options (nesterov, cautious) are Python values, and each
-# combination is compiled once. All arithmetic except Newton-Schulz is in the dtype of the state.
+# combination is compiled once. All arithmetic except Newton-Schulz is in the dtype of the state, which Muon's
+# `ok` has too.
 
 compile_kernels = contextvars.ContextVar("compile_kernels", default=False)  # each step sets it
 
@@ -556,7 +557,7 @@ class Rows(WorkItem):
     def deliver(self, rows):
         """rows: all rows of the parameter, plus padding."""
         param = local(self.params[0])
-        if rows is not param:  # which all_gather fills itself, unless it was padded or not contiguous
+        if rows is not param:  # all_gather filled the parameter itself, unless `send` padded or copied it
             param.copy_(rows[: len(param)])
 
 
@@ -753,11 +754,12 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     `beta2=None`: no second moment. `momentum=None`: U is the gradient, for rules with their own momentum.
     `ns_steps=None`: as many as the coefficient set has. Saved state is keyed by `names`, a list parallel to
     params, or by the names in params, if these are (name, parameter) pairs; default group{i}.{j}. Other keys
-    are yours to use. Rates, momenta,
-    betas, eps and decays may change at any time, if they change identically on all ranks. Once the optimizer
-    has planned (at the first step, or when state is loaded or requested by name), parameters and other
-    options may not change, nor may a momentum or beta2 become None or stop being None.
-    ValueError at construction for misspelled or missing keys, and at the first step for unsupported sharding.
+    are yours to use. ValueError at construction for misspelled or missing keys, and at the first step for
+    unsupported sharding.
+
+    Rates, momenta, betas, eps and decays may change at any time, if they change identically on all ranks.
+    Once the optimizer has planned (at the first step, or when state is loaded or requested by name),
+    parameters and other options may not change, nor may a momentum or beta2 become None or stop being None.
 
     ns_dtype: the dtype of Newton-Schulz. None: half precision on GPUs, float32 on CPUs. With torch.bfloat16
     GPUs use float16 in the Gram form; it is about twice as fast as float32 on CPUs that multiply it natively,
@@ -776,11 +778,11 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         check_choice("compile", compile, (True, False, "auto"))
         self.compile, self.ns_dtype, self.world = compile, ns_dtype, world or World()
         self.reset_plan()
-        self.skipped_steps = None
+        self.skipped_steps = None  # so that add_param_group, which torch calls, leaves the checks to us
         super().__init__(param_groups, {})
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.check_and_broadcast(self.param_groups)
-        # Schedulers look in the defaults for what they may cycle: OneCycleLR writes group["momentum"]
+        # OneCycleLR and CyclicLR cycle group["momentum"] only if the defaults have one, and else refuse
         if all(group.get("momentum", 0) is not None for group in self.param_groups):
             self.defaults["momentum"] = 0.95
 
