@@ -102,7 +102,7 @@ def sharding_of(param, group, comm_dtype, ns_dtype):
         if batch and placement.dim == 0:
             continue  # every rank has some of the experts, whole
         cut_dim, world = placement.dim + 1 - batch, World(mesh.get_group(axis), comm_dtype)
-        possible = cut_dim in ((1, 2) if param.ndim < 4 else (1,))  # a convolution is (out, rest)
+        possible = cut_dim == 1 or param.ndim < 4  # a convolution is a matrix (out, rest)
         if is_tensor_parallel(mesh, axis):
             # FSDP2 after tensor parallelism makes a _StridedShard, which is not a Shard
             if dim == cut_dim and sum(isinstance(each, Shard) for each in param.placements) > 1:
@@ -217,17 +217,18 @@ class Chunk(OfShards, Matrices):
     """K matrices that go through the pipeline together, of which this rank owns k.
 
     A shard consists of lines of its matrix: rows, or columns if `dim` is 2. U and the directions are sent
-    line by line: (matrices, lines, length of a line).
+    line by line: (matrices, lines, length of a line). transpose(1, dim) turns matrices into lines, and back.
     """
 
     def __init__(self, params, group, sharding, owners):
         self.sharding, self.dim = sharding, sharding.dim
         super().__init__(params, group, sharding.rule, owners, sharding.data_parallel, len(params))
+        m, n = sharding.held
+        lines, self.line_length = (m, n) if self.dim == 1 else (n, m)
         ranks = range(self.world.size)
         self.counts = [owners.count(rank) for rank in ranks]  # of matrices that each rank owns
-        spans = [self.world.span(sharding.held[self.dim - 1], rank) for rank in ranks]
+        spans = [self.world.span(lines, rank) for rank in ranks]
         self.lines = [hi - lo for lo, hi in spans]  # of a matrix, on each rank
-        self.line_length = sharding.held[2 - self.dim]  # the dimension that is not cut
         self.wire_dtype = self.world.comm_dtype or gradient_dtype(params[0])
         self.rule_buffers = {name: self.buffers[name] for name in self.rule.buffers}  # (K, *shape) each
         if self.dim == 1 and self.scale.ndim:  # one per row
@@ -279,8 +280,9 @@ class Chunk(OfShards, Matrices):
         for buffer, values in zip(self.rule_buffers.values(), state, strict=True):
             buffer.copy_(values.view(buffer.shape))
         X = X.view(len(self.params), -1, self.line_length).transpose(1, self.dim)
-        tensors, one = self.tensors(local), ok.new_ones(1, 1, 1)
+        tensors = self.tensors(local)
         P = torch.stack(as_matrices(tensors))
+        one = ok.new_ones(1, 1, 1)  # X includes its gain
         muon_update(P, X, one, self.scale, ok, hyper, cautious=self.cautious)
         write(P.unbind(), tensors)
 
