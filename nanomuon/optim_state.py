@@ -199,16 +199,16 @@ class SavedByName:
         state of parameters that no group has. strict=False: missing state is left unchanged; returns its
         [(name, key)].
         """
-        compared = []
+        found = missing = restored = None
 
-        def compare():
-            compared.append(self.compare(state_dict, hyperparameters, strict))
+        def compare():  # returns nothing, since `together` sends what its function returns
+            nonlocal found, missing, restored
+            found, missing, restored = self.compare(state_dict, hyperparameters, strict)
 
         if self.world.process_group is None:
             compare()
         else:
             together(compare, self.world.process_group)
-        ((found, missing, restored),) = compared
         zero = torch.zeros((), device="cpu")  # of state that was saved before the first step
         shards = [(place, zero if saved is None else place.shard_of(saved)) for place, saved in found]
         for place, shard in shards:
