@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanomuon.runtime import InputError, base_dir, discard, is_first_rank, printable, write_text
+from nanomuon.runtime import InputError, base_dir, discard, printable, rank, write_text
 
 BUG = 1  # exit code of an error that the user did not cause
 STOPPED = 75  # exit code of a run that was asked to stop early: EX_TEMPFAIL of sysexits.h, try again
@@ -199,7 +199,7 @@ class StopSignals:
             is_first = False
 
     def _say(self, message):
-        if is_first_rank():
+        if rank() == 0:
             try:  # print() fails in a handler that has interrupted a print()
                 os.write(1, f"{message}\n".encode())
             except OSError:  # the terminal, whose end sent the signal
@@ -210,7 +210,7 @@ class StopSignals:
         message = f"stopped {how}; {self.command} carries on"
         self._say(message)
         with contextlib.suppress(OSError):  # if the disk is full, the exit code must do
-            if is_first_rank():
+            if rank() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_text(self.folder / "stopped", f"{message}\n")
         return STOPPED

@@ -204,16 +204,11 @@ def printable(text: str) -> str:
     return _NOT_SHOWN.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
-def is_first_rank() -> bool:
-    """Whether this is rank 0; works before the process group exists."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def print0(text, **keywords) -> None:
     """print() on the first rank only, with the text passed through printable(). Once the terminal or the
     reader of a pipe is gone, it prints nothing more: a run must not end with them.
     """
-    if is_first_rank():
+    if rank() == 0:
         try:
             print(printable(str(text)), flush=True, **keywords)
         except OSError:
@@ -245,8 +240,8 @@ def together(work, group=None) -> list:
 
 
 def rank() -> int:
-    """This process's number in the process group; 0 without one."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    """This process's number in the process group; before there is one, the number that torchrun gave it."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def on_first_rank(work, group=None):
