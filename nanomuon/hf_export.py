@@ -45,8 +45,8 @@ prompt = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```
 
-`trust_remote_code=True` runs the Python files in this folder, {code}: read them first, they are short. All
-other files are JSON, text and safetensors, which run no code. Tested with transformers 5.24.
+`trust_remote_code=True` runs the Python files in this folder: read them first, they are short. All other
+files are JSON, text and safetensors, which run no code. Tested with transformers 5.24.
 
 The tokenizer puts `<|bos|>` before a text, as before every document in training; `add_special_tokens=False`
 leaves it out. Text that looks like `<|bos|>` is encoded as ordinary text.
@@ -96,7 +96,9 @@ def export(folder: Path, model: GPT, tokenizer: Tokenizer, dtype: str = "float32
     write_json(folder / "tokenizer_config.json", tokenizer_config(model.config))
     for file in with_relative_imports(MODEL_FILE):
         write_text(folder / file.name, file.read_text())
-    write_text(folder / "README.md", model_card(folder.resolve().name, model))
+    parameters = sum(p.numel() for p in model.parameters())
+    # Model hubs show it as the model's page
+    write_text(folder / "README.md", CARD.format(name=folder.resolve().name, parameters=parameters))
 
 
 def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -114,13 +116,6 @@ def write_weights(folder: Path, model: torch.nn.Module, dtype: torch.dtype) -> N
             file.write(save(weights, {"format": "pt"}))
 
     on_first_rank(write)
-
-
-def model_card(name: str, model: GPT) -> str:
-    """The README.md, which model hubs show as the model's page."""
-    parameters = sum(p.numel() for p in model.parameters())
-    code = [f"`{file.name}`" for file in with_relative_imports(MODEL_FILE)]
-    return CARD.format(name=name, parameters=parameters, code=", ".join(code))
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict:
