@@ -206,12 +206,11 @@ def choose_compilation(args: argparse.Namespace, plan: Plan, runtime: Runtime) -
     """
     if args.no_compile or not compile_enabled():
         return False
-    on_cpu = runtime.device.type == "cpu"
     if not compiling_pays(runtime.device, plan.tokens):
         print0(f"running eagerly: compiling does not pay off for fewer than {FEWEST_COMPILED:,} tokens")
         return False
     compiler = os.environ.get("CXX", "g++")
-    if on_cpu and not shutil.which(compiler):
+    if runtime.device.type == "cpu" and not shutil.which(compiler):
         print0(f"no C++ compiler {compiler}: running eagerly, which is slower")
         return False
     return True
@@ -219,7 +218,7 @@ def choose_compilation(args: argparse.Namespace, plan: Plan, runtime: Runtime) -
 
 def compiling_pays(device: torch.device, tokens: int) -> bool:
     """Whether to compile a run of this many tokens. NANOMUON_COMPILE decides if it is set."""
-    return device.type != "cpu" or tokens >= FEWEST_COMPILED or "NANOMUON_COMPILE" in os.environ
+    return compile_enabled(default=device.type != "cpu" or tokens >= FEWEST_COMPILED)
 
 
 def print_plan(plan: Plan, runtime: Runtime) -> None:

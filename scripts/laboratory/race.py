@@ -24,7 +24,7 @@ from nanomuon.parallel import compile_model
 from nanomuon.plan import compiling_pays
 from nanomuon.recipe import switch
 from nanomuon.run import bits_per_byte
-from nanomuon.runtime import InputError, compile_enabled, start
+from nanomuon.runtime import InputError, start
 from nanomuon.settings import refuse_changes
 from scripts.base_train import set_hyperparameters, training_step
 from scripts.laboratory.contenders import Contender
@@ -50,7 +50,7 @@ def train(setup, place, text, seed):
     model, initial = contender.initial_model(setup, device, seed)
     use_flash_attention(device, model.compute_dtype)
     optimizer, built = contender.prepare(model, setup)
-    compiles = compile_enabled() and compiling_pays(device, steps * batch_of(setup))
+    compiles = compiling_pays(device, steps * batch_of(setup))
     forward = compile_model(model, None) if compiles else model
     training, validation, token_bytes = open_data(setup, place, seed, device)
     part = validation[:: max(1, len(validation) // setup["eval_batches"])]
