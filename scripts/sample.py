@@ -16,13 +16,7 @@ import contextlib
 import sys
 import time
 
-from nanomuon.command import (
-    ArgumentParser,
-    add_run_arguments,
-    count,
-    number,
-    run_command,
-)
+from nanomuon.command import ArgumentParser, add_run_arguments, amount, count, number, run_command, seed
 from nanomuon.generate import Sample, continue_samples
 from nanomuon.gpt import GPT
 from nanomuon.runtime import InputError, printable, start
@@ -68,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--temperature",
-        type=number(float, 0, 1e30),
+        type=amount,
         default=0.8,
         help="0: always the most likely token (default: %(default)s)",
     )
@@ -91,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--seed",
-        type=number(int, 0, 1 << 62),
+        type=seed,
         default=0,
         help="seed of the first sample; each later one adds 1 (default: %(default)s)",
     )
@@ -113,16 +107,18 @@ def converse(model: GPT, tokenizer: Tokenizer, args: argparse.Namespace) -> None
     print(
         "each line begins a document; after an empty line the model begins it; Ctrl-D ends", file=sys.stderr
     )
-    seed = args.seed
+    first_seed = args.seed
     try:
         while True:
-            write(model, tokenizer, [input("> ")], seed, args)
-            seed += args.samples
+            write(model, tokenizer, [input("> ")], first_seed, args)
+            first_seed += args.samples
     except (EOFError, KeyboardInterrupt):
         print()
 
 
-def write(model: GPT, tokenizer: Tokenizer, prompts: list[str], seed: int, args: argparse.Namespace) -> None:
+def write(
+    model: GPT, tokenizer: Tokenizer, prompts: list[str], first_seed: int, args: argparse.Namespace
+) -> None:
     """Print --samples continuations of each prompt, one after the other, and then the speed.
 
     They grow as a batch: the first is printed while it grows, and the others grow along with it.
@@ -130,7 +126,7 @@ def write(model: GPT, tokenizer: Tokenizer, prompts: list[str], seed: int, args:
     samples = []
     for prompt in prompts:
         for _ in range(args.samples):
-            samples.append(Sample(tokenizer, prompt, seed + len(samples), args.stop))
+            samples.append(Sample(tokenizer, prompt, first_seed + len(samples), args.stop))
     tokens_before = sum(len(sample.tokens) for sample in samples)
     began = time.perf_counter()
     steps = continue_samples(model, samples, args.max_tokens, args.temperature, args.top_k, args.top_p)
