@@ -19,12 +19,10 @@ if __name__ == "__main__":
 
     scripts.begin()
 
-import json
 import os
 import statistics
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -201,16 +199,16 @@ def report(times):
 
 
 def distributed(args, runtime):
+    result = torch.multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_main, (args, runtime, folder), nprocs=args.world)
-        times = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(args.world)]
-    slowest = [max(of_a_round) for of_a_round in zip(*times, strict=True)]
-    median = statistics.median(slowest)
+        torch.multiprocessing.spawn(rank_main, (args, runtime, folder, result), nprocs=args.world)
+    median = result.get()
     print(f"depth {args.depth}, {args.world} ranks, DistMuonAdamW: {median:.1f} ms per step (slowest rank)")
     return {"world": args.world, "milliseconds": median}
 
 
-def rank_main(rank, args, runtime, folder):
+def rank_main(rank, args, runtime, folder, result):
+    """Time the steps of a rank. The first one puts the median milliseconds of the slowest rank in result."""
     backend = "nccl" if args.device == "cuda" else "gloo"
     if args.device == "cuda":
         torch.cuda.set_device(rank)
@@ -224,7 +222,10 @@ def rank_main(rank, args, runtime, folder):
     for _ in range(1 + args.rounds):
         dist.barrier()
         times.append(timed(optimizer.step, args.device))
-    Path(folder, f"{rank}.json").write_text(json.dumps(times[1:]))
+    slowest = torch.tensor(times[1:], device=args.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    if rank == 0:
+        result.put(statistics.median(slowest.tolist()))
     dist.destroy_process_group()
     os._exit(0)  # gloo's threads outlive their group, and sometimes abort a normal exit (docs/log.md)
 
