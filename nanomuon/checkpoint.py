@@ -13,7 +13,6 @@ finished, so what a killed process leaves behind is never taken for a checkpoint
 import os
 import re
 import shutil
-import stat
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -155,8 +154,10 @@ def _find(run_dir: Path, resume: str) -> Path | None:
     for name in reversed(names):
         try:
             return _whole(run_dir / "checkpoints" / name)
-        except Unreadable:
-            raise
+        except OSError as error:  # it may be whole: if it were skipped, it would be removed
+            raise InputError(
+                f"{error}: make it readable, or choose another checkpoint: --resume step_N"
+            ) from error
         except InputError as error:
             damage = error
             print0(f"warning: checkpoint {name} is damaged and not used: {error}")
@@ -165,22 +166,11 @@ def _find(run_dir: Path, resume: str) -> Path | None:
     return None
 
 
-class Unreadable(InputError):
-    """A checkpoint that may be whole, but cannot be opened. It is not skipped, so it will not be removed."""
-
-
 def _check_file(file: Path):
-    """InputError if there is no such file, Unreadable if it cannot be opened."""
-    try:
-        if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe would wait forever
-            raise InputError(f"{file} is not a file")
-        file.open("rb").close()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise InputError(str(error)) from error
-    except OSError as error:
-        raise Unreadable(
-            f"{error}: make it readable, or choose another checkpoint: --resume step_N"
-        ) from error
+    """InputError if there is no such file, OSError if it cannot be opened."""
+    if not file.is_file():  # but, say, a pipe: opening it would wait forever
+        raise InputError(f"{file} is missing, or not a file")
+    file.open("rb").close()
 
 
 def _whole(path: Path) -> Path:
