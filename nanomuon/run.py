@@ -51,7 +51,6 @@ from nanomuon.settings import Settings, flag_of, recorded, refuse_changes, refus
 from nanomuon.tokenizer import Tokenizer
 from nanomuon.trained import model_sources, warn_of_changed_sources
 
-COMM_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}  # for the optimizer
 MOST_PASSES = 3  # over the text; after that the validation loss rises again (docs/data.md)
 PROMPTS = {"python": ["import os\n", "def main():\n", "class Stack:\n", "    for i in range("]}
 
@@ -466,7 +465,7 @@ def build_optimizer(args, model, plan, runtime, compiles) -> tuple[torch.optim.O
             "has recorded it starts over with --resume never)"
         )
     settings = {"ns_dtype": runtime.compute_dtype, "compile": compiles}
-    if runtime.world_size > 1:
-        settings["comm_dtype"] = COMM_DTYPES[args.comm_dtype]
+    if runtime.world_size > 1 and args.comm_dtype != "auto":
+        settings["comm_dtype"] = getattr(torch, args.comm_dtype)
     optimizer = recipe.make_optimizer(build, model, plan.batch, plan.steps, runtime.world_size, **settings)
     return optimizer, schedule
