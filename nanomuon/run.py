@@ -217,7 +217,7 @@ class Run:
 
     def _announce(self, settings):
         """Print what is about to be trained, where, and on how much text."""
-        before = settings and (settings.steps or settings.options.get("num_iterations"))
+        before = settings and settings.steps
         if before and before != self.plan.steps:
             print0(f"length     {self.plan.steps} steps, {before} before: the rates follow the new length")
         print_plan(self.plan, self.runtime)
