@@ -13,13 +13,12 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
 from nanomuon import report as run_report
 from nanomuon.attention import use_flash_attention
-from nanomuon.gpt import GPTConfig
 from nanomuon.parallel import compile_model
 from nanomuon.plan import compiling_pays
 from nanomuon.recipe import switch
@@ -32,7 +31,6 @@ from scripts.laboratory.report import score
 from scripts.laboratory.tasks import as_text, batch_of, open_data
 
 DIGITS = 6  # of a loss in the file
-MODEL_DEFAULTS = {each.name: each.default for each in fields(GPTConfig) if each.default is not MISSING}
 FIRST_TUNING_SEED = 1000  # seeds that select the rates must not judge them
 LENGTHS = (0.25, 0.5, 1.0)  # of trials in a sweep, relative to the race; each gets a third of the budget
 REPORT_EVERY_S = 120  # that a long run prints its progress
@@ -134,8 +132,6 @@ class Race:
             return
         before, self.runs = read_results(file)
         os.truncate(file, file.read_bytes().rindex(b"\n") + 1)
-        if isinstance(before.get("model"), dict):  # a field that was added later had its default
-            before["model"] = {**MODEL_DEFAULTS, **before["model"]}
         refuse_changes(f"race {file} was run with", before, setup, "choose another --name")
 
     def append(self, line):
