@@ -280,7 +280,7 @@ SETUP = {
 
 def logits_of(contender, change):
     """Logits of a model whose parameters, drawn by name, change(model) has changed, and its own model."""
-    model, _ = Contender(contender).initial_model(SETUP, "cpu", 0)
+    model = Contender(contender).initial_model(SETUP, "cpu", 0)
     for name, param in model.named_parameters():
         generator = torch.Generator().manual_seed(sum(name.encode()))
         param.data = 0.3 * torch.randn(param.shape, generator=generator)
@@ -349,7 +349,7 @@ def test_a_model_from_a_file_in_any_folder_compiles(tmp_path):
         file = tmp_path / str(factor) / "squared.py"
         file.parent.mkdir()
         file.write_text(f"{SQUARED}FACTOR = {factor}\n")
-        model, _ = Contender(str(file)).initial_model(SETUP, "cpu", 0)
+        model = Contender(str(file)).initial_model(SETUP, "cpu", 0)
         with torch.no_grad():
             for param in model.parameters():
                 param.normal_()
@@ -362,7 +362,7 @@ def test_a_model_from_a_file_in_any_folder_compiles(tmp_path):
 @pytest.mark.parametrize("file", MODELS)
 def test_every_parameter_of_a_model_gets_a_gradient_and_learns(file):
     contender = Contender(f"{FOLDER / file}.py")
-    model, _ = contender.initial_model(SETUP, "cpu", 0)
+    model = contender.initial_model(SETUP, "cpu", 0)
     optimizer, _ = contender.prepare(model, SETUP)
     tokens = torch.arange(16).view(2, 8) % 24
     losses = []

@@ -77,10 +77,7 @@ class Contender:
         return model.to_empty(device=device)
 
     def initial_model(self, setup, device, seed):
-        """(its initial model, digest of the default model's initial parameters).
-
-        Parameters whose name and shape occur in the default model have its values.
-        """
+        """Its initial model. Parameters whose name and shape occur in the default model have its values."""
         default, model = Contender("default").model(setup, device), self.model(setup, device)
         default.init_weights(seed)
         model.init_weights(seed)
@@ -96,7 +93,7 @@ class Contender:
                     f"{name} of contender {self.source} starts at zero, and never learns if it is multiplied "
                     "by another zero: see its init_weights"
                 )
-        return model, digest(*(value.detach().cpu().numpy().tobytes() for value in values.values()))
+        return model
 
     def prepare(self, model, setup):
         """(optimizer, its groups as they were built) for a model."""

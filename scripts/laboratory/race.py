@@ -1,6 +1,5 @@
 """The laboratory: contenders trained on one task, with the same seeds. scripts/optim_race.py drives it."""
 
-import hashlib
 import itertools
 import json
 import math
@@ -40,19 +39,18 @@ def train(setup, place, text, seed):
     """Train the contender `text` with one seed, and return its result in JSON types.
 
     curve: pairs [step, loss on a part of the validation set]; score: the final loss on all of it, None if the
-    run diverged; step_ms and optimizer_ms: medians; initial, rows: digests of the default model's initial
-    parameters and of all rows trained on.
+    run diverged; step_ms and optimizer_ms: medians.
     """
     contender, steps, device = Contender(text), setup["steps"], start().device
     torch.manual_seed(seed)
-    model, initial = contender.initial_model(setup, device, seed)
+    model = contender.initial_model(setup, device, seed)
     use_flash_attention(device, model.compute_dtype)
     optimizer, built = contender.prepare(model, setup)
     compiles = compiling_pays(device, steps * batch_of(setup))
     forward = compile_model(model, None) if compiles else model
     training, validation, token_bytes = open_data(setup, place, seed, device)
     part = validation[:: max(1, len(validation) // setup["eval_batches"])]
-    seen, curve, step_ms, optimizer_ms = hashlib.sha256(), [], [], []
+    curve, step_ms, optimizer_ms = [], [], []
     reported = time.monotonic()
 
     def loss(batches):
@@ -69,10 +67,8 @@ def train(setup, place, text, seed):
             if time.monotonic() - reported > REPORT_EVERY_S:
                 reported = time.monotonic()
                 print(f"{text} seed {seed}: step {step}/{steps}, {curve[-1][1]} {setup['unit']}", flush=True)
-        inputs, targets = next(training)
-        seen.update(inputs.cpu().numpy())
         set_hyperparameters(optimizer, contender.schedule, built, step, steps)
-        done = training_step(model, forward, optimizer, iter([(inputs, targets)]), 1)
+        done = training_step(model, forward, optimizer, training, 1)
         step_ms.append(done.milliseconds)
         optimizer_ms.append(done.optimizer_ms)
     curve.append((steps, loss(part)))
@@ -84,8 +80,6 @@ def train(setup, place, text, seed):
         "curve": curve,
         "step_ms": round(statistics.median(step_ms), 2),
         "optimizer_ms": round(statistics.median(optimizer_ms), 2),
-        "initial": initial,
-        "rows": seen.hexdigest()[:12],
         "sha256": contender.sha256,
         "machine": run_report.machine_description(),
     }
@@ -194,7 +188,6 @@ class Race:
         found = {}
         for name, key in keys.items():
             found[name] = [self.find(name, key, seed, steps) for seed in seeds]
-        check_same_start(found)
         return found
 
     def trained(self, setup, pending):
@@ -241,15 +234,3 @@ def end_with_parent():
     """Exit with the parent. The workers of a killed parent would otherwise wait forever and hold memory."""
     multiprocessing.parent_process().join()
     os._exit(1)
-
-
-def check_same_start(results):
-    """Raise InputError unless all runs of a seed have the same initial weights and the same rows."""
-    start_of_seed = {}
-    for run in itertools.chain(*results.values()):
-        start_of_run = (run["initial"], run["rows"])
-        if start_of_seed.setdefault(run["seed"], start_of_run) != start_of_run:
-            raise InputError(
-                f"the contenders of seed {run['seed']} differ in initial weights or rows, because the code "
-                "has changed: choose another --name"
-            )
