@@ -103,12 +103,6 @@ class Row:
     all_likeliest: bool = False  # whether every scored token is the model's most likely one
 
 
-@dataclass
-class Answer:
-    mean_losses: list[float]  # per choice
-    correct: bool
-
-
 # ---- evaluation
 
 
@@ -131,7 +125,7 @@ def evaluate(
     results = {}
     for task in tasks:
         answers = answer_task(model, tokenizer, task, most_items, most_tokens, rank, ranks)
-        accuracy = sum(answer.correct for answer in answers) / len(answers)
+        accuracy = sum(answers) / len(answers)
         centered = (accuracy - task.baseline) / (1 - task.baseline)
         results[task.label] = {"accuracy": accuracy, "centered": centered, "items": len(answers)}
         print0(f"{task.label:36} {accuracy:8.4f}  {centered:8.4f}  {len(answers):5}")
@@ -155,8 +149,10 @@ def answer_task(
     most_tokens: int,
     rank: int = 0,
     ranks: int = 1,
-) -> list[Answer]:
-    """The answers to (at most `most_items` of) a task's items, in shuffled order. See evaluate()."""
+) -> list[bool]:
+    """Whether the model answers (at most `most_items` of) a task's items correctly, in shuffled order. See
+    evaluate().
+    """
     items = list(task.items)
     random.Random(1337).shuffle(items)
     items = items[:most_items]
@@ -167,12 +163,12 @@ def answer_task(
     batches = list(make_batches(rows, most_tokens))
     most_batches = max(together(lambda: len(batches)))
 
-    def answer_mine() -> dict[int, Answer]:
+    def answer_mine() -> dict[int, bool]:
         for batch in batches:
             score(model, batch)
         for _ in range(most_batches - len(batches)):  # other ranks may need this rank's shards of the model
             model(torch.zeros(1, 1, dtype=torch.int64, device=model.cos.device))
-        return {number: decide(task, items[number], rows) for number, rows in choices.items()}
+        return {number: is_correct(task, items[number], rows) for number, rows in choices.items()}
 
     # Shapes change from batch to batch: a model compiled for training would be recompiled for each one
     eager = torch.compiler.set_stance("force_eager")
@@ -250,12 +246,13 @@ def score(model: GPT, rows: list[Row]) -> None:
         row.all_likeliest = row_hits.all().item()
 
 
-def decide(task: Task, item: Item, rows: list[Row]) -> Answer:
-    losses = [row.mean_loss for row in rows]
+def is_correct(task: Task, item: Item, rows: list[Row]) -> bool:
+    """Whether the model answers an item correctly. rows: of its choices, with their results."""
     if task.kind == "language_modeling":
-        return Answer(losses, rows[0].all_likeliest)
+        return rows[0].all_likeliest
+    losses = [row.mean_loss for row in rows]
     # min() returns a NaN if it comes first, and ignores it otherwise: the published rule
-    return Answer(losses, losses.index(min(losses)) == item.gold)
+    return losses.index(min(losses)) == item.gold
 
 
 # ---- the bundle
