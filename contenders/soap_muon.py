@@ -10,32 +10,11 @@ Source: https://github.com/nikhilvyas/SOAP_MUON (betas .95 and .98; its version 
 signed roots of the entries, which is left out here); modded-nanogpt, track 3, 2026-05-04 and 2026-06-09.
 """
 
-import torch
-
+from contenders.soap import buffers_of, turn_basis
 from nanomuon import recipe
 from nanomuon.orthogonalize import orthogonalize
 
 BETA1, BETA2, EPS = 0.95, 0.98, 1e-15
-
-
-def turn_basis(Q, gram, V, first, due):
-    """Set Q (k, s, s) to eigenvectors, or do one iteration, which also sorts Q's columns and V's rows."""
-    # The first gradients leave most of the space of a long side undetermined. Without this ramp rounding
-    # would choose its basis, a different one for each number of ranks
-    ramp = torch.linspace(0, 1e-4, gram.size(1), dtype=gram.dtype, device=gram.device)
-    gram = gram + torch.diag(ramp) * gram.diagonal(dim1=1, dim2=2).mean(dim=1).view(-1, 1, 1)
-    estimates = (Q * (gram @ Q)).sum(dim=1, keepdim=True)  # (k, 1, s) eigenvalues
-    order = estimates.argsort(dim=2, descending=True)
-    moved = torch.linalg.qr(gram @ Q.gather(2, order.expand_as(Q))).Q
-    V.copy_(torch.where(due, V.gather(1, order.mT.expand_as(V)), V))
-    Q.copy_(torch.where(due, moved, Q))
-    eigenvectors = torch.linalg.eigh(gram).eigenvectors.flip(2)
-    Q.copy_(torch.where(first, eigenvectors, Q))
-
-
-def buffers_of(m, n):
-    grams = {"left_gram": (m, m), "right_gram": (n, n), "left": (m, m), "right": (n, n)}
-    return {"exp_avg": (m, n), "exp_avg_sq": (m, n), "count": (1, 1), **grams}
 
 
 def param_groups(model, *, every=10, **keywords):
