@@ -82,14 +82,13 @@ def write_report(folder, results, baseline, text, unit):
 
 def plot_race(results, baseline, unit, image):
     """Plot each contender's mean validation curve over seeds, and the differences with their intervals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure  # not pyplot, which looks for a display
 
     size = 18, max(4.5, 0.2 * len(results))
-    with matplotlib.rc_context({"text.parse_math": False}):  # a name may contain dollar signs
-        figure, (curves, forest) = pyplot.subplots(1, 2, figsize=size, layout="constrained")
+    with rc_context({"text.parse_math": False}):  # a name may contain dollar signs
+        figure = Figure(figsize=size, layout="constrained")
+        curves, forest = figure.subplots(1, 2)
         for name, runs in results.items():
             points = np.mean([np.array(run["curve"], dtype=float) for run in runs], axis=0)
             curves.plot(*points[len(points) // 4 :].T, label=name)  # without the steep start
@@ -101,4 +100,3 @@ def plot_race(results, baseline, unit, image):
         forest.axvline(0, color="gray")
         forest.set(title=f"difference from {baseline}, 95% interval", xlabel=unit)
         figure.savefig(image, dpi=120)
-        pyplot.close(figure)
