@@ -115,30 +115,28 @@ def read_results(file):
     return header["setup"], run_report.parse_lines(file, others, Result, first=2)
 
 
+def identity(run):
+    """(contender, digest of what it is, seed, steps): a race trains each once. Old runs have no digest."""
+    return run["contender"], run.get("key"), run["seed"], run["steps"]
+
+
 class Race:
     """Contenders on one task. file: where finished runs go; setup, place: see tasks; jobs: runs at a time."""
 
     def __init__(self, file, setup, place, jobs):
         self.file, self.setup, self.place, self.jobs = file, setup, place, jobs
-        self.runs = []
+        self.runs = {}  # {identity: the newest such run}
         if not file.exists():
             self.append({"setup": setup})
             return
-        before, self.runs = read_results(file)
+        before, runs = read_results(file)
+        self.runs = {identity(run): run for run in runs}
         os.truncate(file, file.read_bytes().rindex(b"\n") + 1)
         refuse_changes(f"race {file} was run with", before, setup, "choose another --name")
 
     def append(self, line):
         with open(self.file, "a", encoding="utf-8") as output:
             output.write(json.dumps(line, default=as_text) + "\n")
-
-    def find(self, contender, key, seed, steps):
-        """The newest run with these properties, or None."""
-        wanted = {"contender": contender, "key": key, "seed": seed, "steps": steps}
-        for run in reversed(self.runs):
-            if all(run.get(name) == value for name, value in wanted.items()):
-                return run
-        return None
 
     def sweep(self, contenders, budget):
         """The best trial of each contender, by successive halving (arXiv 1502.07943).
@@ -167,7 +165,7 @@ class Race:
         pending = []
         for seed in seeds:
             for name, key in keys.items():
-                if self.find(name, key, seed, steps) is None:
+                if (name, key, seed, steps) not in self.runs:
                     pending.append((name, seed))
         runs = len(keys) * len(seeds)
         if len(pending) < runs:
@@ -175,7 +173,7 @@ class Race:
         began = time.monotonic()
         for number, run in enumerate(self.trained(setup, pending), 1):
             run = {"key": keys[run["contender"]], **run}
-            self.runs.append(run)
+            self.runs[identity(run)] = run
             self.append(run)
             final = "diverged" if run["score"] is None else f"{run['score']:.4f}"
             each = (time.monotonic() - began) / max(number, self.jobs)
@@ -187,7 +185,7 @@ class Race:
             )
         found = {}
         for name, key in keys.items():
-            found[name] = [self.find(name, key, seed, steps) for seed in seeds]
+            found[name] = [self.runs[name, key, seed, steps] for seed in seeds]
         return found
 
     def trained(self, setup, pending):
