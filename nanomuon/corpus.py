@@ -328,18 +328,12 @@ def _records(path, field):
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 yield from batch.to_pylist()
     else:
-        with _open_lines(path) as lines:
+        import pyarrow as pa
+
+        compression = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
+        stream = pa.input_stream(str(path), compression=compression)  # raises an error for a truncated one
+        with io.BufferedReader(stream, 1 << 20) as lines:
             yield from lines
-
-
-def _open_lines(path):
-    if path.suffix.lower() in (".json", ".jsonl"):
-        return path.open("rb")
-    import pyarrow as pa
-
-    # This raises an error for a truncated stream
-    compression = {".gz": "gzip", ".zst": "zstd"}[path.suffix.lower()]
-    return io.BufferedReader(pa.input_stream(str(path), compression=compression), 1 << 20)
 
 
 def _text_of(record, field):
