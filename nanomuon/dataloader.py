@@ -122,7 +122,9 @@ class TrainLoader:
         self.device = device
         self.rows_per_micro_batch = world_size * device_batch_size  # per micro-batch
         self.own_rows = slice(rank * device_batch_size, (rank + 1) * device_batch_size)
-        self.manifest = read_manifest(folder)
+        state = state or {"epoch": 0, "window": 0, "row": 0}  # the next row
+        self.epoch, self.window, self.row = state["epoch"], state["window"], state["row"]
+        self._rows = self._pack()  # now, to report a damaged shard before a run is touched
         text = count_tokens(self.manifest.train)
         if text < rows_per_step * seq_len:
             raise InputError(
@@ -130,9 +132,6 @@ class TrainLoader:
                 f"fewer than one step of {rows_per_step} rows of {seq_len}: "
                 "use more text, a smaller --total-batch-size or a smaller --max-seq-len"
             )
-        state = state or {"epoch": 0, "window": 0, "row": 0}  # the next row
-        self.epoch, self.window, self.row = state["epoch"], state["window"], state["row"]
-        self._rows = self._pack()  # now, to report a damaged shard before a run is touched
 
     def state_dict(self) -> dict:
         """{epoch, window, row}: three ints, the same on every rank."""
