@@ -50,7 +50,6 @@ from nanomuon.command import (
     run_command,
     vocabulary,
 )
-from nanomuon.corpus import check_corpus
 from nanomuon.report import machine_description
 from nanomuon.runtime import InputError, base_dir, check_name, cores, locked, start, usable_gpus
 from scripts.laboratory import report
@@ -112,9 +111,7 @@ def parse_arguments(argv):
     jobs = usable_gpus() or cores()
     add("--jobs", type=count, default=jobs, help="runs at a time (default: one per GPU or core, %(default)s)")
     args = parser.parse_args(argv)
-    if args.task == "corpus":
-        check_corpus(args.corpus)
-    elif args.corpus != "python":
+    if args.task != "corpus" and args.corpus != "python":
         raise InputError(f"--corpus {args.corpus} is only for --task corpus")
     if args.text and args.task != "shakespeare":
         raise InputError(f"--text {args.text} is only for --task shakespeare")
