@@ -242,16 +242,15 @@ class GPT(nn.Module):
         self.fill_rope()
 
     def to_empty(self, **options) -> "GPT":
-        """As in PyTorch, but a parameter that two modules share, such as a tied head, is still shared."""
-        first, shared = {}, {}  # {parameter: its first name}, {other name: first name}
-        for name, param in self.named_parameters(remove_duplicate=False):
-            if first.setdefault(param, name) != name:
-                shared[name] = first[param]
-        super().to_empty(**options)
-        for name, source in shared.items():
-            module, _, own_name = name.rpartition(".")
-            setattr(self.get_submodule(module), own_name, self.get_parameter(source))
-        return self
+        """As in PyTorch, but a parameter that two modules share, such as a tied head, is still shared: its
+        tensor is swapped, while PyTorch's default makes a new parameter for each module.
+        """
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return super().to_empty(**options)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
 
     def fill_rope(self) -> None:
         positions = torch.arange(self.config.seq_len, dtype=torch.float32, device=self.cos.device)
