@@ -27,7 +27,6 @@ class KVCache:
         self.places = torch.arange(len(starts), device=self.device)[:, None], self.queries
         self.lengths = [length + T for length in self.lengths]
         self.end = max(self.lengths)
-        self.masks = {}  # by window
         return self.queries
 
     def attend(
@@ -42,13 +41,8 @@ class KVCache:
         if q.size(1) == self.end:  # nothing came before
             return attention(q, k, v, window, normalized)
         keys, values = self.kept[layer, "keys"], self.kept[layer, "values"]
-        return masked(q, keys[:, : self.end], values[:, : self.end], self.mask(window))
-
-    def mask(self, window: int | None) -> Tensor:
-        """(B, 1, T, end), True if a query sees a key."""
-        if window not in self.masks:
-            self.masks[window] = visible_keys(self.queries, self.end, window)[:, None]
-        return self.masks[window]
+        mask = visible_keys(self.queries, self.end, window)[:, None]  # (B, 1, T, end)
+        return masked(q, keys[:, : self.end], values[:, : self.end], mask)
 
     def with_recent(self, module: nn.Module, x: Tensor, count: int) -> Tensor:
         """x (B, T, ...) preceded by the last `count` inputs of this module, zeros at first."""
