@@ -141,19 +141,16 @@ class Contender:
             value = values.get(key)
             if isinstance(value, int | float) and value > 0:
                 found[key] = value / width, value * width
+        if self.dial is None:
+            return found
         match self.dial:
-            case None:
-                pass
-            case (str() as key, int() | float() as low, int() | float() as high) if (
-                key in self.keywords and low < high
-            ):
-                found[key] = low, high
-            case _:
-                raise InputError(
-                    f"{self.source}: DIAL must be (keyword, low, high), low < high, with one of the "
-                    f"keywords {', '.join(self.keywords)}, not {self.dial!r}"
-                )
-        return found
+            case (str() as key, int() | float() as low, int() | float() as high):
+                if key in self.keywords and low < high:
+                    return found | {key: (low, high)}
+        raise InputError(
+            f"{self.source}: DIAL must be (keyword, low, high), low < high, with one of the keywords "
+            f"{', '.join(self.keywords)}, not {self.dial!r}"
+        )
 
     def trials(self, count):
         """The contender itself, and count - 1 variants with its dials at the points of a Sobol sequence."""
