@@ -5,8 +5,8 @@
 #   bash speedrun.sh --plan    print what a run would do, its size and memory, and exit (installs the environment first)
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
-# Without a GPU it takes 4 to 14 minutes. SIGTERM, SIGHUP and Ctrl-C stop it. A run that has finished a step
-# is saved; once training has begun, the exit code is 75. The same command carries on. These variables change the run:
+# Without a GPU it takes 4 to 14 minutes on two cores. SIGTERM, SIGHUP and Ctrl-C stop it; a run that has done a step is saved
+# first. Once training has begun, the exit code is then 75. The same command carries on. These variables change the run:
 #
 #   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (absolute, or relative to this file), hf:ORG/NAME[:CONFIG]
 #   VOCAB_SIZE=1024         a smaller vocabulary, for a small corpus
@@ -49,7 +49,7 @@ case $GPUS in
     1) CORPUS=${CORPUS:-$WEB} DEPTH=${DEPTH:-12} ;;
     *)
         CORPUS=${CORPUS:-$WEB} DEPTH=${DEPTH:-24}
-        # --local_addr, as not every container resolves the machine's name. Without the last --, torchrun takes --run as its own
+        # --local_addr, as not every container can resolve the machine's name. The last --, as torchrun has its own --run-path
         TRAIN=("$PYTHON" -m torch.distributed.run --standalone --local_addr=localhost --nproc_per_node="$GPUS"
             -m scripts.base_train --)
         export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300} # seconds to save
@@ -69,7 +69,7 @@ if [[ " $* " == *" --plan "* ]]; then
     exec "${TRAIN[@]}" "${FLAGS[@]}"
 fi
 
-# data_prep and the training get the same flags: a wrong flag ends data_prep before it prepares any data
+# data_prep gets the training's flags, too: a wrong one ends it before it prepares any data
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 case $CORPUS in
     hf:*) # from the hub: prepared during training, which waits if necessary
@@ -86,16 +86,17 @@ again="the same command"
 rm -f "$run_dir/stopped"
 "${TRAIN[@]}" "${FLAGS[@]}" <&0 &
 training=$! stopped=no code=0
-# Without a trap, bash would die and leave the training running; a terminal sends INT and often HUP to the training too
+# Without a trap, bash would die and leave the training running. A terminal sends INT, and often HUP, to the training as well
 pass_on() {
     stopped=yes
     kill -TERM "$training" 2>/dev/null || true
 }
 trap pass_on TERM
 trap stopped=yes INT HUP
-# A terminal that closes may signal its first process alone, which is perhaps this one. A second signal would hurry torchrun
+# A terminal that closes may signal only its first process, perhaps this one. But torchrun takes a second signal for an order to
+# end at once
 [[ "${TRAIN[*]}" == *torch.distributed.run* ]] || trap pass_on HUP
-while :; do # a signal also ends a wait
+while :; do # because a signal ends a wait, too
     code=0
     wait "$training" || code=$?
     kill -0 "$training" 2>/dev/null || break
