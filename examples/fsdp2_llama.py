@@ -4,7 +4,7 @@
     PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/fsdp2_llama.py --folder resumed \
         --resume fsdp2_llama/step_20
 
-Every process writes and reads its own shards; any number of processes can resume.
+Every process writes and reads its own shards. The number of processes may change between runs.
 """
 
 import argparse
@@ -34,7 +34,7 @@ model = LlamaForCausalLM(LlamaConfig(**SIZES))
 mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
 for module in (*model.model.layers, model):
     fully_shard(module, mesh=mesh)
-# after fully_shard; embed_tokens and lm_head go to AdamW
+# After fully_shard. embed_tokens and lm_head go to AdamW
 optimizer = DistMuonAdamW(build_param_groups(model, muon=MUON, adamw=ADAMW))
 done = 0
 if args.resume:

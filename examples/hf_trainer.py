@@ -3,8 +3,8 @@
     PYTHONPATH=. python examples/hf_trainer.py --folder hf_trainer
     PYTHONPATH=. python examples/hf_trainer.py --folder resumed --resume hf_trainer/checkpoint-20
 
-Both end with the same parameters, bit for bit. Use MuonAdamW under torchrun too: the Trainer averages the
-gradients itself, and saves only the first process's optimizer state, which must be complete.
+Both end with the same parameters, bit for bit. Use MuonAdamW under torchrun, too: the Trainer averages the
+gradients itself, and saves only the first process's optimizer state, so that state must be complete.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4
     PYTHONPATH=nanochat python -m scripts.optim_bench --peer examples/nanochat_optimizer.py:build_optimizer
 
-Momentum, beta2 and decay are nanochat's; no value changes the time of a step.
+Momentum, beta2 and decay are nanochat's. None of the values affects the time of a step.
 """
 
 from nanochat.optim import MuonAdamW
@@ -18,7 +18,7 @@ def build_optimizer(model):
             keys = ("kind", "params", "lr", "betas", "eps", "weight_decay")
             groups.append({key: group[key] for key in keys})
             continue
-        for shape in sorted({param.shape for param in group["params"]}):  # it stacks the matrices of a group
+        for shape in sorted({param.shape for param in group["params"]}):  # nanochat stacks a group's matrices
             matrices = [param for param in group["params"] if param.shape == shape]
             values = dict(lr=group["lr"], momentum=0.95, ns_steps=5, beta2=0.9, weight_decay=0.28)
             groups.append(dict(kind="muon", params=matrices, **values))

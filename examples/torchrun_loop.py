@@ -5,7 +5,7 @@
     PYTHONPATH=. torchrun --standalone --nproc_per_node=2 examples/torchrun_loop.py \
         --folder resumed --resume torchrun_loop/step_50.pt
 
-A checkpoint from two processes resumes on any number of processes.
+Any number of processes can resume a checkpoint.
 """
 
 import argparse

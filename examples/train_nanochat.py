@@ -1,14 +1,14 @@
-"""nanochat's model, optimizer, schedules and loop, fed with the rows of one of this repo's runs: our loader,
-tokenizer and validation set. Both read the same tokens in the same order, and are scored on the same bytes.
+"""nanochat's model, optimizer, schedules and loop, fed by this repo's loader, tokenizer and validation set:
+it reads the same tokens in the same order as a run of this repo, and is scored on the same bytes.
 
     git clone https://github.com/karpathy/nanochat && git -C nanochat checkout 92d63d4
     CORPUS=python RUN=ours bash speedrun.sh
     PYTHONPATH=. python examples/train_nanochat.py --run ours --nanochat nanochat --rates 0.6
 
-On GPUs, and under torchrun on several, it should train too; neither was tried. If nanochat runs out of
-memory, give a smaller --device-batch-size. Flags after -- go to nanochat; a long run saves with
---save-every=500 and goes on with --resume-from-step=500. The last lines are both results, in bits per byte on
-the whole validation set. nanochat keeps its files in NANOCHAT_BASE_DIR.
+It should also train on a GPU, and under torchrun on several; neither has been tried. If nanochat runs out of
+memory, give a smaller --device-batch-size. Flags after -- go to nanochat: --save-every=500 makes a long run
+save, and --resume-from-step=500 resumes it. The last lines are both results, in bits per byte on the whole
+validation set. nanochat's files go to NANOCHAT_BASE_DIR (default: nanochat/ under NANOMUON_BASE_DIR).
 """
 
 import argparse
