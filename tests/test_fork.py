@@ -1,16 +1,14 @@
 """A fork that changes the model changes gpt.py alone."""
 
 import shutil
-from unittest import mock
 
 import pytest
 import torch
 
-from nanomuon import parallel, recipe
+from nanomuon import parallel
 from nanomuon.gpt import GPT, GPTConfig
-from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.parallel import parallelize
-from nanomuon.runtime import InputError, Runtime
+from nanomuon.runtime import InputError
 from scripts import sample
 from tests.mistakes import refused
 from tests.training import QUIET, ROOT, arguments, call, losses
@@ -129,36 +127,3 @@ def refusal(group, change):
 def test_a_parameter_that_tensor_parallelism_would_train_wrongly_is_refused(change, said):
     assert run_world(2, refusal, unchanged) == [None, None]
     assert all(message.startswith(said) for message in run_world(2, refusal, change))
-
-
-class Tied(GPT):
-    def __init__(self, config, compute_dtype=torch.float32):
-        super().__init__(config, compute_dtype)
-        self.lm_head.weight = self.wte.weight
-
-
-def trained_tied(group, fsdp, tensor_parallel):
-    mesh = parallel.device_mesh("cpu", 4 // tensor_parallel, tensor_parallel) if group else None
-    with mock.patch.object(parallel, "GPT", Tied):
-        model = parallel.build_model(CONFIG, Runtime(torch.device("cpu"), torch.float32), 0, mesh, fsdp)
-    groups = recipe.param_groups(model)
-    optimizer = DistMuonAdamW(groups) if group else MuonAdamW(groups)
-    assert model.lm_head.weight is model.wte.weight
-    losses = []
-    for _ in range(4):
-        tokens = torch.arange(16).view(2, 8)
-        loss = model(tokens, tokens.roll(-1, dims=1))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert model.lm_head.weight is model.wte.weight
-    return losses
-
-
-def test_a_tied_head_stays_tied():
-    alone = trained_tied(None, False, 1)
-    assert alone[-1] < alone[0] - 0.5
-    for layout in ((False, 4), (True, 1)):
-        for losses_of_rank in run_world(4, trained_tied, *layout):
-            assert losses_of_rank == pytest.approx(alone, abs=1e-4)

@@ -3,13 +3,14 @@ between them.
 """
 
 import json
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from nanomuon import checkpoint, hf_export, parallel
-from nanomuon.gpt import GPTConfig
+from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.optim_fsdp import local
 from nanomuon.optim_groups import build_param_groups
@@ -99,6 +100,27 @@ def test_a_checkpoint_of_one_layout_goes_on_in_every_other(before, tmp_path):
     assert_close(resume(None, None, tmp_path), expected, 1e-9)
     for after in FOUR_RANKS:
         for found in run_world(4, resume, after, tmp_path):
+            assert_close(found, expected, 1e-9)
+
+
+class Tied(GPT):
+    def __init__(self, config, compute_dtype):
+        super().__init__(config, compute_dtype)
+        self.lm_head.weight = self.wte.weight
+
+
+def trained_tied(group, layout):
+    with mock.patch.object(parallel, "GPT", Tied):
+        run = Trained(layout).train(range(4))
+    assert run.model.lm_head.weight is run.model.wte.weight
+    return run.weights()
+
+
+def test_a_tied_head_stays_tied():
+    """As in a fork that ties it."""
+    expected = trained_tied(None, None)
+    for layout in (FSDP, TP):
+        for found in run_world(4, trained_tied, layout):
             assert_close(found, expected, 1e-9)
 
 
