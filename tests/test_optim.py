@@ -342,18 +342,6 @@ def test_hyperparameters_are_restored_by_name_into_other_groups():
             MuonAdamW([group]).load_state_dict(saved)
 
 
-def test_state_dict_has_torchs_layout():
-    params, groups = mixed()
-    optimizer = MuonAdamW(groups)
-    assert optimizer.state_dict()["state"] == {}, "before the first step, as with torch's"
-    train(optimizer, params, 1)
-    state = optimizer.state_dict()
-    assert [group["params"] for group in state["param_groups"]] == [[0, 1, 2, 3], [4, 5, 6]]
-    assert [group["names"] for group in state["param_groups"]] == [list("abcd"), list("efg")]
-    assert set(state["state"]) == set(range(7))
-    assert state["state"][4]["exp_avg"].shape == (600, 30)
-
-
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
     params, groups = mixed()
     optimizer = MuonAdamW(groups)
