@@ -45,7 +45,7 @@ def groups_of(model):
 
 def loss_of(model, step, rank=0):
     batch = torch.randn(4, 12, generator=torch.Generator().manual_seed(10 * step + rank))
-    return (model(batch.to(model[0].weight.dtype)) - 1).square().mean()
+    return (model(batch.to(next(model.parameters()).dtype)) - 1).square().mean()
 
 
 def train(model, optimizer, steps, rank=0):

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from nanomuon import MuonAdamW, build_param_groups
+from nanomuon import MuonAdamW
 from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.tokenizer import Tokenizer
+from tests.test_as_a_torch_optimizer import build, groups_of, loss_of
 from tests.training import QUIET, ROOT, call, train
 
 EXAMPLES = ROOT / "examples"
@@ -85,7 +86,7 @@ import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from nanomuon import DistMuonAdamW, MuonAdamW
 from nanomuon.optim_state import whole
-from tests.test_examples import mean_square, small
+from tests.test_as_a_torch_optimizer import build, groups_of, loss_of
 
 def under_fsdp2(state_dict_type):
     # On CPUs accelerate falls back to DistributedDataParallel
@@ -99,13 +100,14 @@ def under_fsdp2(state_dict_type):
     return accelerator
 
 def prepared(seed):
-    model, optimizer = small(seed, DistMuonAdamW if accelerator.is_fsdp2 else MuonAdamW)
+    model = build(seed)
+    optimizer = (DistMuonAdamW if accelerator.is_fsdp2 else MuonAdamW)(groups_of(model))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6 * accelerator.num_processes)
     return accelerator.prepare(model, optimizer, schedule)
 
 def train(model, optimizer, schedule, steps):
     for step in steps:
-        accelerator.backward(mean_square(model, step, accelerator.process_index))
+        accelerator.backward(loss_of(model, step, accelerator.process_index))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -127,20 +129,6 @@ accelerator.end_training()
 """
 
 
-def small(seed, optimizer=MuonAdamW):
-    """A model and its optimizer."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
-    muon = dict(lr=0.02, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.01)
-    adamw = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    return model, optimizer(build_param_groups(model, muon=muon, adamw=adamw, skip_keys=["4"]))
-
-
-def mean_square(model, step, rank):
-    rows = torch.randn(5, 8, generator=torch.Generator().manual_seed(100 * rank + step))
-    return model(rows).square().mean()
-
-
 @pytest.mark.slow  # a launch of two processes
 @pytest.mark.parametrize("how", ["DDP", "FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 def test_accelerate_on_two_ranks(how, tmp_path, eager):
@@ -155,12 +143,13 @@ def test_accelerate_on_two_ranks(how, tmp_path, eager):
     for name in ("uninterrupted_1", "resumed_0", "resumed_1"):
         same_tensors(torch.load(tmp_path / f"{name}.pt"), expected)
 
-    model, optimizer = small(seed=0)
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
     for step in range(6):
         optimizer.zero_grad()
         for rank in range(2):
-            (mean_square(model, step, rank) / 2).backward()
+            (loss_of(model, step, rank) / 2).backward()
         optimizer.step()
         schedule.step()
     for name, tensor in model.state_dict().items():
