@@ -86,29 +86,29 @@ T5 = dict(vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
 MAMBA = dict(vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=2, **SPECIAL_TOKENS)
 VIT = {key: value for key, value in TEXT.items() if key != "vocab_size"}
 VIT |= dict(image_size=8, patch_size=4, num_labels=3)
-# How to build a model: a function, or its class in `transformers`, that of its configuration and arguments;
-# and the parameters with 2 or more dimensions that AdamW trains
+# How to build a model: a function, or its class in `transformers` and the arguments of its configuration; and
+# the parameters with 2 or more dimensions that AdamW trains
 WHOLE_MODELS = {
-    "GPT-2": (("GPT2LMHeadModel", "GPT2Config", GPT2), "transformer.wte transformer.wpe"),
-    "Llama": (("LlamaForCausalLM", "LlamaConfig", LLAMA), "model.embed_tokens lm_head"),
-    "Gemma 3": (("Gemma3ForCausalLM", "Gemma3TextConfig", LLAMA), "model.embed_tokens"),
-    "Qwen 2 MoE": (("Qwen2MoeForCausalLM", "Qwen2MoeConfig", QWEN_MOE), "model.embed_tokens lm_head"),
+    "GPT-2": (("GPT2LMHeadModel", GPT2), "transformer.wte transformer.wpe"),
+    "Llama": (("LlamaForCausalLM", LLAMA), "model.embed_tokens lm_head"),
+    "Gemma 3": (("Gemma3ForCausalLM", LLAMA), "model.embed_tokens"),
+    "Qwen 2 MoE": (("Qwen2MoeForCausalLM", QWEN_MOE), "model.embed_tokens lm_head"),
     "BERT": (
-        ("BertForSequenceClassification", "BertConfig", dict(TEXT, num_labels=3)),
+        ("BertForSequenceClassification", dict(TEXT, num_labels=3)),
         "bert.embeddings.word_embeddings bert.embeddings.position_embeddings "
         "bert.embeddings.token_type_embeddings classifier",
     ),
     "T5": (
-        ("T5ForConditionalGeneration", "T5Config", T5),
+        ("T5ForConditionalGeneration", T5),
         "shared encoder.block.0.layer.0.SelfAttention.relative_attention_bias "
         "decoder.block.0.layer.0.SelfAttention.relative_attention_bias",
     ),
     "ViT": (
-        ("ViTForImageClassification", "ViTConfig", VIT),
+        ("ViTForImageClassification", VIT),
         "vit.embeddings.cls_token vit.embeddings.position_embeddings classifier",
     ),
     "Mamba": (
-        ("MambaForCausalLM", "MambaConfig", MAMBA),
+        ("MambaForCausalLM", MAMBA),
         "backbone.embeddings backbone.layers.0.mixer.A_log backbone.layers.0.mixer.conv1d "
         "backbone.layers.1.mixer.A_log backbone.layers.1.mixer.conv1d",
     ),
@@ -126,7 +126,8 @@ def test_models_of_other_libraries_are_divided_and_trained(name, eager):
         model = how()
     else:
         transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-        model = getattr(transformers, how[0])(getattr(transformers, how[1])(**how[2]))
+        kind = getattr(transformers, how[0])
+        model = kind(kind.config_class(**how[1]))
     groups = build_param_groups(model, muon=MATRICES, adamw=OTHERS)
     optimizer = MuonAdamW(groups)
     found, before = set(), {}
