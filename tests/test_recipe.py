@@ -9,6 +9,7 @@ from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import read_json
 from scripts import base_train
 from tests.mistakes import refused
+from tests.reference import MUON
 from tests.training import rows, train
 
 
@@ -150,21 +151,16 @@ def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, tmp_path
     "values, said",
     [
         (None, "must return a dict.*, not None"),
-        ({"momentum": 0.9}, "momentum, which the group lacks; it has .*betas.*: test group.'kind'.$"),
+        ({"betas": (0.9, 0.9)}, "betas, which the group lacks; it has .*momentum.*: test group.'kind'.$"),
         ({"params": []}, "returned params, which never change"),
+        ({"ns_steps": 3}, "returned ns_steps, which never change: set them in param_groups"),
         ({"lr": float("nan")}, "at step 3 of 9: lr must be finite and not negative, but is nan"),
-        ({"betas": 1}, "at step 3 of 9: betas must be two numbers, but is 1"),
+        ({"momentum": 1}, "at step 3 of 9: momentum must be at least 0 and below 1, but is 1"),
     ],
 )
 def test_a_schedule_returns_values_for_its_group(values, said):
-    group = dict(kind="adamw", params=[], lr=1.0, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)
     with refused(said):
-        recipe.values_at(lambda own, *at: values, group, 3, 9)
-
-
-def test_a_schedule_does_not_set_options():
-    with refused("returned ns_steps, which never change: set them in param_groups"):
-        recipe.values_at(lambda *_: {"ns_steps": 3}, dict(kind="muon", ns_steps=5), 3, 9)
+        recipe.values_at(lambda own, *at: values, dict(MUON, params=[]), 3, 9)
 
 
 def test_functions_that_a_file_imports_from_the_recipe_are_not_its_own(tmp_path):
