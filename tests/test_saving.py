@@ -108,6 +108,11 @@ def interrupted(group, layout, folder):
             found[way] = str(error), None, None
             continue
         other, other_optimizer = model_and_optimizer(layout, group, 1)
+        if way == "each rank's":
+            neighbour = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+            file = folder / way / f"{neighbour}.pt"
+            with pytest.raises(ValueError, match="another rank or world has saved"):
+                other_optimizer.load_state_dict(torch.load(file, weights_only=False))
         load(way, other, other_optimizer, group, folder / way)
         train(model, optimizer, range(3, 6))
         train(other, other_optimizer, range(3, 6))
