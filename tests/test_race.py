@@ -12,6 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 import pytest
 import torch
 
+from nanomuon import gpt
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import read_json
 from scripts import optim_race
@@ -34,7 +35,7 @@ class Inline:
     def __init__(self, *_):
         pass
 
-    def shutdown(self, cancel_futures):
+    def shutdown(self):
         pass
 
     def submit(self, function, *arguments):
@@ -65,7 +66,6 @@ def lab(text, tmp_path, eager, monkeypatch):
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(race, "ProcessPoolExecutor", Inline)
-    monkeypatch.setattr(race, "as_completed", list)
     monkeypatch.setattr(Inline, "submitted", [])
     monkeypatch.setattr(Inline, "stop_after", math.inf)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
@@ -108,7 +108,7 @@ def test_a_race_is_interrupted_goes_on_and_grows(lab, tmp_path, capsys, monkeypa
 
 
 def killed(pipe):
-    pool = ProcessPoolExecutor(1, FORKS, race.start_worker, (FORKS.Value("i", 0),))
+    pool = ProcessPoolExecutor(1, FORKS, race.start_worker, (0,))
     pool.submit(hold, pipe).result()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -154,6 +154,39 @@ def test_a_file_is_a_contender_by_its_code_its_hyperparameters_and_the_model(lab
     assert lab("own.py") == 1
 
 
+def test_a_file_that_changes_during_a_race_is_not_mixed_with_what_it_was(lab, tmp_path, monkeypatch):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+
+    class Edits(Inline):
+        def submit(self, *arguments):
+            if len(self.submitted) == 1:
+                file.write_text(OWN.replace("0.01", "0.03"))
+            return super().submit(*arguments)
+
+    monkeypatch.setattr(race, "ProcessPoolExecutor", Edits)
+    with refused("its file or the model's has changed since the race began: start the race again"):
+        lab("own.py", seeds=2)
+    assert len(lines_of(tmp_path)) == 2, "the run of before is kept"
+    assert lab("own.py", seeds=2) == 2, "the file is another contender now"
+
+
+def test_what_a_file_changes_in_the_library_reaches_no_other_run(text, tmp_path, monkeypatch):
+    """With real processes: one at a time, so that a pool would use one for all runs."""
+    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
+    monkeypatch.setattr(gpt.MLP, "forward", gpt.MLP.forward)  # the file is run in this process too
+    (tmp_path / "patch.py").write_text(
+        "from nanomuon import gpt, recipe\n"
+        "param_groups = recipe.param_groups\n"
+        "gpt.MLP.forward = lambda self, x, *others: 0 * x\n"
+    )
+    for name, *raced in ("alone", "default"), ("beside", f"{tmp_path}/patch.py", "default"):
+        optim_race.main([f"--text={text}", *SMALL, "--name", name, "--seeds=1", "--contenders", *raced])
+    (_, alone), (_, patched, beside) = lines_of(tmp_path, "alone"), lines_of(tmp_path, "beside")
+    assert patched["contender"] != "default" and patched["score"] != alone["score"]
+    assert beside["score"] == alone["score"]
+
+
 def test_a_contender_that_diverges_is_reported(lab, tmp_path, capsys):
     (tmp_path / "own.py").write_text(OWN)
     lab(ADAMW, "own.py:lr=1e30", seeds=2)
@@ -173,7 +206,7 @@ def test_evaluations_use_the_weights_that_eval_puts_in_place(lab, tmp_path, caps
 
 
 def test_a_sweep_finds_the_best_trial_of_each_contender(lab, tmp_path, capsys, monkeypatch):
-    clock = itertools.count(step=60 / 21)  # ten runs take a minute: each reads it twice, the race once
+    clock = itertools.count(step=60 / 3)  # a run takes a minute: it reads the clock twice, the race once
     monkeypatch.setattr(race.time, "monotonic", clock.__next__)
     trained = lab(f"{ADAMW}:lr_scale=0.01", MUON, sweep=4, seeds=2)
     assert trained == 2 * (5 + 2 + 1) + 4

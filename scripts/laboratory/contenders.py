@@ -105,6 +105,10 @@ class Contender:
                 group["lr"] *= self.options.get("lr_scale", 1)
         return optimizer, [dict(group) for group in optimizer.param_groups]
 
+    def version(self):
+        """A digest of its file and the model's code, which may change while a race runs."""
+        return digest(self.sha256, model_sources())
+
     def key(self, setup):
         """A digest of its file, its hyperparameters at every step and the model's code, but not of what else
         the file imports.
@@ -123,7 +127,7 @@ class Contender:
         described = []
         for group in groups:
             described.append({key: value for key, value in group.items() if key != "params"})
-        return digest(self.sha256, model_sources(), described, course)
+        return digest(self.version(), described, course)
 
     def dials(self):
         """{keyword: (low, high)} that a sweep searches: a factor on all rates, the weight decay, one more.

@@ -10,7 +10,7 @@ import statistics
 import sys
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
@@ -35,13 +35,16 @@ LENGTHS = (0.25, 0.5, 1.0)  # of trials in a sweep, relative to the race; each g
 REPORT_EVERY_S = 120  # that a long run prints its progress
 
 
-def train(setup, place, text, seed):
-    """Train the contender `text` with one seed, and return its result in JSON types.
+def train(setup, place, text, version, seed):
+    """Train the contender `text` with one seed, and return its result in JSON types. version: what it was
+    when the race began; InputError if it has changed.
 
     curve: pairs [step, loss on a part of the validation set]; score: the final loss on all of it, None if the
     run diverged; step_ms and optimizer_ms: medians.
     """
     contender, steps, device = Contender(text), setup["steps"], start().device
+    if contender.version() != version:
+        raise InputError("its file or the model's has changed since the race began: start the race again")
     torch.manual_seed(seed)
     model = contender.initial_model(setup, device, seed)
     use_flash_attention(device, model.compute_dtype)
@@ -161,12 +164,14 @@ class Race:
     def train(self, contenders, seeds, steps):
         """{name: its runs, one per seed}. Trains those that are not in the file."""
         setup = self.setup | {"steps": steps}
-        keys = {contender.name: contender.key(setup) for contender in contenders}
+        contenders = {contender.name: contender for contender in contenders}
+        versions = {name: contender.version() for name, contender in contenders.items()}
+        keys = {name: contender.key(setup) for name, contender in contenders.items()}
         pending = []
         for seed in seeds:
             for name, key in keys.items():
                 if (name, key, seed, steps) not in self.runs:
-                    pending.append((name, seed))
+                    pending.append((name, versions[name], seed))
         runs = len(keys) * len(seeds)
         if len(pending) < runs:
             print(f"{runs - len(pending)} of {runs} runs are already done", flush=True)
@@ -189,40 +194,44 @@ class Race:
         return found
 
     def trained(self, setup, pending):
-        """Yield the results of these (name, seed) as they finish, from processes of one thread or GPU."""
-        if not pending:
-            return
+        """Yield the results of these (name, version, seed) as they finish.
+
+        Each run has a process of its own, with one thread or GPU: what a contender's file changes in torch or
+        in this library must not reach other runs.
+        """
         context = multiprocessing.get_context("spawn")
-        counter = context.Value("i", 0)
-        pool = ProcessPoolExecutor(self.jobs, context, start_worker, (counter,))
+        pending, free, running = list(pending), list(range(self.jobs)), {}
         try:
-            futures = {pool.submit(train, setup, self.place, name, seed): name for name, seed in pending}
-            for future in as_completed(futures):
-                if error := future.exception():
-                    if isinstance(error, InputError):
-                        raise InputError(f"contender {futures[future]}: {error}") from error
-                    print(f"contender {futures[future]} failed:", file=sys.stderr)
-                yield future.result()
+            while pending or running:
+                while pending and free:
+                    run, index = pending.pop(0), free.pop(0)
+                    process = ProcessPoolExecutor(1, context, start_worker, (index,))
+                    running[process.submit(train, setup, self.place, *run)] = run[0], index, process
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    name, index, process = running.pop(future)
+                    process.shutdown()
+                    free.append(index)
+                    if error := future.exception():
+                        if isinstance(error, InputError):
+                            raise InputError(f"contender {name}: {error}") from error
+                        print(f"contender {name} failed:", file=sys.stderr)
+                    yield future.result()
         except BrokenProcessPool as error:
             raise InputError(
                 "a process of the race was killed, perhaps because memory ran out: fewer --jobs need less. "
                 "Finished runs are saved, and the same command carries on"
             ) from error
-        except BaseException:  # told to stop: finished runs are in the file
+        finally:  # told to stop, or a run has failed: finished runs are in the file
             for worker in multiprocessing.active_children():
                 worker.kill()
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
-def start_worker(counter):
-    """Give this process one thread, and a GPU if there is one. It ignores Ctrl-C and ends with its parent."""
+def start_worker(index):
+    """Give this process one thread, and a GPU if there is one. It ignores Ctrl-C and ends with its parent.
+    index: its number among those that run at a time.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    with counter.get_lock():
-        index = counter.value
-        counter.value += 1
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         os.environ["LOCAL_RANK"] = str(index % torch.cuda.device_count())
