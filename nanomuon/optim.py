@@ -897,7 +897,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     # ---- the plan: work items, and where state lives
 
     def reset_plan(self):
-        self.planned = []  # (id, fixed options, ids of parameters) of each planned group
+        self.planned = []  # (id, fixed options, ids and shapes of parameters) of each planned group
         self.dtype = torch.float32  # the widest dtype of the work items
         self.work_items = []  # in the order of their collectives, the same on all ranks
         self.places = {}  # parameter -> {name of its state: Place}
@@ -911,9 +911,10 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         Until then accelerate may move the model, and FSDP2 may replace parameters in the groups. Afterwards
         this only compares: ValueError if parameters, options or state are not those that were planned.
         """
-        now = [
-            (id(group), fixed_options(group), list(map(id, group["params"]))) for group in self.param_groups
-        ]
+        now = []
+        for group in self.param_groups:
+            params = [(id(param), param.shape) for param in group["params"]]
+            now.append((id(group), fixed_options(group), params))
         planned = len(self.planned)
         for i, described in enumerate(self.planned):
             if i >= len(now) or now[i] != described:

@@ -233,7 +233,7 @@ class SavedByName:
         if hyperparameters == "restore":
             restored = [restored_numbers(i, group, groups) for i, group in enumerate(self.param_groups)]
         found, missing = [], []
-        if state:
+        if state or self.state:  # a copy has state, but maybe no places yet
             self.plan()
         if strict and not state:  # saved before the first step
             found = [(place, None) for places in self.places.values() for place in places.values()]

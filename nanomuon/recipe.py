@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.optim_groups import build_param_groups, check_values, option_name
+from nanomuon.optim_groups import REQUIRED, build_param_groups, check_values, option_name
 from nanomuon.optim_state import OPTIONS
 from nanomuon.runtime import InputError
 
@@ -266,8 +266,8 @@ def keywords_of(function, known) -> dict:
 
 def values_at(schedule, group, step, steps):
     """{key: value} that a schedule returns for a group, as it was built, at a step. The schedule gets a copy
-    of the group. InputError if it returns anything but a dict, a key that the group lacks, or an impossible
-    value.
+    of the group. Hyperparameters of this repo's optimizer that it does not return stay as built. InputError
+    if it returns anything but a dict, a key that the group lacks, or an impossible value.
     """
     values = schedule(dict(group), step, steps)
     if not isinstance(values, dict):
@@ -292,6 +292,8 @@ def values_at(schedule, group, step, steps):
             check_values({**group, **values})
         except (TypeError, ValueError) as error:
             raise InputError(f"schedule(group, step, steps) at step {step} of {steps}: {error}") from error
+        # Without these, a value returned at some steps only would last until the run is resumed
+        values = {key: group[key] for key in REQUIRED[group["kind"]] - OPTIONS} | values
     return values
 
 

@@ -2,6 +2,7 @@
 this folder and say what the optimizer is. test_optim_dist.py has the update rules in every layout.
 """
 
+import copy
 import functools
 import io
 import json
@@ -201,6 +202,20 @@ def test_a_state_dict_of_before_the_first_step_starts_over():
     assert all(tensor.any() for tensor in tensors)
     optimizer.load_state_dict(saved)
     assert not any(tensor.any() for tensor in tensors)
+    train(optimizer, params, 1)
+    other = copy.deepcopy(optimizer)  # it has no plan yet
+    other.load_state_dict(saved)
+    assert not any(tensor.any() for entry in other.state.values() for tensor in entry.values())
+
+
+def test_a_parameter_that_grows_needs_a_new_optimizer():
+    """As when a vocabulary is enlarged: its state would belong to other rows."""
+    param = torch.nn.Parameter(torch.ones(300, 64))
+    optimizer = MuonAdamW([ADAMW | dict(params=[param])])
+    train(optimizer, [param], 1)
+    param.data = torch.ones(320, 64)
+    with pytest.raises(ValueError, match="group 0 has other parameters or options"):
+        train(optimizer, [param], 1)
 
 
 def test_state_that_is_made_in_inference_mode_is_updated_outside():

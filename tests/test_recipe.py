@@ -163,6 +163,19 @@ def test_a_schedule_returns_values_for_its_group(values, said):
         recipe.values_at(lambda own, *at: values, dict(MUON, params=[]), 3, 9)
 
 
+def test_a_value_that_a_schedule_returns_at_some_steps_is_otherwise_as_built():
+    """A resumed run, whose groups are built anew, would differ from one that keeps it."""
+    optimizer = recipe.make_optimizer(recipe.param_groups, model(), 4096, 3_000)
+    built = [dict(group) for group in optimizer.param_groups]
+
+    def schedule(group, step, steps):
+        return {"lr": 0.5, "weight_decay": 0.25} if step < 4 else {"lr": 0.5}
+
+    for step, decays in (3, [0.25] * len(built)), (4, [group["weight_decay"] for group in built]):
+        base_train.set_hyperparameters(optimizer, schedule, built, step, 9)
+        assert [group["weight_decay"] for group in optimizer.param_groups] == decays
+
+
 def test_functions_that_a_file_imports_from_the_recipe_are_not_its_own(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("from nanomuon.recipe import param_groups, schedule\ndef build_optimizer(model): ...")
