@@ -208,6 +208,8 @@ def load(path, model, optimizer) -> dict[str, int]:
         _make_state(optimizer, manifest.optimizer_values)
     state = _local_state(optimizer)
     tensors, _ = _flat_state(model, state)
+    if not isinstance(optimizer, MuonAdamW):
+        tensors |= _make_later_state(path, optimizer, state["state"], tensors)
     _read(path, tensors)
     if not isinstance(optimizer, MuonAdamW):  # MuonAdamW's own tensors are already filled
         for name, slots in state["state"].items():
@@ -252,6 +254,24 @@ def _make_state(optimizer, names):
     optimizer.zero_grad()
 
 
+def _make_later_state(path, optimizer, state, made):
+    """Put into `state` the tensors that the optimizer makes after its first step, if the checkpoint has them.
+    Returns them by their names there. made: those that exist.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    later = {}
+    for name, saved in HuggingFaceStorageReader(path).read_metadata().state_dict_metadata.items():
+        if name.startswith("optimizer.") and name not in made:
+            _, number, slot = name.split(".", 2)
+            param, dtype = params[int(number)], saved.properties.dtype
+            if saved.size == param.shape:  # sharded like the parameter
+                later[name] = torch.zeros_like(param, dtype=dtype)
+            else:
+                later[name] = torch.zeros(saved.size, dtype=dtype, device=param.device)
+            state.setdefault(int(number), {})[slot] = later[name]
+    return later
+
+
 def _model_tensors(model):
     """A model's tensors by their names in a checkpoint; a tensor with two names appears under the first."""
     tensors, seen = {}, set()
@@ -268,6 +288,11 @@ def _flat_state(model, optimizer_state):
     tensors: {name: tensor} of model and optimizer; values: the numbers and strings in the optimizer's state,
     {parameter: {name: value}}. InputError for anything else.
     """
+    if optimizer_state.keys() != {"state", "param_groups"}:
+        raise InputError(
+            f"the state_dict() of this optimizer has {', '.join(map(str, optimizer_state))}; a checkpoint "
+            "stores state and param_groups, as torch.optim.Optimizer has them"
+        )
     tensors, values = _model_tensors(model), {}
     for name, slots in optimizer_state["state"].items():
         values[str(name)] = {}

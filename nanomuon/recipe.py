@@ -197,8 +197,8 @@ def load_recipe(file):
     """(build, schedule, names) from a user's Python file, which this runs. names: everything it defines.
 
     The file defines one or more of these: `param_groups(model)`, a list of groups for MuonAdamW, or
-    `build_optimizer(model)`, any torch.optim.Optimizer (what it stores outside its `state` is lost on
-    resume); `schedule(group, step, steps)`; for races `model(config, compute_dtype)`, see scripts.optim_race.
+    `build_optimizer(model)`, any torch.optim.Optimizer (see docs/running.md for what a checkpoint has of it);
+    `schedule(group, step, steps)`; for races `model(config, compute_dtype)`, see scripts.optim_race.
     The recipe supplies the rest. A builder may have the parameters `batch` and `steps` (see make_optimizer;
     pass them on to the recipe's param_groups). InputError if there is no such function.
     """

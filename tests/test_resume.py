@@ -247,7 +247,12 @@ NOISY = """
             group = self.param_groups[0]
             group["k"] += 1
             for param in group["params"]:
-                self.state[param]["count"] = count = self.state[param].get("count", 0) + 1
+                state = self.state[param]
+                state["count"] = count = state.get("count", 0) + 1
+                if count == 2:
+                    state["second"], state["norm"] = param.grad.clone(), param.grad.norm()[None]
+                if count > 2:
+                    param.grad.add_(state["second"] / state["norm"])
                 param.data.sub_(1e-3 / group["k"] / count * (param.grad + torch.randn_like(param)))
     return Noisy(model.parameters(), dict(rate=1e-3, k=0))
 def schedule(group, step, steps):
@@ -256,7 +261,7 @@ def schedule(group, step, steps):
 
 
 def test_an_optimizer_that_draws_numbers_and_counts_in_its_group_resumes_to_the_same_bits(base):
-    """In its state too. It has no learning rate."""
+    """In its state too, some of which it makes in its second step. It has no learning rate."""
     file = optimizer_file(base, "noisy", NOISY)
     for run, steps in (("noisy", 6), ("noisy-twice", 3), ("noisy-twice", 6)):
         train(base, run, steps, *file, *QUIET)
@@ -291,11 +296,26 @@ LISTING = """
 """
 
 
-def test_state_that_no_checkpoint_can_store_ends_a_run_at_its_first_save(base):
-    file = optimizer_file(base, "listing", LISTING)
-    with refused("history is a list, which a checkpoint cannot store"):
-        train(base, "listing", 20, *OPTIONS, *file)
-    assert len(losses(base, "listing")) == 4
+MORE = """
+    class More(torch.optim.SGD):
+        def state_dict(self):
+            return {**super().state_dict(), "more": 1}
+    return More(model.parameters(), lr=0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    "name, build, said",
+    [
+        ("listing", LISTING, "history is a list, which a checkpoint cannot store"),
+        ("more", MORE, "has state, param_groups, more; a checkpoint stores state and param_groups"),
+    ],
+)
+def test_state_that_no_checkpoint_can_store_ends_a_run_at_its_first_save(base, name, build, said):
+    file = optimizer_file(base, name, build)
+    with refused(said):
+        train(base, name, 20, *OPTIONS, *file)
+    assert len(losses(base, name)) == 4
 
 
 def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys):
