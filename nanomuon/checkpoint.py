@@ -1,7 +1,7 @@
 """Checkpoints that survive kills, full disks and a new world size; opening one runs no code.
 
     runs/<name>/checkpoints/step_500/
-        shard-00001-model-00001-of-00001.safetensors   written by the first rank; one file per rank
+        shard-00001-model-00001-of-00001.safetensors   of the first rank; every rank writes one
         manifest.json              step, meta, numbers of state and groups, names of the other files
 
 Tensors go through torch.distributed.checkpoint with its safetensors storage: each rank writes its share of
@@ -110,8 +110,8 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
 
 
 def remove(run_dir, last_step: int, keep_last: int) -> None:
-    """Remove unfinished checkpoints, those after last_step, whose steps the run will do again, and all but
-    the newest keep_last of the others. Called by all ranks.
+    """Remove unfinished checkpoints; those after last_step, whose steps the run will do again; and of the
+    others all but the newest keep_last. Called by all ranks.
     """
     folder = Path(run_dir) / "checkpoints"
 
@@ -243,13 +243,13 @@ def _local_state(optimizer):
     return optimizer.state_dict()
 
 
-def _make_state(optimizer, names):
+def _make_state(optimizer, numbers):
     """Make a torch optimizer create the state of these parameters, by a step on zero gradients. This state,
     and what the step does to the parameters, will be overwritten.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in enumerate(params):
-        param.grad = torch.zeros_like(param) if str(number) in names else None
+        param.grad = torch.zeros_like(param) if str(number) in numbers else None
     optimizer.step()
     optimizer.zero_grad()
 

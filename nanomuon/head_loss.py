@@ -1,4 +1,4 @@
-"""The loss of the head, a chunk of logits at a time: the logits of all tokens never exist at once.
+"""The loss of the head, a chunk of logits at a time: the logits of all tokens need not exist at once.
 
 With a vocabulary of 65,536 the float32 logits of 32 rows of 2,048 tokens alone would take 17 GB. A training
 step needs three things from them: the loss, the gradient of the hidden states and that of the weight. Each

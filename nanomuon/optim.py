@@ -251,7 +251,10 @@ def hyper_of(group):
         raise ValueError(f"param group of {group['names'][0]}: {error}") from None
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     if group["kind"] == "muon":
-        momentum, beta2 = group["momentum"] or 0, group["beta2"] or 0  # None: no kernel reads it
+        momentum, beta2 = (
+            group["momentum"] or 0,
+            group["beta2"] or 0,
+        )  # 0 in place of None: our kernels do not read it
         return MuonHyper(lr, weight_decay, momentum, 1 - momentum, 1 - beta2)
     beta1, beta2 = group["betas"]
     return AdamWHyper(lr, lr * weight_decay, 1 - beta1, 1 - beta2, group["eps"])
@@ -282,9 +285,9 @@ class World:
     """The ranks of a process group, or without one a single process, which sends nothing.
 
     Its methods are the collectives of torch.distributed. They start at once and return a Transfer, whose
-    `wait()` returns what "Receives" describes. reduce_scatter, all_reduce and reduce average over the ranks;
-    all_reduce also takes other operations. comm_dtype: the dtype of sent gradients, None for their own (see
-    `wire_dtype`).
+    `wait()` returns what their docstrings describe after "Receives". reduce_scatter, all_reduce and reduce
+    average over the ranks; all_reduce also takes other operations. comm_dtype: the dtype of sent gradients,
+    None for their own (see `wire_dtype`).
     """
 
     process_group: object = None
@@ -337,7 +340,7 @@ class World:
         return Transfer(received, [handle], sent)
 
     def reduce_scatter(self, tensor):
-        """tensor: (R, ...). Receives the averages of this rank's span of rows, plus padding."""
+        """tensor: (R, ...). Receives the averages of this rank's 1/W of the rows, after padding."""
         if self.size == 1:
             return Transfer(tensor)
         send = pad_rows(tensor.to(self.wire_dtype(tensor.dtype)), self.size)
@@ -602,8 +605,7 @@ class SmallParameters(WorkItem):
 
 class Matrices:
     """Matrices of one Muon group with the same shape, dtype and gradient dtype: their parameters, state and
-    rule. The subclasses communicate them: `Bank`, and `Chunk` of optim_fsdp.py. A 3-D parameter is an item of
-    its own.
+    rule; or those of one 3-D parameter. Its subclasses communicate them: `Bank`, `Chunk` in optim_fsdp.py.
 
     owners: the owner of each matrix, ascending. count: the number of matrices whose state this rank has.
     """
@@ -747,7 +749,8 @@ def assign_owners(count, cost, owned_cost):
 
 
 class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
-    """Muon and AdamW in one process.
+    """Muon and AdamW without communication: in one process, or on ranks whose gradients are already the same
+    (DistributedDataParallel).
 
     param_groups: dicts with `kind` ("muon" | "adamw") and `params`; for muon also lr, momentum, ns_steps,
     beta2, weight_decay and any of optim_groups.MUON_OPTIONS; for adamw lr, betas, eps, weight_decay.
@@ -762,7 +765,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     parameters and other options may not change, nor may a momentum or beta2 become None or stop being None.
 
     ns_dtype: the dtype of Newton-Schulz. None: half precision on GPUs, float32 on CPUs. With torch.bfloat16
-    GPUs use float16 in the Gram form; it is about twice as fast as float32 on CPUs that multiply it natively,
+    GPUs use float16 in the Gram form. bfloat16 is about twice as fast as float32 on CPUs that multiply it,
     and several times slower on others. All other arithmetic is float32, or float64 for float64 parameters.
 
     compile: whether to compile the kernels: True, False, or "auto" (on GPUs only). The environment variable
@@ -778,7 +781,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         check_choice("compile", compile, (True, False, "auto"))
         self.compile, self.ns_dtype, self.world = compile, ns_dtype, world or World()
         self.reset_plan()
-        self.skipped_steps = None  # so that add_param_group, which torch calls, leaves the checks to us
+        self.skipped_steps = None  # while torch's constructor adds the groups, which are compared below
         super().__init__(param_groups, {})
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.check_and_broadcast(self.param_groups)
@@ -872,7 +875,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         grads = [local(param.grad) for param in params if has_gradient(param)]
         if any(grad.layout != torch.strided for grad in grads):
             raise ValueError("a gradient is sparse: make it dense, for example nn.Embedding(sparse=False)")
-        bad = torch.zeros(1, dtype=torch.float32, device=device) + (finite == 0)
+        bad = torch.zeros(1, dtype=torch.float32, device=device) + (finite == 0)  # `not` would wait for it
         if grads:
             bad += ~torch.stack(torch._foreach_norm(grads, dtype=self.dtype)).isfinite().all()
         flags = self.world.all_reduce(torch.cat([bad, flags]), dist.ReduceOp.MAX).wait()
@@ -997,8 +1000,8 @@ class DistMuonAdamW(MuonAdamW):
     process_group: defaults to all ranks; without torch.distributed it is a world of one, which does what
     MuonAdamW does. The group must contain the ranks of all device meshes. The constructor and
     `add_param_group` are collective. comm_dtype: float32 or bfloat16, in which gradients are reduced, and
-    FSDP2's matrices are sent both ways; defaults to the gradient's own. Under DistributedDataParallel, which
-    averages the gradients, use MuonAdamW.
+    FSDP2's matrices are sent both ways; defaults to the gradient's own (see `World.wire_dtype`). Under
+    DistributedDataParallel, which averages the gradients, use MuonAdamW.
 
     Replicated parameters start with rank 0's values (replicas of a sharded parameter, as in HSDP, must
     already be equal), and after every step they are bitwise the same on all ranks, as long as all ranks give

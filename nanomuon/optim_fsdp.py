@@ -87,7 +87,7 @@ class Sharding:
     held: tuple
     rule: Rule
     data_parallel: World | None = None
-    dim: int = 0
+    dim: int = 0  # 0: nothing
     blocks: int = 1
 
 

@@ -169,7 +169,9 @@ class SavedByName:
         return saved
 
     def named_state_dict(self):
-        """state_dict() by name: {"state": {name: {key: tensor}}, "param_groups": groups without params}."""
+        """state_dict() by name: {"state": {name: {key: tensor}}, "param_groups": groups without params}.
+        Tensors share memory with the optimizer's.
+        """
         self.plan()
         state = {}
         for name, param, _ in named_parameters(self.param_groups):
@@ -201,7 +203,7 @@ class SavedByName:
         """
         found = missing = restored = None
 
-        def compare():  # returns nothing, since `together` sends what its function returns
+        def compare():  # `together` would send what it returns to all ranks
             nonlocal found, missing, restored
             found, missing, restored = self.compare(state_dict, hyperparameters, strict)
 

@@ -282,7 +282,7 @@ def memory_by_kind(config: GPTConfig, layout: Layout, rows: int, compute_bytes: 
     if layout.fsdp:  # it gathers weights and gradients of two blocks, the embedding and the head
         of_all = 2 * weights * layout.ranks // layout.tensor_parallel
         in_loss += of_all * 2 // config.depth + 2 * FLOAT32 * 2 * config.vocab_size * config.width
-    elif layout.ranks > 1:  # all gradients and results are in flight at once, see optim.py
+    elif layout.ranks > 1:  # all gradients, and this rank's 1/W of them: docs/optimizer.md, Memory
         in_step += weights + weights // layout.ranks
     return {
         "weights": weights,
@@ -304,7 +304,7 @@ def optimizer_state(config: GPTConfig, layout: Layout) -> int:
     for part in parts(config, layout):
         is_whole = part.held == part.whole
         if part.kind == "adamw":
-            is_divided = is_whole and len(part.whole) > 1
+            is_divided = is_whole and len(part.whole) > 1  # not a vector
             numbers += 2 * part.held.numel() / (layout.ranks if is_divided else 1)
         elif is_whole:
             banks[part.whole] += 1

@@ -9,7 +9,8 @@ scripts/base_train.py takes it through these phases:
     model    Run._build                  model (parallel.py), optimizer and schedule (recipe.py)
     restore  Run._restore                weights, optimizer and position of a checkpoint, if there is one
     rows     Run.__init__                a TrainLoader that begins at this position
-    record   Run._write_folder           settings.json, config.json, tokenizer (--resume never: a new folder)
+    record   Run._write_folder           on rank 0: settings.json, config.json, tokenizer (--resume never: a
+                                         new folder); then metrics.jsonl, and later checkpoints are removed
     loop     base_train.train            evaluate, step, log, save
     end      Run.finish                  the whole validation set, export, samples, report, summary.json
 """
@@ -119,8 +120,8 @@ class Run:
             wandb_id = wandb.id if wandb else settings and settings.wandb_id
             self._write_folder(wandb_id)
             self.metrics = report.MetricsLog(self.folder, self.step if found else None, wandb)
-        newest = self.step if found else -1  # -1 deletes all: this run uses none of them
-        checkpoint.remove(self.folder, newest, args.keep_last)
+        resumed_at = self.step if found else -1  # -1 deletes all: this run uses none of them
+        checkpoint.remove(self.folder, resumed_at, args.keep_last)
         self._announce(settings)
         self.forward = self.model
         if compiles:
@@ -255,7 +256,7 @@ class Run:
             self.runtime.device,
             max_tokens,
         )
-        as_in_training = self.forward is not self.model  # use the graph of the whole compiled model
+        as_in_training = self.forward is not self.model  # if the model is compiled as a whole, use that graph
         value = bits_per_byte(self.forward, batches, self.token_bytes, as_in_training)
         whole_set = max_tokens is None
         self.log({"val_bpb": value, "whole_set": whole_set})
@@ -302,8 +303,8 @@ class Run:
             print0(f"warning: {error}")
 
     def give_up(self, why: str, bad_steps: int = 0) -> int:
-        """Print why the run has diverged, and the checkpoint to resume from, one before the bad steps.
-        Returns the exit code.
+        """Print why the run has diverged, and the checkpoint to resume from. It is from before the last good
+        step, whose update may have caused the bad ones. Returns the exit code.
         """
         earlier = [step for step in checkpoint.saved_steps(self.folder) if step < self.step - bad_steps]
         advice = ""

@@ -87,7 +87,7 @@ def cpu_has_bf16() -> bool:
 
 
 def compile_enabled(default: bool = True) -> bool:
-    """Whether to compile the kernels: not if NANOMUON_COMPILE is 0. default: the answer if it is not set."""
+    """Whether to compile: not if NANOMUON_COMPILE is 0. default: the answer if it is not set."""
     return os.environ.get("NANOMUON_COMPILE", str(int(default))) != "0"
 
 

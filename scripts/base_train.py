@@ -116,8 +116,8 @@ def train(run: Run, signals: StopSignals) -> int | None:
     peak = peak_flops(run.runtime.device)
     bad_steps = 0  # in a row, so far
     while run.step < plan.steps:
-        # Before a step, not after one: a signal during a step need not wait for the evaluation after it. The
-        # resumed run does it
+        # Before a step, not after one: a signal during a step need not wait for the evaluation that is due
+        # after it. The resumed run evaluates first
         evaluate_what_is_due(run)
         torch.manual_seed(args.seed + run.step)  # so that an optimizer draws the same numbers after a resume
         lr_multiplier = set_hyperparameters(
@@ -140,7 +140,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
             print0(f"stopped at step {run.step} and saved; {signals.command} carries on once there is data")
             raise
 
-        # Only now: during the first step there is nothing to save, and Ctrl-C should also stop compiling
+        # Only now: during the first step there is nothing new to save, and Ctrl-C should also stop compiling
         signals.can_save = True
         run.step += 1
         run.skipped += done.skipped
@@ -273,7 +273,7 @@ def training_step(
     optimizer.zero_grad(set_to_none=True)
     update_ended = Moment(loss.device)
 
-    # The step's only wait for the device: everything that the host needs, in one copy
+    # With our optimizer the step's only wait for the device: everything that the host needs, in one copy
     mean_loss, stops, skipped = torch.cat([agreed.double(), skipped.double().view(1)]).tolist()
     milliseconds = 1000 * (time.perf_counter() - began)
     return Step(
