@@ -204,14 +204,15 @@ def load(path, model, optimizer) -> dict[str, int]:
     the tensors do not belong to this model and optimizer.
     """
     manifest = read_manifest(path)
-    if manifest.optimizer_values and not isinstance(optimizer, MuonAdamW):
+    is_ours = isinstance(optimizer, MuonAdamW)
+    if not is_ours and manifest.optimizer_values:
         _make_state(optimizer, manifest.optimizer_values)
     state = _local_state(optimizer)
+    if not is_ours:
+        _add_later_state(path, optimizer, state["state"])
     tensors, _ = _flat_state(model, state)
-    if not isinstance(optimizer, MuonAdamW):
-        tensors |= _make_later_state(path, optimizer, state["state"], tensors)
     _read(path, tensors)
-    if not isinstance(optimizer, MuonAdamW):  # MuonAdamW's own tensors are already filled
+    if not is_ours:  # MuonAdamW's own tensors are already filled
         for name, slots in state["state"].items():
             slots.update(manifest.optimizer_values.get(str(name), {}))
         for group, values in zip(state["param_groups"], manifest.group_values, strict=False):
@@ -254,22 +255,22 @@ def _make_state(optimizer, numbers):
     optimizer.zero_grad()
 
 
-def _make_later_state(path, optimizer, state, made):
-    """Put into `state` the tensors that the optimizer makes after its first step, if the checkpoint has them.
-    Returns them by their names there. made: those that exist.
-    """
+def _add_later_state(path, optimizer, state):
+    """Add to `state` the checkpoint's tensors that the optimizer makes after its first step, as zeros."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    later = {}
     for name, saved in HuggingFaceStorageReader(path).read_metadata().state_dict_metadata.items():
-        if name.startswith("optimizer.") and name not in made:
-            _, number, slot = name.split(".", 2)
-            param, dtype = params[int(number)], saved.properties.dtype
-            if saved.size == param.shape:  # sharded like the parameter
-                later[name] = torch.zeros_like(param, dtype=dtype)
-            else:
-                later[name] = torch.zeros(saved.size, dtype=dtype, device=param.device)
-            state.setdefault(int(number), {})[slot] = later[name]
-    return later
+        found = re.fullmatch(r"optimizer\.(\d+)\.(.+)", name)  # parameters have numbers
+        if not found:
+            continue
+        number, slot = int(found[1]), found[2]
+        slots = state.setdefault(number, {})
+        if slot in slots:
+            continue
+        param, dtype = params[number], saved.properties.dtype
+        if saved.size == param.shape:  # sharded like the parameter
+            slots[slot] = torch.zeros_like(param, dtype=dtype)
+        else:
+            slots[slot] = torch.zeros(saved.size, dtype=dtype, device=param.device)
 
 
 def _model_tensors(model):

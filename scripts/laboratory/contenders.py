@@ -201,7 +201,9 @@ def keywords(function, given, declared):
 def parse_options(source, text):
     """{key: value} of key=value,key=value. source: where they come from, for errors."""
     parsed = {}
-    for part in re.split(r",(?=\w+=)", text) if text else []:  # not at the comma in betas=(0.9,0.95)
+    if not text:
+        return parsed
+    for part in re.split(r",(?=\w+=)", text):  # not at the comma in betas=(0.9,0.95)
         key, equals, value = part.partition("=")
         if not equals:
             raise InputError(f"{source}: {part!r} is not key=value")

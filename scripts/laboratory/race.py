@@ -204,9 +204,11 @@ class Race:
         try:
             while pending or running:
                 while pending and free:
-                    run, index = pending.pop(0), free.pop(0)
+                    name, version, seed = pending.pop(0)
+                    index = free.pop(0)
                     process = ProcessPoolExecutor(1, context, start_worker, (index,))
-                    running[process.submit(train, setup, self.place, *run)] = run[0], index, process
+                    future = process.submit(train, setup, self.place, name, version, seed)
+                    running[future] = name, index, process
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     name, index, process = running.pop(future)
                     process.shutdown()
