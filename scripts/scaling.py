@@ -33,6 +33,7 @@ from nanomuon.gpt import GPTConfig
 from nanomuon.plan import meta_model, model_config
 from nanomuon.run import Summary
 from nanomuon.runtime import InputError, folder_of, print0, read_json
+from nanomuon.settings import Settings
 from nanomuon.trained import read_config
 from scripts import base_train
 
@@ -45,6 +46,7 @@ class Member:
     D: int  # tokens
     loss: float  # bits per byte
     config: GPTConfig
+    corpus: str
 
 
 def main(argv=None):
@@ -59,6 +61,9 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if bool(args.depths) != bool(args.tokens):
         raise InputError("--depths and --tokens go together: each depth is trained on each number of tokens")
+    others = {member.corpus for member in finished(args.name)} - {args.corpus}
+    if args.depths and others:
+        raise InputError(f"family {args.name} was trained on {others.pop()}: choose another --name")
     for flags in [flags_of(args, depth, tokens) for depth in args.depths for tokens in args.tokens]:
         torch.compiler.reset()  # otherwise it compiles the same code for at most eight models
         if code := base_train.main(flags):
@@ -105,8 +110,9 @@ def finished(name):
         if not re.fullmatch(re.escape(name) + "-d[0-9]+-t[0-9]+", file.parent.name):  # such as a copy
             continue
         config, summary = read_config(file.parent), read_json(file, Summary)
+        corpus = read_json(file.parent / "settings.json", Settings).trained_on.get("corpus")
         weights = meta_model(config).multiplied_weights()
-        members.append(Member(weights, summary.tokens, summary.val_bpb, config))
+        members.append(Member(weights, summary.tokens, summary.val_bpb, config, corpus))
     return sorted(members)
 
 

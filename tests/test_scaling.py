@@ -33,7 +33,7 @@ def test_the_law_of_made_up_runs_is_found(larger):
     for depth, parameters in sizes.items():
         for tokens in (250_000, 1_000_000, 4_000_000):
             N, D, config = larger * parameters, larger * tokens, GPTConfig.from_depth(depth, 300, 32)
-            runs.append(scaling.Member(N, D, law_loss(N, D), config))
+            runs.append(scaling.Member(N, D, law_loss(N, D), config, "python"))
     found = scaling.fit(runs)
     E, A, alpha, B, beta = LAW
     expected = E, A / 1e6**alpha, alpha, B / 1e6**beta, beta
@@ -70,6 +70,8 @@ def test_a_family_is_enlarged_asked_and_stopped(base, monkeypatch, capsys):
         (runtime.folder_of(other) / "summary.json").touch()  # reading it would be an error
     monkeypatch.setattr(base_train, "main", lambda flags: STOPPED)
     assert family("--depths", "4,5", "--tokens", "256")[0] == STOPPED
+    with refused(f"family family was trained on path:{base}/texts: choose another --name"):
+        scaling.main(["--depths", "4", "--tokens", "256"])
     with refused("--depth: must be from 1 to 1,024, not 5000"):
         family("--depths", "1,5000", "--tokens", "250e3")
     (runtime.folder_of("family-d1-t256") / "summary.json").write_text('{"steps": 1, "tokens": 256}')
