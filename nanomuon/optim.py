@@ -251,10 +251,8 @@ def hyper_of(group):
         raise ValueError(f"param group of {group['names'][0]}: {error}") from None
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     if group["kind"] == "muon":
-        momentum, beta2 = (
-            group["momentum"] or 0,
-            group["beta2"] or 0,
-        )  # 0 in place of None: our kernels do not read it
+        # No kernel reads the number that stands for a momentum or beta2 of None
+        momentum, beta2 = group["momentum"] or 0, group["beta2"] or 0
         return MuonHyper(lr, weight_decay, momentum, 1 - momentum, 1 - beta2)
     beta1, beta2 = group["betas"]
     return AdamWHyper(lr, lr * weight_decay, 1 - beta1, 1 - beta2, group["eps"])

@@ -341,11 +341,11 @@ def compare_ranks(groups, process_group):
     parameters are grouped.
     """
     described = []
-    for i, group in enumerate(groups):
+    for group in groups:
         hyper = {key: as_numbers(group[key]) for key in sorted(REQUIRED[group["kind"]] - {"ns_steps"})}
-        options = f"group {i}, {fixed_options(group)}, {hyper}"
-        for name, param, _ in named_parameters([group]):
-            described.append(f"{name} {tuple(param.shape)} {param.dtype}, {options}")
+        for i, (name, param, _) in enumerate(named_parameters([group])):
+            about = f"{name} {tuple(param.shape)} {param.dtype}, number {i} of its group"
+            described.append(f"{about}, {fixed_options(group)}, {hyper}")
     of_ranks = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(of_ranks, described, group=process_group)
     for rank, theirs in enumerate(of_ranks):

@@ -339,7 +339,14 @@ def one_group_less(groups):
     [
         (another_order, ("parameter 1 or its options: p3 (16, 16)", "on rank 0, p6 (12, 24)")),
         (another_rate, ("'lr': 0.02", "'lr': 0.01")),
-        (another_division, ("parameter 4 or its options: p12 (8, 3, 3, 3)", "group 0", "group 1")),
+        (
+            another_division,
+            (
+                "parameter 4 or its options: p12 (8, 3, 3, 3)",
+                "number 4 of its group",
+                "number 0 of its group",
+            ),
+        ),
         (another_shape, ("parameter 5 or its options: p1 (16, 16)", "on rank 0, p1 (3, 4)")),
         (another_option, ("'kind': 'muon'", "on rank 0, p1 (16, 16)", "'nesterov': False")),
         (one_group_less, ("'kind': 'adamw'", "on rank 0, nothing on rank 1")),
