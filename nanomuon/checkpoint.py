@@ -256,7 +256,7 @@ def _make_state(optimizer, numbers):
 
 
 def _add_later_state(path, optimizer, state):
-    """Add to `state` the checkpoint's tensors that the optimizer makes after its first step, as zeros."""
+    """Add to `state` the checkpoint's tensors that the optimizer makes only at a later step, as zeros."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for name, saved in HuggingFaceStorageReader(path).read_metadata().state_dict_metadata.items():
         found = re.fullmatch(r"optimizer\.(\d+)\.(.+)", name)  # parameters have numbers

@@ -120,7 +120,7 @@ class TrainLoader:
         self.seq_len = seq_len
         self.seed = seed
         self.device = device
-        self.rows_per_micro_batch = world_size * device_batch_size  # per micro-batch
+        self.rows_per_micro_batch = world_size * device_batch_size  # of all ranks
         self.own_rows = slice(rank * device_batch_size, (rank + 1) * device_batch_size)
         state = state or {"epoch": 0, "window": 0, "row": 0}  # the next row
         self.epoch, self.window, self.row = state["epoch"], state["window"], state["row"]

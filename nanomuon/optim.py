@@ -27,16 +27,17 @@ The kinds of work items, with W ranks:
     BankOfShards      experts, or tensor-parallel shards: see optim_fsdp.py
     Rows              one large AdamW parameter   reduce_scatter   all_gather   for ceil(R/W) of its R rows
     SmallParameters   small AdamW parameters      all_reduce       nothing      for all of them
-    Pipeline          matrices under FSDP2, whose gradients are final: `collect` updates the momentum of a
-                      first chunk of matrices and sends it by Nesterov's formula; see optim_fsdp.py
+    Pipeline          matrices under FSDP2, whose gradients are averages already: `collect` updates the
+                      momentum of the first chunk of matrices and sends U, which is momentum by Nesterov's
+                      formula; see optim_fsdp.py
 
-The collectives of `collect` average the gradients over the ranks, by `ReduceOp.AVG` in the methods of
-`World`; nothing else does. Of a bank's K matrices, a rank owns K // W consecutive ones, or one more. The K
-matrices of a 3-D parameter are divided into blocks of ceil(K/W), so the last ranks may own fewer or none.
-Each phase visits the items in one order: by kind, as in this table; within a kind by group; the banks of a
-group from the largest m * n to the smallest, its other items by their first parameter. Per step each rank
-sends (W-1)/W times the bytes of the gradients and as much of the parameters, plus padding. A single process
-sends nothing and runs the same math.
+The collectives of `collect` average the gradients of whole parameters over the ranks, by `ReduceOp.AVG` in
+the methods of `World`; nothing else does. Of a bank's K matrices, a rank owns K // W consecutive ones, or one
+more. The K matrices of a 3-D parameter are divided into blocks of ceil(K/W), so the last ranks may own fewer
+or none. Each phase visits the items in one order: by kind, as in this table; within a kind by group; the
+banks of a group from the largest m * n to the smallest, its other items by their first parameter. For banks
+and rows, each rank sends (W-1)/W times the bytes of the gradients per step and as much of the parameters,
+plus padding. A single process sends nothing and runs the same math.
 
 This file contains, in order: the kernels; the hyperparameters; the ranks and their collectives; parameters
 and gradients; the rule for the direction of a Muon update; the work items; the owners; the optimizers.
@@ -90,8 +91,8 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # finite. The gradient then counts as 0, and every rate is multiplied by 0. That is not enough, since 0 times
 # infinity is NaN, so torch.where keeps the old parameter. `hyper` has a group's hyperparameters as 0-D
 # tensors, so a new value triggers no recompilation; options (nesterov, cautious) are Python values, and each
-# combination is compiled once. All arithmetic except Newton-Schulz is in the dtype of the state, which Muon's
-# `ok` has too.
+# combination of options, shape and dtype is compiled once. All arithmetic except Newton-Schulz is in the
+# dtype of the state; Muon's `ok` has this dtype.
 
 compile_kernels = contextvars.ContextVar("compile_kernels", default=False)  # each step sets it
 
@@ -251,7 +252,7 @@ def hyper_of(group):
         raise ValueError(f"param group of {group['names'][0]}: {error}") from None
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     if group["kind"] == "muon":
-        # No kernel reads the number that stands for a momentum or beta2 of None
+        # No kernel reads the 0 that stands for a momentum or beta2 of None
         momentum, beta2 = group["momentum"] or 0, group["beta2"] or 0
         return MuonHyper(lr, weight_decay, momentum, 1 - momentum, 1 - beta2)
     beta1, beta2 = group["betas"]
@@ -603,7 +604,8 @@ class SmallParameters(WorkItem):
 
 class Matrices:
     """Matrices of one Muon group with the same shape, dtype and gradient dtype: their parameters, state and
-    rule; or those of one 3-D parameter. Its subclasses communicate them: `Bank`, `Chunk` in optim_fsdp.py.
+    rule; or those of one 3-D parameter. The subclasses `Bank` and `Chunk` (optim_fsdp.py) communicate them,
+    and define `place(i, name, buffer)`, the Place of a state tensor of the i-th parameter.
 
     owners: the owner of each matrix, ascending. count: the number of matrices whose state this rank has.
     """
@@ -703,8 +705,8 @@ class Bank(Matrices, WorkItem):
             U = muon_momentum(G, momentum_buffer, ok_batch, hyper, nesterov=self.group["nesterov"])
             X, gain = self.rule(U, buffers, ok_batch, hyper)
             muon_update(P, X, gain, self.scale, ok_batch, hyper, cautious=self.cautious)
-            is_copy = len(P) > 1 or not tensors[batch.start].is_contiguous()  # by as_batch or as_matrices
-            if is_copy:
+            # as_batch copies several matrices, as_matrices one that is not contiguous
+            if len(P) > 1 or not tensors[batch.start].is_contiguous():
                 write(P.unbind(), tensors[batch])
 
     def send(self):
@@ -907,7 +909,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     @torch.inference_mode(False)  # state that is created in inference mode could not be updated
     @torch.no_grad()
     def plan(self):
-        """Divide the groups into work items, each group once, when it is first needed.
+        """Divide the groups into work items, each group once, when the plan is first needed.
 
         Until then accelerate may move the model, and FSDP2 may replace parameters in the groups. Afterwards
         this only compares: ValueError if parameters, options or state are not those that were planned.

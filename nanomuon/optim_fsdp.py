@@ -63,7 +63,7 @@ from nanomuon.optim import (
 )
 from nanomuon.optim_state import Place, like_param, local
 
-# Bytes of whole matrices that an owner receives at a time
+# Bytes of whole matrices, counted as float32, that an owner receives at a time
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26}
 
 
@@ -116,8 +116,8 @@ def sharding_of(param, group, comm_dtype, ns_dtype):
             data_parallel, dim = world, cut_dim
         if not possible:
             raise ValueError(
-                f"sharded as {param.placements} over {mesh}: Muon does not support this. The mesh dimension "
-                'of tensor parallelism must be called "tp" (mesh_dim_names)'
+                f"sharded as {param.placements} over {mesh}: Muon does not support this. If this is tensor "
+                'parallelism, its mesh dimension must be called "tp" (mesh_dim_names)'
             )
     if tp is None:
         return Sharding(shape, rule_of(group, m, n, ns_dtype), data_parallel, dim)

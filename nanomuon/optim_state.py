@@ -201,16 +201,16 @@ class SavedByName:
         state of parameters that no group has. strict=False: missing state is left unchanged; returns its
         [(name, key)].
         """
-        found = missing = restored = None
+        results = []
 
-        def compare():  # `together` would send what it returns to all ranks
-            nonlocal found, missing, restored
-            found, missing, restored = self.compare(state_dict, hyperparameters, strict)
+        def compare():  # returns nothing, because `together` would send it to all ranks
+            results.append(self.compare(state_dict, hyperparameters, strict))
 
         if self.world.process_group is None:
             compare()
         else:
             together(compare, self.world.process_group)
+        found, missing, restored = results.pop()
         zero = torch.zeros((), device="cpu")  # of state that was saved before the first step
         shards = [(place, zero if saved is None else place.shard_of(saved)) for place, saved in found]
         for place, shard in shards:
@@ -230,7 +230,7 @@ class SavedByName:
         groups = state_dict.get("param_groups")
         check_form(groups, self.param_groups)
         state = state_by_name(state_dict["state"], groups)
-        by_torch = any(isinstance(name, str) for group in groups for name in group.get("params", ()))
+        names_in_params = any(isinstance(name, str) for group in groups for name in group.get("params", ()))
         restored = [{} for _ in self.param_groups]
         if hyperparameters == "restore":
             restored = [restored_numbers(i, group, groups) for i, group in enumerate(self.param_groups)]
@@ -242,8 +242,9 @@ class SavedByName:
         else:
             for name, param, _ in named_parameters(self.param_groups):
                 entry = state.get(name, {})
-                # torch's utilities have already refused what is missing, unless they were told not to
-                if not entry and (by_torch or not param.requires_grad):
+                # torch's utilities put names into params. They have refused what is missing, unless they were
+                # told not to
+                if not entry and (names_in_params or not param.requires_grad):
                     continue
                 for key, place in self.places.get(param, {}).items():
                     if key in entry:

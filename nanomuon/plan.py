@@ -93,17 +93,18 @@ def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | N
     data_parallel = parallel.data_parallel_size(runtime.world_size, args.tensor_parallel, config)
     layout = Layout(runtime.world_size, args.shard == "fsdp", args.tensor_parallel)
     tokens = requested_tokens(args, model)
-    tokens_per_row = config.seq_len * data_parallel  # with one row on every device
+    one_row_each = config.seq_len * data_parallel  # tokens, if every device has one row
     rows = args.device_batch_size
     # Other micro-steps round differently, so in the same world a run keeps its first choice
     if rows is None and settings and settings.world_size == runtime.world_size:
         rows = settings.rows
     if rows is None:
-        per_step = (args.total_batch_size or total_batch_size(tokens, tokens_per_row)) // tokens_per_row
-        if not args.total_batch_size:  # with rows that are a power of two, the batch can be one too
-            per_step = 2 ** int(math.log2(per_step))
-        rows = rows_that_fit(config, layout, max(1, per_step), runtime)
-    micro_batch = rows * tokens_per_row
+        if args.total_batch_size:
+            rows_per_step = max(1, args.total_batch_size // one_row_each)  # of a device
+        else:  # a power of two, so that the batch can be one too
+            rows_per_step = 2 ** int(math.log2(total_batch_size(tokens, one_row_each) // one_row_each))
+        rows = rows_that_fit(config, layout, rows_per_step, runtime)
+    micro_batch = rows * one_row_each
     batch = args.total_batch_size or total_batch_size(tokens, micro_batch)
     if batch % micro_batch:
         raise InputError(

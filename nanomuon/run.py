@@ -107,13 +107,13 @@ class Run:
         self.loader = TrainLoader(
             self.data,
             plan.config.seq_len,
-            plan.batch // plan.config.seq_len,
-            plan.rows,
-            self.data_rank,
-            plan.data_parallel,
-            args.seed,
-            runtime.device,
-            position,
+            rows_per_step=plan.batch // plan.config.seq_len,
+            device_batch_size=plan.rows,
+            rank=self.data_rank,
+            world_size=plan.data_parallel,
+            seed=args.seed,
+            device=runtime.device,
+            state=position,
         )
         self.metrics = None
         if runtime.rank == 0:
@@ -129,7 +129,7 @@ class Run:
             print0("compiling: the first step takes a minute or two (--no-compile starts at once)")
 
     def _open_data(self, settings):
-        """Open shards and tokenizer. Returns `trained_on`; InputError if the tokenizer has changed."""
+        """Set data, tokenizer, text_field. Returns `trained_on`; InputError if the tokenizer has changed."""
         args, file = self.args, self.args.optimizer_file
         corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
         self.text_field = corpus.text_field

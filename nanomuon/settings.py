@@ -28,7 +28,7 @@ from nanomuon.runtime import InputError, check_name, folder_of, read_json, toget
 
 # A flag's scope: it defines the run; it may change when the run resumes; it sets the length, which may change
 # too (a new one replaces the recorded one); or it concerns only this launch, and is not recorded
-SCOPES = DEFINES, MAY_CHANGE, LENGTH, OF_LAUNCH = "defines", "may change", "length", "of launch"
+DEFINES, MAY_CHANGE, LENGTH, OF_LAUNCH = "defines", "may change", "length", "of launch"
 AGAIN = "give the same again, choose another --run, or start over: --resume never"
 # Flags of older runs, and their defaults
 REMOVED_FLAGS = {"experts": 0, "experts_per_token": 2, "fp8": False}
@@ -86,7 +86,10 @@ class RunParser(ArgumentParser):
 def make_parser(prog: str = "python -m scripts.base_train", description: str = "") -> RunParser:
     """Every flag of a run, with its scope."""
     parser = RunParser(prog, description)
-    defines, may_change, length, of_launch = (functools.partial(parser.add, scope) for scope in SCOPES)
+    defines = functools.partial(parser.add, DEFINES)
+    may_change = functools.partial(parser.add, MAY_CHANGE)
+    length = functools.partial(parser.add, LENGTH)
+    of_launch = functools.partial(parser.add, OF_LAUNCH)
     rows = number(int, 1, 1 << 20)
 
     parser.section("launch")
@@ -147,7 +150,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     of_launch("--shard", str, "none", "fsdp: shard parameters, gradients and state", choices=["none", "fsdp"])
     share = "processes that share the matrices of each block; must divide the number of heads"
     of_launch("--tensor-parallel", count, 1, share)
-    sent = "dtype of sent gradients; with --shard fsdp, of what Muon sends instead (auto: float32)"
+    sent = "dtype of sent gradients; with --shard fsdp, of momentum and updates (auto: float32)"
     defines("--comm-dtype", str, "auto", sent, choices=["auto", "float32", "bfloat16"])
 
     parser.section("evaluation and checkpoints")

@@ -68,9 +68,9 @@ def main(argv: list[str] | None = None) -> int:
         check_base_dir()  # first: a rank that does not see the run's folder has not recalled its flags
         refuse_other_flags(args)
     # Before the plan, whose default windows depend on it. The first rank chooses, all activate its choice
-    name = on_first_rank(lambda: use_flash_attention(runtime.device, runtime.compute_dtype))
-    if name is not None:
-        torch.nn.attention.activate_flash_attention_impl(name)
+    flash_attention = on_first_rank(lambda: use_flash_attention(runtime.device, runtime.compute_dtype))
+    if flash_attention is not None:
+        torch.nn.attention.activate_flash_attention_impl(flash_attention)
     plan = make_plan(args, runtime, settings)
     if args.plan:
         print_plan(plan, runtime)
@@ -164,7 +164,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
         if bad_steps == MAX_BAD_STEPS:
             return run.give_up(f"{bad_steps} steps in a row had non-finite losses or gradients", bad_steps)
 
-        # Only a few checkpoints are kept, so those of bad steps must not replace good ones
+        # Only a few checkpoints are kept: until the last step, those of bad steps must not replace good ones
         due = is_due(args.save_every, run.step) and bad_steps == 0
         is_last = done.stops or run.step == plan.steps
         if due or is_last:
