@@ -33,7 +33,7 @@ PLAIN = (bool, int, float, str, type(None))  # types of the values in a manifest
 
 
 @dataclass
-class Contents:
+class Manifest:
     """manifest.json."""
 
     step: int
@@ -87,7 +87,7 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
         for group in state["param_groups"]:
             groups.append({key: value for key, value in group.items() if isinstance(value, PLAIN)})
         files = sorted(file.name for file in hidden.glob("*.safetensors"))
-        manifest = Contents(step, meta, values, groups, files)
+        manifest = Manifest(step, meta, values, groups, files)
         write_json(hidden / "manifest.json", asdict(manifest))
         os.replace(hidden, final)
 
@@ -149,11 +149,11 @@ def _find(run_dir: Path, resume: str) -> Path | None:
         if resume not in names:
             have = ", ".join(names) or "none"
             raise InputError(f"{run_dir} has no checkpoint {resume}; it has: {have}")
-        return _whole(run_dir / "checkpoints" / resume)
+        return _undamaged(run_dir / "checkpoints" / resume)
     damage = None
     for name in reversed(names):
         try:
-            return _whole(run_dir / "checkpoints" / name)
+            return _undamaged(run_dir / "checkpoints" / name)
         except OSError as error:  # it may be whole: if it were skipped, it would be removed
             raise InputError(
                 f"{error}: make it readable, or choose another checkpoint: --resume step_N"
@@ -173,7 +173,7 @@ def _check_file(file: Path):
     file.open("rb").close()
 
 
-def _whole(path: Path) -> Path:
+def _undamaged(path: Path) -> Path:
     """The path; InputError if a file of this checkpoint is missing, truncated, or not safetensors."""
     _check_file(path / "manifest.json")
     for name in read_manifest(path).files:
@@ -187,9 +187,9 @@ def _whole(path: Path) -> Path:
     return path
 
 
-def read_manifest(path) -> Contents:
+def read_manifest(path) -> Manifest:
     """A checkpoint's manifest; InputError if it is damaged."""
-    return read_json(Path(path) / "manifest.json", Contents, "use another checkpoint")
+    return read_json(Path(path) / "manifest.json", Manifest, "use another checkpoint")
 
 
 # ------------------------------------------------------------------------------------------------------------
