@@ -78,7 +78,8 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
     hidden = final.with_name(f".{final.name}")
     if any(together((final / "manifest.json").exists)):
         return
-    state = _local_state(optimizer)
+    is_ours = isinstance(optimizer, MuonAdamW)
+    state = optimizer.named_state_dict() if is_ours else optimizer.state_dict()
     tensors, values = _flat_state(model, state)
 
     def publish():
@@ -104,8 +105,8 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
             raise
         on_first_rank(lambda: shutil.rmtree(hidden, ignore_errors=True))
         raise NotWritten(
-            f"checkpoint {final} was not written: {error}; earlier checkpoints are intact: free some space, "
-            "or remove what is in the way"
+            f"checkpoint {final} was not written: {error}; earlier ones, if there are any, are intact: free "
+            "some space, or remove what is in the way"
         ) from error
 
 
@@ -204,20 +205,20 @@ def load(path, model, optimizer) -> dict[str, int]:
     the tensors do not belong to this model and optimizer.
     """
     manifest = read_manifest(path)
-    is_ours = isinstance(optimizer, MuonAdamW)
-    if not is_ours and manifest.optimizer_values:
-        _make_state(optimizer, manifest.optimizer_values)
-    state = _local_state(optimizer)
-    if not is_ours:
-        _add_later_state(path, optimizer, state["state"])
+    if isinstance(optimizer, MuonAdamW):
+        tensors, _ = _flat_state(model, optimizer.named_state_dict())
+        _read(path, tensors)
+        return manifest.meta
+    state = _state_to_fill(path, optimizer, manifest)
     tensors, _ = _flat_state(model, state)
     _read(path, tensors)
-    if not is_ours:  # MuonAdamW's own tensors are already filled
-        for name, slots in state["state"].items():
-            slots.update(manifest.optimizer_values.get(str(name), {}))
-        for group, values in zip(state["param_groups"], manifest.group_values, strict=False):
-            group.update(values)  # counters and estimates of some optimizers (Schedule-Free, Prodigy)
-        optimizer.load_state_dict(state)
+    optimizer.load_state_dict(state)
+    params = _params(optimizer)
+    for number, slots in state["state"].items():
+        held = optimizer.state[params[number]]
+        for slot, value in slots.items():  # torch has cast tensors to the dtype of the parameter
+            if isinstance(value, torch.Tensor) and value.dtype != held[slot].dtype:
+                held[slot] = value.to(held[slot].device)
     return manifest.meta
 
 
@@ -237,40 +238,34 @@ def _read(path, tensors):
         raise InputError(f"{path} cannot be loaded into this model and optimizer: {first}") from error
 
 
-def _local_state(optimizer):
-    """This rank's state: by parameter name, or by number for other optimizers."""
-    if isinstance(optimizer, MuonAdamW):
-        return optimizer.named_state_dict()
-    return optimizer.state_dict()
+def _params(optimizer):
+    """The parameters of any torch optimizer. Its state_dict() names them by their positions in this list."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _make_state(optimizer, numbers):
-    """Make a torch optimizer create the state of these parameters, by a step on zero gradients. This state,
-    and what the step does to the parameters, will be overwritten.
-    """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, param in enumerate(params):
-        param.grad = torch.zeros_like(param) if str(number) in numbers else None
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _add_later_state(path, optimizer, state):
-    """Add to `state` the checkpoint's tensors that the optimizer makes only at a later step, as zeros."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+def _state_to_fill(path, optimizer, manifest):
+    """The saved state_dict() of an optimizer other than MuonAdamW, with zeros in place of its tensors."""
+    params, state = _params(optimizer), optimizer.state_dict()
+    state["state"] = {}
+    for number, values in manifest.optimizer_values.items():
+        if number not in map(str, range(len(params))):
+            raise InputError(f"{path} has state of parameter {number}, which this optimizer does not have")
+        state["state"][int(number)] = dict(values)
     for name, saved in HuggingFaceStorageReader(path).read_metadata().state_dict_metadata.items():
-        found = re.fullmatch(r"optimizer\.(\d+)\.(.+)", name)  # parameters have numbers
-        if not found:
+        found = re.fullmatch(r"optimizer\.(\d+)\.(.+)", name)
+        if not found or found[1] not in manifest.optimizer_values:
             continue
-        number, slot = int(found[1]), found[2]
-        slots = state.setdefault(number, {})
-        if slot in slots:
-            continue
-        param, dtype = params[number], saved.properties.dtype
-        if saved.size == param.shape:  # sharded like the parameter
-            slots[slot] = torch.zeros_like(param, dtype=dtype)
-        else:
-            slots[slot] = torch.zeros(saved.size, dtype=dtype, device=param.device)
+        number, slot, dtype = int(found[1]), found[2], saved.properties.dtype
+        if saved.size == params[number].shape:  # sharded like the parameter
+            tensor = torch.zeros_like(params[number], dtype=dtype)
+        elif saved.size:
+            tensor = torch.zeros(saved.size, dtype=dtype, device=params[number].device)
+        else:  # load_state_dict() moves a step count to the GPU, if the optimizer wants it there
+            tensor = torch.zeros((), dtype=dtype, device="cpu")
+        state["state"][number][slot] = tensor
+    for group, values in zip(state["param_groups"], manifest.group_values, strict=False):
+        group.update(values)  # counters and estimates of some optimizers (Schedule-Free, Prodigy)
+    return state
 
 
 def _model_tensors(model):

@@ -128,10 +128,10 @@ def explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted\n"
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in message:
-        less = "try fewer rows (--device-batch-size), a smaller model or --shard fsdp"
-        message = f"{message.split('. ')[0]}; {less}"
+        less = "fewer rows (--device-batch-size), a smaller model or --shard fsdp need less"
+        message = f"memory ran out: {message.split('. ')[0]}; {less}; --plan estimates it"
     elif isinstance(error, OSError) and str(base_dir()) in message:  # a full disk, no permission
-        message += "; set NANOMUON_BASE_DIR=/folder/with/room"
+        message += "; set NANOMUON_BASE_DIR to a folder with room that you can write to"
     elif not isinstance(error, InputError | OSError):
         origin = getattr(error, "origin", None)  # see together()
         text = origin or "".join(traceback.format_exception(type(error), error, error.__traceback__))

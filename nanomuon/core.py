@@ -272,6 +272,8 @@ def open_bundle(place: str) -> list[Task]:
                 fetch(place, archive)
         return read_zip(archive)
     path = Path(place).expanduser()
+    if not path.exists():
+        raise InputError(f"no bundle for CORE at {place}: give a folder, a zip or the URL of a zip")
     return read_tasks(path) if path.is_dir() else read_zip(path)
 
 

@@ -55,6 +55,7 @@ class Corpus:
     skip_unreadable: bool = False
     max_characters: float = math.inf  # longer documents are cut, see with_both_parts()
     unreadable: dict = field(default_factory=dict, compare=False)  # {place: error}, filled while reading
+    others: int = field(default=0, compare=False)  # files with other suffixes, which are skipped
 
     @property
     def slug(self) -> str:
@@ -98,10 +99,12 @@ class Corpus:
                 elif text and not self._is_refused():
                     yield text
         if self._is_refused():
-            repair = "delete a damaged file to fetch it again" if self.repo else "repair them"
+            repair = (
+                "delete a damaged file to fetch it again" if self.repo else "repair them (text must be UTF-8)"
+            )
             raise InputError(
-                f"corpus {self.name}: {self.describe_unreadable()}; {repair}, name the field of the text "
-                "with --text-field, or leave them out with --skip-unreadable"
+                f"corpus {self.name}: {self.describe_unreadable()}; {repair}, name the field of records that "
+                "has the text (--text-field), or leave them out (--skip-unreadable)"
             )
 
     def _is_refused(self):
@@ -204,7 +207,7 @@ def open_corpus(name: str, text_field: str | None = None, skip_unreadable: bool 
         repo = HUB_NAME.fullmatch(name)[1]
         return Corpus(name, known.revision, tuple(known.files), text_field, repo, skip_unreadable)
 
-    files, unreadable = _local_files(root, suffixes)
+    files, others, unreadable = _local_files(root, suffixes)
     if not files and not unreadable:
         raise InputError(
             f"corpus {name} has no file with text (.txt, .md, .py and so on, .jsonl, .jsonl.gz, .jsonl.zst, "
@@ -212,7 +215,13 @@ def open_corpus(name: str, text_field: str | None = None, skip_unreadable: bool 
         )
     revision = revision_of(root, files)
     return Corpus(
-        name, revision, tuple(files), text_field, skip_unreadable=skip_unreadable, unreadable=unreadable
+        name,
+        revision,
+        tuple(files),
+        text_field,
+        skip_unreadable=skip_unreadable,
+        unreadable=unreadable,
+        others=others,
     )
 
 
@@ -231,15 +240,16 @@ def _write(memory: Path, content: Remembered) -> None:
     write_json(memory, asdict(content))
 
 
-def _local_files(root, suffixes) -> tuple[list[Path], dict]:
+def _local_files(root, suffixes) -> tuple[list[Path], int, dict]:
     """The files to read under `root`, sorted; no hidden or installed ones, no pipes, and none that we write.
-    Follows links, and visits each folder once. Also {folder: error} of those that cannot be read.
+    Follows links, and visits each folder once. Also how many files have other suffixes, and {folder: error}
+    of those that cannot be read.
     """
     seen, walk, errors = set(), [(root.parent, [], [root.name])], []
     if root.is_dir():
         seen.add(os.path.realpath(base_dir()))  # our own folder, which changes with every run
         walk = os.walk(root, followlinks=True, onerror=errors.append)
-    files = []
+    files, others = [], 0
     for folder, subfolders, names in walk:
         place = os.path.realpath(folder)
         if place in seen:
@@ -251,9 +261,13 @@ def _local_files(root, suffixes) -> tuple[list[Path], dict]:
         )
         for name in names:
             file = Path(folder, name)
-            if not name.startswith(".") and name.lower().endswith(suffixes) and not file.is_fifo():
+            if name.startswith(".") or file.is_fifo():
+                continue
+            if name.lower().endswith(suffixes):
                 files.append(file)
-    return sorted(files), {error.filename: error for error in errors}
+            else:
+                others += 1
+    return sorted(files), others, {error.filename: error for error in errors}
 
 
 def revision_of(root: Path, files: list[Path]) -> str:

@@ -108,8 +108,8 @@ def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | N
     batch = args.total_batch_size or total_batch_size(tokens, micro_batch)
     if batch % micro_batch:
         raise InputError(
-            f"--total-batch-size {batch} is not a multiple of {micro_batch} ({rows} rows on every device): "
-            "change it, --device-batch-size or the number of processes"
+            f"--total-batch-size {batch} is not a multiple of {micro_batch} (--device-batch-size {rows} x "
+            f"--max-seq-len {config.seq_len} x {data_parallel} processes): change one of them"
         )
     return Plan(
         config,

@@ -159,7 +159,7 @@ class Run:
             print0(f"warning: {len(frozen)} parameters are in no group and are not trained: {names}, ...")
         self.initial_groups = [dict(group) for group in self.optimizer.param_groups]
         self.group_lines = recipe.describe(self.initial_groups, self.schedule, plan.steps)
-        if not args.optimizer_file:
+        if not args.optimizer_file:  # which may scale otherwise
             self.group_lines.append(recipe.describe_scales(plan.batch, plan.steps, plan.config.width))
 
     def _restore(self, found: Path | None) -> dict | None:
@@ -236,7 +236,9 @@ class Run:
             print0(f"left out   {manifest.unreadable}")
         documents = sum(entry.documents for entry in manifest.val)
         if documents < ENOUGH:
-            print0(f"warning: only {documents} validation documents: their bits per byte say little")
+            print0(
+                f"warning: only {documents} validation documents: their bits per byte say little; add text"
+            )
         if passes > MOST_PASSES:
             print0("warning: a text this small is memorized after two or three passes: train fewer steps")
 
@@ -396,8 +398,8 @@ def refuse_other_texts(args: argparse.Namespace, trained_on: dict) -> None:
     before = str(trained_on.get("corpus"))
     if corpus.differs(before, str(trained_on.get("revision"))):
         raise InputError(
-            f"run {args.run} was trained on other texts, those of {before}, than {corpus.name} has now: give "
-            "the --corpus that has them, restore them, choose another --run, or start over: --resume never"
+            f"run {args.run} was trained on {before}, and {corpus.name} now has other texts: give the "
+            "--corpus that has its texts, restore them, choose another --run, or start over: --resume never"
         )
 
 
@@ -462,8 +464,8 @@ def build_optimizer(args, model, plan, runtime, compiles) -> tuple[torch.optim.O
         flag_of(name) for name, each in without_effect.items() if getattr(args, name) != each.default
     ]:
         raise InputError(
-            f"{', '.join(given)}: {args.optimizer_file} sets this itself, so leave the flag out (a run that "
-            "has recorded it starts over with --resume never)"
+            f"{', '.join(given)}: {args.optimizer_file} replaces what this sets, so leave the flag out and "
+            "set it in the file (a run that has recorded the flag starts over with --resume never)"
         )
     settings = {"ns_dtype": runtime.compute_dtype, "compile": compiles}
     if runtime.world_size > 1 and args.comm_dtype != "auto":

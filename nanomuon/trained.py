@@ -75,7 +75,9 @@ def load_model(folder: Path, runtime: Runtime) -> GPT:
         meta_model(config).load_state_dict(weights, assign=True)
     except (OSError, SafetensorError, RuntimeError) as error:
         message = str(error)[:MESSAGE]
-        raise InputError(f"{file} is damaged or does not fit the model of config.json: {message}") from error
+        raise InputError(
+            f"{file} is damaged, or does not fit the model of config.json in this version: {message}"
+        ) from error
     model = build_model(config, runtime, seed=0)
     model.load_state_dict(weights)
     return model

@@ -33,7 +33,8 @@ def main(argv=None):
     for_training = argv[:1] == ["--"]
     args = of_training(argv[1:]) if for_training else own_parser().parse_args(argv)
     corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
-    print(f"corpus {corpus.name}: {len(corpus.files):,} files with text")  # other files are skipped
+    others = f", {corpus.others:,} others skipped" if corpus.others else ""
+    print(f"corpus {corpus.name}: {len(corpus.files):,} files with text{others}")
     folder = shards.prepare_shards(corpus, args.vocab_size, max_tokens=args.max_tokens)
     if args.text_field and not for_training:  # a run records its field itself
         remember(corpus)

@@ -24,9 +24,9 @@ init_weights(seed) on each model, and parameters whose name and shape occur in t
 values. Each is compared with the first, seed by seed. Every finished run is a line in
 races/NAME/results.jsonl under NANOMUON_BASE_DIR: an interrupted race continues, and one with more seeds or
 contenders trains only the new runs. A contender whose file or hyperparameters have changed runs again; a race
-on another task, model or data needs another --name.
+on another task, length, model or data needs another --name.
 
---sweep 8 first gives each contender the time of eight runs to tune its rates, on other seeds: trials of a
+--sweep 8 first gives each contender the steps of eight runs to tune its rates, on other seeds: trials of a
 quarter of the length, the best of them at half, the best of those at full length. It searches a common factor
 on all rates, the weight decay, and the dial that the file names (DIAL = ("c", 0.1, 0.8)) or else the rate of
 the matrices.
@@ -102,7 +102,7 @@ def parse_arguments(argv):
         "--sweep",
         type=number(int, FEWEST_SWEEP, 1 << 20),
         metavar="RUNS",
-        help="first tune each contender, in at most the time of this many full runs",
+        help="first tune each contender, in at most the steps of this many full runs",
     )
     add("--steps", type=count, help="optimizer steps (default: the task's)")
     add("--model", nargs="+", default=[], metavar="KEY=VALUE", help="fields of GPTConfig, for all contenders")

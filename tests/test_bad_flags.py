@@ -46,7 +46,7 @@ REFUSED = [  # script, flags, message
     ("base_train", "--depth 1025", "argument --depth: must be from 1 to 1,024, not 1025; see"),
     ("base_train", "--vocab-size 256", "argument --vocab-size: must be from 257 to"),
     ("base_train", "--resume newest", "argument --resume: must be auto, never or a checkpoint"),
-    ("base_train", "--plan --window-pattern SX", "window_pattern must consist of S and L, not 'SX'"),
+    ("base_train", "--plan --window-pattern SX", "a window pattern consists of S and L, not 'SX'"),
     ("base_train", "--matrix-lr nan", "argument --matrix-lr: must be from 0 to 1e+30, not nan"),
     (
         "base_train",

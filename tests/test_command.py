@@ -32,8 +32,12 @@ def handlers():
     [
         (InputError("no\nsuch \x1bthing"), 2, "error: no such \\x1bthing\n"),
         (OSError(28, "No space left", "/data/x"), 2, "error: [Errno 28] No space left: '/data/x'\n"),
-        (OSError(28, "No space left", "BASE/x"), 2, "; set NANOMUON_BASE_DIR=/folder/with/room\n"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, "error: CUDA out of memory; try fewer rows"),
+        (OSError(28, "No space left", "BASE/x"), 2, "; set NANOMUON_BASE_DIR to a folder with room that"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried"),
+            2,
+            "error: memory ran out: CUDA out of memory; ",
+        ),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (ValueError("ours"), BUG, "Traceback (most recent call last):\n"),
     ],

@@ -342,7 +342,7 @@ def test_a_run_is_evaluated_during_training_at_its_end_and_again(base, environme
 
     shutil.rmtree(bundle)
     again = ["--run", "core", "--num-iterations", "6"]
-    with refused("bundle: .*No such file"):
+    with refused("no bundle for CORE at .*bundle: give a folder"):
         base_train.main(again)
     assert base_train.main([*again, "--core-bundle", "none"]) == 0
 

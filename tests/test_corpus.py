@@ -85,6 +85,7 @@ def test_which_files_of_a_folder_are_read_and_in_which_order(tmp_path):
     for link in ("link", "same"):
         (tmp_path / link).symlink_to(tmp_path / "../other")
     assert read(f"path:{tmp_path}") == [*(text.removeprefix("\ufeff") for text in texts.values()), "linked"]
+    assert open_corpus(f"path:{tmp_path}").others == 2, "a.png and LICENSE are reported as skipped"
     (tmp_path / "base" / "own.txt").write_text("in our own folder, but named")
     assert read(f"path:{tmp_path}/base/own.txt") == ["in our own folder, but named"]
 
@@ -172,7 +173,7 @@ def test_all_that_cannot_be_read_is_counted_at_once_and_recorded(tmp_path):
     (tmp_path / "texts/bad.jsonl").write_bytes(lines(records))
     said = r"3 files or records cannot be read: .*bad.jsonl line 2: no text in field 'text' of {'body': 1}; "
     said += r".*line 3: .*'text' of 7; .*/bad.*.txt: .*No such file"
-    with refused(said + ".*; repair them, .* with --text-field, or leave them out"):
+    with refused(said + ".*; repair them .*, name the field .*--text-field.*, or leave them out"):
         shards.prepare_shards(open_corpus(name), tokenizer=TOKENIZER)
     folder = shards.prepare_shards(open_corpus(name, skip_unreadable=True), tokenizer=TOKENIZER)
     assert {"a good one", "another"} < {*documents(folder, "train"), *documents(folder, "val")}

@@ -181,7 +181,7 @@ def test_an_export_that_cannot_be_made_is_one_line(exported, tmp_path, monkeypat
     for arguments, complaint in (
         ([f"{tmp_path}/full", "--to", f"{tmp_path}/new"], "has no finished model"),
         (["plain", "--to", f"{tmp_path}/full"], "not an empty folder"),
-        ([str(other), "--to", f"{tmp_path}/new"], "does not fit the model"),
+        ([str(other), "--to", f"{tmp_path}/new"], "or does not fit the model of config.json in this version"),
     ):
         with refused(complaint):
             export.main(["--run", *arguments])

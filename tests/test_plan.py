@@ -28,7 +28,7 @@ def test_micro_steps_and_tokens_follow_from_the_batch():
     assert planned(flags, FOUR).micro_steps == 4
     halved = planned(flags + " --tensor-parallel 2", FOUR)  # two ranks see the same rows
     assert (halved.micro_steps, halved.data_parallel) == (8, 2)
-    with refused("not a multiple of 64 .2 rows on every device"):
+    with refused("not a multiple of 64 .--device-batch-size 2 x --max-seq-len 32 x 1 processes.: change one"):
         planned(f"{SHAPE} --total-batch-size 1000")
 
 

@@ -128,7 +128,7 @@ def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, tmp_path
     train(base, "file", 3, *of_file)
     multipliers = [row["lr_multiplier"] for row in rows(base, "file") if "train_loss" in row]
     assert multipliers == [1.0, 0.5, pytest.approx(1 / 3)]
-    with refused(f"^--matrix-lr, --warmup-ratio: {file} sets this itself, so leave"):
+    with refused(f"^--matrix-lr, --warmup-ratio: {file} replaces what this sets, so leave"):
         train(base, "other", 3, *of_file, "--matrix-lr=1", "--warmup-ratio=0.5")
     file.write_text(PARAM_GROUPS.partition("def schedule")[0])
     train(base, "rates of a file", 4, *of_file, "--warmup-ratio=0.5")
