@@ -25,6 +25,7 @@ from torch.distributed.checkpoint import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
+from torch.distributed.tensor import DTensor, Replicate
 
 from nanomuon.optim import MuonAdamW
 from nanomuon.runtime import InputError, on_first_rank, print0, read_json, together, write_json
@@ -217,7 +218,7 @@ def load(path, model, optimizer) -> dict[str, int]:
     for number, slots in state["state"].items():
         held = optimizer.state[params[number]]
         for slot, value in slots.items():  # torch has cast tensors to the dtype of the parameter
-            if isinstance(value, torch.Tensor) and value.dtype != held[slot].dtype:
+            if isinstance(value, torch.Tensor) and slot in held and value.dtype != held[slot].dtype:
                 held[slot] = value.to(held[slot].device)
     return manifest.meta
 
@@ -255,14 +256,22 @@ def _state_to_fill(path, optimizer, manifest):
         found = re.fullmatch(r"optimizer\.(\d+)\.(.+)", name)
         if not found or found[1] not in manifest.optimizer_values:
             continue
-        number, slot, dtype = int(found[1]), found[2], saved.properties.dtype
-        if saved.size == params[number].shape:  # sharded like the parameter
-            tensor = torch.zeros_like(params[number], dtype=dtype)
-        elif saved.size:
-            tensor = torch.zeros(saved.size, dtype=dtype, device=params[number].device)
-        else:  # load_state_dict() moves a step count to the GPU, if the optimizer wants it there
+        param, dtype = params[int(found[1])], saved.properties.dtype
+        if saved.size == param.shape:  # sharded like the parameter
+            tensor = torch.zeros_like(param, dtype=dtype)
+        elif (
+            not saved.size
+        ):  # load_state_dict() moves a step count to the GPU, if the optimizer wants it there
             tensor = torch.zeros((), dtype=dtype, device="cpu")
-        state["state"][number][slot] = tensor
+        elif isinstance(
+            param, DTensor
+        ):  # computed from the DTensor of a gradient, such as a norm of each row
+            whole = torch.zeros(saved.size, dtype=dtype, device=param.device)
+            mesh = param.device_mesh
+            tensor = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        else:
+            tensor = torch.zeros(saved.size, dtype=dtype, device=param.device)
+        state["state"][int(found[1])][found[2]] = tensor
     for group, values in zip(state["param_groups"], manifest.group_values, strict=False):
         group.update(values)  # counters and estimates of some optimizers (Schedule-Free, Prodigy)
     return state

@@ -129,7 +129,7 @@ def explain(error: BaseException) -> tuple[int, str]:
         return INTERRUPTED, "interrupted\n"
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in message:
         less = "fewer rows (--device-batch-size), a smaller model or --shard fsdp need less"
-        message = f"memory ran out: {message.split('. ')[0]}; {less}; --plan estimates it"
+        message = f"memory ran out: {message.split('. ')[0]}; {less} (base_train --plan estimates it)"
     elif isinstance(error, OSError) and str(base_dir()) in message:  # a full disk, no permission
         message += "; set NANOMUON_BASE_DIR to a folder with room that you can write to"
     elif not isinstance(error, InputError | OSError):

@@ -99,9 +99,9 @@ class Corpus:
                 elif text and not self._is_refused():
                     yield text
         if self._is_refused():
-            repair = (
-                "delete a damaged file to fetch it again" if self.repo else "repair them (text must be UTF-8)"
-            )
+            repair = "repair them (text must be UTF-8)"
+            if self.repo:
+                repair = "delete a damaged file to fetch it again"
             raise InputError(
                 f"corpus {self.name}: {self.describe_unreadable()}; {repair}, name the field of records that "
                 "has the text (--text-field), or leave them out (--skip-unreadable)"
