@@ -275,8 +275,8 @@ def as_words(file: Path, options: dict, known: Container[str]) -> list[str]:
             continue
         if name not in known:
             raise InputError(
-                f"{file}: options: {name} ({value}) is not a flag of this version: use the version that "
-                "started the run, remove this option if it changes nothing, or start over: --resume never"
+                f"{file}: options: {name} is not a flag of this version: use the version that started the "
+                f"run, remove this option if {value} changes nothing, or start over: --resume never"
             )
         if value is True:
             words.append(flag_of(name))

@@ -87,9 +87,24 @@ def test_deterministic_takes_effect_before_the_start(base, monkeypatch):
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
+ROW_NORMS = """
+    class RowNorms(torch.optim.AdamW):
+        def step(self):
+            matrices = [param for param in self.param_groups[0]["params"] if param.ndim == 2]
+            for param in matrices:
+                if "norms" in self.state[param]:
+                    param.grad.div_(1 + self.state[param]["norms"])
+            super().step()
+            for param in matrices:
+                self.state[param]["norms"] = param.grad.square().mean(dim=1, keepdim=True).sqrt()
+    return RowNorms(model.parameters(), lr=3e-3)
+"""
+
+
 def test_a_users_optimizer_sees_averaged_gradients_and_resumes_sharded(base):
-    file = optimizer_file(base, "adamw", "return torch.optim.AdamW(model.parameters(), lr=3e-3)")
-    for run, processes, steps in (("adamw", 1, 20), ("moved", 2, 10), ("moved", 1, 20)):
+    """Under FSDP2 with state of another shape than the parameter, too, which is a DTensor."""
+    file = optimizer_file(base, "adamw", ROW_NORMS)
+    for run, processes, steps in (("adamw", 1, 20), ("moved", 2, 10), ("moved", 2, 14), ("moved", 1, 20)):
         options = (*file, "--eval-every", "-1", "--warmdown-ratio", "0", "--shard", "fsdp")
         train_on(processes, base, run, steps, *options)
     assert losses(base, "moved") == pytest.approx(losses(base, "adamw"), abs=1e-4)
