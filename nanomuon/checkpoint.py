@@ -256,25 +256,25 @@ def _state_to_fill(path, optimizer, manifest):
         found = re.fullmatch(r"optimizer\.(\d+)\.(.+)", name)
         if not found or found[1] not in manifest.optimizer_values:
             continue
-        param, dtype = params[int(found[1])], saved.properties.dtype
-        if saved.size == param.shape:  # sharded like the parameter
-            tensor = torch.zeros_like(param, dtype=dtype)
-        elif (
-            not saved.size
-        ):  # load_state_dict() moves a step count to the GPU, if the optimizer wants it there
-            tensor = torch.zeros((), dtype=dtype, device="cpu")
-        elif isinstance(
-            param, DTensor
-        ):  # computed from the DTensor of a gradient, such as a norm of each row
-            whole = torch.zeros(saved.size, dtype=dtype, device=param.device)
-            mesh = param.device_mesh
-            tensor = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        else:
-            tensor = torch.zeros(saved.size, dtype=dtype, device=param.device)
-        state["state"][int(found[1])][found[2]] = tensor
+        number, slot = int(found[1]), found[2]
+        state["state"][number][slot] = _zeros(saved, params[number])
     for group, values in zip(state["param_groups"], manifest.group_values, strict=False):
         group.update(values)  # counters and estimates of some optimizers (Schedule-Free, Prodigy)
     return state
+
+
+def _zeros(saved, param):
+    """Zeros for a saved tensor of this parameter's state. saved: its size and dtype."""
+    dtype = saved.properties.dtype
+    if saved.size == param.shape:  # sharded like the parameter
+        return torch.zeros_like(param, dtype=dtype)
+    if not saved.size:  # load_state_dict() moves a step count to the GPU, if the optimizer wants it there
+        return torch.zeros((), dtype=dtype, device="cpu")
+    zeros = torch.zeros(saved.size, dtype=dtype, device=param.device)
+    if isinstance(param, DTensor):  # its optimizer computes on DTensors: here a norm of each row, or similar
+        mesh = param.device_mesh
+        return DTensor.from_local(zeros, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return zeros
 
 
 def _model_tensors(model):
