@@ -206,20 +206,12 @@ def load(path, model, optimizer) -> dict[str, int]:
     the tensors do not belong to this model and optimizer.
     """
     manifest = read_manifest(path)
-    if isinstance(optimizer, MuonAdamW):
-        tensors, _ = _flat_state(model, optimizer.named_state_dict())
-        _read(path, tensors)
-        return manifest.meta
-    state = _state_to_fill(path, optimizer, manifest)
+    is_ours = isinstance(optimizer, MuonAdamW)
+    state = optimizer.named_state_dict() if is_ours else _state_to_fill(path, optimizer, manifest)
     tensors, _ = _flat_state(model, state)
     _read(path, tensors)
-    optimizer.load_state_dict(state)
-    params = _params(optimizer)
-    for number, slots in state["state"].items():
-        held = optimizer.state[params[number]]
-        for slot, value in slots.items():  # torch has cast tensors to the dtype of the parameter
-            if isinstance(value, torch.Tensor) and slot in held and value.dtype != held[slot].dtype:
-                held[slot] = value.to(held[slot].device)
+    if not is_ours:  # MuonAdamW's own tensors are already filled
+        _load_state(optimizer, state)
     return manifest.meta
 
 
@@ -239,25 +231,24 @@ def _read(path, tensors):
         raise InputError(f"{path} cannot be loaded into this model and optimizer: {first}") from error
 
 
-def _params(optimizer):
-    """The parameters of any torch optimizer. Its state_dict() names them by their positions in this list."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
+def _numbered(optimizer):
+    """{number: parameter} of any torch optimizer, with the numbers by which its state_dict() names them."""
+    return dict(enumerate(param for group in optimizer.param_groups for param in group["params"]))
 
 
 def _state_to_fill(path, optimizer, manifest):
     """The saved state_dict() of an optimizer other than MuonAdamW, with zeros in place of its tensors."""
-    params, state = _params(optimizer), optimizer.state_dict()
-    state["state"] = {}
+    state, slots_of = optimizer.state_dict(), {}
+    params = {str(number): param for number, param in _numbered(optimizer).items()}
     for number, values in manifest.optimizer_values.items():
-        if number not in map(str, range(len(params))):
+        if number not in params:
             raise InputError(f"{path} has state of parameter {number}, which this optimizer does not have")
-        state["state"][int(number)] = dict(values)
+        slots_of[number] = dict(values)
     for name, saved in HuggingFaceStorageReader(path).read_metadata().state_dict_metadata.items():
         found = re.fullmatch(r"optimizer\.(\d+)\.(.+)", name)
-        if not found or found[1] not in manifest.optimizer_values:
-            continue
-        number, slot = int(found[1]), found[2]
-        state["state"][number][slot] = _zeros(saved, params[number])
+        if found and found[1] in slots_of:
+            slots_of[found[1]][found[2]] = _zeros(saved, params[found[1]])
+    state["state"] = {int(number): slots for number, slots in slots_of.items()}
     for group, values in zip(state["param_groups"], manifest.group_values, strict=False):
         group.update(values)  # counters and estimates of some optimizers (Schedule-Free, Prodigy)
     return state
@@ -275,6 +266,19 @@ def _zeros(saved, param):
         mesh = param.device_mesh
         return DTensor.from_local(zeros, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return zeros
+
+
+def _load_state(optimizer, state):
+    """Load a state_dict() into a torch optimizer, which casts tensors to the dtypes of its parameters. Undo
+    that: they keep their own.
+    """
+    optimizer.load_state_dict(state)
+    params = _numbered(optimizer)
+    for number, slots in state["state"].items():
+        held = optimizer.state[params[number]]
+        for slot, value in slots.items():
+            if isinstance(value, torch.Tensor) and slot in held and value.dtype != held[slot].dtype:
+                held[slot] = value.to(held[slot].device)
 
 
 def _model_tensors(model):

@@ -61,9 +61,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if bool(args.depths) != bool(args.tokens):
         raise InputError("--depths and --tokens go together: each depth is trained on each number of tokens")
-    others = {member.corpus for member in finished(args.name)} - {args.corpus}
-    if args.depths and others:
-        raise InputError(f"family {args.name} was trained on {others.pop()}: choose another --name")
+    if args.depths:
+        refuse_another_corpus(args)
     for flags in [flags_of(args, depth, tokens) for depth in args.depths for tokens in args.tokens]:
         torch.compiler.reset()  # otherwise it compiles the same code for at most eight models
         if code := base_train.main(flags):
@@ -101,6 +100,13 @@ def flags_of(args, depth, tokens):
     given = base_train.make_parser().parse_args(flags)
     model = meta_model(model_config(given, "cpu"))
     return [*flags, f"--target-param-data-ratio={(tokens + 0.5) / model.multiplied_weights()}"]
+
+
+def refuse_another_corpus(args):
+    """InputError if a run of this family was trained on another corpus: one law would mix them."""
+    for member in finished(args.name):
+        if member.corpus != args.corpus:
+            raise InputError(f"family {args.name} was trained on {member.corpus}: choose another --name")
 
 
 def finished(name):

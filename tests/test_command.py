@@ -32,11 +32,15 @@ def handlers():
     [
         (InputError("no\nsuch \x1bthing"), 2, "error: no such \\x1bthing\n"),
         (OSError(28, "No space left", "/data/x"), 2, "error: [Errno 28] No space left: '/data/x'\n"),
-        (OSError(28, "No space left", "BASE/x"), 2, "; set NANOMUON_BASE_DIR to a folder with room that"),
+        (
+            OSError(28, "No space left", "BASE/x"),
+            2,
+            "; set NANOMUON_BASE_DIR to a folder with room that you can write to\n",
+        ),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried"),
             2,
-            "error: memory ran out: CUDA out of memory; ",
+            "error: memory ran out: CUDA out of memory; fewer rows",
         ),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (ValueError("ours"), BUG, "Traceback (most recent call last):\n"),

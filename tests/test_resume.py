@@ -460,7 +460,8 @@ def test_runs_of_the_version_that_had_experts_and_fp8(base, capsys):
     for command, said in (
         (
             base_train,
-            "options: experts is not a flag of this version: .*, remove this option if 2 changes nothing",
+            "options: experts is not a flag of this version: use the version that started the run, "
+            "remove this option if 2 changes nothing, or start over: --resume never",
         ),
         (sample, "this version has no models with experts"),
     ):
