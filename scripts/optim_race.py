@@ -22,9 +22,10 @@ with eval(), and swaps its own back in with train().
 With the same seed all contenders see the same rows and start from the same weights: the race calls
 init_weights(seed) on each model, and parameters whose name and shape occur in the default model get its
 values. Each is compared with the first, seed by seed. Every finished run is a line in
-races/NAME/results.jsonl under NANOMUON_BASE_DIR: an interrupted race continues, and one with more seeds or
-contenders trains only the new runs. A contender whose file or hyperparameters have changed runs again; a race
-on another task, length, model or data needs another --name.
+races/NAME/results.jsonl under NANOMUON_BASE_DIR, and unfinished ones are saved about every two minutes: an
+interrupted race continues, and one with more seeds or contenders trains only the new runs. A contender
+whose file or hyperparameters have changed runs again; a race on another task, length, model or data needs
+another --name.
 
 --sweep 8 first gives each contender the steps of eight runs to tune its rates, on other seeds: trials of a
 quarter of the length, the best of them at half, the best of those at full length. It searches a common factor
@@ -40,6 +41,8 @@ if __name__ == "__main__":
     import scripts
 
     scripts.begin()
+
+import shutil
 
 from nanomuon.attention import use_flash_attention
 from nanomuon.command import (
@@ -81,6 +84,7 @@ def main(argv=None):
             contenders = race.sweep(contenders, args.sweep)
             about.append(f"tuned first, each in the time of {args.sweep} runs")
         results = race.train(contenders, range(args.seeds), setup["steps"])
+        shutil.rmtree(folder / "unfinished", ignore_errors=True)  # of contenders that have changed since
     baseline = contenders[0].name
     text = f"{report.table(results, baseline, setup['unit'])}\n\n{report.NOTE}"
     about.append(f"last run by {machine_description()}")

@@ -107,6 +107,54 @@ def test_a_race_is_interrupted_goes_on_and_grows(lab, tmp_path, capsys, monkeypa
         lab("default", steps=20)
 
 
+NOISY = """
+import torch
+
+class Noisy(torch.optim.SGD):
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad += 0.01 * torch.randn_like(param)
+        super().step()
+
+def build_optimizer(model):
+    return Noisy(model.parameters(), lr=0.1, momentum=0.9)
+"""
+
+
+@pytest.mark.parametrize("contender", ["default", "noisy.py"])
+def test_a_run_that_is_cut_off_goes_on_from_its_checkpoint(contender, lab, tmp_path, capsys, monkeypatch):
+    """Two of its evaluations are at steps 25 and 50."""
+    (tmp_path / "noisy.py").write_text(NOISY)
+    lab(contender, steps=60, name="whole")
+    monkeypatch.setattr(race, "SAVE_EVERY_S", -1)
+    step, taken = race.training_step, []
+
+    def is_killed_after_its_40th(*arguments):
+        if len(taken) == 40:
+            raise KeyboardInterrupt
+        taken.append(step(*arguments))
+        return taken[-1]
+
+    monkeypatch.setattr(race, "training_step", is_killed_after_its_40th)
+    with pytest.raises(KeyboardInterrupt):
+        lab(contender, steps=60)
+    taken.clear()
+    assert lab(contender, steps=60) == 1 and len(taken) == 60 - 25
+    (_, whole), (_, cut_off) = lines_of(tmp_path, "whole"), lines_of(tmp_path)
+    assert [step for step, _ in whole["curve"]] == [0, 25, 50, 60]
+    assert cut_off["curve"] == whole["curve"] and cut_off["score"] == whole["score"]
+    assert not (tmp_path / "races/shakespeare/unfinished").exists()
+
+
+def test_a_run_that_cannot_be_saved_races_all_the_same(lab, tmp_path, capsys, monkeypatch):
+    listed = NOISY.replace("super().step()", "super().step(); self.state[param]['seen'] = []")
+    (tmp_path / "noisy.py").write_text(listed)
+    monkeypatch.setattr(race, "SAVE_EVERY_S", -1)
+    assert lab("noisy.py", steps=30) == 1
+    assert "warning: if this run is cut off, it starts again: optimizer." in capsys.readouterr().out
+
+
 def killed(pipe):
     pool = ProcessPoolExecutor(1, FORKS, race.start_worker, (0,))
     pool.submit(hold, pipe).result()

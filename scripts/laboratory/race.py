@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import statistics
 import sys
@@ -16,28 +17,29 @@ from dataclasses import dataclass
 
 import torch
 
+from nanomuon import checkpoint
 from nanomuon import report as run_report
 from nanomuon.attention import use_flash_attention
 from nanomuon.parallel import compile_model
 from nanomuon.plan import compiling_pays
 from nanomuon.recipe import switch
 from nanomuon.run import bits_per_byte
-from nanomuon.runtime import InputError, start
+from nanomuon.runtime import InputError, read_json, start, write_json
 from nanomuon.settings import refuse_changes
 from scripts.base_train import set_hyperparameters, training_step
 from scripts.laboratory.contenders import Contender
 from scripts.laboratory.report import score
-from scripts.laboratory.tasks import as_text, batch_of, open_data
+from scripts.laboratory.tasks import as_text, batch_of, digest, open_data
 
 DIGITS = 6  # of a loss in the file
 FIRST_TUNING_SEED = 1000  # seeds that select the rates must not judge them
 LENGTHS = (0.25, 0.5, 1.0)  # of trials in a sweep, relative to the race; each gets a third of the budget
-REPORT_EVERY_S = 120  # that a long run prints its progress
+SAVE_EVERY_S = 120  # that a long run prints its progress and saves itself
 
 
-def train(setup, place, text, version, seed):
+def train(setup, place, text, version, seed, folder):
     """Train the contender `text` with one seed, and return its result in JSON types. version: what it was
-    when the race began; InputError if it has changed.
+    when the race began; InputError if it has changed. folder: where it saves itself, and goes on from.
 
     curve: pairs [step, loss on a part of the validation set]; score: the final loss on all of it, None if the
     run diverged; step_ms and optimizer_ms: medians.
@@ -53,8 +55,10 @@ def train(setup, place, text, version, seed):
     forward = compile_model(model, None) if compiles else model
     training, validation, token_bytes = open_data(setup, place, seed, device)
     part = validation[:: max(1, len(validation) // setup["eval_batches"])]
-    curve, step_ms, optimizer_ms = [], [], []
-    reported = time.monotonic()
+    first, curve = resume(folder, model, optimizer)
+    for _ in range(first):
+        next(training)  # rows that it has seen
+    step_ms, optimizer_ms, saved_at = [], [], time.monotonic()
 
     def loss(batches):
         switch(optimizer, "eval")  # to the weights by which it wants to be judged
@@ -64,12 +68,16 @@ def train(setup, place, text, version, seed):
             value *= math.log(2)
         return round(value, DIGITS) if math.isfinite(value) else None
 
-    for step in range(steps):
+    for step in range(first, steps):
         if step % setup["eval_every"] == 0:
+            is_due = time.monotonic() - saved_at > SAVE_EVERY_S
+            if is_due:
+                save(folder, step, model, optimizer, curve)
             curve.append((step, loss(part)))
-            if time.monotonic() - reported > REPORT_EVERY_S:
-                reported = time.monotonic()
+            if is_due:
                 print(f"{text} seed {seed}: step {step}/{steps}, {curve[-1][1]} {setup['unit']}", flush=True)
+                saved_at = time.monotonic()
+        torch.manual_seed(seed + step)  # an optimizer draws the same numbers if the run is cut off
         set_hyperparameters(optimizer, contender.schedule, built, step, steps)
         done = training_step(model, forward, optimizer, training, 1)
         step_ms.append(done.milliseconds)
@@ -86,6 +94,29 @@ def train(setup, place, text, version, seed):
         "sha256": contender.sha256,
         "machine": run_report.machine_description(),
     }
+
+
+def save(folder, step, model, optimizer, curve):
+    """Save an unfinished run, with its curve until now."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "curve.json", {"points": curve})
+        checkpoint.save(folder, step, model, optimizer, {}, keep_last=1)
+    except InputError as error:  # a full disk, or an optimizer whose state a checkpoint cannot hold
+        print(f"warning: if this run is cut off, it starts again: {error}", flush=True)
+
+
+def resume(folder, model, optimizer):
+    """(steps done, curve until then) of an unfinished run, which it loads, or of a new one."""
+    steps = checkpoint.saved_steps(folder)
+    if not steps:
+        return 0, []
+    try:
+        checkpoint.load(folder / "checkpoints" / f"step_{steps[-1]}", model, optimizer)
+        points = read_json(folder / "curve.json")["points"]
+    except InputError as error:
+        raise InputError(f"{error}; remove {folder} to start this run again") from error
+    return steps[-1], [point for point in points if point[0] < steps[-1]]  # the last is measured again
 
 
 @dataclass
@@ -124,7 +155,9 @@ def identity(run):
 
 
 class Race:
-    """Contenders on one task. file: where finished runs go; setup, place: see tasks; jobs: runs at a time."""
+    """Contenders on one task. file: where finished runs go, with unfinished ones beside it; setup, place: see
+    tasks; jobs: runs at a time.
+    """
 
     def __init__(self, file, setup, place, jobs):
         self.file, self.setup, self.place, self.jobs = file, setup, place, jobs
@@ -171,7 +204,7 @@ class Race:
         for seed in seeds:
             for name, key in keys.items():
                 if (name, key, seed, steps) not in self.runs:
-                    pending.append((name, versions[name], seed))
+                    pending.append((name, versions[name], seed, self.unfinished(name, key, seed, steps)))
         runs = len(keys) * len(seeds)
         if len(pending) < runs:
             print(f"{runs - len(pending)} of {runs} runs are already done", flush=True)
@@ -180,6 +213,7 @@ class Race:
             run = {"key": keys[run["contender"]], **run}
             self.runs[identity(run)] = run
             self.append(run)
+            shutil.rmtree(self.unfinished(*identity(run)), ignore_errors=True)
             final = "diverged" if run["score"] is None else f"{run['score']:.4f}"
             each = (time.monotonic() - began) / max(number, self.jobs)
             print(
@@ -193,8 +227,12 @@ class Race:
             found[name] = [self.runs[name, key, seed, steps] for seed in seeds]
         return found
 
+    def unfinished(self, *run):
+        """The folder in which this run, as identity() has it, saves itself until it is finished."""
+        return self.file.parent / "unfinished" / digest(run)
+
     def trained(self, setup, pending):
-        """Yield the results of these (name, version, seed) as they finish.
+        """Yield the results of these (name, version, seed, folder) as they finish.
 
         Each run has a process of its own, with one thread or GPU: what a contender's file changes in torch or
         in this library must not reach other runs.
@@ -204,10 +242,10 @@ class Race:
         try:
             while pending or running:
                 while pending and free:
-                    name, version, seed = pending.pop(0)
+                    name, version, seed, folder = pending.pop(0)
                     index = free.pop(0)
                     process = ProcessPoolExecutor(1, context, start_worker, (index,))
-                    future = process.submit(train, setup, self.place, name, version, seed)
+                    future = process.submit(train, setup, self.place, name, version, seed, folder)
                     running[future] = name, index, process
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     name, index, process = running.pop(future)
