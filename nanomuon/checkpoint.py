@@ -111,6 +111,12 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
         ) from error
 
 
+def refuse_unknown_state(model, optimizer) -> None:
+    """InputError if save() could not store the state of a user's optimizer."""
+    if not isinstance(optimizer, MuonAdamW):
+        _flat_state(model, optimizer.state_dict())
+
+
 def remove(run_dir, last_step: int, keep_last: int) -> None:
     """Remove unfinished checkpoints; those after last_step, whose steps the run will do again; and of the
     others all but the newest keep_last. Called by all ranks.

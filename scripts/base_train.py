@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from nanomuon import parallel, recipe, shards
+from nanomuon import checkpoint, parallel, recipe, shards
 from nanomuon.attention import use_flash_attention
 from nanomuon.command import StopSignals, run_command
 from nanomuon.corpus import check_corpus
@@ -140,6 +140,8 @@ def train(run: Run, signals: StopSignals) -> int | None:
             print0(f"stopped at step {run.step} and saved; {signals.command} carries on once there is data")
             raise
 
+        if not signals.can_save:  # the first step: it is better to fail now than at the first save
+            checkpoint.refuse_unknown_state(run.model, run.optimizer)
         # Only now: during the first step there is nothing new to save, and Ctrl-C should also stop compiling
         signals.can_save = True
         run.step += 1
