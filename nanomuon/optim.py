@@ -33,11 +33,12 @@ The kinds of work items, with W ranks:
 
 The collectives of `collect` average the gradients of whole parameters over the ranks, by `ReduceOp.AVG` in
 the methods of `World`; nothing else does. Of a bank's K matrices, a rank owns K // W consecutive ones, or one
-more. The K matrices of a 3-D parameter are divided into blocks of ceil(K/W), so the last ranks may own fewer
+more. The E matrices of a 3-D parameter are divided into blocks of ceil(E/W), so the last ranks may own fewer
 or none. Each phase visits the items in one order: by kind, as in this table; within a kind by group; the
-banks of a group from the largest m * n to the smallest, its other items by their first parameter. For banks
-and rows, each rank sends (W-1)/W times the bytes of the gradients per step and as much of the parameters,
-plus padding. A single process sends nothing and runs the same math.
+banks of a group from the largest m * n to the smallest, its pipelines by their most expensive matrix, its
+other items by their first parameter. For banks and rows, each rank sends (W-1)/W times the bytes of the
+gradients per step and as much of the parameters, plus padding. A single process sends nothing and runs the
+same math.
 
 This file contains, in order: the kernels; the hyperparameters; the ranks and their collectives; parameters
 and gradients; the rule for the direction of a Muon update; the work items; the owners; the optimizers.
@@ -252,7 +253,7 @@ def hyper_of(group):
         raise ValueError(f"param group of {group['names'][0]}: {error}") from None
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     if group["kind"] == "muon":
-        # No kernel reads the 0 that stands for a momentum or beta2 of None
+        # None counts as 0, which only a direction of your own may read
         momentum, beta2 = group["momentum"] or 0, group["beta2"] or 0
         return MuonHyper(lr, weight_decay, momentum, 1 - momentum, 1 - beta2)
     beta1, beta2 = group["betas"]
@@ -448,7 +449,7 @@ class Rule:
 
     function: Callable
     options: dict
-    shape: tuple  # (m, n)
+    shape: tuple  # (m, n) of whole matrices; under tensor parallelism U and X are shards of them
     buffers: dict  # {name: shape of one matrix's state}
     scale: object  # the factor on the update, or one per row, (m, 1)
     cost: int  # of Newton-Schulz on one matrix, to balance the owners
@@ -614,7 +615,7 @@ class Matrices:
         self.params, self.group, self.rule, self.owners, self.world = params, group, rule, owners, world
         first = sum(owner < world.rank for owner in owners)
         self.owned = slice(first, first + owners.count(world.rank))  # this rank's matrices
-        self.shape = matrix_shape(local(params[0]))  # (m, n)
+        self.shape = matrix_shape(local(params[0]))  # (m, n) of what this rank has: maybe a shard's
         self.dtype, self.device = state_dtype(params[0]), params[0].device
         self.cautious = group["weight_decay_form"] == "cautious"
         self.scale = torch.as_tensor(rule.scale, dtype=self.dtype, device=self.device)
@@ -764,9 +765,10 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     Once the optimizer has planned (at the first step, or when state is loaded or requested by name),
     parameters and other options may not change, nor may a momentum or beta2 become None or stop being None.
 
-    ns_dtype: the dtype of Newton-Schulz. None: half precision on GPUs, float32 on CPUs. With torch.bfloat16
-    GPUs use float16 in the Gram form. bfloat16 is about twice as fast as float32 on CPUs that multiply it,
-    and several times slower on others. All other arithmetic is float32, or float64 for float64 parameters.
+    ns_dtype: the dtype of Newton-Schulz. None: on GPUs bfloat16, or float16 in the Gram form; on CPUs
+    float32. torch.bfloat16: the same on GPUs, bfloat16 on CPUs. bfloat16 is about twice as fast as float32 on
+    CPUs that multiply it, and several times slower on others. All other arithmetic is float32, or float64 for
+    float64 parameters.
 
     compile: whether to compile the kernels: True, False, or "auto" (on GPUs only). The environment variable
     NANOMUON_COMPILE overrides it. world: the ranks that share the work (DistMuonAdamW).
@@ -781,11 +783,11 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         check_choice("compile", compile, (True, False, "auto"))
         self.compile, self.ns_dtype, self.world = compile, ns_dtype, world or World()
         self.reset_plan()
-        self.skipped_steps = None  # while torch's constructor adds the groups, which are compared below
+        self.skipped_steps = None  # tells add_param_group not to compare: all groups are compared below
         super().__init__(param_groups, {})
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.check_and_broadcast(self.param_groups)
-        # OneCycleLR and CyclicLR cycle group["momentum"] only if the defaults have one, and else refuse
+        # OneCycleLR and CyclicLR cycle group["momentum"] if the defaults have one; without, they raise errors
         if all(group.get("momentum", 0) is not None for group in self.param_groups):
             self.defaults["momentum"] = 0.95
 
@@ -870,18 +872,19 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         """
         params = [param for item in self.work_items for param in item.params]
         device = self.skipped_steps.device
-        flags = torch.tensor([has_gradient(param) for param in params], dtype=torch.float32, device="cpu")
-        flags = flags.to(device, non_blocking=True)
+        has_grad = torch.tensor([has_gradient(param) for param in params], dtype=torch.float32, device="cpu")
+        has_grad = has_grad.to(device, non_blocking=True)
         grads = [local(param.grad) for param in params if has_gradient(param)]
         if any(grad.layout != torch.strided for grad in grads):
             raise ValueError("a gradient is sparse: make it dense, for example nn.Embedding(sparse=False)")
-        bad = torch.zeros(1, dtype=torch.float32, device=device) + (finite == 0)  # `not` would wait for it
+        bad = torch.zeros(1, dtype=torch.float32, device=device) + (finite == 0)  # `not finite` would wait
         if grads:
             bad += ~torch.stack(torch._foreach_norm(grads, dtype=self.dtype)).isfinite().all()
-        flags = self.world.all_reduce(torch.cat([bad, flags]), dist.ReduceOp.MAX).wait()
-        all_finite = flags[0] == 0
+        # Whether something is bad on some rank, and which parameters have a gradient on some rank
+        agreed = self.world.all_reduce(torch.cat([bad, has_grad]), dist.ReduceOp.MAX).wait()
+        all_finite = agreed[0] == 0
         self.skipped_steps += ~all_finite
-        ok = (flags[1:] * all_finite).split([len(item.params) for item in self.work_items])
+        ok = (agreed[1:] * all_finite).split([len(item.params) for item in self.work_items])
         return dict(zip(self.work_items, ok, strict=True))
 
     def hyperparameters(self):
@@ -923,9 +926,9 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
             if i >= len(now) or now[i] != described:
                 raise ValueError(
                     f"param group {i} has other parameters or options than at the first step. Only lr, "
-                    "momentum, betas, beta2, eps and weight_decay may change, and a momentum of None may not "
-                    "(schedulers: cycle_momentum=False). For anything else build a new optimizer and load "
-                    'this one\'s state with hyperparameters="keep"'
+                    "momentum, betas, beta2, eps and weight_decay may change, but momentum and beta2 may not "
+                    "become None or stop being None (schedulers: cycle_momentum=False). For anything else "
+                    'build a new optimizer and load this one\'s state with hyperparameters="keep"'
                 )
         for group, described in zip(self.param_groups[planned:], now[planned:], strict=True):
             self.plan_group(group)
@@ -1000,7 +1003,7 @@ class DistMuonAdamW(MuonAdamW):
     process_group: defaults to all ranks; without torch.distributed it is a world of one, which does what
     MuonAdamW does. The group must contain the ranks of all device meshes. The constructor and
     `add_param_group` are collective. comm_dtype: float32 or bfloat16, in which gradients are reduced, and
-    FSDP2's matrices are sent both ways; defaults to the gradient's own (see `World.wire_dtype`). Under
+    under FSDP2 U and the directions are sent; defaults to the gradient's own (see `World.wire_dtype`). Under
     DistributedDataParallel, which averages the gradients, use MuonAdamW.
 
     Replicated parameters start with rank 0's values (replicas of a sharded parameter, as in HSDP, must

@@ -217,18 +217,19 @@ class Chunk(OfShards, Matrices):
     """K matrices that go through the pipeline together, of which this rank owns k.
 
     A shard consists of lines of its matrix: rows, or columns if `dim` is 2. U and the directions are sent
-    line by line: (matrices, lines, length of a line). transpose(1, dim) turns matrices into lines, and back.
+    line by line: (matrices, lines, length of a line). transpose(1, dim), which does nothing for rows, turns
+    matrices into lines, and back.
     """
 
     def __init__(self, params, group, sharding, owners):
         self.sharding, self.dim = sharding, sharding.dim
         super().__init__(params, group, sharding.rule, owners, sharding.data_parallel, len(params))
         m, n = sharding.held
-        lines, self.line_length = (m, n) if self.dim == 1 else (n, m)
+        all_lines, self.line_length = (m, n) if self.dim == 1 else (n, m)
         ranks = range(self.world.size)
-        self.counts = [owners.count(rank) for rank in ranks]  # of matrices that each rank owns
-        spans = [self.world.span(lines, rank) for rank in ranks]
-        self.lines = [hi - lo for lo, hi in spans]  # of a matrix, on each rank
+        spans = [self.world.span(all_lines, rank) for rank in ranks]
+        self.matrices_of = [owners.count(rank) for rank in ranks]  # how many matrices each rank owns
+        self.lines_of = [hi - lo for lo, hi in spans]  # how many lines of every matrix each rank has
         self.wire_dtype = self.world.comm_dtype or gradient_dtype(params[0])
         self.rule_buffers = {name: self.buffers[name] for name in self.rule.buffers}  # (K, *shape) each
         if self.dim == 1 and self.scale.ndim:  # one per row
@@ -242,11 +243,11 @@ class Chunk(OfShards, Matrices):
         buffer = self.buffers.get("momentum_buffer")
         U = muon_momentum(grads, buffer, ok, hyper, nesterov=self.group["nesterov"])
         U = U.transpose(1, self.dim).to(self.wire_dtype)
-        owned, own_lines = self.counts[self.world.rank], self.lines[self.world.rank]
-        send = [count * own_lines * self.line_length for count in self.counts]
-        receive = [owned * lines * self.line_length for lines in self.lines]
+        owned, held = self.matrices_of[self.world.rank], self.lines_of[self.world.rank]
+        send = [matrices * held * self.line_length for matrices in self.matrices_of]
+        receive = [owned * lines * self.line_length for lines in self.lines_of]
         transfer = self.world.all_to_all(U.flatten(), send, receive)
-        from_ranks = zip(transfer.received.split(receive), self.lines, strict=True)
+        from_ranks = zip(transfer.received.split(receive), self.lines_of, strict=True)
         return Transfer([part.view(owned, lines, self.line_length) for part, lines in from_ranks], [transfer])
 
     def send_back(self, parts, ok, hyper):
@@ -261,7 +262,7 @@ class Chunk(OfShards, Matrices):
             buffers = {name: buffer[batch] for name, buffer in owned.items()}
             X, gain = self.rule(U[batch], buffers, ok[batch], hyper)
             torch.mul(X, gain.to(self.dtype), out=U[batch])  # U now holds the directions
-        to_ranks = U.transpose(1, self.dim).to(self.wire_dtype).split(self.lines, dim=1)
+        to_ranks = U.transpose(1, self.dim).to(self.wire_dtype).split(self.lines_of, dim=1)
         transfers = [self.from_owners(to_ranks)]
         for buffer in owned.values():
             transfers.append(self.from_owners([buffer] * self.world.size))
@@ -271,7 +272,7 @@ class Chunk(OfShards, Matrices):
         """Send each rank a tensor (k, ...) about the owned matrices. Receives one flat tensor for all K."""
         send = [tensor.numel() for tensor in to_ranks]
         each = math.prod(to_ranks[self.world.rank].shape[1:])  # elements received for a matrix
-        receive = [count * each for count in self.counts]
+        receive = [matrices * each for matrices in self.matrices_of]
         return self.world.all_to_all(torch.cat([tensor.flatten() for tensor in to_ranks]), send, receive)
 
     def update_shards(self, received, ok, hyper):

@@ -14,17 +14,18 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
                a custom `direction`
   blockwise    never                     none                         its block               each block
 
-These collectives run inside `compute`: the work item is a `BankOfShards`, which sends nothing else, since
-gradients are final. If a square matrix is cut by columns, each rank has only a part of the sum of each row's
-squares, so these sums are all-reduced, instead of gathered. With `split`, sides are those of each part. In
-all modes momentum, decay and update are on the shard. In `distributed` and `duplicated` every rank stores the
-whole second moment; in `blockwise` second moment and scale are those of its block. Gram matrices are sent in
-the dtype of the iteration, everything else in that of the state. Newton-Schulz computes a Gram matrix in
-every iteration; its Gram form computes one at its start and one at its restart (`orthogonalize.py`). Where
-`duplicated` is the default, it replaces `distributed` even if that is requested: Gram matrices are sums over
-the long side, with `split` a rank's rows are not those of whole parts, and a `direction` needs whole
-matrices. The functions `duplicated` and `distributed` turn the rule for whole matrices into one for shards;
-`blockwise` needs no such function (`optim_fsdp.sharding_of`).
+These collectives run inside `compute` of a `BankOfShards`, which sends nothing else, since gradients are
+final; with FSDP2 inside that of a `Pipeline`, between the owners of a matrix's shards. If a square matrix is
+cut by columns, each rank has only a part of the sum of each row's squares, so these sums are all-reduced,
+instead of gathered. With `split`, sides are those of each part. In all modes momentum, decay and update are
+on the shard. In `distributed` and `duplicated` every rank stores the whole second moment; in `blockwise`
+second moment and scale are those of its block. Gram matrices are sent in the dtype of the iteration,
+everything else in that of the state. Newton-Schulz computes a Gram matrix in every iteration; its Gram form
+computes one at its start and one at its restart (`orthogonalize.py`). Where `duplicated` is the default, it
+replaces `distributed` even if that is requested: Gram matrices are sums over the long side, with `split` a
+rank's rows are not those of whole parts, and a `direction` needs whole matrices. The functions `duplicated`
+and `distributed` turn the rule for whole matrices into one for shards; `blockwise` needs no such function
+(`optim_fsdp.sharding_of`).
 """
 
 import dataclasses
@@ -135,7 +136,8 @@ def normuon_on_shards(
     shape = list(U.shape[1:])
     shape[cut.dim - 1] = cut.length
     m, n = shape
-    X = polar_factor(U, shape, cut.dim == 1, coefficients, ns_steps, ns_dtype, cut.sum)
+    rows_are_cut = cut.dim == 1  # then they are the long side
+    X = polar_factor(U, shape, rows_are_cut, coefficients, ns_steps, ns_dtype, cut.sum)
     if not buffers:
         return X, torch.ones_like(ok)
     short, mean_over = min(m, n), 2 if m >= n else 1

@@ -201,7 +201,8 @@ def peak_flops(device: torch.device) -> float | None:
 
 def choose_compilation(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> bool:
     """Whether a run compiles its model and its optimizer: on a GPU, and on a CPU if the run is long; but not
-    with --no-compile, with NANOMUON_COMPILE=0, or on a CPU without a C++ compiler.
+    with --no-compile, with NANOMUON_COMPILE=0, or on a CPU without a C++ compiler. NANOMUON_COMPILE=1
+    compiles the optimizer's kernels in any case.
 
     On a CPU, compiling takes 8 s plus 8 s per layer, and makes steps 1.2 times as fast (docs/log.md).
     """
@@ -290,7 +291,7 @@ def memory_by_kind(config: GPTConfig, layout: Layout, rows: int, compute_bytes: 
         "gradients": weights,
         "state": optimizer_state(config, layout),
         "activations": saved,
-        "buffers": max(in_loss, in_step - saved),
+        "buffers": max(in_loss, in_step - saved),  # the sum is the higher peak's: saved + in_loss, or in_step
     }
 
 

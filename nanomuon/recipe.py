@@ -60,7 +60,7 @@ def param_groups(model, batch=None, steps=None, **rates):
     """Groups of a GPT: Muon for the matrices, AdamW with a learning rate per role for the rest.
 
     batch: tokens per step; steps: those of the run. Rates and decay are given for 2,289 steps, and scaled by
-    horizon_lr_scale and horizon_decay_scale. Those of Muon are given for 4,096 tokens a step, and scaled by
+    horizon_lr_scale and horizon_decay_scale. Muon's are given for 4,096 tokens a step, and scaled by
     matrix_lr_scale; the rates of embedding and head for width 768, and scaled by adamw_lr_scale. Short runs
     average gradients over fewer steps: momentum and beta1 are 0.95 and 0.8 at 2,289 steps, 0.90 and 0.62 at
     300. rates: see RATES. docs/recipe.md has the measurements.

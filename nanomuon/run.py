@@ -10,7 +10,8 @@ scripts/base_train.py takes it through these phases:
     restore  Run._restore                weights, optimizer and position of a checkpoint, if there is one
     rows     Run.__init__                a TrainLoader that begins at this position
     record   Run._write_folder           on rank 0: settings.json, config.json, tokenizer (--resume never: a
-                                         new folder); then metrics.jsonl, and later checkpoints are removed
+                                         new folder)
+    log      Run.__init__                metrics.jsonl; removes later checkpoints; compiles the model
     loop     base_train.train            evaluate, step, log, save
     end      Run.finish                  the whole validation set, export, samples, report, summary.json
 """

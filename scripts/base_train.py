@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         make_deterministic()
     runtime = start(args.dtype)
     if runtime.world_size > 1:
-        check_base_dir()  # first: a rank that does not see the run's folder has not recalled its flags
+        check_base_dir()  # first: a rank that does not see the run's folder has other flags for that reason
         refuse_other_flags(args)
     # Before the plan, whose default windows depend on it. The first rank chooses, all activate its choice
     flash_attention = on_first_rank(lambda: use_flash_attention(runtime.device, runtime.compute_dtype))
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.wandb and runtime.rank == 0:
             wandb = start_wandb(args.run, settings and settings.wandb_id, vars(args))
         run = Run(args, plan, runtime, settings, wandb)
-        if args.resume != "auto":  # it has been obeyed, and would undo the steps that follow
+        if args.resume != "auto":  # it has taken effect; given again, it would undo the steps that follow
             signals.command += " without --resume"
         code = train(run, signals)
         return run.finish() if code is None else code
@@ -166,7 +166,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
         if bad_steps == MAX_BAD_STEPS:
             return run.give_up(f"{bad_steps} steps in a row had non-finite losses or gradients", bad_steps)
 
-        # Only a few checkpoints are kept: until the last step, those of bad steps must not replace good ones
+        # Not after a bad step: few checkpoints are kept, and this one would replace a good one
         due = is_due(args.save_every, run.step) and bad_steps == 0
         is_last = done.stops or run.step == plan.steps
         if due or is_last:

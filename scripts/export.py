@@ -3,7 +3,7 @@
     python -m scripts.export --run base --to my_model
     python -m scripts.export --run base --to my_model --checkpoint last --dtype bfloat16
 
-transformers can also load the folder of a finished run. This command copies only what others need, without
+transformers can also load the folder of a finished run. This command writes only what others need, without
 checkpoints and logs.
 """
 
