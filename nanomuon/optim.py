@@ -627,8 +627,8 @@ class Matrices:
         for i, param in enumerate(params):
             self.places[param] = {name: self.place(i, name, each) for name, each in self.buffers.items()}
 
-    def tensors(self, of):
-        """`tensors(local)` or `tensors(gradient)`: one per matrix, so a 3-D parameter has several."""
+    def each_matrix(self, of):
+        """`each_matrix(local)` or `each_matrix(gradient)`: one per matrix, so a 3-D parameter has several."""
         tensors = []
         for param in self.params:
             tensor = of(param)
@@ -684,7 +684,7 @@ class Bank(Matrices, WorkItem):
         """A Transfer of the mean gradients of the owned matrices: (k, m, n) plus padding, or a list in a
         single process.
         """
-        grads = as_matrices(self.tensors(gradient))
+        grads = as_matrices(self.each_matrix(gradient))
         if self.world.size == 1:
             return Transfer(grads)
         stack = self.stack(grads, self.slots, self.world.wire_dtype(grads[0].dtype))
@@ -695,7 +695,7 @@ class Bank(Matrices, WorkItem):
 
     def compute(self, grads, ok, hyper):
         """Update the owned matrices, one batch at a time."""
-        tensors = self.tensors(local)[self.owned]
+        tensors = self.each_matrix(local)[self.owned]
         params = as_matrices(tensors)
         # One number per parameter: K of them, or one for all matrices of a 3-D parameter
         ok = ok.expand(len(self.owners))[self.owned].view(-1, 1, 1).to(self.dtype)  # (k, 1, 1)
@@ -714,7 +714,7 @@ class Bank(Matrices, WorkItem):
         """A Transfer of all updated matrices: a list, empty in a single process."""
         if self.world.size == 1:
             return Transfer([])
-        params = as_matrices(self.tensors(local))
+        params = as_matrices(self.each_matrix(local))
         stack = self.stack(params[self.owned], self.slots[self.owned], params[0].dtype)
         if self.one_by_one:
             transfers = [self.world.broadcast(stack[i], owner) for i, owner in enumerate(self.owners)]
@@ -724,7 +724,7 @@ class Bank(Matrices, WorkItem):
 
     def deliver(self, matrices):
         if matrices:
-            write(matrices, self.tensors(local))
+            write(matrices, self.each_matrix(local))
 
 
 # ------------------------------------------------------------------------------------------------------------

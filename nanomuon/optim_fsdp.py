@@ -230,7 +230,7 @@ class Chunk(OfShards, Matrices):
         spans = [self.world.span(all_lines, rank) for rank in ranks]
         self.matrices_of = [owners.count(rank) for rank in ranks]  # how many matrices each rank owns
         self.lines_of = [hi - lo for lo, hi in spans]  # how many lines of every matrix each rank has
-        self.wire_dtype = self.world.comm_dtype or gradient_dtype(params[0])
+        self.sent_dtype = self.world.comm_dtype or gradient_dtype(params[0])
         self.rule_buffers = {name: self.buffers[name] for name in self.rule.buffers}  # (K, *shape) each
         if self.dim == 1 and self.scale.ndim:  # one per row
             self.scale = self.scale[slice(*spans[self.world.rank])]
@@ -239,10 +239,10 @@ class Chunk(OfShards, Matrices):
         """Update the momentum of all shards, and send U to the owners. ok: (K, 1, 1). Receives U of the owned
         matrices, as a list of the lines (k, lines, length) from each rank.
         """
-        grads = torch.stack(as_matrices(self.tensors(gradient)))
+        grads = torch.stack(as_matrices(self.each_matrix(gradient)))
         buffer = self.buffers.get("momentum_buffer")
         U = muon_momentum(grads, buffer, ok, hyper, nesterov=self.group["nesterov"])
-        U = U.transpose(1, self.dim).to(self.wire_dtype)
+        U = U.transpose(1, self.dim).to(self.sent_dtype)
         owned, held = self.matrices_of[self.world.rank], self.lines_of[self.world.rank]
         send = [matrices * held * self.line_length for matrices in self.matrices_of]
         receive = [owned * lines * self.line_length for lines in self.lines_of]
@@ -262,7 +262,7 @@ class Chunk(OfShards, Matrices):
             buffers = {name: buffer[batch] for name, buffer in owned.items()}
             X, gain = self.rule(U[batch], buffers, ok[batch], hyper)
             torch.mul(X, gain.to(self.dtype), out=U[batch])  # U now holds the directions
-        to_ranks = U.transpose(1, self.dim).to(self.wire_dtype).split(self.lines_of, dim=1)
+        to_ranks = U.transpose(1, self.dim).to(self.sent_dtype).split(self.lines_of, dim=1)
         transfers = [self.from_owners(to_ranks)]
         for buffer in owned.values():
             transfers.append(self.from_owners([buffer] * self.world.size))
@@ -281,7 +281,7 @@ class Chunk(OfShards, Matrices):
         for buffer, values in zip(self.rule_buffers.values(), state, strict=True):
             buffer.copy_(values.view(buffer.shape))
         X = X.view(len(self.params), -1, self.line_length).transpose(1, self.dim)
-        tensors = self.tensors(local)
+        tensors = self.each_matrix(local)
         P = torch.stack(as_matrices(tensors))
         one = ok.new_ones(1, 1, 1)  # X includes its gain
         muon_update(P, X, one, self.scale, ok, hyper, cautious=self.cautious)
