@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import difflib
 import os
 import signal
 import sys
@@ -27,7 +28,7 @@ PATIENCE = 2  # seconds that a rank waits before it reports an error that others
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Prints its description verbatim, and raises an InputError for a bad flag.
+    """Prints its description verbatim, and raises an InputError for a bad flag, which suggests a similar one.
 
     argparse would print the usage before the error: 60 lines for base_train.
     """
@@ -35,6 +36,15 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str):
         layout = argparse.RawDescriptionHelpFormatter
         super().__init__(prog=prog, description=description, formatter_class=layout, allow_abbrev=False)
+
+    def parse_args(self, args=None, namespace=None):
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            similar = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            advice = f"; did you mean {similar[0]}?" if similar else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
+        return parsed
 
     def error(self, message: str):
         raise InputError(f"{message}; see {self.prog} --help")

@@ -11,8 +11,9 @@ import time
 import pytest
 import torch
 
-from nanomuon.command import BUG, StopSignals, run_command
+from nanomuon.command import BUG, ArgumentParser, StopSignals, run_command
 from nanomuon.runtime import InputError
+from tests.mistakes import refused
 from tests.training import ROOT, call
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -25,6 +26,16 @@ def handlers():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_a_misspelled_flag_is_told_the_similar_one():
+    parser = ArgumentParser("a.script", "")
+    parser.add_argument("--depth", type=int)
+    assert parser.parse_args(["--depth=4"]).depth == 4
+    with refused(r"unrecognized arguments: --dpeth=6; did you mean --depth\?; see a.script --help"):
+        parser.parse_args(["--dpeth=6"])
+    with refused("unrecognized arguments: --xyz 3; see a.script --help"):
+        parser.parse_args(["--xyz", "3"])
 
 
 @pytest.mark.parametrize(
