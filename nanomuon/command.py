@@ -30,7 +30,7 @@ PATIENCE = 2  # seconds that a rank waits before it reports an error that others
 class ArgumentParser(argparse.ArgumentParser):
     """Prints its description verbatim, and raises an InputError for a bad flag, which suggests a similar one.
 
-    argparse would print the usage before the error: 60 lines for base_train.
+    argparse would print the usage before the error: 30 lines for base_train.
     """
 
     def __init__(self, prog: str, description: str):

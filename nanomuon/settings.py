@@ -106,7 +106,10 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
     parser.section("model")
     defines("--depth", layers, 4, "number of layers; width, heads and batch follow")
     defines("--max-seq-len", rows, None, "context in tokens (default: 2048 on a GPU, 512 on a CPU)")
-    windows = "L: full, S: last quarter of the context (default: SSSL if FlashAttention runs here, else L)"
+    windows = (
+        "L: full, S: last quarter of the context; the last layer has L (default: SSSL if FlashAttention runs "
+        "here, else L)"
+    )
     defines("--window-pattern", str, None, windows)
     defines("--no-qk-norm", bool, False, "do not normalize queries and keys")
 
@@ -148,7 +151,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
 
     parser.section("several processes")
     of_launch("--shard", str, "none", "fsdp: shard parameters, gradients and state", choices=["none", "fsdp"])
-    share = "processes that share the matrices of each block; must divide the number of heads"
+    share = "processes that share the matrices of each block; must divide the numbers of heads and processes"
     of_launch("--tensor-parallel", count, 1, share)
     sent = "dtype of sent gradients; with --shard fsdp, of momentum and updates (auto: float32)"
     defines("--comm-dtype", str, "auto", sent, choices=["auto", "float32", "bfloat16"])

@@ -27,10 +27,10 @@ interrupted race continues, and one with more seeds or contenders trains only th
 whose file or hyperparameters have changed runs again; a race on another task, length, model or data needs
 another --name.
 
---sweep 8 first gives each contender the steps of eight runs to tune its rates, on other seeds: trials of a
-quarter of the length, the best of them at half, the best of those at full length. It searches a common factor
-on all rates, the weight decay, and the dial that the file names (DIAL = ("c", 0.1, 0.8)) or else the rate of
-the matrices.
+--sweep 8 first gives each contender at most the steps of eight runs to tune its rates, on other seeds: trials
+of a quarter of the length, the best of them at half, the best of those at full length. It searches a common
+factor on all rates, the weight decay, and the dial that the file names (DIAL = ("c", 0.1, 0.8)) or else the
+rate of the matrices.
 
 Tasks: shakespeare (characters of any --text, 0.8M parameters, 2,000 steps: minutes on one core), corpus (any
 --corpus, base_train's model at depth 4, 300 steps of 4,096 tokens), python (the same on Python's standard
@@ -82,7 +82,7 @@ def main(argv=None):
         race = Race(folder / "results.jsonl", setup, place, args.jobs)
         if args.sweep:
             contenders = race.sweep(contenders, args.sweep)
-            about.append(f"tuned first, each in the time of {args.sweep} runs")
+            about.append(f"tuned first, each in at most the steps of {args.sweep} runs")
         results = race.train(contenders, range(args.seeds), setup["steps"])
         shutil.rmtree(folder / "unfinished", ignore_errors=True)  # of contenders that have changed since
     baseline = contenders[0].name
