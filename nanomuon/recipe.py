@@ -82,7 +82,7 @@ def param_groups(model, batch=None, steps=None, **rates):
         ),
         adamw=dict(
             lr=rates["scalar_lr"] * lr_scale,  # x0 scalars and gates diverged at five times this rate
-            betas=(1 - 0.2 * lr_scale, 0.95),
+            betas=(1 - 0.2 * lr_scale, 0.99),  # the head's second moment needs a long average
             eps=1e-6,  # a smaller one turns rounding into updates, which differ between world sizes
             weight_decay=0.0,
         ),
