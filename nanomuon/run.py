@@ -222,6 +222,9 @@ class Run:
         before = settings and settings.steps
         if before and before != self.plan.steps:
             print0(f"length     {self.plan.steps} steps, {before} before: the rates follow the new length")
+        elif settings and settings.groups and settings.groups != self.group_lines:
+            print0("warning: the recipe has changed since the last launch, whose param groups were:")
+            print0("\n".join(settings.groups))
         print_plan(self.plan, self.runtime)
         every = self.args.save_every
         when = f"every {every} steps" if every > 0 else "at the end"

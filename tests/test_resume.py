@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanomuon import checkpoint, runtime, shards
+from nanomuon import checkpoint, recipe, runtime, shards
 from nanomuon.command import STOPPED
 from nanomuon.corpus import open_corpus
 from nanomuon.run import Run
@@ -277,6 +277,18 @@ def test_an_optimizer_that_draws_numbers_and_counts_in_its_group_resumes_to_the_
         train(base, run, steps, *file, *QUIET)
     assert losses(base, "noisy") == losses(base, "noisy-twice")
     assert {row["lr_multiplier"] for row in rows(base, "noisy")[:-1]} == {None}
+
+
+def test_a_recipe_that_has_changed_since_the_last_launch_is_reported(base, monkeypatch, capsys):
+    train(base, "changed", 8, *OPTIONS)
+    train(base, "changed", 8, *OPTIONS, "--resume", "step_4")
+    out = capsys.readouterr().out
+    assert "the recipe has changed" not in out
+    (before,) = {line for line in out.splitlines() if "from lm_head.weight" in line}
+    monkeypatch.setattr(recipe, "adamw_lr_scale", lambda width: 1.0)
+    train(base, "changed", 8, *OPTIONS, "--resume", "step_4")
+    out = capsys.readouterr().out
+    assert "warning: the recipe has changed since the last launch" in out and before in out
 
 
 def test_training_goes_on_if_a_save_finds_no_room(base, monkeypatch, capsys):
