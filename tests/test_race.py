@@ -147,6 +147,16 @@ def test_a_run_that_is_cut_off_goes_on_from_its_checkpoint(contender, lab, tmp_p
     assert not (tmp_path / "races/shakespeare/unfinished").exists()
 
 
+def test_a_race_goes_on_if_a_save_finds_no_room(lab, capsys, monkeypatch):
+    def write(path, content):
+        raise OSError(28, "No space left", str(path))
+
+    monkeypatch.setattr(race, "SAVE_EVERY_S", -1)
+    monkeypatch.setattr(race, "write_json", write)
+    assert lab("default", steps=30) == 1
+    assert "warning: if this run is cut off, it starts again: [Errno 28]" in capsys.readouterr().out
+
+
 def test_a_run_that_cannot_be_saved_races_all_the_same(lab, tmp_path, capsys, monkeypatch):
     listed = NOISY.replace("super().step()", "super().step(); self.state[param]['seen'] = []")
     (tmp_path / "noisy.py").write_text(listed)

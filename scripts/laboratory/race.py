@@ -102,7 +102,7 @@ def save(folder, step, model, optimizer, curve):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "curve.json", {"points": curve})
         checkpoint.save(folder, step, model, optimizer, {}, keep_last=1)
-    except InputError as error:  # a full disk, or an optimizer whose state a checkpoint cannot hold
+    except (InputError, OSError) as error:  # an optimizer's state that no checkpoint can hold; a full disk
         print(f"warning: if this run is cut off, it starts again: {error}", flush=True)
 
 
@@ -116,7 +116,8 @@ def resume(folder, model, optimizer):
         points = read_json(folder / "curve.json")["points"]
     except InputError as error:
         raise InputError(f"{error}; remove {folder} to start this run again") from error
-    return steps[-1], [point for point in points if point[0] < steps[-1]]  # the last is measured again
+    # A kill between the two files of save() leaves a curve that is longer than the checkpoint's
+    return steps[-1], [point for point in points if point[0] < steps[-1]]
 
 
 @dataclass
