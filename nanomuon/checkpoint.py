@@ -79,8 +79,7 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
     hidden = final.with_name(f".{final.name}")
     if any(together((final / "manifest.json").exists)):
         return
-    is_ours = isinstance(optimizer, MuonAdamW)
-    state = optimizer.named_state_dict() if is_ours else optimizer.state_dict()
+    state = _state_to_save(optimizer)
     tensors, values = _flat_state(model, state)
 
     def publish():
@@ -111,10 +110,46 @@ def save(run_dir, step: int, model, optimizer, meta: dict[str, int], keep_last: 
         ) from error
 
 
-def refuse_unknown_state(model, optimizer) -> None:
+def refuse_unknown_state(optimizer) -> None:
     """InputError if save() could not store the state of a user's optimizer."""
     if not isinstance(optimizer, MuonAdamW):
-        _flat_state(model, optimizer.state_dict())
+        _state_to_save(optimizer)
+
+
+def _state_to_save(optimizer):
+    """{"state": {name or number: {slot: value}}, "param_groups": [...]}. InputError for state of a user's
+    optimizer that would be lost, or come back as something else.
+    """
+    if isinstance(optimizer, MuonAdamW):
+        return optimizer.named_state_dict()
+    state, entry_in = optimizer.state_dict(), {}
+    if state.keys() != {"state", "param_groups"}:
+        raise InputError(
+            f"the state_dict() of this optimizer has {', '.join(map(str, state))}; a checkpoint stores state "
+            "and param_groups, as torch.optim.Optimizer has them"
+        )
+    for number, slots in state["state"].items():
+        if not isinstance(number, int):
+            raise InputError(
+                f"the state of this optimizer has {number!r}, which is not a parameter, and a checkpoint "
+                "stores the state of parameters: move it to a parameter's state, or, if it is a number or a "
+                "string, to a param group"
+            )
+        for slot, value in slots.items():
+            entry = f"optimizer.{number}.{slot}"
+            if not isinstance(slot, str):
+                raise InputError(f"{entry}: a checkpoint stores state by names that are strings")
+            if isinstance(value, torch.Tensor):
+                memory = (value.to_local() if isinstance(value, DTensor) else value).untyped_storage()
+                if memory.nbytes() and entry_in.setdefault(memory.data_ptr(), entry) != entry:
+                    raise InputError(
+                        f"{entry} shares memory with {entry_in[memory.data_ptr()]}, and a checkpoint would "
+                        "make two tensors of it: clone() it"
+                    )
+            elif not isinstance(value, PLAIN):
+                kind = type(value).__name__
+                raise InputError(f"{entry} is a {kind}, which a checkpoint cannot store: make it a tensor")
+    return state
 
 
 def remove(run_dir, last_step: int, keep_last: int) -> None:
@@ -234,7 +269,10 @@ def _read(path, tensors):
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path))
     except CheckpointException as error:
         first = next(failure for failure, _ in error.failures.values())
-        raise InputError(f"{path} cannot be loaded into this model and optimizer: {first}") from error
+        raise InputError(
+            f"{path} cannot be loaded into this model and optimizer: {first}; use the code and flags that "
+            "trained it, or start over: --resume never"
+        ) from error
 
 
 def _numbered(optimizer):
@@ -275,15 +313,18 @@ def _zeros(saved, param):
 
 
 def _load_state(optimizer, state):
-    """Load a state_dict() into a torch optimizer, which casts tensors to the dtypes of its parameters. Undo
-    that: they keep their own.
+    """Load a state_dict() into a torch optimizer, which casts tensors to the dtypes of its parameters, and
+    takes a string for a list. Undo both: tensors keep their own dtypes, and strings remain what they are.
     """
     optimizer.load_state_dict(state)
     params = _numbered(optimizer)
     for number, slots in state["state"].items():
         held = optimizer.state[params[number]]
-        for slot, value in slots.items():
-            if isinstance(value, torch.Tensor) and slot in held and value.dtype != held[slot].dtype:
+        for slot in held.keys() & slots.keys():
+            value = slots[slot]
+            if isinstance(value, str):
+                held[slot] = value
+            elif isinstance(value, torch.Tensor) and value.dtype != held[slot].dtype:
                 held[slot] = value.to(held[slot].device)
 
 
@@ -301,13 +342,8 @@ def _flat_state(model, optimizer_state):
     """(tensors, values) of this rank.
 
     tensors: {name: tensor} of model and optimizer; values: the numbers and strings in the optimizer's state,
-    {parameter: {name: value}}. InputError for anything else.
+    {parameter: {name: value}}.
     """
-    if optimizer_state.keys() != {"state", "param_groups"}:
-        raise InputError(
-            f"the state_dict() of this optimizer has {', '.join(map(str, optimizer_state))}; a checkpoint "
-            "stores state and param_groups, as torch.optim.Optimizer has them"
-        )
     tensors, values = _model_tensors(model), {}
     for name, slots in optimizer_state["state"].items():
         values[str(name)] = {}
@@ -315,11 +351,8 @@ def _flat_state(model, optimizer_state):
             entry = f"optimizer.{name}.{slot}"
             if isinstance(value, torch.Tensor):
                 tensors[entry] = value
-            elif isinstance(value, PLAIN):
-                values[str(name)][slot] = value
             else:
-                kind = type(value).__name__
-                raise InputError(f"{entry} is a {kind}, which a checkpoint cannot store: make it a tensor")
+                values[str(name)][slot] = value
     return tensors, values
 
 

@@ -41,8 +41,10 @@ class ArgumentParser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            similar = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            similar = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.7)
             advice = f"; did you mean {similar[0]}?" if similar else ""
+            if not similar and any(action.dest == "flags" for action in self._actions):
+                advice = "; flags of base_train go after a --"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
         return parsed
 
@@ -172,11 +174,11 @@ class StopSignals:
 
     can_save: whether there is something to save. Until this launch has done a step, and after the run's last
     one, there is not, and a signal ends this process at once. The first rank records the stop in the file
-    `stopped` in the run's folder. command: what carries on.
+    `stopped` in the run's folder. at_once: how such a stop is reported. command: what carries on.
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.command = folder, "the same command"
+        self.folder, self.command, self.at_once = folder, "the same command", "with nothing to save"
         self.asked = self.can_save = False
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -203,7 +205,7 @@ class StopSignals:
             if number not in STOP_SIGNALS:
                 continue
             if not self.can_save:
-                os._exit(exit_code(self.stopped("with nothing to save")))
+                os._exit(exit_code(self.stopped(self.at_once)))
             if number == signal.SIGINT and not is_first:
                 os._exit(INTERRUPTED)
             is_first = False

@@ -141,7 +141,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
             raise
 
         if not signals.can_save:  # the first step: it is better to fail now than at the first save
-            checkpoint.refuse_unknown_state(run.model, run.optimizer)
+            checkpoint.refuse_unknown_state(run.optimizer)
         # Only now: during the first step there is nothing new to save, and Ctrl-C should also stop compiling
         signals.can_save = True
         run.step += 1
@@ -173,7 +173,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
             run.save(is_last=is_last)
         if done.stops:
             return signals.stopped(f"at step {run.step} and saved")
-    signals.can_save = False
+    signals.at_once, signals.can_save = "in its last evaluation", False
     if any(together(lambda: signals.asked)):  # a rank got a signal during the last save
         return signals.stopped("before its last evaluation")
     return None

@@ -198,6 +198,22 @@ def test_a_signal_in_the_first_step_which_may_compile_ends_it_at_once(base):
     assert ranks.output().endswith(line)
 
 
+def test_a_signal_in_the_last_evaluation_ends_it_at_once_with_its_checkpoint(base):
+    last = """
+    class Last(torch.optim.SGD):
+        def eval(self):
+            print("asleep", flush=True)
+            torch.distributed.HashStore().wait(["never"], __import__("datetime").timedelta(minutes=1))
+    return Last(model.parameters(), lr=0.1)
+    """
+    ranks = Ranks(base, "last-evaluation", 3, *optimizer_file(base, "last", last), *QUIET)
+    wait_until(lambda: "asleep" in ranks.output(), ranks.alive)
+    ranks.kill(signal.SIGTERM)
+    assert ranks.join(5) == [STOPPED]
+    assert ranks.output().endswith("stopped in its last evaluation; the same command carries on\n")
+    assert checkpoint.saved_steps(base / "runs" / "last-evaluation") == [3]
+
+
 def test_a_second_sigint_stops_at_once(base):
     ranks = asleep(base, awake=1)
     ranks.kill(signal.SIGINT)
@@ -261,6 +277,8 @@ NOISY = """
                     param.grad.bfloat16(), 0.1
                 )
                 state.setdefault("steps", torch.tensor(0)).add_(1)
+                assert state.get("phase", "early") == ("early" if count < 4 else "late")
+                state["phase"] = "early" if count < 3 else "late"
                 assert state["steps"].dtype == torch.int64
                 param.grad.add_(state["half"])
                 param.data.sub_(1e-3 / group["k"] / count * (param.grad + torch.randn_like(param)))
@@ -308,13 +326,14 @@ def test_training_goes_on_if_a_save_finds_no_room(base, monkeypatch, capsys):
     assert checkpoint.saved_steps(run_dir) == [8, 12]
 
 
-LISTING = """
-    class Listing(torch.optim.SGD):
+UNFIT = """
+    class Unfit(torch.optim.SGD):
         def step(self):
             super().step()
+            counter = torch.zeros(2)
             for param in self.param_groups[0]["params"]:
-                self.state[param]["history"] = [1, 2]
-    return Listing(model.parameters(), lr=0.1)
+                {}
+    return Unfit(model.parameters(), lr=0.1)
 """
 
 
@@ -329,7 +348,18 @@ MORE = """
 @pytest.mark.parametrize(
     "name, build, said",
     [
-        ("listing", LISTING, "history is a list, which a checkpoint cannot store"),
+        (
+            "list",
+            UNFIT.format("self.state[param]['a'] = [1]"),
+            "0.a is a list, which a checkpoint cannot store",
+        ),
+        (
+            "shared",
+            UNFIT.format("self.state[param]['n'] = counter[1:]"),
+            "1.n shares memory with optimizer.0.n",
+        ),
+        ("global", UNFIT.format("self.state['all'] = counter"), "has 'all', which is not a parameter"),
+        ("number", UNFIT.format("self.state[param][0] = 1"), "stores state by names that are strings"),
         ("more", MORE, "has state, param_groups, more; a checkpoint stores state and param_groups"),
     ],
 )
