@@ -64,7 +64,9 @@ run_dir=${base_dir/#\~/$HOME}/runs/$RUN
 [ ! -e "$run_dir/settings.json" ] || [[ " ${*/=/ } " == *" --resume never "* ]] || FLAGS=()
 FLAGS+=(--run "$RUN" --corpus "$CORPUS" ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} --depth "$DEPTH" "$@")
 if [[ " $* " == *" --plan "* ]]; then
-    echo "run        $run_dir, trained on $CORPUS$([ ! -e "$run_dir/settings.json" ] || echo "; it exists, and carries on if it is not complete")"
+    exists="; it exists, and carries on if it is not complete"
+    [[ " ${*/=/ } " != *" --resume never "* ]] || exists="; it exists, and would be deleted"
+    echo "run        $run_dir, trained on $CORPUS$([ ! -e "$run_dir/settings.json" ] || echo "$exists")"
     [ "$GPUS $DEPTH $*" != "0 4 --plan" ] || echo "time       4 to 14 minutes on two cores"
     exec "${TRAIN[@]}" "${FLAGS[@]}"
 fi

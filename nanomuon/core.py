@@ -302,7 +302,10 @@ def read_zip(archive: Path) -> list[Task]:
 def read_tasks(folder) -> list[Task]:
     """The tasks that core.yaml lists, with their items. folder: a Path, or a zipfile.Path."""
     meta, listing, tasks = folder / "eval_meta_data.csv", folder / "core.yaml", []
-    with one_line(meta), meta.open(encoding="utf-8-sig", newline="") as file:
+    with (
+        one_line(f"{folder} is not a CORE bundle: {meta.name}"),
+        meta.open(encoding="utf-8-sig", newline="") as file,
+    ):
         baselines = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(file)}
     with one_line(listing):
         for entry in yaml.safe_load(listing.read_bytes())["icl_tasks"]:

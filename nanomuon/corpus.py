@@ -104,7 +104,8 @@ class Corpus:
                 repair = "delete a damaged file to fetch it again"
             raise InputError(
                 f"corpus {self.name}: {self.describe_unreadable()}; {repair}, name the field of records that "
-                "has the text (--text-field), or leave them out (--skip-unreadable)"
+                "has the text (--text-field of base_train and data_prep), or leave them out "
+                "(--skip-unreadable)"
             )
 
     def _is_refused(self):
@@ -114,7 +115,8 @@ class Corpus:
         """How many files and records could not be read so far, and the first five; "" if there are none."""
         first = [f"{place}: {error}" for place, error in itertools.islice(self.unreadable.items(), 5)]
         count = len(self.unreadable)
-        return f"{count:,} files or records cannot be read: {'; '.join(first)}" if count else ""
+        which = "" if count == len(first) else ", the first of them"
+        return f"{count:,} files or records cannot be read{which}: {'; '.join(first)}" if count else ""
 
     def differs(self, name: str, revision: str) -> bool:
         """Whether the texts differ from those that a run recorded under this name and revision."""

@@ -59,7 +59,7 @@ class GPTConfig:
                 f"and heads a multiple of kv_heads {self.kv_heads}"
             )
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
-            raise ValueError(f"a window pattern consists of S and L, not {self.window_pattern!r}")
+            raise ValueError(f"window_pattern consists of S and L, not {self.window_pattern!r}")
 
     @property
     def head_dim(self) -> int:

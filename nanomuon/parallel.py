@@ -44,7 +44,7 @@ def data_parallel_size(world_size: int, tensor_parallel: int, config: GPTConfig)
     if world_size % tensor_parallel:
         raise InputError(
             f"--tensor-parallel {tensor_parallel} needs a multiple of {tensor_parallel} processes, not "
-            f"{world_size}"
+            f"{world_size}: start them with torchrun"
         )
     if config.kv_heads % tensor_parallel:
         raise InputError(

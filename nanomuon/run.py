@@ -101,7 +101,8 @@ class Run:
         found = checkpoint.find(self.folder, args.resume)
         if not found and args.resume == "auto" and (self.folder / "summary.json").exists():
             raise InputError(
-                f"run {args.run} is complete and has no checkpoint to resume from: choose another --run"
+                f"run {args.run} is complete and has no checkpoint to resume from: choose another --run, or "
+                "start over: --resume never"
             )
         self._build(compiles)
         position = self._restore(found)
@@ -416,7 +417,8 @@ def is_complete(folder: Path, steps: int) -> bool:
     if done < steps:
         return False
     print0(
-        f"run {folder.name} is complete with {done} steps: {folder}/report.md (to start over: --resume never)"
+        f"run {folder.name} is complete with {done} steps: {folder}/report.md (to evaluate it again: "
+        "scripts.base_eval; to start over: --resume never)"
     )
     report.print_summary(read_json(file))
     return True

@@ -137,7 +137,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
 
     parser.section("optimizer (rates and decay follow batch, length and width: docs/recipe.md)")
     for name, each in (recipe.RATES | recipe.SCHEDULE).items():
-        defines(flag_of(name), number(float, 0, each.largest), each.default, each.meaning)
+        defines(flag_of(name), number(type(each.default), 0, each.largest), each.default, each.meaning)
     defines("--qk-clip", amount, None, "with --no-qk-norm: limit on a head's attention logits, such as 100")
     # Its code runs only if a launch names it
     file = "file with build_optimizer(model), param_groups(model) or schedule; give it again to resume"

@@ -87,7 +87,8 @@ class Tokenizer:
     def load(cls, folder) -> "Tokenizer":
         """Read what save() wrote. InputError if it is missing or cannot be read."""
         file = Path(folder) / "tokenizer.json"
-        content = read_json(file, Content, "delete the folder and create it again")
+        advice = "a run that resumes restores its own; elsewhere delete this folder, and it is created again"
+        content = read_json(file, Content, advice)
         vocab = [token.encode("latin-1", errors="replace") for token in content.vocab]
         if len(set(vocab)) < len(vocab) or not {bytes([byte]) for byte in range(256)} <= set(vocab):
             raise InputError(f"{file}: its tokens are not distinct, or do not include all 256 bytes")

@@ -33,7 +33,7 @@ from nanomuon.runtime import (
     start,
     write_json,
 )
-from nanomuon.settings import Settings
+from nanomuon.settings import Settings, corpus_name
 from nanomuon.tokenizer import Tokenizer
 from nanomuon.trained import load_run
 
@@ -51,28 +51,31 @@ def evaluate_bpb(runtime: Runtime, model: GPT, tokenizer: Tokenizer, corpus: str
     print0(f"val_bpb: {value:.4f}")
 
 
-def validation_folder(corpus_name: str, tokenizer: Tokenizer, run: Settings) -> Path:
+def validation_folder(name: str, tokenizer: Tokenizer, run: Settings) -> Path:
     """The folder of shards with a corpus's validation set, in the run's tokens. Written if it is missing.
 
-    tokenizer: the run's. The run's own corpus is read as the run read it. InputError if local documents are
-    missing.
+    tokenizer: the run's. The run's own corpus, also at another place, is read as the run read it. InputError
+    if local documents are missing.
     """
-    how, its_own = (), corpus_name == run.trained_on.get("corpus")
-    if its_own:
-        how = run.options.get("text_field"), run.options.get("skip_unreadable", False)
+    has_its_name = name == run.trained_on.get("corpus")
     try:
-        corpus = open_corpus(corpus_name, *how)
+        corpus = open_corpus(name)
+        if has_its_name or corpus.revision == run.trained_on.get("revision"):
+            text_field, skip = run.options.get("text_field"), run.options.get("skip_unreadable", False)
+            corpus = open_corpus(name, text_field, skip)
     except InputError as error:
         raise InputError(f"{error}; to evaluate on another corpus: --corpus NAME") from error
-    if its_own and corpus.differs(corpus_name, str(run.trained_on.get("revision"))):
-        print0(f"corpus {corpus_name} has changed since the run was trained: the result may differ")
+    if has_its_name and corpus.differs(name, str(run.trained_on.get("revision"))):
+        print0(f"corpus {name} has changed since the run was trained: the result may differ")
     return shards.prepare_shards(corpus, tokenizer=tokenizer, max_tokens=0)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser("python -m scripts.base_eval", __doc__)
     add_run_arguments(parser)
-    parser.add_argument("--corpus", help="use the validation set of this corpus (default: the run's)")
+    parser.add_argument(
+        "--corpus", type=corpus_name, help="use the validation set of this corpus (default: the run's)"
+    )
     parser.add_argument(
         "--eval",
         default="bpb",

@@ -33,7 +33,7 @@ from nanomuon.gpt import GPTConfig
 from nanomuon.plan import meta_model, model_config
 from nanomuon.run import Summary
 from nanomuon.runtime import InputError, folder_of, print0, read_json
-from nanomuon.settings import Settings
+from nanomuon.settings import Settings, corpus_name
 from nanomuon.trained import read_config
 from scripts import base_train
 
@@ -54,7 +54,7 @@ def main(argv=None):
     add = parser.add_argument
     add("--depths", type=numbers, default=[], help="depths of the models to train, e.g. 1,2,3")
     add("--tokens", type=numbers, default=[], help="numbers of tokens to train each on, e.g. 250e3,500e3,1e6")
-    add("--corpus", default="python", help="as in base_train (default: %(default)s)")
+    add("--corpus", type=corpus_name, default="python", help="as in base_train (default: %(default)s)")
     add("--target-flops", type=amount, help="print the best depth and number of tokens for this much compute")
     add("--name", default="family", help="prefix of the runs' names (default: %(default)s)")
     add("flags", nargs="*", metavar="-- FLAGS", help="flags of base_train")
@@ -88,9 +88,12 @@ def main(argv=None):
 def numbers(text):
     """The text 1,2,3 or 250e3,1e6 as a list of int."""
     values = [float(part) for part in text.split(",")]
-    if not all(value.is_integer() for value in values):
+    if not all(value.is_integer() and value > 0 for value in values):
         raise ValueError
     return list(map(int, values))
+
+
+numbers.__name__ = "list of whole numbers"  # argparse's "invalid ... value"
 
 
 def flags_of(args, depth, tokens):
@@ -98,6 +101,8 @@ def flags_of(args, depth, tokens):
     flags = ["--run", f"{args.name}-d{depth}-t{tokens}", "--corpus", args.corpus, "--depth", str(depth)]
     flags += ["--eval-every", "-1", *args.flags]
     given = base_train.make_parser().parse_args(flags)
+    if flags[:6] != ["--run", given.run, "--corpus", given.corpus, "--depth", str(given.depth)]:
+        raise InputError("flags after -- cannot set --run, --corpus or --depth: set them before it")
     model = meta_model(model_config(given, "cpu"))
     return [*flags, f"--target-param-data-ratio={(tokens + 0.5) / model.multiplied_weights()}"]
 

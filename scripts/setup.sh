@@ -17,9 +17,9 @@ if [ -n "${NANOMUON_PYTHON:-}" ]; then
 missing = [name for name in sys.argv[1:] if not importlib.util.find_spec(name)]
 if not missing and [int(n) for n in re.findall(r"\d+", importlib.metadata.version("torch"))[:2]] < [2, 11]:
     missing = ["PyTorch 2.11 or newer"]
-print(*missing)' $needed 2>/dev/null) || missing="Python"
+print(*missing)' $needed 2>/dev/null) || missing="Python that runs"
     if [ -n "$missing" ]; then
-        echo "error: NANOMUON_PYTHON=$PYTHON has no $missing; install it there, or unset NANOMUON_PYTHON" >&2
+        echo "error: NANOMUON_PYTHON=$PYTHON has no $missing: $PYTHON -m pip install -e '.[$extra]', or unset NANOMUON_PYTHON" >&2
         return 2
     fi
 else

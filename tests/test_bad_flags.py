@@ -46,7 +46,7 @@ REFUSED = [  # script, flags, message
     ("base_train", "--depth 1025", "argument --depth: must be from 1 to 1,024, not 1025; see"),
     ("base_train", "--vocab-size 256", "argument --vocab-size: must be from 257 to"),
     ("base_train", "--resume newest", "argument --resume: must be auto, never or a checkpoint"),
-    ("base_train", "--plan --window-pattern SX", "a window pattern consists of S and L, not 'SX'"),
+    ("base_train", "--plan --window-pattern SX", "window_pattern consists of S and L, not 'SX'"),
     ("base_train", "--matrix-lr nan", "argument --matrix-lr: must be from 0 to 1e+30, not nan"),
     (
         "base_train",
@@ -104,8 +104,8 @@ REFUSED = [  # script, flags, message
     ),
     ("plan", "--depth 12 --tensor-parallel 4", "--tensor-parallel 4 does not divide 6 key-value heads"),
     ("scaling", "--depths 1 --tokens 1e3 --corpus foo", "unknown corpus 'foo'"),
-    ("scaling", "--depths 1.5 --tokens 1e3", "argument --depths: invalid numbers value: '1.5'"),
-    ("scaling", "--depths 1 --tokens inf", "argument --tokens: invalid numbers value: 'inf'"),
+    ("scaling", "--depths 1.5 --tokens 1e3", "argument --depths: invalid list of whole numbers value: '1.5'"),
+    ("scaling", "--depths 1 --tokens inf", "argument --tokens: invalid list of whole numbers value: 'inf'"),
     ("scaling", "--depths 1", "--depths and --tokens go together"),
     ("train_bench", "--shard fsdp", "train_bench measures a single process: leave out torchrun, --shard"),
 ]

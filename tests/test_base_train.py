@@ -301,6 +301,8 @@ def test_a_run_reads_and_is_evaluated_by_its_own_field_wherever_its_texts_are(ba
     base_eval.main(["--run", "field"])
     assert figure in capsys.readouterr().out
     moved = texts.rename(tmp_path / "elsewhere")
+    base_eval.main(["--run", "field", "--corpus", f"path:{moved}"])
+    assert figure in capsys.readouterr().out
     assert base_train.main(["--run", "field", "--corpus", f"path:{moved}", "--num-iterations", "4"]) == 0
 
 

@@ -52,6 +52,14 @@ def test_keywords_are_the_flags_and_reach_their_groups():
         recipe.param_groups(model(), matrix_rl=1)
 
 
+def test_a_whole_number_among_the_hyperparameters_stays_one(monkeypatch):
+    """As a resumed run passes what it has recorded."""
+    monkeypatch.setitem(
+        recipe.RATES, "ns_steps", recipe.Hyperparameter(5, "steps of Newton-Schulz", largest=9)
+    )
+    assert repr(base_train.make_parser().parse_args(["--ns-steps", "4"]).ns_steps) == "4"
+
+
 def of_muon(batch, steps):
     """Rate and decay of the matrices."""
     groups = recipe.param_groups(model(), batch, steps)
