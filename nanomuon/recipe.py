@@ -83,7 +83,7 @@ def param_groups(model, batch=None, steps=None, **rates):
         adamw=dict(
             lr=rates["scalar_lr"] * lr_scale,  # x0 scalars and gates diverged at five times this rate
             betas=(1 - 0.2 * lr_scale, 0.99),  # the head's second moment needs a long average
-            eps=1e-6,  # a smaller one turns rounding into updates, which differ between world sizes
+            eps=1e-10,  # a larger one damps rare tokens: large batches have tiny gradients (docs/recipe.md)
             weight_decay=0.0,
         ),
         roles={
