@@ -1,8 +1,10 @@
 """The recipe, and users' files that replace it."""
 
+import copy
 import functools
 
 import pytest
+import torch
 
 from nanomuon import recipe
 from nanomuon.gpt import GPT, GPTConfig
@@ -50,6 +52,20 @@ def test_keywords_are_the_flags_and_reach_their_groups():
             base_train.make_parser().parse_args([f"--{name.replace('_', '-')}", f"{each.largest * 2}"])
     with pytest.raises(TypeError, match="the recipe has no matrix_rl; it has matrix_lr, "):
         recipe.param_groups(model(), matrix_rl=1)
+
+
+def test_embedding_and_head_move_at_their_rates_by_the_tiny_gradients_of_large_batches():
+    """The median of the embedding's gradients is 1e-7 at 262,144 tokens, see docs/recipe.md."""
+    gpt = copy.deepcopy(model())
+    optimizer = recipe.make_optimizer(recipe.param_groups, gpt, 2**19, 2289)
+    before = {}
+    for param in gpt.parameters():
+        before[param], param.grad = param.detach().clone(), torch.full_like(param, 1e-8)
+    optimizer.step()
+    for group in optimizer.param_groups:
+        if group["names"][0] in ("wte.weight", "lm_head.weight"):
+            (param,) = group["params"]
+            assert ((before[param] - param) / group["lr"]).sub(1).abs().max() < 0.02
 
 
 def test_a_whole_number_among_the_hyperparameters_stays_one(monkeypatch):
