@@ -101,7 +101,7 @@ def test_an_interpreter_with_any_pytorch_from_2_11_on_is_accepted(tmp_path, vers
     environment = {"NANOMUON_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
     result = call("bash", "-c", "set -euo pipefail; source scripts/setup.sh train", **environment)
     assert result.returncode == code
-    assert ("has no PyTorch 2.11 or newer; install it there" in result.stderr) == (code == 2)
+    assert ("has no PyTorch 2.11 or newer: " in result.stderr) == (code == 2)
 
 
 def on_this_machine(folder, *flags):
