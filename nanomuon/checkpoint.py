@@ -271,7 +271,7 @@ def _read(path, tensors):
         first = next(failure for failure, _ in error.failures.values())
         raise InputError(
             f"{path} cannot be loaded into this model and optimizer: {first}; use the code and flags that "
-            "trained it, or start over: --resume never"
+            "trained it"
         ) from error
 
 
