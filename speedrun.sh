@@ -60,13 +60,18 @@ esac
 RUN=${RUN:-d$DEPTH-$(printf %s "$CORPUS" | tr -c 'A-Za-z0-9._-' '-')}
 base_dir=${NANOMUON_BASE_DIR:-$HOME/.cache/nanomuon}
 run_dir=${base_dir/#\~/$HOME}/runs/$RUN
-# A run that exists has recorded its flags, perhaps with another length
-[ ! -e "$run_dir/settings.json" ] || [[ " ${*/=/ } " == *" --resume never "* ]] || FLAGS=()
+exists=
+if [ -e "$run_dir/settings.json" ]; then
+    if [[ " ${*/=/ } " == *" --resume never "* ]]; then
+        exists="; it exists, and would be deleted"
+    else
+        exists="; it exists, and carries on if it is not complete"
+        FLAGS=() # it has recorded its own, perhaps with another length
+    fi
+fi
 FLAGS+=(--run "$RUN" --corpus "$CORPUS" ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} --depth "$DEPTH" "$@")
 if [[ " $* " == *" --plan "* ]]; then
-    exists="; it exists, and carries on if it is not complete"
-    [[ " ${*/=/ } " != *" --resume never "* ]] || exists="; it exists, and would be deleted"
-    echo "run        $run_dir, trained on $CORPUS$([ ! -e "$run_dir/settings.json" ] || echo "$exists")"
+    echo "run        $run_dir, trained on $CORPUS$exists"
     [ "$GPUS $DEPTH $*" != "0 4 --plan" ] || echo "time       4 to 14 minutes on two cores"
     exec "${TRAIN[@]}" "${FLAGS[@]}"
 fi

@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
     scripts.begin()
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -60,11 +61,12 @@ def validation_folder(name: str, tokenizer: Tokenizer, run: Settings) -> Path:
     has_its_name = name == run.trained_on.get("corpus")
     try:
         corpus = open_corpus(name)
-        if has_its_name or corpus.revision == run.trained_on.get("revision"):
-            text_field, skip = run.options.get("text_field"), run.options.get("skip_unreadable", False)
-            corpus = open_corpus(name, text_field, skip)
     except InputError as error:
         raise InputError(f"{error}; to evaluate on another corpus: --corpus NAME") from error
+    if has_its_name or corpus.revision == run.trained_on.get("revision"):
+        text_field = run.options.get("text_field") or corpus.text_field
+        skip_unreadable = run.options.get("skip_unreadable", False)
+        corpus = replace(corpus, text_field=text_field, skip_unreadable=skip_unreadable)
     if has_its_name and corpus.differs(name, str(run.trained_on.get("revision"))):
         print0(f"corpus {name} has changed since the run was trained: the result may differ")
     return shards.prepare_shards(corpus, tokenizer=tokenizer, max_tokens=0)

@@ -98,10 +98,10 @@ numbers.__name__ = "list of whole numbers"  # argparse's "invalid ... value"
 
 def flags_of(args, depth, tokens):
     """The flags of base_train for a member of the family."""
-    flags = ["--run", f"{args.name}-d{depth}-t{tokens}", "--corpus", args.corpus, "--depth", str(depth)]
-    flags += ["--eval-every", "-1", *args.flags]
+    run = f"{args.name}-d{depth}-t{tokens}"
+    flags = ["--run", run, "--corpus", args.corpus, "--depth", str(depth), "--eval-every", "-1", *args.flags]
     given = base_train.make_parser().parse_args(flags)
-    if flags[:6] != ["--run", given.run, "--corpus", given.corpus, "--depth", str(given.depth)]:
+    if (given.run, given.corpus, given.depth) != (run, args.corpus, depth):
         raise InputError("flags after -- cannot set --run, --corpus or --depth: set them before it")
     model = meta_model(model_config(given, "cpu"))
     return [*flags, f"--target-param-data-ratio={(tokens + 0.5) / model.multiplied_weights()}"]
