@@ -1,4 +1,4 @@
-"""Attention against the definition: one query, one head and one row at a time."""
+"""Attention against the definition, in float64; and when it uses FlashAttention."""
 
 import pytest
 import torch
@@ -11,16 +11,17 @@ def tensors(T=48, Hkv=2):
     return torch.randn(2, T, 4, 16), torch.randn(2, T, Hkv, 16), torch.randn(2, T, Hkv, 16)
 
 
+def all_scores(q, k, window=None):
+    """(B, H, T, T) in float64: q k^T / sqrt(D), or -inf if the query does not see the key."""
+    k = k.repeat_interleave(q.size(2) // k.size(2), dim=2)
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / q.size(3) ** 0.5
+    i, j = torch.arange(q.size(1))[:, None], torch.arange(q.size(1))
+    return scores.masked_fill((j > i) | (j <= i - (window or 1000)), -torch.inf)
+
+
 def definition(q, k, v, window=None):
-    q, k, v = q.double(), k.double(), v.double()
-    out = torch.empty_like(q)
-    for i in range(q.size(1)):
-        seen = slice(0 if window is None else max(0, i - window + 1), i + 1)
-        for h in range(q.size(2)):
-            kv = h * k.size(2) // q.size(2)
-            weights = torch.softmax((k[:, seen, kv] @ q[:, i, h, :, None])[..., 0] / q.size(3) ** 0.5, -1)
-            out[:, i, h] = (weights[..., None] * v[:, seen, kv]).sum(1)
-    return out
+    v = v.repeat_interleave(q.size(2) // v.size(2), dim=2)
+    return torch.einsum("bhij,bjhd->bihd", all_scores(q, k, window).softmax(-1), v.double())
 
 
 @pytest.mark.parametrize("window", [None, 1, 10, 47, 48, 100])

@@ -7,16 +7,14 @@ import torch.distributed as dist
 from nanomuon import qk_clip
 from nanomuon.qk_clip import clip_, clip_qk_, record_largest_, watch_
 from tests.reference import equal
+from tests.test_attention import all_scores
 from tests.test_gpt import build
 from tests.worlds import run_world
 
 
 def largest_logits(q, k, window=None):
     """(H,), for q (B, T, H, D) and k (B, T, Hkv, D)."""
-    k = k.repeat_interleave(q.size(2) // k.size(2), dim=2)
-    logits = torch.einsum("bihd,bjhd->hbij", q, k) / q.size(3) ** 0.5
-    i, j = torch.arange(q.size(1))[:, None], torch.arange(q.size(1))
-    return logits.masked_fill((j > i) | (j <= i - (window or 1000)), -torch.inf).amax((1, 2, 3))
+    return all_scores(q, k, window).amax((0, 2, 3))
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
@@ -29,7 +27,8 @@ def test_the_recorded_maximum_is_that_of_all_logits(window, kv_heads, monkeypatc
     for start in (-1e9, 0.5):
         largest = torch.full((4,), start)
         record_largest_(largest, q, k, window)
-        torch.testing.assert_close(largest, largest_logits(q, k, window).clamp(min=start))
+        expected = largest_logits(q, k, window).clamp(min=start).float()
+        torch.testing.assert_close(largest, expected)
 
 
 def test_clipping_brings_every_head_to_tau():
