@@ -504,20 +504,19 @@ def test_sparse_gradients_are_refused_in_one_line():
 
 def test_counters_do_not_take_the_default_dtype():
     """In bfloat16 a count ends at 256: the bias correction of beta2 .999 would stay that of step 256."""
-    p, large, q = (torch.nn.Parameter(torch.ones(size)) for size in ((4,), (1200, 16), (4,)))
+    params = [torch.nn.Parameter(torch.ones(size)) for size in ((4,), (1200, 16))]
+    for param in params:
+        param.grad = torch.ones_like(param)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        optimizer = MuonAdamW([adamw(p, large, lr=1e-3, weight_decay=0.0)])
-        theirs = torch.optim.AdamW([q], lr=1e-3, weight_decay=0.0)
+        optimizer = MuonAdamW([adamw(*params, lr=1e-3, weight_decay=0.0)])
         for _ in range(600):
-            for param in (p, large, q):
-                param.grad = torch.ones_like(param)
             optimizer.step()
-            theirs.step()
     finally:
         torch.set_default_dtype(torch.float32)
-    assert optimizer.state[p]["step"] == optimizer.state[large]["step"] == 600
-    assert abs(p[0].item() - 0.4) < 1e-3 and abs(large[0, 0].item() - 0.4) < 1e-3  # 1 - 600 lr
+    for param in params:
+        assert optimizer.state[param]["step"] == 600
+        assert abs(param.mean().item() - 0.4) < 1e-3  # 1 - 600 lr
 
 
 def test_tensors_do_not_go_to_the_default_device():
@@ -551,8 +550,6 @@ def test_for_model_trains_every_parameter_with_one_rate():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(20, 16), torch.nn.Linear(16, 32), torch.nn.Linear(32, 7))
     optimizer = MuonAdamW.for_model(model, lr=1e-3, compile=False)
-    trained = {param for group in optimizer.param_groups for param in group["params"]}
-    assert trained == set(model.parameters())
     assert {group["lr"] for group in optimizer.param_groups} == {1e-3}
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.arange(20)).square().mean().backward()
