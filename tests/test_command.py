@@ -11,9 +11,8 @@ import time
 import pytest
 import torch
 
-from nanomuon.command import BUG, ArgumentParser, StopSignals, run_command
+from nanomuon.command import BUG, StopSignals, run_command
 from nanomuon.runtime import InputError
-from tests.mistakes import refused
 from tests.training import ROOT, call
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -26,16 +25,6 @@ def handlers():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-def test_a_misspelled_flag_is_told_the_similar_one():
-    parser = ArgumentParser("a.script", "")
-    parser.add_argument("--depth", type=int)
-    assert parser.parse_args(["--depth=4"]).depth == 4
-    with refused(r"unrecognized arguments: --dpeth=6; did you mean --depth\?; see a.script --help"):
-        parser.parse_args(["--dpeth=6"])
-    with refused("unrecognized arguments: --xyz 3; see a.script --help"):
-        parser.parse_args(["--xyz", "3"])
 
 
 @pytest.mark.parametrize(
@@ -128,8 +117,7 @@ def test_an_error_on_one_rank_ends_the_launch_with_one_message(kind, place):
     assert ended - float(result.stdout.split()[-1]) < 15
 
 
-@pytest.mark.parametrize("ignored", [True, False])
-def test_sighup_stays_ignored_under_nohup(ignored, tmp_path, handlers):
-    signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+def test_sighup_stays_ignored_under_nohup(tmp_path, handlers):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     StopSignals(tmp_path)
-    assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) is ignored
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
