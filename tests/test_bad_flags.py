@@ -106,6 +106,18 @@ REFUSED = [  # script, flags, message
     ("scaling", "--depths 1 --tokens 1e3 --corpus foo", "unknown corpus 'foo'"),
     ("scaling", "--depths 1.5 --tokens 1e3", "argument --depths: invalid list of whole numbers value: '1.5'"),
     ("scaling", "--depths 1 --tokens inf", "argument --tokens: invalid list of whole numbers value: 'inf'"),
+    ("scaling", "--depths 1 --tokens -5", "argument --tokens: invalid list of whole numbers value: '-5'"),
+    ("scaling", "--depths 1,5000 --tokens 250e3", "argument --depth: must be from 1 to 1,024, not 5000"),
+    (
+        "scaling",
+        "--depths 1 --tokens 256 -- --depth 3",
+        "flags after -- cannot set --run, --corpus or --depth",
+    ),
+    (
+        "scaling",
+        "--depths 1 --tokens 512 --total-batch-size 512",
+        "unrecognized arguments: --total-batch-size; flags of base_train go after a --",
+    ),
     ("scaling", "--depths 1", "--depths and --tokens go together"),
     ("train_bench", "--shard fsdp", "train_bench measures a single process: leave out torchrun, --shard"),
 ]
@@ -118,9 +130,12 @@ def test_an_impossible_flag_is_named_before_any_work(script, flags, said, main, 
     assert capsys.readouterr().out == "" and not (tmp_path / "base").exists()
 
 
-def test_a_plan_neither_reads_its_corpus_nor_asks_the_hub(main, tmp_path, capsys):
+def test_a_plan_prints_sizes_and_neither_reads_its_corpus_nor_asks_the_hub(main, tmp_path, capsys):
     (tmp_path / "texts").mkdir()  # empty: reading it would be an error
+    flags = "--plan --depth 2 --vocab-size 300 --max-seq-len 32 --total-batch-size 256 --num-iterations 7"
     for corpus in ("hf:nobody/nothing", f"path:{tmp_path}/texts"):
-        assert main("base_train", f"--plan --depth 1 --corpus {corpus}") == 0
-        assert "training   " in capsys.readouterr().out
+        assert main("base_train", f"{flags} --corpus {corpus}") == 0
+        output = capsys.readouterr().out
+        for size in ("depth 2, width 128", "0.5M parameters", "7 steps x 256 tokens", " GiB per device"):
+            assert size in output
     assert not (tmp_path / "base").exists()

@@ -7,7 +7,6 @@ from nanomuon import plan
 from nanomuon.runtime import Runtime
 from scripts import base_train
 from tests.mistakes import refused
-from tests.training import train
 
 CPU, FOUR = (Runtime(torch.device("cpu"), torch.float32, 0, ranks) for ranks in (1, 4))
 CUDA = Runtime(torch.device("cuda"), torch.bfloat16)
@@ -112,13 +111,3 @@ def test_a_run_compiles_if_that_pays(monkeypatch, capsys, runtime, flags, enviro
         plan.choose_compilation(parsed(flags), planned(f"{flags} --device-batch-size 1"), runtime) is compiles
     )
     assert said in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("environment")
-def test_a_plan_prints_sizes_and_trains_nothing(base, capsys):
-    train(base, "planned", 7, "--plan")
-    output = capsys.readouterr().out
-    assert "7 steps x 256 tokens" in output and "depth 2, width 128" in output and "0.5M parameters" in output
-    assert not (base / "runs" / "planned").exists()
-    plan.print_plan(planned("--depth 12 --device-batch-size 1", CUDA), CUDA)
-    assert " GiB per device" in capsys.readouterr().out

@@ -75,14 +75,6 @@ def test_a_family_is_enlarged_asked_and_stopped(base, monkeypatch, capsys):
     assert family("--depths", "4,5", "--tokens", "256")[0] == STOPPED
     with refused(f"family family was trained on path:{base}/texts: choose another --name"):
         scaling.main(["--depths", "4", "--tokens", "256"])
-    with refused("flags after -- cannot set --run, --corpus or --depth"):
-        scaling.main("--name other --depths 1 --tokens 256 -- --depth 3".split())
-    with refused("--tokens: invalid list of whole numbers value: '-5'"):
-        scaling.main("--depths 1 --tokens -5".split())
-    with refused("unrecognized arguments: --total-batch-size; flags of base_train go after a --"):
-        scaling.main("--depths 1 --tokens 512 --total-batch-size 512".split())
-    with refused("--depth: must be from 1 to 1,024, not 5000"):
-        family("--depths", "1,5000", "--tokens", "250e3")
     (runtime.folder_of("family-d1-t256") / "summary.json").write_text('{"steps": 1, "tokens": 256}')
     with refused("family-d1-t256/summary.json cannot be read: val_bpb: "):
         family()
