@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 
 import pytest
 
@@ -35,6 +36,16 @@ def environment(base, eager, monkeypatch):
     """Runs write to `base`, in brief, without compiling, on one thread per process."""
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(base))
     in_brief(monkeypatch.setattr)
+
+
+@pytest.fixture
+def handlers():
+    """Restores the handlers of signals."""
+    numbers = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class Activated:

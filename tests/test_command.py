@@ -15,17 +15,6 @@ from nanomuon.command import BUG, StopSignals, run_command
 from nanomuon.runtime import InputError
 from tests.training import ROOT, call
 
-SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-
-
-@pytest.fixture
-def handlers():
-    """Restores the handlers of signals."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
 
 @pytest.mark.parametrize(
     "error,code,said",

@@ -60,21 +60,21 @@ def stand_in(folder, script):
     return str(python)
 
 
-def speedrun(folder, *flags, **keywords):
-    """(exit code, stderr, {kind: command that it started}, the environment of the training)."""
-    python = stand_in(folder, ON_EIGHT_GPUS)
-    environment = {**os.environ, "NANOMUON_PYTHON": python, "NANOMUON_BASE_DIR": str(folder)}
-    command, pipes = ["bash", "speedrun.sh", *flags], dict(capture_output=True, text=True)
-    result = subprocess.run(command, cwd=ROOT, env=environment, **pipes, **keywords)
+def speedrun(folder, *flags, sighup):
+    """(exit code, stderr, {kind: command that it started}, the environment of the training). sighup: the
+    handler of SIGHUP that it inherits.
+    """
+    signal.signal(signal.SIGHUP, sighup)
+    variables = {"NANOMUON_PYTHON": stand_in(folder, ON_EIGHT_GPUS), "NANOMUON_BASE_DIR": str(folder)}
+    result = call("bash", "speedrun.sh", *flags, **variables)
     commands = dict(line.split(": ", 1) for line in (folder / "started").read_text().splitlines())
     return result.returncode, result.stderr, commands, (folder / "environment").read_text()
 
 
-def test_a_node_of_gpus_trains_under_torchrun_while_data_is_prepared(tmp_path, monkeypatch):
+def test_a_node_of_gpus_trains_under_torchrun_while_data_is_prepared(tmp_path, monkeypatch, handlers):
     for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"):
         monkeypatch.delenv(name, raising=False)
-    terminal = dict(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # even under nohup
-    code, errors, commands, environment = speedrun(tmp_path, "--matrix-lr", "0.03", **terminal)
+    code, errors, commands, environment = speedrun(tmp_path, "--matrix-lr", "0.03", sighup=signal.SIG_DFL)
     training = commands["train"]
     assert "torch.distributed.run --standalone --local_addr=localhost --nproc_per_node=8" in training
     assert "--depth 24 --matrix-lr 0.03" in training and "--device-batch-size" not in training
@@ -87,8 +87,8 @@ def test_a_node_of_gpus_trains_under_torchrun_while_data_is_prepared(tmp_path, m
     assert code == 1 and errors.splitlines()[-1] == "data_prep failed: error: no room"
 
 
-def test_under_nohup_torchrun_does_not_end_with_the_terminal(tmp_path):
-    _, _, _, environment = speedrun(tmp_path, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+def test_under_nohup_torchrun_does_not_end_with_the_terminal(tmp_path, handlers):
+    _, _, _, environment = speedrun(tmp_path, sighup=signal.SIG_IGN)
     assert "PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT\n" in environment
 
 
