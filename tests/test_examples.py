@@ -198,7 +198,8 @@ val_bpb, num_params = 1.5, 7
 """
 
 
-def test_nanochat_reads_the_rows_of_the_run_beside_it(base, environment, tmp_path):
+@pytest.mark.parametrize("flags, rows", [([], 4), (["--device-batch-size", "2"], 2)])
+def test_nanochat_reads_the_rows_of_the_run_beside_it(base, environment, tmp_path, flags, rows):
     """A stand-in for its checkout records what it is given."""
     for name, code in (
         ("nanochat/dataloader", ""),
@@ -209,19 +210,16 @@ def test_nanochat_reads_the_rows_of_the_run_beside_it(base, environment, tmp_pat
         (tmp_path / f"{name}.py").write_text(code)
     train(base, "ours", 3, *QUIET)
     command = "PYTHONPATH=. python examples/train_nanochat.py --run ours --nanochat . --rates 0.5".split()
-    (shards,) = (base / "shards").glob("texts-*")
-    run([*command, "--device-batch-size", "2"], tmp_path)
-    _, _, judged, _ = torch.load(tmp_path / "read.pt")
-    expected = [torch.stack(batch) for batch in validation_batches(shards, 32, 2)]
-    assert len(judged) == len(expected) and all(map(torch.equal, judged, expected))
-    run(command, tmp_path)
+    run([*command, *flags], tmp_path)
     matrix_lr, trained, judged, token_bytes = torch.load(tmp_path / "read.pt")
     assert matrix_lr == 0.17
-    loader = TrainLoader(shards, seq_len=32, rows_per_step=8, device_batch_size=8)
-    for step in range(3):
-        expected = torch.stack(next(loader))
-        assert torch.equal(torch.cat(trained[2 * step : 2 * step + 2], dim=1), expected)
-    assert torch.equal(trained[6], trained[5])  # saved before this batch, nanochat resumes with it
-    expected = [torch.stack(batch) for batch in validation_batches(shards, 32, 4)]
+    (shards,) = (base / "shards").glob("texts-*")
+    *trained, resumed = trained
+    loader = TrainLoader(shards, seq_len=32, rows_per_step=8, device_batch_size=rows)
+    assert len(trained) == 3 * 8 // rows
+    for batch in trained:
+        assert torch.equal(batch, torch.stack(next(loader)))
+    assert torch.equal(resumed, trained[-1])  # saved before this batch, nanochat resumes with it
+    expected = [torch.stack(batch) for batch in validation_batches(shards, 32, rows)]
     assert len(judged) == len(expected) and all(map(torch.equal, judged, expected))
     assert token_bytes.tolist() == Tokenizer.load(shards / "tokenizer").token_bytes.tolist()
