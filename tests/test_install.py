@@ -71,9 +71,8 @@ def checkout(tmp_path, monkeypatch):
     (tmp_path / "bin" / "python3").write_text(STAND_IN)
     (tmp_path / "bin" / "python3").chmod(0o755)
     (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path / "scripts")
-    for file in ("pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / file, tmp_path)
+    for file in ("scripts/setup.sh", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / file, tmp_path / file)
     return tmp_path
 
 
