@@ -43,12 +43,6 @@ def run(command, folder):
     return [float(loss) for loss in LOSS.findall(result.stdout)]
 
 
-def same_tensors(one, other):
-    assert one and one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
-
-
 def weights(file):
     return load_file(file) if file.suffix == ".safetensors" else torch.load(file)["model"]
 
@@ -77,7 +71,8 @@ def test_an_example_learns_and_resumes(example, last, needed, tmp_path):
     assert losses_of_resumed == losses[-len(losses_of_resumed) :]
     assert 0 < len(losses_of_resumed) < len(losses)
     if last:
-        same_tensors(weights(tmp_path / example / last), weights(tmp_path / "resumed" / last))
+        uninterrupted = weights(tmp_path / example / last)
+        torch.testing.assert_close(weights(tmp_path / "resumed" / last), uninterrupted, rtol=0, atol=0)
 
 
 UNDER_ACCELERATE = """
@@ -141,7 +136,7 @@ def test_accelerate_on_two_ranks(how, tmp_path, eager):
     run(["PYTHONPATH=.", "torchrun", "--standalone", "--nproc_per_node=2", "loop.py", how], tmp_path)
     expected = torch.load(tmp_path / "uninterrupted_0.pt")
     for name in ("uninterrupted_1", "resumed_0", "resumed_1"):
-        same_tensors(torch.load(tmp_path / f"{name}.pt"), expected)
+        torch.testing.assert_close(torch.load(tmp_path / f"{name}.pt"), expected, rtol=0, atol=0)
 
     model = build()
     optimizer = MuonAdamW(groups_of(model))
@@ -152,8 +147,7 @@ def test_accelerate_on_two_ranks(how, tmp_path, eager):
             (loss_of(model, step, rank) / 2).backward()
         optimizer.step()
         schedule.step()
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(dict(model.state_dict()), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_loop_in_the_readme_learns(eager):
@@ -221,5 +215,5 @@ def test_nanochat_reads_the_rows_of_the_run_beside_it(base, environment, tmp_pat
         assert torch.equal(batch, torch.stack(next(loader)))
     assert torch.equal(resumed, trained[-1])  # saved before this batch, nanochat resumes with it
     expected = [torch.stack(batch) for batch in validation_batches(shards, 32, rows)]
-    assert len(judged) == len(expected) and all(map(torch.equal, judged, expected))
+    torch.testing.assert_close(judged, expected, rtol=0, atol=0)
     assert token_bytes.tolist() == Tokenizer.load(shards / "tokenizer").token_bytes.tolist()
