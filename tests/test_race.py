@@ -422,7 +422,7 @@ def test_the_last_tenth_of_a_text_is_scored(text):
     held_out = characters - int(0.9 * characters)
     assert held_out - 64 - 1 <= scored <= held_out - 1
     with refused("too few for windows of 5000"):
-        tasks.shakespeare_data(setup | {"model": {"seq_len": 5000}}, str(text), 0, "cpu")
+        tasks.shakespeare_setup(str(text), {"seq_len": 5000})
     with refused("has changed since the race began"):
         tasks.shakespeare_data(setup | {"data": "of another text"}, str(text), 0, "cpu")
 

@@ -12,14 +12,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.lib.stride_tricks import sliding_window_view
 
 from nanomuon import shards
 from nanomuon.corpus import open_corpus
-from nanomuon.dataloader import TrainLoader, validation_batches
+from nanomuon.dataloader import TrainLoader, to_device, validation_batches
 from nanomuon.gpt import GPTConfig
 from nanomuon.optim_groups import option_name
 from nanomuon.plan import model_config
-from nanomuon.runtime import InputError, parse_json, usable_gpus
+from nanomuon.runtime import InputError, one_line, parse_json, usable_gpus
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_train
 
@@ -79,13 +81,12 @@ def shakespeare_setup(text, fields):
     """Characters of a text: trains on the first 90%, scores the loss on the last 10%."""
     if not text:
         raise InputError("the task shakespeare needs --text FILE, a plain text such as tinyshakespeare.txt")
-    try:
+    with one_line(f"--text {text}"):
         characters = Path(text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--text {text}: {error}") from error
-    if len(characters) < 1000:
-        raise InputError(f"--text {text} has {len(characters)} characters, too few to train on")
-    model = dict(vocab_size=len(set(characters)), seq_len=64, depth=4, width=128, heads=4, kv_heads=4)
+    length = fields.get("seq_len", 64)
+    if len(characters) // 10 <= length:
+        raise InputError(f"--text {text} has {len(characters)} characters, too few for windows of {length}")
+    model = dict(vocab_size=len(set(characters)), seq_len=length, depth=4, width=128, heads=4, kv_heads=4)
     setup = dict(
         data=digest(characters.encode()),
         model=asdict(changed_config("--model", model, fields)),
@@ -101,41 +102,35 @@ def shakespeare_data(setup, text, seed, device):
     characters = Path(text).read_text(encoding="utf-8")
     if digest(characters.encode()) != setup["data"]:
         raise InputError(f"{text} has changed since the race began: start it again")
-    ids = {character: index for index, character in enumerate(sorted(set(characters)))}
-    tokens = torch.tensor([ids[character] for character in characters])
-    length = setup["model"]["seq_len"]
-    cut = int(0.9 * len(tokens))
-    count = (len(tokens) - cut - 1) // length  # validation windows, which do not overlap
-    if count < 1 or cut <= length:
-        raise InputError(f"{text} has {len(tokens)} characters, too few for windows of {length}")
-
-    windows = tokens[:cut].unfold(0, length + 1, 1)
-    training = random_windows(windows, setup["rows"], seed, device)
-    inputs = tokens[cut : cut + count * length].view(count, length).to(device)
-    targets = tokens[cut + 1 : cut + 1 + count * length].view(count, length).to(device)
-    validation = validation_windows(inputs, targets)
-    return training, validation, torch.ones(len(ids), device=device)
+    letters, tokens = np.unique(list(characters), return_inverse=True)
+    length, cut = setup["model"]["seq_len"], int(0.9 * len(tokens))
+    training = sliding_window_view(tokens[:cut], length + 1)
+    validation = sliding_window_view(tokens[cut:], length + 1)[::length]  # no token is a target twice
+    batches = random_batches(training, setup["rows"], seed, device)
+    return batches, padded_batches(validation, device), torch.ones(len(letters), device=device)
 
 
-def random_windows(windows, rows, seed, device):
+def random_batches(windows, rows, seed, device):
     """Yield (inputs, targets) of `rows` windows forever. A step's windows depend only on seed and step."""
     for step in itertools.count():
         chosen = np.random.default_rng([seed, step]).integers(len(windows), size=rows)
-        batch = windows[torch.from_numpy(chosen)].to(device)
-        yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        yield to_device(windows[chosen], device)
 
 
-def validation_windows(inputs, targets):
-    """Batches (EVAL_ROWS, length) of (count, length) windows, padded with rows that are not scored.
+def padded_batches(windows, device):
+    """(inputs, targets) of all windows, EVAL_ROWS at a time, the last ones padded with rows that are not
+    scored.
 
     All have the same shape, so the model is compiled once. Each batch takes windows from all over the text,
     so a few batches represent the whole.
     """
-    count, length = inputs.shape
-    empty = -count % EVAL_ROWS
-    inputs = torch.cat([inputs, inputs.new_zeros(empty, length)]).view(EVAL_ROWS, -1, length)
-    targets = torch.cat([targets, targets.new_full((empty, length), -1)]).view(EVAL_ROWS, -1, length)
-    return [(inputs[:, i].contiguous(), targets[:, i].contiguous()) for i in range(inputs.size(1))]
+    batches = []
+    count = -(-len(windows) // EVAL_ROWS)
+    for first in range(count):
+        inputs, targets = to_device(windows[first::count], device)
+        missing = 0, 0, 0, EVAL_ROWS - len(inputs)
+        batches.append((F.pad(inputs, missing), F.pad(targets, missing, value=-1)))
+    return batches
 
 
 # ---- any corpus
