@@ -175,15 +175,17 @@ def write_report(
     """
     plot_run(folder / "metrics.jsonl", folder / "loss.png")
     name = folder.resolve().name
+    figures = [(key, value) for key, value in summary.items() if value is not None]
     parts = [
         f"# {name}",
         f"{about}. Machine: {machine_description()}.",
-        "## Results\n\n" + markdown_table(("", "value"), summary),
+        "## Results\n\n" + markdown_table([("", "value"), *figures]),
         "![Training loss and validation bits per byte over tokens](loss.png)",
     ]
     if core is not None:
-        accuracies = {label: f"{task['accuracy']:.4f}" for label, task in core["tasks"].items()}
-        parts.append(f"## CORE\n\n{as_line(core)}\n\n" + markdown_table(("task", "accuracy"), accuracies))
+        accuracies = [(label, f"{task['accuracy']:.4f}") for label, task in core["tasks"].items()]
+        table = markdown_table([("task", "accuracy"), *accuracies])
+        parts.append(f"## CORE\n\n{as_line(core)}\n\n{table}")
     parts += [
         "## Samples",
         *(f"Sample {number}:\n\n" + indent(sample, "    ") for number, sample in enumerate(samples, 1)),
@@ -217,14 +219,16 @@ def machine_description() -> str:
     )
 
 
-def markdown_table(header: tuple[str, str], values: dict) -> str:
-    """{name: value} as a Markdown table, without rows of None."""
-    lines = []
-    for name, value in (header, ("---", "---"), *values.items()):
-        if value is not None:
-            text = str(value).replace("|", "\\|")
-            lines.append(f"| {name} | {text} |")
-    return "\n".join(lines)
+def markdown_table(lines: list) -> str:
+    """Lines of cells, the first one a header, as a Markdown table with aligned columns."""
+    lines = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    rows = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def print_summary(summary: dict) -> None:

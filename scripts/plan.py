@@ -16,7 +16,7 @@ from nanomuon import parallel
 from nanomuon.command import ArgumentParser, layers, number, run_command
 from nanomuon.gpt import GPTConfig
 from nanomuon.plan import FILLED, Layout, fewer_rows, memory_by_kind, meta_model
-from scripts.laboratory.report import columns
+from nanomuon.report import markdown_table
 
 MEMORY = ("weights", "gradients", "state", "activations", "buffers")
 CONTEXT, VOCABULARY = 2048, 32768  # base_train's defaults on GPUs
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.shard in (None, shard):
             layout = Layout(args.gpus, shard == "fsdp", args.tensor_parallel)
             table.append(describe(config, layout, args.gpu_memory * 2**30 * FILLED))
-    print(columns(table))
+    print(markdown_table(table))
 
 
 def describe(config: GPTConfig, layout: Layout, available: float) -> list[str]:

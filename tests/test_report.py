@@ -49,7 +49,7 @@ def test_the_report_says_what_happened(tmp_path):
     text = (run_dir / "report.md").read_text()
     machine = report.machine_description()
     assert "torch 2." in machine and "\n" not in machine
-    parts = f"# my-run-a$^$b;{machine};| val_bpb | 1.234 |;](loss.png);CORE: 0.5000;| easy | 0.7500 |"
+    parts = f"# my-run-a$^$b;{machine};| val_bpb | 1.234 |;](loss.png);CORE: 0.5000;| easy | 0.7500 "
     parts += ";--run 'my-run-a$^$b'\n;\n\n    def f():\n        return 1\n\n"
     parts += ";\n\n    ```\n    fenced\n"
     assert [part for part in parts.split(";") if part not in text] == []
@@ -78,4 +78,4 @@ def test_a_run_whose_metrics_were_deleted_has_a_report_without_them(tmp_path):
     summary = report.summarize(rows, 1.2, 22, 5632, Runtime(torch.device("cpu"), torch.bfloat16))
     report.write_report(tmp_path, "Depth 4", summary, [])
     text = (tmp_path / "report.md").read_text()
-    assert "| val_bpb | 1.2 |" in text and "seconds" not in text
+    assert "| val_bpb        | 1.2 " in text and "seconds" not in text

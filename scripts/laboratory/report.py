@@ -8,6 +8,7 @@ from statistics import mean, median, stdev
 
 import numpy as np
 
+from nanomuon.report import markdown_table
 from nanomuon.runtime import InputError, write_text
 from scripts.laboratory import significance
 
@@ -52,7 +53,7 @@ def table(results, baseline, unit):
         for key in ("step_ms", "optimizer_ms"):
             line.append(f"{median(run[key] for run in runs):.1f}")
         lines.append(line)
-    return columns(lines)
+    return markdown_table(lines)
 
 
 def mean_text(scores):
@@ -60,18 +61,6 @@ def mean_text(scores):
     if len(scores) < 2 or math.inf in scores:
         return f"{mean(scores):.4f}"
     return f"{mean(scores):.4f} ± {stdev(scores) / math.sqrt(len(scores)):.4f}"
-
-
-def columns(lines):
-    """Lines of cells, the first one a header, as a Markdown table with aligned columns."""
-    lines = [list(map(str, line)) for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    rows = []
-    for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
 
 
 def write_report(folder, results, baseline, text, unit):
