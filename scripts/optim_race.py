@@ -54,7 +54,7 @@ from nanomuon.command import (
     vocabulary,
 )
 from nanomuon.report import machine_description
-from nanomuon.runtime import InputError, base_dir, check_name, cores, locked, start, usable_gpus
+from nanomuon.runtime import InputError, base_dir, check_name, cores, locked, start, usable_gpus, write_text
 from scripts.laboratory import report
 from scripts.laboratory.contenders import Contender, parse_options
 from scripts.laboratory.race import Race
@@ -89,7 +89,9 @@ def main(argv=None):
     text = f"{report.table(results, baseline, setup['unit'])}\n\n{report.NOTE}"
     about.append(f"last run by {machine_description()}")
     facts = "\n".join(f"- {fact}" for fact in about)
-    report.write_report(folder, results, baseline, f"{facts}\n\n{text}", setup["unit"])
+    report.plot_race(results, baseline, setup["unit"], folder / "race.png")
+    page = f"# {args.name}\n\n{facts}\n\n{text}\n\n![Curves, differences](race.png)\n"
+    write_text(folder / "race.md", page)
     print(f"\n{text}\n\n{folder}/race.md, {folder}/race.png")
 
 

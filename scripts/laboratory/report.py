@@ -4,12 +4,13 @@ Results are {contender: its runs}, one per seed, see race.train.
 """
 
 import math
-from statistics import mean, median, stdev
+from statistics import mean, median
 
 import numpy as np
+from scipy import stats
 
 from nanomuon.report import markdown_table
-from nanomuon.runtime import InputError, write_text
+from nanomuon.runtime import InputError
 from scripts.laboratory import significance
 
 NOTE = """± is the standard error over seeds. Differences are taken seed by seed. Their 95% intervals also use
@@ -60,13 +61,7 @@ def mean_text(scores):
     """The mean and its standard error."""
     if len(scores) < 2 or math.inf in scores:
         return f"{mean(scores):.4f}"
-    return f"{mean(scores):.4f} ± {stdev(scores) / math.sqrt(len(scores)):.4f}"
-
-
-def write_report(folder, results, baseline, text, unit):
-    """Write race.md, with this text, and race.png."""
-    plot_race(results, baseline, unit, folder / "race.png")
-    write_text(folder / "race.md", f"# {folder.name}\n\n{text}\n\n![Curves, differences](race.png)\n")
+    return f"{mean(scores):.4f} ± {stats.sem(scores):.4f}"
 
 
 def plot_race(results, baseline, unit, image):
