@@ -18,7 +18,6 @@ if __name__ == "__main__":
 
     scripts.begin()
 
-import argparse
 import itertools
 
 import torch
@@ -42,16 +41,11 @@ from nanomuon.settings import make_parser
 from scripts import base_train, optim_bench
 
 
-def own_parser() -> argparse.ArgumentParser:
-    """The flags of base_train, of which only those that affect a step matter, and two more."""
+def main(argv: list[str] | None = None) -> None:
     parser = make_parser("python -m scripts.train_bench", __doc__)
     parser.add_argument("--rounds", type=count, default=7, help="rounds after a warm-up (%(default)s)")
     parser.add_argument("--json", type=output_file, help="also write the numbers to this file")
-    return parser
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = own_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     check_corpus(args.corpus)
     if args.deterministic:
         make_deterministic()
@@ -119,12 +113,13 @@ def step_table(args, runtime):
             return call
 
         base_train.set_hyperparameters(optimizer, schedule, initial_groups, 0, plan.steps)
-        step = timed("whole step", base_train.training_step)
         batches = map(timed("data", next), itertools.repeat(loader))
         timed_forward = timed("forward", forward)
-        done = step(model, timed_forward, optimizer, batches, plan.micro_steps, None, args.qk_clip)
-        spent["optimizer"] = done.optimizer_ms
-        spent["backward"] = spent["whole step"] - spent["data"] - spent["forward"] - done.optimizer_ms
+        done = base_train.training_step(
+            model, timed_forward, optimizer, batches, plan.micro_steps, None, args.qk_clip
+        )
+        spent["whole step"], spent["optimizer"] = done.milliseconds, done.optimizer_ms
+        spent["backward"] = done.milliseconds - spent["data"] - spent["forward"] - done.optimizer_ms
         spent["floor"] = products() + optim_bench.timed(newton_schulz, device.type)
         return spent
 
