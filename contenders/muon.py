@@ -8,7 +8,7 @@ compared with new ones.
 Source: Keller Jordan, https://kellerjordan.github.io/posts/muon; NorMuon, arXiv 2510.05491.
 """
 
-from nanomuon import recipe
+from contenders import adamw
 from nanomuon.optim_groups import build_param_groups
 
 
@@ -39,5 +39,4 @@ def param_groups(
     )
 
 
-def schedule(group, step, steps, *, warmup_ratio=0.0, warmdown_ratio=1.0):
-    return {"lr": group["lr"] * recipe.lr_multiplier(step, steps, warmup_ratio, warmdown_ratio)}
+schedule = adamw.schedule
