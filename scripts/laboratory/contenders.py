@@ -39,16 +39,16 @@ class Contender:
         self.build_model, self.dial = names.get("model", GPT), names.get("DIAL")
         of_build = keywords(build, 1, recipe.RATES)
         of_schedule = keywords(schedule, 3, recipe.SCHEDULE)
-        self.keywords = of_build | of_schedule  # {keyword: default}
+        self.keywords = {"lr_scale": 1} | of_build | of_schedule  # {keyword: default}
         fields = [name for name in FIELDS if name != "seq_len"]  # the race decides the length of its rows
-        known = ["lr_scale", *self.keywords, *fields]
+        known = [*self.keywords, *fields]
         if unknown := self.options.keys() - set(known):
             raise InputError(
                 f"contender {self.source} has no {', '.join(unknown)}; it has {', '.join(known)}"
             )
-        numbers, declared = {"lr_scale": 1} | self.keywords, recipe.RATES | recipe.SCHEDULE
+        declared = recipe.RATES | recipe.SCHEDULE
         for key, value in self.options.items():
-            if isinstance(numbers.get(key), int | float) and not isinstance(value, int | float):
+            if isinstance(self.keywords.get(key), int | float) and not isinstance(value, int | float):
                 raise InputError(f"contender {text}: {key} must be a number, not {value!r}")
             if key in declared and isinstance(value, int | float) and not 0 <= value <= declared[key].largest:
                 raise InputError(f"contender {text}: {key} must be from 0 to {declared[key].largest:g}")
@@ -139,7 +139,7 @@ class Contender:
         widths = {"lr_scale": 3} | {name: each.sweep for name, each in declared.items() if each.sweep}
         if self.dial is not None:
             del widths["matrix_lr"]
-        values = {"lr_scale": 1} | self.keywords | self.options
+        values = self.keywords | self.options
         found = {}
         for key, width in widths.items():
             value = values.get(key)
