@@ -52,7 +52,8 @@ for step in range(done + 1, 41):
     if rank == 0 and (step % 10 == 0 or step == 1):
         print(f"step {step} loss {loss.item():.5f}", flush=True)
     if step % 20 == 0:
-        checkpoint = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        checkpoint = {"model": model_state, "optimizer": optimizer_state}
         dcp.save(checkpoint, checkpoint_id=args.folder / f"step_{step}")
 del model, optimizer  # gloo's threads end with the last reference to the process group
 dist.destroy_process_group()

@@ -53,6 +53,10 @@ for step in range(done + 1, STEPS + 1):
     if step % 20 == 0 or step == 1:
         print(f"step {step} loss {loss.item():.5f}", flush=True)
     if step % 100 == 0:
-        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-        checkpoint = {"step": step, **{name: part.state_dict() for name, part in parts.items()}}
+        checkpoint = {
+            "step": step,
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+        }
         torch.save(checkpoint, args.folder / f"step_{step}.pt")
