@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import hashlib
 import inspect
 import re
 from pathlib import Path
@@ -13,6 +12,7 @@ from scipy.stats import qmc
 from nanomuon import recipe
 from nanomuon.gpt import GPT
 from nanomuon.runtime import InputError
+from nanomuon.settings import sha256_of
 from nanomuon.trained import model_sources
 from scripts.laboratory.tasks import FIELDS, batch_of, changed_config, check_fields, digest
 
@@ -31,7 +31,7 @@ class Contender:
         build, schedule, names, self.sha256 = recipe.param_groups, recipe.schedule, {}, None
         if Path(self.source).is_file():
             build, schedule, names = recipe.load_recipe(self.source)
-            self.sha256 = hashlib.sha256(Path(self.source).read_bytes()).hexdigest()
+            self.sha256 = sha256_of(self.source)
         elif self.source != "default":
             raise InputError(
                 f"contender {self.source} is neither default nor a file; contenders/ has AdamW, Muon and more"
