@@ -288,7 +288,7 @@ def test_dials_are_rates_decay_and_what_the_file_names(tmp_path):
     file.write_text(OWN + 'DIAL = ("lr", 0.1, 0.9)\n')
     assert Contender(str(file)).dials() == {"lr_scale": (1 / 3, 3), "lr": (0.1, 0.9)}
     file.write_text(OWN + 'DIAL = ("nope", 0.1, 0.9)\n')
-    with refused(f"{file}: DIAL must be .keyword, low, high., .*keywords lr, not"):
+    with refused(f"{file}: DIAL must be .keyword, low, high., .*keywords lr_scale, lr, not"):
         Contender(str(file)).dials()
     assert Contender(f"{ADAMW}:weight_decay=0.2").dials()["weight_decay"] == (0.05, 0.8)
 
