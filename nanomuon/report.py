@@ -221,14 +221,16 @@ def machine_description() -> str:
 
 def markdown_table(lines: list) -> str:
     """Lines of cells, the first one a header, as a Markdown table with aligned columns."""
-    lines = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
     rows = []
     for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+        rows.append([str(cell).replace("|", "\\|") for cell in line])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    text = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        text.append(f"| {' | '.join(cells)} |")
+    return "\n".join(text)
 
 
 def print_summary(summary: dict) -> None:

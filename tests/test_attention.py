@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomuon.attention import attention, use_flash_attention, whole_scores
+from nanomuon.attention import attention, kernels_in_use, use_flash_attention, whole_scores
 
 
 def tensors(T=48, Hkv=2):
@@ -68,6 +68,8 @@ def test_flash_attention_is_one_that_is_installed_and_trains_with_windows_on_thi
     installed(*names, missing=missing, trial=trial)
     assert use_flash_attention(torch.device("cuda"), torch.bfloat16) == chosen
     assert torch.nn.attention.current_flash_attention_impl() == chosen
+    names = {"FA3": "FlashAttention 3", "FA4": "FlashAttention 4"}
+    assert kernels_in_use() == names.get(chosen, "PyTorch's own")
     why = "is installed, but fails on this GPU: windowed attention not supported"
     assert [str(warning.message) for warning in recwarn] == [f"{name} {why}" for name in failing]
 

@@ -178,10 +178,12 @@ def test_the_mean_over_all_tasks_is_called_core(tmp_path, capsys):
 @pytest.mark.parametrize(
     "line, complaint",
     [
+        ("{", "JSONDecodeError: "),
         ("[" * 100_000, "recursion"),
         ('{"query": "a", "choices": ["b", "c"], "gold": -1}', "gold is -1"),
         ('{"query": "a", "choices": ["b", "c"], "gold": 1.0}', "gold is 1.0"),
         ('{"query": "a", "choices": ["b", "\\ud800"], "gold": 0}', "surrogates"),
+        ('{"choices": ["b", "c"], "gold": 0}', "KeyError: 'query'"),
         ('{"query": "a", "choices": ["b", "c"], "answer": 1}', "KeyError: 'gold'"),
     ],
 )
@@ -198,6 +200,7 @@ def test_a_malformed_line_is_named(tmp_path, line, complaint):
 @pytest.mark.parametrize(
     "name, before, after, complaint",
     [
+        ("core.yaml", "icl_tasks", "tasks", "core.yaml: KeyError: 'icl_tasks'"),
         ("core.yaml", "icl_tasks:", "icl_tasks: [", "core.yaml: ParserError: while parsing"),
         ("core.yaml", "some/resolve.jsonl", "some/absent.jsonl", "absent.jsonl: .*No such file"),
         ("eval_meta_data.csv", "25", "a lot", "meta_data.csv: ValueError: could not convert"),

@@ -256,6 +256,8 @@ def test_shapes_and_the_table_that_says_why():
     assert of_experts[:2] == ["positions", "experts"] and "experts_bias" not in of_experts
     rows = rows_of(model)
     assert rows["experts"] == ("4x8x16", "muon", "batch of matrices")
+    assert rows["experts_bias"] == ("4x8", "adamw", "a bias")
+    assert rows["grouped.weight"] == ("16x4x3x3", "muon", "matrix of 16x36")
     assert rows["temperature"] == ("scalar", "adamw", "fewer than 2 dimensions")
     assert rows["depthwise.weight"][2] == "depthwise convolution: each channel by itself"
     assert routing_table(model).splitlines()[0].split() == ["parameter", "shape", "kind", "why"]

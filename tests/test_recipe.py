@@ -106,7 +106,8 @@ def test_rates_are_a_trapezoid_and_decay_falls_over_a_run():
     assert rates[9:51] == [1.0] * 42
     assert rates[75] == pytest.approx(0.5) and rates[99] == pytest.approx(1 / 50)
     muon = dict(kind="muon", lr=0.5, weight_decay=0.25, momentum=0.95)
-    assert schedule(muon, 75, 100) == pytest.approx(dict(lr=0.25, weight_decay=0.0625))
+    for step, rate, decay in ((15, 0.5, 0.2125), (30, 0.5, 0.175), (75, 0.25, 0.0625)):
+        assert schedule(muon, step, 100) == pytest.approx(dict(lr=rate, weight_decay=decay))
     assert recipe.schedule(dict(kind="adamw", lr=1.0), 15, 20) == {"lr": 0.25}
 
 

@@ -17,7 +17,7 @@ from nanomuon.command import STOPPED
 from nanomuon.corpus import open_corpus
 from nanomuon.run import Run
 from nanomuon.runtime import read_json, write_json
-from nanomuon.settings import LENGTH, MAY_CHANGE, OF_LAUNCH
+from nanomuon.settings import LENGTH, MAY_CHANGE, OF_LAUNCH, parse_with_record
 from scripts import base_train, data_prep, sample
 from tests.mistakes import refused
 from tests.training import (
@@ -466,7 +466,7 @@ def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
 
 
 def test_runs_of_the_version_that_had_experts_and_fp8(base, capsys):
-    """Its settings.json and config.json, without either and then with experts. It recorded names and times
+    """Its settings.json and config.json, without either and then with each. It recorded names and times
     instead of texts.
     """
     folder, before = base / "runs" / "older", Path(__file__).parent / "before_phases"
@@ -482,6 +482,9 @@ def test_runs_of_the_version_that_had_experts_and_fp8(base, capsys):
         write_json(folder / "config.json", {**config, **changed})
 
     use()
+    args, _ = parse_with_record(base_train.make_parser(), ["--run", "older"])
+    kept = settings["options"].keys() - {"experts", "experts_per_token", "fp8"}
+    assert {name: getattr(args, name) for name in kept} == {name: settings["options"][name] for name in kept}
     sample.main(["--run", "older", "--max-tokens", "1"])
     assert base_train.main(["--run", "older", "--num-iterations", "6"]) == 0
     assert len(losses(base, "older")) == 6
@@ -497,6 +500,11 @@ def test_runs_of_the_version_that_had_experts_and_fp8(base, capsys):
     ):
         with refused(said):
             command.main(["--run", "older"])
+    settings["options"]["fp8"] = True
+    use()
+    sample.main(["--run", "older", "--max-tokens", "1"])
+    with refused("options: fp8 is not a flag of this version: use the version that"):
+        base_train.main(["--run", "older"])
 
 
 RAN = """
