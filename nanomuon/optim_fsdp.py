@@ -104,7 +104,8 @@ def sharding_of(param, group, comm_dtype, ns_dtype):
         cut_dim, world = placement.dim + 1 - batch, World(mesh.get_group(axis), comm_dtype)
         possible = cut_dim == 1 or param.ndim < 4  # a convolution is a matrix (out, rest)
         if is_tensor_parallel(mesh, axis):
-            # FSDP2 after tensor parallelism makes a _StridedShard, which is not a Shard
+            # If FSDP2's dimension comes first, `dim` is set by now. FSDP2 after tensor parallelism makes a
+            # _StridedShard, which is not a Shard
             if dim == cut_dim and sum(isinstance(each, Shard) for each in param.placements) > 1:
                 raise ValueError(
                     "sharded by data parallelism before tensor parallelism: call parallelize_module before "
@@ -182,7 +183,8 @@ class OfShards:
     def place(self, i, name, buffer):
         """The Place of a state tensor of the i-th parameter. buffer: this state of all parameters."""
         param, blocks = self.params[i], self.sharding.blocks
-        tensor, batch = (buffer, 1) if param.ndim == 3 else (buffer[i], 0)
+        batch = int(param.ndim == 3)
+        tensor = buffer if batch else buffer[i]
         if name == "momentum_buffer":
             return like_param(param, tensor.view(local(param).shape))
         # The rule's state is whole on every rank, unless the ranks have different experts or blocks
@@ -194,11 +196,11 @@ class OfShards:
                 placements[axis] = Shard(batch)
         if all(placement.is_replicate() for placement in placements):
             return Place(tensor)
-        shape = tuple(buffer.shape[1:])
-        if blocks > 1:  # the blocks' vectors one below the other: T of (1, n/T) are recorded as (T, n/T)
-            shape = (shape[0] * blocks, *shape[1:])
+        shape = list(tensor.shape)
         if batch:
-            shape = (len(param), *shape)
+            shape[0] = len(param)
+        if blocks > 1:  # the blocks' vectors one below the other: T of (1, n/T) are recorded as (T, n/T)
+            shape[batch] *= blocks
         return Place(tensor, shape, param.device_mesh, placements)
 
 
@@ -307,12 +309,12 @@ class Pipeline(WorkItem):
         return ok.to(self.dtype).view(-1, 1, 1).split([len(chunk.params) for chunk in self.chunks])
 
     def collect(self, ok, hyper):
-        return self.chunks[0].send_U(self.ok_of_chunks(ok)[0], hyper)
+        return Transfer([self.chunks[0].send_U(self.ok_of_chunks(ok)[0], hyper)])
 
-    def compute(self, parts, ok, hyper):
+    def compute(self, first, ok, hyper):
+        """first: [the Transfer of chunk 0], taken out so that its memory is freed early."""
         ok, chunks = self.ok_of_chunks(ok), self.chunks
-        arriving, returning = {0: Transfer([*parts])}, {}  # chunk 0 has arrived: `step` waited for it
-        parts.clear()  # or U of chunk 0 would stay in memory until the end
+        arriving, returning = {0: first.pop()}, {}
         for i in range(len(chunks) + 1):
             if i + 1 < len(chunks):
                 arriving[i + 1] = chunks[i + 1].send_U(ok[i + 1], hyper)

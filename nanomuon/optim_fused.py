@@ -33,12 +33,12 @@ def fused_normuon(
     k, n = len(U), U.size(2)
     parts = U.reshape(k * heads, groups, -1, n).split(rows, dim=2)  # (k*heads, groups, rows[i], n)
     ok_of_heads = ok.repeat_interleave(heads, 0)
-    buffers_of_parts = [{} for _ in parts]
+    buffers_of_parts = [{}] * len(parts)
     if buffers:
         lines = buffers["second_momentum_buffer"].view(k * heads, -1)
         moments = lines.split([math.prod(shape) for shape in shapes], dim=1)
-        for part, moment, shape in zip(buffers_of_parts, moments, shapes, strict=True):
-            part["second_momentum_buffer"] = moment.view(k * heads, *shape)
+        views = [moment.view(k * heads, *shape) for moment, shape in zip(moments, shapes, strict=True)]
+        buffers_of_parts = [{"second_momentum_buffer": view} for view in views]
     directions = []
     for part, buffers_of_part in zip(parts, buffers_of_parts, strict=True):
         X, gain = of_part(part.flatten(1, 2), buffers_of_part, ok_of_heads, hyper, **options)

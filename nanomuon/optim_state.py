@@ -203,14 +203,20 @@ class SavedByName:
         """
         results = []
 
-        def compare():  # returns nothing, because `together` would send it to all ranks
-            results.append(self.compare(state_dict, hyperparameters, strict))
+        def check():  # returns nothing, because `together` would send it to all ranks
+            results.append(self.what_to_load(state_dict, hyperparameters, strict))
 
         if self.world.process_group is None:
-            compare()
+            check()
         else:
-            together(compare, self.world.process_group)
-        found, missing, restored = results.pop()
+            together(check, self.world.process_group)
+        found, missing, unknown, restored = results.pop()
+        if strict and unknown:
+            warnings.warn(
+                f"state of {len(unknown)} parameters, such as {min(unknown)}, is not loaded, because no "
+                "group has them: to train them, call add_param_group first",
+                stacklevel=3,  # 1 is here, 2 torch.no_grad
+            )
         zero = torch.zeros((), device="cpu")  # of state that was saved before the first step
         shards = [(place, zero if saved is None else place.shard_of(saved)) for place, saved in found]
         for place, shard in shards:
@@ -220,11 +226,12 @@ class SavedByName:
             group.update(numbers)
         return None if strict else missing
 
-    def compare(self, state_dict, hyperparameters, strict):
+    def what_to_load(self, state_dict, hyperparameters, strict):
         """What load_state_dict will copy. Only state that this rank stores counts as missing.
 
         Returns [(place, its saved tensor; None if it was saved before the first step)], the missing [(name,
-        key)], and new numbers for each group. ValueError as load_state_dict.
+        key)], the names of parameters that no group has, and new numbers for each group. ValueError as
+        load_state_dict.
         """
         check_choice("hyperparameters", hyperparameters, ("restore", "keep"))
         groups = state_dict.get("param_groups")
@@ -255,13 +262,7 @@ class SavedByName:
             name, key = missing[0]
             raise ValueError(f"the loaded state has no {key} of {name}: {why_missing(state.get(name), key)}")
         ours = {name for name, _, _ in named_parameters(self.param_groups)}
-        if strict and (others := state.keys() - ours):
-            warnings.warn(
-                f"state of {len(others)} parameters, such as {min(others)}, is not loaded, because no group "
-                "has them: to train them, call add_param_group first",
-                stacklevel=4,
-            )
-        return found, missing, restored
+        return found, missing, state.keys() - ours, restored
 
     def __getstate__(self):
         """For copy.deepcopy and pickle: omits the plan, which the copy makes again when it needs it."""
@@ -367,17 +368,15 @@ def restored_numbers(i, group, saved):
         if ours.isdisjoint(map(clean_name, names_of(source))):
             continue
         for key, value in source.items():
-            if key in ("params", "names"):
-                continue
             if key in OUR_KEYS:
                 value = option_name(value)
             if key in OPTIONS:
                 if value != option_name(REMOVED_OPTIONS.get(key, group.get(key))):
                     raise ValueError(f"param group {i} was saved with {key}={value!r}: {keep}")
-                continue
-            earlier = restored.setdefault(key, value)
-            if earlier is not value and earlier != value:
-                raise ValueError(f"param group {i} would get {key}={earlier!r} and {value!r}: {keep}")
+            elif key not in ("params", "names"):
+                earlier = restored.setdefault(key, value)
+                if earlier is not value and earlier != value:
+                    raise ValueError(f"param group {i} would get {key}={earlier!r} and {value!r}: {keep}")
     if group["kind"] == "muon":  # momentum in an AdamW group is a scheduler's
         if restored.get("momentum") == 0 and group["momentum"] is None:
             restored["momentum"] = None  # earlier versions saved 0 for a rule with its own momentum

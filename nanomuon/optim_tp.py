@@ -45,22 +45,21 @@ def choose_mode(group, shape, dim, world):
     `duplicated` if the table's second row applies. ValueError for an impossible `blockwise`.
     """
     m, n = shape
-    rows, fused_rows = [m], False
+    rows, parts_are_cut = [m], False
     if group["split"] is not None:
         _, groups, rows = split_rows(group["split"], m)
         rows = [groups * each for each in rows]
-        fused_rows = dim == 1  # a rank's rows are not those of whole parts
+        parts_are_cut = dim == 1  # a rank's rows are not those of whole parts
     if group["tensor_parallel"] == "blockwise":
-        if fused_rows or shape[dim - 1] % world.size:
+        if parts_are_cut or shape[dim - 1] % world.size:
             raise ValueError(
                 "tensor_parallel=blockwise supports neither split rows nor uneven blocks: use duplicated"
             )
         return "blockwise"
-    long_side_is_cut = all(each >= n if dim == 1 else each <= n for each in rows)
-    can_be_distributed = long_side_is_cut and not fused_rows and group["direction"] is None
-    if can_be_distributed and group["tensor_parallel"] != "duplicated":
-        return "distributed"
-    return "duplicated"
+    short_side_is_cut = any(each < n if dim == 1 else each > n for each in rows)
+    if short_side_is_cut or parts_are_cut or group["direction"] is not None:
+        return "duplicated"
+    return group["tensor_parallel"] or "distributed"
 
 
 @dataclass(frozen=True)

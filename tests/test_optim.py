@@ -346,8 +346,9 @@ def test_hyperparameters_are_restored_by_name_into_other_groups():
         assert [group["lr"] for group in optimizer.param_groups] == rates
     with pytest.raises(ValueError, match="hyperparameters must be"):
         optimizer.load_state_dict(saved, "ours")
-    with pytest.warns(UserWarning, match="state of 4 parameters, such as a, is not loaded"):
+    with pytest.warns(UserWarning, match="state of 4 parameters, such as a, is not loaded") as warned:
         MuonAdamW([adamw(*others)]).load_state_dict(saved)
+    assert warned[0].filename == __file__  # the line of the caller
     for group, message in (
         (muon(a, nesterov=False), "was saved with nesterov=True"),
         (muon(a, beta2=None), "was saved with another beta2"),
