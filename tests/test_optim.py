@@ -423,7 +423,7 @@ BAD_ADAMW = [  # of a group of one vector
     (dict(nesterov=True), r"\(adamw\): unknown nesterov: an option of the other kind"),
     (dict(eps=-1), "eps must be finite and not negative, but is -1"),
     (dict(betas=(0.9, 1.0)), r"betas\[1\] must be at least 0 and below 1, but is 1.0"),
-    (dict(betas=0.9), "betas must be two numbers, but is 0.9"),
+    (dict(betas=0.9), "betas must be two numbers, not 0.9"),
 ]
 
 
