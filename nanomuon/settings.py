@@ -296,7 +296,7 @@ def refuse_changes(what: str, before: dict, now: dict, advice: str = AGAIN) -> N
 
 
 def refuse_other_ranks(values: dict) -> None:
-    """InputError on every rank that lists where a rank's values differ from the first one's, if any do."""
+    """InputError on every rank, with the differences, if a rank's values differ from the first one's."""
     first, *others = together(lambda: values)
     advice = "give all ranks the flags and files of rank 0"
     for rank, other in enumerate(others, 1):
