@@ -18,7 +18,7 @@ class KVCache:
         self.lengths, self.device = [0] * rows, device
         self.context = config.seq_len
         self.kept = {}  # by layer and kind: (B, context, Hkv, D)
-        self.recent = {}  # by place in the model: (B, at least as many tokens as it needs, ...)
+        self.recent = {}  # by module: (B, at least as many tokens as it needs, ...)
 
     def positions(self, T: int) -> Tensor:
         """Positions (B, T) in the context of the next T tokens, which are about to go through all layers."""

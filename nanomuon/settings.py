@@ -119,8 +119,8 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
         "--total-batch-size",
         batch,
         None,
-        "tokens per step (default: by --target-flops or --target-param-data-ratio, not by --num-iterations; "
-        "on a CPU 4096 is enough)",
+        "tokens per step (default: follows from --target-flops or --target-param-data-ratio, not from "
+        "--num-iterations; on a CPU 4096 is enough)",
     )
     of_launch(
         "--device-batch-size",
