@@ -5,8 +5,8 @@
 #   bash speedrun.sh --plan    print what a run would do, its size and memory, and exit (installs the environment first)
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
-# Without a GPU it takes 4 to 14 minutes on two cores. SIGTERM, SIGHUP and Ctrl-C stop it; a run that has done a step is saved
-# first. Once training has begun, the exit code is then 75. The same command carries on. These variables change the run:
+# Without a GPU it takes 4 to 14 minutes on two cores. SIGTERM, SIGHUP and Ctrl-C stop it; a run that has done a step saves first.
+# Once training has begun, they end the script with exit code 75. The same command carries on. These variables change the run:
 #
 #   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (absolute, or relative to this file), hf:ORG/NAME[:CONFIG]
 #   VOCAB_SIZE=1024         a smaller vocabulary, for a small corpus

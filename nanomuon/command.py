@@ -169,8 +169,8 @@ def exit_code(code: int) -> int:
 
 
 class StopSignals:
-    """SIGTERM, SIGHUP (not under nohup) and Ctrl-C request to save and stop after this step; a Ctrl-C after
-    one of them ends at once.
+    """SIGTERM, SIGHUP (not under nohup) and Ctrl-C ask the run to save and stop after this step; a Ctrl-C
+    after one of them ends it at once.
 
     can_save: whether there is something to save. Until this launch has done a step, and after the run's last
     one, there is not, and a signal ends this process at once. The first rank records the stop in the file

@@ -102,8 +102,8 @@ class Sample:
 
 
 def tokens_before(count: int, context: int) -> int:
-    """How many earlier tokens the newest of `count` sees: all of them until the context is full; then
-    only its newer half is kept, until it is full again.
+    """How many earlier tokens the newest of `count` sees: all of them until the context is full; then only
+    those in its newer half, until it is full again.
     """
     half = max(1, context // 2)
     if count <= context:

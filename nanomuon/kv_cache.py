@@ -1,4 +1,4 @@
-"""What a model remembers of the tokens it has read, while it generates text."""
+"""The cache of a model that generates text."""
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +8,8 @@ from .attention import attention, masked, visible_keys
 
 class KVCache:
     """What a model remembers of the tokens it has read: all keys and values, and the last inputs that the
-    next tokens need (for convolutions and halves of keys). The first call of the model allocates keys and
-    values for the whole context; each call fills in more.
+    next tokens need (for convolutions and key offsets). The first call of the model allocates keys and values
+    for the whole context; each call fills in more.
 
     config: a GPTConfig. lengths: how many tokens each row has read.
     """
@@ -18,7 +18,7 @@ class KVCache:
         self.lengths, self.device = [0] * rows, device
         self.context = config.seq_len
         self.kept = {}  # by layer and kind: (B, context, Hkv, D)
-        self.recent = {}  # by place in the model: (B, at least as many tokens as it needs, ...)
+        self.recent = {}  # by module: (B, at least as many tokens as it needs, ...)
 
     def positions(self, T: int) -> Tensor:
         """Positions (B, T) in the context of the next T tokens, which are about to go through all layers."""

@@ -388,7 +388,7 @@ def has_gradient(param):
 
 
 def gradient_dtype(param):
-    """The dtype of a parameter's gradient, also on a rank that has no gradient."""
+    """The dtype of a parameter's gradient, even on a rank that has none."""
     return getattr(param, "grad_dtype", None) or param.dtype  # grad_dtype: in newer PyTorch
 
 
@@ -1002,9 +1002,9 @@ class DistMuonAdamW(MuonAdamW):
 
     process_group: defaults to all ranks; without torch.distributed it is a world of one, which does what
     MuonAdamW does. The group must contain the ranks of all device meshes. The constructor and
-    `add_param_group` are collective. comm_dtype: float32 or bfloat16, in which gradients are reduced, and
-    under FSDP2 U and the directions are sent; defaults to the gradient's own (see `World.wire_dtype`). Under
-    DistributedDataParallel, which averages the gradients, use MuonAdamW.
+    `add_param_group` are collective. comm_dtype: float32 or bfloat16, the dtype in which gradients are
+    reduced and, under FSDP2, U and the directions are sent; by default the gradient's (see
+    `World.wire_dtype`). Under DistributedDataParallel, which averages the gradients, use MuonAdamW.
 
     Replicated parameters start with rank 0's values (replicas of a sharded parameter, as in HSDP, must
     already be equal), and after every step they are bitwise the same on all ranks, as long as all ranks give

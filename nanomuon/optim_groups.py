@@ -365,7 +365,7 @@ def check_values(group):
     elif isinstance(group["betas"], list | tuple) and len(group["betas"]) == 2:
         averages["betas[0]"], averages["betas[1]"] = group["betas"]
     else:
-        raise ValueError(f"betas must be two numbers, but is {group['betas']!r}")
+        raise ValueError(f"betas must be two numbers, not {group['betas']!r}")
     for key, value in {**values, **averages}.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
             raise ValueError(f"{key} must be a number, but is {value!r}")

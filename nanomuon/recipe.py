@@ -99,8 +99,8 @@ def matrix_lr_scale(batch: int) -> float:
     """Factor on Muon's rate by tokens per step: the square-root rule (arXiv 2205.10287) at both ends.
 
     It is published for batches above REFERENCE_BATCH (nanochat, 2026). Below 4,096 tokens: at 768, rates of
-    0.01 and 0.02 were equally good and 0.04 was worse (docs/log.md). The best rate is the same at 4,096 and
-    at REFERENCE_BATCH, so it is constant between them.
+    0.01 and 0.02 were equally good and 0.04 was worse (docs/log.md). From 4,096 to REFERENCE_BATCH it is
+    constant, because the rate chosen at 4,096, 0.02, is also the one published for REFERENCE_BATCH.
     """
     return min(1.0, (batch / 4096) ** 0.5) * max(1.0, (batch / REFERENCE_BATCH) ** 0.5)
 

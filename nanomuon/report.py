@@ -76,9 +76,9 @@ def start_wandb(name: str, run_id: str | None, config: dict):
 class MetricsLog:
     """Appends rows to metrics.jsonl, one JSON object per line. A logged row survives if the process dies.
 
-    folder: the run's. resume_step: None empties the file; otherwise it keeps the steps up to this one, and
-    the evaluations before it, since those at this step are repeated. wandb: what start_wandb returns, or
-    None.
+    folder: the run's. resume_step: None empties the file; otherwise the file keeps the steps up to this one,
+    and the evaluations before it, because a resumed run repeats those at this step. wandb: what start_wandb
+    returns, or None.
     """
 
     def __init__(self, folder: Path, resume_step: int | None = None, wandb=None):

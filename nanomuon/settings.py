@@ -119,8 +119,8 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
         "--total-batch-size",
         batch,
         None,
-        "tokens per step (default: by --target-flops or --target-param-data-ratio, not by --num-iterations; "
-        "on a CPU 4096 is enough)",
+        "tokens per step (default: follows from --target-flops or --target-param-data-ratio, not from "
+        "--num-iterations; on a CPU 4096 is enough)",
     )
     of_launch(
         "--device-batch-size",
@@ -296,7 +296,7 @@ def refuse_changes(what: str, before: dict, now: dict, advice: str = AGAIN) -> N
 
 
 def refuse_other_ranks(values: dict) -> None:
-    """InputError on every rank that lists where a rank's values differ from the first one's, if any do."""
+    """InputError on every rank, with the differences, if a rank's values differ from the first one's."""
     first, *others = together(lambda: values)
     advice = "give all ranks the flags and files of rank 0"
     for rank, other in enumerate(others, 1):

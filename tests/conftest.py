@@ -8,8 +8,8 @@ import pytest
 
 from tests.training import in_brief, write_corpus
 
-# gloo's threads poll while another thread holds the lock of a connection, for milliseconds if the kernel has
-# interrupted that one to wake up a process. It does not do so among batch processes: an all_reduce of 4
+# gloo's threads poll while another thread holds a connection's lock, for milliseconds if the kernel has
+# preempted that thread to wake up a process. Batch processes do not preempt each other: an all_reduce of 4
 # processes on 2 cores takes 2 ms instead of 6
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -33,7 +33,7 @@ def eager(monkeypatch):
 
 @pytest.fixture
 def environment(base, eager, monkeypatch):
-    """Runs write to `base`, in brief, without compiling, on one thread per process."""
+    """Runs write to `base`, with short reports (`in_brief`), uncompiled, on one thread per process."""
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(base))
     in_brief(monkeypatch.setattr)
 
@@ -49,7 +49,7 @@ def handlers():
 
 
 class Activated:
-    """What PyTorch keeps while a FlashAttention is in use."""
+    """A stand-in for what PyTorch stores while a FlashAttention is active."""
 
     def remove(self):
         pass
@@ -58,7 +58,7 @@ class Activated:
 @pytest.fixture
 def installed(monkeypatch):
     """installed("FA4"): the FlashAttentions that can be activated, in PyTorch's own registry. Others raise
-    what PyTorch's own functions raise. trial: stands for a step on the GPU.
+    what PyTorch's own functions raise. trial: replaces `train_with_a_window`.
     """
     import torch  # after OMP_NUM_THREADS is set
     from torch.nn.attention import _registry

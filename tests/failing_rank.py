@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=2 -m tests.failing_rank KIND PLACE
 
-KIND of error: input or bug. PLACE: alone, while the other rank waits in a collective, or together.
+KIND of error: input or bug. PLACE: alone (the other rank waits in a collective) or together.
 """
 
 import sys

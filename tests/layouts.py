@@ -34,8 +34,8 @@ LAYOUTS = {  # ranks, dimensions of the device mesh, placements of matrices and 
     "experts-fsdp": (4, ("dp", "ep"), [ROWS, COPY], [STRIDED, ROWS]),
 }
 
-# Matrices that divide evenly or not, fewer than ranks, with fewer rows than ranks; transposes, experts,
-# convolutions; AdamW of every size
+# Banks of more matrices than ranks and of fewer, some that do not divide evenly, one with fewer rows than
+# ranks; transposes, experts, convolutions; AdamW parameters of every size
 MODEL = [("muon", shape) for shape in [(16, 16)] * 5 + [(24, 12), (12, 24), (24, 12), (10, 20), (3, 20)]]
 MODEL += [("muon", shape) for shape in [(1, 8), (20, 3), (8, 3, 3, 3), (5, 12, 8), (2, 8, 10)]]
 MODEL += [("adamw", shape) for shape in [(1019, 17), (3, 700), (1500,), (64, 32), (7,), (), (10, 10)]]
@@ -143,7 +143,9 @@ class Run:
         self.optimizer = DistMuonAdamW(groups, group, **settings) if group else MuonAdamW(groups, **settings)
 
     def cut(self, tensor):
-        """Cut like the layout: vectors and convolutions by rows over the last dimension of the mesh."""
+        """The tensor cut as the layout says; vectors and convolutions by rows over the last dimension of the
+        mesh.
+        """
         if self.mesh is None:
             return tensor
         placements = [COPY] * (self.mesh.ndim - 1) + [ROWS if tensor.ndim else COPY]

@@ -1,4 +1,4 @@
-"""A user's mistake, as a command reports it."""
+"""How a command reports a user's mistake."""
 
 import contextlib
 import re
@@ -10,8 +10,8 @@ from nanomuon.command import explain
 
 @contextlib.contextmanager
 def refused(said):
-    """The error that the block raises ends a command with exit code 2 and one line, in which the pattern
-    `said` is found.
+    """Check that the block raises an error that ends a command with exit code 2 and one line that matches the
+    pattern `said`.
     """
     with pytest.raises(Exception) as caught:
         yield

@@ -1,5 +1,5 @@
-"""The update rules in float64, written from the formulas and sharing nothing with the code under test; and
-models and gradients for the optimizers and the rules to train on.
+"""The update rules in float64, written from the formulas without the code under test; and the models and
+gradients on which both are tested.
 """
 
 import types
@@ -117,7 +117,7 @@ class Reference:
             matrix.step(part)
 
     def joined(self, parts):
-        """A tensor of the parameter's shape from one of each part."""
+        """A tensor of the parameter's shape, assembled from one tensor per part."""
         whole, parts = torch.empty_like(self.param), iter(parts)
         for matrix in matrices_of(whole):
             for part in self.parts:
@@ -125,7 +125,7 @@ class Reference:
         return whole
 
     def result(self):
-        """(parameter, {name of its state: tensor}); of parts only the momentum."""
+        """(parameter, {name of its state: tensor}); if it has parts, only the momentum."""
         if self.adamw:
             state = {"step": torch.zeros(()), "exp_avg": self.param * 0, "exp_avg_sq": self.param * 0}
             return self.param, {**state, **self.adamw.state[self.param]}
@@ -143,8 +143,9 @@ WHOLE = (...,)
 
 
 def build(model, dtype=torch.float64, seed=0, **options):
-    """Parameters and groups of a model given as (kind, shape) pairs; every third one in a second group of its
-    kind, and of each kind an empty group. dtype: of all, or one for each in turn.
+    """Parameters and groups of a model given as (kind, shape) pairs. Every third parameter is in a second
+    group of its kind, and each kind also has an empty group. dtype: of all, or a tuple that they take in
+    turn.
     """
     generator = torch.Generator().manual_seed(seed)
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
@@ -162,7 +163,7 @@ def build(model, dtype=torch.float64, seed=0, **options):
 
 
 def mean_gradient(i, shape, step):
-    """Of parameter i over all ranks, in float64; in one step of five it has none."""
+    """The mean gradient of parameter i over all ranks, in float64; None in one step of five."""
     if (i + step) % 5 == 4:
         return None
     generator = torch.Generator().manual_seed(1000 * i + step)
@@ -170,7 +171,7 @@ def mean_gradient(i, shape, step):
 
 
 def local_gradient(i, shape, step, rank, size):
-    """What a rank has, so that the mean is `mean_gradient`; in one step of five the last rank has none."""
+    """A rank's own gradient; their mean is `mean_gradient`. In one step of five the last rank has none."""
     mean = mean_gradient(i, shape, step)
     if mean is None or size == 1:
         return mean
@@ -204,10 +205,10 @@ def expected(model, steps, parts=WHOLE, dtype=torch.float64, **options):
 
 
 def equal(tensors, others):
-    """Whether they have the same bits, one by one."""
+    """Whether the tensors are bitwise equal, pair by pair."""
     return all(torch.equal(p, q) for p, q in zip(tensors, others, strict=True))
 
 
 def distance(actual, expected):
-    """Frobenius norm of the difference over that of the expected."""
+    """The Frobenius norm of the difference, divided by that of `expected`."""
     return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()

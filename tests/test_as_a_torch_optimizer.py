@@ -99,7 +99,7 @@ def test_closure_and_hooks():
 
 
 def on_a_schedule(model, optimizer, scheduler, steps):
-    """Train these steps; return what was in the groups at each, without the parameters."""
+    """Train these steps; return the groups at each step, without their parameters."""
     numbers = []
     for step in steps:
         numbers.append([dict(group, params=None) for group in optimizer.param_groups])
@@ -113,7 +113,7 @@ HOW = ["state_dict", "full_state_dict", "before its scheduler", "deepcopy", "pic
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_resumed_run_is_the_uninterrupted_one(how, tmp_path):
-    """Bit for bit, with all that the scheduler wrote: OneCycleLR gives AdamW's groups a momentum, too."""
+    """Bit for bit, with everything the scheduler wrote: OneCycleLR adds a momentum to AdamW's groups, too."""
 
     def start(seed=0):
         model = build(seed)
@@ -144,7 +144,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(how, tmp_path):
 
 def test_what_a_user_keeps_in_a_group_is_loaded_as_it_was_saved():
     own = {"schedule": loss_of, "layers": [1, 2], "mask": torch.arange(3), "module": nn.Linear}
-    own |= dict(lr_mult=0.5, use_muon=True, base_momentum=0.8)  # although like names of options
+    own |= dict(lr_mult=0.5, use_muon=True, base_momentum=0.8)  # although they resemble names of options
     optimizer, other = (MuonAdamW([dict(group, **own) for group in groups_of(build())]) for _ in range(2))
     for group in other.param_groups:
         group.update(dict.fromkeys(own))
@@ -207,7 +207,7 @@ def test_parameters_are_frozen_or_unfrozen_between_two_runs(when, options):
 
 
 def test_a_step_inside_autocast():
-    """Newton-Schulz keeps its own dtype: in bf16 its Gram form, taken for 12 x 20, is off by 6%."""
+    """Newton-Schulz keeps its own dtype: in bf16 the Gram form, which is used for 12 x 20, is off by 6%."""
     model = build()
     optimizer = MuonAdamW(groups_of(model))
     for step in range(4):
@@ -249,12 +249,12 @@ def under_fsdp1(group):
 
 
 def test_fsdp1_is_refused():
-    """Its runs of a flat tensor have the same shape on all ranks, and would start as copies of rank 0's."""
+    """Its slices of a flat tensor have equal shapes on all ranks: rank 0's would overwrite the others."""
     assert all("use fully_shard (FSDP2)" in error for error in run_world(2, under_fsdp1))
 
 
 def saved_in_a_world(group):
-    """test_saving.py has the other ways."""
+    """Each way to save locally is refused. test_saving.py has the other ways."""
     model = build()
     optimizer = DistMuonAdamW(groups_of(model), group)
     assert optimizer.state_dict()["state"] == {}, "before the first step, as accelerate asks for it"
@@ -272,7 +272,7 @@ def saved_in_a_world(group):
 
 
 def test_state_with_one_owner_is_refused_when_it_is_saved_locally():
-    """On every rank alike: one that saves less than the others would lose it without a word."""
+    """Refused on every rank: a rank that saved less than the others would lose state silently."""
     run_world(2, saved_in_a_world)
 
 
@@ -360,7 +360,9 @@ def test_changed_groups_are_followed_before_the_first_step_and_refused_after_it(
 
 
 def test_state_that_is_replaced_or_cleared_is_an_error():
-    """Kernels work on tensors of whole banks, and these are views: another tensor would not be read."""
+    """Kernels read the state of whole banks, of which optimizer.state has views: they would not see a new
+    tensor.
+    """
     model = build()
     optimizer = MuonAdamW(groups_of(model))
     train(model, optimizer, [0])
@@ -396,10 +398,10 @@ def test_channels_last_trains_what_contiguous_convolutions_train():
 
 
 def test_an_optimizer_is_freed_with_its_last_reference():
-    """Without the garbage collector: gloo now and then aborts if a process group lives until the interpreter
-    ends.
+    """Without the garbage collector: gloo sometimes aborts if a process group lives until the interpreter
+    exits.
     """
-    MuonAdamW(groups_of(build())).step()  # the first one is held by what torch._dynamo imports on the way
+    MuonAdamW(groups_of(build())).step()  # torch._dynamo's imports hold the first one
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Attention against the definition, in float64; and when it uses FlashAttention."""
+"""Attention against its definition in float64, and when it uses FlashAttention."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_in_bf16_only_small_scores_are_rounded(size, how):
 def test_flash_attention_is_one_that_is_installed_and_trains_with_windows_on_this_gpu(
     monkeypatch, installed, recwarn, capability, names, failing, chosen, missing
 ):
-    """One that fails is named."""
+    """A warning names one that fails."""
 
     def trial(device):
         if torch.nn.attention.current_flash_attention_impl() in failing:

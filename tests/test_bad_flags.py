@@ -19,7 +19,7 @@ TEXT = Path(__file__)  # any text
 
 @pytest.fixture
 def main(tmp_path, eager, monkeypatch):
-    """main(script, flags) runs a script's main() as without a GPU, in a base folder of its own."""
+    """main(script, flags) runs a script's main() as if there were no GPU, in a base folder of its own."""
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "base"))
     monkeypatch.setenv("NANOMUON_DEVICE", "cpu")
 

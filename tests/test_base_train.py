@@ -64,8 +64,9 @@ def test_a_finished_run_has_everything(whole_run):
 
 
 def test_deterministic_takes_effect_before_the_start(base, monkeypatch):
-    """On a CPU runs repeat anyway. This checks that all operations have a deterministic form, and that
-    GPUs are asked for it. cuBLAS, NCCL and Inductor read their variables when they start.
+    """On a CPU equal runs are bit-identical anyway. This checks that all operations have a deterministic
+    form, and that the variables request it from GPUs. cuBLAS, NCCL and Inductor read their variables when
+    they start.
     """
     asked = {
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -102,7 +103,7 @@ ROW_NORMS = """
 
 
 def test_a_users_optimizer_sees_averaged_gradients_and_resumes_sharded(base):
-    """Under FSDP2 with state of another shape than the parameter, too, which is a DTensor."""
+    """Under FSDP2 parameters are DTensors; the state of this optimizer has another shape."""
     file = optimizer_file(base, "adamw", ROW_NORMS)
     for run, processes, steps in (("adamw", 1, 20), ("moved", 2, 10), ("moved", 2, 14), ("moved", 1, 20)):
         options = (*file, "--eval-every", "-1", "--warmdown-ratio", "0", "--shard", "fsdp")
@@ -120,7 +121,7 @@ def test_a_muon_of_one_process_trains_the_same_on_two(base):
 
 
 def test_ranks_that_do_not_share_a_base_folder_are_refused(base, tmp_path):
-    """Even if they have copies of the run, which has recorded other flags than a new one would have."""
+    """Even if a rank has a copy of the run."""
     train_on(1, base, "apart", 2, *QUIET)
     (base / "runs" / "apart" / "summary.json").unlink()
     copy = shutil.copytree(base, tmp_path / "base")
@@ -135,7 +136,7 @@ def test_ranks_that_do_not_share_a_base_folder_are_refused(base, tmp_path):
 
 
 def test_a_rank_with_other_flags_or_files_is_refused(base, tmp_path):
-    """But it may have the same files elsewhere."""
+    """The same files at another place are fine."""
     body = "return torch.optim.SGD(model.parameters(), lr=0.1)"
     mine = optimizer_file(base, "sgd", body)
     same = optimizer_file(tmp_path, "same", body)
@@ -161,7 +162,7 @@ def test_a_rank_with_other_flags_or_files_is_refused(base, tmp_path):
 
 
 def test_a_run_is_judged_by_the_weights_that_eval_puts_in_place(base, capsys):
-    """And it says that no group has the other parameters."""
+    """It also warns that no group has the other parameters."""
     file = optimizer_file(base, "still", STILL)
     train(base, "still", 4, *file, "--eval-every", "2")
     assert " parameters are in no group and are not trained: " in capsys.readouterr().out
@@ -206,7 +207,7 @@ LATE = """
 def test_a_run_that_is_not_finite_names_the_checkpoint_to_go_on_from(
     base, capsys, run, steps, flags, message, saved
 ):
-    """The last one before the bad steps. The run exports nothing."""
+    """The checkpoint is the last one before the bad steps. The run exports nothing."""
     file = optimizer_file(base, run, LATE) if run == "late" else ()
     assert base_train.main(arguments(base, run, steps, *file, "--eval-every", "-1", *flags)) == 1
     assert message in capsys.readouterr().err and len(losses(base, run)) < 20
@@ -215,7 +216,7 @@ def test_a_run_that_is_not_finite_names_the_checkpoint_to_go_on_from(
 
 
 def test_a_run_in_bf16_learns_and_resumes_bit_for_bit(base, whole_run):
-    """By a command without --dtype."""
+    """The command that resumes it leaves out --dtype."""
     train(base, "bf16", 20, "--dtype", "bfloat16", "--save-every", "15")
     before, in_float32 = losses(base, "bf16"), losses(base, "whole")[:20]
     assert before != in_float32 and before[:5] == pytest.approx(in_float32[:5], abs=0.03)
@@ -227,7 +228,7 @@ def test_a_run_in_bf16_learns_and_resumes_bit_for_bit(base, whole_run):
 def test_a_run_is_evaluated_and_sampled_by_name_by_path_and_before_its_end(
     base, whole_run, tmp_path, monkeypatch, capsys
 ):
-    """By path also on a machine that lacks the run and has another tokenizer for its corpus."""
+    """By its path even on a machine that lacks the run and has another tokenizer for its corpus."""
     shared = shutil.copytree(whole_run, tmp_path / "shared")
     val_bpb = f"val_bpb: {read_json(shared / 'summary.json')['val_bpb']:.4f}\n"
 
@@ -255,7 +256,7 @@ def test_a_run_is_evaluated_and_sampled_by_name_by_path_and_before_its_end(
 
 
 def test_wandb_works_offline_and_each_folder_is_a_run_of_its_own(base, monkeypatch):
-    """Whatever its name. A resumed run goes on with its id, one that starts over does not."""
+    """Whatever the run's name. A resumed run continues under its id; one that starts over gets a new one."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     found, init, name = [], wandb.init, "what?:lr=0.02"
 
@@ -282,14 +283,14 @@ def test_wandb_that_cannot_work_is_one_line_first_thing(base, monkeypatch, tmp_p
 
 
 def test_a_run_that_is_in_use_is_not_logged_twice(base, monkeypatch):
-    """Whoever logs to a run at Weights & Biases also ends it there."""
+    """The second launch would also end the run at Weights & Biases."""
     monkeypatch.setattr(base_train, "start_wandb", lambda *_: pytest.fail("logged"))
     with runtime.locked(base / "runs" / "busy"), refused("busy is in use by process"):
         train(base, "busy", 3, "--wandb", *QUIET)
 
 
 def test_a_run_reads_and_is_evaluated_by_its_own_field_wherever_its_texts_are(base, tmp_path, capsys):
-    """Whatever field data_prep has been given since. Damaged files stay left out."""
+    """Even if data_prep has been given another field since. Damaged files are still left out."""
     texts, flags = tmp_path / "texts", ["--skip-unreadable", *QUIET]
     corpus = write_texts(texts, random_texts(300))
     (texts / "bad.txt").write_bytes(b"\xff")
@@ -316,7 +317,7 @@ def test_a_run_warns_of_few_validation_documents(base, tmp_path, capsys):
 
 
 def test_a_run_is_compiled_and_evaluated_by_the_same_graph(base, monkeypatch, capsys):
-    """With a compiler that changes nothing and records what it is called with."""
+    """The compiler is a stand-in that changes nothing and records its calls."""
     graphs = set()
 
     def compile_nothing(function, **_):

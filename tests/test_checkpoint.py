@@ -23,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("environment")
 
 
 class Tiny(torch.nn.Module):
-    """Every way to be split: sliced rows (two slices empty on 4 ranks), banks, one matrix, a vector. Some
-    are transposed, and one has two names.
+    """Parameters split in every way: rows (two slices are empty on 4 ranks), banks, one matrix, a vector.
+    Some are transposed, and one has two names.
     """
 
     def __init__(self, seed=0):
@@ -63,7 +63,7 @@ def everything(model, optimizer):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run with two checkpoints, steps 1 and 2: (run folder, what the second one holds)."""
+    """A run with two checkpoints, steps 1 and 2: (run folder, tensors of the second one)."""
     run_dir = tmp_path_factory.mktemp("runs") / "original"
     model = Tiny()
     optimizer = muon(model)
@@ -108,7 +108,7 @@ def load_compare_save(previous, run_dir, expected):
 @pytest.mark.parametrize("name", [FILE, "manifest.json"])
 @pytest.mark.parametrize("harm", ["delete", "pipe", "empty", "truncate", "garbage"])
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(run_dir, capsys, name, harm):
-    """If it is a pipe, opening it would wait forever."""
+    """Opening one that is a pipe would wait forever."""
     file = run_dir / "checkpoints" / "step_2" / name
     data = file.read_bytes()
     file.unlink()
@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(run_dir, capsys
 
 
 def test_a_checkpoint_that_cannot_be_opened_is_not_skipped(run_dir, monkeypatch):
-    """It may be whole, and the skipped ones are removed."""
+    """It may be whole, and a resumed run would remove it."""
     file, open_file = run_dir / "checkpoints" / "step_2" / FILE, Path.open
 
     def forbidden(path, *mode, **options):
@@ -140,7 +140,7 @@ def test_a_checkpoint_that_cannot_be_opened_is_not_skipped(run_dir, monkeypatch)
 
 @pytest.mark.parametrize("is_link", [True, False])
 def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(run_dir, is_link):
-    """As when they are on a disk that is not mounted."""
+    """For example if their disk is not mounted."""
     folder = run_dir / "checkpoints"
     shutil.rmtree(folder)
     if is_link:
@@ -197,7 +197,7 @@ def test_another_model_is_refused_by_name(run_dir, name):
 
 
 def save_without_space(run_dir):
-    """No room for the tensors of the last rank, then none for the manifest of the first."""
+    """There is no space for the last rank's tensors, then none for the first rank's manifest."""
     model = Tiny()
     optimizer = muon(model)
     checkpoint.save(run_dir, 1, model, optimizer, {})
@@ -221,7 +221,7 @@ def test_a_full_disk_of_one_rank_stops_the_save_on_all_and_leaves_the_previous_c
 
 
 def killed_at_the_rename(run_dir, killed, pids, moment):
-    """Save steps 1 and 2; that rank is killed before or after rank 0 makes step 2 appear."""
+    """Save steps 1 and 2; rank `killed` is killed before or after rank 0 makes step 2 visible."""
     pids[dist.get_rank()] = os.getpid()
     replace, model = os.replace, Tiny()
     optimizer = muon(model)

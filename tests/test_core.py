@@ -1,6 +1,4 @@
-"""CORE: the published rule against a plain loop, tasks whose answers are known, bundles of strangers, ranks,
-runs.
-"""
+"""CORE: the published rule against a plain loop, tasks with known answers, damaged bundles, ranks, runs."""
 
 import http.server
 import json
@@ -57,7 +55,7 @@ def phrase(rng, most):
 
 
 def records_of(kind, count, seed=0, most=8):
-    """Made-up items: equal choices, choices that others begin with, empty ones, short and long contexts."""
+    """Made-up items: equal choices, prefixes of other choices, empty ones, short and long contexts."""
     rng, records = random.Random(seed), []
     for _ in range(count):
         options = [phrase(rng, 3) for _ in range(rng.choice([2, 4]))]
@@ -114,7 +112,7 @@ def plain_answers(model, tokenizer, kind, records, shots, delimiter, limit):
             tokens = torch.tensor(prompt[-model.config.seq_len :])
             first = len(tokens) - count
             logits, targets = model(tokens[None])[0, first - 1 : -1].double(), tokens[first:]
-            means.append(float(F.cross_entropy(logits, targets)))  # NaN of none
+            means.append(float(F.cross_entropy(logits, targets)))  # NaN without a scored token
         if kind == "language_modeling":
             right = torch.equal(logits.argmax(-1), targets)
         else:
@@ -224,7 +222,7 @@ def test_a_damaged_bundle_is_refused(tmp_path, name, before, after, complaint):
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    """The address of a server of the files in tmp_path, and a base folder in it."""
+    """The address of a server for the files in tmp_path, which also contains the base folder."""
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "base"))
     handler = partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
     with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
@@ -266,8 +264,8 @@ def test_a_damaged_zip_leaves_nothing(tmp_path, server):
 
 
 def results_of_a_rank(group, folder, layout):
-    """The results on a rank of a world of 4, with the model whole or cut by FSDP2 and tensor parallelism; or
-    those of one process.
+    """The results on one of 4 ranks, with the model whole or cut by FSDP2 and tensor parallelism; or those of
+    one process.
     """
     rank, ranks, mesh = (dist.get_rank(), 4, None) if group else (0, 1, None)
     if layout == "in pieces":
@@ -276,7 +274,7 @@ def results_of_a_rank(group, folder, layout):
     runtime = Runtime(torch.device("cpu"), torch.float32)
     config = GPTConfig(257, 96, depth=2, width=32, heads=4, kv_heads=2, window_pattern="SL")
     model = parallel.build_model(config, runtime, 0, mesh, fsdp=mesh is not None)
-    # Every weight does something, the same on any number of ranks
+    # So that every weight has an effect, which is the same on any number of ranks
     for parameter in model.parameters():
         whole = torch.arange(parameter.numel(), dtype=torch.float32).sin().view(parameter.shape) / 8
         parallel.fill(parameter.data, whole)
@@ -285,7 +283,7 @@ def results_of_a_rank(group, folder, layout):
 
 
 def test_any_number_of_ranks_finds_the_same_numbers(tmp_path, capsys):
-    """Some ranks have no item of the second task, and still must lend their pieces of the model."""
+    """Some ranks have no item of the second task, but the others need their shards of the model."""
     tasks = {
         "choose": ("multiple_choice", 0, None, 10, records_of("multiple_choice", 37, most=4)),
         "resolve": ("schema", 1, None, 10, records_of("schema", 2, most=4)),

@@ -70,7 +70,7 @@ def test_all_formats_hold_the_same_documents(tmp_path, suffix):
 
 
 def test_which_files_of_a_folder_are_read_and_in_which_order(tmp_path):
-    """Folders behind links once; a pipe would keep a reader waiting."""
+    """Folders behind links are read once; a reader of a pipe would wait forever."""
     texts = {"a.TXT": "capital\r\n", "b.md": "<|end|>", "c.py": "\ufeffcode", "inside/d.rst": "below"}
     others = "a.png LICENSE .hidden.txt .git/config.txt site-packages/module.py base/runs/r/report.md".split()
     for name, text in [
@@ -149,7 +149,7 @@ def test_what_cannot_be_read_is_named_or_left_out(tmp_path, name):
 
 
 def test_a_folder_that_cannot_be_listed_is_named_or_left_out(tmp_path, monkeypatch):
-    """Root can list every folder, so the error is made up."""
+    """The error is simulated, because root can list every folder."""
     (tmp_path / "closed").mkdir()
     (tmp_path / "z.txt").write_text("good")
     scandir = os.scandir
@@ -181,13 +181,13 @@ def test_all_that_cannot_be_read_is_counted_at_once_and_recorded(tmp_path):
 
 
 def book(number):
-    """A text with characters of two bytes, long and short lines."""
+    """A text with two-byte characters, and long and short lines."""
     rng = random.Random(number)
     return "".join(f"{number} {i} " + "été " * rng.randrange(50) + "\n" for i in range(4000))
 
 
 def pieces_by_line(text):
-    """The stated rule for text whose lines fit: as many whole lines as 4,096 characters hold."""
+    """The documented rule for text whose lines fit: as many whole lines as fit into 4,096 characters."""
     pieces = [""]
     for line in text.splitlines(keepends=True):
         if len(pieces[-1] + line) > 4096:
@@ -198,7 +198,7 @@ def pieces_by_line(text):
 
 @pytest.mark.parametrize("training, validation", [(3, 0), (0, 3), (1, 0), (3, 1)])
 def test_a_few_long_documents_are_cut_into_pieces(tmp_path, training, validation):
-    """So that one short book is not the whole validation set."""
+    """Otherwise one short book might be the whole validation set."""
     texts = [*map(book, range(60))]
     books = [text for text in texts if not is_validation(text)][:training]
     books += [text for text in texts if is_validation(text)][:validation]
@@ -237,7 +237,7 @@ FILES = [f"train-{i:05d}.parquet" for i in range(3)]
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A stand-in for the network, with a dataset of FILES: the list of requests to it."""
+    """The list of requests to a stand-in for the hub, which has a dataset of FILES."""
 
     def info(api, path, revision, timeout):
         asked.append((path, revision))
@@ -261,7 +261,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def test_a_hub_corpus_is_pinned_and_fetched_as_it_is_read(hub, tmp_path):
-    """The revision is pinned and the hub asked once; files are fetched when they are read."""
+    """The revision is pinned with one query to the hub; files are fetched when they are read."""
     for file in FILES:
         (tmp_path / file).write_bytes(parquet(text=[file, "everywhere"]))
     corpus = open_corpus("hf:org/set:config@v1")

@@ -1,4 +1,4 @@
-"""The loader: one global order of rows, for any ranks and from any restart."""
+"""The loader: one global order of rows, on any number of ranks and after any restart."""
 
 import itertools
 import shutil
@@ -41,7 +41,7 @@ def small_windows(monkeypatch):
 
 
 def rows_of(batch):
-    """The rows (rows, T + 1) that inputs and targets were made of."""
+    """The rows (rows, T + 1) from which inputs and targets were made."""
     inputs, targets = batch
     assert torch.equal(inputs[:, 1:], targets[:, :-1]) and inputs.dtype == targets.dtype == torch.int64
     assert inputs.is_contiguous() and targets.is_contiguous()
@@ -129,7 +129,9 @@ def test_validation_covers_every_token_once(folder, world, seq_len):
 
 @pytest.mark.parametrize("world, limit", [(1, 640), (2, 1000), (3, 1)])
 def test_a_part_of_validation_is_rows_from_all_over_the_set(folder, world, limit):
-    """Every k-th row of the whole, the same on any number of ranks, as many as hold that many tokens."""
+    """Every k-th row of the whole set, the same on any number of ranks, and as many as hold this number of
+    tokens.
+    """
     rows, part = scored_rows(folder, T, 1), scored_rows(folder, T, world, limit)
     assert len(part) == -(-limit // T) and part == scored_rows(folder, T, 1, limit)
     for number, row in enumerate(part):

@@ -15,7 +15,7 @@ RULE, IDEA, TWO_MOMENTS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def group_of_muon(code):
-    """The group of matrices that this code of the page makes."""
+    """The group of matrices that the page's code builds."""
     names = {}
     exec(code, names)
     groups = names["param_groups"](GPT(GPTConfig.from_depth(1, vocab_size=64, seq_len=16)))

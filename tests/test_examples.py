@@ -1,4 +1,4 @@
-"""Every file of examples/, started as its docstring says: it learns, and its second command resumes.
+"""Every file in examples/, started as its docstring says, learns, and its second command resumes.
 
 If a checkpoint is one file, the parameters at the end are those of the uninterrupted run, bit for bit.
 """
@@ -35,7 +35,7 @@ def run(command, folder):
     assert path == "PYTHONPATH=."
     arguments = [str(ROOT / each) if each.startswith("examples/") else each for each in arguments]
     result = call(program, *arguments, folder=folder, PYTHONPATH=str(ROOT), NANOMUON_COMPILE="0")
-    # Gloo threads outlive destroy_process_group and abort now and then, after all is done (docs/log.md)
+    # Gloo threads outlive destroy_process_group, and sometimes abort after the work is done (docs/log.md)
     aborted_at_exit = (
         program == "torchrun" and "terminate called without an active exception" in result.stderr
     )
@@ -151,7 +151,7 @@ def test_accelerate_on_two_ranks(how, tmp_path, eager):
 
 
 def test_the_loop_in_the_readme_learns(eager):
-    """Its code unchanged, with a model and a loss instead of the reader's."""
+    """Its code is unchanged; this test supplies the reader's model and loss."""
     section = (ROOT / "README.md").read_text().split("## In your own training")[1].split("\n## ")[0]
     (loop,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     torch.manual_seed(0)

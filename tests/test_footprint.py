@@ -1,4 +1,4 @@
-"""The memory that nanomuon.plan computes, against real runs: bytes held and saved."""
+"""The memory that nanomuon.plan computes, against the bytes of real runs."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ ROWS = 3
 
 @pytest.fixture(autouse=True, scope="module")
 def eager():
-    """Like the worlds, which do not compile."""
+    """Nothing is compiled, as in the worlds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOMUON_COMPILE", "0")
         patch.setattr(optim, "SMALL", SMALL)
@@ -78,7 +78,7 @@ def test_the_peak_of_an_h200_is_planned():
 
 
 def saved_bytes(group, config, tensor_parallel, dtype):
-    """Bytes that a forward saves: each storage once, without the parameters."""
+    """Bytes that a forward pass saves, without the parameters, each storage counted once."""
     mesh = None
     if group:
         mesh = parallel.device_mesh("cpu", dist.get_world_size() // tensor_parallel, tensor_parallel)

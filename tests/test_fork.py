@@ -1,4 +1,4 @@
-"""A fork that changes the model changes gpt.py alone."""
+"""A fork that changes the model changes only gpt.py."""
 
 import shutil
 

@@ -52,7 +52,7 @@ def by_itself(model, prompt, steps, seed=0, temperature=0.8, top_k=50):
     ],
 )
 def test_a_batch_samples_what_each_prompt_samples_by_itself(fields, how, monkeypatch):
-    """Without a cache, past the context, until the next document, in a batch of any composition."""
+    """As without a cache, beyond the context, until the next document, in any batch."""
     model = build(vocab_size=10, **fields)
     expected = [by_itself(model, prompt, 27, 3 + i, **how) for i, prompt in enumerate(PROMPTS)]
     assert len({len(text) for text in expected}) > 3

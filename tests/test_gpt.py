@@ -1,5 +1,5 @@
-"""The model: its shapes, its loss (head_loss.py), and the same numbers compiled. test_hf_export compares it
-with what transformers loads.
+"""The model: its shapes, its loss (head_loss.py), and the same results compiled. test_hf_export.py compares
+it with the model that transformers loads.
 """
 
 import pytest
@@ -47,7 +47,7 @@ def test_the_initial_model_knows_nothing_and_is_reproducible():
 
 
 def test_a_state_dict_is_all_that_a_new_model_needs(monkeypatch):
-    """Rotary tables left as found in memory would make its logits a little wrong."""
+    """Uninitialized rotary tables would make its logits slightly wrong."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(0.5))
     model, loaded = (GPT(GPTConfig.from_depth(2, 96, 16)) for _ in range(2))
@@ -108,7 +108,7 @@ def test_blocks_of_equal_windows_are_compiled_once():
 
 
 def test_compiled_loss_and_gradients_are_the_eager_ones_and_the_same_in_every_run(request):
-    """Inductor would add up embedding gradients atomically, with two threads in another order every run."""
+    """Inductor would add up embedding gradients atomically, with two threads in another order each run."""
     torch.set_num_threads(2)
     request.addfinalizer(lambda: torch.set_num_threads(1))
     model = build(depth=1, vocab_size=7, seq_len=1024)

@@ -183,7 +183,7 @@ def test_ranks_train_what_one_process_trains(gpu, how, tmp_path):
 
 @pytest.mark.parametrize("flags", ["", "--shard fsdp", "--tensor-parallel 2"])
 def test_two_ranks_learn_stop_and_go_on(device, flags, base, environment, monkeypatch):
-    """On GPUs with more blocks than torch.compile compiles one by one."""
+    """On GPUs with more blocks than torch.compile would compile separately."""
     on_gpu = device.type == "cuda"
     if on_gpu and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

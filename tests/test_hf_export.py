@@ -1,4 +1,4 @@
-"""An exported run in the hands of transformers and tokenizers: the same numbers, the same token ids."""
+"""transformers and tokenizers on an exported run: the same logits, the same token ids."""
 
 import importlib.util
 import json
@@ -31,9 +31,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """{shape: (our model, its exported folder)}. transformers copies the modules of folders to a temporary
-    place.
-    """
+    """{shape: (our model, its exported folder)}. transformers copies their modules to a temporary folder."""
     base = tmp_path_factory.mktemp("hf")
     built = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -96,7 +94,7 @@ def test_greedy_text_is_ours_with_and_without_a_cache_and_behind_padding(exporte
 
 
 def strings():
-    """500 of them: many scripts, emoji, control characters, lookalikes of special tokens, long runs."""
+    """500 strings: many scripts, emoji, control characters, lookalikes of special tokens, long runs."""
     rng = random.Random(0)
     alphabets = [
         "aeiou ÄÖÜßéñøĳǅſK'",

@@ -22,7 +22,7 @@ def names(requirements):
 
 
 def test_setup_pins_everything_by_name_and_version_alone():
-    """No address, hash, path or build; torch brings the packages for its CUDA itself."""
+    """No address, hash, path or build; torch requires the packages for its CUDA itself."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
     pinned = {line.partition("==")[0] for line in lines}
     for line in lines:

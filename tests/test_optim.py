@@ -1,5 +1,5 @@
-"""MuonAdamW in one process: its contract, state and compilation. The first three tests need nothing else of
-this folder and say what the optimizer is. test_optim_dist.py has the update rules in every layout.
+"""MuonAdamW in one process: its contract, state and compilation. The first three tests use no other file of
+this folder and show what the optimizer is. test_optim_dist.py tests the update rules in every layout.
 """
 
 import copy
@@ -143,7 +143,7 @@ def test_plain_muon_is_torchs(shape):
 
 @pytest.mark.parametrize("form", ["cautious", "decoupled", "adamw", "small adamw"])
 def test_a_parameter_that_is_left_alone_keeps_infinite_numbers(form):
-    """Weight decay would make NaN of -inf times a rate of 0."""
+    """In weight decay, -inf times a rate of 0 would be NaN."""
     shape = (600, 32) if form == "adamw" else (64, 32)
     mask, beside = parameter(*shape), parameter(*shape)
     with torch.no_grad():
@@ -180,7 +180,7 @@ CHANGED = {
 
 
 def test_numbers_that_change_between_steps_are_followed():
-    """As by an optimizer that has had them from its first step on and has loaded the other's state."""
+    """An optimizer that had them from its first step on, and has loaded the state, makes the same steps."""
     run, other = (Run(None, "one-process") for _ in range(2))
     run.train(range(3))
     for p, q in zip(other.params, run.params, strict=True):
@@ -209,7 +209,7 @@ def test_a_state_dict_of_before_the_first_step_starts_over():
 
 
 def test_a_parameter_that_grows_needs_a_new_optimizer():
-    """As when a vocabulary is enlarged: its state would belong to other rows."""
+    """For example with a larger vocabulary: its state would belong to other rows."""
     param = torch.nn.Parameter(torch.ones(300, 64))
     optimizer = MuonAdamW([ADAMW | dict(params=[param])])
     train(optimizer, [param], 1)
@@ -240,8 +240,8 @@ def test_a_first_step_that_failed_can_be_taken_again():
 
 
 def test_state_holds_no_functions():
-    """torch.load opens only what is no code, and PyTorch's utilities refuse functions in groups. By their
-    names, functions that are made anew for each optimizer are the same options.
+    """torch.load opens no code by default, and PyTorch's utilities refuse functions in groups. Functions are
+    compared by name, so those that each optimizer creates anew are the same options.
     """
 
     def optimizer(**options):
@@ -263,7 +263,7 @@ def test_state_holds_no_functions():
 
 
 def test_lists_that_were_tuples_are_the_same_options():
-    """PyTorch makes lists of tuples where it broadcasts state."""
+    """PyTorch turns tuples into lists when it broadcasts state."""
     a, b = parameter(8, 4), parameter(3)
     groups = [muon(a, split=("qkv", (2, 1, 1)), coefficients=[(2, -1.5, 0.5)] * 3), adamw(b)]
     optimizer = MuonAdamW(groups)
@@ -384,7 +384,7 @@ def test_without_names_a_regrouped_load_is_refused():
 
 
 def test_state_loads_under_the_names_of_a_wrapped_model():
-    """As DistributedDataParallel and torch.compile call them, given as `names` or with the parameters."""
+    """The names of DistributedDataParallel and torch.compile, given as `names` or with the parameters."""
     p, q = parameter(8, 8), parameter(5)
     named = MuonAdamW([dict(MUON, params=[("module.a", p)]), adamw(q, names=["_orig_mod.b"])])
     train(named, [p, q], 1)
@@ -424,7 +424,7 @@ BAD_ADAMW = [  # of a group of one vector
     (dict(nesterov=True), r"\(adamw\): unknown nesterov: an option of the other kind"),
     (dict(eps=-1), "eps must be finite and not negative, but is -1"),
     (dict(betas=(0.9, 1.0)), r"betas\[1\] must be at least 0 and below 1, but is 1.0"),
-    (dict(betas=0.9), "betas must be two numbers, but is 0.9"),
+    (dict(betas=0.9), "betas must be two numbers, not 0.9"),
 ]
 
 
@@ -567,7 +567,7 @@ def test_for_model_trains_every_parameter_with_one_rate():
 
 
 def test_as_a_library_a_cpu_runs_eagerly_unless_told_otherwise(monkeypatch, caplog):
-    """Whatever the optimizer that stepped before was told."""
+    """Whatever setting the optimizer that stepped before had."""
     caplog.set_level("INFO", logger="nanomuon")
     monkeypatch.delenv("NANOMUON_COMPILE")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

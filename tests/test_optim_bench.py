@@ -26,7 +26,7 @@ def flops(run):
 
 
 def test_the_floor_has_the_products_of_a_step():
-    """Square matrices iterate plainly, others by their Gram matrix: this model has both."""
+    """Square matrices iterate in the plain form, others in the Gram form: this model has both."""
     model = GPT(GPTConfig.from_depth(2, vocab_size=300, seq_len=32))
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -54,7 +54,7 @@ def test_the_table_of_a_step(tmp_path, monkeypatch, capsys):
 
 
 def test_nanochats_optimizer_gets_every_parameter_and_matrices_by_shape(monkeypatch):
-    """With a stand-in that stacks them, as nanochat's does."""
+    """nanochat's optimizer is a stand-in that stacks them as nanochat's does."""
     peer = types.ModuleType("nanochat.optim")
     peer.MuonAdamW = lambda groups: groups
     monkeypatch.setitem(sys.modules, "nanochat", types.ModuleType("nanochat"))

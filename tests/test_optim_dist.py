@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("eager")
 # ---- the same trajectory
 
 
-# Those of EVERY_KIND follow the formulas with all options, those of one rank are one process bit for bit
+# Other tests cover these layouts: EVERY_KIND with all options, one rank bit for bit against one process
 ELSEWHERE = "one-process replicated-1 replicated-2 fsdp-1 fsdp-2 tp-rows fsdp-x-tp-columns".split()
 CASES = [(layout, torch.float64, EXACT) for layout in LAYOUTS if layout not in ELSEWHERE]
 CASES += [(layout, torch.float32, 1e-4) for layout in (*FEW, "tp-rows-uneven", "fsdp-x-tp-rows")]
@@ -89,7 +89,7 @@ def test_the_parts_of_a_fused_matrix_are_matrices_of_their_own(layout):
 
 @pytest.mark.parametrize("layout", ["tp-rows", "tp-columns", "fsdp-x-tp-rows", "fsdp-x-tp-columns"])
 def test_the_three_modes_of_tensor_parallelism(layout):
-    """Two of them compute the whole matrix's result, blockwise each block's."""
+    """Two of them compute the whole matrix's result, `blockwise` each block's."""
     ranks, by_columns = 4 if layout == "tp-columns" else 2, "columns" in layout
     for shape in [(24, 12), (12, 24), (24, 24)]:
         model = [("muon", shape)] * 2
@@ -157,8 +157,8 @@ def test_different_dtypes_in_one_model(layout):
 
 
 def frozen(group, layout):
-    """Eight steps, the last four with some parameters frozen that keep an old gradient, and one in which no
-    rank has a gradient.
+    """Eight steps. In the last four some parameters are frozen but keep an old gradient; in one step no rank
+    has a gradient.
     """
     run = Run(group, layout).train(range(4))
     before, frozen = run.result(), {0, 4, 7, 13, 15, 18, 19}
@@ -189,7 +189,7 @@ BAD = {  # step: (parameter, value) in gradients that come before it; the square
 
 
 def skipped(group, layout):
-    """Five steps; steps that have to be skipped come before the first and the third."""
+    """Five steps; steps that must be skipped come before the first and the third."""
     run = Run(group, layout, dtype=torch.float32)
     is_last, skips = run.rank == run.size - 1, 0
     for step in range(5):
@@ -248,7 +248,7 @@ def test_a_world_of_one_does_what_one_process_does_bit_for_bit(layout):
 @pytest.mark.parametrize("layout", ["replicated-3", "fsdp-3"])
 def test_newton_schulz_in_bf16(layout):
     """Sums in another order change the last bit of some entries before they are rounded to bf16. So worlds
-    differ, but by less than bf16, which rounds every entry, differs from float32.
+    differ, but less than bf16 differs from float32, because bf16 rounds every entry.
     """
     settings, options = dict(ns_dtype=torch.bfloat16), dict(weight_decay_form="decoupled")
     model = [(kind, shape) for kind, shape in MATRICES if shape[0] > 5]
@@ -297,7 +297,7 @@ def test_float16_gradients_whose_sum_is_too_large_have_a_mean():
 
 
 def refused(group, change):
-    """The error of a constructor whose groups `change` has spoilt on rank 1."""
+    """The error of the constructor if `change` alters the groups of rank 1."""
     params, groups = build(MODEL)
     if dist.get_rank(group) == 1:
         change(groups)
@@ -320,7 +320,7 @@ def another_option(groups):
 
 
 def another_rate(groups):
-    """A scheduler on a rank's own loss would end here, too."""
+    """A schedule that depends on each rank's own loss would fail here, too."""
     groups[1]["lr"] = 0.01
 
 
@@ -358,7 +358,7 @@ def test_ranks_with_different_parameters_are_an_error_at_construction(change, pa
 
 
 def tensor_rates(group, gap):
-    """The error of a constructor with a rate that is a tensor, larger by this gap on rank 1."""
+    """The error of the constructor if a rate is a tensor that is larger by this gap on rank 1."""
     params, groups = build([("adamw", (5,))])
     groups[0]["lr"] = torch.tensor(0.02 + gap * dist.get_rank(group), dtype=torch.float64)
     try:
@@ -368,14 +368,14 @@ def tensor_rates(group, gap):
 
 
 def test_rates_that_are_tensors_are_compared_by_all_their_digits():
-    """Their text has four digits, and the device of each rank."""
+    """Printed as tensors, they would have four digits, and each rank's device."""
     assert run_world(2, tensor_rates, 0) == [None, None]
     for error in run_world(2, tensor_rates, 1e-9):
         assert "'lr': 0.02" in error and "tensor" not in error
 
 
 def in_a_group_of_others(group):
-    """What dist.new_group returns to a rank outside the group; with AdamW alone it would train nothing."""
+    """dist.new_group returns this to a rank outside the group; with AdamW alone it would train nothing."""
     with pytest.raises(ValueError) as error:
         DistMuonAdamW(build([("adamw", (600, 2))])[1], dist.GroupMember.NON_GROUP_MEMBER)
     return str(error.value)
@@ -393,7 +393,7 @@ def test_no_process_group_is_a_world_of_one_except_under_torchrun(monkeypatch):
 
 
 def gradients_of_another_dtype(group):
-    """bfloat16 parameters with float32 gradients, which rank 1 lacks; AdamW, and a bank."""
+    """bfloat16 parameters of AdamW and of a bank, with float32 gradients that rank 1 lacks."""
     params = [torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16)) for _ in range(2)]
     optimizer = DistMuonAdamW([dict(ADAMW, params=params[:1]), dict(MUON, params=params[1:])], group)
     for param in params:
@@ -443,7 +443,7 @@ def test_owners_hold_whole_matrices_evenly_and_remainders_balance():
 
 
 def half_way(group, layout, params, saved, start, options):
-    """Two more steps in this layout, from another's saved state; every other time with reversed groups."""
+    """Two more steps in this layout from another one's saved state, every other time with reversed groups."""
     run = Run(group, layout, regroup=start % 4 == 0, **options)
     for p, q in zip(run.params, params, strict=True):
         p.data.copy_(run.cut(q))
@@ -495,7 +495,7 @@ def test_a_load_that_one_rank_refuses_changes_nothing_on_any():
 
 
 class LiveBytes(TorchDispatchMode):
-    """The peak of live bytes in tensors made inside."""
+    """The peak number of bytes in live tensors that are created inside this context."""
 
     now = peak = 0
 
@@ -570,8 +570,8 @@ def bytes_of_a_step(group, layout, model, settings):
 @pytest.mark.parametrize("layout", ["replicated-2", "replicated-4", "fsdp-2", "fsdp-4", "experts"])
 @pytest.mark.parametrize("comm_dtype", [None, torch.bfloat16])
 def test_bytes_that_a_rank_sends_in_a_step(layout, comm_dtype):
-    """2(W-1)/W times those of the parameters; gradients, and both ways of a shard, in comm_dtype. With FSDP2
-    also the second moments of the owned matrices, a vector of 16 float32 each, to all others.
+    """2(W-1)/W times those of the parameters; gradients, and under FSDP2 U and the directions, in comm_dtype.
+    With FSDP2 the owner also sends all others the second moments of its matrices, 16 float32 numbers each.
     """
     size = LAYOUTS[layout][0]
     share = (size - 1) / size

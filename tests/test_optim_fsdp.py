@@ -1,5 +1,5 @@
-"""Parameters in pieces (optim_fsdp.py, optim_tp.py): FSDP2's pipeline, compilation, refusals. The pieces of
-PyTorch's engines are trained in test_parallel.py and test_saving.py.
+"""Sharded parameters (optim_fsdp.py, optim_tp.py): FSDP2's pipeline, compilation, refusals. test_parallel.py
+and test_saving.py train what PyTorch's own engines shard.
 """
 
 import functools
@@ -68,7 +68,7 @@ def watched_direction(U, buffers, ok, hyper):
 
 
 def watched(group, layout, matrices_of_an_owner):
-    """How many transfers are in flight at each compute of a step, the most at once, and the parameters."""
+    """(transfers in flight at each compute of a step, the most at once, the parameters)"""
     transfer = dist.all_to_all_single
 
     def launch(*args, **options):
@@ -96,7 +96,7 @@ def watched(group, layout, matrices_of_an_owner):
 
 
 def test_communication_of_a_chunk_runs_under_the_compute_of_the_one_before():
-    """The first one's runs under the experts; the way back of a chunk under the next one's compute."""
+    """The first chunk's runs while the experts compute; its directions return while the next one computes."""
     params_of_all = []
     for matrices_of_an_owner, expected_at_computes in (
         (1, [1, 1, 2, 2, 2, 2, 1]),

@@ -68,7 +68,7 @@ def torch_transformer():
 
 
 def resnet():
-    """The layers of torchvision's, with the depthwise convolution of a ConvNeXt."""
+    """The layers of torchvision's ResNet, with the depthwise convolution of a ConvNeXt."""
     block = Named(
         conv1=nn.Conv2d(8, 8, 3, bias=False),
         bn1=nn.BatchNorm2d(8),
@@ -162,7 +162,7 @@ def test_bare_vectors_are_no_matrices_but_linear_layers_are():
 
 
 def test_names_that_are_never_muons():
-    """Names of embeddings and heads outside torch's own modules, and of parameters that are no matrices."""
+    """Names of embeddings and heads outside torch's own modules, and of parameters that are not matrices."""
     embeddings = "model.embed_tokens.weight tok_embeddings.weight wte value_embeds.0".split()
     heads = "lm_head.weight output.weight".split()
     others = [f"layers.0.{name}.weight" for name in ("mhc_attn", "mhc_ffn", "lambda_proj")]

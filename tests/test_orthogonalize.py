@@ -25,7 +25,7 @@ SHAPES = [(24, 24), (48, 24), (24, 48), (24, 100), (130, 24), (3, 24, 40), (2, 2
 
 
 def matrix(shape, condition, seed=0):
-    """Singular values from 1 down to 1/condition, in a geometric series; returns U, s, Vh too."""
+    """A matrix with singular values from 1 down to 1/condition, in a geometric series, and its U, s, Vh."""
     g = torch.Generator().manual_seed(seed)
     U, _, Vh = torch.linalg.svd(torch.randn(shape, generator=g, dtype=torch.float64), full_matrices=False)
     s = torch.logspace(

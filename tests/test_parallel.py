@@ -1,5 +1,5 @@
-"""Models in pieces: FSDP2, tensor parallelism and both train the same as one process, and checkpoints move
-between them.
+"""Sharded models: FSDP2, tensor parallelism and both train the same as one process, and a checkpoint loads in
+any layout.
 """
 
 import json
@@ -41,8 +41,8 @@ def batch(step, rank=0, ranks=1):
 
 
 class Trained:
-    """A model and its optimizer in one layout. Gates are Muon's too: they have fewer rows than there are
-    ranks.
+    """A model and its optimizer in one layout. Muon trains the gates, too, which have fewer rows than there
+    are ranks.
     """
 
     def __init__(self, layout=None, seed=0):
@@ -117,7 +117,7 @@ def trained_tied(group, layout):
 
 
 def test_a_tied_head_stays_tied():
-    """As in a fork that ties it."""
+    """In a fork that ties it, as docs/running.md shows."""
     expected = trained_tied(None, None)
     for layout in (FSDP, TP):
         for found in run_world(4, trained_tied, layout):

@@ -55,7 +55,7 @@ def test_batch_grows_with_the_run_and_divides_evenly():
 
 
 def test_windows_are_for_flash_attention_unless_asked_for(installed, capsys):
-    """SSSL with a quarter of the context; an explicit pattern counts everywhere."""
+    """The default is then SSSL, with windows of a quarter context. An explicit pattern always counts."""
 
     def check(device, flags, windows):
         config = plan.model_config(parsed(f"--depth 4 {flags}"), device)

@@ -50,7 +50,7 @@ class Inline:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Words in random order: something to learn, the same letters in both parts."""
+    """Words in random order: something to learn, and the same letters in both parts."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(20)]
     file = tmp_path_factory.mktemp("text") / "text.txt"
@@ -172,7 +172,7 @@ def killed(pipe):
 
 
 def hold(pipe):
-    """The worker keeps this end until it ends."""
+    """The worker holds this end of the pipe until it exits."""
     globals()["held"] = pipe
 
 
@@ -225,12 +225,12 @@ def test_a_file_that_changes_during_a_race_is_not_mixed_with_what_it_was(lab, tm
     monkeypatch.setattr(race, "ProcessPoolExecutor", Edits)
     with refused("its file or the model's has changed since the race began: start the race again"):
         lab("own.py", seeds=2)
-    assert len(lines_of(tmp_path)) == 2, "the run of before is kept"
+    assert len(lines_of(tmp_path)) == 2, "the earlier run remains"
     assert lab("own.py", seeds=2) == 2, "the file is another contender now"
 
 
 def test_what_a_file_changes_in_the_library_reaches_no_other_run(text, tmp_path, monkeypatch):
-    """With real processes: one at a time, so that a pool would use one for all runs."""
+    """With real processes, one run at a time, for which a pool would use a single process."""
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
     monkeypatch.setattr(gpt.MLP, "forward", gpt.MLP.forward)  # the file is run in this process too
     (tmp_path / "patch.py").write_text(
@@ -254,7 +254,7 @@ def test_a_contender_that_diverges_is_reported(lab, tmp_path, capsys):
 
 
 def test_evaluations_use_the_weights_that_eval_puts_in_place(lab, tmp_path, capsys):
-    """And the race says that most parameters are not trained."""
+    """The race also warns that most parameters are not trained."""
     optimizer_file(tmp_path, "own", STILL)
     lab("own.py")
     assert "warning: contender own.py does not train " in capsys.readouterr().out
@@ -322,7 +322,7 @@ ONE_FUNCTION = {
 
 
 def test_a_file_may_define_any_one_of_its_functions(lab, tmp_path):
-    """The default has the rest, to the same loss if the file changes nothing."""
+    """The default supplies the rest, with the same loss if the file changes nothing."""
     for file, code in ONE_FUNCTION.items():
         (tmp_path / file).write_text(code)
     lab("default", *ONE_FUNCTION, *(f"{file}:matrix_lr=0.001" for file in ONE_FUNCTION))
@@ -360,7 +360,7 @@ def model(config, compute_dtype):
 
 
 def test_models_race_in_pairs(lab, tmp_path, capsys, monkeypatch):
-    """They see the same rows, and start from the default's values where names and shapes are its own."""
+    """They see the same rows; parameters with a name and shape of the default start from its values."""
     seen, training_step = [], race.training_step
 
     def noted(model, forward, optimizer, training, micro_steps):
@@ -496,7 +496,7 @@ def test_a_damaged_file_of_a_race_is_one_line(tmp_path, content, said):
 
 
 def kept_race(name, steps):
-    """The text and unit of a race in docs/races, and its runs by contender without those of tuning."""
+    """The unit of a race in docs/races, and its runs by contender, without those for tuning."""
     setup, runs = race.read_results(ROOT / f"docs/races/{name}.jsonl")
     results = {}
     for run in runs:

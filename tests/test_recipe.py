@@ -69,7 +69,7 @@ def test_embedding_and_head_move_at_their_rates_by_the_tiny_gradients_of_large_b
 
 
 def test_a_whole_number_among_the_hyperparameters_stays_one(monkeypatch):
-    """As a resumed run passes what it has recorded."""
+    """A resumed run passes the value that it has recorded."""
     monkeypatch.setitem(
         recipe.RATES, "ns_steps", recipe.Hyperparameter(5, "steps of Newton-Schulz", largest=9)
     )
@@ -83,8 +83,8 @@ def of_muon(batch, steps):
 
 
 def test_the_rule_of_batch_and_horizon_is_right_where_it_was_measured_and_published():
-    """Rate and decay: nanochat at depth 12 and 24; 2,000 steps of the shakespeare task, of 768 tokens, where
-    0.0087 to 0.02 and 0.46 to 0.5 were best; 300 steps of 4,096, where 0.04 was.
+    """Rate and decay of nanochat at depths 12 and 24; of 2,000 steps of 768 tokens of the shakespeare task,
+    for which 0.0087 to 0.02 and 0.46 to 0.5 were best; of 300 steps of 4,096, for which 0.04 was.
     """
     assert of_muon(2**19, 2289) == pytest.approx((0.02, 0.2), rel=1e-3)
     assert of_muon(2**20, 5400) == pytest.approx((0.028, 0.06), rel=0.02)
@@ -99,7 +99,7 @@ def test_the_rule_of_batch_and_horizon_is_right_where_it_was_measured_and_publis
 
 
 def test_rates_are_a_trapezoid_and_decay_falls_over_a_run():
-    """What the schedule does not name stays as the group was built."""
+    """Values that the schedule does not name stay as the group was built."""
     schedule = functools.partial(recipe.schedule, warmup_ratio=0.1, warmdown_ratio=0.5)
     rates = [schedule(dict(kind="adamw", lr=1.0), step, 100)["lr"] for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and rates[4] == pytest.approx(0.5)  # (step + 1) / 10

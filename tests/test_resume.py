@@ -1,4 +1,4 @@
-"""Runs that survive: killed, stopped, moved to other world sizes, out of disk, out of finite numbers."""
+"""Runs survive kills, stops, other world sizes, full disks, and losses that are not finite."""
 
 import os
 import random
@@ -48,20 +48,20 @@ def whole(base):
 
 
 def tensors(run):
-    """Of the model and of the last checkpoint."""
+    """The tensors of the model and of the last checkpoint."""
     files = [run / "model.safetensors", *checkpoint.find(run).glob("*.safetensors")]
     return {(file.name, name): tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def assert_same_run(ours, theirs):
-    """Bit for bit: every row in order, parameters and state, the exported model."""
+    """Bitwise equal: every row in order, parameters and state, the exported model."""
     assert rows(ours.parent.parent, ours.name) == rows(theirs.parent.parent, theirs.name)
     torch.testing.assert_close(tensors(ours), tensors(theirs), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(base, whole, processes):
-    """And as if its newest checkpoint had not been damaged."""
+    """It also survives damage to its newest checkpoint."""
     run, generator = f"killed-{processes}", random.Random(processes)
     run_dir, command = base / "runs" / run, (base, run, 100, *OPTIONS)
     for _ in range(4 - processes):
@@ -86,7 +86,7 @@ def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(base, wh
 
 def test_one_process_becomes_two_and_two_become_three(base):
     small = "--depth 2 --max-seq-len 32 --total-batch-size 192 --vocab-size 300 --eval-tokens 512".split()
-    # At full rates rounding alone parts two worlds by 2e-3 in 60 steps, at a tenth by 7e-6
+    # In 60 steps, rounding alone makes two worlds differ by 2e-3 at full rates, by 7e-6 at a tenth of them
     rates = "--matrix-lr 0.002 --embedding-lr 0.03 --unembedding-lr 0.0004 --scalar-lr 0.001".split()
     options = ("--dtype", "float32", *rates, *QUIET)
     for run, processes, until in (("as-one", 1, 60), ("grown", 1, 20), ("grown", 2, 40), ("grown", 3, 60)):
@@ -117,7 +117,7 @@ def test_torchrun_passes_sigterm_on_and_the_same_command_completes(base, whole):
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_run_whose_terminal_or_pipe_is_gone_saves_all_the_same(base, number):
-    """As when a terminal is closed, or on Ctrl-C with `| tee`."""
+    """For example if a terminal is closed, or after Ctrl-C with `| tee`."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the run would inherit that it is ignored
     run = f"closed-{number.name}"
     process = launch(base, run, 100_000, *QUIET)
@@ -133,7 +133,7 @@ def test_a_run_whose_terminal_or_pipe_is_gone_saves_all_the_same(base, number):
 
 
 def test_a_signal_to_one_rank_in_the_last_step_stops_all(base, tmp_path):
-    """After the ranks have agreed on this step: it would leave the others in the last evaluation."""
+    """It comes after the ranks have agreed on this step; one rank must not leave the others alone."""
     last_step = """
     import os, signal
     class Signalled(torch.optim.SGD):
@@ -153,7 +153,7 @@ def test_a_signal_to_one_rank_in_the_last_step_stops_all(base, tmp_path):
 
 @pytest.mark.parametrize("processes, flags", [(1, ("--resume", "never")), (2, ())])
 def test_a_signal_during_the_start_ends_it_with_a_line(base, processes, flags):
-    """While it waits for its data, which another process is preparing: --resume has not had its effect."""
+    """It is waiting for data that another process prepares, so --resume has not taken effect."""
     run, size = f"starting-{processes}", 256 + 10 * processes
     with runtime.locked(shards.shard_folder(open_corpus(f"path:{base}/texts"), size)):
         ranks = Ranks(base, run, 5, "--vocab-size", str(size), *QUIET, *flags, processes=processes)
@@ -182,7 +182,7 @@ SLEEPER = """
 
 
 def asleep(base, awake, *flags):
-    """A run of five steps that sleeps in the step after so many, or in its last evaluation."""
+    """A run of five steps that sleeps in the step after `awake` steps, or in its last evaluation."""
     file = optimizer_file(base, f"sleeper{awake}", SLEEPER.format(awake=awake))
     ranks = Ranks(base, f"sleeper{awake}", 5, *file, *QUIET, *flags)
     wait_until(lambda: "asleep" in ranks.output(), ranks.alive)
@@ -280,7 +280,7 @@ def schedule(group, step, steps):
 
 
 def test_an_optimizer_that_draws_numbers_and_counts_in_its_group_resumes_to_the_same_bits(base):
-    """In its state too, some of which it makes in its second step or drops in its third. It has no rate."""
+    """It also counts in its state, creates some of it in step 2 and drops some in step 3. It has no rate."""
     file = optimizer_file(base, "noisy", NOISY)
     for run, steps in (("noisy", 6), ("noisy-twice", 3), ("noisy-twice", 6)):
         train(base, run, steps, *file, *QUIET)
@@ -362,7 +362,7 @@ def test_state_that_no_checkpoint_can_store_ends_a_run_after_its_first_step(base
 
 
 def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys):
-    """In the middle of a step, as if data_prep had died; the run goes on from the beginning of that step."""
+    """They end within a step, as if data_prep had died; the run resumes at the beginning of that step."""
     few_steps = ["--total-batch-size", "8192", "--device-batch-size", "64", *QUIET]
     train(base, "all-shards", 8, *few_steps)
     with monkeypatch.context() as patched:
@@ -378,7 +378,7 @@ def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys):
 
 
 def test_a_launch_that_another_one_has_overtaken_is_refused(base, monkeypatch):
-    """It has read the run's settings before it holds the lock: it would go on with its own flags."""
+    """It read the run's settings before it held the lock, and would continue with its own flags."""
     make_plan, command = base_train.make_plan, arguments(base, "overtaken", 2, *QUIET)
 
     def slow_plan(*inputs):
@@ -429,7 +429,7 @@ def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
 
 
 def test_a_run_keeps_the_windows_that_it_began_with(base, installed):
-    """Whatever is installed where it goes on."""
+    """Whatever is installed on the machine that resumes it."""
     installed("FA4")
     torch.nn.attention.activate_flash_attention_impl("FA4")
     train(base, "windows", 2, *QUIET)
@@ -466,8 +466,8 @@ def test_settings_that_define_a_run_cannot_change(base, monkeypatch, tmp_path):
 
 
 def test_runs_of_the_version_that_had_experts_and_fp8(base, capsys):
-    """Its settings.json and config.json, without either and then with each. It recorded names and times
-    instead of texts.
+    """That version's settings.json and config.json, first without experts and fp8, then with each. It
+    recorded the texts' names and times.
     """
     folder, before = base / "runs" / "older", Path(__file__).parent / "before_phases"
     train(base, "older", 4, *QUIET)
@@ -515,7 +515,7 @@ RAN = """
 
 
 def test_an_optimizer_file_runs_only_when_it_is_named(base, tmp_path, capsys):
-    """Whatever settings.json says: the folder may come from somebody else."""
+    """settings.json cannot name one to run: the folder may come from somebody else."""
     flag, file = optimizer_file(tmp_path, "mine", RAN.replace("RATE", "0.1"))
     ran = tmp_path / "mine.py.ran"
     text = (tmp_path / "mine.py").read_text()

@@ -25,7 +25,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins fo
 
 @pytest.fixture
 def gpu(tmp_path, monkeypatch):
-    """The driver has made the file of a GPU, which PyTorch cannot use."""
+    """A GPU's device file exists, but PyTorch cannot use the GPU."""
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(runtime, "GPU_FILES", f"{tmp_path}/nvidia[0-9]*")
     for name in ("NANOMUON_DEVICE", "CUDA_VISIBLE_DEVICES"):
@@ -62,7 +62,7 @@ def test_the_cpu_is_used_if_it_is_asked_for(gpu, monkeypatch, name, value):
     [dict(WORLD_SIZE="two", RANK="0"), dict(WORLD_SIZE="0", RANK="0"), dict(WORLD_SIZE="2"), dict(RANK="1")],
 )
 def test_variables_of_torchrun_that_contradict_each_other_are_refused(monkeypatch, variables):
-    """A process that takes itself for rank 1 would train without a word."""
+    """A process that took itself for rank 1 would train without printing anything."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with refused("the environment has .*: unset these variables, or start with torchrun"):
@@ -149,7 +149,7 @@ def test_a_file_is_whole_or_not_there_and_no_link_is_followed(tmp_path):
 
 
 def test_an_error_that_has_no_file_keeps_its_reason(tmp_path):
-    """test_report.py has one with a file."""
+    """test_report.py tests an error that has a file."""
     with pytest.raises(TimeoutError, match="^timed out$"), runtime.naming(tmp_path / "x"):
         raise TimeoutError("timed out")  # a socket's, without a number
 

@@ -1,5 +1,5 @@
-"""Every usual way of saving an optimizer, in every layout: it resumes, bit for bit in the same world and to
-rounding in another, or it is refused when it is saved. Nothing is lost silently.
+"""Every usual way to save an optimizer, in every layout: the optimizer resumes, bit for bit in the same world
+and up to rounding in another, or saving raises an error. Nothing is lost silently.
 """
 
 import pytest
@@ -51,7 +51,7 @@ def model_and_optimizer(layout, group, seed):
         for module in (model[0], model[2], model):
             fully_shard(module, mesh=mesh if layout == "hsdp" else mesh["dp"])
     rule = dict(direction=whitened) if "direction" in layout else {}
-    skip = ["4", "5"] if layout == "tp" else ["5"]  # of what is not cut one rank has the state
+    skip = ["4", "5"] if layout == "tp" else ["5"]  # a whole matrix's state has one owner
     groups = build_param_groups(model, muon=MATRICES | rule, adamw=OTHERS, skip_keys=skip)
     return model, DistMuonAdamW(groups, group)
 
@@ -96,7 +96,7 @@ def load(way, model, optimizer, group, folder):
 
 
 def interrupted(group, layout, folder):
-    """Of every way: (error of saving, whether what is loaded goes on as the original, its parameters)."""
+    """{way to save: (its error, whether the loaded optimizer continues like the original, parameters)}"""
     found = {}
     for way in WAYS:
         model, optimizer = model_and_optimizer(layout, group, 0)
@@ -122,7 +122,7 @@ def interrupted(group, layout, folder):
 
 
 def continued(group, layout, folder):
-    """Of every way that is for other worlds, the parameters in the end; of a rank's own file the error."""
+    """{way to save: the parameters at the end in another world; for a rank's own file the error}"""
     found = {}
     for way in WAYS:
         if not (folder / way / "saved.pt").exists():  # refused when it was saved
@@ -139,7 +139,7 @@ def continued(group, layout, folder):
 
 
 def run_and_read(size, function, folder, *args):
-    """What function(*args) has returned on every rank of a fresh world."""
+    """The results of function(group, *args) on the ranks of a fresh world."""
     assert run_fresh_world(size, folder, write_result, function, folder, args) == [0] * size
     return [torch.load(folder / f"{function.__name__}-{rank}") for rank in range(size)]
 

@@ -27,7 +27,7 @@ def law_loss(parameters, tokens):
 
 @pytest.mark.parametrize("larger", [1, 30, 1000])
 def test_the_law_of_made_up_runs_is_found(larger):
-    """Of families from 40,000 parameters to 900 million. The law is for millions of either."""
+    """For families from 40,000 parameters to 900 million. The law counts both N and D in millions."""
     runs = []
     for parameters in (40_000, 160_000, 900_000):
         for tokens in (250_000, 1_000_000, 4_000_000):
@@ -52,7 +52,7 @@ def test_advice_counts_the_windows_of_the_family():
 
 
 def test_a_family_is_enlarged_asked_and_stopped(base, monkeypatch, capsys):
-    """Its corpus, given by a relative path, is the same corpus the second time."""
+    """A relative path names the same corpus the second time."""
     monkeypatch.chdir(base)
 
     def family(*arguments):

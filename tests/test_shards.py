@@ -1,4 +1,4 @@
-"""Token shards: the same however often writing is interrupted, and never half of one."""
+"""Token shards: the same however often writing is interrupted, and always whole."""
 
 import contextlib
 import errno
@@ -73,7 +73,7 @@ def test_a_corpus_gets_its_own_tokenizer_and_a_second_call_does_nothing(corpus, 
 
 
 def test_a_full_disk_loses_nothing(corpus, tmp_path, monkeypatch):
-    """A disk that is full at every fifth file: the next call carries on."""
+    """The disk is full at every fifth file, and the next call carries on."""
     whole = contents(prepared(corpus))
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "other"))
     fsync, calls = os.fsync, []
@@ -100,7 +100,7 @@ def test_texts_that_change_while_they_are_read_leave_nothing(corpus, tmp_path):
 
 
 def test_part_of_a_corpus_grows_into_the_whole(corpus, tmp_path, monkeypatch):
-    """In whole windows, so that the rows of a window do not depend on how much was asked for."""
+    """It grows in whole windows, so that the rows of a window do not depend on --max-tokens."""
     monkeypatch.setattr(shards, "WINDOW", 3)
     whole = prepared(corpus)
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "other"))
@@ -153,7 +153,7 @@ def test_shards_with_another_tokenizer_are_not_trained_on(corpus):
 
 
 def test_data_prep_makes_what_a_training_with_the_same_flags_reads(corpus, tmp_path, monkeypatch):
-    """Also what its run has recorded; of a corpus on the hub as many tokens as the run takes."""
+    """It also follows the record of the run; of a hub corpus it makes only as much as the run takes."""
     prepare_shards, calls = shards.prepare_shards, []
 
     def noted(corpus, vocab_size, max_tokens):

@@ -1,4 +1,4 @@
-"""speedrun.sh: what it starts on a node of GPUs, by a stand-in for Python, and small runs on this machine."""
+"""speedrun.sh: what it starts on a node of GPUs (Python is a stand-in), and small runs on this machine."""
 
 import os
 import pty
@@ -53,7 +53,7 @@ esac
 
 
 def stand_in(folder, script):
-    """The name of this script as Python."""
+    """The path of this script, for NANOMUON_PYTHON."""
     python = folder / "python"
     python.write_text(script)
     python.chmod(0o755)
@@ -83,7 +83,7 @@ def test_a_node_of_gpus_trains_under_torchrun_while_data_is_prepared(tmp_path, m
     assert commands["data"] == f"-m scripts.data_prep -- {words}", "the same words"
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300\n" in environment  # seconds to write a checkpoint
     assert "PET_SIGNALS_TO_HANDLE" not in environment
-    # Why the training has waited in vain
+    # the reason why the training ended without data
     assert code == 1 and errors.splitlines()[-1] == "data_prep failed: error: no room"
 
 
@@ -94,7 +94,7 @@ def test_under_nohup_torchrun_does_not_end_with_the_terminal(tmp_path, handlers)
 
 @pytest.mark.parametrize("version,code", [("2.10.1+cu126", 2), ("2.11.0+cu126", 0), ("3.0.0a0+git12", 0)])
 def test_an_interpreter_with_any_pytorch_from_2_11_on_is_accepted(tmp_path, version, code):
-    """The metadata that pip writes stands in for its torch."""
+    """Metadata as pip writes it stands in for a torch of this version."""
     about = tmp_path / f"torch-{version}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
@@ -178,7 +178,7 @@ def test_a_speedrun_that_is_killed_and_stopped_finishes_and_then_skips_everythin
 
 @pytest.mark.slow
 def test_a_speedrun_whose_terminal_is_closed_saves_and_stops(tmp_path):
-    """The system signals only the first process of that terminal, which is bash."""
+    """Then the system signals only the terminal's first process, which is bash."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would inherit that it is ignored
     command, keywords = on_this_machine(tmp_path, "--num-iterations", "100000")
     process, terminal = pty.fork()

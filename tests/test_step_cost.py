@@ -1,4 +1,6 @@
-"""What a step of the optimizer launches, counted on meta tensors of a depth-24 model: it may not grow."""
+"""The number of launches in a step of the optimizer, counted on meta tensors of a depth-24 model, may not
+grow.
+"""
 
 import collections
 from unittest import mock
@@ -37,7 +39,7 @@ class Launches(TorchDispatchMode):
         return result
 
     def compiled_call(self, function, *key):
-        """Instead of optim.compiled: a kernel that is one call."""
+        """Replaces optim.compiled: counts a kernel as one call."""
 
         def call(*tensors, **options):
             self.compiled += 1
@@ -50,7 +52,7 @@ class Launches(TorchDispatchMode):
         return call
 
     def start(self, world, received, *arguments, **options):
-        """Instead of World.start."""
+        """Replaces World.start."""
         self.collectives += world.size > 1
         return optim.Transfer(received)
 

@@ -1,5 +1,5 @@
-"""Run folders that somebody else made, or that were damaged: a reader returns sound content, or one line
-that names the file; it runs nothing and changes nothing.
+"""Run folders of strangers, and damaged ones: a command reads sound content or prints one line that names the
+file; it runs nothing and changes nothing.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ def made(base):
 
 @pytest.fixture
 def run_dir(made, tmp_path, monkeypatch, environment):
-    """A copy of it to damage."""
+    """A copy of the run folder to damage."""
     shutil.copytree(made, tmp_path / "base", ignore=shutil.ignore_patterns("texts"))
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "base"))
     return tmp_path / "base" / "runs" / "tiny"
 
 
 def change(file, key, to, within="options"):
-    """Put another value into a file of JSON."""
+    """Change a value in a JSON file."""
     content = read_json(file)
     (content[within] if within else content)[key] = to
     write_json(file, content)
@@ -114,7 +114,7 @@ def test_garbage_in_a_field_of_the_config_is_one_line(run_dir, key, value):
 
 
 def test_a_place_that_cannot_be_written_is_one_line(made, run_dir):
-    """A full disk, and a file instead of a folder."""
+    """The disk is full, or a file is in the place of a folder."""
     runs = run_dir.parent
     with little_space(100_000), refused(f"{runs}.*free some space"):
         train(made, "new", 2)

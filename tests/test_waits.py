@@ -1,5 +1,5 @@
 """How often a training step and an evaluation read a number that the device has computed: on a GPU the host
-then waits for everything launched before. Counted in runs on the CPU, where the same lines read.
+then waits for everything launched before. The same lines read it on a CPU, and are counted there.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ INDEXING = (aten.index, aten.index_put_)
 
 @contextlib.contextmanager
 def recorded():
-    """A list that every wait is added to."""
+    """A list to which every wait is added."""
     events = []
 
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            by_mask = function.overloadpacket in INDEXING and any(  # the size of the result has to be known
+            by_mask = function.overloadpacket in INDEXING and any(  # the host must know the result's size
                 index is not None and index.dtype == torch.bool for index in args[1]
             )
             if by_mask or function.overloadpacket in READS:
@@ -37,7 +37,7 @@ def recorded():
             return function(*args, **(kwargs or {}))
 
     class Methods(TorchFunctionMode):
-        """Those that run no operation on a CPU."""
+        """Methods that run no operation on a CPU."""
 
         def __torch_function__(self, function, types, args=(), kwargs=None):
             if function in (torch.Tensor.tolist, torch.Tensor.cpu):

@@ -19,7 +19,7 @@ def random_texts(count, seed=0, longest=600):
 
 
 def is_validation(text):
-    """The stated rule: one document in twenty, by its own hash."""
+    """The documented rule: one document in twenty, by its own hash."""
     return int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) % 20 == 0
 
 

@@ -34,7 +34,7 @@ def write_corpus(folder):
 
 
 def in_brief(set_attribute):
-    """Runs draw no picture (test_report.py does) and write short samples: these take half of a short run."""
+    """Runs draw no picture (test_report.py does) and write short samples, which halves a short run's time."""
     from nanomuon import report, run  # after conftest.py has set OMP_NUM_THREADS
 
     sample_texts, few = run.sample_texts, {"max_tokens": 8}
@@ -58,7 +58,7 @@ def arguments(base, run, steps, *more, small=SMALL):
 
 
 def train(base, run, steps, *more):
-    """A run that ends well, in this process."""
+    """Train a run to its end in this process."""
     from scripts import base_train
 
     assert base_train.main(arguments(base, run, steps, *more)) == 0
@@ -86,8 +86,8 @@ STILL = """
 
 
 def call(*command, folder=ROOT, **variables):
-    """The result of a command that runs to its end, with these environment variables more. `python` is this
-    one, `torchrun` its own.
+    """The result of a command that runs to its end, with these additional environment variables. `python` is
+    this one, `torchrun` its own.
     """
     starts = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
     command = [*starts.get(command[0], command[:1]), *command[1:]]
@@ -106,10 +106,9 @@ def launch(base, run, steps, *more, processes=1):
 
 
 class Ranks:
-    """The same without torchrun and without the seconds that importing torch takes: forks of a process that
-    has imported it.
+    """The same without torchrun, in forks of a process that has imported torch, which saves seconds.
 
-    of_last: more flags of the last rank; base_of_last: its base folder. output() is what all ranks have
+    of_last: additional flags of the last rank; base_of_last: its base folder. output(): what all ranks have
     printed.
     """
 
@@ -161,7 +160,7 @@ class Ranks:
 
 
 def train_on(processes, *run, **options):
-    """A run of Ranks that ends well; returns what it has printed."""
+    """Train a run of Ranks to its end; return what they have printed."""
     ranks = Ranks(*run, processes=processes, **options)
     assert ranks.join() == [0] * processes, ranks.output()
     return ranks.output()

@@ -19,9 +19,9 @@ import time
 import traceback
 
 LARGEST = 4
-# Instead of optim.SMALL: the parameters of tests are small, and some are to be cut by rows all the same
+# Replaces optim.SMALL: the parameters of tests are small, but some must be divided by rows
 SMALL = 1023
-# Forks of one process, which has done the imports that would take every run and world seconds
+# Forks of one process that has done the imports, which would take seconds in every run and world
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.preloaded"])
 _workers = []  # (process, connection)
@@ -121,11 +121,11 @@ def _serve(rank, connection, store):
     own_group = [dist.new_group([each]) for each in range(LARGEST)][rank]
     mesh_of_all = parallel.device_mesh
 
-    # Process groups, those of meshes too, live as long as their process, each with threads that wake up all
-    # the time: a hundred take half a core
+    # Process groups, including those of meshes, live as long as their process, and their threads wake up all
+    # the time: a hundred groups take half a core
     @functools.cache
     def device_mesh(device_type, data_parallel, tensor_parallel):
-        """A new group needs all processes: a mesh of fewer takes the groups that there are."""
+        """A mesh of fewer processes uses existing groups, because all processes must create a new one."""
         shape = data_parallel, tensor_parallel
         if data_parallel * tensor_parallel == LARGEST:
             return mesh_of_all(device_type, *shape)

@@ -34,12 +34,12 @@ from scripts.laboratory.tasks import as_text, batch_of, digest, open_data
 DIGITS = 6  # of a loss in the file
 FIRST_TUNING_SEED = 1000  # seeds that select the rates must not judge them
 LENGTHS = (0.25, 0.5, 1.0)  # of trials in a sweep, relative to the race; each gets a third of the budget
-SAVE_EVERY_S = 120  # that a long run prints its progress and saves itself
+SAVE_EVERY_S = 120  # a long run is saved, and prints its progress, this often
 
 
 def train(setup, place, text, version, seed, folder):
-    """Train the contender `text` with one seed, and return its result in JSON types. version: what it was
-    when the race began; InputError if it has changed. folder: where it saves itself, and goes on from.
+    """Train the contender `text` with one seed, and return its result in JSON types. version: its digest when
+    the race began; InputError if it has changed. folder: of the unfinished run, which this saves and resumes.
 
     curve: pairs [step, loss on a part of the validation set]; score: the final loss on all of it, None if the
     run diverged; step_ms and optimizer_ms: medians.
@@ -61,7 +61,7 @@ def train(setup, place, text, version, seed, folder):
     step_ms, optimizer_ms, saved_at = [], [], time.monotonic()
 
     def loss(batches):
-        switch(optimizer, "eval")  # to the weights by which it wants to be judged
+        switch(optimizer, "eval")  # swaps in the weights to evaluate
         value = bits_per_byte(forward, batches, token_bytes)
         switch(optimizer, "train")
         if setup["unit"].startswith("nats"):
