@@ -44,6 +44,7 @@ from nanomuon.runtime import (
     Runtime,
     first_rank_first,
     folder_of,
+    on_first_rank,
     print0,
     read_json,
     remove_unfinished,
@@ -209,6 +210,7 @@ class Run:
             options=recorded(self.args) | chosen,
             rows=self.plan.rows,
             world_size=self.runtime.world_size,
+            layout=asdict(self.plan.layout),
             trained_on=self.trained_on,
             trained_with=trained_with(),
             groups=self.group_lines,
@@ -327,7 +329,7 @@ class Run:
         """Evaluate on the whole validation set, export, and write the report. Returns the exit code: 1 if the
         model has diverged.
         """
-        args, plan = self.args, self.plan
+        args = self.args
         recipe.switch(self.optimizer, "eval")
         val_bpb = self.evaluate(None)
         if not math.isfinite(val_bpb):
@@ -337,8 +339,13 @@ class Run:
         with torch.compiler.set_stance("force_eager"):  # the shapes of samples were not compiled
             prompts = PROMPTS.get(args.corpus, [""] * 3)
             samples = sample_texts(self.model, self.tokenizer, prompts, max_tokens=64, seed=args.seed)
-        if self.metrics is None:
-            return 0
+        # The other ranks wait: scripts.scaling reads summary.json next
+        on_first_rank(lambda: self._write_results(val_bpb, core_results, samples))
+        return 0
+
+    def _write_results(self, val_bpb, core_results, samples):
+        """Write the report and summary.json, and print them."""
+        plan = self.plan
         self.metrics.close()
         rows, _ = report.read_metrics(self.folder / "metrics.jsonl")
         summary = report.summarize(rows, val_bpb, plan.steps, plan.tokens, self.runtime)
@@ -349,13 +356,12 @@ class Run:
         config = plan.config
         about = (
             f"Depth {config.depth}, context {config.seq_len}, vocabulary {config.vocab_size}, "
-            f"{plan.batch} tokens per step, {self.runtime.dtype_name}; texts: {args.corpus}"
+            f"{plan.batch} tokens per step, {self.runtime.dtype_name}; texts: {self.args.corpus}"
         )
         report.write_report(self.folder, about, summary, samples, core_results)
         write_json(self.folder / "summary.json", summary)  # last: it marks the run as complete
         report.print_summary(summary)
         print0(f"report: {self.folder}/report.md, {self.folder}/loss.png")
-        return 0
 
 
 def bits_per_byte(

@@ -1,16 +1,18 @@
 """A family of runs: its law, and training, interrupting and enlarging it with a made-up base_train."""
 
 import re
+import time
 
 import numpy as np
 import pytest
 
-from nanomuon import runtime
+from nanomuon import report, runtime
 from nanomuon.command import STOPPED
 from nanomuon.gpt import GPTConfig
 from nanomuon.plan import meta_model
 from scripts import base_train, scaling
 from tests.mistakes import refused
+from tests.training import QUIET, train_on
 
 LAW = 0.8, 200.0, 0.5, 3000.0, 0.6
 FLAGS = (
@@ -77,3 +79,16 @@ def test_a_family_is_enlarged_asked_and_stopped(base, monkeypatch, capsys):
     (runtime.folder_of("family-d1-t256") / "summary.json").write_text('{"steps": 1, "tokens": 256}')
     with refused("family-d1-t256/summary.json cannot be read: val_bpb: "):
         family()
+
+
+def family_with_slow_reports(flags):
+    write_report = report.write_report
+    report.write_report = lambda *args: (time.sleep(0.5), write_report(*args))
+    family = ["--name", "slow", "--depths", "1", "--tokens", "512", "--corpus", flags[-1]]
+    return scaling.main([*family, "--", *FLAGS, *QUIET])
+
+
+def test_every_rank_waits_for_the_results_of_the_run_that_ends(base):
+    printed = train_on(2, base, "slow", 1, f"path:{base}/texts", main=family_with_slow_reports)
+    assert "slow has 1" in printed
+    assert (base / "runs/slow-d1-t512/summary.json").exists()

@@ -108,11 +108,13 @@ def launch(base, run, steps, *more, processes=1):
 class Ranks:
     """The same without torchrun, in forks of a process that has imported torch, which saves seconds.
 
-    of_last: additional flags of the last rank; base_of_last: its base folder. output(): what all ranks have
-    printed.
+    of_last: additional flags of the last rank; base_of_last: its base folder. main: what each calls with its
+    flags, in place of base_train.main. output(): what all ranks have printed.
     """
 
-    def __init__(self, base, run, steps, *more, processes=1, small=SMALL, of_last=(), base_of_last=None):
+    def __init__(
+        self, base, run, steps, *more, processes=1, small=SMALL, of_last=(), base_of_last=None, main=None
+    ):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -134,7 +136,9 @@ class Ranks:
             if rank == processes - 1:
                 argv += of_last
                 environment["NANOMUON_BASE_DIR"] = str(base_of_last or base)
-            process = FORKS.Process(target=_train, args=(environment, argv, str(self.file)), daemon=True)
+            process = FORKS.Process(
+                target=_train, args=(environment, argv, str(self.file), main), daemon=True
+            )
             process.start()
             atexit.register(process.kill)  # multiprocessing sends SIGTERM, and it would finish its step
             self.processes.append(process)
@@ -166,7 +170,7 @@ def train_on(processes, *run, **options):
     return ranks.output()
 
 
-def _train(environment, argv, output):
+def _train(environment, argv, output, main):
     for descriptor in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(environment)
@@ -175,7 +179,8 @@ def _train(environment, argv, output):
     from scripts import base_train
 
     in_brief(setattr)
-    run_command(lambda: base_train.main(argv))
+    main = main or base_train.main
+    run_command(lambda: main(argv))
 
 
 def rows(base, run):
