@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -63,6 +63,7 @@ class Plan:
     rows: int  # per micro-step and device
     batch: int  # tokens per optimizer step, over all devices
     steps: int
+    layout: Layout
     data_parallel: int  # how many processes see different rows
     parameters: int
     flops_per_token: int  # in the forward and the backward pass
@@ -95,9 +96,10 @@ def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | N
     tokens = requested_tokens(args, model)
     one_row_each = config.seq_len * data_parallel  # tokens, if every device has one row
     rows = args.device_batch_size
-    # Other micro-steps round differently, so in the same world a run keeps its first choice
+    # Other micro-steps round differently, so in the same world and layout a run keeps its first choice
     if rows is None and settings and settings.world_size == runtime.world_size:
-        rows = settings.rows
+        if settings.layout in (None, asdict(layout)):
+            rows = settings.rows
     if rows is None:
         if args.total_batch_size:
             rows_per_step = max(1, args.total_batch_size // one_row_each)  # of a device
@@ -116,6 +118,7 @@ def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | N
         rows,
         batch,
         args.num_iterations or max(1, tokens // batch),
+        layout,
         data_parallel,
         sum(p.numel() for p in model.parameters()),
         model.estimate_flops(),
@@ -187,14 +190,14 @@ def fewer_rows(config: GPTConfig, layout: Layout, rows: int, compute_bytes: int,
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of a GPU per its data sheet; None for a CPU, a part of a GPU (MIG), and a GPU that is
-    not in the table.
+    not in the table, such as the laptop version of one that is.
     """
     if device.type != "cuda":
         return None
     words = set(torch.cuda.get_device_name(device).upper().replace("-", " ").split())
     peak = None
     for model, tflops in BF16_TFLOPS.items():
-        if words.issuperset(model.split()) and "MIG" not in words:
+        if words.issuperset(model.split()) and words.isdisjoint(("MIG", "LAPTOP", "TI", "D")):
             peak = 1e12 * tflops
     return peak
 
@@ -211,16 +214,21 @@ def choose_compilation(args: argparse.Namespace, plan: Plan, runtime: Runtime) -
     if not compiling_pays(runtime.device, plan.tokens):
         print0(f"running eagerly: compiling does not pay off for fewer than {FEWEST_COMPILED:,} tokens")
         return False
-    compiler = os.environ.get("CXX", "g++")
-    if runtime.device.type == "cpu" and not shutil.which(compiler):
-        print0(f"no C++ compiler {compiler}: running eagerly, which is slower")
-        return False
-    return True
+    return has_compiler(runtime.device)
 
 
 def compiling_pays(device: torch.device, tokens: int) -> bool:
     """Whether to compile a run of this many tokens. NANOMUON_COMPILE decides if it is set."""
     return compile_enabled(default=device.type != "cpu" or tokens >= FEWEST_COMPILED)
+
+
+def has_compiler(device: torch.device) -> bool:
+    """Whether torch.compile finds the compiler that it needs on a CPU. If not, prints a line."""
+    compiler = os.environ.get("CXX", "g++")
+    if device.type != "cpu" or shutil.which(compiler):
+        return True
+    print0(f"no C++ compiler {compiler}: running eagerly, which is slower")
+    return False
 
 
 def print_plan(plan: Plan, runtime: Runtime) -> None:

@@ -39,13 +39,14 @@ class Settings:
     """settings.json."""
 
     options: dict  # flags of base_train, with the values chosen for those that were not given
-    rows: int  # per micro-step, chosen anew if the world size changes
+    rows: int  # per micro-step, chosen anew if the world size or the layout changes
     world_size: int
     trained_on: dict  # corpus, its revision, shards, tokenizer; path and SHA-256 of the optimizer file
     trained_with: dict  # versions, commit, hashes of the model's code
     groups: list = field(default_factory=list)  # see recipe.describe
     steps: int | None = None  # planned; older versions did not record them
     wandb_id: str | None = None  # id of the run at Weights & Biases
+    layout: dict | None = None  # see plan.Layout; older versions did not record it
 
     def __post_init__(self):
         if self.rows < 1:

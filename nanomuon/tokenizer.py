@@ -28,7 +28,7 @@ SPLIT_PATTERN = "|".join(
 # Longer texts are encoded in pieces: the regex engine gives up on a run of a million spaces, and BPE takes
 # 40 s on one word of 50 MB
 PIECE = 1 << 16  # characters
-LONG_SPACE = re.compile(rf"\s{{{PIECE}}}")
+LONG_SPACE = re.compile(rf"(?<!\s)\s{{{PIECE}}}")  # without (?<!\s) its time would be quadratic
 
 
 @dataclass

@@ -1,10 +1,13 @@
 """The size of a run, from its flags: model, batch, length, micro-batch, and whether it compiles."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
 from nanomuon import plan
 from nanomuon.runtime import Runtime
+from nanomuon.settings import Settings
 from scripts import base_train
 from tests.mistakes import refused
 
@@ -29,6 +32,34 @@ def test_micro_steps_and_tokens_follow_from_the_batch():
     assert (halved.micro_steps, halved.data_parallel) == (8, 2)
     with refused("not a multiple of 64 .--device-batch-size 2 x --max-seq-len 32 x 1 processes.: change one"):
         planned(f"{SHAPE} --total-batch-size 1000")
+
+
+def test_a_resumed_run_keeps_its_rows_in_the_same_layout():
+    """They could be too many for others, and its batch must not change."""
+    flags = parsed("--vocab-size 300 --depth 2 --max-seq-len 32 --total-batch-size 512")
+    two_rows = Settings({}, 2, 4, {}, {}, layout=asdict(plan.Layout(4)))
+    sixteen_rows = Settings({}, 16, 4, {}, {}, layout=asdict(plan.Layout(4, tensor_parallel=4)))
+    for settings, rows in ((None, 4), (two_rows, 2), (sixteen_rows, 4)):
+        assert plan.make_plan(flags, FOUR, settings).rows == rows
+    before_layouts_were_recorded = Settings({}, 2, 4, {}, {})
+    assert plan.make_plan(flags, FOUR, before_layouts_were_recorded).rows == 2
+    assert plan.make_plan(flags, CPU, before_layouts_were_recorded).rows == 16
+
+
+@pytest.mark.parametrize(
+    "name,tflops",
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ],
+)
+def test_the_peak_is_that_of_the_very_card(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert plan.peak_flops(torch.device("cuda")) == (tflops and 1e12 * tflops)
 
 
 def test_the_length_follows_from_the_depth_or_from_a_compute_budget():

@@ -245,6 +245,13 @@ def test_what_a_file_changes_in_the_library_reaches_no_other_run(text, tmp_path,
     assert beside["score"] == alone["score"]
 
 
+def test_without_a_compiler_a_race_runs_eagerly(lab, capsys, monkeypatch):
+    monkeypatch.setattr(race, "compiling_pays", lambda *_: True)
+    monkeypatch.setenv("CXX", "/nowhere")
+    lab("default")
+    assert "no C++ compiler /nowhere: running eagerly, which is slower" in capsys.readouterr().out
+
+
 def test_a_contender_that_diverges_is_reported(lab, tmp_path, capsys):
     (tmp_path / "own.py").write_text(OWN)
     lab(ADAMW, "own.py:lr=1e30", seeds=2)
