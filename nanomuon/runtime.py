@@ -176,6 +176,8 @@ def start(dtype: str = "auto") -> Runtime:
     if gpus:
         if index >= gpus:
             raise InputError(f"process {index} (from 0) has no GPU: this machine has {gpus}, so start fewer")
+        if world_size > 1 and gpus > 1 and "LOCAL_RANK" not in os.environ:
+            raise InputError("LOCAL_RANK, which chooses the GPU, is not set: start with torchrun, or set it")
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")

@@ -10,6 +10,9 @@ def begin() -> None:
     """What a command does before it imports PyTorch, which takes seconds: it makes Ctrl-C print a line, not a
     traceback, and reports a Python without PyTorch. Then nanomuon.command.run_command takes over.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed: else the next file that is opened would take its place
+            setattr(sys, name, open(os.devnull, "w"))
     # Even if SIGINT is ignored, as in bash's background jobs, such as the training of speedrun.sh
     signal.signal(signal.SIGINT, _end)
     if not importlib.util.find_spec("torch"):

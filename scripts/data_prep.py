@@ -67,7 +67,9 @@ def of_training(flags):
     args, settings = base_train.parse_flags(make_parser(), flags)
     runtime = start(args.dtype)
     use_flash_attention(runtime.device, runtime.compute_dtype)  # it decides windows, and so FLOPs and length
-    ranks = max(usable_gpus(), args.tensor_parallel)
+    ranks = args.tensor_parallel
+    if args.total_batch_size is None:  # then the batch, and so the number of tokens, follows from the ranks
+        ranks = max(usable_gpus(), ranks)
     plan = make_plan(args, replace(runtime, world_size=ranks), settings)
     args.vocab_size = plan.config.vocab_size
     args.max_tokens = plan.tokens if args.corpus.startswith("hf:") else math.inf

@@ -60,6 +60,13 @@ def test_a_closed_pipe_is_one_line_and_no_traceback(flush, monkeypatch, capfd, h
     assert caught.value.code == 2 and capfd.readouterr().err == "error: [Errno 32] Broken pipe\n"
 
 
+@pytest.mark.parametrize("closed,depth,code", [(1, "1", 0), (2, "one", 2)])
+def test_a_command_may_have_no_standard_output_or_errors(closed, depth, code):
+    command = [sys.executable, "-m", "scripts.plan", "--depth", depth]
+    close = functools.partial(os.close, closed)
+    assert subprocess.Popen(command, cwd=ROOT, preexec_fn=close, stdin=subprocess.DEVNULL).wait(60) == code
+
+
 def test_python_without_pytorch_is_told_what_to_do():
     result = call("python", "-S", "-m", "scripts.sample")
     assert result.returncode == 2 and result.stderr.startswith("error: this Python has no PyTorch")

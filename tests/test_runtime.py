@@ -78,6 +78,17 @@ def test_more_processes_than_gpus_are_refused(gpu, monkeypatch):
         runtime.start()
 
 
+@without_gpu
+def test_processes_that_would_share_a_gpu_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with refused("LOCAL_RANK, which chooses the GPU, is not set: start with torchrun, or set it"):
+        runtime.start()
+
+
 def test_the_dtype_is_bf16_if_the_device_has_instructions_for_it(monkeypatch):
     monkeypatch.setenv("NANOMUON_DEVICE", "cpu")
     for has, dtype in ((True, torch.bfloat16), (False, torch.float32)):

@@ -166,6 +166,7 @@ def test_data_prep_makes_what_a_training_with_the_same_flags_reads(corpus, tmp_p
     monkeypatch.setattr(shards, "prepare_shards", noted)
     data_prep.main(["--", "--run", "mine", "--num-iterations", "7"])
     monkeypatch.setattr(data_prep, "open_corpus", lambda *_: corpus)
+    monkeypatch.setattr(data_prep, "usable_gpus", lambda: 8)  # but 3 rows a step are for one process
     data_prep.main(["--", *shape, "--corpus", "hf:org/name", "--num-iterations", "5"])
     assert calls == [(True, 301, math.inf), (False, 32768, 240)]
 
