@@ -28,8 +28,8 @@ The kinds of work items, with W ranks:
     Rows              one large AdamW parameter   reduce_scatter   all_gather   for ceil(R/W) of its R rows
     SmallParameters   small AdamW parameters      all_reduce       nothing      for all of them
     Pipeline          matrices under FSDP2, whose gradients are averages already: `collect` updates the
-                      momentum of the first chunk of matrices and sends U, which is momentum by Nesterov's
-                      formula; see optim_fsdp.py
+                      momentum of the first chunk of matrices and sends U, which is to be orthogonalized;
+                      see optim_fsdp.py
 
 The collectives of `collect` average the gradients of whole parameters over the ranks, by `ReduceOp.AVG` in
 the methods of `World`; nothing else does. Of a bank's K matrices, a rank owns K // W consecutive ones, or one
@@ -43,10 +43,10 @@ same math.
 This file contains, in order: the kernels; the hyperparameters; the ranks and their collectives; parameters
 and gradients; the rule for the direction of a Muon update; the work items; the owners; the optimizers.
 `optim_groups.py` checks the param groups, and `optim_state.py` saves and loads state. `plan_muon` and
-`rule_of` import extensions only for the parameters that need them: `optim_fsdp.py` (FSDP2 and, with
-`optim_tp.py`, tensor parallelism) and `optim_fused.py` (matrices with `split`). docs/optimizer.md is the
-companion page to this file; it has the update of one matrix in plain PyTorch, draws a step on four ranks,
-lists the memory that a step takes, and shows how to add your own rule.
+`rule_of` import extensions only for the parameters that need them: `optim_fsdp.py` for sharded matrices
+(FSDP2 and, with `optim_tp.py`, tensor parallelism) and `optim_fused.py` for matrices with `split`.
+docs/optimizer.md is the companion page to this file; it has the update of one matrix in plain PyTorch, draws
+a step on four ranks, lists the memory that a step takes, and shows how to add your own rule.
 """
 
 import contextvars
@@ -93,7 +93,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # infinity is NaN, so torch.where keeps the old parameter. `hyper` has a group's hyperparameters as 0-D
 # tensors, so a new value triggers no recompilation; options (nesterov, cautious) are Python values, and each
 # combination of options, shape and dtype is compiled once. All arithmetic except Newton-Schulz is in the
-# dtype of the state; Muon's `ok` has this dtype.
+# dtype of the state, which Muon's kernels take from `ok`, since there may be no momentum buffer.
 
 compile_kernels = contextvars.ContextVar("compile_kernels", default=False)  # each step sets it
 
@@ -340,7 +340,7 @@ class World:
         return Transfer(received, [handle], sent)
 
     def reduce_scatter(self, tensor):
-        """tensor: (R, ...). Receives the averages of this rank's 1/W of the rows, after padding."""
+        """tensor: (R, ...), which is padded to a multiple of W rows. Receives the mean of this rank's 1/W."""
         if self.size == 1:
             return Transfer(tensor)
         send = pad_rows(tensor.to(self.wire_dtype(tensor.dtype)), self.size)
@@ -697,7 +697,7 @@ class Bank(Matrices, WorkItem):
         """Update the owned matrices, one batch at a time."""
         tensors = self.each_matrix(local)[self.owned]
         params = as_matrices(tensors)
-        # One number per parameter: K of them, or one for all matrices of a 3-D parameter
+        # One number per parameter, so a 3-D one has one for all of its matrices, which is repeated
         ok = ok.expand(len(self.owners))[self.owned].view(-1, 1, 1).to(self.dtype)  # (k, 1, 1)
         for batch in self.batches():
             G, P, ok_batch = as_batch(grads[batch]), as_batch(params[batch]), ok[batch]
@@ -706,7 +706,7 @@ class Bank(Matrices, WorkItem):
             U = muon_momentum(G, momentum_buffer, ok_batch, hyper, nesterov=self.group["nesterov"])
             X, gain = self.rule(U, buffers, ok_batch, hyper)
             muon_update(P, X, gain, self.scale, ok_batch, hyper, cautious=self.cautious)
-            # as_batch copies several matrices, as_matrices one that is not contiguous
+            # Unless P is a view: as_batch copies several matrices, as_matrices one that is not contiguous
             if len(P) > 1 or not tensors[batch.start].is_contiguous():
                 write(P.unbind(), tensors[batch])
 
@@ -766,9 +766,9 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     parameters and other options may not change, nor may a momentum or beta2 become None or stop being None.
 
     ns_dtype: the dtype of Newton-Schulz. None: on GPUs bfloat16, or float16 in the Gram form; on CPUs
-    float32. torch.bfloat16: the same on GPUs, bfloat16 on CPUs. bfloat16 is about twice as fast as float32 on
-    CPUs that multiply it, and several times slower on others. All other arithmetic is float32, or float64 for
-    float64 parameters.
+    float32. torch.bfloat16: as None on GPUs, bfloat16 on CPUs. There, bfloat16 is about twice as fast as
+    float32 on CPUs that multiply it, and several times slower on others. All other arithmetic is float32, or
+    float64 for float64 parameters.
 
     compile: whether to compile the kernels: True, False, or "auto" (on GPUs only). The environment variable
     NANOMUON_COMPILE overrides it. world: the ranks that share the work (DistMuonAdamW).

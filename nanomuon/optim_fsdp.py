@@ -199,7 +199,7 @@ class OfShards:
         shape = list(tensor.shape)
         if batch:
             shape[0] = len(param)
-        if blocks > 1:  # the blocks' vectors one below the other: T of (1, n/T) are recorded as (T, n/T)
+        if blocks > 1:  # vectors, one below the other: those of 4 blocks, (1, n/4), as (4, n/4)
             shape[batch] *= blocks
         return Place(tensor, shape, param.device_mesh, placements)
 

@@ -398,7 +398,9 @@ def check_params(group, where, others):
 
 
 def check_muon_group(group):
-    """ValueError for parameters that are not matrices, and for unknown or impossible options."""
+    """ValueError for parameters that are not matrices, and for unknown or impossible options. Makes
+    coefficients hashable.
+    """
     for name, param in zip(group["names"], group["params"], strict=True):
         if not 2 <= param.ndim <= 4:
             raise ValueError(f"{name} has shape {tuple(param.shape)}; Muon takes matrices, 2-D to 4-D")
@@ -407,7 +409,7 @@ def check_muon_group(group):
         raise ValueError(f"ns_steps must be a whole number or None, but is {steps!r}")
     triples(group["coefficients"], steps)
     if not isinstance(group["coefficients"], str):
-        group["coefficients"] = tuple(tuple(triple) for triple in group["coefficients"])  # hashable
+        group["coefficients"] = tuple(tuple(triple) for triple in group["coefficients"])
     if not callable(group["scale"]):
         update_scale(group["scale"], 1, 1)
     if group["split"] is not None:

@@ -249,8 +249,7 @@ class SavedByName:
         else:
             for name, param, _ in named_parameters(self.param_groups):
                 entry = state.get(name, {})
-                # torch's utilities put names into params. They have refused what is missing, unless they were
-                # told not to
+                # Names in params are from torch's utilities, which have already checked what is missing
                 if not entry and (names_in_params or not param.requires_grad):
                     continue
                 for key, place in self.places.get(param, {}).items():

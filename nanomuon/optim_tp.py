@@ -4,10 +4,10 @@ An (m, n) matrix is cut by rows or columns over T ranks; s and l are its short a
 `tensor_parallel` of a Muon group is one of these modes:
 
   mode         default if                collectives                  a rank computes         polar factor of
-  distributed  the long side, or a       all_reduce of U's squared    1/T of each product     the whole matrix
-               square, is cut            norm and each s x s Gram     that involves X, and
-                                         matrix; all_gather of l      all products of two
-                                         mean squares                 s x s matrices
+  distributed  the long side, or a       all_reduce of U's squared    its share of products   the whole matrix
+               square, is cut            norm and each s x s Gram     with the long side; all
+                                         matrix; all_gather of l      products of s x s
+                                         mean squares                 matrices
   duplicated   the short side is cut;    all_gather of U              everything              the whole matrix
                or rows of a matrix with
                `split` are; or there is

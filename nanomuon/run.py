@@ -1,6 +1,7 @@
 """A training run: start, resume, save, evaluate, finish.
 
-scripts/base_train.py takes it through these phases:
+scripts/base_train.py takes it through these phases. On the way it joins the process group (runtime.start) and
+locks the run's folder:
 
     phase    where                       what happens
     flags    settings.parse_with_record  those that are not given take the values in settings.json
