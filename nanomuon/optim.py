@@ -74,7 +74,7 @@ from nanomuon.optim_groups import (
     named_parameters,
     option_name,
 )
-from nanomuon.optim_state import Place, is_sharded, like_param, local, rows_of, state_dtype
+from nanomuon.optim_state import Place, is_sharded, local, place_like, place_of_rows, state_dtype
 from nanomuon.orthogonalize import orthogonalize, update_scale
 from nanomuon.runtime import compile_enabled
 
@@ -540,8 +540,8 @@ class Rows(WorkItem):
         self.places = {
             param: {
                 "step": Place(self.step),
-                "exp_avg": rows_of(param, self.exp_avg, world),
-                "exp_avg_sq": rows_of(param, self.exp_avg_sq, world),
+                "exp_avg": place_of_rows(param, self.exp_avg, world),
+                "exp_avg_sq": place_of_rows(param, self.exp_avg_sq, world),
             }
         }
 
@@ -585,8 +585,8 @@ class SmallParameters(WorkItem):
         for i, (param, shard) in enumerate(zip(params, shards, strict=True)):
             self.places[param] = {
                 "step": Place(self.steps[i]),
-                "exp_avg": like_param(param, exp_avgs[i].view_as(shard)),
-                "exp_avg_sq": like_param(param, exp_avg_sqs[i].view_as(shard)),
+                "exp_avg": place_like(param, exp_avgs[i].view_as(shard)),
+                "exp_avg_sq": place_like(param, exp_avg_sqs[i].view_as(shard)),
             }
 
     def collect(self, ok, hyper):
@@ -666,7 +666,7 @@ class Bank(Matrices, WorkItem):
         """The Place of a state tensor of the i-th parameter. buffer: this state of all owned matrices."""
         param, world = self.params[i], self.world
         if param.ndim == 3:  # its matrices are divided among the ranks like rows
-            return rows_of(param, buffer, world)
+            return place_of_rows(param, buffer, world)
         shape = param.shape if name == "momentum_buffer" else buffer.shape[1:]
         tensor = None
         if self.owners[i] == world.rank:

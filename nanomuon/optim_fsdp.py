@@ -61,7 +61,7 @@ from nanomuon.optim import (
     rule_of,
     write,
 )
-from nanomuon.optim_state import Place, like_param, local
+from nanomuon.optim_state import Place, local, place_like
 
 # Bytes of whole matrices, counted as float32, that an owner receives at a time
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26}
@@ -186,7 +186,7 @@ class OfShards:
         batch = int(param.ndim == 3)
         tensor = buffer if batch else buffer[i]
         if name == "momentum_buffer":
-            return like_param(param, tensor.view(local(param).shape))
+            return place_like(param, tensor.view(local(param).shape))
         # The rule's state is whole on every rank, unless the ranks have different experts or blocks
         placements = [Replicate()] * param.device_mesh.ndim
         for axis, placement in enumerate(param.placements):

@@ -102,17 +102,17 @@ def as_dtensor(tensor, shape, mesh, placements):
     return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def like_param(param, tensor):
+def place_like(param, tensor):
     """The place of a tensor that is cut like its parameter, or whole on every rank."""
     if is_sharded(param):
         return Place(tensor, param.shape, param.device_mesh, param.placements)
     return Place(tensor)
 
 
-def rows_of(param, tensor, world):
+def place_of_rows(param, tensor, world):
     """The place of a tensor whose rows are divided among the ranks of a world by `World.span`."""
     if world.size == 1:
-        return like_param(param, tensor)
+        return place_like(param, tensor)
     mesh = DeviceMesh.from_group(world.process_group, tensor.device.type)
     return Place(tensor, (len(param), *tensor.shape[1:]), mesh, [Shard(0)])
 

@@ -71,7 +71,7 @@ def test_a_step_at_depth_24_launches_no_more_than_it_did(
     for _, param, _ in optim.named_parameters(groups):
         param.grad = torch.empty_like(param)
     with (
-        mock.patch.object(optim, "rows_of", lambda param, tensor, world: optim.Place(tensor)),
+        mock.patch.object(optim, "place_of_rows", lambda param, tensor, world: optim.Place(tensor)),
         mock.patch.object(optim, "compiled", launches.compiled_call),
         mock.patch.object(optim.World, "start", lambda *args, **kw: launches.start(*args, **kw)),
     ):
