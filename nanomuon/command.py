@@ -174,11 +174,11 @@ class StopSignals:
 
     can_save: whether there is something to save. Until this launch has done a step, and after the run's last
     one, there is not, and a signal ends this process at once. The first rank records the stop in the file
-    `stopped` in the run's folder. at_once: how such a stop is reported. command: what carries on.
+    `stopped` in the run's folder. how: the words for such a stop, after "stopped". command: what carries on.
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.command, self.at_once = folder, "the same command", "with nothing to save"
+        self.folder, self.command, self.how = folder, "the same command", "with nothing to save"
         self.asked = self.can_save = False
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -205,7 +205,7 @@ class StopSignals:
             if number not in STOP_SIGNALS:
                 continue
             if not self.can_save:
-                os._exit(exit_code(self.stopped(self.at_once)))
+                os._exit(exit_code(self.stopped(self.how)))
             if number == signal.SIGINT and not is_first:
                 os._exit(INTERRUPTED)
             is_first = False

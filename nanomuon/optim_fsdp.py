@@ -245,12 +245,12 @@ class Chunk(OfShards, Matrices):
         buffer = self.buffers.get("momentum_buffer")
         U = muon_momentum(grads, buffer, ok, hyper, nesterov=self.group["nesterov"])
         U = U.transpose(1, self.dim).to(self.sent_dtype)
-        owned, held = self.matrices_of[self.world.rank], self.lines_of[self.world.rank]
-        send = [matrices * held * self.line_length for matrices in self.matrices_of]
-        receive = [owned * lines * self.line_length for lines in self.lines_of]
+        k, own_lines = self.matrices_of[self.world.rank], self.lines_of[self.world.rank]
+        send = [matrices * own_lines * self.line_length for matrices in self.matrices_of]
+        receive = [k * lines * self.line_length for lines in self.lines_of]
         transfer = self.world.all_to_all(U.flatten(), send, receive)
         from_ranks = zip(transfer.received.split(receive), self.lines_of, strict=True)
-        return Transfer([part.view(owned, lines, self.line_length) for part, lines in from_ranks], [transfer])
+        return Transfer([part.view(k, lines, self.line_length) for part, lines in from_ranks], [transfer])
 
     def send_back(self, parts, ok, hyper):
         """Apply the rule to the owned matrices. Send each rank its shards of the directions, and all ranks

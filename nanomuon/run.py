@@ -124,8 +124,8 @@ class Run:
             wandb_id = wandb.id if wandb else settings and settings.wandb_id
             self._write_folder(wandb_id)
             self.metrics = report.MetricsLog(self.folder, self.step if found else None, wandb)
-        resumed_at = self.step if found else -1  # -1 deletes all: this run uses none of them
-        checkpoint.remove(self.folder, resumed_at, args.keep_last)
+        # Those after the step that it resumes from; all, if none could be read and it starts over
+        checkpoint.remove(self.folder, self.step if found else -1, args.keep_last)
         self._announce(settings)
         self.forward = self.model
         if compiles:

@@ -114,7 +114,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
     """The training loop. Returns None once the run has done all of its steps, else the exit code."""
     args, plan, progress = run.args, run.plan, Progress(run.plan.steps)
     peak = peak_flops(run.runtime.device)
-    bad_steps = 0  # in a row, so far
+    first_step, bad_steps = run.step, 0  # bad: in a row, so far
     while run.step < plan.steps:
         # Before a step, not after one: a signal during a step need not wait for the evaluation that is due
         # after it. The resumed run evaluates first
@@ -140,7 +140,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
             print0(f"stopped at step {run.step} and saved; {signals.command} carries on once there is data")
             raise
 
-        if not signals.can_save:  # the first step: it is better to fail now than at the first save
+        if run.step == first_step:  # it is better to fail now than at the first save
             checkpoint.refuse_unknown_state(run.optimizer)
         # Only now: during the first step there is nothing new to save, and Ctrl-C should also stop compiling
         signals.can_save = True
@@ -173,7 +173,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
             run.save(is_last=is_last)
         if done.stops:
             return signals.stopped(f"at step {run.step} and saved")
-    signals.at_once, signals.can_save = "in its last evaluation", False
+    signals.how, signals.can_save = "in its last evaluation", False
     if any(together(lambda: signals.asked)):  # a rank got a signal during the last save
         return signals.stopped("before its last evaluation")
     return None
