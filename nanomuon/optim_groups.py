@@ -50,6 +50,7 @@ NOT_MUON = (
     "parametrizations.weight.original0",
     "weight_g",
 )
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CONVOLUTION = nn.modules.conv._ConvNd  # the base class of all, transposed ones too
 
 
@@ -90,7 +91,7 @@ def find_heads(model):
     heads = []
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.out_features not in widths:
-            if module.out_features in vocabularies or module.weight is matrices[-1]:
+            if module.out_features in vocabularies or matrices and module.weight is matrices[-1]:
                 heads.append(module)
     return heads
 
@@ -110,6 +111,8 @@ def not_hidden_matrices(model):
             elif isinstance(module, CONVOLUTION) and param.ndim == 3:
                 # (out, in, k) would be mistaken for `out` matrices
                 reasons[param] = "1-D convolution: 3 dimensions, but not a batch of matrices"
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):  # of several dimensions
+                reasons[param] = "of a norm: it multiplies or adds elementwise"
         if not isinstance(module, nn.Linear):
             for param in module.parameters(recurse=False):
                 if param.ndim == 2 and 1 in param.shape:
@@ -367,7 +370,8 @@ def check_values(group):
     else:
         raise ValueError(f"betas must be two numbers, not {group['betas']!r}")
     for key, value in {**values, **averages}.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
+        is_number = isinstance(value, numbers.Real) or isinstance(value, torch.Tensor) and value.numel() == 1
+        if isinstance(value, bool) or not is_number:
             raise ValueError(f"{key} must be a number, but is {value!r}")
         if key in averages and not 0 <= value < 1:
             raise ValueError(f"{key} must be at least 0 and below 1, but is {value}")
@@ -385,7 +389,7 @@ def check_params(group, where, others):
     for name, param in zip(names, params, strict=True):
         if not isinstance(param, torch.Tensor):
             raise ValueError(f"{where}: {name} is a {type(param).__name__}, not a parameter")
-        if not param.is_floating_point() or param.layout != torch.strided:
+        if param.dtype not in DTYPES or param.layout != torch.strided:
             raise ValueError(
                 f"{where}: {name} is {param.dtype}, {param.layout}: neither Muon nor AdamW trains this"
             )

@@ -412,6 +412,7 @@ BAD_MUON = [  # of a group of one matrix (48, 20)
     (dict(tensor_parallel="both"), "tensor_parallel must be one of .*, not 'both'"),
     (dict(lr=torch.tensor(math.nan)), "lr must be finite and not negative, but is nan"),
     (dict(lr="0.1"), "lr must be a number, but is '0.1'"),  # 1e-3 as YAML reads it
+    (dict(lr=torch.ones(2)), "lr must be a number, but is tensor"),
     (dict(weight_decay=math.inf), "weight_decay must be finite"),
     (dict(momentum=1.5), "momentum must be at least 0 and below 1, but is 1.5"),
     (dict(beta2=1.0), "beta2 must be at least 0 and below 1, but is 1.0"),
@@ -467,6 +468,7 @@ def test_impossible_groups_are_refused_at_construction():
         ([adamw(q), muon(p), adamw(p)], "group 2: group2.0 is already in group 1"),
         ([adamw(q, names=["w"]), muon(p, names=["w"])], "group 1: the name w is used twice"),
         ([muon(p, q, names=["w", "bias"])], r"group 0: bias has shape \(8,\)"),
+        ([adamw(parameter(8).detach().to(torch.float8_e4m3fn))], "group 0: group0.0 is torch.float8_e4m3fn"),
         ([muon(parameter(2, 2, 2, 2, 2))], r"group 0: group0.0 has shape \(2, 2, 2, 2, 2\)"),
         ([muon(torch.nn.Linear(3, 3))], "group 0: group0.0 is a Linear, not a parameter"),
         ([adamw(torch.ones(4, dtype=torch.int32), names=["w"])], "group 0: w is torch.int32"),

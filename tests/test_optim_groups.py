@@ -229,10 +229,20 @@ def test_the_caller_decides():
         # Another module takes the outputs of the last layer
         (Named(emb=nn.Embedding(64, 16), pooler=nn.Linear(16, 16)), ["pooler.weight"]),
         (Named(proj=nn.Linear(16, 8), norm=nn.LayerNorm(8)), ["proj.weight"]),
+        # A norm over several dimensions multiplies elementwise
+        (Named(proj=nn.Linear(16, 8), norm=nn.LayerNorm([4, 8]), rms=nn.RMSNorm([2, 4, 8])), ["proj.weight"]),
     ],
 )
 def test_heads_are_found_wherever_they_are(model, of_muon):
     assert muon_names(model) == of_muon
+
+
+def test_a_model_may_have_no_matrices():
+    fixed = nn.Linear(8, 4)
+    weight = fixed.weight.detach()
+    del fixed.weight
+    fixed.register_buffer("weight", weight)
+    assert muon_names(fixed) == []
 
 
 def test_shapes_and_the_table_that_says_why():
