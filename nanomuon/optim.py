@@ -76,7 +76,7 @@ from nanomuon.optim_groups import (
 )
 from nanomuon.optim_state import Place, is_sharded, local, place_like, place_of_rows, state_dtype
 from nanomuon.orthogonalize import orthogonalize, update_scale
-from nanomuon.runtime import compile_enabled
+from nanomuon.runtime import compile_enabled, together
 
 SMALL = 16_384  # elements; AdamW parameters up to this size share a collective, and every rank updates them
 BATCH_BYTES = {"cpu": 2**22, "cuda": 2**29}  # of float32 matrices that Muon processes at a time
@@ -316,6 +316,14 @@ class World:
     def __reduce__(self):
         """Any process group unpickles as the default one."""
         return (World, ()) if self.process_group is None else (World.default, (self.comm_dtype,))
+
+    def together(self, work):
+        """The result of work(). If it raises on some rank, all ranks raise the first error."""
+        if self.process_group is None:
+            return work()
+        results = []
+        together(lambda: results.append(work()), self.process_group)  # what it returns would go to all ranks
+        return results[0]
 
     def span(self, length, rank):
         """(lo, hi): a rank's range, ceil(length/W) of `length` rows or columns. The last ranks may have fewer
@@ -784,7 +792,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         self.compile, self.ns_dtype, self.world = compile, ns_dtype, world or World()
         self.reset_plan()
         self.skipped_steps = None  # tells add_param_group not to compare: all groups are compared below
-        super().__init__(param_groups, {})
+        self.world.together(lambda: super(MuonAdamW, self).__init__(param_groups, {}))
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.check_and_broadcast(self.param_groups)
         # OneCycleLR and CyclicLR cycle group["momentum"] if the defaults have one; without, they raise errors
@@ -911,11 +919,12 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
 
     @torch.inference_mode(False)  # state that is created in inference mode could not be updated
     @torch.no_grad()
-    def plan(self):
+    def plan(self, reads_state=True):
         """Divide the groups into work items, each group once, when the plan is first needed.
 
         Until then accelerate may move the model, and FSDP2 may replace parameters in the groups. Afterwards
-        this only compares: ValueError if parameters, options or state are not those that were planned.
+        this only compares: ValueError if parameters or options are not those that were planned, nor, if the
+        caller reads the planned state, the tensors in optimizer.state.
         """
         now = []
         for group in self.param_groups:
@@ -933,7 +942,8 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         for group, described in zip(self.param_groups[planned:], now[planned:], strict=True):
             self.plan_group(group)
             self.planned.append(described)
-        optim_state.check_places(self)
+        if reads_state:
+            optim_state.check_places(self)
 
     def plan_group(self, group):
         """Plan the work items of one group. Owners depend only on this group and earlier ones, so a copy, or
@@ -943,6 +953,8 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         for name, param in zip(group["names"], group["params"], strict=True):
             if self.world.size == 1 and is_sharded(param):
                 raise ValueError(f"{name} is a sharded DTensor: use DistMuonAdamW")
+            if is_sharded(param) and local(param).device.type != param.device_mesh.device_type:
+                raise ValueError(f"{name} is offloaded to the CPU: FSDP2's CPUOffloadPolicy is not supported")
             if param.numel():  # an empty parameter has nothing to train
                 params.append(param)
         if not params:
@@ -1021,3 +1033,8 @@ class DistMuonAdamW(MuonAdamW):
         check_choice("comm_dtype", comm_dtype, (None, torch.float32, torch.bfloat16))
         world = World(process_group, comm_dtype) if process_group else World.default(comm_dtype)
         super().__init__(param_groups, compile=compile, ns_dtype=ns_dtype, world=world)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        if self.world.process_group is None:  # pickled in a single process, perhaps unpickled under torchrun
+            self.world = World.default(self.world.comm_dtype)

@@ -20,11 +20,11 @@ from nanomuon.optim_groups import (
     named_parameters,
     option_name,
 )
-from nanomuon.runtime import together
 
 # Options of earlier versions, and their defaults
 REMOVED_OPTIONS = {"row_equilibrate": False, "renormalize": False}
 OPTIONS = {"kind", "ns_steps", *MUON_OPTIONS, *REMOVED_OPTIONS}  # what a loaded group may not change
+STATE_NAMES = {"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "second_momentum_buffer"}
 OUR_KEYS = OPTIONS | REQUIRED["muon"] | REQUIRED["adamw"]  # others are the user's own, or a scheduler's
 
 
@@ -140,6 +140,16 @@ def check_places(optimizer):
                 )
 
 
+def refuse_own_entries(optimizer):
+    """ValueError for entries that a user put into optimizer.state: state by name must load into any world."""
+    for name, param, _ in named_parameters(optimizer.param_groups):
+        if own := optimizer.state.get(param, {}).keys() - optimizer.places.get(param, {}).keys():
+            raise ValueError(
+                f"optimizer.state has {', '.join(map(str, own))} of {name}, which only state_dict() saves: "
+                "keep it elsewhere"
+            )
+
+
 class SavedByName:
     """Saving, loading and copying of an optimizer that has `places`, `plan()` and `reset_plan()`."""
 
@@ -149,8 +159,8 @@ class SavedByName:
         among the options become names. ValueError on every rank if some state exists on only one of several
         ranks.
         """
-        if self.state:  # a copy has state, but maybe no places yet
-            self.plan()
+        if self.state:  # after copy.deepcopy or pickle there is state before the plan
+            self.plan(reads_state=False)  # what is in optimizer.state is saved: Lightning moves it to the CPU
         for name, param, _ in named_parameters(self.param_groups):
             for key, place in self.places.get(param, {}).items():
                 if place.owner is not None and place.world.size > 1:
@@ -173,6 +183,7 @@ class SavedByName:
         Tensors share memory with the optimizer's.
         """
         self.plan()
+        refuse_own_entries(self)
         state = {}
         for name, param, _ in named_parameters(self.param_groups):
             if self.state.get(param):  # empty if other ranks own all of it
@@ -182,6 +193,7 @@ class SavedByName:
     def full_state_dict(self):
         """named_state_dict() with whole tensors on every rank, as copies. Collective."""
         self.plan()
+        refuse_own_entries(self)
         state = {}
         for name, param, _ in named_parameters(self.param_groups):
             if param in self.places:
@@ -201,16 +213,8 @@ class SavedByName:
         state of parameters that no group has. strict=False: missing state is left unchanged; returns its
         [(name, key)].
         """
-        results = []
-
-        def check():  # returns nothing, because `together` would send it to all ranks
-            results.append(self.what_to_load(state_dict, hyperparameters, strict))
-
-        if self.world.process_group is None:
-            check()
-        else:
-            together(check, self.world.process_group)
-        found, missing, unknown, restored = results.pop()
+        checked = self.world.together(lambda: self.what_to_load(state_dict, hyperparameters, strict))
+        found, own, missing, unknown, restored = checked
         if strict and unknown:
             warnings.warn(
                 f"state of {len(unknown)} parameters, such as {min(unknown)}, is not loaded, because no "
@@ -222,6 +226,8 @@ class SavedByName:
         for place, shard in shards:
             if place.tensor is not None:
                 place.tensor.copy_(shard)
+        for param, key, value in own:
+            self.state[param][key] = value.clone() if isinstance(value, torch.Tensor) else value
         for group, numbers in zip(self.param_groups, restored, strict=True):
             group.update(numbers)
         return None if strict else missing
@@ -229,9 +235,9 @@ class SavedByName:
     def what_to_load(self, state_dict, hyperparameters, strict):
         """What load_state_dict will copy. Only state that this rank stores counts as missing.
 
-        Returns [(place, its saved tensor; None if it was saved before the first step)], the missing [(name,
-        key)], the names of parameters that no group has, and new numbers for each group. ValueError as
-        load_state_dict.
+        Returns [(place, its saved tensor; None if it was saved before the first step)], entries that a user
+        put into optimizer.state [(parameter, key, value)], the missing [(name, key)], the names of parameters
+        that no group has, and new numbers for each group. ValueError as load_state_dict.
         """
         check_choice("hyperparameters", hyperparameters, ("restore", "keep"))
         groups = state_dict.get("param_groups")
@@ -241,8 +247,8 @@ class SavedByName:
         restored = [{} for _ in self.param_groups]
         if hyperparameters == "restore":
             restored = [restored_numbers(i, group, groups) for i, group in enumerate(self.param_groups)]
-        found, missing = [], []
-        if state or self.state:  # a copy has state, but maybe no places yet
+        found, own, missing = [], [], []
+        if state or self.state:  # after copy.deepcopy or pickle there is state before the plan
             self.plan()
         if strict and not state:  # saved before the first step
             found = [(place, None) for places in self.places.values() for place in places.values()]
@@ -252,16 +258,19 @@ class SavedByName:
                 # Names in params are from torch's utilities, which have already checked what is missing
                 if not entry and (names_in_params or not param.requires_grad):
                     continue
-                for key, place in self.places.get(param, {}).items():
+                places = self.places.get(param, {})
+                for key, place in places.items():
                     if key in entry:
                         found.append((place, checked(entry[key], place, key, name)))
                     elif place.tensor is not None:
                         missing.append((name, key))
+                others = entry.keys() - places.keys() - STATE_NAMES  # those are another kind's
+                own += [(param, key, entry[key]) for key in others]
         if strict and missing:
             name, key = missing[0]
             raise ValueError(f"the loaded state has no {key} of {name}: {why_missing(state.get(name), key)}")
         ours = {name for name, _, _ in named_parameters(self.param_groups)}
-        return found, missing, state.keys() - ours, restored
+        return found, own, missing, state.keys() - ours, restored
 
     def __getstate__(self):
         """For copy.deepcopy and pickle: omits the plan, which the copy makes again when it needs it."""

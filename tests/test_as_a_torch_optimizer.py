@@ -154,6 +154,22 @@ def test_what_a_user_keeps_in_a_group_is_loaded_as_it_was_saved():
         assert group["schedule"] is loss_of and group["module"] is nn.Linear and group["lr_mult"] == 0.5
 
 
+def test_what_a_user_keeps_in_the_state_is_saved_and_loaded_or_refused():
+    """A step hook may keep an average of each parameter there."""
+    model = build()
+    optimizer, other = MuonAdamW(groups_of(model)), MuonAdamW(groups_of(model))
+    train(model, optimizer, [0])
+    average = optimizer.state[model[0].weight]["average"] = torch.randn(20, 12)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(other.state[model[0].weight]["average"], average)
+    train(model, other, [1])
+    for save in (other.full_state_dict, other.named_state_dict):
+        with pytest.raises(
+            ValueError, match="optimizer.state has average of 0.weight, which only state_dict"
+        ):
+            save()
+
+
 def test_a_group_that_is_refused_is_not_added():
     assert all(run_world(2, refused_group))
 
@@ -305,6 +321,29 @@ def test_a_copy_goes_on_on_all_ranks(how, size):
     assert all(equal(params, of_ranks[0]) for params in of_ranks)
 
 
+def unpickled(group, pickled):
+    optimizer = pickle.loads(pickled)
+    return optimizer.world.size
+
+
+def test_an_optimizer_that_was_pickled_in_one_process_belongs_to_all_ranks():
+    for optimizer, size in ((DistMuonAdamW(groups_of(build())), 4), (MuonAdamW(groups_of(build())), 1)):
+        assert run_world(4, unpickled, pickle.dumps(optimizer)) == [size] * 4
+
+
+def refused_on_the_last(group):
+    groups = groups_of(build())
+    if dist.get_rank(group) == 1:
+        groups[0]["lr"] = -1
+    with pytest.raises(ValueError, match="param group 0.*lr must be finite and not negative, but is -1"):
+        DistMuonAdamW(groups, group)
+    return True
+
+
+def test_a_mistake_on_one_rank_is_refused_on_all():
+    assert all(run_world(2, refused_on_the_last))
+
+
 def as_accelerate_does(group):
     """Load an optimizer without state, fully_shard its model, put the new parameters into its groups."""
     model = build()
@@ -324,6 +363,23 @@ def test_parameters_that_fsdp_replaces_in_the_groups_are_trained():
     for params in run_world(2, as_accelerate_does):
         for ours, expected in zip(params, model.parameters(), strict=True):
             torch.testing.assert_close(ours, expected.detach(), rtol=1e-4, atol=1e-6)
+
+
+def offloaded(group):
+    model = build()
+    shard(model, group)
+    optimizer = DistMuonAdamW(groups_of(model), group)
+    loss_of(model, 0).backward()
+    for param in model.parameters():  # its shards on the CPU, although the mesh is one of GPUs
+        param.device_mesh._device_type = "cuda"
+    with pytest.raises(ValueError, match="0.weight is offloaded to the CPU: FSDP2's CPUOffloadPolicy is not"):
+        optimizer.step()
+    return True
+
+
+def test_offloaded_shards_are_refused():
+    """Their state would be a copy on the GPU, which the steps do not change."""
+    assert all(run_world(2, offloaded))
 
 
 def test_a_model_that_changes_its_dtype_after_its_optimizer_was_built():
@@ -368,6 +424,8 @@ def test_state_that_is_replaced_or_cleared_is_an_error():
     train(model, optimizer, [0])
     kept = optimizer.state[model[0].weight]["momentum_buffer"]
     optimizer.state[model[0].weight]["momentum_buffer"] = torch.zeros_like(kept)
+    # Lightning moves the state to the CPU at the end of its fit(), and may save it after that
+    assert not optimizer.state_dict()["state"][0]["momentum_buffer"].any()
     with pytest.raises(ValueError, match="momentum_buffer of 0.weight was replaced or removed"):
         optimizer.step()
     optimizer.state[model[0].weight]["momentum_buffer"] = kept
