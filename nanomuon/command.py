@@ -42,7 +42,7 @@ class ArgumentParser(argparse.ArgumentParser):
         if unknown:
             flag = unknown[0].partition("=")[0]
             similar = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.7)
-            advice = f"; did you mean {similar[0]}?" if similar else ""
+            advice = f" (did you mean {similar[0]}?)" if similar else ""
             if not similar and any(action.dest == "flags" for action in self._actions):
                 advice = "; flags of base_train go after a --"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")

@@ -152,8 +152,9 @@ def with_both_parts(corpus: Corpus) -> Corpus:
     if found[True] and found[False]:  # few pieces, but of both kinds
         return candidate
     raise InputError(
-        f"corpus {corpus.name} is too small: of {found.total()} different pieces of up to {PIECE:,} "
-        "characters, none would be for training or none for validation (one in 20, by its hash); add text"
+        f"corpus {corpus.name} is too small: its {found.total()} different pieces of up to {PIECE:,} "
+        "characters would all be for training, or all for validation (one in 20, by its hash); add text, "
+        "200 kB or more"
     )
 
 

@@ -26,7 +26,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -75,7 +75,7 @@ class Run:
     forward: the model, compiled or eager: (inputs, targets) -> mean loss. schedule: (initial group, step,
     steps) -> values of the group at this step. initial_groups: the param groups as they were built. mesh:
     that of cut parameters, or None. step: steps done; skipped: those without an update, because a loss or
-    gradient was not finite. plan: as given, but with at least as many steps as have been done.
+    gradient was not finite.
     """
 
     def __init__(
@@ -181,7 +181,12 @@ class Run:
         self.step, self.skipped = position.pop("step"), position.pop("skipped_steps")
         if isinstance(self.optimizer, MuonAdamW):
             self.optimizer.skipped_steps.fill_(self.skipped)
-        self.plan = replace(self.plan, steps=max(self.plan.steps, self.step))  # steps cannot be undone
+        if self.step > self.plan.steps:  # its rates have not fallen: it would end as a half-trained model
+            raise InputError(
+                f"run {self.args.run} has done {self.step} steps, and this command wants {self.plan.steps}: "
+                "give a larger --num-iterations or an earlier checkpoint (--resume step_N), or start over: "
+                "--resume never"
+            )
         print0(f"resuming run {self.args.run} at step {self.step} of {self.plan.steps}")
         return position
 
@@ -245,7 +250,8 @@ class Run:
         documents = sum(entry.documents for entry in manifest.val)
         if documents < ENOUGH:
             print0(
-                f"warning: only {documents} validation documents: their bits per byte say little; add text"
+                f"warning: only {documents} validation documents: their bits per byte say little; add text, "
+                "or divide it into more documents"
             )
         if passes > MOST_PASSES:
             print0("warning: a text this small is memorized after two or three passes: train fewer steps")
@@ -424,8 +430,8 @@ def is_complete(folder: Path, steps: int) -> bool:
     if done < steps:
         return False
     print0(
-        f"run {folder.name} is complete with {done} steps: {folder}/report.md (to evaluate it again: "
-        "scripts.base_eval; to start over: --resume never)"
+        f"run {folder.name} is complete with {done} steps: {folder}/report.md (to train longer: a larger "
+        "--num-iterations; to evaluate it again: scripts.base_eval; to start over: --resume never)"
     )
     report.print_summary(read_json(file))
     return True

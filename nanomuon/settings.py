@@ -247,7 +247,8 @@ def parse_with_record(
         raise InputError(f"{file}: options: {error}") from error
     args = parser.parse_args([*earlier_words, *words])
     own, sha256 = (settings.trained_on.get(key) for key in ("optimizer_file", "optimizer_file_sha256"))
-    its_hash = f"--optimizer-file {own} of SHA-256"  # a recorded path is never opened
+    # A recorded path is never opened
+    its_hash = f"--optimizer-file {own} of SHA-256" if own else "--optimizer-file"
     refuse_changes(
         f"run {args.run} exists with",
         defining(parser, before) | {its_hash: sha256 or "none"},

@@ -105,7 +105,8 @@ def converse(model: GPT, tokenizer: Tokenizer, args: argparse.Namespace) -> None
         raise InputError("--interactive reads prompts from the standard input, which is closed")
     sys.stdin.reconfigure(errors="replace")
     print(
-        "each line begins a document; after an empty line the model begins it; Ctrl-D ends", file=sys.stderr
+        "Type how a text begins. After an empty line, the model begins it. Ctrl-D ends.",
+        file=sys.stderr,
     )
     first_seed = args.seed
     try:

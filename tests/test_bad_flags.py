@@ -42,7 +42,7 @@ def test_help_shows_the_docstring_and_an_unknown_flag_is_one_line(script, main, 
 
 
 REFUSED = [  # script, flags, message
-    ("base_train", "--dpeth=6", "unrecognized arguments: --dpeth=6; did you mean --depth?; see"),
+    ("base_train", "--dpeth=6", "unrecognized arguments: --dpeth=6 (did you mean --depth?); see"),
     ("base_train", "--depth x", "argument --depth: invalid int value: 'x'; see"),
     ("base_train", "--depth 1025", "argument --depth: must be from 1 to 1,024, not 1025; see"),
     ("base_train", "--vocab-size 256", "argument --vocab-size: must be from 257 to"),

@@ -216,7 +216,7 @@ def test_a_few_long_documents_are_cut_into_pieces(tmp_path, training, validation
 def test_a_corpus_that_cannot_be_split_is_refused_before_any_work(tmp_path, monkeypatch, texts, pieces):
     monkeypatch.setattr(shards.Tokenizer, "train", None)
     with refused(
-        f"^corpus path:.*/small is too small: of {pieces} different pieces of up to 4,096 .*add text"
+        f"^corpus path:.*/small is too small: its {pieces} different pieces of up to 4,096 .*add text"
     ):
         shards.prepare_shards(open_corpus(write_corpus(tmp_path / "small", texts)))
 

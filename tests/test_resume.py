@@ -414,6 +414,8 @@ def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
         output = capsys.readouterr().out
         assert said in output and "\nval_bpb: " in output
         assert [row["step"] for row in rows(base, "options")] == [*range(1, far + 1), far]
+    with refused("run options has done 10 steps, and this command wants 6: give a larger --num-iterations"):
+        base_train.main("--run options --resume step_10 --num-iterations 6".split())
     assert rows(base, "options")[10]["lr_multiplier"] == 0.5  # step 11 of 20, not the end of 10
     recorded = read_json(folder / "settings.json")["options"]
     assert recorded["matrix_lr"] == 0.01 and recorded["num_iterations"] == 20

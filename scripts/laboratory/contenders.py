@@ -34,7 +34,7 @@ class Contender:
             self.sha256 = sha256_of(self.source)
         elif self.source != "default":
             raise InputError(
-                f"contender {self.source} is neither default nor a file; contenders/ has AdamW, Muon and more"
+                f"contender {self.source} is neither default nor a file, such as contenders/adamw.py"
             )
         self.build_model, self.dial = names.get("model", GPT), names.get("DIAL")
         of_build = keywords(build, 1, recipe.RATES)
