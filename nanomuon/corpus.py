@@ -4,13 +4,13 @@ A corpus is an ordered list of files, and a file's suffix decides how it is read
 same corpus reads the same documents in the same order. A text file is one document; so is each record of
 .jsonl or .parquet, unless its text is null. Empty documents and copies of earlier ones are skipped (hub
 corpora are assumed to be deduplicated). Files and records that cannot be read raise an error that names the
-first five, unless the caller skips them; the standard library's files in other encodings are always skipped.
+first of each file, unless the caller skips them; the standard library's files in other encodings are always
+skipped.
 """
 
 import contextlib
 import hashlib
 import io
-import itertools
 import json
 import math
 import os
@@ -112,11 +112,16 @@ class Corpus:
         return self.unreadable and not self.skip_unreadable
 
     def describe_unreadable(self) -> str:
-        """How many files and records could not be read so far, and the first five; "" if there are none."""
-        first = [f"{place}: {error}" for place, error in itertools.islice(self.unreadable.items(), 5)]
+        """How many files and records could not be read so far, with the first of each file, at most five; ""
+        if there are none.
+        """
+        first = {}
+        for place, error in self.unreadable.items():
+            first.setdefault(re.sub(" line [0-9]+$|^after ", "", place), f"{place}: {error}")
+        shown = list(first.values())[:5]
         count = len(self.unreadable)
-        which = "" if count == len(first) else ", the first of them"
-        return f"{count:,} files or records cannot be read{which}: {'; '.join(first)}" if count else ""
+        which = "" if count == len(shown) else ", such as"
+        return f"{count:,} files or records cannot be read{which}: {'; '.join(shown)}" if count else ""
 
     def differs(self, name: str, revision: str) -> bool:
         """Whether the texts differ from those that a run recorded under this name and revision."""

@@ -74,6 +74,9 @@ def main(argv: list[str] | None = None) -> int:
     plan = make_plan(args, runtime, settings)
     if args.plan:
         print_plan(plan, runtime)
+        if settings:
+            done = max(checkpoint.saved_steps(folder), default=0)
+            print0(f"run        {folder} exists, its newest checkpoint is of step {done}")
         return 0
     signals = StopSignals(folder)
     if args.resume == "auto" and is_complete(folder, plan.steps):

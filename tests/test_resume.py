@@ -417,6 +417,8 @@ def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
     with refused("run options has done 10 steps, and this command wants 6: give a larger --num-iterations"):
         base_train.main("--run options --resume step_10 --num-iterations 6".split())
     assert rows(base, "options")[10]["lr_multiplier"] == 0.5  # step 11 of 20, not the end of 10
+    assert base_train.main("--run options --plan".split()) == 0
+    assert f"{folder} exists, its newest checkpoint is of step 20\n" in capsys.readouterr().out
     recorded = read_json(folder / "settings.json")["options"]
     assert recorded["matrix_lr"] == 0.01 and recorded["num_iterations"] == 20
     shutil.rmtree(folder / "checkpoints")
