@@ -88,10 +88,11 @@ def find_heads(model):
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             widths.add(module.normalized_shape[-1])
     matrices = [param for param in model.parameters() if param.ndim >= 2]
+    last = matrices[-1] if matrices else None
     heads = []
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.out_features not in widths:
-            if module.out_features in vocabularies or matrices and module.weight is matrices[-1]:
+            if module.out_features in vocabularies or module.weight is last:
                 heads.append(module)
     return heads
 
@@ -370,8 +371,11 @@ def check_values(group):
     else:
         raise ValueError(f"betas must be two numbers, not {group['betas']!r}")
     for key, value in {**values, **averages}.items():
-        is_number = isinstance(value, numbers.Real) or isinstance(value, torch.Tensor) and value.numel() == 1
-        if isinstance(value, bool) or not is_number:
+        if isinstance(value, torch.Tensor):
+            is_number = value.numel() == 1
+        else:
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_number:
             raise ValueError(f"{key} must be a number, but is {value!r}")
         if key in averages and not 0 <= value < 1:
             raise ValueError(f"{key} must be at least 0 and below 1, but is {value}")

@@ -6,6 +6,7 @@ and layout.
 """
 
 import warnings
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -150,6 +151,17 @@ def refuse_own_entries(optimizer):
             )
 
 
+@dataclass
+class ToLoad:
+    """What load_state_dict has found in saved state. Only state that this rank stores counts as missing."""
+
+    found: list  # [(place, its saved tensor; None if it was saved before the first step)]
+    own: list  # [(parameter, key, value)]: entries that a user put into optimizer.state
+    missing: list  # [(name, key)]
+    unknown: set  # names of parameters that no group has
+    numbers: list  # for each group, its new hyperparameters
+
+
 class SavedByName:
     """Saving, loading and copying of an optimizer that has `places`, `plan()` and `reset_plan()`."""
 
@@ -213,32 +225,28 @@ class SavedByName:
         state of parameters that no group has. strict=False: missing state is left unchanged; returns its
         [(name, key)].
         """
-        checked = self.world.together(lambda: self.what_to_load(state_dict, hyperparameters, strict))
-        found, own, missing, unknown, restored = checked
-        if strict and unknown:
+        to_load = self.world.together(lambda: self.what_to_load(state_dict, hyperparameters, strict))
+        if strict and to_load.unknown:
             warnings.warn(
-                f"state of {len(unknown)} parameters, such as {min(unknown)}, is not loaded, because no "
-                "group has them: to train them, call add_param_group first",
+                f"state of {len(to_load.unknown)} parameters, such as {min(to_load.unknown)}, is not loaded, "
+                "because no group has them: to train them, call add_param_group first",
                 stacklevel=3,  # 1 is here, 2 torch.no_grad
             )
         zero = torch.zeros((), device="cpu")  # of state that was saved before the first step
-        shards = [(place, zero if saved is None else place.shard_of(saved)) for place, saved in found]
+        shards = []
+        for place, saved in to_load.found:
+            shards.append((place, zero if saved is None else place.shard_of(saved)))
         for place, shard in shards:
             if place.tensor is not None:
                 place.tensor.copy_(shard)
-        for param, key, value in own:
+        for param, key, value in to_load.own:
             self.state[param][key] = value.clone() if isinstance(value, torch.Tensor) else value
-        for group, numbers in zip(self.param_groups, restored, strict=True):
+        for group, numbers in zip(self.param_groups, to_load.numbers, strict=True):
             group.update(numbers)
-        return None if strict else missing
+        return None if strict else to_load.missing
 
     def what_to_load(self, state_dict, hyperparameters, strict):
-        """What load_state_dict will copy. Only state that this rank stores counts as missing.
-
-        Returns [(place, its saved tensor; None if it was saved before the first step)], entries that a user
-        put into optimizer.state [(parameter, key, value)], the missing [(name, key)], the names of parameters
-        that no group has, and new numbers for each group. ValueError as load_state_dict.
-        """
+        """What load_state_dict will copy. ValueError as load_state_dict."""
         check_choice("hyperparameters", hyperparameters, ("restore", "keep"))
         groups = state_dict.get("param_groups")
         check_form(groups, self.param_groups)
@@ -270,7 +278,7 @@ class SavedByName:
             name, key = missing[0]
             raise ValueError(f"the loaded state has no {key} of {name}: {why_missing(state.get(name), key)}")
         ours = {name for name, _, _ in named_parameters(self.param_groups)}
-        return found, own, missing, state.keys() - ours, restored
+        return ToLoad(found, own, missing, state.keys() - ours, restored)
 
     def __getstate__(self):
         """For copy.deepcopy and pickle: omits the plan, which the copy makes again when it needs it."""

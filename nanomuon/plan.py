@@ -64,10 +64,14 @@ class Plan:
     batch: int  # tokens per optimizer step, over all devices
     steps: int
     layout: Layout
-    data_parallel: int  # how many processes see different rows
     parameters: int
     flops_per_token: int  # in the forward and the backward pass
     memory: int  # bytes on a device at the peak of a step
+
+    @property
+    def data_parallel(self) -> int:
+        """How many processes see different rows."""
+        return self.layout.ranks // self.layout.tensor_parallel
 
     @property
     def micro_steps(self) -> int:
@@ -97,9 +101,9 @@ def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | N
     one_row_each = config.seq_len * data_parallel  # tokens, if every device has one row
     rows = args.device_batch_size
     # Other micro-steps round differently, so in the same world and layout a run keeps its first choice
-    if rows is None and settings and settings.world_size == runtime.world_size:
-        if settings.layout in (None, asdict(layout)):
-            rows = settings.rows
+    same_world = settings and settings.world_size == runtime.world_size
+    if rows is None and same_world and settings.layout in (None, asdict(layout)):
+        rows = settings.rows
     if rows is None:
         if args.total_batch_size:
             rows_per_step = max(1, args.total_batch_size // one_row_each)  # of a device
@@ -119,7 +123,6 @@ def make_plan(args: argparse.Namespace, runtime: Runtime, settings: Settings | N
         batch,
         args.num_iterations or max(1, tokens // batch),
         layout,
-        data_parallel,
         sum(p.numel() for p in model.parameters()),
         model.estimate_flops(),
         sum(memory_by_kind(config, layout, rows, runtime.compute_dtype.itemsize).values()),

@@ -27,7 +27,7 @@ from nanomuon.attention import kernels_in_use, use_flash_attention
 from nanomuon.command import count, output_file, run_command
 from nanomuon.corpus import check_corpus, open_corpus
 from nanomuon.dataloader import TrainLoader
-from nanomuon.plan import make_plan, peak_flops
+from nanomuon.plan import has_compiler, make_plan, peak_flops
 from nanomuon.qk_clip import watch_
 from nanomuon.run import build_optimizer
 from nanomuon.runtime import (
@@ -87,7 +87,7 @@ def step_table(args, runtime):
     config = plan.config
     batch, rows = plan.batch, plan.batch // config.seq_len
     model = parallel.build_model(config, runtime, args.seed)
-    compiles = compile_enabled() and not args.no_compile
+    compiles = compile_enabled() and not args.no_compile and has_compiler(device)
     optimizer, schedule = build_optimizer(args, model, plan, runtime, compiles)
     initial_groups = [dict(group) for group in optimizer.param_groups]
     loader = TrainLoader(data, config.seq_len, rows, plan.rows, 0, 1, args.seed, device)
