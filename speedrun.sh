@@ -2,7 +2,7 @@
 # From nothing to a trained GPT, on the hardware at hand:
 #
 #   bash speedrun.sh           environment -> corpus, tokenizer, shards -> train, evaluate, sample, report
-#   bash speedrun.sh --plan    print what a run would do, its size and memory, and exit (installs the environment first)
+#   bash speedrun.sh --plan    print what a run would do, its size, memory and time, and exit (installs the environment first)
 #   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
 #
 # Without a GPU it takes 4 to 14 minutes on two cores. SIGTERM, SIGHUP and Ctrl-C stop it; a run that has done a step saves first.
@@ -72,7 +72,6 @@ fi
 FLAGS+=(--run "$RUN" --corpus "$CORPUS" ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} --depth "$DEPTH" "$@")
 if [[ " $* " == *" --plan "* ]]; then
     echo "run        $run_dir, trained on $CORPUS$exists"
-    [ "$GPUS $DEPTH $*" != "0 4 --plan" ] || echo "time       4 to 14 minutes on two cores"
     exec "${TRAIN[@]}" "${FLAGS[@]}"
 fi
 

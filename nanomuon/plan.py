@@ -9,7 +9,9 @@ import math
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 
 import torch
 
@@ -17,13 +19,14 @@ from nanomuon import head_loss, parallel, recipe
 from nanomuon.attention import kernels_in_use
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import BATCH_BYTES, assign_owners
-from nanomuon.runtime import InputError, Runtime, compile_enabled, print0
+from nanomuon.runtime import InputError, Runtime, compile_enabled, print0, timed
 from nanomuon.settings import Settings
 from nanomuon.shards import default_vocab_size
 
 FLOAT32 = 4  # bytes of a weight, of its gradient and of each number in the optimizer's state
 FILLED = 0.85  # share of a GPU's memory that a step may take
 FEWEST_COMPILED = 1_000_000  # tokens: shorter runs on a CPU are not compiled
+STEP_TIME = 1.4  # of a step, relative to its FLOPs at the speed of a product: 1.1 to 1.5 (docs/benchmarks.md)
 
 # Dense peak TFLOP/s of bf16 products accumulated in float32, from NVIDIA's data sheets and white papers (half
 # of a figure "with sparsity"), by words in a GPU's name; the last match counts
@@ -248,6 +251,29 @@ def print_plan(plan: Plan, runtime: Runtime) -> None:
         f"dtype      {runtime.dtype_name} (weights float32)\n"
         f"memory     about {plan.memory / 2**30:.2f} GiB per device, without PyTorch itself"
     )
+
+
+def print_time(plan: Plan, runtime: Runtime) -> None:
+    """Print roughly how long the steps will take, by the speed of a product, which this measures."""
+    speed = product_timer(plan.config, plan.rows, runtime)()
+    flops = plan.tokens * plan.flops_per_token / runtime.world_size
+    estimate = timedelta(seconds=round(STEP_TIME * flops / speed))
+    print0(f"time       about {estimate} for the steps, by the speed of matrix products here and now")
+
+
+def product_timer(config: GPTConfig, rows: int, runtime: Runtime) -> Callable[[], float]:
+    """A function that measures the FLOP/s of the first product of an MLP, for a micro-batch of these rows."""
+    options = {"dtype": runtime.compute_dtype, "device": runtime.device}
+    tokens = torch.randn(rows * config.seq_len, config.width, **options)
+    weight = torch.randn(config.width, 4 * config.width, **options)
+    out = tokens @ weight
+
+    def ten_products():
+        for _ in range(10):
+            torch.mm(tokens, weight, out=out)
+
+    flops = 10 * 2 * out.numel() * config.width
+    return lambda: 1000 * flops / timed(ten_products, runtime.device.type)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import re
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -132,6 +133,17 @@ def print_hardware() -> None:
     """Print the number of GPUs and the presets' dtype, for speedrun.sh."""
     count = usable_gpus()
     print(count, "bfloat16" if count or cpu_has_bf16() else "float32")
+
+
+def timed(work, device: str) -> float:
+    """Milliseconds of work(), including what it queues on the device ("cuda" or "cpu")."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - began)
 
 
 def make_deterministic() -> None:

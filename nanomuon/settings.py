@@ -99,7 +99,7 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
         "auto: the newest checkpoint; step_N: that one (deletes later ones); never: delete the run, restart"
     )
     of_launch("--resume", checkpoint_name, "auto", resume)
-    of_launch("--plan", bool, False, "print the run's size and memory, and exit")
+    of_launch("--plan", bool, False, "print the run's size, memory and time, and exit")
     of_launch("--wandb", bool, False, "also log to Weights & Biases (WANDB_MODE=offline works)")
 
     add_data_flags(parser)

@@ -37,7 +37,7 @@ from nanomuon.attention import use_flash_attention
 from nanomuon.command import StopSignals, run_command
 from nanomuon.corpus import check_corpus
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.plan import make_plan, peak_flops, print_plan
+from nanomuon.plan import make_plan, peak_flops, print_plan, print_time
 from nanomuon.qk_clip import clip_
 from nanomuon.report import start_wandb
 from nanomuon.run import Run, is_complete, refuse_other_texts
@@ -74,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     plan = make_plan(args, runtime, settings)
     if args.plan:
         print_plan(plan, runtime)
+        print_time(plan, runtime)
         if settings:
             done = max(checkpoint.saved_steps(folder), default=0)
             print0(f"run        {folder} exists, its newest checkpoint is of step {done}")

@@ -22,7 +22,6 @@ if __name__ == "__main__":
 import os
 import statistics
 import tempfile
-import time
 
 import torch
 import torch.distributed as dist
@@ -39,6 +38,7 @@ from nanomuon.runtime import (
     cpu_has_bf16,
     keep_freed_memory,
     start,
+    timed,
     usable_gpus,
     write_json,
 )
@@ -86,17 +86,6 @@ def build_model(args, seed=0):
         param.data.normal_(0, 0.02, generator=generator)
         param.grad = torch.randn(param.shape, device=args.device, generator=generator)
     return model
-
-
-def timed(run, device):
-    """Milliseconds of one call, including the work that it queues on the device."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - start)
 
 
 def copy_bandwidth(device):

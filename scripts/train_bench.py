@@ -27,7 +27,7 @@ from nanomuon.attention import kernels_in_use, use_flash_attention
 from nanomuon.command import count, output_file, run_command
 from nanomuon.corpus import check_corpus, open_corpus
 from nanomuon.dataloader import TrainLoader
-from nanomuon.plan import has_compiler, make_plan, peak_flops
+from nanomuon.plan import has_compiler, make_plan, peak_flops, product_timer
 from nanomuon.qk_clip import watch_
 from nanomuon.run import build_optimizer
 from nanomuon.runtime import (
@@ -35,6 +35,7 @@ from nanomuon.runtime import (
     compile_enabled,
     make_deterministic,
     start,
+    timed,
     write_json,
 )
 from nanomuon.settings import make_parser
@@ -60,23 +61,6 @@ def main(argv: list[str] | None = None) -> None:
         write_json(args.json, result)
 
 
-def floor_of(model, batch, rows):
-    """A function that returns the milliseconds of a batch's products: it times the MLP's first product 10
-    times, and scales that by FLOPs. batch: in tokens; rows: per micro-step.
-    """
-    config, dtype, device = model.config, model.compute_dtype, model.cos.device
-    tokens = torch.randn(rows * config.seq_len, config.width, dtype=dtype, device=device)
-    weight = torch.randn(config.width, 4 * config.width, dtype=dtype, device=device)
-    out = tokens @ weight
-    share = model.estimate_flops() * batch / (10 * 2 * out.numel() * config.width)
-
-    def run():
-        for _ in range(10):
-            torch.mm(tokens, weight, out=out)
-
-    return lambda: share * optim_bench.timed(run, device.type)
-
-
 def step_table(args, runtime):
     """Print and return the milliseconds of the parts of base_train's step, and of the floor."""
     device = runtime.device
@@ -91,7 +75,7 @@ def step_table(args, runtime):
     optimizer, schedule = build_optimizer(args, model, plan, runtime, compiles)
     initial_groups = [dict(group) for group in optimizer.param_groups]
     loader = TrainLoader(data, config.seq_len, rows, plan.rows, 0, 1, args.seed, device)
-    products = floor_of(model, batch, plan.rows)
+    speed = product_timer(config, plan.rows, runtime)
     newton_schulz = optim_bench.products(optimizer, device.type)
     if args.qk_clip:
         watch_(model, args.qk_clip)
@@ -102,25 +86,26 @@ def step_table(args, runtime):
         """{part: milliseconds} of one step and its floor. backward includes whatever is in no other part."""
         spent = dict.fromkeys(times, 0.0)
 
-        def timed(part, work):
+        def timing(part, work):
             """A function that does the work, and adds the time it took to its part."""
 
             def call(*inputs):
                 results = []
-                spent[part] += optim_bench.timed(lambda: results.append(work(*inputs)), device.type)
+                spent[part] += timed(lambda: results.append(work(*inputs)), device.type)
                 return results[0]
 
             return call
 
         base_train.set_hyperparameters(optimizer, schedule, initial_groups, 0, plan.steps)
-        batches = map(timed("data", next), itertools.repeat(loader))
-        timed_forward = timed("forward", forward)
+        batches = map(timing("data", next), itertools.repeat(loader))
+        timed_forward = timing("forward", forward)
         done = base_train.training_step(
             model, timed_forward, optimizer, batches, plan.micro_steps, None, args.qk_clip
         )
         spent["whole step"], spent["optimizer"] = done.milliseconds, done.optimizer_ms
         spent["backward"] = done.milliseconds - spent["data"] - spent["forward"] - done.optimizer_ms
-        spent["floor"] = products() + optim_bench.timed(newton_schulz, device.type)
+        products = 1000 * batch * plan.flops_per_token / speed()
+        spent["floor"] = products + timed(newton_schulz, device.type)
         return spent
 
     first = one_step()["whole step"]  # compiles
@@ -145,7 +130,7 @@ def step_table(args, runtime):
     print(f"peak memory {result['peak_memory_mb']:,} MB")
     peak = peak_flops(device)
     if peak is not None:
-        result["mfu"] = model.estimate_flops() * batch / seconds / peak
+        result["mfu"] = plan.flops_per_token * batch / seconds / peak
         print(f"MFU {100 * result['mfu']:.1f}%")
     return result
 
