@@ -334,9 +334,11 @@ def fixed_options(group):
 
 
 def as_numbers(value):
-    """A hyperparameter with numbers in place of tensors, which print their device and few digits."""
+    """A group's value with numbers in place of tensors, which print their device and few digits, and which
+    `==` compares one by one.
+    """
     if isinstance(value, torch.Tensor):
-        return value.item()
+        return value.tolist()
     return tuple(map(as_numbers, value)) if isinstance(value, list | tuple) else value
 
 

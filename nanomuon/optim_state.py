@@ -15,6 +15,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tens
 from nanomuon.optim_groups import (
     MUON_OPTIONS,
     REQUIRED,
+    as_numbers,
     check_choice,
     clean_name,
     default_names,
@@ -391,7 +392,7 @@ def restored_numbers(i, group, saved):
                     raise ValueError(f"param group {i} was saved with {key}={value!r}: {keep}")
             elif key not in ("params", "names"):
                 earlier = restored.setdefault(key, value)
-                if earlier is not value and earlier != value:
+                if earlier is not value and as_numbers(earlier) != as_numbers(value):
                     raise ValueError(f"param group {i} would get {key}={earlier!r} and {value!r}: {keep}")
     if group["kind"] == "muon":  # momentum in an AdamW group is a scheduler's
         if restored.get("momentum") == 0 and group["momentum"] is None:

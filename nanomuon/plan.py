@@ -255,7 +255,8 @@ def print_plan(plan: Plan, runtime: Runtime) -> None:
 
 def print_time(plan: Plan, runtime: Runtime) -> None:
     """Print roughly how long the steps will take, by the speed of a product, which this measures."""
-    speed = product_timer(plan.config, plan.rows, runtime)()
+    rows = min(plan.rows, 4)  # enough for the speed of many; another process may be using the GPU's memory
+    speed = product_timer(plan.config, rows, runtime)()
     flops = plan.tokens * plan.flops_per_token / runtime.world_size
     estimate = timedelta(seconds=round(STEP_TIME * flops / speed))
     print0(f"time       about {estimate} for the steps, by the speed of matrix products here and now")

@@ -339,7 +339,9 @@ def test_what_a_load_lacks_is_named_with_its_cause_or_left_as_it_is():
 
 def test_hyperparameters_are_restored_by_name_into_other_groups():
     a, b, c, d, *others = zip("abcdefg", mixed()[0], strict=True)
-    saved = MuonAdamW([muon(a, b, lr=0.3), muon(c, d, lr=0.4), adamw(*others)]).full_state_dict()
+    own = torch.ones(2)  # a user's key
+    groups = [muon(a, b, lr=0.3, own=own), muon(c, d, lr=0.4, own=own.clone()), adamw(*others)]
+    saved = MuonAdamW(groups).full_state_dict()
     optimizer = MuonAdamW([adamw(*others), muon(d), muon(a, b), muon(c)])
     for how, rates in (("keep", [0.01, 0.02, 0.02, 0.02]), ("restore", [0.01, 0.4, 0.3, 0.4])):
         optimizer.load_state_dict(saved, how)
@@ -356,6 +358,10 @@ def test_hyperparameters_are_restored_by_name_into_other_groups():
     ):
         with pytest.raises(ValueError, match=f"group 0 {message}"):
             MuonAdamW([group]).load_state_dict(saved)
+    saved["param_groups"][1]["lr"] = 0.3
+    merged = MuonAdamW([muon(a, c), adamw(*others)])
+    merged.load_state_dict(saved)
+    assert torch.equal(merged.param_groups[0]["own"], own)
 
 
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
