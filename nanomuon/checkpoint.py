@@ -268,7 +268,7 @@ def _read(path, tensors):
     try:
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path))
     except CheckpointException as error:
-        first = next(failure for failure, _ in error.failures.values())
+        first = str(next(failure for failure, _ in error.failures.values())).rstrip(".")
         raise InputError(
             f"{path} cannot be loaded into this model and optimizer: {first}; use the code and flags that "
             "trained it"

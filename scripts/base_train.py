@@ -75,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.plan:
         print_plan(plan, runtime)
         print_time(plan, runtime)
+        if args.optimizer_file:
+            print0(f"optimizer  {args.optimizer_file}, which --plan does not run")
         if settings:
             done = max(checkpoint.saved_steps(folder), default=0)
             print0(f"run        {folder} exists, its newest checkpoint is of step {done}")

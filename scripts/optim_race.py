@@ -75,8 +75,7 @@ def main(argv=None):
     data, batch = args.text or args.corpus, batch_of(setup)
     about = [f"{args.task} ({data}): {setup['steps']} steps of {batch:,} tokens, {setup['dtype']}"]
     for contender in contenders:
-        parameters = sum(param.numel() for param in contender.model(setup, "meta").parameters())
-        about.append(f"{contender.name}: {parameters:,} parameters")
+        about += contender.describe(setup)
     print("\n".join([*about, f"results in {folder}"]), flush=True)
     with locked(folder):
         race = Race(folder / "results.jsonl", setup, place, args.jobs)
@@ -108,7 +107,7 @@ def parse_arguments(argv):
         "--sweep",
         type=number(int, FEWEST_SWEEP, 1 << 20),
         metavar="RUNS",
-        help="first tune each contender, in at most the steps of this many full runs",
+        help=f"first tune each contender, in at most the steps of RUNS full runs, at least {FEWEST_SWEEP}",
     )
     add("--steps", type=count, help="optimizer steps (default: the task's)")
     add("--model", nargs="+", default=[], metavar="KEY=VALUE", help="fields of GPTConfig, for all contenders")

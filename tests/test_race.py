@@ -394,7 +394,8 @@ def test_models_race_in_pairs(lab, tmp_path, capsys, monkeypatch):
             assert torch.equal(param, default[name]), name
     file.write_text(NEW_GATE)
     lab("own.py", name="gate")
-    assert "blocks.0.mlp.gate of contender" in (out := capsys.readouterr().out) and "starts at zero" in out
+    line = "warning: own.py: blocks.0.mlp.gate start at zero, because its model has no init_weights"
+    assert line in capsys.readouterr().out and line in (tmp_path / "races" / "gate" / "race.md").read_text()
     file.write_text("def model(config, compute_dtype): return 5")
     with refused("contender own.py: model.config, compute_dtype. must return a subclass of GPT"):
         lab("own.py")
@@ -466,7 +467,7 @@ def test_the_files_on_the_pages_are_contenders(tmp_path):
     assert {group["beta2"] for group in built if group["kind"] == "muon"} == {0.8}
     assert [group["lr"] for group in built] == [group["lr"] for group in expected]  # told batch and steps
     built = model.initial_model(setup, "cpu", 0)
-    assert type(built.blocks[0].mlp).__name__ == "Gelu"
+    assert type(built.blocks[0].mlp).__name__ == "SwiGLU" and len(model.describe(setup)) == 1  # no warning
 
 
 def made_up(name, seed, score):

@@ -86,14 +86,24 @@ class Contender:
             for name, param in model.named_parameters():
                 if name in values and values[name].shape == param.shape:
                     param.copy_(values[name])
-        for name, module in model.named_modules():
-            new = isinstance(module, torch.nn.Linear) and f"{name}.weight" not in values
-            if new and not module.weight.any():
-                warn(
-                    f"{name} of contender {self.source} starts at zero, and never learns if it is multiplied "
-                    "by another zero: see its init_weights"
-                )
         return model
+
+    def describe(self, setup):
+        """Its number of parameters, and a warning of new layers that start at zero, one fact per line."""
+        known = {name for name, _ in Contender("default").model(setup, "meta").named_parameters()}
+        model = self.initial_model(setup, "cpu", seed=0)
+        facts = [f"{self.name}: {sum(param.numel() for param in model.parameters()):,} parameters"]
+        zeros = []
+        for name, module in model.named_modules():
+            is_new = isinstance(module, torch.nn.Linear) and f"{name}.weight" not in known
+            if is_new and not module.weight.any():
+                zeros.append(name)
+        if zeros:
+            facts.append(
+                f"warning: {self.name}: {', '.join(zeros)} start at zero, because its model has no "
+                "init_weights that fills them; a layer never learns if it is multiplied by another zero"
+            )
+        return facts
 
     def prepare(self, model, setup):
         """(optimizer, its groups as they were built) for a model."""
