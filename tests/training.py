@@ -175,12 +175,13 @@ def _train(environment, argv, output, main):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(environment)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which a run respects
-    from nanomuon.command import run_command
+    from nanomuon import command
     from scripts import base_train
 
     in_brief(setattr)
+    command.PATIENCE = 0  # no torchrun ends the other ranks
     main = main or base_train.main
-    run_command(lambda: main(argv))
+    command.run_command(lambda: main(argv))
 
 
 def rows(base, run):
