@@ -38,8 +38,9 @@ def lines(records):
 def test_python_corpus_is_the_standard_library():
     root, expected = Path(sysconfig.get_path("stdlib")), {}
     for path in sorted(root.rglob("*.py")):
-        text = path.read_bytes().decode("utf-8", errors="ignore").removeprefix("\ufeff")
-        is_utf8 = text.encode() in path.read_bytes()
+        content = path.read_bytes()
+        text = content.decode("utf-8", errors="ignore").removeprefix("\ufeff")
+        is_utf8 = text.encode() in content
         if text and is_utf8 and not {"site-packages", "dist-packages", "__pycache__"} & {*path.parts}:
             expected[text] = True  # once
     assert read("python") == [*expected]

@@ -5,14 +5,15 @@ import errno
 import math
 import os
 import re
-import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from nanomuon import runtime, shards
 from nanomuon.corpus import open_corpus
+from nanomuon.run import Run
 from nanomuon.shards import prepare_shards, read_manifest, read_shards
 from nanomuon.tokenizer import Tokenizer
 from scripts import base_train, data_prep, tok_train
@@ -120,6 +121,7 @@ def test_part_of_a_corpus_grows_into_the_whole(corpus, tmp_path, monkeypatch):
 
 
 def test_training_waits_for_the_first_window(corpus, monkeypatch, capsys):
+    """As long as a process is writing it."""
     monkeypatch.setattr(shards, "WINDOW", 2)
     monkeypatch.setattr(shards, "PATIENCE", 1)
     folder = prepare_shards(corpus, 300)
@@ -130,8 +132,9 @@ def test_training_waits_for_the_first_window(corpus, monkeypatch, capsys):
         shards.write_manifest(folder, replace(whole, train=whole.train[:count], complete_to=None))
 
     show(1)
+    counts = iter([1, 1, 1, 2])  # after each second
+    monkeypatch.setattr(shards, "time", SimpleNamespace(sleep=lambda seconds: show(next(counts))))
     with runtime.locked(folder):
-        threading.Timer(4, show, (2,)).start()
         assert shards.shards_for_training(corpus, 300) == folder and len(read_manifest(folder).train) == 2
     assert capsys.readouterr().out.count(f"waiting for training window 0 of {folder}\n") == 1
 
@@ -160,6 +163,7 @@ def test_data_prep_makes_what_a_training_with_the_same_flags_reads(corpus, tmp_p
         calls.append((corpus.skip_unreadable, vocab_size, max_tokens))
         return prepare_shards(corpus, 301)
 
+    monkeypatch.setattr(Run, "finish", lambda run: 0)
     shape = "--depth 1 --max-seq-len 16 --total-batch-size 48 --device-batch-size 1 --dtype float32".split()
     flags = [*shape, "--run", "mine", "--corpus", corpus.name, "--vocab-size", "301", "--skip-unreadable"]
     assert base_train.main([*flags, "--num-iterations", "2", "--no-compile"]) == 0

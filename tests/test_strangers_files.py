@@ -223,10 +223,10 @@ def test_nothing_of_a_strangers_folder_is_run(made, run_dir, tmp_path):
     # What nobody reads; torch's own reader of checkpoints unpickles the first two
     others = ["checkpoints/step_4/.metadata", "checkpoints/step_4/__0_0.distcp", *names - read]
     commands = [
-        go_on,
         write_text,
         lambda: base_eval.main("--run tiny".split()),
         lambda: export.main(["--run", "tiny", "--to", to]),
+        go_on,  # last: it writes model.safetensors
     ]
     for bombs in (others, ["stranger.py"], *([name] for name in read)):
         shutil.rmtree(run_dir)

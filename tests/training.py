@@ -24,12 +24,12 @@ QUIET = ("--eval-every", "-1", "--save-every", "-1")
 TIMES = ("step_ms", "tokens_per_second", "optimizer_ms")  # these differ between two equal runs
 
 
-def write_corpus(folder):
-    """200 short documents with something to learn in them."""
+def write_corpus(folder, documents=200):
+    """Short documents with something to learn in them."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(50)]
     folder.mkdir(exist_ok=True)
-    for i in range(200):
+    for i in range(documents):
         (folder / f"{i:03}.txt").write_text(" ".join(rng.choices(words, k=80)) + ".\n")
 
 
@@ -175,12 +175,13 @@ def _train(environment, argv, output, main):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(environment)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which a run respects
-    from nanomuon.command import run_command
+    from nanomuon import command
     from scripts import base_train
 
     in_brief(setattr)
+    command.PATIENCE = 0  # no torchrun ends the other ranks
     main = main or base_train.main
-    run_command(lambda: main(argv))
+    command.run_command(lambda: main(argv))
 
 
 def rows(base, run):
