@@ -359,16 +359,15 @@ def test_state_that_no_checkpoint_can_store_ends_a_run_after_its_first_step(base
     assert losses(base, name) == []
 
 
-def test_a_run_saves_when_its_shards_end(base, tmp_path, monkeypatch, capsys):
+def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys):
     """They end within a step, as if data_prep had died; the run resumes at the beginning of that step."""
-    write_corpus(tmp_path / "texts", documents=50)
-    few_steps = ["--total-batch-size", "2048", "--device-batch-size", "16", *QUIET]
-    train(tmp_path, "all-shards", 8, *few_steps)
+    few_steps = ["--total-batch-size", "8192", "--device-batch-size", "64", *QUIET]
+    train(base, "all-shards", 8, *few_steps)
     with monkeypatch.context() as patched:
         patched.setattr(shards.Manifest, "has_window", lambda manifest, window: window == 0)
         patched.setattr(shards, "PATIENCE", -1)
         with refused("no process is writing it: run python -m scripts.data_prep"):
-            train(tmp_path, "few-shards", 8, *few_steps)
+            train(base, "few-shards", 8, *few_steps)
     saved = checkpoint.saved_steps(base / "runs" / "few-shards")
     assert len(saved) == 1 and 0 < saved[0] < 8
     assert f"stopped at step {saved[0]} and saved" in capsys.readouterr().out

@@ -24,12 +24,12 @@ QUIET = ("--eval-every", "-1", "--save-every", "-1")
 TIMES = ("step_ms", "tokens_per_second", "optimizer_ms")  # these differ between two equal runs
 
 
-def write_corpus(folder, documents=200):
-    """Short documents with something to learn in them."""
+def write_corpus(folder):
+    """200 short documents with something to learn in them."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(50)]
     folder.mkdir(exist_ok=True)
-    for i in range(documents):
+    for i in range(200):
         (folder / f"{i:03}.txt").write_text(" ".join(rng.choices(words, k=80)) + ".\n")
 
 
