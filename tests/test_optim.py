@@ -93,7 +93,7 @@ def train_on_ranks(rank, ranks, store, file):
 def test_two_ranks_are_one_process_on_the_mean_gradient(tmp_path):
     train_on_ranks(0, 1, None, tmp_path / "alone")
     arguments = (2, tmp_path / "store", tmp_path / "of-two")
-    torch.multiprocessing.spawn(train_on_ranks, arguments, nprocs=2)
+    torch.multiprocessing.start_processes(train_on_ranks, arguments, nprocs=2, start_method="forkserver")
     alone, first, second = (torch.load(tmp_path / name) for name in ("alone-0", "of-two-0", "of-two-1"))
     for p, q, r in zip(alone, first, second, strict=True):
         torch.testing.assert_close(q, p, rtol=0, atol=1e-12)

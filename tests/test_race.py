@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -166,7 +167,8 @@ def test_a_run_that_cannot_be_saved_races_all_the_same(lab, tmp_path, capsys, mo
 
 
 def killed(pipe):
-    pool = ProcessPoolExecutor(1, FORKS, race.start_worker, (0,))
+    context = multiprocessing.get_context("fork")  # FORKS would start another fork server from here
+    pool = ProcessPoolExecutor(1, context, race.start_worker, (0,))
     pool.submit(hold, pipe).result()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -229,17 +231,17 @@ def test_a_file_that_changes_during_a_race_is_not_mixed_with_what_it_was(lab, tm
     assert lab("own.py", seeds=2) == 2, "the file is another contender now"
 
 
-def test_what_a_file_changes_in_the_library_reaches_no_other_run(text, tmp_path, monkeypatch):
+def test_what_a_file_changes_in_the_library_reaches_no_other_run(lab, tmp_path, monkeypatch):
     """With real processes, one run at a time, for which a pool would use a single process."""
-    monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path))
+    lab("default", name="alone")
+    monkeypatch.setattr(race, "ProcessPoolExecutor", ProcessPoolExecutor)
     monkeypatch.setattr(gpt.MLP, "forward", gpt.MLP.forward)  # the file is run in this process too
     (tmp_path / "patch.py").write_text(
         "from nanomuon import gpt, recipe\n"
         "param_groups = recipe.param_groups\n"
         "gpt.MLP.forward = lambda self, x, *others: 0 * x\n"
     )
-    for name, *raced in ("alone", "default"), ("beside", f"{tmp_path}/patch.py", "default"):
-        optim_race.main([f"--text={text}", *SMALL, "--name", name, "--seeds=1", "--contenders", *raced])
+    lab("patch.py", "default", name="beside")
     (_, alone), (_, patched, beside) = lines_of(tmp_path, "alone"), lines_of(tmp_path, "beside")
     assert patched["contender"] != "default" and patched["score"] != alone["score"]
     assert beside["score"] == alone["score"]

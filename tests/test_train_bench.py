@@ -1,12 +1,16 @@
 """The step benchmark: its parts make up the step."""
 
 import json
+import resource
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import torch
 
-from nanomuon.runtime import read_json
+from nanomuon.runtime import keep_freed_memory, read_json
 from scripts import train_bench
-from tests.training import arguments, call
+from tests.training import arguments
+from tests.worlds import FORKS
 
 
 def test_the_table_of_a_step(base, environment, tmp_path, capsys):
@@ -26,15 +30,15 @@ def test_the_table_of_a_step(base, environment, tmp_path, capsys):
     assert not (base / "runs" / "bench").exists()
 
 
+def page_faults():
+    keep_freed_memory()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):  # the heap grows a few times until one fits, aligned, into freed memory
+        torch.ones(2**24)  # 16,384 pages; glibc keeps freed blocks of up to 32 MiB by itself
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
 def test_freed_memory_is_used_again():
-    script = """
-import resource, torch
-from nanomuon import runtime
-runtime.keep_freed_memory()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(100):  # the heap grows a few times until one fits, aligned, into freed memory
-    torch.ones(2**22)  # 4,096 pages
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
     # in a process of its own: other tests leave threads behind whose page faults would count
-    assert int(call("python", "-c", script).stdout) < 30 * 4096
+    with ProcessPoolExecutor(1, FORKS) as process:
+        assert process.submit(page_faults).result() < 10 * 16_384
