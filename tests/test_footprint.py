@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanomuon import optim, parallel, plan, recipe
+from nanomuon import parallel, plan, recipe
 from nanomuon.gpt import GPTConfig
 from nanomuon.optim import DistMuonAdamW
 from nanomuon.optim_state import local
@@ -12,7 +12,7 @@ from nanomuon.parallel import build_model
 from nanomuon.plan import Layout
 from nanomuon.runtime import Runtime
 from scripts import plan as plan_script
-from tests.worlds import SMALL, run_world
+from tests.worlds import run_world
 
 UNEVEN = GPTConfig(vocab_size=67, seq_len=16, depth=3, width=36, heads=2, kv_heads=2)
 GROUPED = GPTConfig(vocab_size=130, seq_len=16, depth=4, width=64, heads=8, kv_heads=4)
@@ -22,15 +22,6 @@ for fsdp in (False, True):
     for config in (UNEVEN, GROUPED):
         CASES += [(config, Layout(4, fsdp, tensor_parallel)) for tensor_parallel in (1, 2)]
 ROWS = 3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def eager():
-    """Nothing is compiled, as in the worlds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOMUON_COMPILE", "0")
-        patch.setattr(optim, "SMALL", SMALL)
-        yield
 
 
 def nbytes(tensors):

@@ -34,7 +34,7 @@ def test_the_floor_has_the_products_of_a_step():
     assert flops(optim_bench.products(optimizer, "cpu")) == flops(optimizer.step) > 0
 
 
-def test_the_table_of_a_step(tmp_path, monkeypatch, capsys):
+def test_the_table_of_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr(optim_bench, "copy_bandwidth", lambda device: 1.0)  # makes the bytes the floor
     peer, file, trace = tmp_path / "peer.py", tmp_path / "step.json", tmp_path / "trace.json"
     peer.write_text(PEER)

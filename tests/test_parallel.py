@@ -2,7 +2,6 @@
 any layout.
 """
 
-import json
 from unittest import mock
 
 import pytest
@@ -15,7 +14,7 @@ from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.optim_fsdp import local
 from nanomuon.optim_groups import build_param_groups
 from nanomuon.parallel import build_model
-from nanomuon.runtime import Runtime
+from nanomuon.runtime import Runtime, read_json
 from tests.reference import distance
 from tests.training import QUIET, Ranks, losses
 from tests.worlds import run_world
@@ -73,10 +72,10 @@ class Trained:
         return {name: t.full_tensor() if local(t) is not t else t.clone() for name, t in state}
 
 
-def assert_close(ours, theirs, tolerance):
+def assert_close(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name in ours:
-        assert distance(ours[name], theirs[name]) < tolerance, name
+        assert distance(ours[name], theirs[name]) < 1e-9, name
 
 
 def save(group, layout, folder):
@@ -96,11 +95,11 @@ def test_a_checkpoint_of_one_layout_goes_on_in_every_other(before, tmp_path):
     expected = Trained().train(range(3))
     exported, expected = expected.weights(), expected.train(range(3, 6)).weights()
     save(None, None, tmp_path) if before is None else run_world(4, save, before, tmp_path)
-    assert_close(load_file(tmp_path / "model.safetensors"), exported, 1e-9)
-    assert_close(resume(None, None, tmp_path), expected, 1e-9)
+    assert_close(load_file(tmp_path / "model.safetensors"), exported)
+    assert_close(resume(None, None, tmp_path), expected)
     for after in FOUR_RANKS:
         for found in run_world(4, resume, after, tmp_path):
-            assert_close(found, expected, 1e-9)
+            assert_close(found, expected)
 
 
 class Tied(GPT):
@@ -121,7 +120,7 @@ def test_a_tied_head_stays_tied():
     expected = trained_tied(None, None)
     for layout in (FSDP, TP):
         for found in run_world(4, trained_tied, layout):
-            assert_close(found, expected, 1e-9)
+            assert_close(found, expected)
 
 
 LAYOUTS = {  # run: processes, flags
@@ -146,7 +145,7 @@ def test_base_train_in_every_layout_is_the_run_of_one_process(base):
         train(base, run, run)
     expected, in_bf16 = losses(base, "one"), losses(base, "rounded")
     assert len(expected) == 12 and expected[-1] < expected[0] - 0.5
-    summaries = {run: json.loads((base / "runs" / run / "summary.json").read_text()) for run in LAYOUTS}
+    summaries = {run: read_json(base / "runs" / run / "summary.json") for run in LAYOUTS}
     for run in LAYOUTS.keys() - {"rounded"}:
         assert losses(base, run) == pytest.approx(expected, abs=1e-4), run
         assert summaries[run]["val_bpb"] == pytest.approx(summaries["one"]["val_bpb"], abs=2e-4)

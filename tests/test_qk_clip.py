@@ -51,8 +51,8 @@ def test_clipping_brings_every_head_to_tau():
     torch.testing.assert_close((wq, wk), (expected_q, expected_k), rtol=1e-6, atol=0)
 
 
-def loud_model(**fields):
-    model = build(qk_norm=False, **fields)
+def loud_model():
+    model = build(qk_norm=False)
     for block in model.blocks:
         block.attn.q.weight.data *= 4
     watch_(model, 3.0)

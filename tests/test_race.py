@@ -69,7 +69,6 @@ def lab(text, tmp_path, eager, monkeypatch):
     monkeypatch.setattr(race, "ProcessPoolExecutor", Inline)
     monkeypatch.setattr(Inline, "submitted", [])
     monkeypatch.setattr(Inline, "stop_after", math.inf)
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
     def run(*contenders, seeds=1, **flags):
         Inline.submitted.clear()
@@ -124,7 +123,7 @@ def build_optimizer(model):
 
 
 @pytest.mark.parametrize("contender", ["default", "noisy.py"])
-def test_a_run_that_is_cut_off_goes_on_from_its_checkpoint(contender, lab, tmp_path, capsys, monkeypatch):
+def test_a_run_that_is_cut_off_goes_on_from_its_checkpoint(contender, lab, tmp_path, monkeypatch):
     """Two of its evaluations are at steps 25 and 50."""
     (tmp_path / "noisy.py").write_text(NOISY)
     lab(contender, steps=60, name="whole")
@@ -148,22 +147,21 @@ def test_a_run_that_is_cut_off_goes_on_from_its_checkpoint(contender, lab, tmp_p
     assert not (tmp_path / "races/shakespeare/unfinished").exists()
 
 
-def test_a_race_goes_on_if_a_save_finds_no_room(lab, capsys, monkeypatch):
+def test_a_run_that_cannot_be_saved_races_all_the_same(lab, tmp_path, capsys, monkeypatch):
+    """No checkpoint can hold its optimizer's state, or the disk is full."""
+
     def write(path, content):
         raise OSError(28, "No space left", str(path))
 
     monkeypatch.setattr(race, "SAVE_EVERY_S", -1)
-    monkeypatch.setattr(race, "write_json", write)
-    assert lab("default", steps=30) == 1
-    assert "warning: if this run is cut off, it starts again: [Errno 28]" in capsys.readouterr().out
-
-
-def test_a_run_that_cannot_be_saved_races_all_the_same(lab, tmp_path, capsys, monkeypatch):
     listed = NOISY.replace("super().step()", "super().step(); self.state[param]['seen'] = []")
     (tmp_path / "noisy.py").write_text(listed)
-    monkeypatch.setattr(race, "SAVE_EVERY_S", -1)
+    said = "warning: if this run is cut off, it starts again: "
     assert lab("noisy.py", steps=30) == 1
-    assert "warning: if this run is cut off, it starts again: optimizer." in capsys.readouterr().out
+    assert f"{said}optimizer." in capsys.readouterr().out
+    monkeypatch.setattr(race, "write_json", write)
+    assert lab("default", steps=30) == 1
+    assert f"{said}[Errno 28]" in capsys.readouterr().out
 
 
 def killed(pipe):
