@@ -77,16 +77,17 @@ class MetricsLog:
     """Appends rows to metrics.jsonl, one JSON object per line. A logged row survives if the process dies.
 
     folder: the run's. resume_step: None empties the file; otherwise the file keeps the steps up to this one,
-    and the evaluations before it, because a resumed run repeats those at this step. wandb: what start_wandb
+    and the evaluations before it, because a resumed run repeats those at this step. is_lengthened: whether
+    this step was the end, whose evaluation on the whole set will not be repeated. wandb: what start_wandb
     returns, or None.
     """
 
-    def __init__(self, folder: Path, resume_step: int | None = None, wandb=None):
+    def __init__(self, folder: Path, resume_step: int | None = None, wandb=None, is_lengthened=False):
         path, kept = folder / "metrics.jsonl", []
         if resume_step is not None:
             for row in read_rows(path):
-                last = resume_step if "train_loss" in row else resume_step - 1
-                if row["step"] <= last:
+                stays = "train_loss" in row or (is_lengthened and row.get("whole_set"))
+                if row["step"] < resume_step or (row["step"] == resume_step and stays):
                     kept.append(json.dumps(row) + "\n")
         folder.mkdir(parents=True, exist_ok=True)
         write_text(path, "".join(kept))

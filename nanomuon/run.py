@@ -123,7 +123,8 @@ class Run:
         if runtime.rank == 0:
             wandb_id = wandb.id if wandb else settings and settings.wandb_id
             self._write_folder(wandb_id)
-            self.metrics = report.MetricsLog(self.folder, self.step if found else None, wandb)
+            resume_step, is_lengthened = self.step if found else None, self.step < self.plan.steps
+            self.metrics = report.MetricsLog(self.folder, resume_step, wandb, is_lengthened)
         # Those after the step that it resumes from; all, if none could be read and it starts over
         checkpoint.remove(self.folder, self.step if found else -1, args.keep_last)
         self._announce(settings)

@@ -411,10 +411,13 @@ def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
         assert base_train.main(["--run", "options", *flags.split()]) == 0
         output = capsys.readouterr().out
         assert said in output and "\nval_bpb: " in output
-        assert [row["step"] for row in rows(base, "options")] == [*range(1, far + 1), far]
+        expected = [*range(1, 11), 10]  # each length ends with an evaluation
+        if far == 20:
+            expected += [*range(11, 21), 20]
+        assert [row["step"] for row in rows(base, "options")] == expected
     with refused("run options has done 10 steps, and this command wants 6: give a larger --num-iterations"):
         base_train.main("--run options --resume step_10 --num-iterations 6".split())
-    assert rows(base, "options")[10]["lr_multiplier"] == 0.5  # step 11 of 20, not the end of 10
+    assert rows(base, "options")[11]["lr_multiplier"] == 0.5  # step 11 of 20, not the end of 10
     assert base_train.main("--run options --plan".split()) == 0
     assert f"{folder} exists, its newest checkpoint is of step 20\n" in capsys.readouterr().out
     recorded = read_json(folder / "settings.json")["options"]
