@@ -359,7 +359,7 @@ def test_hyperparameters_are_restored_by_name_into_other_groups():
         with pytest.raises(ValueError, match=f"group 0 {message}"):
             MuonAdamW([group]).load_state_dict(saved)
     saved["param_groups"][1]["lr"] = 0.3
-    merged = MuonAdamW([muon(a, c), adamw(*others)])
+    merged = MuonAdamW([muon(a, b, c, d), adamw(*others)])
     merged.load_state_dict(saved)
     assert torch.equal(merged.param_groups[0]["own"], own)
 
