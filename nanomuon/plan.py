@@ -11,7 +11,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 
 import torch
 
@@ -258,7 +257,8 @@ def print_time(plan: Plan, runtime: Runtime) -> None:
     rows = min(plan.rows, 4)  # enough for the speed of many; another process may be using the GPU's memory
     speed = product_timer(plan.config, rows, runtime)()
     flops = plan.tokens * plan.flops_per_token / runtime.world_size
-    estimate = timedelta(seconds=round(STEP_TIME * flops / speed))
+    minutes = STEP_TIME * flops / speed / 60
+    estimate = f"{minutes:,.0f} minutes" if minutes < 100 else f"{minutes / 60:,.0f} hours"
     print0(f"time       about {estimate} for the steps, by the speed of matrix products here and now")
 
 
