@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
 from nanomuon.optim_groups import build_param_groups
@@ -274,9 +275,11 @@ def saved_in_a_world(group):
     optimizer = DistMuonAdamW(groups_of(model), group)
     assert optimizer.state_dict()["state"] == {}, "before the first step, as accelerate asks for it"
     train(model, optimizer, [0], dist.get_rank(group))
+    wrapped = DistributedDataParallel(model, process_group=group)
     other = build()
     other_optimizer = DistMuonAdamW(groups_of(other), group)
     for save in (
+        lambda: get_state_dict(wrapped, optimizer),
         copy.deepcopy(optimizer).state_dict,  # it has state, but has not planned
         lambda: get_state_dict(other, other_optimizer),  # takes a step of zeros first
     ):

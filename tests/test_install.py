@@ -7,6 +7,8 @@ import shutil
 import pytest
 
 import nanomuon
+from nanomuon.optim import DistMuonAdamW, MuonAdamW
+from nanomuon.optim_groups import build_param_groups
 from tests.training import ROOT, call
 
 
@@ -46,6 +48,8 @@ def test_the_optimizer_needs_torch_alone():
 
 
 def test_the_package_has_three_names():
+    assert nanomuon.MuonAdamW is MuonAdamW and nanomuon.DistMuonAdamW is DistMuonAdamW
+    assert nanomuon.build_param_groups is build_param_groups
     assert set(nanomuon.__all__) == {"MuonAdamW", "DistMuonAdamW", "build_param_groups"}
 
 

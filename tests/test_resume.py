@@ -93,7 +93,7 @@ def test_one_process_becomes_two_and_two_become_three(base):
         ranks = Ranks(base, run, 60, *options, processes=processes, small=small)
         if until < 60:
             wait_until(lambda until=until: len(losses(base, "grown")) >= until, ranks.alive)
-            ranks.kill(signal.SIGINT)
+            ranks.kill(signal.SIGTERM)
         assert ranks.join() == [STOPPED if until == 20 else 0] * processes, ranks.output()
         assert f"{ {1: 2, 2: 1, 3: 2}[processes] } rows x" in ranks.output()  # of 6, chosen in each world
     assert losses(base, "grown") == pytest.approx(losses(base, "as-one"), abs=5e-5)
@@ -115,19 +115,21 @@ def test_torchrun_passes_sigterm_on_and_the_same_command_completes(base, whole):
     assert_same_run(base / "runs" / "torchrun", whole[2])
 
 
-def test_a_run_whose_terminal_or_pipe_is_gone_saves_all_the_same(base):
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_run_whose_terminal_or_pipe_is_gone_saves_all_the_same(base, number):
     """For example if a terminal is closed, or after Ctrl-C with `| tee`."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the run would inherit that it is ignored
-    process = launch(base, "closed", 100_000, *QUIET)
-    wait_until(lambda: len(losses(base, "closed")) > 2, lambda: process.poll() is None)
+    run = f"closed-{number.name}"
+    process = launch(base, run, 100_000, *QUIET)
+    wait_until(lambda: len(losses(base, run)) > 2, lambda: process.poll() is None)
     process.stdout.close()
-    process.send_signal(signal.SIGHUP)
+    process.send_signal(number)
     try:
         assert process.wait(60) == STOPPED
     finally:
         process.kill()
-    assert checkpoint.saved_steps(base / "runs" / "closed") == [len(losses(base, "closed"))]
-    assert (base / "runs" / "closed" / "stopped").exists()
+    assert checkpoint.saved_steps(base / "runs" / run) == [len(losses(base, run))]
+    assert (base / "runs" / run / "stopped").exists()
 
 
 def test_a_signal_to_one_rank_in_the_last_step_stops_all(base, tmp_path):

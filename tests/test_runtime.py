@@ -57,31 +57,35 @@ def test_the_cpu_is_used_if_it_is_asked_for(gpu, monkeypatch, name, value):
         runtime.start()
 
 
-CONTRADICTION = "the environment has .*: unset these variables, or start with torchrun"
+@pytest.mark.parametrize(
+    "variables",
+    [dict(WORLD_SIZE="two", RANK="0"), dict(WORLD_SIZE="0", RANK="0"), dict(WORLD_SIZE="2"), dict(RANK="1")],
+)
+def test_variables_of_torchrun_that_contradict_each_other_are_refused(monkeypatch, variables):
+    """A process that took itself for rank 1 would train without printing anything."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with refused("the environment has .*: unset these variables, or start with torchrun"):
+        runtime.start()
 
 
 @without_gpu
-@pytest.mark.parametrize(
-    "variables, said",
-    [
-        (dict(WORLD_SIZE="two", RANK="0"), CONTRADICTION),
-        (dict(WORLD_SIZE="0", RANK="0"), CONTRADICTION),
-        (dict(WORLD_SIZE="2"), CONTRADICTION),
-        (dict(RANK="1"), CONTRADICTION),
-        (dict(LOCAL_RANK="2"), r"process 2 \(from 0\) has no GPU: this machine has 2"),
-        (dict(WORLD_SIZE="2", RANK="1"), "LOCAL_RANK, which chooses the GPU, is not set: start with"),
-    ],
-)
-def test_ranks_that_cannot_be_are_refused(gpu, monkeypatch, variables, said):
-    """On a machine with two GPUs. A process that took itself for rank 1 would print nothing, and two might
-    share a GPU.
-    """
+def test_more_processes_than_gpus_are_refused(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with refused(r"process 2 \(from 0\) has no GPU: this machine has 2"):
+        runtime.start()
+
+
+@without_gpu
+def test_processes_that_would_share_a_gpu_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    for name, value in variables.items():
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    with refused(said):
+    with refused("LOCAL_RANK, which chooses the GPU, is not set: start with torchrun, or set it"):
         runtime.start()
 
 
