@@ -86,8 +86,11 @@ class MetricsLog:
         path, kept = folder / "metrics.jsonl", []
         if resume_step is not None:
             for row in read_rows(path):
-                stays = "train_loss" in row or (is_lengthened and row.get("whole_set"))
-                if row["step"] < resume_step or (row["step"] == resume_step and stays):
+                is_repeated = "train_loss" not in row
+                if is_lengthened and row.get("whole_set"):
+                    is_repeated = False
+                last = resume_step - 1 if is_repeated else resume_step
+                if row["step"] <= last:
                     kept.append(json.dumps(row) + "\n")
         folder.mkdir(parents=True, exist_ok=True)
         write_text(path, "".join(kept))

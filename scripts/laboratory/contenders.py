@@ -90,14 +90,16 @@ class Contender:
 
     def describe(self, setup):
         """Its number of parameters, and a warning of new layers that start at zero, one fact per line."""
-        known = {name for name, _ in Contender("default").model(setup, "meta").named_parameters()}
-        model = self.initial_model(setup, "cpu", seed=0)
+        known = dict(Contender("default").model(setup, "meta").named_modules())
+        model = self.model(setup, "meta")
         facts = [f"{self.name}: {sum(param.numel() for param in model.parameters()):,} parameters"]
-        zeros = []
+        new, zeros = [], []
         for name, module in model.named_modules():
-            is_new = isinstance(module, torch.nn.Linear) and f"{name}.weight" not in known
-            if is_new and not module.weight.any():
-                zeros.append(name)
+            if isinstance(module, torch.nn.Linear) and name not in known:
+                new.append(name)
+        if new:
+            initial = self.initial_model(setup, "cpu", seed=0)
+            zeros = [name for name in new if not initial.get_submodule(name).weight.any()]
         if zeros:
             facts.append(
                 f"warning: {self.name}: {', '.join(zeros)} start at zero, because its model has no "
