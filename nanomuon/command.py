@@ -131,6 +131,7 @@ def run_command(main) -> None:
             os._exit(code)
     if dist.is_initialized():
         dist.destroy_process_group()
+        os._exit(exit_code(code))  # gloo's threads outlive their group, and may abort a normal exit
     sys.exit(exit_code(code))
 
 

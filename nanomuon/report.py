@@ -107,10 +107,11 @@ class MetricsLog:
         if self.wandb is not None:
             self.wandb.log(row, step=row["step"])
 
-    def close(self) -> None:
+    def close(self, code: int = 0) -> None:
+        """code: the run's exit code, which wandb shows as success or failure."""
         self.file.close()
         if self.wandb is not None:
-            self.wandb.finish()
+            self.wandb.finish(exit_code=code)
 
 
 def read_rows(path: Path) -> list[dict]:

@@ -354,7 +354,6 @@ class Run:
     def _write_results(self, val_bpb, core_results, samples):
         """Write the report and summary.json, and print them."""
         plan = self.plan
-        self.metrics.close()
         rows, _ = report.read_metrics(self.folder / "metrics.jsonl")
         summary = report.summarize(rows, val_bpb, plan.steps, plan.tokens, self.runtime)
         summary["parameters"] = sum(p.numel() for p in self.model.parameters())

@@ -99,7 +99,11 @@ def main(argv: list[str] | None = None) -> int:
         if args.resume != "auto":  # it has taken effect; given again, it would undo the steps that follow
             signals.command += " without --resume"
         code = train(run, signals)
-        return run.finish() if code is None else code
+        if code is None:
+            code = run.finish()
+        if runtime.rank == 0:
+            run.metrics.close(code)
+        return code
 
 
 def parse_flags(parser: RunParser, argv: list[str] | None) -> tuple[argparse.Namespace, Settings | None]:
