@@ -161,6 +161,8 @@ def remove(run_dir, last_step: int, keep_last: int) -> None:
     def work():
         steps = saved_steps(run_dir)
         current = [step for step in steps if step <= last_step]
+        if later := steps[len(current) :]:
+            print0(f"removing checkpoints of steps that this run repeats: {', '.join(map(str, later))}")
         for step in set(steps) - set(current[-keep_last:]):
             # Rename it first: a kill may leave half of it
             os.replace(folder / f"step_{step}", folder / f".step_{step}.old")

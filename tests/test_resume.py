@@ -293,6 +293,7 @@ def test_a_recipe_that_has_changed_since_the_last_launch_is_reported(base, monke
     train(base, "changed", 8, *OPTIONS, "--resume", "step_4")
     out = capsys.readouterr().out
     assert "the recipe has changed" not in out
+    assert "removing checkpoints of steps that this run repeats: 8\n" in out
     (before,) = {line for line in out.splitlines() if "from lm_head.weight" in line}
     monkeypatch.setattr(recipe, "adamw_lr_scale", lambda width: 1.0)
     train(base, "changed", 8, *OPTIONS, "--resume", "step_4")

@@ -189,7 +189,7 @@ class Race:
             count = int(budget / len(LENGTHS) / length)
             alive = [trials[:count] for trials in alive]
             steps = math.ceil(length * self.setup["steps"])
-            print(f"tuning: {count} trials each, of {steps} steps", flush=True)
+            print(f"tuning: trials of {steps} steps, for each contender: {count}", flush=True)
             found = self.train(itertools.chain(*alive), [FIRST_TUNING_SEED + rung], steps)
             for trials in alive:
                 trials.sort(key=lambda trial: score(found[trial.name][0]))  # stable: ties keep their order
