@@ -2,7 +2,7 @@
 
     runs/<name>/checkpoints/step_500/
         shard-00001-model-00001-of-00001.safetensors   of the first rank; every rank writes one
-        manifest.json              step, meta, numbers of state and groups, names of the other files
+        manifest.json              step, meta, plain values in state and groups, names of the other files
 
 Tensors go through torch.distributed.checkpoint with its safetensors storage: each rank writes its share of
 the tensors and reads those it needs, so W ranks can load what V ranks saved, row slices (DTensors) included.

@@ -287,7 +287,7 @@ class World:
     Its methods are the collectives of torch.distributed. They start at once and return a Transfer, whose
     `wait()` returns what their docstrings describe after "Receives". reduce_scatter, all_reduce and reduce
     average over the ranks; all_reduce also takes other operations. comm_dtype: the dtype of sent gradients,
-    None for their own (see `wire_dtype`).
+    under FSDP2 also of U and the directions; None for their own (see `wire_dtype`).
     """
 
     process_group: object = None
@@ -705,7 +705,7 @@ class Bank(Matrices, WorkItem):
         """Update the owned matrices, one batch at a time."""
         tensors = self.each_matrix(local)[self.owned]
         params = as_matrices(tensors)
-        # One number per parameter, so a 3-D one has one for all of its matrices, which is repeated
+        # One number per parameter: that of a 3-D parameter is repeated for its matrices
         ok = ok.expand(len(self.owners))[self.owned].view(-1, 1, 1).to(self.dtype)  # (k, 1, 1)
         for batch in self.batches():
             G, P, ok_batch = as_batch(grads[batch]), as_batch(params[batch]), ok[batch]
@@ -714,7 +714,7 @@ class Bank(Matrices, WorkItem):
             U = muon_momentum(G, momentum_buffer, ok_batch, hyper, nesterov=self.group["nesterov"])
             X, gain = self.rule(U, buffers, ok_batch, hyper)
             muon_update(P, X, gain, self.scale, ok_batch, hyper, cautious=self.cautious)
-            # Unless P is a view: as_batch copies several matrices, as_matrices one that is not contiguous
+            # If P is a copy: as_batch copies several matrices, as_matrices one that is not contiguous
             if len(P) > 1 or not tensors[batch.start].is_contiguous():
                 write(P.unbind(), tensors[batch])
 
@@ -781,9 +781,9 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     compile: whether to compile the kernels: True, False, or "auto" (on GPUs only). The environment variable
     NANOMUON_COMPILE overrides it. world: the ranks that share the work (DistMuonAdamW).
 
-    A parameter that has no gradient, or no longer requires one, is skipped: parameter, state and step count
-    do not change. `p.grad` is never modified. If the norm of a gradient is not finite on some rank, the step
-    changes nothing on any rank, and `skipped_steps`, a 0-D tensor, counts it.
+    A parameter that has no gradient on any rank, or no longer requires one, is skipped: parameter, state and
+    step count do not change. `p.grad` is never modified. If the norm of a gradient is not finite on some
+    rank, the step changes nothing on any rank, and `skipped_steps`, a 0-D tensor, counts it.
     """
 
     def __init__(self, param_groups, *, compile="auto", ns_dtype=None, world=None):
@@ -791,7 +791,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         check_choice("compile", compile, (True, False, "auto"))
         self.compile, self.ns_dtype, self.world = compile, ns_dtype, world or World()
         self.reset_plan()
-        self.skipped_steps = None  # tells add_param_group not to compare: all groups are compared below
+        self.skipped_steps = None  # add_param_group compares no ranks yet
         self.world.together(lambda: super(MuonAdamW, self).__init__(param_groups, {}))
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self.check_and_broadcast(self.param_groups)
@@ -822,9 +822,10 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         return cls(build_param_groups(model, muon=muon, adamw=adamw), **settings)
 
     def add_param_group(self, group):
-        group = check_group(group, self.param_groups)
-        if self.skipped_steps is not None:  # not while the constructor adds the first groups
-            self.check_and_broadcast([group])
+        if self.skipped_steps is None:  # the constructor, which checks all groups together
+            return super().add_param_group(check_group(group, self.param_groups))
+        group = self.world.together(lambda: check_group(group, self.param_groups))
+        self.check_and_broadcast([group])
         super().add_param_group(group)
 
     @torch.no_grad()
@@ -923,8 +924,8 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         """Divide the groups into work items, each group once, when the plan is first needed.
 
         Until then accelerate may move the model, and FSDP2 may replace parameters in the groups. Afterwards
-        this only compares: ValueError if parameters or options are not those that were planned, nor, if the
-        caller reads the planned state, the tensors in optimizer.state.
+        this only compares: ValueError if parameters or options differ from those that were planned, or if
+        tensors in optimizer.state were replaced and the caller reads them.
         """
         now = []
         for group in self.param_groups:
@@ -934,7 +935,8 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         for i, described in enumerate(self.planned):
             if i >= len(now) or now[i] != described:
                 raise ValueError(
-                    f"param group {i} has other parameters or options than at the first step. Only lr, "
+                    f"param group {i} has other parameters or options than when it was planned (at the first "
+                    "step, or when state was loaded or requested by name). Only lr, "
                     "momentum, betas, beta2, eps and weight_decay may change, but momentum and beta2 may not "
                     "become None or stop being None (schedulers: cycle_momentum=False). For anything else "
                     'build a new optimizer and load this one\'s state with hyperparameters="keep"'
@@ -997,7 +999,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         largest_first = sorted(banks.values(), key=lambda bank: -math.prod(matrix_shape(bank[0])))
         for bank in largest_first:
             rule = rule_of(group, *matrix_shape(bank[0]), self.ns_dtype)
-            if bank[0].ndim == 3:  # blocks of matrices, like DTensor's Shard(0), as is its state
+            if bank[0].ndim == 3:  # it and its state are divided into blocks, like DTensor's Shard(0)
                 count = len(bank[0])
                 each = -(-count // self.world.size)
                 owners = [i // each for i in range(count)]
@@ -1015,8 +1017,8 @@ class DistMuonAdamW(MuonAdamW):
     process_group: defaults to all ranks; without torch.distributed it is a world of one, which does what
     MuonAdamW does. The group must contain the ranks of all device meshes. The constructor and
     `add_param_group` are collective. comm_dtype: float32 or bfloat16, the dtype in which gradients are
-    reduced and, under FSDP2, U and the directions are sent; by default the gradient's (see
-    `World.wire_dtype`). Under DistributedDataParallel, which averages the gradients, use MuonAdamW.
+    reduced and, under FSDP2, U and the directions are sent; by default the gradient's.
+    Under DistributedDataParallel, which averages the gradients, use MuonAdamW.
 
     Replicated parameters start with rank 0's values (replicas of a sharded parameter, as in HSDP, must
     already be equal), and after every step they are bitwise the same on all ranks, as long as all ranks give

@@ -173,7 +173,9 @@ class SavedByName:
         ranks.
         """
         if self.state:  # after copy.deepcopy or pickle there is state before the plan
-            self.plan(reads_state=False)  # what is in optimizer.state is saved: Lightning moves it to the CPU
+            self.plan(
+                reads_state=False
+            )  # it saves optimizer.state even if replaced: Lightning moves it to the CPU
         for name, param, _ in named_parameters(self.param_groups):
             for key, place in self.places.get(param, {}).items():
                 if place.owner is not None and place.world.size > 1:
@@ -247,7 +249,7 @@ class SavedByName:
         return None if strict else to_load.missing
 
     def what_to_load(self, state_dict, hyperparameters, strict):
-        """What load_state_dict will copy. ValueError as load_state_dict."""
+        """What load_state_dict will copy. Raises ValueError as it does."""
         check_choice("hyperparameters", hyperparameters, ("restore", "keep"))
         groups = state_dict.get("param_groups")
         check_form(groups, self.param_groups)

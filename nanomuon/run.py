@@ -69,8 +69,8 @@ class Summary:
 
 
 class Run:
-    """The same on all ranks, except for the loader's rows, and `metrics`, which only the first one has. All
-    ranks must call its methods.
+    """A training run, from its folder to its report. Every rank has one, and all ranks must call its methods.
+    `metrics` is None except on the first rank.
 
     forward: the model, compiled or eager: (inputs, targets) -> mean loss. schedule: (initial group, step,
     steps) -> values of the group at this step. initial_groups: the param groups as they were built. mesh:
@@ -125,8 +125,8 @@ class Run:
             self._write_folder(wandb_id)
             resume_step, is_lengthened = self.step if found else None, self.step < self.plan.steps
             self.metrics = report.MetricsLog(self.folder, resume_step, wandb, is_lengthened)
-        # Those after the step that it resumes from; all, if none could be read and it starts over
-        checkpoint.remove(self.folder, self.step if found else -1, args.keep_last)
+        # Those after the step that it resumes from, and what killed processes have left
+        checkpoint.remove(self.folder, self.step, args.keep_last)
         self._announce(settings)
         self.forward = self.model
         if compiles:

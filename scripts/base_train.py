@@ -264,7 +264,7 @@ def training_step(
         loss = torch.where(parallel.gradients_finite(model), loss, float("nan"))
 
     # A signal to one rank, or a loss that is not finite on one, counts for all. (2,): the mean loss, and how
-    # many ranks should stop. Filled on the device, because a copy from the host would wait for it
+    # many ranks should stop. Filled on the device: a tensor copied from the host would wait for the device
     agreed = torch.stack([loss, loss.new_full((), signals is not None and signals.asked)])
     if dist.is_initialized():
         dist.all_reduce(agreed)

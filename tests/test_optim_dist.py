@@ -357,6 +357,22 @@ def test_ranks_with_different_parameters_are_an_error_at_construction(change, pa
         assert all(part in error for part in ("ranks differ in parameter", *parts)), error
 
 
+def one_wrong_group(group):
+    """The error of add_param_group if rank 1's group has a misspelled option."""
+    optimizer = DistMuonAdamW(build(MODEL[:1])[1], group)
+    added = build([("adamw", (5,))])[1][0] | {"names": ["added"]}
+    if dist.get_rank(group) == 1:
+        added["weight_dekay"] = added.pop("weight_decay")
+    with pytest.raises(ValueError) as error:
+        optimizer.add_param_group(added)
+    return str(error.value)
+
+
+def test_a_group_that_is_wrong_on_one_rank_is_an_error_on_all():
+    first, second = run_world(2, one_wrong_group)
+    assert first == second and "unknown weight_dekay: did you mean weight_decay?" in first
+
+
 def tensor_rates(group, gap):
     """The error of the constructor if a rate is a tensor that is larger by this gap on rank 1."""
     params, groups = build([("adamw", (5,))])
