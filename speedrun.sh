@@ -3,14 +3,14 @@
 #
 #   bash speedrun.sh           environment -> corpus, tokenizer, shards -> train, evaluate, sample, report
 #   bash speedrun.sh --plan    print what a run would do, its size, memory and time, and exit (installs the environment first)
-#   bash speedrun.sh --matrix-lr 0.03   any other flag goes to scripts.base_train, after those of the preset
+#   bash speedrun.sh --matrix-lr 0.03   flags of scripts.base_train, except those that have a variable below
 #
 # Without a GPU it takes 4 to 14 minutes on two cores. SIGTERM, SIGHUP and Ctrl-C stop it; a run that has done a step saves first.
-# Once training has begun, they end the script with exit code 75. The same command carries on. These variables change the run:
+# Once training has begun, they end the script with exit code 75. The same command resumes the run. These variables change the run:
 #
 #   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (absolute, or relative to this file), hf:ORG/NAME[:CONFIG]
 #   VOCAB_SIZE=1024         a smaller vocabulary, for a small corpus
-#   DEPTH=8                 another depth; width, heads and batch follow
+#   DEPTH=8                 another depth; width and heads follow, on a GPU also the batch
 #   RUN=name                name of the run under $NANOMUON_BASE_DIR/runs
 #   NANOMUON_BASE_DIR=...   where everything is written (~/.cache/nanomuon), except downloads from the hub (HF_HOME)
 #   NANOMUON_PYTHON=...     an interpreter that already has every package (PyTorch 2.11 or newer); nothing is installed
@@ -65,7 +65,7 @@ if [ -e "$run_dir/settings.json" ]; then
     if [[ " ${*/=/ } " == *" --resume never "* ]]; then
         exists="; it exists, and would be deleted"
     else
-        exists="; it exists, and carries on if it is not complete"
+        exists="; it exists, and resumes if it is not complete"
         FLAGS=() # it has recorded its own, perhaps with another length
     fi
 fi
@@ -109,12 +109,12 @@ while :; do # because a signal ends a wait, too
 done
 # torchrun does not pass on the exit codes of its ranks, so they leave a file
 if [ -e "$run_dir/stopped" ] || { [ "$stopped" = yes ] && [ "$code" -ne 0 ]; }; then
-    echo "the run was stopped before its end: $again carries on" || true # the terminal may be gone
+    echo "the run was stopped before its end: $again resumes it" || true # the terminal may be gone
     exit 75
 fi
 if [ "$code" -ne 0 ] && [ -n "${data_prep:-}" ] && ! kill -0 "$data_prep" 2>/dev/null && ! wait "$data_prep"; then
     echo "data_prep failed: $(tail -n 1 "$run_dir.data_prep.log")" >&2
 fi
-[ "$code" -ne 137 ] || echo "the training was killed, perhaps because memory ran out: $again carries on" >&2
+[ "$code" -ne 137 ] || echo "the training was killed, perhaps because memory ran out: $again resumes it" >&2
 [ "$code" -ne 0 ] || echo "done in $SECONDS s; samples are in $run_dir/report.md. More text: $PYTHON -m scripts.sample --run $(printf %q "$RUN") --seed 4"
 exit "$code"

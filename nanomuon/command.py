@@ -175,7 +175,7 @@ class StopSignals:
 
     can_save: whether there is something to save. Until this launch has done a step, and after the run's last
     one, there is not, and a signal ends this process at once. The first rank records the stop in the file
-    `stopped` in the run's folder. how: the words for such a stop, after "stopped". command: what carries on.
+    `stopped` in the run's folder. how: the words for such a stop, after "stopped". command: what resumes it.
     """
 
     def __init__(self, folder: Path):
@@ -220,7 +220,7 @@ class StopSignals:
 
     def stopped(self, how: str) -> int:
         """Print and record that the run stops here. Returns STOPPED."""
-        message = f"stopped {how}; {self.command} carries on"
+        message = f"stopped {how}; {self.command} resumes it"
         self._say(message)
         with contextlib.suppress(OSError):  # if the disk is full, the exit code must do
             if rank() == 0:

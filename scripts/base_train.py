@@ -147,7 +147,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
             )
         except shards.NobodyWrites:  # scripts.data_prep has failed; all ranks get here
             run.save(position)
-            print0(f"stopped at step {run.step} and saved; {signals.command} carries on once there is data")
+            print0(f"stopped at step {run.step} and saved; {signals.command} resumes it once there is data")
             raise
 
         if run.step == first_step:  # it is better to fail now than at the first save

@@ -1,4 +1,4 @@
-"""Prepare the tokenizer and token shards of a corpus. After an interruption, the same command carries on.
+"""Prepare the tokenizer and token shards of a corpus. After an interruption, run the same command again.
 
     python -m scripts.data_prep                                            # the Python standard library
     python -m scripts.data_prep --corpus path:my_texts --vocab-size 8192   # your own text

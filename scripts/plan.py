@@ -4,7 +4,7 @@
     python -m scripts.plan --depth 64 --gpus 512 --shard fsdp --tensor-parallel 8 --gpu-memory 141
 
 It computes everything from shapes (nanomuon/plan.py), without a GPU, data or weights. `rows` is the
-micro-batch: the largest power of two, up to 64, that fits.
+micro-batch: the largest power of two, up to 64, that fits, or 1.
 """
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ final bits per byte, which needs at least seven runs, with three depths and thre
     loss = E + A / N^alpha + B / D^beta       N million parameters of matrices and head, D million tokens
 
 It minimizes relative errors. FLOPs are counted as in PaLM: 6 per weight and token, plus attention. The runs
-are runs/NAME-d2-t500000 under NANOMUON_BASE_DIR. After an interruption, which saves the current run, the same
-command carries on; without --depths it prints the results and the law again.
+are runs/NAME-d2-t500000 under NANOMUON_BASE_DIR. After an interruption, which saves the current run, run the
+same command again; without --depths it prints the results and the law again.
 """
 
 if __name__ == "__main__":

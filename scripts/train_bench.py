@@ -3,8 +3,8 @@
     python -m scripts.train_bench --depth 4 --total-batch-size 4096   # takes base_train's flags
     python -m scripts.train_bench --depth 12 --window-pattern SSSL --json step.json
 
-Of base_train's flags, those for the launch, the length (but for the default batch), evaluations and
-checkpoints have no effect.
+Of base_train's flags, those for the launch, the length (except that it sets the default batch), evaluations
+and checkpoints have no effect.
 
 Step and floor alternate in every round, so a busy machine slows both. It prints medians, the spread (half of
 the rounds lie within it) and the median ratio to the floor of the same round. The floor is the time of the

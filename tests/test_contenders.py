@@ -1,5 +1,5 @@
-"""Every file of contenders/ trains the same on any number of ranks, in pieces, and after a break. Their
-formulas are checked against SVDs and closed forms.
+"""Every file of contenders/ with param groups or a schedule trains the same on any number of ranks, in
+pieces, and after a break. Their formulas are checked against SVDs and closed forms.
 """
 
 import functools

@@ -106,7 +106,7 @@ def test_torchrun_passes_sigterm_on_and_the_same_command_completes(base, whole):
     process.terminate()
     output, _ = process.communicate(timeout=30)
     step = len(losses(base, "torchrun"))
-    line = f"stopped at step {step} and saved; the same command carries on\n"
+    line = f"stopped at step {step} and saved; the same command resumes it\n"
     assert step < 100 and line in output and note.read_text() == line
     assert output.count("stopping after this step; Ctrl-C now ends at once, without saving\n") == 1
     assert checkpoint.saved_steps(base / "runs" / "torchrun")[-1] == step
@@ -146,7 +146,7 @@ def test_a_signal_to_one_rank_in_the_last_step_stops_all(base, tmp_path):
     """
     flags = optimizer_file(tmp_path, "signalled", last_step)
     output = train_on(2, base, "last-step", 3, *QUIET, *flags)
-    assert "stopped before its last evaluation; the same command carries on" in output
+    assert "stopped before its last evaluation; the same command resumes it" in output
     assert checkpoint.saved_steps(base / "runs" / "last-step") == [3]
     assert (base / "runs" / "last-step" / "stopped").exists()
 
@@ -161,7 +161,7 @@ def test_a_signal_during_the_start_ends_it_with_a_line(base, processes, flags):
         ranks.kill(signal.SIGTERM)
         codes = ranks.join(20)
     assert codes == ([STOPPED] if processes == 1 else [0, 0]), ranks.output()
-    line = "stopped with nothing to save; the same command carries on\n"
+    line = "stopped with nothing to save; the same command resumes it\n"
     assert ranks.output().count(line) == 1 and ranks.output().endswith(line)
     assert (base / "runs" / run / "stopped").read_text() == line
 
@@ -193,7 +193,7 @@ def test_a_signal_in_the_first_step_which_may_compile_ends_it_at_once(base):
     ranks = asleep(base, 0, "--resume", "never")
     ranks.kill(signal.SIGINT)
     assert ranks.join(5) == [STOPPED]
-    line = "stopped with nothing to save; the same command without --resume carries on\n"
+    line = "stopped with nothing to save; the same command without --resume resumes it\n"
     assert ranks.output().endswith(line)
 
 
@@ -201,7 +201,7 @@ def test_a_signal_in_the_last_evaluation_ends_it_at_once_with_its_checkpoint(bas
     ranks = asleep(base, awake=5)
     ranks.kill(signal.SIGTERM)
     assert ranks.join(5) == [STOPPED]
-    assert ranks.output().endswith("stopped in its last evaluation; the same command carries on\n")
+    assert ranks.output().endswith("stopped in its last evaluation; the same command resumes it\n")
     assert checkpoint.saved_steps(base / "runs" / "sleeper5") == [5]
 
 

@@ -74,7 +74,7 @@ def test_a_corpus_gets_its_own_tokenizer_and_a_second_call_does_nothing(corpus, 
 
 
 def test_a_full_disk_loses_nothing(corpus, tmp_path, monkeypatch):
-    """The disk is full at every fifth file, and the next call carries on."""
+    """The disk is full at every fifth file, and the next call continues."""
     whole = contents(prepared(corpus))
     monkeypatch.setenv("NANOMUON_BASE_DIR", str(tmp_path / "other"))
     fsync, calls = os.fsync, []

@@ -260,7 +260,7 @@ class Race:
         except BrokenProcessPool as error:
             raise InputError(
                 "a process of the race was killed, perhaps because memory ran out: fewer --jobs need less. "
-                "Finished runs are saved, and the same command carries on"
+                "Finished runs are saved, and the same command continues the race"
             ) from error
         finally:  # told to stop, or a run has failed: finished runs are in the file
             for worker in multiprocessing.active_children():
