@@ -935,11 +935,11 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         for i, described in enumerate(self.planned):
             if i >= len(now) or now[i] != described:
                 raise ValueError(
-                    f"param group {i} has other parameters or options than when it was planned (at the first "
-                    "step, or when state was loaded or requested by name). Only lr, "
-                    "momentum, betas, beta2, eps and weight_decay may change, but momentum and beta2 may not "
-                    "become None or stop being None (schedulers: cycle_momentum=False). For anything else "
-                    'build a new optimizer and load this one\'s state with hyperparameters="keep"'
+                    f"param group {i} has other parameters or options than at the first step or when state "
+                    "was loaded. Only lr, momentum, betas, beta2, eps and weight_decay may change, but momentum "
+                    "and beta2 may not become None or stop being None (schedulers: cycle_momentum=False). "
+                    "Otherwise build a new optimizer and load this one's state with "
+                    'hyperparameters="keep"'
                 )
         for group, described in zip(self.param_groups[planned:], now[planned:], strict=True):
             self.plan_group(group)
