@@ -827,6 +827,8 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         group = self.world.together(lambda: check_group(group, self.param_groups))
         self.check_and_broadcast([group])
         super().add_param_group(group)
+        if group.get("momentum", 0) is None:
+            self.defaults.pop("momentum", None)
 
     @torch.no_grad()
     def check_and_broadcast(self, groups):
@@ -912,7 +914,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     # ---- the plan: work items, and where state lives
 
     def reset_plan(self):
-        self.planned = []  # (id, fixed options, ids and shapes of parameters) of each planned group
+        self.planned = []  # (id, fixed options, ids, shapes and dtypes of parameters) of each planned group
         self.dtype = torch.float32  # the widest dtype of the work items
         self.work_items = []  # in the order of their collectives, the same on all ranks
         self.places = {}  # parameter -> {name of its state: Place}
@@ -929,16 +931,16 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         """
         now = []
         for group in self.param_groups:
-            params = [(id(param), param.shape) for param in group["params"]]
+            params = [(id(param), param.shape, param.dtype) for param in group["params"]]
             now.append((id(group), fixed_options(group), params))
         planned = len(self.planned)
         for i, described in enumerate(self.planned):
             if i >= len(now) or now[i] != described:
                 raise ValueError(
                     f"param group {i} has other parameters or options than at the first step or when state "
-                    "was loaded. Only lr, momentum, betas, beta2, eps and weight_decay may change, but momentum "
-                    "and beta2 may not become None or stop being None (schedulers: cycle_momentum=False). "
-                    "Otherwise build a new optimizer and load this one's state with "
+                    "was loaded. Only lr, momentum, betas, beta2, eps and weight_decay may change, but "
+                    "momentum and beta2 may not become None or stop being None (schedulers: "
+                    "cycle_momentum=False). Otherwise build a new optimizer and load this one's state with "
                     'hyperparameters="keep"'
                 )
         for group, described in zip(self.param_groups[planned:], now[planned:], strict=True):

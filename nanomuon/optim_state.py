@@ -251,10 +251,12 @@ class SavedByName:
     def what_to_load(self, state_dict, hyperparameters, strict):
         """What load_state_dict will copy. Raises ValueError as it does."""
         check_choice("hyperparameters", hyperparameters, ("restore", "keep"))
-        groups = state_dict.get("param_groups")
-        check_form(groups, self.param_groups)
+        check_form(state_dict.get("param_groups"), self.param_groups)
+        groups, by_torch = named_groups(state_dict["param_groups"], self.param_groups)
         state = state_by_name(state_dict["state"], groups)
-        names_in_params = any(isinstance(name, str) for group in groups for name in group.get("params", ()))
+        direction_of = {}
+        for group in groups:
+            direction_of |= dict.fromkeys(group["names"], option_name(group.get("direction")))
         restored = [{} for _ in self.param_groups]
         if hyperparameters == "restore":
             restored = [restored_numbers(i, group, groups) for i, group in enumerate(self.param_groups)]
@@ -264,10 +266,10 @@ class SavedByName:
         if strict and not state:  # saved before the first step
             found = [(place, None) for places in self.places.values() for place in places.values()]
         else:
-            for name, param, _ in named_parameters(self.param_groups):
+            for name, param, group in named_parameters(self.param_groups):
                 entry = state.get(name, {})
-                # Names in params are from torch's utilities, which have already checked what is missing
-                if not entry and (names_in_params or not param.requires_grad):
+                # torch's utilities have already checked what is missing
+                if not entry and (by_torch or not param.requires_grad):
                     continue
                 places = self.places.get(param, {})
                 for key, place in places.items():
@@ -275,8 +277,10 @@ class SavedByName:
                         found.append((place, checked(entry[key], place, key, name)))
                     elif place.tensor is not None:
                         missing.append((name, key))
-                others = entry.keys() - places.keys() - STATE_NAMES  # those are another kind's
-                own += [(param, key, entry[key]) for key in others]
+                # The user's own. STATE_NAMES are another kind's
+                others = entry.keys() - places.keys() - STATE_NAMES
+                if direction_of.get(name) == option_name(group.get("direction")):  # else another rule's
+                    own += [(param, key, entry[key]) for key in others]
         if strict and missing:
             name, key = missing[0]
             raise ValueError(f"the loaded state has no {key} of {name}: {why_missing(state.get(name), key)}")
@@ -320,7 +324,7 @@ def check_form(saved, ours):
                 f"group {i} of the loaded state has no kind or names: MuonAdamW did not save it, or torch's "
                 "utilities fit it to other groups (full_state_dict() loads into any)"
             )
-    theirs = [names_of(group) for group in saved]
+    theirs = [group["names"] for group in saved]
     for i, group in enumerate(ours):
         names = group["names"]
         if names and names == default_names(i, len(names)) and (i >= len(theirs) or theirs[i] != names):
@@ -329,21 +333,53 @@ def check_form(saved, ours):
             )
 
 
-def names_of(group):
-    """The names of a saved group's parameters. torch.distributed.checkpoint.state_dict puts the names of the
-    parameters that it loads into `params`; since the group was saved, some may have been frozen or unfrozen.
+def named_groups(saved, ours):
+    """(the saved groups with `names` parallel to their `params`, whether torch's utilities made `params`).
+
+    torch.distributed.checkpoint.state_dict puts the parameters' names in the whole model there. When it loads
+    state, they are those of our groups, in our order, but `names` are still those that were saved: between
+    the two, parameters may have been frozen, unfrozen or moved.
     """
-    names = group["names"]
-    params = group.get("params", names)
-    return names if set(names).isdisjoint(params) else params
+    groups, by_torch = [], False
+    for i, group in enumerate(saved):
+        names = [clean_name(name) for name in group["names"]]
+        in_model = [clean_name(name) for name in group.get("params", ()) if isinstance(name, str)]
+        if in_model:
+            by_torch = True
+            names = matching_names(in_model, names, ours[i]["names"] if i < len(ours) else [])
+        groups.append(group | {"names": names})
+    return groups, by_torch
+
+
+def matching_names(in_model, saved, ours):
+    """The names, in an optimizer's group, of parameters with the names `in_model`: either those that the
+    group was saved with, or those of our group. ValueError if they may mean other parameters.
+    """
+    if ours and set(ours) <= set(in_model):
+        return in_model  # a tied parameter has several, and one of them in our group
+    for names in (ours, saved):
+        if are_ends(names, in_model) or (names == saved == ours and len(names) == len(in_model)):
+            return names
+    raise ValueError(
+        f"torch's utilities cannot match the names in our groups to those in the model, such as "
+        f"{in_model[0]}, if parameters were frozen, unfrozen or moved: give the groups the model's names, or "
+        "save full_state_dict()"
+    )
+
+
+def are_ends(names, in_model):
+    """Whether each name is the end of the other in the same place: `0.weight` of `body.0.weight`."""
+    if len(names) != len(in_model):
+        return False
+    return all(f".{full}".endswith(f".{name}") for name, full in zip(names, in_model, strict=True))
 
 
 def state_by_name(state, groups):
-    """{name: entry} from state by name, or by the numbers in the groups' `params`."""
+    """{name: entry} from state by name, or by what the groups have in `params`."""
     names = {}
     for group in groups:
-        own = names_of(group)
-        names |= dict(zip(group.get("params", own), own, strict=True))
+        if "params" in group:
+            names |= dict(zip(group["params"], group["names"], strict=True))
     return {clean_name(names.get(key, key)): entry for key, entry in state.items()}
 
 
@@ -384,7 +420,7 @@ def restored_numbers(i, group, saved):
     ours = set(group["names"])
     keep = 'load with hyperparameters="keep"'
     for source in saved:
-        if ours.isdisjoint(map(clean_name, names_of(source))):
+        if ours.isdisjoint(source["names"]):
             continue
         for key, value in source.items():
             if key in OUR_KEYS:

@@ -222,6 +222,69 @@ def test_parameters_are_frozen_or_unfrozen_between_two_runs(when, options):
     run_world(2, frozen_or_unfrozen, when, options)
 
 
+def of_a_part(layers, name="{}.weight".format):
+    """Three matrices in a part of a model, and an optimizer of some of them; the others are frozen."""
+    model = nn.Sequential(nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(3)]))
+    for i in {0, 1, 2} - set(layers):
+        model[0][i].weight.requires_grad_(False)
+    params = [(name(i), model[0][i].weight) for i in layers]
+    return model, MuonAdamW([dict(MUON, params=params)])
+
+
+def save_and_load_a_part(before, after, options, *name):
+    """torch's utilities save an optimizer of the layers `before`, and load into one of the layers `after`.
+    Returns whether each layer that both train has its momentum.
+    """
+    model, optimizer = of_a_part(before, *name)
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    other, other_optimizer = of_a_part(after, *name)
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    set_optimizer_state_dict(other, other_optimizer, saved, options=options)
+    have = []
+    for i in set(before) & set(after):
+        momenta = [
+            each.state[layers[0][i].weight]["momentum_buffer"]
+            for each, layers in ((optimizer, model), (other_optimizer, other))
+        ]
+        have.append(torch.equal(*momenta))
+    return have
+
+
+@pytest.mark.parametrize("options", [{}, {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}])
+def test_parameters_of_a_part_of_a_model_are_found_if_they_were_moved_frozen_or_unfrozen(options):
+    """The optimizer has their names in the part, torch's utilities those in the whole model."""
+    assert save_and_load_a_part([0, 1, 2], [2, 0, 1], StateDictOptions(**options)) == [True] * 3
+    if (
+        not options
+    ):  # the others, which flatten the state, raise torch's errors for other numbers of parameters
+        assert save_and_load_a_part([0, 1, 2], [1, 2], StateDictOptions()) == [True] * 2
+        assert save_and_load_a_part([0, 1], [1, 2], StateDictOptions(strict=False)) == [True]
+    with pytest.raises(ValueError, match="cannot match the names in our groups to those in the model"):
+        save_and_load_a_part([0, 1, 2], [2, 0, 1], StateDictOptions(), "my{}".format)
+
+
+def counting(U, buffers, ok, hyper):
+    buffers["count"].add_(ok)
+    return U, torch.ones_like(ok)
+
+
+counting.buffers = lambda m, n: {"count": (1, 1)}
+
+
+@pytest.mark.parametrize("save", ["state_dict", "named_state_dict", "full_state_dict"])
+def test_state_of_a_rule_is_not_loaded_into_another_rule(save):
+    model = build()
+    optimizer = MuonAdamW([dict(group, direction=counting) for group in groups_of(model)[:1]])
+    train(model, optimizer, [0])
+    other = MuonAdamW(groups_of(build())[:1])
+    other.load_state_dict(getattr(optimizer, save)(), hyperparameters="keep", strict=False)
+    state = other.full_state_dict()["state"]["0.weight"]
+    assert "count" not in state
+    momentum = optimizer.state[model[0].weight]["momentum_buffer"]
+    assert torch.equal(state["momentum_buffer"], momentum)
+
+
 def test_a_step_inside_autocast():
     """Newton-Schulz keeps its own dtype: in bf16 the Gram form, which is used for 12 x 20, is off by 6%."""
     model = build()
@@ -413,6 +476,17 @@ def test_changed_groups_are_followed_before_the_first_step_and_refused_after_it(
     with pytest.raises(ValueError, match="param group 0 has other parameters or options"):
         optimizer.step()
     assert same(late, trained(1))
+
+
+def test_a_parameter_that_changes_its_dtype_after_the_first_step_is_refused():
+    """A bank sends its matrices in one dtype."""
+    model = build()
+    optimizer = MuonAdamW(groups_of(model))
+    train(model, optimizer, [0])
+    model[0].weight.grad = None
+    model[0].weight.data = model[0].weight.data.bfloat16()
+    with pytest.raises(ValueError, match="param group 0 has other parameters or options"):
+        optimizer.step()
 
 
 def test_state_that_is_replaced_or_cleared_is_an_error():

@@ -295,6 +295,10 @@ def test_a_group_without_momentum_has_no_buffer_and_takes_the_state_of_momentum_
         optimizer.load_state_dict(half[0])
     with pytest.raises(ValueError, match="doesn't support|must support momentum"):
         torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+    grown = MuonAdamW([muon(parameter(8, 4))])
+    grown.add_param_group(muon(parameter(8, 4), momentum=None))
+    with pytest.raises(ValueError, match="doesn't support|must support momentum"):
+        torch.optim.lr_scheduler.OneCycleLR(grown, max_lr=0.1, total_steps=9)
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(ValueError, match="param group 0 .* cycle_momentum=False"):
         optimizer.step()
