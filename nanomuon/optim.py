@@ -828,7 +828,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         self.check_and_broadcast([group])
         super().add_param_group(group)
         if group.get("momentum", 0) is None:
-            self.defaults.pop("momentum", None)
+            self.defaults.pop("momentum", None)  # see the constructor
 
     @torch.no_grad()
     def check_and_broadcast(self, groups):

@@ -173,9 +173,8 @@ class SavedByName:
         ranks.
         """
         if self.state:  # after copy.deepcopy or pickle there is state before the plan
-            self.plan(
-                reads_state=False
-            )  # it saves optimizer.state even if replaced: Lightning moves it to the CPU
+            # optimizer.state is saved even if it was replaced: Lightning moves it to the CPU
+            self.plan(reads_state=False)
         for name, param, _ in named_parameters(self.param_groups):
             for key, place in self.places.get(param, {}).items():
                 if place.owner is not None and place.world.size > 1:
@@ -260,7 +259,7 @@ class SavedByName:
         restored = [{} for _ in self.param_groups]
         if hyperparameters == "restore":
             restored = [restored_numbers(i, group, groups) for i, group in enumerate(self.param_groups)]
-        found, own, missing = [], [], []
+        found, own, missing, dropped = [], [], [], set()
         if state or self.state:  # after copy.deepcopy or pickle there is state before the plan
             self.plan()
         if strict and not state:  # saved before the first step
@@ -277,13 +276,17 @@ class SavedByName:
                         found.append((place, checked(entry[key], place, key, name)))
                     elif place.tensor is not None:
                         missing.append((name, key))
-                # The user's own. STATE_NAMES are another kind's
-                others = entry.keys() - places.keys() - STATE_NAMES
-                if direction_of.get(name) == option_name(group.get("direction")):  # else another rule's
+                others = entry.keys() - places.keys() - STATE_NAMES  # those are another kind's
+                if direction_of.get(name) == option_name(group.get("direction")):
                     own += [(param, key, entry[key]) for key in others]
+                else:
+                    dropped |= others
         if strict and missing:
             name, key = missing[0]
             raise ValueError(f"the loaded state has no {key} of {name}: {why_missing(state.get(name), key)}")
+        if dropped:
+            keys = ", ".join(sorted(dropped))
+            warnings.warn(f"{keys}: not loaded, as state of another direction", stacklevel=2)
         ours = {name for name, _, _ in named_parameters(self.param_groups)}
         return ToLoad(found, own, missing, state.keys() - ours, restored)
 
@@ -357,9 +360,10 @@ def matching_names(in_model, saved, ours):
     """
     if ours and set(ours) <= set(in_model):
         return in_model  # a tied parameter has several, and one of them in our group
-    for names in (ours, saved):
-        if are_ends(names, in_model) or (names == saved == ours and len(names) == len(in_model)):
-            return names
+    if are_ends(ours, in_model) or (saved == ours and len(ours) == len(in_model)):
+        return ours
+    if are_ends(saved, in_model):
+        return saved
     raise ValueError(
         f"torch's utilities cannot match the names in our groups to those in the model, such as "
         f"{in_model[0]}, if parameters were frozen, unfrozen or moved: give the groups the model's names, or "
