@@ -250,8 +250,8 @@ def _write(memory: Path, content: Remembered) -> None:
 
 def _local_files(root, suffixes) -> tuple[list[Path], int, dict]:
     """The files to read under `root`, sorted; no hidden or installed ones, no pipes, and none that we write.
-    Follows links, and visits each folder once. Also how many files have other suffixes, and {folder: error}
-    of those that cannot be read.
+    Follows links, and visits each folder once. Also how many files have other suffixes, and {place: error} of
+    those that cannot be reached.
     """
     seen, walk, errors = set(), [(root.parent, [], [root.name])], []
     if root.is_dir():
@@ -269,7 +269,11 @@ def _local_files(root, suffixes) -> tuple[list[Path], int, dict]:
         )
         for name in names:
             file = Path(folder, name)
-            if name.startswith(".") or file.is_fifo():
+            try:
+                if name.startswith(".") or file.is_fifo():
+                    continue
+            except OSError as error:  # its folder may be listed but not opened
+                errors.append(error)
                 continue
             if name.lower().endswith(suffixes):
                 files.append(file)
@@ -336,7 +340,8 @@ def read_texts(path: Path, field: str):
                 yield place, _text_of(record, field)
             except (ValueError, RecursionError) as error:
                 yield place, error
-    except (OSError, ValueError) as error:
+    # The last two from parquet
+    except (OSError, ValueError, NotImplementedError, OverflowError) as error:
         yield place if place == str(path) else f"after {place}", error
 
 

@@ -217,7 +217,7 @@ def _write_missing(folder, corpus, vocab_size, tokenizer, max_tokens):
         # whole windows, so that the rows of a window do not depend on max_tokens
         for kind, wanted, multiple in (("val", 1, 1), ("train", max_tokens, WINDOW)):
             entries = getattr(manifest, kind)
-            shards = _encoded_shards(corpus, kind, sum(entry.documents for entry in entries), tokenizer, pool)
+            shards = _encoded_shards(corpus, kind, folder, manifest, tokenizer, pool)
             while count_tokens(entries) < wanted or len(entries) % multiple:
                 encoded = next(shards, None)
                 if encoded is None:  # the corpus ends
@@ -237,14 +237,22 @@ def _write_missing(folder, corpus, vocab_size, tokenizer, max_tokens):
     write_manifest(folder, manifest)
 
 
-def _encoded_shards(corpus, kind, skipped, tokenizer, pool):
-    """Yield the documents of each shard of a kind, without the first `skipped` documents.
+def _encoded_shards(corpus, kind, folder, manifest, tokenizer, pool):
+    """Yield the documents of each shard of a kind, without those that the folder has.
 
-    Each document is a future of its tokens: the pool's workers encode while this keeps reading.
+    Each document is a future of its tokens: the pool's workers encode while this keeps reading. InputError if
+    the last document of the folder is another one, because files that could not be read then now can be.
     """
     texts = (text for text, is_validation in corpus.documents() if is_validation == (kind == "val"))
+    entries, last = getattr(manifest, kind), None
+    for text in itertools.islice(texts, sum(entry.documents for entry in entries)):
+        last = text
+    if entries:
+        tokens, starts = read_shards(folder, manifest, kind, (len(entries) - 1) // WINDOW)
+        if last is None or not np.array_equal(tokens[starts[-1] :], tokenizer.encode_to_numpy(last)):
+            raise InputError(f"{folder} was begun with other texts of corpus {corpus.name}: {WRITE_AGAIN}")
     encoded, size = [], 0
-    for text in itertools.islice(texts, skipped, None):
+    for text in texts:
         encoded.append(pool.submit(tokenizer.encode_to_numpy, text))
         size += len(text.encode())
         if size >= SHARD_BYTES:

@@ -34,7 +34,7 @@ def main(argv=None):
     args = of_training(argv[1:]) if for_training else own_parser().parse_args(argv)
     corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
     others = f", {corpus.others:,} others skipped" if corpus.others else ""
-    print(f"corpus {corpus.name}: {len(corpus.files):,} files with text{others}")
+    print0(f"corpus {corpus.name}: {len(corpus.files):,} files with text{others}")
     folder = shards.prepare_shards(corpus, args.vocab_size, max_tokens=args.max_tokens)
     if args.text_field and not for_training:  # a run records its field itself
         remember(corpus)
@@ -42,7 +42,7 @@ def main(argv=None):
     for kind, entries in (("train", manifest.train), ("val", manifest.val)):
         documents = sum(entry.documents for entry in entries)
         tokens = shards.count_tokens(entries)
-        print(f"{kind}: {tokens:,} tokens of {documents:,} documents in {len(entries)} shards")
+        print0(f"{kind}: {tokens:,} tokens of {documents:,} documents in {len(entries)} shards")
     if manifest.unreadable:
         print0(f"left out: {manifest.unreadable}")
     print0(f"shards: {folder}")

@@ -136,6 +136,7 @@ BROKEN = {  # file: (content, what else the message names)
     "torn.jsonl.zst": (zstandard.compress(GOOD)[:-50], ""),
     "no_text.parquet": (parquet(body=["a"]), "'text' of {'body': 'a'}"),
     "torn.parquet": (parquet(text=["a"])[:-20], ""),
+    "far.parquet": (parquet(day=pa.array([2**60], pa.date64())), ""),
 }
 
 
@@ -161,6 +162,9 @@ def test_a_folder_that_cannot_be_listed_is_named_or_left_out(tmp_path, monkeypat
         return scandir(folder)
 
     monkeypatch.setattr(os, "scandir", refuse)
+    (tmp_path / "a.txt").symlink_to("a" * 300)  # like the files of a folder that can be listed but not opened
+    assert "a.txt: [Errno 36] File name too long" in open_corpus(f"path:{tmp_path}").describe_unreadable()
+    (tmp_path / "a.txt").unlink()
     for name in (f"path:{tmp_path}", f"path:{tmp_path}/closed"):
         with refused(": 1 files .*closed: .*Permission denied.*; repair"):
             read(name)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from nanomuon import corpus as corpus_module
 from nanomuon import runtime, shards
 from nanomuon.corpus import open_corpus
 from nanomuon.run import Run
@@ -98,6 +99,29 @@ def test_texts_that_change_while_they_are_read_leave_nothing(corpus, tmp_path):
     with refused("changed while they were read: run it again"):
         prepare_shards(corpus, 300)
     assert not [*tmp_path.glob("base/*/*/*")]
+
+
+def test_shards_are_not_continued_with_a_text_that_could_not_be_read_when_they_were_begun(
+    corpus, tmp_path, monkeypatch
+):
+    """Documents would otherwise be missing, and others be there twice."""
+    (tmp_path / "texts" / "!.txt").write_text(next(text for text in TEXTS if not is_validation(text)) + "!")
+    corpus, read_texts = open_corpus(corpus.name, skip_unreadable=True), corpus_module.read_texts
+
+    def without_text_files(path, field):
+        return (
+            [(str(path), OSError(errno.EIO, "I/O error"))]
+            if path.suffix == ".txt"
+            else read_texts(path, field)
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus_module, "read_texts", without_text_files)
+        folder = prepared(corpus, max_tokens=1)
+    before = contents(folder)
+    with refused("was begun with other texts of corpus path:.*: delete its folder and run"):
+        prepared(corpus)
+    assert contents(folder).keys() == before.keys()
 
 
 def test_part_of_a_corpus_grows_into_the_whole(corpus, tmp_path, monkeypatch):
