@@ -271,7 +271,7 @@ def open_bundle(place: str) -> list[Task]:
                 remove_unfinished(archive.parent, archive.name)
                 fetch(place, archive)
         return read_zip(archive)
-    path = Path(place).expanduser()
+    path = Path(os.path.expanduser(place))  # Path.expanduser() raises if there is no such user
     if not path.exists():
         raise InputError(f"no bundle for CORE at {place}: give a folder, a zip or the URL of a zip")
     return read_tasks(path) if path.is_dir() else read_zip(path)

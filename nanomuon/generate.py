@@ -54,7 +54,7 @@ def draw(
     if not largest.isfinite().all():
         raise InputError("this model has diverged: its logits are not finite. Use an earlier --checkpoint")
     if temperature < 1e-30:  # dividing by it could give 0 / 0
-        return tokens[:, 0].tolist()
+        return logits.argmax(-1).tolist()  # of equal ones the first: topk() would take any
     probabilities = torch.softmax((values - largest) / temperature, -1)
     if top_p < 1:
         of_likelier_tokens = probabilities.cumsum(-1) - probabilities

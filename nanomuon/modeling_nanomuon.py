@@ -44,6 +44,8 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         fields = [field.name for field in dataclasses.fields(GPTConfig)]
         self.model = GPT(GPTConfig(**{name: getattr(config, name) for name in fields}))
+        if not self.model.wte.weight.is_meta:  # from_config(); from_pretrained() loads weights later
+            self.model.init_weights(0)
         self.post_init()
 
     def _init_weights(self, module):
@@ -82,6 +84,8 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
             cache = past_key_values
         if cache is None and use_cache:
             cache = Cache(model.config, B, device)
+        if not isinstance(cache, Cache | None):
+            raise ValueError(f"past_key_values cannot be a {type(cache).__name__}: the model makes its own")
         is_text = input_ids.new_ones(B, T) if attention_mask is None else attention_mask[:, -T:].long()
         # The model reads rows from their first token on, so move padding to the end, where no text sees it
         order = is_text.argsort(dim=1, descending=True, stable=True)  # (B, T)

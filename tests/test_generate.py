@@ -72,6 +72,9 @@ def test_a_token_is_drawn_from_the_likeliest_that_top_k_and_top_p_leave():
     ):
         assert set(draw(logits, 1.0, top_k, top_p, generators)) == kept
     assert set(draw(logits, 1e-300, 9, 1.0, generators)) == {1}
+    ties = torch.randint(4, (400, 100)).float()
+    for top_k in (1, 50):
+        assert draw(ties, 0.0, top_k, 1.0, generators) == ties.argmax(-1).tolist()
     draws = torch.tensor([draw(logits, 0.5, 9, 1.0, generators) for _ in range(10)])
     frequency = torch.bincount(draws.flatten(), minlength=4) / 4000
     assert (frequency - torch.softmax(logits[0] / 0.5, -1)).abs().max() < 0.03

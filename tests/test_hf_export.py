@@ -77,6 +77,19 @@ def test_logits_are_ours_whole_and_in_parts(exported, shape):
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_new_model_is_initialized_and_another_cache_is_refused(exported):
+    _, folder = exported["plain"]
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    expected = build(vocab_size=TOKENIZER.vocab_size, seq_len=32, **SHAPES["plain"])
+    expected.init_weights(0)
+    tokens = torch.randint(TOKENIZER.vocab_size, (2, 9))
+    torch.testing.assert_close(model(tokens).logits, expected(tokens), rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="cannot be a DynamicCache: the model makes its own"):
+        model(tokens, past_key_values=transformers.DynamicCache())
+
+
 TEXTS = ["def return import self", "x", "for in the value of"]
 
 
