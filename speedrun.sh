@@ -5,7 +5,7 @@
 #   bash speedrun.sh --plan    print what a run would do, its size, memory and time, and exit (installs the environment first)
 #   bash speedrun.sh --matrix-lr 0.03   flags of scripts.base_train, except those that have a variable below
 #
-# Without a GPU it takes 4 to 14 minutes on two cores. SIGTERM, SIGHUP and Ctrl-C stop it; a run that has done a step saves first.
+# Without a GPU it takes 3 to 14 minutes on two cores. SIGTERM, SIGHUP and Ctrl-C stop it; a run that has done a step saves first.
 # Once training has begun, they end the script with exit code 75. The same command resumes the run. These variables change the run:
 #
 #   CORPUS=path:my_texts    another corpus: python, path:FILE_OR_FOLDER (absolute, or relative to this file), hf:ORG/NAME[:CONFIG]
@@ -42,7 +42,7 @@ case $GPUS in
     0)
         CORPUS=${CORPUS:-python} DEPTH=${DEPTH:-4}
         FLAGS=(--total-batch-size 4096 --eval-every 100 --eval-tokens 32768 --save-every 50)
-        # As many steps as two cores can do in 4 to 14 minutes (docs/benchmarks.md), unless a flag sets the length
+        # As many steps as two cores can do in 3 to 14 minutes (docs/benchmarks.md), unless a flag sets the length
         [[ " ${*/=/ } " == *" --target-"* ]] ||
             FLAGS+=(--num-iterations "$([ "$DTYPE" = bfloat16 ] && echo 480 || echo 300)")
         ;;
