@@ -360,10 +360,12 @@ def matching_names(in_model, saved, ours):
     """
     if ours and set(ours) <= set(in_model):
         return in_model  # a tied parameter has several, and one of them in our group
-    if are_ends(ours, in_model) or (saved == ours and len(ours) == len(in_model)):
+    if are_ends(ours, in_model):
         return ours
     if are_ends(saved, in_model):
         return saved
+    if saved == ours and len(ours) == len(in_model):  # names of the user's own, or none: the same group
+        return ours
     raise ValueError(
         f"torch's utilities cannot match the names in our groups to those in the model, such as "
         f"{in_model[0]}, if parameters were frozen, unfrozen or moved: give the groups the model's names, or "

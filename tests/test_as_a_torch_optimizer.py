@@ -243,11 +243,9 @@ def save_and_load_a_part(before, after, options, *name):
     set_optimizer_state_dict(other, other_optimizer, saved, options=options)
     have = []
     for i in set(before) & set(after):
-        momenta = [
-            each.state[layers[0][i].weight]["momentum_buffer"]
-            for each, layers in ((optimizer, model), (other_optimizer, other))
-        ]
-        have.append(torch.equal(*momenta))
+        momentum = optimizer.state[model[0][i].weight]["momentum_buffer"]
+        loaded = other_optimizer.state[other[0][i].weight]["momentum_buffer"]
+        have.append(torch.equal(loaded, momentum))
     return have
 
 
@@ -255,9 +253,7 @@ def save_and_load_a_part(before, after, options, *name):
 def test_parameters_of_a_part_of_a_model_are_found_if_they_were_moved_frozen_or_unfrozen(options):
     """The optimizer has their names in the part, torch's utilities those in the whole model."""
     assert save_and_load_a_part([0, 1, 2], [2, 0, 1], StateDictOptions(**options)) == [True] * 3
-    if (
-        not options
-    ):  # the others, which flatten the state, raise torch's errors for other numbers of parameters
+    if not options:  # torch flattens the state for the others, and raises errors for other parameters
         assert save_and_load_a_part([0, 1, 2], [1, 2], StateDictOptions()) == [True] * 2
         assert save_and_load_a_part([0, 1], [1, 2], StateDictOptions(strict=False)) == [True]
     with pytest.raises(ValueError, match="cannot match the names in our groups to those in the model"):

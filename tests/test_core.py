@@ -220,6 +220,11 @@ def test_a_damaged_bundle_is_refused(tmp_path, name, before, after, complaint):
         core.open_bundle(str(tmp_path))
 
 
+def test_a_bundle_in_the_home_of_an_unknown_user_is_refused():
+    with refused("no bundle for CORE at ~no-such-user/x: give a folder"):
+        core.open_bundle("~no-such-user/x")
+
+
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """The address of a server for the files in tmp_path, which also contains the base folder."""

@@ -109,11 +109,9 @@ def test_shards_are_not_continued_with_a_text_that_could_not_be_read_when_they_w
     corpus, read_texts = open_corpus(corpus.name, skip_unreadable=True), corpus_module.read_texts
 
     def without_text_files(path, field):
-        return (
-            [(str(path), OSError(errno.EIO, "I/O error"))]
-            if path.suffix == ".txt"
-            else read_texts(path, field)
-        )
+        if path.suffix == ".txt":
+            return [(str(path), OSError(errno.EIO, "I/O error"))]
+        return read_texts(path, field)
 
     with monkeypatch.context() as patch:
         patch.setattr(corpus_module, "read_texts", without_text_files)
