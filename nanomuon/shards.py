@@ -46,6 +46,10 @@ PATIENCE = 30  # seconds to wait for a process to start writing missing shards
 WRITE_AGAIN = "delete its folder and run scripts.data_prep"
 
 
+class MissingShards(InputError):
+    """Shards that nobody is writing, or that cannot be read. The message says what to do."""
+
+
 @dataclass
 class Entry:
     """A shard in the manifest."""
@@ -96,8 +100,8 @@ def write_shard(path: Path, documents: list[np.ndarray]) -> None:
 def read_shards(folder, manifest: Manifest, kind: str, window: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """The concatenated documents of a window of shards.
 
-    Returns (tokens (n,) uint16 or uint32, starts (documents,) int64). InputError names a file that cannot be
-    read.
+    Returns (tokens (n,) uint16 or uint32, starts (documents,) int64). MissingShards names a file that cannot
+    be read.
     """
     entries = getattr(manifest, kind)
     numbers = range(len(entries))[window * WINDOW : (window + 1) * WINDOW]
@@ -111,7 +115,7 @@ def read_shards(folder, manifest: Manifest, kind: str, window: int = 0) -> tuple
                 tokens, starts = (file.get_tensor(name).numpy() for name in ("tokens", "starts"))
             check_shard(tokens, starts, entries[number], manifest.vocab_size)
         except (SafetensorError, OSError, ValueError, TypeError) as error:
-            raise InputError(f"shard {path} cannot be read ({error}): {WRITE_AGAIN}") from error
+            raise MissingShards(f"shard {path} cannot be read ({error}): {WRITE_AGAIN}") from error
         all_tokens.append(tokens)
         all_starts.append(starts + base)
         base += len(tokens)
@@ -290,12 +294,8 @@ def being_written(folder: Path) -> bool:
         return True
 
 
-class NobodyWrites(InputError):
-    """Shards are missing, and no process is writing them. All ranks miss them in the same micro-batch."""
-
-
 def wait_for_window(folder: Path, window: int) -> Manifest:
-    """The manifest, once it has the window. NobodyWrites, which says what to do, if nobody is writing it."""
+    """The manifest, once it has the window. MissingShards if nobody is writing it."""
     busy = 0  # the last second with a writer; one that starts together with us takes the lock a bit later
     for second in itertools.count():
         manifest = read_manifest(folder)
@@ -306,7 +306,7 @@ def wait_for_window(folder: Path, window: int) -> Manifest:
         if being_written(folder):
             busy = second
         elif second - busy > PATIENCE:
-            raise NobodyWrites(
+            raise MissingShards(
                 f"{folder} is incomplete and no process is writing it: run python -m scripts.data_prep -- "
                 "FLAGS, with the flags of the run"
             )

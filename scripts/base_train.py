@@ -145,7 +145,7 @@ def train(run: Run, signals: StopSignals) -> int | None:
                 args.qk_clip,
                 signals,
             )
-        except shards.NobodyWrites:  # scripts.data_prep has failed; all ranks get here
+        except shards.MissingShards:  # scripts.data_prep has failed, or a file is gone; on all ranks
             run.save(position)
             print0(f"stopped at step {run.step} and saved; {signals.command} resumes it once there is data")
             raise

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanomuon import checkpoint, recipe, runtime, shards
+from nanomuon import checkpoint, dataloader, recipe, runtime, shards
 from nanomuon.command import STOPPED
 from nanomuon.corpus import open_corpus
 from nanomuon.run import Run
@@ -362,20 +362,33 @@ def test_state_that_no_checkpoint_can_store_ends_a_run_after_its_first_step(base
     assert losses(base, name) == []
 
 
-def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys):
-    """They end within a step, as if data_prep had died; the run resumes at the beginning of that step."""
+@pytest.mark.parametrize("damage", ["data_prep died", "a file is gone"])
+def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys, damage):
+    """They end within a step; the run resumes at the beginning of that step."""
     few_steps = ["--total-batch-size", "8192", "--device-batch-size", "64", *QUIET]
+    name, said = damage.replace(" ", "-"), "no process is writing it: run python -m scripts.data_prep"
+    read_shards, already_read = dataloader.read_shards, set()
+
+    def once(folder, manifest, kind, window=0):
+        there = folder / "gone" if kind in already_read else folder
+        already_read.add(kind)
+        return read_shards(there, manifest, kind, window)
+
     train(base, "all-shards", 8, *few_steps)
     with monkeypatch.context() as patched:
-        patched.setattr(shards.Manifest, "has_window", lambda manifest, window: window == 0)
-        patched.setattr(shards, "PATIENCE", -1)
-        with refused("no process is writing it: run python -m scripts.data_prep"):
-            train(base, "few-shards", 8, *few_steps)
-    saved = checkpoint.saved_steps(base / "runs" / "few-shards")
+        if damage == "data_prep died":
+            patched.setattr(shards.Manifest, "has_window", lambda manifest, window: window == 0)
+            patched.setattr(shards, "PATIENCE", -1)
+        else:
+            patched.setattr(dataloader, "read_shards", once)
+            said = "cannot be read"
+        with refused(said):
+            train(base, name, 8, *few_steps)
+    saved = checkpoint.saved_steps(base / "runs" / name)
     assert len(saved) == 1 and 0 < saved[0] < 8
     assert f"stopped at step {saved[0]} and saved" in capsys.readouterr().out
-    assert base_train.main(["--run", "few-shards"]) == 0
-    assert_same_run(base / "runs" / "few-shards", base / "runs" / "all-shards")
+    assert base_train.main(["--run", name]) == 0
+    assert_same_run(base / "runs" / name, base / "runs" / "all-shards")
 
 
 def test_a_launch_that_another_one_has_overtaken_is_refused(base, monkeypatch):
