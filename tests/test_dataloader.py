@@ -5,9 +5,11 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from nanomuon import dataloader, shards
 from nanomuon.corpus import open_corpus
@@ -15,6 +17,7 @@ from nanomuon.dataloader import TrainLoader, validation_batches
 from nanomuon.shards import prepare_shards, read_manifest
 from tests.mistakes import refused
 from tests.texts import TOKENIZER, is_validation, random_texts, write_corpus
+from tests.worlds import run_world
 
 T, ROWS = 64, 24  # sequence length, rows per step
 TEXTS = random_texts(700, longest=400)
@@ -156,3 +159,24 @@ def test_rows_do_not_wait_for_the_rest_of_the_corpus(folder, expected, tmp_path,
     monkeypatch.setattr(shards, "time", SimpleNamespace(sleep=lambda seconds: show(*next(moments))))
     show(2)
     assert torch.equal(steps(copy, len(expected)), expected) and not list(moments)
+
+
+def until_a_shard_is_missing(group, folder, damaged):
+    """How many micro-batches a rank gets, and the error that ends them. The last one sees `damaged`."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    small_windows = {"WINDOW": 2}
+    with mock.patch.multiple(shards, **small_windows), mock.patch.multiple(dataloader, **small_windows):
+        loader = TrainLoader(damaged if rank == size - 1 else folder, T, size, 1, rank, size)
+        for count in itertools.count():
+            try:
+                next(loader)
+            except shards.MissingShards as error:
+                return count, str(error)
+
+
+def test_a_shard_that_one_rank_cannot_read_ends_the_rows_of_all_at_once(folder, tmp_path):
+    damaged = shutil.copytree(folder, tmp_path / "damaged")
+    (damaged / "train-00003.safetensors").write_bytes(b"")
+    first, *others = run_world(4, until_a_shard_is_missing, folder, damaged)
+    assert first[0] > 10 and f"shard {damaged}/train-00003.safetensors cannot be read" in first[1]
+    assert others == 3 * [first]
