@@ -26,16 +26,11 @@ def padded(rows: Sequence[list[int]]) -> Tensor:
 
 
 def read(model: GPT, rows: Sequence[list[int]]) -> KVCache:
-    """A cache whose rows have read these tokens. Equal rows are computed only once."""
-    distinct = []
-    for tokens in rows:
-        if tokens not in distinct:
-            distinct.append(tokens)
-    cache = KVCache(model.config, len(distinct), model.cos.device)
+    """A cache whose rows have read these tokens."""
+    cache = KVCache(model.config, len(rows), model.cos.device)
     no_position = torch.empty(0, dtype=torch.int64, device=cache.device)  # no logits needed
-    model(padded(distinct).to(cache.device), cache=cache, at=no_position)
-    cache.crop([len(tokens) for tokens in distinct])
-    cache.select([distinct.index(tokens) for tokens in rows])
+    model(padded(rows).to(cache.device), cache=cache, at=no_position)
+    cache.crop([len(tokens) for tokens in rows])
     return cache
 
 

@@ -207,28 +207,14 @@ def peak_flops(device: torch.device) -> float | None:
     return peak
 
 
-def choose_compilation(args: argparse.Namespace, plan: Plan, runtime: Runtime) -> bool:
-    """Whether a run compiles its model and its optimizer: on a GPU, and on a CPU if the run is long; but not
-    with --no-compile, with NANOMUON_COMPILE=0, or on a CPU without a C++ compiler. NANOMUON_COMPILE=1
-    compiles the optimizer's kernels in any case.
+def choose_compilation(device: torch.device, tokens: float = math.inf) -> bool:
+    """Whether to compile the model and the optimizer for training on this many tokens: on a GPU, and on a CPU
+    if they are many and there is a C++ compiler. NANOMUON_COMPILE=0 and =1 decide instead of their number.
 
     On a CPU, compiling takes 8 s plus 8 s per layer, and makes steps 1.2 times as fast (docs/log.md).
     """
-    if args.no_compile or not compile_enabled():
+    if not compile_enabled(default=device.type != "cpu" or tokens >= FEWEST_COMPILED):
         return False
-    if not compiling_pays(runtime.device, plan.tokens):
-        print0(f"running eagerly: compiling does not pay off for fewer than {FEWEST_COMPILED:,} tokens")
-        return False
-    return has_compiler(runtime.device)
-
-
-def compiling_pays(device: torch.device, tokens: int) -> bool:
-    """Whether to compile a run of this many tokens. NANOMUON_COMPILE decides if it is set."""
-    return compile_enabled(default=device.type != "cpu" or tokens >= FEWEST_COMPILED)
-
-
-def has_compiler(device: torch.device) -> bool:
-    """Whether torch.compile finds the compiler that it needs on a CPU. If not, prints a line."""
     compiler = os.environ.get("CXX", "g++")
     if device.type != "cpu" or shutil.which(compiler):
         return True

@@ -98,7 +98,7 @@ class Run:
             }
         )
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes).to(runtime.device)
-        compiles = choose_compilation(args, plan, runtime)
+        compiles = not args.no_compile and choose_compilation(runtime.device, plan.tokens)
 
         found = checkpoint.find(self.folder, args.resume)
         if not found and args.resume == "auto" and (self.folder / "summary.json").exists():

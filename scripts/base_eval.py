@@ -1,9 +1,9 @@
-"""Evaluate a finished run: bits per byte on the whole validation set of its corpus, CORE, samples.
+"""Evaluate a finished run: bits per byte on the whole validation set of its corpus, and CORE.
 
 python -m scripts.base_eval --run base
 python -m scripts.base_eval --run base --checkpoint last                # a run that is still training
 python -m scripts.base_eval --run /some/folder --corpus path:my_texts   # a run from elsewhere
-python -m scripts.base_eval --run base --eval core,bpb,sample --core-bundle FOLDER_OR_ZIP_OR_URL
+python -m scripts.base_eval --run base --eval core,bpb --core-bundle FOLDER_OR_ZIP_OR_URL
 torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run base --eval core
 """
 
@@ -21,9 +21,8 @@ from nanomuon import core, shards
 from nanomuon.command import ArgumentParser, add_run_arguments, count, run_command
 from nanomuon.corpus import open_corpus
 from nanomuon.dataloader import validation_batches
-from nanomuon.generate import sample_texts
 from nanomuon.gpt import GPT
-from nanomuon.run import PROMPTS, bits_per_byte
+from nanomuon.run import bits_per_byte
 from nanomuon.runtime import (
     InputError,
     Runtime,
@@ -38,7 +37,7 @@ from nanomuon.settings import Settings, corpus_name
 from nanomuon.tokenizer import Tokenizer
 from nanomuon.trained import load_run
 
-EVALUATIONS = ("bpb", "core", "sample")
+EVALUATIONS = ("bpb", "core")
 ROWS = 16  # per batch
 
 
@@ -113,9 +112,6 @@ def main(argv: list[str] | None = None) -> None:
         if runtime.rank == 0:
             write_json(folder / "core.json", {**results, "step": step, "most_items": args.core_items})
             print0(f"results: {folder}/core.json")
-    if "sample" in wanted and runtime.rank == 0:
-        for text in sample_texts(model, tokenizer, PROMPTS.get(corpus, [""] * 3), max_tokens=128):
-            print0(f"--- sample\n{text}")
 
 
 if __name__ == "__main__":

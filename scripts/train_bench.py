@@ -27,12 +27,11 @@ from nanomuon.attention import kernels_in_use, use_flash_attention
 from nanomuon.command import count, output_file, run_command
 from nanomuon.corpus import check_corpus, open_corpus
 from nanomuon.dataloader import TrainLoader
-from nanomuon.plan import has_compiler, make_plan, peak_flops, product_timer
+from nanomuon.plan import choose_compilation, make_plan, peak_flops, product_timer
 from nanomuon.qk_clip import watch_
 from nanomuon.run import build_optimizer
 from nanomuon.runtime import (
     InputError,
-    compile_enabled,
     make_deterministic,
     start,
     timed,
@@ -71,7 +70,7 @@ def step_table(args, runtime):
     config = plan.config
     batch, rows = plan.batch, plan.batch // config.seq_len
     model = parallel.build_model(config, runtime, args.seed)
-    compiles = compile_enabled() and not args.no_compile and has_compiler(device)
+    compiles = not args.no_compile and choose_compilation(device)
     optimizer, schedule = build_optimizer(args, model, plan, runtime, compiles)
     initial_groups = [dict(group) for group in optimizer.param_groups]
     loader = TrainLoader(data, config.seq_len, rows, plan.rows, 0, 1, args.seed, device)

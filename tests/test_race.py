@@ -246,7 +246,7 @@ def test_what_a_file_changes_in_the_library_reaches_no_other_run(lab, tmp_path, 
 
 
 def test_without_a_compiler_a_race_runs_eagerly(lab, capsys, monkeypatch):
-    monkeypatch.setattr(race, "compiling_pays", lambda *_: True)
+    monkeypatch.setenv("NANOMUON_COMPILE", "1")
     monkeypatch.setenv("CXX", "/nowhere")
     lab("default")
     assert "no C++ compiler /nowhere: running eagerly, which is slower" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from nanomuon import checkpoint
 from nanomuon import report as run_report
 from nanomuon.attention import use_flash_attention
 from nanomuon.parallel import compile_model
-from nanomuon.plan import compiling_pays, has_compiler
+from nanomuon.plan import choose_compilation
 from nanomuon.recipe import switch
 from nanomuon.run import bits_per_byte
 from nanomuon.runtime import InputError, read_json, start, write_json
@@ -51,7 +51,7 @@ def train(setup, place, text, version, seed, folder):
     model = contender.initial_model(setup, device, seed)
     use_flash_attention(device, model.compute_dtype)
     optimizer, built = contender.prepare(model, setup)
-    compiles = compiling_pays(device, steps * batch_of(setup)) and has_compiler(device)
+    compiles = choose_compilation(device, steps * batch_of(setup))
     forward = compile_model(model, None) if compiles else model
     training, validation, token_bytes = open_data(setup, place, seed, device)
     part = validation[:: max(1, len(validation) // setup["eval_batches"])]
