@@ -308,14 +308,14 @@ class World:
     @classmethod
     def default(cls, comm_dtype=None):
         """All ranks, or a single process if torch.distributed is not initialized."""
-        return cls(dist.group.WORLD, comm_dtype) if dist.is_initialized() else cls()
+        return cls(dist.group.WORLD if dist.is_initialized() else None, comm_dtype)
 
     def __deepcopy__(self, memo):
         return self
 
     def __reduce__(self):
-        """Any process group unpickles as the default one."""
-        return (World, ()) if self.process_group is None else (World.default, (self.comm_dtype,))
+        """Unpickles as a single process, which `DistMuonAdamW.__setstate__` replaces by all ranks."""
+        return World, (None, self.comm_dtype)
 
     def together(self, work):
         """The result of work(). If it raises on some rank, all ranks raise the first error."""
@@ -492,14 +492,12 @@ def rule_of(group, m, n, ns_dtype):
 def call_direction(U, buffers, ok, hyper, *, direction):
     """Call a user's direction. The dict of buffers is read-only: a tensor put into it would be lost."""
     name = option_name(direction)
-    returned = direction(U, types.MappingProxyType(buffers), ok, hyper)
-    if not isinstance(returned, tuple) or len(returned) != 2 or not all(map(torch.is_tensor, returned)):
-        raise ValueError(f"{name} must return (X, gain), a tuple of two tensors")
-    X, gain = returned
-    if X.shape != U.shape:  # other shapes might broadcast in an unintended way
-        raise ValueError(f"{name} must return X of the shape of U, {tuple(U.shape)}, not {tuple(X.shape)}")
-    if gain.ndim != 3:
-        raise ValueError(f"{name} must return a gain of three dimensions, not {tuple(gain.shape)}")
+    X, gain = direction(U, types.MappingProxyType(buffers), ok, hyper)
+    if X.shape != U.shape or gain.ndim != 3:  # other shapes might broadcast in an unintended way
+        raise ValueError(
+            f"{name} must return X of the shape of U, {tuple(U.shape)}, and a gain of three dimensions, not "
+            f"{tuple(X.shape)} and {tuple(gain.shape)}"
+        )
     return X, gain
 
 
@@ -836,7 +834,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         if self.world.process_group is None:
             return
         compare_ranks(groups, self.world.process_group)
-        for _, param, _ in named_parameters(groups):
+        for _, param in named_parameters(groups):
             if not is_sharded(param):
                 values = local(param)
                 values.copy_(self.world.broadcast(values.contiguous(), 0).wait())
@@ -954,7 +952,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
         a resumed run that adds groups later, finds the same owners.
         """
         params = []
-        for name, param in zip(group["names"], group["params"], strict=True):
+        for name, param in named_parameters([group]):
             if self.world.size == 1 and is_sharded(param):
                 raise ValueError(f"{name} is a sharded DTensor: use DistMuonAdamW")
             if is_sharded(param) and local(param).device.type != param.device_mesh.device_type:
@@ -1040,5 +1038,5 @@ class DistMuonAdamW(MuonAdamW):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        if self.world.process_group is None:  # pickled in a single process, perhaps unpickled under torchrun
+        if self.world.process_group is None:  # it was pickled, see `World.__reduce__`
             self.world = World.default(self.world.comm_dtype)

@@ -152,7 +152,9 @@ def plan_sharded(optimizer, group, params):
         if sharding.data_parallel is None:
             banks.append(BankOfShards(params_together, group, sharding))
             continue
-        size = chunk_size(sharding, params_together[0].device)
+        most = CHUNK_BYTES.get(params_together[0].device.type, CHUNK_BYTES["cuda"])
+        on_each_owner = max(1, most // (4 * math.prod(sharding.rule.shape)))
+        size = sharding.data_parallel.size * on_each_owner
         chunks += [(params_together[lo : lo + size], sharding) for lo in range(0, len(params_together), size)]
     # The most expensive matrices get their owners first, and are first in the pipeline
     chunks.sort(key=lambda chunk: -chunk[1].rule.cost)
@@ -164,13 +166,6 @@ def plan_sharded(optimizer, group, params):
         chunk = Chunk(params_together, group, sharding, owners)
         pipelines.setdefault(chunk.dtype, []).append(chunk)
     return [Pipeline(chunks, group) for chunks in pipelines.values()] + banks
-
-
-def chunk_size(sharding, device):
-    """How many matrices go through the pipeline together: about CHUNK_BYTES per owner."""
-    most = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"])
-    on_each_owner = most // (4 * math.prod(sharding.rule.shape))
-    return sharding.data_parallel.size * max(1, on_each_owner)
 
 
 # ------------------------------------------------------------------------------------------------------------

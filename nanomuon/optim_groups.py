@@ -16,8 +16,8 @@ from torch import nn
 from nanomuon.orthogonalize import triples, update_scale
 
 REQUIRED = {
-    "muon": frozenset({"lr", "momentum", "ns_steps", "beta2", "weight_decay"}),
-    "adamw": frozenset({"lr", "betas", "eps", "weight_decay"}),
+    "muon": {"lr", "momentum", "ns_steps", "beta2", "weight_decay"},
+    "adamw": {"lr", "betas", "eps", "weight_decay"},
 }
 MUON_OPTIONS = {
     "nesterov": True,  # False: orthogonalize the momentum itself, without the look-ahead
@@ -121,26 +121,22 @@ def not_hidden_matrices(model):
     return reasons
 
 
-def route(name, param, reasons=None, skip_keys=(), expert_keys=()):
+def route(name, param, reasons, skip_keys, expert_keys):
     """(kind, why) of one parameter. The first of these rules that applies decides:
 
-    1. a key of the caller's skip_keys is in its name: AdamW;
-    2. it is the weight of an nn.Embedding or tied to one, of a head (see `find_heads`), or of a depthwise or
+    1. it is the weight of an nn.Embedding or tied to one, of a head (see `find_heads`), or of a depthwise or
        1-D convolution, or it has one row or column outside of an nn.Linear, like a bare vector: AdamW.
        reasons: {parameter: why}, from `not_hidden_matrices`;
-    3. a key of NOT_MUON is in its name: AdamW;
-    4. it does not have the shape of matrices: fewer than 2 dimensions (not counting the leading one if an
+    2. a key of the caller's skip_keys, or of NOT_MUON, is in its name: AdamW;
+    3. it does not have the shape of matrices: fewer than 2 dimensions (not counting the leading one if an
        expert key matches its name) or more than 4; or no expert key matches, and it has at least 3 dimensions
        with a leading 1, like position embeddings, or with one number per leading index, like a scale per
        head, or is named like a bias: AdamW;
-    5. Muon. 3 dimensions are a batch of matrices, 4 a convolution's matrix (out, in * height * width).
+    4. Muon. 3 dimensions are a batch of matrices, 4 a convolution's matrix (out, in * height * width).
     """
-    for key in skip_keys:
-        if matches(name, key):
-            return "adamw", f"name has {key}"
-    if reasons and param in reasons:
+    if param in reasons:
         return "adamw", reasons[param]
-    for key in NOT_MUON:
+    for key in (*skip_keys, *NOT_MUON):
         if matches(name, key):
             return "adamw", f"name has {key}"
     expert = next((key for key in expert_keys if matches(name, key)), None)
@@ -301,10 +297,9 @@ def check_keys(group, where):
 
 
 def named_parameters(groups):
-    """(name, parameter, group) of param groups, in their order."""
+    """(name, parameter) of param groups, in their order."""
     for group in groups:
-        for name, param in zip(group["names"], group["params"], strict=True):
-            yield name, param, group
+        yield from zip(group["names"], group["params"], strict=True)
 
 
 def option_name(value):
@@ -349,7 +344,7 @@ def compare_ranks(groups, process_group):
     described = []
     for group in groups:
         hyper = {key: as_numbers(group[key]) for key in sorted(REQUIRED[group["kind"]] - {"ns_steps"})}
-        for i, (name, param, _) in enumerate(named_parameters([group])):
+        for i, (name, param) in enumerate(named_parameters([group])):
             about = f"{name} {tuple(param.shape)} {param.dtype}, number {i} of its group"
             described.append(f"{about}, {fixed_options(group)}, {hyper}")
     of_ranks = [None] * dist.get_world_size(process_group)
@@ -411,7 +406,7 @@ def check_muon_group(group):
     """ValueError for parameters that are not matrices, and for unknown or impossible options. Makes
     coefficients hashable.
     """
-    for name, param in zip(group["names"], group["params"], strict=True):
+    for name, param in named_parameters([group]):
         if not 2 <= param.ndim <= 4:
             raise ValueError(f"{name} has shape {tuple(param.shape)}; Muon takes matrices, 2-D to 4-D")
     steps = group["ns_steps"]

