@@ -378,13 +378,14 @@ def test_a_copy_goes_on_on_all_ranks(how, size):
 
 
 def unpickled(group, pickled):
-    optimizer = pickle.loads(pickled)
-    return optimizer.world.size
+    world = pickle.loads(pickled).world
+    return world.size, world.comm_dtype
 
 
 def test_an_optimizer_that_was_pickled_in_one_process_belongs_to_all_ranks():
-    for optimizer, size in ((DistMuonAdamW(groups_of(build())), 4), (MuonAdamW(groups_of(build())), 1)):
-        assert run_world(4, unpickled, pickle.dumps(optimizer)) == [size] * 4
+    distributed = DistMuonAdamW(groups_of(build()), comm_dtype=torch.bfloat16)
+    for optimizer, world in ((distributed, (4, torch.bfloat16)), (MuonAdamW(groups_of(build())), (1, None))):
+        assert run_world(4, unpickled, pickle.dumps(optimizer)) == [world] * 4
 
 
 def refused_on_the_last(group):
