@@ -152,6 +152,7 @@ class ToLoad:
     found: list  # [(place, its saved tensor; None if it was saved before the first step)]
     missing: list  # [(name, key)]
     unknown: set  # names of parameters that no group has
+    dropped: set  # keys of another kind's or direction's state
     numbers: list  # for each group, its new hyperparameters
 
 
@@ -223,6 +224,9 @@ class SavedByName:
                 "because no group has them: to train them, call add_param_group first",
                 stacklevel=3,  # 1 is here, 2 torch.no_grad
             )
+        if to_load.dropped:
+            keys = ", ".join(sorted(to_load.dropped))
+            warnings.warn(f"{keys}: not loaded, as state of another kind or direction", stacklevel=3)
         zero = torch.zeros((), device="cpu")  # of state that was saved before the first step
         for place, saved in to_load.found:
             shard = zero if saved is None else place.shard_of(saved)
@@ -262,11 +266,8 @@ class SavedByName:
         if strict and missing:
             name, key = missing[0]
             raise ValueError(f"the loaded state has no {key} of {name}: {why_missing(state.get(name), key)}")
-        if dropped:
-            keys = ", ".join(sorted(dropped))
-            warnings.warn(f"{keys}: not loaded, as state of another kind or direction", stacklevel=2)
         ours = {name for name, _ in named_parameters(self.param_groups)}
-        return ToLoad(found, missing, state.keys() - ours, restored)
+        return ToLoad(found, missing, state.keys() - ours, dropped, restored)
 
     def __getstate__(self):
         """For copy.deepcopy and pickle: omits the plan, which the copy makes again when it needs it."""

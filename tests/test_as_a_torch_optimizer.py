@@ -166,20 +166,6 @@ def test_what_a_user_keeps_in_the_state_is_refused_when_it_is_saved():
             save()
 
 
-def test_a_group_that_is_refused_is_not_added():
-    assert all(run_world(2, refused_group))
-
-
-def refused_group(group):
-    rank, model = dist.get_rank(group), build()
-    optimizer = DistMuonAdamW(groups_of(model), group)
-    late = nn.Linear(4, 4, bias=False)
-    with pytest.raises(ValueError, match="ranks differ in parameter"):
-        optimizer.add_param_group(dict(MUON, params=[late.weight], lr=0.1 + rank))
-    train(model, optimizer, range(2), rank)
-    return len(optimizer.param_groups) == len(groups_of(model))
-
-
 def frozen_or_unfrozen(group, when, options):
     """Save, freeze or unfreeze a layer, load into another model and go on; in one process or under FSDP2."""
     options, pairs = StateDictOptions(**options), []
@@ -386,19 +372,6 @@ def test_an_optimizer_that_was_pickled_in_one_process_belongs_to_all_ranks():
     distributed = DistMuonAdamW(groups_of(build()), comm_dtype=torch.bfloat16)
     for optimizer, world in ((distributed, (4, torch.bfloat16)), (MuonAdamW(groups_of(build())), (1, None))):
         assert run_world(4, unpickled, pickle.dumps(optimizer)) == [world] * 4
-
-
-def refused_on_the_last(group):
-    groups = groups_of(build())
-    if dist.get_rank(group) == 1:
-        groups[0]["lr"] = -1
-    with pytest.raises(ValueError, match="param group 0.*lr must be finite and not negative, but is -1"):
-        DistMuonAdamW(groups, group)
-    return True
-
-
-def test_a_mistake_on_one_rank_is_refused_on_all():
-    assert all(run_world(2, refused_on_the_last))
 
 
 def as_accelerate_does(group):

@@ -57,7 +57,7 @@ REFUSED = [  # script, flags, message
     ("base_train", "--tensor-parallel 2", "--tensor-parallel 2 needs a multiple of 2 processes, not 1"),
     ("base_train", "--qk-clip 100", "--qk-clip needs --no-qk-norm"),
     ("base_train", "--optimizer-file no.py:lr=1", "argument --optimizer-file: no.py:lr=1 is not a file"),
-    ("base_eval", "--run x --eval bpb,arc", "--eval bpb,arc: choose from bpb, core, sample"),
+    ("base_eval", "--run x --eval bpb,arc", "--eval bpb,arc: choose from bpb, core"),
     ("sample", "--run x --top-p nan", "argument --top-p: must be from 1e-30 to 1"),
     ("sample", "--run x --temperature -1", "argument --temperature: must be from 0"),
     ("sample", "--run x --prompt a\udcff", "argument --prompt: invalid text value"),

@@ -315,10 +315,9 @@ def test_a_run_is_evaluated_during_training_at_its_end_and_again(base, environme
     assert "## CORE\n\nmean over 3 tasks" in (run / "report.md").read_text()
 
     capsys.readouterr()
-    base_eval.main(["--run", "core", "--eval", "core,sample", *options])
+    base_eval.main(["--run", "core", "--eval", "core", *options])
     assert read_json(run / "core.json") == results
-    output = capsys.readouterr().out
-    assert output.count("--- sample") == 3 and "val_bpb" not in output
+    assert "val_bpb" not in capsys.readouterr().out
 
     shutil.rmtree(bundle)
     again = ["--run", "core", "--num-iterations", "6"]

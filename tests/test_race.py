@@ -23,7 +23,7 @@ from tests.mistakes import refused
 from tests.training import QUIET, ROOT, STILL, optimizer_file, rows, train
 from tests.worlds import FORKS
 
-SMALL = "--model depth=1 width=32 heads=2 kv_heads=2 seq_len=16 --steps 12 --jobs 1 --dtype float32".split()
+SMALL = "--model depth=1 width=32 heads=2 kv_heads=2 seq_len=16 --steps 4 --jobs 1 --dtype float32".split()
 ADAMW, LION, MUON = (f"{ROOT}/contenders/{name}.py" for name in ("adamw", "lion", "muon"))
 
 
@@ -99,11 +99,11 @@ def test_a_race_is_interrupted_goes_on_and_grows(lab, tmp_path, capsys, monkeypa
     out = capsys.readouterr().out
     assert "4 of 6 runs are already done" in out and f"| {LION} " in out
     header, *runs = lines_of(tmp_path)
-    assert header["setup"]["steps"] == 12 and len(runs) == 6
+    assert header["setup"]["steps"] == 4 and len(runs) == 6
     assert (folder / "race.png").stat().st_size > 5_000
     page = (folder / "race.md").read_text()
     assert f"| {LION} " in page and f"- {LION}: " in page and " tokens, float32\n" in page
-    with refused("was run with steps 12, not 20: choose another --name"):
+    with refused("was run with steps 4, not 20: choose another --name"):
         lab("default", steps=20)
 
 
@@ -124,25 +124,25 @@ def build_optimizer(model):
 
 @pytest.mark.parametrize("contender", ["default", "noisy.py"])
 def test_a_run_that_is_cut_off_goes_on_from_its_checkpoint(contender, lab, tmp_path, monkeypatch):
-    """Two of its evaluations are at steps 25 and 50."""
+    """It is evaluated at steps 25 and 30, and killed between the two."""
     (tmp_path / "noisy.py").write_text(NOISY)
-    lab(contender, steps=60, name="whole")
+    lab(contender, steps=30, name="whole")
     monkeypatch.setattr(race, "SAVE_EVERY_S", -1)
     step, taken = race.training_step, []
 
-    def is_killed_after_its_40th(*arguments):
-        if len(taken) == 40:
+    def is_killed_after_its_28th(*arguments):
+        if len(taken) == 28:
             raise KeyboardInterrupt
         taken.append(step(*arguments))
         return taken[-1]
 
-    monkeypatch.setattr(race, "training_step", is_killed_after_its_40th)
+    monkeypatch.setattr(race, "training_step", is_killed_after_its_28th)
     with pytest.raises(KeyboardInterrupt):
-        lab(contender, steps=60)
+        lab(contender, steps=30)
     taken.clear()
-    assert lab(contender, steps=60) == 1 and len(taken) == 60 - 25
+    assert lab(contender, steps=30) == 1 and len(taken) == 30 - 25
     (_, whole), (_, cut_off) = lines_of(tmp_path, "whole"), lines_of(tmp_path)
-    assert [step for step, _ in whole["curve"]] == [0, 25, 50, 60]
+    assert [step for step, _ in whole["curve"]] == [0, 25, 30]
     assert cut_off["curve"] == whole["curve"] and cut_off["score"] == whole["score"]
     assert not (tmp_path / "races/shakespeare/unfinished").exists()
 
@@ -278,7 +278,7 @@ def test_a_sweep_finds_the_best_trial_of_each_contender(lab, tmp_path, capsys, m
     out = capsys.readouterr().out
     assert (
         f"tuning {MUON}: lr_scale 0.333 to 3, matrix_lr 0.01 to 0.04\n"
-        "tuning: trials of 3 steps, for each contender: 5\n" in out
+        "tuning: trials of 1 steps, for each contender: 5\n" in out
     )
     assert "about 9 min left of these 10\n" in out
     of_seed = {}
@@ -385,7 +385,7 @@ def test_models_race_in_pairs(lab, tmp_path, capsys, monkeypatch):
     own = default + 2 * 32 * (160 - 128) + 3
     assert f"default: {default:,} parameters\nown.py: {own:,} parameters" in out
     of_default, *of_others = torch.stack(seen).chunk(3)
-    assert len(of_default) == 12 and all(torch.equal(rows, of_default) for rows in of_others)
+    assert len(of_default) == 4 and all(torch.equal(rows, of_default) for rows in of_others)
     assert len({run["score"] for run in runs}) == 3
     model = Contender(str(file)).initial_model({"model": TINY, "dtype": "float32"}, "cpu", 0)
     default = dict(model_of(TINY).named_parameters())

@@ -36,7 +36,7 @@ from tests.training import (
 
 pytestmark = pytest.mark.usefixtures("environment")
 
-OPTIONS = ("--eval-every", "25", "--save-every", "4")
+OPTIONS = ("--depth", "1", "--eval-every", "25", "--save-every", "4")
 
 
 @pytest.fixture(scope="module")
@@ -365,7 +365,7 @@ def test_state_that_no_checkpoint_can_store_ends_a_run_after_its_first_step(base
 @pytest.mark.parametrize("damage", ["data_prep died", "a file is gone"])
 def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys, damage):
     """They end within a step; the run resumes at the beginning of that step."""
-    few_steps = ["--total-batch-size", "8192", "--device-batch-size", "64", *QUIET]
+    few_steps = ["--depth", "1", "--total-batch-size", "8192", "--device-batch-size", "64", *QUIET]
     name, said = damage.replace(" ", "-"), "no process is writing it: run python -m scripts.data_prep"
     read_shards, already_read = dataloader.read_shards, set()
 

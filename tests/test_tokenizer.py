@@ -25,7 +25,7 @@ def test_any_text_survives_a_round_trip(text):
 
 @pytest.mark.parametrize("unit", [" ", "\n", "a", "^", "\0", "ab 12\n", "😀"])
 def test_long_runs_of_one_unit_survive(unit):
-    text = unit * 1_000_000
+    text = unit * (1_000_000 // len(unit))
     ids = TOKENIZER.encode_to_numpy(text)
     assert TOKENIZER.token_bytes[ids].sum() == len(text.encode()) and TOKENIZER.decode(ids) == text
     assert TOKENIZER.encode(text[:PIECE]) == TOKENIZER._bpe.encode_ordinary(text[:PIECE])
