@@ -314,8 +314,10 @@ class World:
         return self
 
     def __reduce__(self):
-        """Unpickles as a single process, which `DistMuonAdamW.__setstate__` replaces by all ranks."""
-        return World, (None, self.comm_dtype)
+        """Any process group unpickles as the default one."""
+        if self.process_group is None:
+            return World, (None, self.comm_dtype)
+        return World.default, (self.comm_dtype,)
 
     def together(self, work):
         """The result of work(). If it raises on some rank, all ranks raise the first error."""
@@ -1038,5 +1040,5 @@ class DistMuonAdamW(MuonAdamW):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        if self.world.process_group is None:  # it was pickled, see `World.__reduce__`
+        if self.world.process_group is None:  # pickled in a single process, perhaps unpickled under torchrun
             self.world = World.default(self.world.comm_dtype)

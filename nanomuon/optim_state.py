@@ -23,7 +23,8 @@ from nanomuon.optim_groups import (
     option_name,
 )
 
-OPTIONS = {"kind", "ns_steps", *MUON_OPTIONS}  # what a loaded group may not change
+GONE = {"row_equilibrate", "renormalize"}  # options of earlier versions, off by default
+OPTIONS = {"kind", "ns_steps", *MUON_OPTIONS, *GONE}  # what a loaded group may not change
 
 
 def local(tensor):
@@ -403,7 +404,7 @@ def restored_numbers(i, group, saved):
     for source in saved:
         if ours.isdisjoint(source["names"]):
             continue
-        theirs = fixed_options(source)
+        theirs = fixed_options(source) | {key: True for key in GONE if source.get(key)}
         if theirs != fixed_options(group):
             raise ValueError(f"param group {i} was saved with {theirs}, not {fixed_options(group)}: {keep}")
         for key, value in source.items():

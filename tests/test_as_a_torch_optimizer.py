@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from nanomuon.optim import DistMuonAdamW, MuonAdamW
+from nanomuon.optim import DistMuonAdamW, MuonAdamW, World
 from nanomuon.optim_groups import build_param_groups
 from tests.layouts import full
 from tests.reference import MATRICES, MUON, OTHERS, equal
@@ -365,6 +365,7 @@ def test_a_copy_goes_on_on_all_ranks(how, size):
 
 def unpickled(group, pickled):
     world = pickle.loads(pickled).world
+    assert pickle.loads(pickle.dumps(World(group))).size == 4  # also without DistMuonAdamW
     return world.size, world.comm_dtype
 
 

@@ -303,6 +303,18 @@ def test_a_group_without_momentum_has_no_buffer_and_takes_the_state_of_momentum_
         optimizer.step()
 
 
+def test_options_that_are_gone_load_at_their_old_default_only():
+    a = parameter(8, 4)
+    optimizer = MuonAdamW([muon(a)])
+    saved = optimizer.state_dict()
+    saved["param_groups"][0].update(row_equilibrate=False, renormalize=False, lr=0.5)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.5 and "renormalize" not in optimizer.param_groups[0]
+    saved["param_groups"][0].update(renormalize=True)
+    with pytest.raises(ValueError, match="param group 0 was saved with .*'renormalize': True}, not"):
+        optimizer.load_state_dict(saved)
+
+
 def test_what_a_load_lacks_is_named_with_its_cause_or_left_as_it_is():
     params, groups = mixed()
     optimizer = MuonAdamW(groups)
