@@ -493,12 +493,11 @@ def rule_of(group, m, n, ns_dtype):
 
 def call_direction(U, buffers, ok, hyper, *, direction):
     """Call a user's direction. The dict of buffers is read-only: a tensor put into it would be lost."""
-    name = option_name(direction)
     X, gain = direction(U, types.MappingProxyType(buffers), ok, hyper)
     if X.shape != U.shape or gain.ndim != 3:  # other shapes might broadcast in an unintended way
         raise ValueError(
-            f"{name} must return X of the shape of U, {tuple(U.shape)}, and a gain of three dimensions, not "
-            f"{tuple(X.shape)} and {tuple(gain.shape)}"
+            f"{option_name(direction)} must return X of the shape of U, {tuple(U.shape)}, and a gain of "
+            f"three dimensions, not {tuple(X.shape)} and {tuple(gain.shape)}"
         )
     return X, gain
 

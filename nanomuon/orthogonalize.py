@@ -57,8 +57,9 @@ def triples(coefficients, steps=None):
         table = COEFFICIENTS[coefficients]
     else:
         table = tuple(tuple(map(float, triple)) for triple in coefficients)
-    wrong = [triple for triple in table if len(triple) != 3 or not all(map(math.isfinite, triple))]
-    if wrong or not table or (steps is not None and steps < 1):
+    too_few = not table or (steps is not None and steps < 1)
+    are_triples = all(len(triple) == 3 and all(map(math.isfinite, triple)) for triple in table)
+    if too_few or not are_triples:
         raise ValueError(
             "coefficients must be finite (a, b, c) triples, with at least one step: "
             f"{coefficients!r}, {steps=}"
@@ -103,8 +104,10 @@ def orthogonalize(U, coefficients="polar_express", steps=None, ns_dtype=None):
     accurate than the plain form in bf16 (relative errors of .0044 and .0086 on a Gaussian matrix, computed on
     a CPU). Singular values end in about [0.7, 1.2], depending on the set, except the tiny ones of square
     matrices, which end lower; a zero matrix stays zero. Call this outside torch.autocast, which would compute
-    the products in its own dtype; the optimizers' step does so.
+    the products in its own dtype; the optimizers' step does so. ValueError for anything but real matrices.
     """
+    if U.ndim < 2 or U.is_complex():
+        raise ValueError(f"orthogonalize takes real matrices, not {U.dtype} of shape {tuple(U.shape)}")
     m, n = U.shape[-2:]
     X = U.reshape(math.prod(U.shape[:-2]), m, n)
     if X.dtype != torch.float64:

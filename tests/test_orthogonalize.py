@@ -140,5 +140,8 @@ def test_dtypes_and_degenerate_matrices():
         assert orthogonalize(G.float() * size, "simple").isfinite().all()
     for shape in (0, 5), (5, 0), (0, 3, 5), (2, 0, 5):  # like the pieces of a rank without any
         assert orthogonalize(torch.zeros(shape)).shape == shape
+    for no_matrix in (torch.zeros(5), torch.zeros(3, 4, dtype=torch.complex64)):
+        with pytest.raises(ValueError, match="takes real matrices, not torch.* of shape"):
+            orthogonalize(no_matrix)
     rank_one = torch.outer(torch.arange(1.0, 9), torch.arange(1.0, 6)).double()
     assert (orthogonalize(rank_one, "deepseekv4") - rank_one / rank_one.norm()).abs().max() < 2e-3
