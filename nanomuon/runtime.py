@@ -90,8 +90,11 @@ def cpu_has_bf16() -> bool:
 
 
 def compile_enabled(default: bool = True) -> bool:
-    """Whether to compile: not if NANOMUON_COMPILE is 0. default: the answer if it is not set."""
-    return os.environ.get("NANOMUON_COMPILE", str(int(default))) != "0"
+    """Whether to compile, as NANOMUON_COMPILE says, 0 or 1. default: the answer if it is not set."""
+    wanted = os.environ.get("NANOMUON_COMPILE") or str(int(default))
+    if wanted not in ("0", "1"):
+        raise InputError(f"NANOMUON_COMPILE={wanted}: set it to 0 or 1, or unset it")
+    return wanted == "1"
 
 
 def keep_freed_memory() -> None:

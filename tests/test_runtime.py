@@ -58,6 +58,17 @@ def test_the_cpu_is_used_if_it_is_asked_for(gpu, monkeypatch, name, value):
 
 
 @pytest.mark.parametrize(
+    "value, default, expected", [("0", True, False), ("1", False, True), ("", False, False)]
+)
+def test_whether_to_compile(monkeypatch, value, default, expected):
+    monkeypatch.setenv("NANOMUON_COMPILE", value)
+    assert runtime.compile_enabled(default) == expected
+    monkeypatch.setenv("NANOMUON_COMPILE", "no")
+    with refused("NANOMUON_COMPILE=no: set it to 0 or 1"):
+        runtime.compile_enabled()
+
+
+@pytest.mark.parametrize(
     "variables",
     [dict(WORLD_SIZE="two", RANK="0"), dict(WORLD_SIZE="0", RANK="0"), dict(WORLD_SIZE="2"), dict(RANK="1")],
 )
