@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from nanomuon.corpus import open_corpus
-from nanomuon.dataloader import TrainLoader, validation_batches
+from nanomuon.dataloader import TrainLoader, validation_batches, validation_rows
 from nanomuon.runtime import base_dir, find_run, read_json
 from nanomuon.settings import Settings
 from nanomuon.shards import shards_for_training
@@ -55,7 +55,8 @@ tokenizer = Tokenizer.load(folder / "tokenizer")
 batch, rows = options["total_batch_size"], args.device_batch_size or settings.rows
 rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 micro_batch = world_size * rows * config.seq_len
-batches = sum(1 for _ in validation_batches(shards, config.seq_len, rows, rank, world_size))
+validation = validation_rows(shards, config.seq_len)
+batches = sum(1 for _ in validation_batches(validation, rows, rank, world_size))
 
 
 class OurTokenizer:
@@ -86,7 +87,7 @@ def training_batches(_, device_rows, context, split, device="cpu", resume_state_
 
 
 def whole_validation_set(_, device_rows, context, split, device="cpu", **unused):
-    return itertools.cycle(validation_batches(shards, context, device_rows, rank, world_size, device))
+    return itertools.cycle(validation_batches(validation, device_rows, rank, world_size, device))
 
 
 # nanochat's own package `scripts`, not ours. It imports wandb and rustbpe, but uses neither

@@ -181,13 +181,20 @@ class StopSignals:
     def __init__(self, folder: Path):
         self.folder, self.command, self.how = folder, "the same command", "with nothing to save"
         self.asked = self.can_save = False
-        for number in STOP_SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+        self.before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        for number, handler in self.before.items():
+            if number != signal.SIGHUP or handler != signal.SIG_IGN:
                 signal.signal(number, self._receive)
         arrived, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         signal.set_wakeup_fd(wakeup)
         threading.Thread(target=self._watch, args=(arrived,), daemon=True).start()
+
+    def close(self):
+        """Handle signals as before: the run has ended."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def _receive(self, number, frame):
         self.asked = True

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from nanomuon import checkpoint, core, hf_export, parallel, recipe, report, shards
 from nanomuon.corpus import ENOUGH, open_corpus
-from nanomuon.dataloader import TrainLoader, validation_batches
+from nanomuon.dataloader import TrainLoader, validation_batches, validation_rows
 from nanomuon.generate import sample_texts
 from nanomuon.optim import MuonAdamW
 from nanomuon.plan import Plan, choose_compilation, print_plan
@@ -79,10 +79,16 @@ class Run:
     """
 
     def __init__(
-        self, args: argparse.Namespace, plan: Plan, runtime: Runtime, settings: Settings | None, wandb=None
+        self,
+        args: argparse.Namespace,
+        plan: Plan,
+        runtime: Runtime,
+        settings: Settings | None,
+        wandb=None,
+        gives_up=lambda: False,
     ):
         """Start or resume the run. settings: those that it has recorded, None for a new run. wandb: the first
-        rank's run at Weights & Biases, if there is one.
+        rank's run at Weights & Biases, if there is one. gives_up: see TrainLoader.
         """
         self.args, self.plan, self.runtime = args, plan, runtime
         self.folder = folder_of(args.run)
@@ -118,9 +124,12 @@ class Run:
             seed=args.seed,
             device=runtime.device,
             state=position,
+            gives_up=gives_up,
         )
         self.metrics = None
         if runtime.rank == 0:
+            if found:  # to report a damaged line before the folder is touched
+                report.read_rows(self.folder / "metrics.jsonl")
             wandb_id = wandb.id if wandb else settings and settings.wandb_id
             self._write_folder(wandb_id)
             resume_step, is_lengthened = self.step if found else None, self.step < self.plan.steps
@@ -134,12 +143,16 @@ class Run:
             print0("compiling: the first step takes a minute or two (--no-compile starts at once)")
 
     def _open_data(self, settings):
-        """Set data, tokenizer, text_field. Returns `trained_on`; InputError if the tokenizer has changed."""
+        """Set data, validation, tokenizer, text_field. Returns `trained_on`; InputError if the tokenizer has
+        changed.
+        """
         args, file = self.args, self.args.optimizer_file
         corpus = open_corpus(args.corpus, args.text_field, args.skip_unreadable)
         self.text_field = corpus.text_field
         trained_on = {"corpus": args.corpus, "revision": corpus.revision, "shards": corpus.slug}
         self.data = shards.shards_for_training(corpus, self.plan.config.vocab_size)
+        # In memory, so that a file that goes away ends no evaluation
+        self.validation = validation_rows(self.data, self.plan.config.seq_len)
         self.tokenizer = Tokenizer.load(self.data / "tokenizer")
         trained_on["tokenizer"] = self.tokenizer.hash
         if settings:
@@ -196,8 +209,10 @@ class Run:
         if self.args.resume == "never":
             if folder.exists():
                 print0(f"starting over: deleting everything in the folder of run {folder.name}")
-            # Checkpoints first: a kill must not leave any without the settings that they belong to
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            # Checkpoints first: neither a kill nor a file that cannot be deleted may leave any without the
+            # settings that they belong to
+            if (folder / "checkpoints").is_dir() and not (folder / "checkpoints").is_symlink():
+                shutil.rmtree(folder / "checkpoints")
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         for outdated in ("summary.json", "stopped"):  # a running run is neither complete nor stopped
@@ -265,8 +280,7 @@ class Run:
     def evaluate(self, max_tokens: int | None) -> float:
         """Bits per byte on that many validation tokens, None for all. Prints and logs it."""
         batches = validation_batches(
-            self.data,
-            self.plan.config.seq_len,
+            self.validation,
             self.plan.rows,
             self.data_rank,
             self.plan.data_parallel,

@@ -405,7 +405,8 @@ def locked(folder: Path, wait: bool = True):
         print(f"{holder} is using {folder.name}: waiting for it", flush=True)
         lock = FileLock(file).acquire()
     with lock:
-        file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        with naming(file):
+            file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         yield
 
 

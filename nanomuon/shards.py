@@ -46,10 +46,6 @@ PATIENCE = 30  # seconds to wait for a process to start writing missing shards
 WRITE_AGAIN = "delete its folder and run scripts.data_prep"
 
 
-class MissingShards(InputError):
-    """Shards that nobody is writing, or that cannot be read. The message says what to do."""
-
-
 @dataclass
 class Entry:
     """A shard in the manifest."""
@@ -100,8 +96,8 @@ def write_shard(path: Path, documents: list[np.ndarray]) -> None:
 def read_shards(folder, manifest: Manifest, kind: str, window: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """The concatenated documents of a window of shards.
 
-    Returns (tokens (n,) uint16 or uint32, starts (documents,) int64). MissingShards names a file that cannot
-    be read.
+    Returns (tokens (n,) uint16 or uint32, starts (documents,) int64). InputError names a file that cannot be
+    read.
     """
     entries = getattr(manifest, kind)
     numbers = range(len(entries))[window * WINDOW : (window + 1) * WINDOW]
@@ -115,7 +111,7 @@ def read_shards(folder, manifest: Manifest, kind: str, window: int = 0) -> tuple
                 tokens, starts = (file.get_tensor(name).numpy() for name in ("tokens", "starts"))
             check_shard(tokens, starts, entries[number], manifest.vocab_size)
         except (SafetensorError, OSError, ValueError, TypeError) as error:
-            raise MissingShards(f"shard {path} cannot be read ({error}): {WRITE_AGAIN}") from error
+            raise InputError(f"shard {path} cannot be read ({error}): {WRITE_AGAIN}") from error
         all_tokens.append(tokens)
         all_starts.append(starts + base)
         base += len(tokens)
@@ -279,7 +275,6 @@ def shards_for_training(corpus: Corpus, vocab_size: int | None = None) -> Path:
     manifest = wait_for_window(folder, 0)
     if Tokenizer.load(folder / "tokenizer").vocab_size != manifest.vocab_size:
         raise InputError(f"{folder}/tokenizer is not the one of these shards: {WRITE_AGAIN}")
-    read_shards(folder, manifest, "val")  # to report a damaged one before a run is touched
     return folder
 
 
@@ -294,8 +289,8 @@ def being_written(folder: Path) -> bool:
         return True
 
 
-def wait_for_window(folder: Path, window: int) -> Manifest:
-    """The manifest, once it has the window. MissingShards if nobody is writing it."""
+def wait_for_window(folder: Path, window: int, gives_up=lambda: False) -> Manifest:
+    """The manifest, once it has the window. InputError if nobody is writing it, or if gives_up() is true."""
     busy = 0  # the last second with a writer; one that starts together with us takes the lock a bit later
     for second in itertools.count():
         manifest = read_manifest(folder)
@@ -303,10 +298,12 @@ def wait_for_window(folder: Path, window: int) -> Manifest:
             return manifest
         if second == 0:
             print0(f"waiting for training window {window} of {folder}")
+        if gives_up():
+            raise InputError(f"stopped waiting for {folder}")
         if being_written(folder):
             busy = second
         elif second - busy > PATIENCE:
-            raise MissingShards(
+            raise InputError(
                 f"{folder} is incomplete and no process is writing it: run python -m scripts.data_prep -- "
                 "FLAGS, with the flags of the run"
             )

@@ -87,7 +87,10 @@ class Tokenizer:
     def load(cls, folder) -> "Tokenizer":
         """Read what save() wrote. InputError if it is missing or cannot be read."""
         file = Path(folder) / "tokenizer.json"
-        advice = "a run that resumes restores its own; elsewhere delete this folder, and it is created again"
+        advice = (
+            "the folders of its corpus in tokenizer/ and shards/ have copies: put one here, or delete those "
+            "folders, and they are created again"
+        )
         content = read_json(file, Content, advice)
         vocab = [token.encode("latin-1", errors="replace") for token in content.vocab]
         if len(set(vocab)) < len(vocab) or not {bytes([byte]) for byte in range(256)} <= set(vocab):

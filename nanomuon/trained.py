@@ -13,7 +13,7 @@ from nanomuon import checkpoint
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.parallel import build_model
 from nanomuon.plan import meta_model
-from nanomuon.runtime import InputError, Runtime, base_dir, find_run, print0, read_json
+from nanomuon.runtime import InputError, Runtime, base_dir, find_run, on_first_rank, print0, read_json
 from nanomuon.settings import Settings
 from nanomuon.tokenizer import Tokenizer
 
@@ -76,7 +76,8 @@ def load_model(folder: Path, runtime: Runtime) -> GPT:
     except (OSError, SafetensorError, RuntimeError) as error:
         message = str(error)[:MESSAGE]
         raise InputError(
-            f"{file} is damaged, or does not fit the model of config.json in this version: {message}"
+            f"{file} is damaged, or does not fit the model of config.json in this version: {message} "
+            "(--checkpoint last uses the newest checkpoint)"
         ) from error
     model = build_model(config, runtime, seed=0)
     model.load_state_dict(weights)
@@ -121,11 +122,16 @@ def load_run(run: str, runtime: Runtime, checkpoint_name: str | None = None) -> 
                 "checkpoint (--checkpoint last)"
             )
     else:
-        found = checkpoint.find(folder, "auto" if checkpoint_name == "last" else checkpoint_name)
-        if found is None:
-            raise InputError(f"{folder} has no checkpoint {checkpoint_name}")
-        model = build_model(read_config(folder), runtime, seed=0)
-        step = checkpoint.load_model(found, model)
+        model, step = build_model(read_config(folder), runtime, seed=0), None
+        while step is None:
+            found = checkpoint.find(folder, "auto" if checkpoint_name == "last" else checkpoint_name)
+            if found is None:
+                raise InputError(f"{folder} has no checkpoint {checkpoint_name}")
+            try:
+                step = checkpoint.load_model(found, model)
+            except InputError:
+                if on_first_rank(found.exists):  # else its run, which is in progress, has just deleted it
+                    raise
     tokenizer = Tokenizer.load(folder / "tokenizer")
     wanted = settings.trained_on.get("tokenizer")
     if tokenizer.hash != wanted or tokenizer.vocab_size != model.config.vocab_size:

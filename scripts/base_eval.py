@@ -20,7 +20,7 @@ import torch
 from nanomuon import core, shards
 from nanomuon.command import ArgumentParser, add_run_arguments, count, run_command
 from nanomuon.corpus import open_corpus
-from nanomuon.dataloader import validation_batches
+from nanomuon.dataloader import validation_batches, validation_rows
 from nanomuon.gpt import GPT
 from nanomuon.run import bits_per_byte
 from nanomuon.runtime import (
@@ -44,9 +44,8 @@ ROWS = 16  # per batch
 def evaluate_bpb(runtime: Runtime, model: GPT, tokenizer: Tokenizer, corpus: str, run: Settings) -> None:
     """Print the bits per byte. corpus: its name. run: what the run has recorded."""
     folder = first_rank_first(lambda: validation_folder(corpus, tokenizer, run))
-    batches = validation_batches(
-        folder, model.config.seq_len, ROWS, runtime.rank, runtime.world_size, runtime.device
-    )
+    rows = validation_rows(folder, model.config.seq_len)
+    batches = validation_batches(rows, ROWS, runtime.rank, runtime.world_size, runtime.device)
     value = bits_per_byte(model, batches, torch.from_numpy(tokenizer.token_bytes).to(runtime.device))
     print0(f"val_bpb: {value:.4f}")
 

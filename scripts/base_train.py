@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from nanomuon import checkpoint, parallel, recipe, shards
+from nanomuon import checkpoint, parallel, recipe
 from nanomuon.attention import use_flash_attention
 from nanomuon.command import StopSignals, run_command
 from nanomuon.corpus import check_corpus
@@ -95,12 +95,13 @@ def main(argv: list[str] | None = None) -> int:
         wandb = None
         if args.wandb and runtime.rank == 0:
             wandb = start_wandb(args.run, settings and settings.wandb_id, vars(args))
-        run = Run(args, plan, runtime, settings, wandb)
+        run = Run(args, plan, runtime, settings, wandb, lambda: signals.asked)
         if args.resume != "auto":  # it has taken effect; given again, it would undo the steps that follow
             signals.command += " without --resume"
         code = train(run, signals)
         if code is None:
             code = run.finish()
+        signals.close()
         if runtime.rank == 0:
             run.metrics.close(code)
         return code
@@ -145,8 +146,10 @@ def train(run: Run, signals: StopSignals) -> int | None:
                 args.qk_clip,
                 signals,
             )
-        except shards.MissingShards:  # scripts.data_prep has failed, or a file is gone; on all ranks
+        except InputError:  # on all ranks: scripts.data_prep has failed, or a shard cannot be read
             run.save(position)
+            if any(together(lambda: signals.asked)):  # or a signal came while the loader waited for data
+                return signals.stopped(f"at step {run.step} and saved")
             print0(f"stopped at step {run.step} and saved; {signals.command} resumes it once there is data")
             raise
 

@@ -113,6 +113,15 @@ def test_an_error_on_one_rank_ends_the_launch_with_one_message(kind, place):
     assert ended - float(result.stdout.split()[-1]) < 15
 
 
+def test_once_a_run_has_ended_signals_have_their_usual_effect(tmp_path, handlers):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    StopSignals(tmp_path).close()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    time.sleep(0.1)  # the thread that ends the process
+    assert not (tmp_path / "stopped").exists() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_sighup_stays_ignored_under_nohup(tmp_path, handlers):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     StopSignals(tmp_path)

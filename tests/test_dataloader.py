@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from nanomuon import dataloader, shards
 from nanomuon.corpus import open_corpus
-from nanomuon.dataloader import TrainLoader, validation_batches
+from nanomuon.dataloader import TrainLoader, validation_batches, validation_rows
+from nanomuon.runtime import InputError
 from nanomuon.shards import prepare_shards, read_manifest
 from tests.mistakes import refused
 from tests.texts import TOKENIZER, is_validation, random_texts, write_corpus
@@ -109,8 +110,9 @@ def test_epochs_hold_all_text_except_a_crop_in_new_orders(folder):
 def scored_rows(folder, seq_len, world, limit=None):
     """The scored tokens of each row of the validation set, row by row; checks the rows' form."""
     rounds, rows = [], []
+    packed = validation_rows(folder, seq_len)
     for rank in range(world):
-        batches = list(validation_batches(folder, seq_len, 4, rank, world, max_tokens=limit))
+        batches = list(validation_batches(packed, 4, rank, world, max_tokens=limit))
         rounds.append(len(batches))
         for number, (inputs, targets) in enumerate(batches):
             assert inputs.shape == targets.shape == (4, seq_len) and (inputs[:, 0] == TOKENIZER.bos_id).all()
@@ -161,6 +163,25 @@ def test_rows_do_not_wait_for_the_rest_of_the_corpus(folder, expected, tmp_path,
     assert torch.equal(steps(copy, len(expected)), expected) and not list(moments)
 
 
+def after_an_epoch(group, folder, grown):
+    """The position of a rank in the second epoch. The last one sees a manifest that has grown."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    small_windows = {"WINDOW": 2}
+    with mock.patch.multiple(shards, **small_windows), mock.patch.multiple(dataloader, **small_windows):
+        loader = TrainLoader(grown if rank == size - 1 else folder, T, size, 50, rank, size)
+        while loader.epoch == 0:
+            next(loader)
+    return loader.state_dict()
+
+
+def test_all_ranks_go_by_the_first_ones_manifest(folder, tmp_path):
+    """data_prep may write more between their reads."""
+    first_part, whole = shutil.copytree(folder, tmp_path / "part"), read_manifest(folder)
+    shards.write_manifest(first_part, replace(whole, train=whole.train[:2], complete_to=1.0))
+    first, *others = run_world(4, after_an_epoch, first_part, folder)
+    assert first["epoch"] == 1 and others == 3 * [first]
+
+
 def until_a_shard_is_missing(group, folder, damaged):
     """How many micro-batches a rank gets, and the error that ends them. The last one sees `damaged`."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -170,7 +191,7 @@ def until_a_shard_is_missing(group, folder, damaged):
         for count in itertools.count():
             try:
                 next(loader)
-            except shards.MissingShards as error:
+            except InputError as error:
                 return count, str(error)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nanomuon import MuonAdamW
-from nanomuon.dataloader import TrainLoader, validation_batches
+from nanomuon.dataloader import TrainLoader, validation_batches, validation_rows
 from nanomuon.tokenizer import Tokenizer
 from tests.test_as_a_torch_optimizer import build, groups_of, loss_of
 from tests.training import QUIET, ROOT, call, train
@@ -214,6 +214,6 @@ def test_nanochat_reads_the_rows_of_the_run_beside_it(base, environment, tmp_pat
     for batch in trained:
         assert torch.equal(batch, torch.stack(next(loader)))
     assert torch.equal(resumed, trained[-1])  # saved before this batch, nanochat resumes with it
-    expected = [torch.stack(batch) for batch in validation_batches(shards, 32, rows)]
+    expected = [torch.stack(batch) for batch in validation_batches(validation_rows(shards, 32), rows)]
     torch.testing.assert_close(judged, expected, rtol=0, atol=0)
     assert token_bytes.tolist() == Tokenizer.load(shards / "tokenizer").token_bytes.tolist()

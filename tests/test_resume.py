@@ -362,10 +362,13 @@ def test_state_that_no_checkpoint_can_store_ends_a_run_after_its_first_step(base
     assert losses(base, name) == []
 
 
-@pytest.mark.parametrize("damage", ["data_prep died", "a file is gone"])
-def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys, damage):
-    """They end within a step; the run resumes at the beginning of that step."""
+@pytest.mark.parametrize("damage", ["data_prep died", "a file is gone", "a signal"])
+def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys, handlers, damage):
+    """They end within a step; the run resumes at the beginning of that step. It evaluates on what it has read
+    at its start.
+    """
     few_steps = ["--depth", "1", "--total-batch-size", "8192", "--device-batch-size", "64", *QUIET]
+    few_steps += ["--eval-every", "2"]
     name, said = damage.replace(" ", "-"), "no process is writing it: run python -m scripts.data_prep"
     read_shards, already_read = dataloader.read_shards, set()
 
@@ -376,17 +379,25 @@ def test_a_run_saves_when_its_shards_end(base, monkeypatch, capsys, damage):
 
     train(base, "all-shards", 8, *few_steps)
     with monkeypatch.context() as patched:
-        if damage == "data_prep died":
-            patched.setattr(shards.Manifest, "has_window", lambda manifest, window: window == 0)
-            patched.setattr(shards, "PATIENCE", -1)
-        else:
+        if damage == "a file is gone":
             patched.setattr(dataloader, "read_shards", once)
             said = "cannot be read"
-        with refused(said):
-            train(base, name, 8, *few_steps)
+        else:
+            patched.setattr(shards.Manifest, "has_window", lambda manifest, window: window == 0)
+            patched.setattr(shards, "PATIENCE", -1)
+        if damage == "a signal":  # while data_prep is writing
+            patched.setattr(
+                shards, "being_written", lambda folder: signal.raise_signal(signal.SIGTERM) or True
+            )
+            assert base_train.main(arguments(base, name, 8, *few_steps)) == STOPPED
+            line = (base / "runs" / name / "stopped").read_text()
+        else:
+            with refused(said):
+                train(base, name, 8, *few_steps)
+            line = capsys.readouterr().out
     saved = checkpoint.saved_steps(base / "runs" / name)
     assert len(saved) == 1 and 0 < saved[0] < 8
-    assert f"stopped at step {saved[0]} and saved" in capsys.readouterr().out
+    assert f"stopped at step {saved[0]} and saved" in line
     assert base_train.main(["--run", name]) == 0
     assert_same_run(base / "runs" / name, base / "runs" / "all-shards")
 
@@ -406,7 +417,13 @@ def test_a_launch_that_another_one_has_overtaken_is_refused(base, monkeypatch):
         base_train.main(command)
 
 
-def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
+def not_permitted(folder, ignore_errors=False):
+    """shutil.rmtree() of a folder that this user cannot delete."""
+    if not ignore_errors:
+        raise PermissionError(f"no permission to delete {folder}")
+
+
+def test_a_run_keeps_its_options_and_takes_another_length(base, monkeypatch, capsys):
     folder = base / "runs" / "options"
     train(base, "options", 10, "--matrix-lr", "0.01", *QUIET)
     assert f"report: {folder}/report.md, {folder}/loss.png" in capsys.readouterr().out
@@ -438,6 +455,17 @@ def test_a_run_keeps_its_options_and_takes_another_length(base, capsys):
     assert f"{folder} exists, its newest checkpoint is of step 20\n" in capsys.readouterr().out
     recorded = read_json(folder / "settings.json")["options"]
     assert recorded["matrix_lr"] == 0.01 and recorded["num_iterations"] == 20
+    recorded, metrics = (folder / "settings.json").read_bytes(), (folder / "metrics.jsonl").read_bytes()
+    (folder / "metrics.jsonl").write_bytes(b"?\n" + metrics)
+    with refused("line 1 cannot be read"):
+        base_train.main("--run options --num-iterations 30".split())
+    assert (folder / "summary.json").exists()
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", not_permitted)
+        with pytest.raises(PermissionError):
+            train(base, "options", 3, "--resume", "never", *QUIET)
+    assert (folder / "settings.json").read_bytes() == recorded
+    (folder / "metrics.jsonl").write_bytes(metrics)
     shutil.rmtree(folder / "checkpoints")
     with refused("is complete and has no checkpoint to resume from"):
         base_train.main("--run options --num-iterations 30".split())

@@ -17,7 +17,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from nanomuon import shards
 from nanomuon.corpus import open_corpus
-from nanomuon.dataloader import TrainLoader, to_device, validation_batches
+from nanomuon.dataloader import TrainLoader, to_device, validation_batches, validation_rows
 from nanomuon.gpt import GPTConfig
 from nanomuon.optim_groups import option_name
 from nanomuon.plan import model_config
@@ -162,7 +162,7 @@ def corpus_setup(corpus, vocab_size, fields):
 def corpus_data(setup, folder, seed, device):
     length, rows = setup["model"]["seq_len"], setup["rows"]
     training = TrainLoader(folder, length, rows, rows, seed=seed, device=device)
-    validation = list(validation_batches(folder, length, rows, device=device))
+    validation = list(validation_batches(validation_rows(folder, length), rows, device=device))
     token_bytes = torch.from_numpy(Tokenizer.load(Path(folder) / "tokenizer").token_bytes).to(device)
     return training, validation, token_bytes
 
