@@ -368,16 +368,21 @@ def check_values(group):
     else:
         raise ValueError(f"betas must be two numbers, not {group['betas']!r}")
     for key, value in {**values, **averages}.items():
-        if isinstance(value, torch.Tensor):
-            is_number = value.numel() == 1
-        else:
-            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not is_number:
-            raise ValueError(f"{key} must be a number, but is {value!r}")
-        if key in averages and not 0 <= value < 1:
+        check_number(key, value)
+        if key in averages and not value < 1:
             raise ValueError(f"{key} must be at least 0 and below 1, but is {value}")
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{key} must be finite and not negative, but is {value}")
+
+
+def check_number(key, value):
+    """ValueError for anything but a finite number that is not negative."""
+    if isinstance(value, torch.Tensor):
+        is_number = value.numel() == 1
+    else:
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number:
+        raise ValueError(f"{key} must be a number, but is {value!r}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{key} must be finite and not negative, but is {value}")
 
 
 def check_params(group, where, others):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanomuon.optim import DistMuonAdamW, MuonAdamW
-from nanomuon.optim_groups import REQUIRED, build_param_groups, check_values, option_name
+from nanomuon.optim_groups import REQUIRED, build_param_groups, check_number, check_values, option_name
 from nanomuon.optim_state import OPTIONS
 from nanomuon.runtime import InputError
 
@@ -237,13 +237,12 @@ def make_optimizer(build, model, batch, steps, world_size=1, **settings):
     """
     of_run = {"batch": batch, "steps": steps}
     accepted = keywords_of(build, of_run)
-    built = build(model, **{name: value for name, value in of_run.items() if name in accepted})
+    of_run = {name: value for name, value in of_run.items() if name in accepted}
+    check_call(build, "model", **of_run)
+    built = build(model, **of_run)
     if hasattr(built, "param_groups"):
-        try:
-            inspect.signature(built.step).bind()
-        except TypeError as error:  # LBFGS
-            name = type(built).__name__
-            raise InputError(f"{name}.step cannot be called without arguments: {error}") from error
+        # LBFGS needs a closure. Of the class: a torch scheduler replaces the method of its optimizer
+        check_call(type(built).step, "self")
         return built
     if built is None:
         raise InputError("no optimizer was built: the function returned None, not groups or an optimizer")
@@ -251,6 +250,17 @@ def make_optimizer(build, model, batch, steps, world_size=1, **settings):
         return (DistMuonAdamW if world_size > 1 else MuonAdamW)(built, **settings)
     except (ValueError, TypeError) as error:
         raise InputError(f"no optimizer was built: {error}") from error
+
+
+def check_call(function, *arguments, **keywords):
+    """InputError if a user's function does not take these arguments; the positional ones are their names."""
+    try:
+        inspect.signature(function).bind(*arguments, **keywords)
+    except TypeError as error:
+        raise InputError(
+            f"{option_name(function)} must take the arguments ({', '.join(arguments)}), and others need a "
+            f"default: {error}"
+        ) from error
 
 
 def keywords_of(function, known) -> dict:
@@ -287,14 +297,23 @@ def values_at(schedule, group, step, steps):
             f"schedule(group, step, steps) returned {', '.join(changed)}, which never change: set them in "
             "param_groups"
         )
-    if "kind" in group:
-        try:
+    try:
+        if "kind" in group:
             check_values({**group, **values})
-        except (TypeError, ValueError) as error:
-            raise InputError(f"schedule(group, step, steps) at step {step} of {steps}: {error}") from error
+        elif "lr" in values:
+            check_number("lr", values["lr"])
+    except (TypeError, ValueError) as error:
+        raise InputError(f"schedule(group, step, steps) at step {step} of {steps}: {error}") from error
+    if "kind" in group:
         # Without these, a value returned at some steps only would last until the run is resumed
         values = {key: group[key] for key in REQUIRED[group["kind"]] - OPTIONS} | values
     return values
+
+
+def course(schedule, groups, steps):
+    """Yield the values of the groups, as they were built, at every step of a run. Errors as values_at."""
+    for step in range(steps):
+        yield [values_at(schedule, group, step, steps) for group in groups]
 
 
 def untrained(model, optimizer):

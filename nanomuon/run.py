@@ -176,6 +176,9 @@ class Run:
             names = ", ".join(frozen[:8])
             print0(f"warning: {len(frozen)} parameters are in no group and are not trained: {names}, ...")
         self.initial_groups = [dict(group) for group in self.optimizer.param_groups]
+        if args.optimizer_file:  # a mistake that shows at a late step would cost the steps before it
+            for _ in recipe.course(self.schedule, self.initial_groups, plan.steps):
+                pass
         self.group_lines = recipe.describe(self.initial_groups, self.schedule, plan.steps)
         if not args.optimizer_file:  # which may scale otherwise
             self.group_lines.append(recipe.describe_scales(plan.batch, plan.steps, plan.config.width))
@@ -484,6 +487,7 @@ def build_optimizer(args, model, plan, runtime, compiles) -> tuple[torch.optim.O
                 f"{args.optimizer_file} defines a model, which only races train; a run trains the one in "
                 "nanomuon/gpt.py: change it there"
             )
+    recipe.check_call(schedule, "group", "step", "steps")
     without_effect = {}  # hyperparameters of functions that the file replaces
     if build is recipe.param_groups:
         build = functools.partial(build, **{name: getattr(args, name) for name in recipe.RATES})

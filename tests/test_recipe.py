@@ -166,6 +166,13 @@ def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, tmp_path
     file.write_text("from nanomuon.gpt import GPT\nmodel = GPT")
     with refused(f"{file} defines a model, .* nanomuon/gpt.py: change it there"):
         train(base, "model", 3, *of_file)
+    file.write_text("def schedule(group, step, steps): return {'lr': 1e-3 * (1 - step / 2)}")
+    with refused("at step 3 of 4: lr must be finite and not negative"):
+        train(base, "late", 4, *of_file)
+    assert not (base / "runs/late/metrics.jsonl").exists(), "refused before the first step"
+    file.write_text("def schedule(group, step): return {'lr': 1e-3}")
+    with refused("mine.schedule must take the arguments .group, step, steps.,"):
+        train(base, "late", 4, *of_file)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +189,12 @@ def test_base_train_follows_the_groups_and_the_schedule_of_a_file(base, tmp_path
 def test_a_schedule_returns_values_for_its_group(values, said):
     with refused(said):
         recipe.values_at(lambda own, *at: values, dict(MUON, params=[]), 3, 9)
+
+
+@pytest.mark.parametrize("rate", ["0.1", float("nan"), -1])
+def test_a_schedule_returns_a_possible_rate_for_any_optimizer(rate):
+    with refused("at step 3 of 9: lr must be "):
+        recipe.values_at(lambda own, *at: {"lr": rate}, {"params": [], "lr": 0.1}, 3, 9)
 
 
 def test_a_value_that_a_schedule_returns_at_some_steps_is_otherwise_as_built():
@@ -210,7 +223,11 @@ CLOSURE = "import torch\ndef build_optimizer(model): return torch.optim.LBFGS(mo
 @pytest.mark.parametrize(
     "text,message",
     [
-        (CLOSURE, "LBFGS.step cannot be called without .*'closure'"),
+        (CLOSURE, "LBFGS.step must take the arguments .self., .*'closure'"),
+        (
+            "def build_optimizer(model, lr): ...",
+            "file.build_optimizer must take the arguments .model., .*'lr'",
+        ),
         ("schedule = 1", "must define a function: param_groups.model. or build_optimizer"),
         ("def param_groups(model): ...\ndef build_optimizer(model): ...", "defines both"),
         ("def param_groups(model): ...", "no optimizer was built"),
@@ -222,3 +239,12 @@ def test_a_file_that_is_no_recipe_is_refused(text, message, tmp_path):
     with refused(message):
         build, _, _ = recipe.load_recipe(tmp_path / "file.py")
         recipe.make_optimizer(build, model(), 4096, 3_000)
+
+
+def test_an_optimizer_with_a_scheduler_of_torch_is_accepted():
+    def build(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+        return optimizer
+
+    assert isinstance(recipe.make_optimizer(build, model(), 4096, 3_000), torch.optim.SGD)
