@@ -17,6 +17,7 @@ from nanomuon import gpt
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.runtime import read_json
 from scripts import optim_race
+from scripts.base_train import set_hyperparameters
 from scripts.laboratory import contenders, race, report, tasks
 from scripts.laboratory.contenders import Contender, parse_options
 from tests.mistakes import refused
@@ -212,6 +213,59 @@ def test_a_file_is_a_contender_by_its_code_its_hyperparameters_and_the_model(lab
     assert lab("own.py") == 1
 
 
+TINY = dict(vocab_size=24, seq_len=16, depth=2, width=32, heads=2, kv_heads=2)
+SETUP = {"model": TINY, "dtype": "float32", "rows": 2, "steps": 4}
+FROM_WEIGHTS = """
+import torch
+
+made = []
+
+def build_optimizer(model):
+    made.append(object())
+    groups = [{"params": list(model.parameters()), "own": made[-1]}]
+    return torch.optim.SGD(groups, lr=model.wte.weight.std().item())
+
+def schedule(group, step, steps):
+    assert 0.9 < group["lr"] < 1.1
+    return {}
+"""
+
+
+def test_a_key_depends_on_initial_weights_but_not_on_addresses(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(FROM_WEIGHTS)
+    contender = Contender(str(file))
+    assert contender.key(SETUP) == contender.key(SETUP)
+
+
+SHARED_RATE = """
+import torch
+
+def build_optimizer(model):
+    return torch.optim.SGD([{"params": [param]} for param in model.parameters()], lr=torch.tensor(0.5))
+
+def schedule(group, step, steps):
+    return RETURNED
+"""
+
+
+def test_lr_scale_multiplies_all_rates_once(tmp_path):
+    """Those that a schedule computes from the groups, or by itself, or leaves out."""
+    file = tmp_path / "own.py"
+
+    def rates(contender):
+        contender = Contender(contender)
+        optimizer, built = contender.prepare(contender.initial_model(SETUP, "cpu", 0), SETUP)
+        for step in (0, 2):
+            set_hyperparameters(optimizer, contender.schedule, built, step, 4)
+        return [group["lr"] for group in optimizer.param_groups]
+
+    assert rates("default:lr_scale=2") == [2 * rate for rate in rates("default")]
+    for returned, rate in ("{'lr': 0.25}", 0.5), ("{}", 1.0), ("{'lr': group['lr'] / 2}", 0.5):
+        file.write_text(SHARED_RATE.replace("RETURNED", returned))
+        assert set(map(float, rates(f"{file}:lr_scale=2"))) == {rate}
+
+
 def test_a_file_that_changes_during_a_race_is_not_mixed_with_what_it_was(lab, tmp_path, monkeypatch):
     file = tmp_path / "own.py"
     file.write_text(OWN)
@@ -305,14 +359,40 @@ def test_an_option_may_be_a_tuple_of_tuples():
     assert found == {"a": ((2, -1.5, 0.5), (2, 1, 0)), "betas": (0.9, 0.95), "b": "x"}
 
 
+def test_a_trial_keeps_strings(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("def build_optimizer(model, *, mode='x', size='x', lr=0.1): ...")
+    trial = Contender(f"{file}:mode=a b,size='1',lr=0.1").with_options({"lr": 0.2})
+    assert trial.options == {"mode": "a b", "size": "1", "lr": 0.2}
+
+
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        ("def schedule(group, step): ...", "own.schedule must take the arguments .group, step, steps., "),
+        ("def schedule(group, step, steps, x): ...", "missing a required argument: 'x'"),
+        ("def model(config): ...", "own.model must take the arguments .config, compute_dtype., "),
+        ("import torch\nmodel = torch.nn.Linear(1, 1)", "model must be a class or function, not a finished"),
+    ],
+)
+def test_a_function_with_other_parameters_is_refused(code, said, tmp_path):
+    (tmp_path / "own.py").write_text(code)
+    with refused(said):
+        Contender(f"{tmp_path}/own.py")
+
+
+def test_a_model_has_keywords(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(WIDE_MLP.replace("compute_dtype):", "compute_dtype, *, wider):").replace("32", "wider"))
+    model = Contender(f"{file}:wider=8").model(SETUP, "meta")
+    assert model.blocks[0].mlp.up.weight.shape == (128 + 8, 32)
+
+
 def test_a_dial_between_integers_takes_integers(tmp_path):
     file = tmp_path / "steps.py"
     file.write_text('def build_optimizer(model, ns_steps=5): ...\nDIAL = ("ns_steps", 3, 9)\n')
     tried = [trial.options.get("ns_steps", 5) for trial in Contender(str(file)).trials(9)]
     assert all(isinstance(steps, int) and 3 <= steps <= 9 for steps in tried) and len(set(tried)) > 3
-
-
-TINY = dict(vocab_size=24, seq_len=16, depth=2, width=32, heads=2, kv_heads=2)
 
 
 def model_of(fields):
@@ -356,12 +436,16 @@ model = WideMLP
 
 
 NEW_GATE = """
+import torch
+from torch import nn
 from nanomuon.gpt import GPT, Linear
 
 def model(config, compute_dtype):
     model = GPT(config, compute_dtype)
     for block in model.blocks:
         block.mlp.gate = Linear(config.width, config.width)  # which init_weights leaves at zero
+        block.norm = nn.Parameter(model.x0_scalars.new_empty(3))
+    model.register_buffer("scale", torch.ones(3))
     return model
 """
 
@@ -394,7 +478,7 @@ def test_models_race_in_pairs(lab, tmp_path, capsys, monkeypatch):
             assert torch.equal(param, default[name]), name
     file.write_text(NEW_GATE)
     lab("own.py", name="gate")
-    line = "warning: own.py: blocks.0.mlp.gate start at zero, because its model has no init_weights"
+    line = "warning: own.py: blocks.0.norm, blocks.0.mlp.gate.weight, scale start at zero; "
     assert line in capsys.readouterr().out and line in (tmp_path / "races" / "gate" / "race.md").read_text()
     file.write_text("def model(config, compute_dtype): return 5")
     with refused("contender own.py: model.config, compute_dtype. must return a subclass of GPT"):

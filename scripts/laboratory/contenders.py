@@ -18,8 +18,8 @@ from scripts.laboratory.tasks import FIELDS, batch_of, changed_config, check_fie
 
 
 class Contender:
-    """SOURCE[:key=value,...]. SOURCE: `default` or a Python file. Keys: keywords of its two functions, fields
-    of its model, and lr_scale.
+    """SOURCE[:key=value,...]. SOURCE: `default` or a Python file. Keys: keywords of its functions, fields of
+    its model, and lr_scale.
 
     Raises InputError if SOURCE is neither, and for keys that it does not have.
     """
@@ -36,10 +36,13 @@ class Contender:
             raise InputError(
                 f"contender {self.source} is neither default nor a file, such as contenders/adamw.py"
             )
-        self.build_model, self.dial = names.get("model", GPT), names.get("DIAL")
+        build_model, self.dial = names.get("model", GPT), names.get("DIAL")
+        if isinstance(build_model, torch.nn.Module):
+            raise InputError(f"contender {text}: model must be a class or function, not a finished model")
+        of_model = keywords(build_model, 2, {})
         of_build = keywords(build, 1, recipe.RATES)
         of_schedule = keywords(schedule, 3, recipe.SCHEDULE)
-        self.keywords = {"lr_scale": 1} | of_build | of_schedule  # {keyword: default}
+        self.keywords = {"lr_scale": 1} | of_model | of_build | of_schedule  # {keyword: default}
         fields = [name for name in FIELDS if name != "seq_len"]  # the race decides the length of its rows
         known = [*self.keywords, *fields]
         if unknown := self.options.keys() - set(known):
@@ -52,8 +55,11 @@ class Contender:
                 raise InputError(f"contender {text}: {key} must be a number, not {value!r}")
             if key in declared and isinstance(value, int | float) and not 0 <= value <= declared[key].largest:
                 raise InputError(f"contender {text}: {key} must be from 0 to {declared[key].largest:g}")
+        self.build_model = functools.partial(build_model, **self.chosen(of_model))  # (config, compute_dtype)
         self.build = functools.partial(build, **self.chosen(of_build))  # (model)
-        self.schedule = functools.partial(schedule, **self.chosen(of_schedule))  # (group, step, steps)
+        self.unscaled = functools.partial(schedule, **self.chosen(of_schedule))  # (group, step, steps)
+        recipe.check_call(self.build_model, "config", "compute_dtype")
+        recipe.check_call(self.unscaled, "group", "step", "steps")
         self.fields = self.chosen(set(fields) - self.keywords.keys())
         check_fields(f"contender {text}", self.fields)
 
@@ -62,8 +68,8 @@ class Contender:
 
     def with_options(self, options):
         """The same contender, with these options added to its own or replacing them."""
-        text = ",".join(f"{key}={value}" for key, value in {**self.options, **options}.items())
-        return Contender(f"{self.source}:{text.replace(' ', '')}")
+        text = ",".join(f"{key}={value!r}" for key, value in {**self.options, **options}.items())
+        return Contender(f"{self.source}:{text}")
 
     def model(self, setup, device):
         """Its model, with uninitialized parameters."""
@@ -89,21 +95,15 @@ class Contender:
         return model
 
     def describe(self, setup):
-        """Its number of parameters, and a warning of new layers that start at zero, one fact per line."""
-        known = dict(Contender("default").model(setup, "meta").named_modules())
-        model = self.model(setup, "meta")
+        """Its number of parameters, and a warning of new tensors that start at zero, one fact per line."""
+        known = tensors(Contender("default").model(setup, "meta"))
+        model = self.initial_model(setup, "cpu", seed=0)
         facts = [f"{self.name}: {sum(param.numel() for param in model.parameters()):,} parameters"]
-        new, zeros = [], []
-        for name, module in model.named_modules():
-            if isinstance(module, torch.nn.Linear) and name not in known:
-                new.append(name)
-        if new:
-            initial = self.initial_model(setup, "cpu", seed=0)
-            zeros = [name for name in new if not initial.get_submodule(name).weight.any()]
+        zeros = [name for name, tensor in tensors(model).items() if name not in known and not tensor.any()]
         if zeros:
             facts.append(
-                f"warning: {self.name}: {', '.join(zeros)} start at zero, because its model has no "
-                "init_weights that fills them; a layer never learns if it is multiplied by another zero"
+                f"warning: {self.name}: {', '.join(zeros)} start at zero; a product of two zeros never "
+                "learns: if another zero multiplies them, fill them in init_weights of its model"
             )
         return facts
 
@@ -112,10 +112,15 @@ class Contender:
         optimizer = recipe.make_optimizer(
             self.build, model, batch_of(setup), setup["steps"], ns_dtype=model.compute_dtype
         )
-        for group in optimizer.param_groups:
-            if "lr" in group:
-                group["lr"] *= self.options.get("lr_scale", 1)
         return optimizer, [dict(group) for group in optimizer.param_groups]
+
+    def schedule(self, group, step, steps):
+        """{hyperparameter: value} of a group at a step, see recipe.values_at, with lr_scale."""
+        values = recipe.values_at(self.unscaled, group, step, steps)
+        # Scaled last: a schedule need not depend on the rate of the group
+        if "lr_scale" in self.options and "lr" in group:
+            values = {**values, "lr": values.get("lr", group["lr"]) * self.options["lr_scale"]}
+        return values
 
     def version(self):
         """A digest of its file and the model's code, which may change while a race runs."""
@@ -127,11 +132,10 @@ class Contender:
 
         InputError if its functions do not return what they should.
         """
-        steps, model, course = setup["steps"], self.model(setup, "cpu"), []
+        model = self.initial_model(setup, "cpu", seed=0)  # a file may compute with the weights
         try:
             optimizer, groups = self.prepare(model, setup)
-            for step in range(steps):
-                course.append([recipe.values_at(self.schedule, group, step, steps) for group in groups])
+            course = list(recipe.course(self.schedule, groups, setup["steps"]))
         except InputError as error:
             raise InputError(f"contender {self.name}: {error}") from error
         if left_out := recipe.untrained(model, optimizer):
@@ -182,6 +186,11 @@ class Contender:
                 options[key] = round(value) if is_count else value
             chosen.append(self.with_options(options))
         return chosen
+
+
+def tensors(model):
+    """{name: tensor} of its parameters and buffers."""
+    return dict([*model.named_parameters(), *model.named_buffers()])
 
 
 @functools.cache

@@ -178,5 +178,9 @@ def digest(*parts):
 
 
 def as_text(value):
-    """The JSON form of other types: a function's name, anything else as it is printed."""
+    """The JSON form of other types: a function's name, the type of what prints its address, anything else as
+    it is printed.
+    """
+    if type(value).__repr__ is object.__repr__:
+        value = type(value)
     return str(option_name(value))
