@@ -150,8 +150,9 @@ class Attention(nn.Module):
 class Convolution(nn.Module):
     """x_t + sum over j < TAPS of taps_j * x_(t-j), per channel. It starts as the identity."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
+        self.layer = layer
         self.taps = nn.Parameter(torch.empty(TAPS * config.width))  # flat, so that Muon does not train it
 
     def forward(self, x: Tensor, cache) -> Tensor:
@@ -176,7 +177,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.attn = Attention(config, layer)
-        self.conv = Convolution(config)
+        self.conv = Convolution(config, layer)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, head_rows: Tensor, rope: tuple[Tensor, Tensor], cache) -> Tensor:

@@ -71,6 +71,7 @@ def write_config(folder: Path, config: GPTConfig, dtype: str = "float32") -> Non
         },
         "model_type": "nanomuon",
         "dtype": dtype,
+        "tie_word_embeddings": False,  # the default of transformers 4 would tie lm_head to wte
         **asdict(config),
         **special_ids(config),
     }

@@ -18,7 +18,7 @@ class KVCache:
         self.lengths, self.device = [0] * rows, device
         self.context = config.seq_len
         self.kept = {}  # by layer and kind: (B, context, Hkv, D)
-        self.recent = {}  # by module: (B, at least as many tokens as it needs, ...)
+        self.recent = {}  # by layer and type of module: (B, at least as many tokens as it needs, ...)
 
     def positions(self, T: int) -> Tensor:
         """Positions (B, T) in the context of the next T tokens, which are about to go through all layers."""
@@ -46,18 +46,19 @@ class KVCache:
 
     def with_recent(self, module: nn.Module, x: Tensor, count: int) -> Tensor:
         """x (B, T, ...) preceded by the last `count` inputs of this module, zeros at first."""
-        if module not in self.recent:
-            self.recent[module] = x.new_zeros(x.size(0), count, *x.shape[2:])
-        self.recent[module] = torch.cat((self.recent[module][:, -count:], x), dim=1)
-        return self.recent[module]
+        name = module.layer, type(module).__name__  # a module is another key in a copy of the cache
+        if name not in self.recent:
+            self.recent[name] = x.new_zeros(x.size(0), count, *x.shape[2:])
+        self.recent[name] = torch.cat((self.recent[name][:, -count:], x), dim=1)
+        return self.recent[name]
 
     def crop(self, lengths: list[int]) -> None:
         """Forget the padding at the end of rows after the first call. lengths: of the rows without it."""
         ends = torch.tensor(lengths, device=self.device)[:, None]  # (B, 1)
         rows = torch.arange(len(lengths), device=self.device)[:, None]
-        for module, inputs in self.recent.items():
+        for name, inputs in self.recent.items():
             count = inputs.size(1) - self.end
-            self.recent[module] = inputs[rows, ends + torch.arange(count, device=self.device)]
+            self.recent[name] = inputs[rows, ends + torch.arange(count, device=self.device)]
         self.lengths = lengths
 
     def select(self, rows: list[int]) -> None:
@@ -65,4 +66,4 @@ class KVCache:
         self.lengths = [self.lengths[row] for row in rows]
         index = torch.tensor(rows, device=self.device)
         self.kept = {name: tensor[index] for name, tensor in self.kept.items()}
-        self.recent = {module: inputs[index] for module, inputs in self.recent.items()}
+        self.recent = {name: inputs[index] for name, inputs in self.recent.items()}

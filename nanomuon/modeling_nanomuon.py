@@ -37,7 +37,7 @@ class Cache(KVCache):
 class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanomuonConfig
     base_model_prefix = "model"  # the names in model.safetensors lack it
-    _no_split_modules = ["Block"]
+    _no_split_modules = ["GPT"]  # it uses its parameters, such as the weight of lm_head, in several places
     _input_embed_layer = "wte"
 
     def __init__(self, config):
@@ -52,8 +52,11 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         if isinstance(module, GPT):
             module.fill_rope()  # the tables are not among the weights
 
-    def save_pretrained(self, folder, state_dict=None, **others):
-        super().save_pretrained(folder, state_dict=state_dict or self.model.state_dict(), **others)
+    def get_output_embeddings(self):
+        return self.model.lm_head
+
+    def set_output_embeddings(self, head):
+        self.model.lm_head = head
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
@@ -87,11 +90,16 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         if not isinstance(cache, Cache | None):
             raise ValueError(f"past_key_values cannot be a {type(cache).__name__}: the model makes its own")
         is_text = input_ids.new_ones(B, T) if attention_mask is None else attention_mask[:, -T:].long()
+        positions = others.pop("position_ids", None)
+        if positions is not None and ((positions.diff() - 1) * is_text[:, 1:] * is_text[:, :-1]).any():
+            raise ValueError("position_ids must count up by one: give each text a row of its own")
         # The model reads rows from their first token on, so move padding to the end, where no text sees it
         order = is_text.argsort(dim=1, descending=True, stable=True)  # (B, T)
         rows = torch.arange(B, device=device)[:, None]
         at = (order.argsort(dim=1) + T * rows)[:, -logits_to_keep:]  # where the columns were moved
         if cache is not None:
+            if cache.columns and not is_text.all():
+                raise ValueError("only the first call with a cache may have padding: start without a cache")
             ends = [read + new for read, new in zip(cache.lengths, is_text.sum(1).tolist(), strict=True)]
             if max(ends) > model.config.seq_len:
                 raise ValueError(f"{max(ends)} tokens are more than the context of {model.config.seq_len}")
@@ -103,4 +111,4 @@ class NanomuonForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **others)
-        return CausalLMOutputWithPast(loss, logits, cache if use_cache else None)
+        return CausalLMOutputWithPast(loss, logits, cache)

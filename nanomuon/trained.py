@@ -70,7 +70,8 @@ def load_model(folder: Path, runtime: Runtime) -> GPT:
     """
     config, file = read_config(folder), folder / "model.safetensors"
     try:
-        weights = load_file(file)
+        # Names in a file that transformers has saved, whose model contains ours, begin with "model."
+        weights = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
         # First without memory: a few bytes of a stranger's config could request more than there is
         meta_model(config).load_state_dict(weights, assign=True)
     except (OSError, SafetensorError, RuntimeError) as error:

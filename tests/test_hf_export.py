@@ -1,5 +1,6 @@
 """transformers and tokenizers on an exported run: the same logits, the same token ids."""
 
+import copy
 import importlib.util
 import json
 import random
@@ -7,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nanomuon import hf_export, trained
 from nanomuon.generate import sample_texts
@@ -71,7 +73,8 @@ def test_logits_are_ours_whole_and_in_parts(exported, shape):
     torch.testing.assert_close(theirs(tokens).logits, expected, rtol=0, atol=1e-5)
     parts, cache = [], None
     for first, end in ((0, 5), (5, 6), (6, 7), (7, 20), (20, 32)):
-        out = theirs(tokens[:, first:end], cache=cache, use_cache=True)
+        theirs = copy.deepcopy(theirs)
+        out = theirs(tokens[:, first:end], cache=copy.deepcopy(cache), use_cache=cache is None)
         parts.append(out.logits)
         cache = out[-1]  # by whichever name
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=1e-5)
@@ -88,6 +91,45 @@ def test_a_new_model_is_initialized_and_another_cache_is_refused(exported):
     torch.testing.assert_close(model(tokens).logits, expected(tokens), rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="cannot be a DynamicCache: the model makes its own"):
         model(tokens, past_key_values=transformers.DynamicCache())
+
+
+@torch.no_grad()
+def test_what_would_compute_something_else_is_refused(exported):
+    _, folder = exported["plain"]
+    model = load(folder)
+    tokens, mask = torch.zeros(2, 6, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int64)
+    mask[0, :2] = 0
+    counted = mask.cumsum(1) - 1
+    for usual in (counted, counted.relu(), counted.masked_fill(mask == 0, 1), torch.arange(6)[None]):
+        expected = model(tokens, attention_mask=mask).logits
+        assert torch.equal(model(tokens, attention_mask=mask, position_ids=usual).logits, expected)
+    with pytest.raises(ValueError, match="position_ids must count up by one"):
+        model(tokens, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))  # two texts
+    cache = model(tokens, use_cache=True)[-1]
+    with pytest.raises(ValueError, match="only the first call with a cache may have padding"):
+        model(tokens, attention_mask=mask, cache=cache)
+
+
+def test_automatic_placement_leaves_the_model_on_one_device(exported):
+    accelerate = pytest.importorskip("accelerate")
+    model = load(exported["plain"][1])
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    room = {0: size // 2, 1: 4 * size}
+    places = accelerate.infer_auto_device_map(model, room, model._no_split_modules)
+    assert set(places.values()) == {1}
+
+
+def test_a_model_with_another_vocabulary_is_the_same_on_the_tokens_before(exported, tmp_path):
+    model, size = load(exported["plain"][1]), TOKENIZER.vocab_size
+    tokens = torch.randint(size, (2, 9))
+    before = model(tokens).logits
+    model.resize_token_embeddings(size + 5)
+    model.save_pretrained(tmp_path)
+    for each in (model, load(tmp_path)):
+        logits = each(tokens).logits
+        assert logits.shape == (2, 9, size + 5)
+        torch.testing.assert_close(logits[..., :size], before)
+        assert each(tokens + 5, labels=tokens + 5).loss.isfinite()
 
 
 TEXTS = ["def return import self", "x", "for in the value of"]
@@ -155,9 +197,12 @@ def test_the_loss_trains_and_a_model_saved_again_loads_again(exported, tmp_path)
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
     loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, True)
+    resumed = load(folder)
+    resumed.load_state_dict(load_file(tmp_path / "model.safetensors"), False)  # as in Trainer
     with torch.no_grad():
         after = model.eval()(rows).logits
+        assert torch.equal(resumed(rows).logits, after)
         assert not torch.equal(after, ours(rows)) and torch.equal(load(tmp_path)(rows).logits, after)
         torch.testing.assert_close(trained.load_model(tmp_path, CPU)(rows), after, rtol=0, atol=1e-5)
 
