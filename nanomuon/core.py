@@ -45,6 +45,7 @@ from torch.nn.attention import sdpa_kernel
 from nanomuon.attention import WITHOUT_CUDNN
 from nanomuon.generate import padded
 from nanomuon.gpt import GPT
+from nanomuon.head_loss import MOST_CHUNKS
 from nanomuon.runtime import (
     InputError,
     base_dir,
@@ -214,12 +215,16 @@ def ask(task: Task, items: list[Item], number: int, tokenizer: Tokenizer, seq_le
 
 
 def make_batches(rows: Iterable[Row], most_tokens: int) -> Iterator[list[Row]]:
-    """Batches of rows of similar length, up to `most_tokens` including padding."""
-    batch = []
+    """Batches of rows of similar length, up to `most_tokens` including padding. The logits of all scored
+    tokens exist at once: a batch of several rows has no more of them than a training step.
+    """
+    batch, scored = [], 0
     for row in sorted(rows, key=lambda row: len(row.tokens)):
-        if batch and (len(batch) + 1) * len(row.tokens) > most_tokens:
+        count = len(row.tokens) - row.start
+        scored += count
+        if batch and max((len(batch) + 1) * len(row.tokens), MOST_CHUNKS * scored) > most_tokens:
             yield batch
-            batch = []
+            batch, scored = [], count
         batch.append(row)
     if batch:
         yield batch
@@ -243,7 +248,7 @@ def score(model: GPT, rows: list[Row]) -> None:
     hits = (logits.argmax(-1) == targets).cpu().split(counts)
     for row, row_losses, row_hits in zip(rows, losses, hits, strict=True):
         row.mean_loss = row_losses.mean().item()
-        row.all_likeliest = row_hits.all().item()
+        row.all_likeliest = len(row_hits) > 0 and row_hits.all().item()
 
 
 def is_correct(task: Task, item: Item, rows: list[Row]) -> bool:
