@@ -472,7 +472,7 @@ def trained_with() -> dict:
     if (checkout / ".git").exists():  # else git would search the folders above, and find another project
         command = ["git", "-C", checkout, "describe", "--always", "--dirty"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            known["commit"] = subprocess.check_output(command, text=True).strip()
+            known["commit"] = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
     return known
 
 

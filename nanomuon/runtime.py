@@ -9,6 +9,7 @@ import functools
 import glob
 import json
 import os
+import pickle
 import re
 import socket
 import sys
@@ -241,13 +242,19 @@ def discard(stream) -> None:
 
 def together(work, group=None) -> list:
     """Run work() on every rank; return all results, or raise the first error on all, so that none is left
-    waiting. The error's attribute `origin` is its original traceback, as text.
+    waiting. The error's attribute `origin` is its original traceback, as text. An error that cannot be sent
+    to other ranks becomes a RuntimeError.
     """
     try:
         outcome = work(), None
     except Exception as error:
         error.origin = traceback.format_exc()
         outcome = None, error
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # of a local class, or of one whose __init__ needs other arguments
+            outcome = None, RuntimeError(f"{type(error).__name__}: {error}")
+            outcome[1].origin = error.origin
     outcomes = [outcome]
     if dist.is_initialized():
         outcomes = [None] * dist.get_world_size(group)

@@ -13,6 +13,7 @@ from nanomuon import checkpoint, runtime, shards
 from nanomuon.corpus import open_corpus, remember
 from nanomuon.gpt import GPT
 from nanomuon.report import read_metrics
+from nanomuon.run import trained_with
 from nanomuon.runtime import read_json
 from scripts import base_eval, base_train, sample
 from tests.mistakes import refused
@@ -61,6 +62,12 @@ def test_a_finished_run_has_everything(whole_run):
     (output,) = whole_run.parents[1].glob("whole.*.out")
     assert "\n".join(settings["groups"]) in output.read_text()
     assert "validation documents" not in output.read_text()
+
+
+def test_a_checkout_that_git_cannot_read_prints_nothing(tmp_path, monkeypatch, capfd):
+    (tmp_path / ".git").write_text("gitdir: nowhere")
+    monkeypatch.setattr("nanomuon.run.__file__", str(tmp_path / "nanomuon" / "run.py"))
+    assert "commit" not in trained_with() and capfd.readouterr().err == ""
 
 
 def test_deterministic_takes_effect_before_the_start(base, monkeypatch):

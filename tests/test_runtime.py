@@ -136,6 +136,30 @@ def test_ranks_wait_for_hours_while_only_the_first_one_works():
 # Files
 
 
+class TwoReasons(Exception):
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")  # unpickled with this text as its only argument: a TypeError
+
+
+def fail_on_the_last_rank(group, is_local):
+    class Local(Exception):
+        pass
+
+    def work():
+        if dist.get_rank(group) == 1:
+            raise Local("this and that") if is_local else TwoReasons("this", "that")
+
+    with pytest.raises(RuntimeError) as caught:
+        runtime.together(work, group)
+    return str(caught.value), caught.value.origin
+
+
+@pytest.mark.parametrize("is_local, name", [(False, "TwoReasons"), (True, "Local")])
+def test_an_error_that_cannot_be_sent_arrives_as_its_text(is_local, name):
+    for message, origin in run_world(2, fail_on_the_last_rank, is_local):
+        assert message == f"{name}: this and that" and "in work\n" in origin
+
+
 def hold(folder, held):
     with runtime.locked(folder):
         held.set()
