@@ -108,8 +108,9 @@ def products(optimizer, device):
         A, B = (torch.randn(k, short, short, device=device, dtype=dtype) / short for _ in range(2))
         # The long side takes part in 4 products in Gram form (2 for R, 2 with Q), else in two per step
         sides, shorts = (4, 14) if gram else (2 * steps, steps)
-        for _ in bank.batches():
-            calls += [(X, X.mT, A), (A, X, Y)] * (sides // 2) + [(A, A, B)] * shorts
+        for batch in bank.batches():  # the last one may be smaller
+            x, y, a, b = (each[: batch.stop - batch.start] for each in (X, Y, A, B))
+            calls += [(x, x.mT, a), (a, x, y)] * (sides // 2) + [(a, a, b)] * shorts
 
     def run():
         for left, right, out in calls:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanomuon import recipe
+from nanomuon import optim, recipe
 from nanomuon.gpt import GPT, GPTConfig
 from nanomuon.optim import MuonAdamW
 from nanomuon.runtime import InputError
@@ -25,9 +25,12 @@ def flops(run):
     return counter.get_total_flops()
 
 
-def test_the_floor_has_the_products_of_a_step():
-    """Square matrices iterate in the plain form, others in the Gram form: this model has both."""
-    model = GPT(GPTConfig.from_depth(2, vocab_size=300, seq_len=32))
+def test_the_floor_has_the_products_of_a_step(monkeypatch):
+    """Square matrices iterate in the plain form, others in the Gram form: this model has both, in batches of
+    which the last one is smaller.
+    """
+    model = GPT(GPTConfig.from_depth(3, vocab_size=300, seq_len=32))
+    monkeypatch.setitem(optim.BATCH_BYTES, "cpu", 2 * model.blocks[0].mlp.up.weight.nbytes)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer = MuonAdamW(recipe.param_groups(model), compile=False)
