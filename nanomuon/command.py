@@ -76,7 +76,6 @@ count = number(int, 1, 1 << 40)
 layers = number(int, 1, 1024)
 vocabulary = number(int, 257, 1 << 24)  # 256 bytes and <|bos|>
 amount = number(float, 0, 1e30)
-positive = number(float, 1e-30, 1e30)
 seed = number(int, 0, 1 << 62)
 
 

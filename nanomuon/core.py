@@ -248,7 +248,7 @@ def score(model: GPT, rows: list[Row]) -> None:
     hits = (logits.argmax(-1) == targets).cpu().split(counts)
     for row, row_losses, row_hits in zip(rows, losses, hits, strict=True):
         row.mean_loss = row_losses.mean().item()
-        row.all_likeliest = len(row_hits) > 0 and row_hits.all().item()
+        row.all_likeliest = row_hits.all().item()
 
 
 def is_correct(task: Task, item: Item, rows: list[Row]) -> bool:

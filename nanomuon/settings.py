@@ -17,10 +17,10 @@ from nanomuon import recipe
 from nanomuon.command import (
     ArgumentParser,
     add_dtype_argument,
+    amount,
     count,
     layers,
     number,
-    positive,
     seed,
     vocabulary,
 )
@@ -132,14 +132,14 @@ def make_parser(prog: str = "python -m scripts.base_train", description: str = "
 
     parser.section("length", one_of=True)
     length("--num-iterations", count, None, "optimizer steps")
-    length("--target-flops", positive, None, "train for this many FLOPs in total, such as 1e18")
+    length("--target-flops", amount, None, "train for this many FLOPs in total, such as 1e18")
     ratio = "training tokens per parameter of the matrices and the head (default: 10.5)"
     length("--target-param-data-ratio", number(float, 1e-6, 1e6), None, ratio)
 
     parser.section("optimizer (rates and decay follow batch, length and width: docs/recipe.md)")
     for name, each in (recipe.RATES | recipe.SCHEDULE).items():
         defines(flag_of(name), number(type(each.default), 0, each.largest), each.default, each.meaning)
-    defines("--qk-clip", positive, None, "with --no-qk-norm: limit on a head's attention logits, such as 100")
+    defines("--qk-clip", amount, None, "with --no-qk-norm: limit on a head's attention logits, such as 100")
     # Its code runs only if a launch names it
     file = "file with build_optimizer(model), param_groups(model) or schedule; give it again to resume"
     of_launch("--optimizer-file", python_file, None, file)

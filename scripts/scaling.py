@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from scipy import optimize
 
-from nanomuon.command import ArgumentParser, positive, run_command
+from nanomuon.command import ArgumentParser, amount, run_command
 from nanomuon.gpt import GPTConfig
 from nanomuon.plan import meta_model, model_config
 from nanomuon.run import Summary
@@ -55,7 +55,7 @@ def main(argv=None):
     add("--depths", type=numbers, default=[], help="depths of the models to train, e.g. 1,2,3")
     add("--tokens", type=numbers, default=[], help="numbers of tokens to train each on, e.g. 250e3,500e3,1e6")
     add("--corpus", type=corpus_name, default="python", help="as in base_train (default: %(default)s)")
-    add("--target-flops", type=positive, help="print the best depth and tokens for this much compute")
+    add("--target-flops", type=amount, help="print the best depth and number of tokens for this much compute")
     add("--name", default="family", help="prefix of the runs' names (default: %(default)s)")
     add("flags", nargs="*", metavar="-- FLAGS", help="flags of base_train")
     args = parser.parse_args(argv)

@@ -173,14 +173,6 @@ def test_a_batch_has_no_more_logits_at_once_than_a_training_step():
     assert max(map(len, batches)) > 9
 
 
-def test_a_continuation_of_which_nothing_is_scored_is_not_correct():
-    """A context of one token has room for nothing else."""
-    items = [core.Item([("a", "b")], 0)]
-    task = core.Task("made-up", "language_modeling", 0, " ", 0.0, items)
-    model = build(vocab_size=257, seq_len=1)
-    assert core.answer_task(model, BYTES, task, None, 4) == [False]
-
-
 def test_the_mean_over_all_tasks_is_called_core(tmp_path, capsys):
     bundle = write_bundle(tmp_path, dict.fromkeys(core.CORE_TASKS, TASKS["resolve"]))
     results = core.evaluate(build(vocab_size=257), BYTES, core.open_bundle(str(bundle)), None, 512)
