@@ -16,10 +16,11 @@
 #   NANOMUON_PYTHON=...     an interpreter that already has every package (PyTorch 2.11 or newer); nothing is installed
 #   NANOMUON_DEVICE=cpu     train on the CPU of a machine that has a GPU
 set -euo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$(readlink -f "$0")")"
+HOME=${HOME:-~} # a service may have none
 for flag in "$@"; do
     case ${flag%%=*} in
-        -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "${0##*/}"; exit 0 ;;
+        -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' speedrun.sh; exit 0 ;;
         --run | --corpus | --depth | --vocab-size) # the other stages need these too
             variable=$(tr a-z- A-Z_ <<<"${flag%%=*}")
             echo "error: instead of ${flag%%=*}, set the variable: ${variable#__}=... bash speedrun.sh" >&2

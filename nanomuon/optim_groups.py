@@ -28,6 +28,7 @@ MUON_OPTIONS = {
     "direction": None,  # your own function instead of the polar factor, see optim.Rule
     "tensor_parallel": None,  # or "duplicated", "distributed", "blockwise", see optim_tp.py
 }
+OF_TORCH = ("maximize", "amsgrad", "adjust_lr_fn")  # options of torch's optimizers that these do not have
 CHOICES = {
     "weight_decay_form": ("cautious", "decoupled"),
     "tensor_parallel": (None, "duplicated", "distributed", "blockwise"),
@@ -292,6 +293,8 @@ def check_keys(group, where):
             meant = f"did you mean {close[0]}?" if close else "an option of the other kind"
             first = f" of {group['names'][0]}" if group.get("names") else ""
             raise ValueError(f"{where}{first} ({kind}): unknown {key}: {meant}")
+    if unsupported := [key for key in OF_TORCH if group.get(key)]:  # maximize=False is no request
+        raise ValueError(f"{where} ({kind}): this optimizer has no {', '.join(unsupported)}: leave it out")
     if missing := (REQUIRED[kind] | {"params"}) - group.keys():
         raise ValueError(f"{where} ({kind}): missing {', '.join(sorted(missing))}")
 
@@ -402,7 +405,7 @@ def check_params(group, where, others):
         if param in seen:
             raise ValueError(f"{where}: {name} is already in group {seen[param]}")
         if name in seen_names:
-            raise ValueError(f"{where}: the name {name} is used twice")
+            raise ValueError(f"{where}: the name {name} is used twice (without prefixes such as module.)")
         seen[param] = len(others)
         seen_names.add(name)
 

@@ -179,7 +179,7 @@ class SavedByName:
                         "torch.distributed.checkpoint (under DistributedDataParallel use MuonAdamW)"
                     )
         saved = super().state_dict()
-        for group in saved["param_groups"]:  # copies, which the user's hooks may have changed
+        for group in saved.get("param_groups", ()):  # copies; the user's hooks may have changed everything
             group.update(saved_group(group))
         if not self.state:
             # torch.distributed.checkpoint fills only what is here, so it would ignore the state in its file.

@@ -33,7 +33,7 @@ from nanomuon.gpt import GPTConfig
 from nanomuon.plan import meta_model, model_config
 from nanomuon.run import Summary
 from nanomuon.runtime import InputError, folder_of, print0, read_json
-from nanomuon.settings import Settings, corpus_name
+from nanomuon.settings import Settings, corpus_name, refuse_changes
 from nanomuon.trained import read_config
 from scripts import base_train
 
@@ -62,7 +62,7 @@ def main(argv=None):
     if bool(args.depths) != bool(args.tokens):
         raise InputError("--depths and --tokens go together: each depth is trained on each number of tokens")
     if args.depths:
-        refuse_another_corpus(args)
+        refuse_other_members(args)
     for flags in [flags_of(args, depth, tokens) for depth in args.depths for tokens in args.tokens]:
         torch.compiler.reset()  # otherwise it compiles the same code for at most eight models
         if code := base_train.main(flags):
@@ -107,11 +107,15 @@ def flags_of(args, depth, tokens):
     return [*flags, f"--target-param-data-ratio={(tokens + 0.5) / model.multiplied_weights()}"]
 
 
-def refuse_another_corpus(args):
-    """InputError if a run of this family was trained on another corpus: one law would mix them."""
+def refuse_other_members(args):
+    """InputError if a run of this family has another corpus, vocabulary or context: no law fits both."""
+    ours = model_config(base_train.make_parser().parse_args(["--corpus", args.corpus, *args.flags]), "cpu")
     for member in finished(args.name):
-        if member.corpus != args.corpus:
-            raise InputError(f"family {args.name} was trained on {member.corpus}: choose another --name")
+        described = [
+            {"--corpus": corpus, "--vocab-size": config.vocab_size, "--max-seq-len": config.seq_len}
+            for corpus, config in ((member.corpus, member.config), (args.corpus, ours))
+        ]
+        refuse_changes(f"family {args.name} was trained with", *described, "choose another --name")
 
 
 def finished(name):
@@ -154,7 +158,8 @@ def advice(law, config, flops):
         tokens = flops / model.estimate_flops()
         rows.append((loss_of((model.multiplied_weights(), tokens), *law), depth, tokens))
     loss, depth, tokens = min(rows)
-    return f"{flops:.3g} FLOPs: depth {depth} on {tokens:.3g} tokens, {loss:.4f} bits per byte by the law."
+    best = f"{flops:.3g} FLOPs: depth {depth} on {tokens:.3g} tokens, {loss:.4f} bits per byte by the law."
+    return f"{best} Larger depths were not compared." if depth == rows[-1][1] else best
 
 
 if __name__ == "__main__":

@@ -17,7 +17,10 @@ if [ -n "${NANOMUON_PYTHON:-}" ]; then
 missing = [name for name in sys.argv[1:] if not importlib.util.find_spec(name)]
 if not missing and [int(n) for n in re.findall(r"\d+", importlib.metadata.version("torch"))[:2]] < [2, 11]:
     missing = ["PyTorch 2.11 or newer"]
-print(*missing)' $needed 2>/dev/null) || missing="Python that runs"
+print(*missing)' $needed 2>/dev/null) || {
+        echo "error: NANOMUON_PYTHON=$PYTHON does not run: set it to a Python interpreter, or unset it" >&2
+        return 2
+    }
     if [ -n "$missing" ]; then
         echo "error: NANOMUON_PYTHON=$PYTHON has no $missing: $PYTHON -m pip install -e '.[$extra]', or unset NANOMUON_PYTHON" >&2
         return 2
@@ -25,7 +28,8 @@ print(*missing)' $needed 2>/dev/null) || missing="Python that runs"
 else
     PYTHON=.venv/bin/python
     checksum=$(cat pyproject.toml constraints.txt | cksum)
-    installed=$(cat .venv/installed 2>/dev/null || true)
+    # By that Python, which may be gone, for example after an upgrade of the system
+    installed=$("$PYTHON" -c 'print(open(".venv/installed").read())' 2>/dev/null || true)
     if [ "$installed" != "$checksum $extra" ] && [ "$installed" != "$checksum dev" ]; then # dev includes train
         echo "environment: installing into .venv (a minute or two)"
         if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
@@ -33,7 +37,7 @@ else
             return 2
         fi
         rm -f .venv/installed # until the installation is complete
-        { "$PYTHON" -m pip --version >/dev/null 2>&1 || python3 -m venv .venv; } &&
+        { "$PYTHON" -m pip --version >/dev/null 2>&1 || python3 -m venv --clear .venv; } &&
             "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[$extra]" || {
             echo "error: the installation failed (see above); run the command again to continue it" >&2
             return 2

@@ -87,6 +87,9 @@ def test_closure_and_hooks():
     optimizer.register_state_dict_post_hook(lambda _, saved: saved["param_groups"][0].update(mine=7))
     assert optimizer.state_dict()["param_groups"][0]["mine"] == 7
     assert "mine" not in optimizer.param_groups[0]
+    handle = optimizer.register_state_dict_post_hook(lambda _, saved: {"wrapped": saved})
+    assert optimizer.state_dict()["wrapped"]["param_groups"][0]["mine"] == 7
+    handle.remove()
 
     def closure():
         optimizer.zero_grad()

@@ -56,7 +56,8 @@ def test_the_package_has_three_names():
 STAND_IN = """#!/usr/bin/env bash
 # Instead of python3 and of the environment's python: notes what would be installed
 case "$*" in
-    "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python; echo venv >>calls ;;
+    "-c print(open("*) cat .venv/installed ;;
+    "-m venv --clear .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python; echo venv >>calls ;;
     "-m pip install"*" -c constraints.txt "*) echo "${@: -1}" >>calls; [ ! -e broken ] ;;
 esac
 """
@@ -98,4 +99,4 @@ def test_the_environment_is_created_once_and_completed_if_it_is_half_made(checko
     (checkout / "broken").unlink()
     assert set_up(checkout, "train") == (0, [".[train]"])  # the failure may have broken one of its packages
     (checkout / ".venv" / "bin" / "python").unlink()
-    assert set_up(checkout, "dev") == (0, ["venv", ".[dev]"])
+    assert set_up(checkout, "train") == (0, ["venv", ".[train]"])  # its Python is gone

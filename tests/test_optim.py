@@ -410,6 +410,7 @@ def test_state_loads_under_the_names_of_a_wrapped_model():
 BAD_MUON = [  # of a group of one matrix (48, 20)
     (dict(nestrov=True), r"\(muon\): unknown nestrov: did you mean nesterov"),
     (dict(betas=(0.9, 0.9)), r"\(muon\): unknown betas: an option of the other kind"),
+    (dict(maximize=True, adjust_lr_fn="original"), ".* has no maximize, adjust_lr_fn: leave it out"),
     (dict(names=["a", "b"]), "2 names for 1 params"),
     (dict(coefficients="newton"), "unknown coefficients 'newton'"),
     (dict(coefficients=[(2.0, math.nan, 0.5)]), "coefficients must be finite"),
@@ -432,6 +433,7 @@ SPLITS = (True, 2.0, 0, 7, (10, 20), (-8, 56), (24.0, 24.0), ("qkv", (3, 2, 2)),
 BAD_MUON += [(dict(split=split), "split=") for split in SPLITS]
 BAD_ADAMW = [  # of a group of one vector
     (dict(nesterov=True), r"\(adamw\): unknown nesterov: an option of the other kind"),
+    (dict(maximize=False, amsgrad=True), ".* has no amsgrad: leave it out"),
     (dict(eps=-1), "eps must be finite and not negative, but is -1"),
     (dict(betas=(0.9, 1.0)), r"betas\[1\] must be at least 0 and below 1, but is 1.0"),
     (dict(betas=0.9), "betas must be two numbers, not 0.9"),

@@ -68,13 +68,16 @@ def test_a_family_is_enlarged_asked_and_stopped(base, monkeypatch, capsys):
     code, out = family("--depths", "1,2,3", "--tokens", "256,600,2048", "--target-flops", "1e13")
     assert code is None and out.count(" is complete with ") == 4, "nothing is trained twice"
     assert "loss = " in out and "1e+13 FLOPs: depth " in out
+    assert scaling.main(["--target-flops", "1e25"]) is None
+    assert capsys.readouterr().out.endswith("by the law. Larger depths were not compared.\n")
     assert re.search(r"^  3 layers +[0-9,]+ weights +512 tokens \d\.\d{4}$", out, re.MULTILINE)
     for other in ("family-dense-d2-t512", "family-d2-t512-copy"):
         runtime.folder_of(other).mkdir()
         (runtime.folder_of(other) / "summary.json").touch()  # reading it would be an error
     monkeypatch.setattr(base_train, "main", lambda flags: STOPPED)
     assert family("--depths", "4,5", "--tokens", "256")[0] == STOPPED
-    with refused(f"family family was trained on path:{base}/texts: choose another --name"):
+    other = f"--corpus path:{base}/texts, not python; --vocab-size 300, not 4096; --max-seq-len 32, not 512"
+    with refused(f"family family was trained with {other}: choose another --name"):
         scaling.main(["--depths", "4", "--tokens", "256"])
     (runtime.folder_of("family-d1-t256") / "summary.json").write_text('{"steps": 1, "tokens": 256}')
     with refused("family-d1-t256/summary.json cannot be read: val_bpb: "):
