@@ -785,6 +785,7 @@ class MuonAdamW(optim_state.SavedByName, torch.optim.Optimizer):
     rank, the step changes nothing on any rank, and `skipped_steps`, a 0-D tensor, counts it.
     """
 
+    @torch.inference_mode(False)  # as in plan()
     def __init__(self, param_groups, *, compile="auto", ns_dtype=None, world=None):
         check_choice("ns_dtype", ns_dtype, (None, torch.float32, torch.bfloat16))
         check_choice("compile", compile, (True, False, "auto"))

@@ -221,8 +221,8 @@ def test_a_parameter_that_grows_needs_a_new_optimizer():
 def test_state_that_is_made_in_inference_mode_is_updated_outside():
     """A model is often evaluated and saved there."""
     params, groups = mixed()
-    optimizer = MuonAdamW(groups)
     with torch.inference_mode():
+        optimizer = MuonAdamW(groups)
         optimizer.load_state_dict(optimizer.full_state_dict())
     train(optimizer, params, 1)
     assert optimizer.state[params[0]]["momentum_buffer"].any()
