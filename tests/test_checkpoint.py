@@ -196,6 +196,15 @@ def test_another_model_is_refused_by_name(run_dir, name):
         checkpoint.load_model(checkpoint.find(run_dir), other)
 
 
+def test_a_file_that_no_checkpoint_has_written_is_named(run_dir):
+    """The checkpoint is neither skipped nor removed."""
+    newest = checkpoint.find(run_dir)
+    (newest / f"._{FILE}").write_bytes(b"of a Mac")
+    assert checkpoint.find(run_dir) == newest
+    with refused(f"step_2 has ._{FILE}, which is not its own: remove that file"):
+        checkpoint.load_model(newest, Tiny())
+
+
 def save_without_space(run_dir):
     """There is no space for the last rank's tensors, then none for the first rank's manifest."""
     model = Tiny()
