@@ -32,7 +32,7 @@ from nanomuon.command import ArgumentParser, amount, run_command
 from nanomuon.gpt import GPTConfig
 from nanomuon.plan import meta_model, model_config
 from nanomuon.run import Summary
-from nanomuon.runtime import InputError, folder_of, print0, read_json
+from nanomuon.runtime import InputError, folder_of, print0, read_json, usable_gpus
 from nanomuon.settings import Settings, corpus_name, refuse_changes
 from nanomuon.trained import read_config
 from scripts import base_train
@@ -109,7 +109,8 @@ def flags_of(args, depth, tokens):
 
 def refuse_other_members(args):
     """InputError if a run of this family has another corpus, vocabulary or context: no law fits both."""
-    ours = model_config(base_train.make_parser().parse_args(["--corpus", args.corpus, *args.flags]), "cpu")
+    given = base_train.make_parser().parse_args(["--corpus", args.corpus, *args.flags])
+    ours = model_config(given, "cuda" if usable_gpus() else "cpu")
     for member in finished(args.name):
         described = [
             {"--corpus": corpus, "--vocab-size": config.vocab_size, "--max-seq-len": config.seq_len}

@@ -76,7 +76,8 @@ def test_a_family_is_enlarged_asked_and_stopped(base, monkeypatch, capsys):
         (runtime.folder_of(other) / "summary.json").touch()  # reading it would be an error
     monkeypatch.setattr(base_train, "main", lambda flags: STOPPED)
     assert family("--depths", "4,5", "--tokens", "256")[0] == STOPPED
-    other = f"--corpus path:{base}/texts, not python; --vocab-size 300, not 4096; --max-seq-len 32, not 512"
+    monkeypatch.setattr(scaling, "usable_gpus", lambda: 1)
+    other = f"--corpus path:{base}/texts, not python; --vocab-size 300, not 4096; --max-seq-len 32, not 2048"
     with refused(f"family family was trained with {other}: choose another --name"):
         scaling.main(["--depths", "4", "--tokens", "256"])
     (runtime.folder_of("family-d1-t256") / "summary.json").write_text('{"steps": 1, "tokens": 256}')
