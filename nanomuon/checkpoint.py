@@ -248,7 +248,7 @@ def load(path, model, optimizer) -> dict[str, int]:
     and the optimizer keeps its options and hyperparameters, which follow from the flags. Raises InputError if
     the tensors do not belong to this model and optimizer.
     """
-    manifest = _manifest_to_load(path)
+    manifest = on_first_rank(lambda: _manifest_to_load(path))
     is_ours = isinstance(optimizer, MuonAdamW)
     state = optimizer.named_state_dict() if is_ours else _state_to_fill(path, optimizer, manifest)
     tensors, _ = _flat_state(model, state)
@@ -260,7 +260,7 @@ def load(path, model, optimizer) -> dict[str, int]:
 
 def load_model(path, model) -> int:
     """Load only the model, whatever the optimizer was; return how many steps it was trained for."""
-    manifest = _manifest_to_load(path)
+    manifest = on_first_rank(lambda: _manifest_to_load(path))
     _read(path, _model_tensors(model))
     return manifest.step
 

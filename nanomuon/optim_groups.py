@@ -372,7 +372,7 @@ def check_values(group):
         raise ValueError(f"betas must be two numbers, not {group['betas']!r}")
     for key, value in {**values, **averages}.items():
         check_number(key, value)
-        if key in averages and not value < 1:
+        if key in averages and value >= 1:
             raise ValueError(f"{key} must be at least 0 and below 1, but is {value}")
 
 

@@ -57,14 +57,13 @@ def triples(coefficients, steps=None):
         table = COEFFICIENTS[coefficients]
     else:
         table = tuple(tuple(map(float, triple)) for triple in coefficients)
-    too_few = not table or (steps is not None and steps < 1)
+    steps = len(table) if steps is None else steps
     are_triples = all(len(triple) == 3 and all(map(math.isfinite, triple)) for triple in table)
-    if too_few or not are_triples:
+    if not table or steps < 1 or not are_triples:
         raise ValueError(
             "coefficients must be finite (a, b, c) triples, with at least one step: "
             f"{coefficients!r}, {steps=}"
         )
-    steps = len(table) if steps is None else steps
     last = (1.875, -1.25, 0.375) if coefficients == "polar_express" else table[-1]
     return table[:steps] + (last,) * (steps - len(table))
 

@@ -112,11 +112,14 @@ def refuse_other_members(args):
     given = base_train.make_parser().parse_args(["--corpus", args.corpus, *args.flags])
     ours = model_config(given, "cuda" if usable_gpus() else "cpu")
     for member in finished(args.name):
-        described = [
-            {"--corpus": corpus, "--vocab-size": config.vocab_size, "--max-seq-len": config.seq_len}
-            for corpus, config in ((member.corpus, member.config), (args.corpus, ours))
-        ]
-        refuse_changes(f"family {args.name} was trained with", *described, "choose another --name")
+        theirs = shared_flags(member.corpus, member.config)
+        now = shared_flags(args.corpus, ours)
+        refuse_changes(f"family {args.name} was trained with", theirs, now, "choose another --name")
+
+
+def shared_flags(corpus, config):
+    """{flag: value} of what all runs of a family have."""
+    return {"--corpus": corpus, "--vocab-size": config.vocab_size, "--max-seq-len": config.seq_len}
 
 
 def finished(name):

@@ -57,9 +57,11 @@ class Contender:
                 raise InputError(f"contender {text}: {key} must be from 0 to {declared[key].largest:g}")
         self.build_model = functools.partial(build_model, **self.chosen(of_model))  # (config, compute_dtype)
         self.build = functools.partial(build, **self.chosen(of_build))  # (model)
-        self.unscaled = functools.partial(schedule, **self.chosen(of_schedule))  # (group, step, steps)
+        self.schedule = functools.partial(schedule, **self.chosen(of_schedule))  # (group, step, steps)
         recipe.check_call(self.build_model, "config", "compute_dtype")
-        recipe.check_call(self.unscaled, "group", "step", "steps")
+        recipe.check_call(self.schedule, "group", "step", "steps")
+        if "lr_scale" in self.options:
+            self.schedule = functools.partial(scaled, self.schedule, self.options["lr_scale"])
         self.fields = self.chosen(set(fields) - self.keywords.keys())
         check_fields(f"contender {text}", self.fields)
 
@@ -113,14 +115,6 @@ class Contender:
             self.build, model, batch_of(setup), setup["steps"], ns_dtype=model.compute_dtype
         )
         return optimizer, [dict(group) for group in optimizer.param_groups]
-
-    def schedule(self, group, step, steps):
-        """{hyperparameter: value} of a group at a step, see recipe.values_at, with lr_scale."""
-        values = recipe.values_at(self.unscaled, group, step, steps)
-        # Scaled last: a schedule need not depend on the rate of the group
-        if "lr_scale" in self.options and "lr" in group:
-            values = {**values, "lr": values.get("lr", group["lr"]) * self.options["lr_scale"]}
-        return values
 
     def version(self):
         """A digest of its file and the model's code, which may change while a race runs."""
@@ -186,6 +180,14 @@ class Contender:
                 options[key] = round(value) if is_count else value
             chosen.append(self.with_options(options))
         return chosen
+
+
+def scaled(schedule, lr_scale, group, step, steps):
+    """A schedule whose rates are multiplied, also if they do not depend on the group's."""
+    values = recipe.values_at(schedule, group, step, steps)
+    if "lr" in group:
+        values = {**values, "lr": values.get("lr", group["lr"]) * lr_scale}
+    return values
 
 
 def tensors(model):
